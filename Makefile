@@ -1,0 +1,60 @@
+# make demo | demo-llm | test     do all the set-up they need, once
+# make setup | setup-dev          the environment alone: to run, to develop
+# make lock                       the locks anew from requirements/*.in
+# VENV=folder, PYTHON=python3.12  where the environment goes, what makes it
+
+VENV ?= .venv
+PYTHON ?= python3
+PY := $(VENV)/bin/python
+UV := $(PY) requirements/uv.py
+UV_VERSION := 0.13.9
+
+.PHONY: setup setup-dev demo demo-llm test lock
+.DELETE_ON_ERROR:
+
+setup: $(VENV)/.installed
+setup-dev: $(VENV)/.installed-dev
+
+demo: setup
+	@$(PY) -m examples.sort.demo
+
+demo-llm: setup
+	@$(PY) -m examples.smollm.demo
+
+test: setup-dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright --pythonpath $(PY)
+	$(VENV)/bin/lint-imports
+	$(PY) -m pytest
+
+$(VENV)/.uv: Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "rlsys needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1)." >&2; \
+	  echo "Install one (for instance: apt install python3.11 python3.11-venv) and name it: make PYTHON=python3.11 ..." >&2; \
+	  exit 1; }
+	@echo "set-up: environment in $(VENV)" >&2
+	@$(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install -qq --disable-pip-version-check uv==$(UV_VERSION)
+	@touch $@
+
+$(VENV)/.locked: requirements/cpu.lock | $(VENV)/.uv
+	@echo "set-up: $$(grep -c == $<) packages from $<" >&2
+	@$(UV) pip install --quiet --no-deps -r $<
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml $(VENV)/.locked
+	@$(UV) pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.installed-dev: requirements/dev.lock $(VENV)/.installed
+	@echo "set-up: $$(grep -c == $<) packages from $<" >&2
+	@$(UV) pip install --quiet --no-deps -r $<
+	@touch $@
+
+COMPILE = $(UV) pip compile --quiet --python-version 3.11 --no-annotate --no-emit-find-links --no-emit-index-url \
+  --custom-compile-command "make lock" --override requirements/cpu-overrides.txt
+
+lock: $(VENV)/.uv
+	$(COMPILE) requirements/cpu.in -o requirements/cpu.lock
+	$(COMPILE) requirements/dev.in -o requirements/dev.lock

@@ -1,0 +1,58 @@
+"""What both demos show at the end: the reward curve of a run as a picture, and its figures."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+WINDOW = 10
+"""Steps of the running mean."""
+
+
+def read_rewards(run_dir: Path) -> list[tuple[int, float]]:
+    """Step and mean reward of every row of a run's `metrics.jsonl`."""
+    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [(row["step"], row["reward/mean"]) for row in rows]
+
+
+def running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
+    """Mean of each value and the up to `window - 1` before it: `[1, 3, 5]` over 2 gives `[1, 2, 4]`."""
+    sums = [0.0, *accumulate(values)]
+    return [(sums[i] - sums[max(0, i - window)]) / min(i, window) for i in range(1, len(sums))]
+
+
+def draw_curve(run_dir: Path, title: str) -> Path:
+    """Draw reward against step into `reward.png` in the run directory; returns its path."""
+    steps, rewards = zip(*read_rewards(run_dir), strict=True)
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.plot(steps, rewards, color="#9ecae1", linewidth=1, label="mean of the step's samples")
+    axes.plot(steps, running_mean(rewards), color="#08519c", linewidth=2, label=f"mean of {WINDOW} steps")
+    axes.set(xlabel="optimizer step", ylabel="reward", ylim=(0, 1), title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    path = run_dir / "reward.png"
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def print_summary(result: Mapping[str, object], before: Mapping[str, float], curve: Path) -> None:
+    """Print where everything is, then `result` as one line of JSON, the last on stdout.
+
+    `result` holds at least `reward_first`, `reward_last`, `steps` and `run_dir`; `before` are the figures of the model
+    before training.
+    """
+    measured = ", ".join(f"{name} accuracy {before[name]:.3f}" for name in ("sampled", "greedy") if name in before)
+    print(f"before training   {measured}")
+    print(f"reward            {result['reward_first']:.3f} -> {result['reward_last']:.3f} in {result['steps']} steps")
+    print(f"reward curve      {os.fspath(curve)}")
+    print(f"run directory     {result['run_dir']}")
+    print(f"evaluate it       rlsys eval {result['run_dir']}")
+    print(json.dumps(result), flush=True)

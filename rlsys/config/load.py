@@ -1,0 +1,169 @@
+"""Files and overrides become one tree with a source per key; validated once, every problem reported at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from ruamel.yaml import YAML, MappingNode, Node
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+from rlsys.config.algorithms import DEFAULT, algorithm_class
+from rlsys.config.problems import Location, Problem, dotted, problems_in, unknown_key
+from rlsys.errors import ConfigError
+
+Tree: TypeAlias = dict[str, Any]
+Sources: TypeAlias = dict[tuple[str, ...], str]
+C = TypeVar("C", bound=BaseModel)
+
+
+@dataclass(slots=True)
+class Layer:
+    """One file, or one override: a tree, and where each of its keys was written (`file:line` or the command line)."""
+
+    tree: Tree
+    sources: Sources = field(default_factory=dict)
+
+
+def load(config: type[C], paths: Sequence[str | Path], overrides: Sequence[str]) -> C:
+    """Read, merge and validate. Raises `ConfigError` with every problem, each with its key and source."""
+    merged = Layer({})
+    for layer in [*(_read(Path(p)) for p in paths), *(_override(o) for o in overrides)]:
+        _merge(merged.tree, layer.tree)
+        merged.sources |= layer.sources
+    try:
+        return config.model_validate(merged.tree)
+    except ValidationError as error:
+        where = ", ".join(str(p) for p in paths) or "command line"
+        raise ConfigError(_report(list(problems_in(error)), config, merged, where)) from None
+
+
+def dump(tree: Mapping[str, object]) -> str:
+    """A tree as YAML that `load` reads back."""
+    stream = io.StringIO()
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style, yaml.sort_base_mapping_type_on_output = False, False  # type: ignore[assignment]
+    yaml.dump(tree, stream)
+    return stream.getvalue()
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
+
+
+def _read(path: Path) -> Layer:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"cannot read configuration {path}: {reason}") from None
+    return _toml(path, text) if path.suffix == ".toml" else _yaml(path, text)
+
+
+def _yaml(path: Path, text: str) -> Layer:
+    try:
+        tree = YAML(typ="safe", pure=True).load(text)
+        node = YAML(typ="safe", pure=True).compose(text)
+    except MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem or error.context}") from None
+    except YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from None
+    if tree is None:
+        return Layer({})
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}:1: a configuration is a mapping of sections, not a {type(tree).__name__}")
+    return Layer(tree, {at: f"{path}:{line}" for at, line in _yaml_lines(node)})
+
+
+def _yaml_lines(node: Node, at: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], int]]:
+    if not isinstance(node, MappingNode):
+        return []
+    lines = []
+    for key, value in node.value:
+        here = (*at, str(key.value))
+        lines += [(here, key.start_mark.line + 1), *_yaml_lines(value, here)]
+    return lines
+
+
+def _toml(path: Path, text: str) -> Layer:
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    sources: Sources = {}
+    table: tuple[str, ...] = ()
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[([\w.-]+)\]", line):
+            table = tuple(header[1].split("."))
+            sources[table] = f"{path}:{number}"
+        elif assignment := re.match(r"\s*([\w.-]+)\s*=", line):
+            sources[(*table, *assignment[1].split("."))] = f"{path}:{number}"
+    return Layer(tree, sources)
+
+
+def _override(text: str) -> Layer:
+    """One `a.b=value`, also written `--a.b=value`; the value is YAML."""
+    key, equals, value = text.removeprefix("--").partition("=")
+    if not equals or not all(key.split(".")):
+        raise ConfigError(f"command line: {text!r} is not of the form section.key=value")
+    try:
+        tree = YAML(typ="safe", pure=True).load(value)
+    except YAMLError:
+        raise ConfigError(f"command line: {text!r}: the value is not valid YAML; quote it") from None
+    at = tuple(key.split("."))
+    for part in reversed(at):
+        tree = {part: tree}
+    return Layer(tree, {at[:n]: f"command line: {text}" for n in range(1, len(at) + 1)})
+
+
+def _merge(into: Tree, tree: Tree) -> None:
+    """Lay `tree` over `into`. A mapping that changes its `type` starts anew: the old type's keys mean nothing to it."""
+    if "type" in tree and "type" in into and tree["type"] != into["type"]:
+        into.clear()
+    for key, value in tree.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+# ---------------------------------------------------------------------------------------------------------- reporting
+
+
+def _report(problems: list[Problem], config: type[BaseModel], merged: Layer, where: str) -> str:
+    keys = _keys(config, merged.tree)
+    lines = [
+        f"  {_source(p.location, merged.sources) or where}: {dotted(p.location)}: "
+        + (unknown_key(p.location, keys) if p.is_unknown else p.text)
+        for p in problems
+    ]
+    count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
+    return "\n".join([f"{count} in the configuration:", *lines])
+
+
+def _source(location: Location, sources: Sources) -> str | None:
+    """Where the key, or else the innermost section around it, was written."""
+    at = tuple(str(part) for part in location)
+    return next((sources[at[:n]] for n in range(len(at), 0, -1) if at[:n] in sources), None)
+
+
+def _keys(config: type[BaseModel], tree: Tree) -> dict[tuple[str, ...], Sequence[str]]:
+    """The keys of every section, those of the chosen algorithm included."""
+    keys: dict[tuple[str, ...], Sequence[str]] = {(): list(config.model_fields)}
+    for name, info in config.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            keys[(name,)] = list(info.annotation.model_fields)
+    section = tree.get("algorithm")
+    chosen = section.get("type", DEFAULT) if isinstance(section, dict) else DEFAULT
+    try:
+        fields = dataclasses.fields(algorithm_class(str(chosen)))
+    except ConfigError:  # reported already, as a problem of `algorithm.type`
+        return keys
+    return keys | {("algorithm",): ["type", *(f.name for f in fields)]}

@@ -1,0 +1,70 @@
+"""What a configuration asks for, worked out before anything starts: `rlsys train --dry-run`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rlsys.algorithm import Signal
+from rlsys.config.schema import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """The workers of one kind, and what Ray reserves for each of them."""
+
+    name: str
+    count: int
+    num_cpus: float
+    num_gpus: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Figures that follow from a configuration."""
+
+    run_dir: str
+    steps: int
+    samples_per_step: int
+    """Episodes of one optimizer step."""
+    permits: int
+    """Groups in the pipe at once."""
+    max_staleness: int
+    """Most optimizer steps between sampling a token and training it."""
+    num_cpus: float
+    """CPUs Ray reserves, over all workers."""
+    num_gpus: float
+    roles: tuple[Role, ...]
+
+    def lines(self) -> Iterator[str]:
+        """The plan as text, one fact a line."""
+        yield f"run directory {self.run_dir}"
+        yield f"{self.steps} steps of {self.samples_per_step} samples"
+        yield f"{self.permits} groups in the pipe at most, so no token is more than {self.max_staleness} steps stale"
+        yield f"{self.num_cpus:g} CPUs and {self.num_gpus:g} GPUs reserved:"
+        for role in self.roles:
+            yield f"  {role.count} x {role.name}: {role.num_cpus:g} CPUs, {role.num_gpus:g} GPUs each"
+
+
+def plan_of(config: Config) -> Plan:
+    """The figures of this configuration."""
+    roles = tuple(_roles(config))
+    return Plan(
+        run_dir=str(config.run_dir),
+        steps=config.run.steps,
+        samples_per_step=config.samples_per_step,
+        permits=config.permits,
+        max_staleness=config.asynchrony.max_staleness,
+        num_cpus=sum(r.count * r.num_cpus for r in roles),
+        num_gpus=sum(r.count * r.num_gpus for r in roles),
+        roles=roles,
+    )
+
+
+def _roles(config: Config) -> Iterator[Role]:
+    rollout, reward, train, reference = config.rollout, config.reward, config.train, config.reference
+    yield Role("rollout", rollout.replicas, rollout.num_cpus, rollout.num_gpus)
+    yield Role("reward", reward.workers, reward.num_cpus, 0.0)
+    yield Role("actor rank", train.ranks, train.num_cpus, train.num_gpus)
+    if Signal.REFERENCE_LOGPROBS in config.algorithm.signals:
+        yield Role("reference", 1, reference.num_cpus, reference.num_gpus)

@@ -1,0 +1,284 @@
+"""Every key of a configuration: its type, default, range, unit and meaning.
+
+The models are frozen and read once; a class takes the values it uses, never the whole. An algorithm owns its own keys.
+Imports neither torch nor ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from rlsys.config.algorithms import AlgorithmSection, algorithm_of
+from rlsys.config.problems import nested
+
+
+def _name_or_import(value: str) -> str:
+    module, colon, name = value.rpartition(":")
+    if not name.isidentifier() or (colon and not module):
+        raise PydanticCustomError("spec", "should be the name of a built-in, or `module:name` of yours")
+    return value
+
+
+def _resume(value: str) -> str:
+    if value not in ("auto", "never", "must") and "/" not in value:
+        raise PydanticCustomError("resume", "should be auto, never, must, or the folder of a run (with a `/` in it)")
+    return value
+
+
+ImportSpec = Annotated[str, AfterValidator(_name_or_import)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Momentum = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, nothing but the keys it names, documented by the strings under them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class RunSection(Section):
+    """The run as a whole."""
+
+    name: str = Field("run", pattern=r"^\w[\w.-]*$")
+    """Name of the run; its directory is `folder/name`."""
+    folder: Path = Path("runs")
+    """Where run directories go."""
+    seed: NonNegativeInt = 0
+    """Root of every random stream: task order, sampling, initialisation. Same seed and configuration, same run."""
+    steps: PositiveInt
+    """Optimizer steps of the whole run, those before a resume included."""
+    resume: Annotated[str, AfterValidator(_resume)] = "never"
+    """never: a new run; refused where the run directory already holds one. auto: go on from its latest checkpoint, else
+    start. must: go on, or fail. A folder: start a new run from the latest checkpoint of that one."""
+
+
+class ModelSection(Section):
+    """The policy that is trained."""
+
+    path: str = Field(min_length=1)
+    """Folder of a Hugging Face causal language model with its tokenizer, or `org/name` on the hub."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights that generate and compute gradients; the optimizer always keeps a float32 copy."""
+
+
+class DataSection(Section):
+    """The tasks."""
+
+    path: str = Field(min_length=1)
+    """JSONL, JSON or parquet file, or hub data set, with a `prompt` column."""
+    eval_path: str | None = None
+    """The same, for `rlsys eval`; None: no evaluation data."""
+    max_prompt_tokens: PositiveInt = 1024
+    """A longer prompt is dropped and counted as `too_long`."""
+    shuffle: bool = True
+    """Draw a new order every epoch (from `run.seed`), or keep the order of the file."""
+
+
+class RolloutSection(Section):
+    """The workers that generate."""
+
+    replicas: PositiveInt = 1
+    """Copies of the policy that generate side by side."""
+    slots: PositiveInt = 64
+    """Sequences one replica decodes together; more wait their turn."""
+    max_new_tokens: PositiveInt = 256
+    """Longest completion of one turn, in tokens."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; recorded logprobs are those of the tempered distribution."""
+    weight_change: Literal["between", "inflight"] = "between"
+    """between: new weights are loaded once no group is running, so a trajectory has one version. inflight: running
+    sequences are paused, the weights swapped, and decoding goes on; each token carries its own version."""
+    workflow: ImportSpec = "single_turn"
+    """Who speaks when on a task: a built-in, or `module:Name` of your `Workflow`."""
+    threads: PositiveInt = 1
+    """CPU threads of one replica."""
+    num_cpus: NonNegativeFloat = 1.0
+    """CPUs Ray reserves for one replica."""
+    num_gpus: NonNegativeFloat = 0.0
+    """GPUs Ray reserves for one replica."""
+
+
+class RewardSection(Section):
+    """The workers that judge."""
+
+    fn: ImportSpec = "exact"
+    """Reward function: a built-in, `module:name`, or `path/to/file.py:name`."""
+    timeout_s: PositiveFloat = 10.0
+    """Deadline of one call of the function, seconds; a call that misses it is killed and its episode fails."""
+    workers: PositiveInt = 1
+    """Ray actors that judge side by side."""
+    processes: PositiveInt = 1
+    """Killable processes of one worker."""
+    num_cpus: NonNegativeFloat = 1.0
+    """CPUs Ray reserves for one worker."""
+
+
+class TrainSection(Section):
+    """The worker that learns, and one optimizer step of it (AdamW)."""
+
+    groups_per_step: PositiveInt = 32
+    """Groups of one optimizer step; each holds `algorithm.group_size` episodes."""
+    ranks: PositiveInt = 1
+    """Data-parallel processes."""
+    lr: PositiveFloat = 1e-6
+    """Peak learning rate."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps over which the learning rate rises linearly from 0 to `lr`."""
+    final_lr_fraction: Fraction = 1.0
+    """Learning rate of the last step over `lr`, reached linearly after the warm-up; 1 keeps it constant."""
+    betas: tuple[Momentum, Momentum] = (0.9, 0.999)
+    """AdamW's decay rates of the first and second moment."""
+    weight_decay: NonNegativeFloat = 0.0
+    """AdamW's decoupled weight decay."""
+    clip_norm: PositiveFloat = 1.0
+    """Largest gradient norm, over all parameters and ranks."""
+    micro_batch_tokens: PositiveInt = 8192
+    """Most tokens of one forward and backward pass, shared prompts counted once. Bounds memory, changes no gradient."""
+    threads: PositiveInt = 1
+    """CPU threads of one rank."""
+    num_cpus: NonNegativeFloat = 1.0
+    """CPUs Ray reserves for one rank."""
+    num_gpus: NonNegativeFloat = 0.0
+    """GPUs Ray reserves for one rank."""
+
+
+class AsynchronySection(Section):
+    """How far generation may run ahead of learning."""
+
+    max_staleness: NonNegativeInt = 0
+    """Most optimizer steps between the weights a trained token was sampled from and those it trains; 0: synchronous."""
+    window: PositiveInt = 1
+    """How far past the oldest unfinished group the learner may look for a finished one; 1: strictly in order."""
+
+
+class ReferenceSection(Section):
+    """The frozen initial model; it runs only where the algorithm asks for it."""
+
+    threads: PositiveInt = 1
+    """CPU threads of the worker."""
+    num_cpus: NonNegativeFloat = 1.0
+    """CPUs Ray reserves for the worker."""
+    num_gpus: NonNegativeFloat = 0.0
+    """GPUs Ray reserves for the worker."""
+
+
+class CheckpointSection(Section):
+    """What is saved, and when."""
+
+    every: NonNegativeInt = 50
+    """Steps between two checkpoints; 0: only at the end and on interruption."""
+    keep_last: PositiveInt = 3
+    """Checkpoints kept; older ones are deleted."""
+
+
+class LimitsSection(Section):
+    """Deadlines, and how much failure is too much."""
+
+    lease_s: PositiveFloat = 600.0
+    """Deadline of one group from issue to finish, seconds; then it is issued again."""
+    transfer_s: PositiveFloat = 120.0
+    """Deadline of one weight transfer, seconds."""
+    no_progress_s: PositiveFloat = 900.0
+    """Seconds without a finished group or step after which the run ends with a table of what is pending."""
+    max_attempts: PositiveInt = 3
+    """Times one group is tried before it is dropped as failed."""
+    max_failed_groups: PositiveInt = 16
+    """Groups dropped as failed in a row that end the run."""
+
+
+class RecordSection(Section):
+    """What is written besides metrics and events."""
+
+    rollouts_every: NonNegativeInt = 1
+    """Steps between two whose rollouts are written as text; 0: never."""
+
+
+class RaySection(Section):
+    """The cluster."""
+
+    address: str | None = None
+    """`auto`, `host:port` or `ray://host:port`. None: join this process's connection or the job's cluster, else start a
+    local one."""
+    num_cpus: PositiveInt | None = None
+    """CPUs of a local cluster; None: those of the machine."""
+
+
+class Config(Section):
+    """Everything one training job is told. Build it here, or read it with `Config.load`."""
+
+    run: RunSection
+    model: ModelSection
+    data: DataSection
+    algorithm: AlgorithmSection = Field(default_factory=lambda: algorithm_of({}))
+    """`type` (the name of an installed algorithm, or `module:Name` of yours; grpo) and that algorithm's own keys."""
+    rollout: RolloutSection = RolloutSection()
+    reward: RewardSection = RewardSection()
+    train: TrainSection = TrainSection()
+    asynchrony: AsynchronySection = AsynchronySection()
+    reference: ReferenceSection = ReferenceSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    limits: LimitsSection = LimitsSection()
+    record: RecordSection = RecordSection()
+    ray: RaySection = RaySection()
+
+    @classmethod
+    def load(cls, paths: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()) -> Self:
+        """Read files left to right, then overrides like `train.lr=1e-5`; later wins.
+
+        Raises `ConfigError` listing every problem of all of them.
+        """
+        from rlsys.config.load import load  # it needs this class
+
+        return load(cls, [paths] if isinstance(paths, str | Path) else paths, overrides)
+
+    def to_yaml(self) -> str:
+        """Every key with its value, as `config.resolved.yaml` holds it; `load` gives it back."""
+        from rlsys.config.load import dump
+
+        return dump(self.model_dump(mode="json"))
+
+    @property
+    def run_dir(self) -> Path:
+        """The directory of this run: `run.folder/run.name`."""
+        return self.run.folder / self.run.name
+
+    @property
+    def permits(self) -> int:
+        """Groups in the pipe at once, so that none can exceed `max_staleness`.
+
+        A group admitted now waits behind at most `max_staleness` steps of earlier groups, and a step is one version.
+        """
+        return (self.asynchrony.max_staleness + 1) * self.train.groups_per_step
+
+    @property
+    def samples_per_step(self) -> int:
+        """Episodes of one optimizer step."""
+        return self.train.groups_per_step * self.algorithm.group_size
+
+    @field_validator("asynchrony")
+    @classmethod
+    def _is_safe(cls, asynchrony: AsynchronySection, info: ValidationInfo) -> AsynchronySection:
+        algorithm = info.data.get("algorithm")
+        if algorithm is None or (bound := algorithm.max_safe_staleness) is None or asynchrony.max_staleness <= bound:
+            return asynchrony
+        text = (
+            f"{asynchrony.max_staleness} is more than {type(algorithm).__name__} is safe for ({bound}): its loss does "
+            f"not correct for older tokens; set it to {bound} or less, or choose an algorithm that corrects for them"
+        )
+        raise nested([(("max_staleness",), text)])

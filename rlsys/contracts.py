@@ -1,0 +1,145 @@
+"""What the driver needs of each kind of worker, and nothing else.
+
+`workers/` implements these on Ray, `rlsys.testing` implements them as fakes, and one contract suite runs against both. Every
+method may raise `WorkerDied` or `DeadlineExceeded`; what else it may raise is stated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from rlsys.algorithm import Assigned, Signal
+from rlsys.batch.plan import BatchPlan
+from rlsys.types import Acknowledged, Assignment, Group, PolicyVersion, Score, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Receipt of one publish: relays hold, or are about to hold, these bytes."""
+
+    version: PolicyVersion
+    hash: str
+    """Content hash over names, shapes, dtypes and bytes of all tensors."""
+    num_bytes: int
+    stall_s: float
+    """Seconds the actor could not train because of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainStats:
+    """What one optimizer step reports. Keys of `metrics` are full metric names, e.g. `optim/grad_norm`."""
+
+    metrics: Mapping[str, float]
+    train_s: float
+    """Seconds of compute on the slowest rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """When one worker worked on one thing: seconds of that machine's monotonic clock, comparable per worker only."""
+
+    worker: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RolledOut:
+    """A rolled-out group, not judged yet."""
+
+    group: Group
+    busy: Busy
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One score per episode of a group, in order."""
+
+    scores: tuple[Score, ...]
+    busy: Busy
+
+
+class Rollouts(Protocol):
+    """The pool of rollout replicas."""
+
+    async def run(self, assignment: Assignment) -> RolledOut:
+        """Roll out one group on weights no older than `assignment.version`.
+
+        Raises `WorkflowError` (a bug in the workflow), `TaskTooLong`, `WeightsMismatch`.
+        """
+        ...
+
+    async def restart(self, worker: str) -> None:
+        """Replace a dead replica. It pulls from its relay before it runs anything."""
+        ...
+
+    async def versions(self) -> Sequence[Acknowledged]:
+        """What each live replica holds now."""
+        ...
+
+
+class Rewards(Protocol):
+    """The pool of reward workers."""
+
+    async def score(self, task: Task, group: Group) -> Judged:
+        """Judge each episode. A judge that raises or hangs is a Score without a value."""
+        ...
+
+    async def restart(self, worker: str) -> None:
+        """Replace a dead reward worker."""
+        ...
+
+
+class Reference(Protocol):
+    """A worker that adds one extra column to groups."""
+
+    async def annotate(self, groups: Sequence[Group], signal: Signal) -> list[Group]:
+        """The same groups, each with a reference to the column in `columns[signal]`."""
+        ...
+
+
+class Actor(Protocol):
+    """The policy being trained, over all its ranks."""
+
+    async def train_step(self, groups: Sequence[Group], plan: BatchPlan) -> TrainStats:
+        """One optimizer step on the planned samples. Raises `TrainingError` on NaN, with nothing stepped."""
+        ...
+
+    async def publish(self, version: PolicyVersion) -> Published:
+        """Hand the weights to the relays; returns once the bytes have left the actor."""
+        ...
+
+    async def save(self, folder: Path) -> None:
+        """Write weights, optimizer and stabilizer into `folder`."""
+        ...
+
+    async def load(self, folder: Path) -> None:
+        """Restore what `save` wrote, onto any number of ranks."""
+        ...
+
+    async def record(
+        self, path: Path, step: int, tasks: Sequence[Task], groups: Sequence[Group], assigned: Sequence[Sequence[Assigned]]
+    ) -> None:
+        """Write the groups a step trained, for people to read: what was asked, said, judged, and what was made of it."""
+        ...
+
+    async def save_groups(self, path: Path, groups: Sequence[Group]) -> None:
+        """Write finished groups with their payloads, for `load_groups`."""
+        ...
+
+    async def load_groups(self, path: Path) -> list[Group]:
+        """Read what `save_groups` wrote; payloads go back into the object store."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """Everything the driver talks to."""
+
+    rollouts: Rollouts
+    rewards: Rewards
+    actor: Actor
+    annotators: Mapping[Signal, Reference] = field(default_factory=dict)

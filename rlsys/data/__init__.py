@@ -1,0 +1,1 @@
+"""Tasks: reading rows, and an endless stream of them with an exact cursor."""

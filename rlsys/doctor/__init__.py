@@ -1,0 +1,10 @@
+"""`rlsys doctor`: what is wrong with an environment, and the cure.
+
+`gather` looks at the machine once; every check is a pure function of what it found. Neither torch nor ray is loaded:
+versions and build variants are read from package metadata.
+"""
+
+from rlsys.doctor.checks import Finding, diagnose, ensure_not_shadowed
+from rlsys.doctor.facts import Facts, gather
+
+__all__ = ["Facts", "Finding", "diagnose", "ensure_not_shadowed", "gather"]

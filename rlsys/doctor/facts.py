@@ -1,0 +1,123 @@
+"""One look at the machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlsplit
+
+PACKAGES = ("rlsys", "workers", "algorithms")
+DASHBOARD_PORT = 8265
+LOCK = Path(__file__).parents[2] / "requirements" / "cpu.lock"
+"""Present in a checkout, not in an installed wheel."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What one look at the machine found."""
+
+    python: tuple[int, ...]
+    num_cpus: int
+    """CPUs this process may use."""
+    cpu_flags: frozenset[str]
+    """As the kernel names them, e.g. `avx2`; empty where it does not say."""
+    has_nvidia_driver: bool
+    omp_num_threads: str | None
+    """The environment variable."""
+    shm_bytes: int | None
+    """Size of /dev/shm; None where there is none."""
+    free_bytes: int
+    """Free space of the disk this process runs on."""
+    versions: Mapping[str, str]
+    """Installed packages and their versions, local tags included: `torch` -> `2.13.0+cpu`."""
+    required: frozenset[str]
+    """Packages that rlsys asks for."""
+    locked: Mapping[str, str]
+    """Packages of `requirements/cpu.lock`; empty outside a checkout."""
+    origins: Mapping[str, Path | None]
+    """The file or folder that `rlsys`, `workers` and `algorithms` are imported from."""
+    cluster_address: str | None = None
+    cluster_ray: str | None = None
+    """Ray's version on the cluster at that address; None: it did not say."""
+
+
+def gather(address: str | None = None) -> Facts:
+    """Look at this machine, and ask the Ray cluster at `address` (else RAY_ADDRESS) for its version."""
+    address = address or os.environ.get("RAY_ADDRESS")
+    return Facts(
+        python=sys.version_info[:3],
+        num_cpus=len(os.sched_getaffinity(0)),
+        cpu_flags=_cpu_flags(Path("/proc/cpuinfo")),
+        has_nvidia_driver=Path("/proc/driver/nvidia/version").exists(),
+        omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
+        shm_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
+        free_bytes=shutil.disk_usage(Path.cwd()).free,
+        versions={normalised(d.name): d.version for d in metadata.distributions()},
+        required=_required(metadata.requires("rlsys") or []),
+        locked=locked(LOCK.read_text()) if LOCK.exists() else {},
+        origins=origins(),
+        cluster_address=address,
+        cluster_ray=cluster_ray(address) if address else None,
+    )
+
+
+def origins() -> dict[str, Path | None]:
+    """Where each of our packages would be imported from now."""
+    return {name: _origin(name) for name in PACKAGES}
+
+
+def _origin(name: str) -> Path | None:
+    spec = find_spec(name)
+    if spec is None:
+        return None
+    if spec.origin is not None:
+        return Path(spec.origin)
+    return Path(next(iter(spec.submodule_search_locations or ()), "unknown"))  # a folder without __init__.py
+
+
+def _cpu_flags(cpuinfo: Path) -> frozenset[str]:
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    flags = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    return frozenset(flags[1].split()) if flags else frozenset()
+
+
+def normalised(name: str) -> str:
+    """A package's name as indexes compare it: `ruamel.yaml` -> `ruamel-yaml`."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _required(requirements: list[str]) -> frozenset[str]:
+    names = (re.match(r"[\w.-]+", r) for r in requirements if "extra ==" not in r)
+    return frozenset(normalised(name[0]) for name in names if name)
+
+
+def locked(text: str) -> dict[str, str]:
+    """The `name==version` lines of a lock."""
+    return {normalised(name): version for name, version in re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE)}
+
+
+def cluster_ray(address: str) -> str | None:
+    """Ray's version as the head's dashboard tells it; None if it does not answer.
+
+    `address` is what `ray.init` takes (`auto`, `host:6379`, `ray://host:10001`) or the dashboard's own `http://host:port`.
+    """
+    if address in ("auto", "local"):
+        address = "127.0.0.1"
+    is_http = address.startswith("http")
+    parts = urlsplit(address if "://" in address else f"//{address}")
+    port = parts.port if is_http and parts.port else DASHBOARD_PORT
+    url = f"{parts.scheme if is_http else 'http'}://{parts.hostname}:{port}/api/version"
+    try:
+        with urllib.request.urlopen(url, timeout=3) as answer:
+            return str(json.load(answer)["ray_version"])
+    except (OSError, ValueError, KeyError):
+        return None

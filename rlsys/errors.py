@@ -1,0 +1,88 @@
+"""One exception class per decision that somebody takes on it.
+
+The failure policy reads the class, never the text. The text names what is wrong, where, and the remedy; it is what a
+user sees, without a traceback, when the run ends on it.
+"""
+
+from __future__ import annotations
+
+
+class RlsysError(Exception):
+    """Anything rlsys says about itself. `exit_code` is what the command line ends with."""
+
+    exit_code = 1
+
+
+class ConfigError(RlsysError):
+    """The configuration is wrong. Lists every problem at once."""
+
+    exit_code = 2
+
+
+class DataError(RlsysError):
+    """A data file cannot be read or a row cannot be used. Names file and line."""
+
+    exit_code = 2
+
+
+class ModelError(RlsysError):
+    """A model path does not exist or holds nothing that loads."""
+
+    exit_code = 2
+
+
+class CheckpointError(RlsysError):
+    """A checkpoint could not be written or read. What was saved before is untouched."""
+
+
+class WorkerError(RlsysError):
+    """Something happened to one worker while it did one thing. `worker` is its name, `phase` what it was doing."""
+
+    def __init__(self, worker: str, phase: str, detail: str) -> None:
+        super().__init__(f"{worker} while {phase}: {detail}")
+        self.worker, self.phase, self.detail = worker, phase, detail
+
+    def __reduce__(self):  # noqa: ANN204  (exceptions cross process borders)
+        return type(self), (self.worker, self.phase, self.detail)
+
+
+class WorkerDied(WorkerError):
+    """The worker's process is gone. It can be restarted; its unfinished work is issued again."""
+
+
+class DeadlineExceeded(WorkerError):
+    """The worker did not answer in time. It is treated as dead."""
+
+
+class WeightsMismatch(WorkerError):
+    """The worker holds weights other than those published. Its tokens must not be trained."""
+
+
+class WorkflowError(WorkerError):
+    """The user's workflow, or code it called, raised. A bug to fix, not a failure to retry."""
+
+
+class TaskTooLong(WorkerError):
+    """A prompt does not fit the limit. The task is dropped and counted."""
+
+
+class NothingToTrain(RlsysError):
+    """Too few episodes of a group could be judged to give any of them an advantage. The group is dropped and counted."""
+
+
+class RunAborted(RlsysError):
+    """The failure policy ended the run; the message holds the last failure."""
+
+
+class TrainingError(RlsysError):
+    """The step itself went wrong (NaN in a loss or gradient)."""
+
+
+class NoProgress(RlsysError):
+    """Nothing moved for too long. The message holds a table of what is pending and where."""
+
+
+class Interrupted(RlsysError):
+    """The user asked to stop; the step in hand was finished and saved."""
+
+    exit_code = 130

@@ -1,0 +1,269 @@
+"""The composition root: from a configuration to running objects. The only importer of `workers`.
+
+    result = rlsys.train(Config.load("run.yaml"))
+
+works from the command line, from a Python script (also one that called `ray.init` already) and inside a Ray job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rlsys.algorithm import Signal
+from rlsys.checkpoint import Checkpoints, find_latest
+from rlsys.config import Config
+from rlsys.config.plan import plan_of
+from rlsys.contracts import Published, Workers
+from rlsys.data.rows import load_tasks
+from rlsys.data.source import TaskSource
+from rlsys.doctor import ensure_not_shadowed
+from rlsys.driver import BatchShape, Driver
+from rlsys.errors import CheckpointError, ConfigError, Interrupted, RlsysError
+from rlsys.events import Event, Events, PhaseDone, RunEnded, RunStarted, StepDone, WeightsPublished
+from rlsys.failures import FailurePolicy
+from rlsys.ledger import Ledger
+from rlsys.queue import StreamingQueue
+from rlsys.rewards.calling import RewardFunction
+from rlsys.tracking.console import ConsoleSink
+from rlsys.tracking.jsonl import JsonlSink
+from rlsys.types import Sampling, Task
+from rlsys.weights import WeightSync
+from rlsys.workflow import load_workflow
+
+SMOOTHED_STEPS = 10
+"""Steps that `reward_first` and `reward_last` average over."""
+
+
+@dataclass
+class TrainResult:
+    """What a run came to. Collected from its events."""
+
+    run_dir: str
+    steps: int = 0
+    """Optimizer steps behind the final weights."""
+    reward_first: float = float("nan")
+    """Mean reward of the first 10 steps of this session."""
+    reward_last: float = float("nan")
+    """Mean reward of the last 10."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By phase: start-up phases by name, then the sum of each `time/*` metric over the steps."""
+
+    def as_json(self) -> dict[str, object]:
+        """One JSON object, as the command line prints it."""
+        return {
+            "run_dir": self.run_dir,
+            "steps": self.steps,
+            "reward_first": self.reward_first,
+            "reward_last": self.reward_last,
+            "seconds": {phase: round(s, 3) for phase, s in self.seconds.items()},
+        }
+
+
+class _Summary:
+    """A sink that fills a `TrainResult`."""
+
+    def __init__(self, result: TrainResult) -> None:
+        self._result = result
+        self._rewards: list[float] = []
+
+    def handle(self, event: Event, time_s: float) -> None:
+        seconds = self._result.seconds
+        if isinstance(event, PhaseDone):
+            seconds[event.phase] = event.seconds
+        elif isinstance(event, StepDone):
+            self._result.steps = event.step
+            self._rewards.append(event.metrics["reward/mean"])
+            self._result.reward_first = fmean(self._rewards[:SMOOTHED_STEPS])
+            self._result.reward_last = fmean(self._rewards[-SMOOTHED_STEPS:])
+            for name, value in event.metrics.items():
+                if name.startswith("time/"):
+                    seconds[name.removeprefix("time/")] = seconds.get(name.removeprefix("time/"), 0.0) + value
+
+    def close(self) -> None: ...
+
+
+def train(config: Config, *, progress: bool = True) -> TrainResult:
+    """Run one training job to its end and return what it came to.
+
+    `progress` shows it on stderr. Ctrl-C once finishes the step, saves, and raises `Interrupted`; twice exits at once.
+    Raises the `RlsysError` that ended the run, after writing it to the run directory.
+    """
+    began = time.monotonic()
+    _prepare_imports()
+    checkpoint = _checkpoint_to_resume(config)
+    _write_run_dir(config)
+    result = TrainResult(str(config.run_dir))
+    sinks = [JsonlSink(config.run_dir), _Summary(result), *([ConsoleSink(config.run.steps)] if progress else [])]
+    events = Events(sinks)
+    try:
+        asyncio.run(_train(config, checkpoint, events, began))
+        events.emit(RunEnded(result.steps, "finished"))
+    except Interrupted as error:
+        events.emit(RunEnded(result.steps, "interrupted", str(error)))
+        raise
+    except BaseException as error:
+        events.emit(RunEnded(result.steps, "failed", f"{type(error).__name__}: {error}"))
+        raise
+    finally:
+        events.close()
+    return result
+
+
+async def _train(config: Config, checkpoint: Path | None, events: Events, began: float) -> None:
+    """Start everything, train, stop everything; `began` is when the command was given (monotonic clock)."""
+    from workers import cluster as ray_cluster
+
+    with _phase(events, "load_data"):
+        source = _tasks(config)
+    with _phase(events, "start_ray"):
+        plan = plan_of(config)
+        cluster = ray_cluster.connect(config.ray.address, config.ray.num_cpus or max(os.cpu_count() or 1, round(plan.num_cpus + 0.5)))
+        ray_cluster.check_capacity(plan.num_cpus, plan.num_gpus)
+    try:
+        with _phase(events, "start_workers"):
+            workers = await _start_workers(config)
+        driver = _driver(config, source, workers, events)
+        start = 0
+        if checkpoint is not None:
+            with _phase(events, "load_checkpoint"):
+                start = await driver.restore(checkpoint)
+        events.emit(RunStarted(str(config.run_dir), start, config.run.steps))
+        events.emit(PhaseDone("start_up", time.monotonic() - began))
+        with _interruptible(driver) as interrupted:
+            reached = await driver.run(start)
+        if interrupted:
+            raise Interrupted(f"interrupted after step {reached}, which is saved; go on with run.resume=auto")
+    finally:
+        cluster.close()
+
+
+async def _start_workers(config: Config) -> Workers:
+    """Every worker the run needs, ready to work; each kind loads while the others do."""
+    from workers.launching import start_actor, start_reference, start_relays, start_rewards, start_rollouts
+
+    relays = start_relays()
+    actor = start_actor(config, relays)
+    rollouts = start_rollouts(config, config.model.path, _sampling(config), relays)
+    rewards = start_rewards(config)
+    annotators = {}
+    if Signal.REFERENCE_LOGPROBS in config.algorithm.signals:
+        annotators[Signal.REFERENCE_LOGPROBS] = start_reference(config)
+    everyone = [actor, rollouts, rewards, *annotators.values()]
+    await asyncio.gather(*(worker.ready() for worker in everyone))
+    return Workers(rollouts, rewards, actor, annotators)
+
+
+def _driver(config: Config, source: TaskSource, workers: Workers, events: Events) -> Driver:
+    def published(receipt: Published) -> None:
+        events.emit(WeightsPublished(receipt.version, receipt.hash, receipt.num_bytes, receipt.stall_s))
+
+    per_step = config.train.groups_per_step
+    asynchrony, limits = config.asynchrony, config.limits
+    return Driver(
+        workers=workers,
+        algorithm=config.algorithm,
+        queue=StreamingQueue(per_step, asynchrony.max_staleness, asynchrony.window, 0, config.run.steps * per_step),
+        ledger=Ledger(source, config.algorithm.group_size, config.run.seed),
+        weights=WeightSync(workers.actor, limits.transfer_s, on_publish=published),
+        failures=FailurePolicy(limits.max_attempts, limits.max_failed_groups),
+        checkpoints=Checkpoints(config.run_dir / "checkpoints", config.checkpoint.every, config.checkpoint.keep_last),
+        events=events,
+        shape=BatchShape(config.train.ranks, config.train.micro_batch_tokens),
+        steps=config.run.steps,
+        no_progress_s=limits.no_progress_s,
+        rollouts_folder=config.run_dir / "rollouts",
+        rollouts_every=config.record.rollouts_every,
+    )
+
+
+# --------------------------------------------------------------------------------------------------- before anything runs
+
+
+def _prepare_imports() -> None:
+    """Let `module:name` in a configuration mean the user's own folder, as `python -m` would, in workers too."""
+    ensure_not_shadowed()
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+
+def _tasks(config: Config) -> TaskSource:
+    """The run's tasks; reward function and workflow are looked up now, before anything expensive starts."""
+    tasks = load_tasks(config.data.path)
+    RewardFunction.load(config.reward.fn).check(columns_of(tasks))
+    load_workflow(config.rollout.workflow)
+    return TaskSource(tasks, config.run.seed, shuffle=config.data.shuffle)
+
+
+def columns_of(tasks: Sequence[Task]) -> set[str]:
+    """Columns that every one of the first tasks has besides prompt and answer."""
+    return set.intersection(*(set(task.info) for task in tasks[:100]))
+
+
+def _checkpoint_to_resume(config: Config) -> Path | None:
+    """Where to start from, by `run.resume`; None is the beginning."""
+    own = find_latest(config.run_dir / "checkpoints")
+    if config.run.resume == "never":
+        if (config.run_dir / "config.resolved.yaml").exists():
+            raise ConfigError(
+                f"run.name: {config.run_dir} holds a run already; choose another run.name, "
+                "go on with run.resume=auto, or remove the folder"
+            )
+        return None
+    if config.run.resume in ("auto", "must"):
+        if own is None and config.run.resume == "must":
+            raise CheckpointError(f"run.resume is must, and {config.run_dir} has no complete checkpoint")
+        return own
+    other = find_latest(Path(config.run.resume) / "checkpoints")
+    if other is None:
+        raise CheckpointError(f"run.resume: {config.run.resume} has no complete checkpoint")
+    return own or other
+
+
+def _write_run_dir(config: Config) -> None:
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    (config.run_dir / "config.resolved.yaml").write_text(config.to_yaml())
+
+
+def _sampling(config: Config) -> Sampling:
+    return Sampling(temperature=config.rollout.temperature, max_new_tokens=config.rollout.max_new_tokens)
+
+
+@contextmanager
+def _phase(events: Events, name: str) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    events.emit(PhaseDone(name, time.monotonic() - began))
+
+
+@contextmanager
+def _interruptible(driver: Driver) -> Iterator[list[int]]:
+    """Inside, SIGINT and SIGTERM stop the driver after its step; the second one exits at once. Yields the signals seen."""
+    seen: list[int] = []
+
+    def on_signal(number: int) -> None:
+        if seen:
+            os._exit(128 + number)
+        seen.append(number)
+        sys.stderr.write("\nrlsys: finishing this step, then saving; once more to exit at once\n")
+        driver.stop()
+
+    numbers = [signal.SIGINT, signal.SIGTERM] if threading.current_thread() is threading.main_thread() else []
+    loop = asyncio.get_running_loop()
+    for number in numbers:
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        yield seen
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

@@ -1,0 +1,160 @@
+"""What one step looked like: where the time went, what was rewarded, how stale it was."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from statistics import fmean, pstdev
+
+from rlsys.contracts import Busy, TrainStats
+from rlsys.queue import StreamingQueue
+from rlsys.types import Group, OutcomeKind, PolicyVersion
+
+
+class StepClock:
+    """Seconds by phase since the last step, on the event loop's clock (virtual in simulations)."""
+
+    def __init__(self) -> None:
+        self._spans: dict[str, float] = defaultdict(float)
+        self._busy: dict[str, list[Busy]] = defaultdict(list)
+        self._num_producing = 0
+        self._idle_since: float | None = None
+        self._producers_idle_s = 0.0
+        self._step_began: float | None = None
+        self._last_progress: float | None = None
+
+    @contextmanager
+    def span(self, phase: str) -> Iterator[None]:
+        """Count the block's duration under `phase`."""
+        began = _now()
+        try:
+            yield
+        finally:
+            self._spans[phase] += _now() - began
+
+    @contextmanager
+    def producing(self) -> Iterator[None]:
+        """One more group is being produced inside the block; with none at all, rollouts wait for the learner."""
+        if self._num_producing == 0 and self._idle_since is not None:
+            self._producers_idle_s += _now() - self._idle_since
+        self._num_producing += 1
+        try:
+            yield
+        finally:
+            self._num_producing -= 1
+            if self._num_producing == 0:
+                self._idle_since = _now()
+
+    def add(self, phase: str, busy: Busy) -> None:
+        """A worker's own account of when it worked."""
+        self._busy[phase].append(busy)
+
+    def progress(self) -> None:
+        """Something moved."""
+        self._last_progress = _now()
+
+    def idle_s(self) -> float:
+        """Seconds since something last moved."""
+        if self._last_progress is None:
+            self._last_progress = _now()
+        return _now() - self._last_progress
+
+    def lap(self) -> dict[str, float]:
+        """`time/*` of the step that ends now; starts the next one.
+
+        `time/rollout` and `time/reward` are the time in which the busiest worker of the kind was at work.
+        """
+        now = _now()
+        began = now if self._step_began is None else self._step_began
+        if self._num_producing == 0 and self._idle_since is not None:
+            self._producers_idle_s += now - self._idle_since
+            self._idle_since = now
+        times = {f"time/{phase}": seconds for phase, seconds in self._spans.items()}
+        times |= {f"time/{phase}": _busiest_s(spans) for phase, spans in self._busy.items()}
+        times |= {"time/step": now - began, "time/wait_permit": self._producers_idle_s}
+        self._spans.clear()
+        self._busy.clear()
+        self._producers_idle_s = 0.0
+        self._step_began = now
+        self.progress()
+        return times
+
+    def start(self) -> None:
+        """The first step begins now."""
+        self._step_began = _now()
+
+
+def step_metrics(
+    groups: Sequence[Group], stats: TrainStats, version: PolicyVersion, queue: StreamingQueue, clock: StepClock
+) -> dict[str, float]:
+    """The metrics of the step that trained `groups` at `version`."""
+    times = clock.lap()
+    tokens = sum(g.num_trained for g in groups)
+    samples = sum(g.num_ok for g in groups)
+    seconds = times["time/step"] or float("nan")
+    return {
+        **_rewards(groups),
+        **_lengths(groups),
+        **_staleness(groups, version, queue),
+        **stats.metrics,
+        **times,
+        "perf/tokens_per_s": tokens / seconds,
+        "perf/samples_per_s": samples / seconds,
+    }
+
+
+def _rewards(groups: Sequence[Group]) -> dict[str, float]:
+    by_group = [[t.reward for (_, i), t in g.trajectories() if i == 0 and t.reward is not None] for g in groups]
+    rewards = [r for group in by_group for r in group]
+    return {
+        "reward/mean": fmean(rewards),
+        "reward/std": pstdev(rewards),
+        "reward/min": min(rewards),
+        "reward/max": max(rewards),
+        "group/frac_zero_std": fmean(len(set(group)) <= 1 for group in by_group),
+    }
+
+
+def _lengths(groups: Sequence[Group]) -> dict[str, float]:
+    trajectories = [t for g in groups for _, t in g.trajectories()]
+    lengths = [sum(s.num_trained for s in t.samples) for t in trajectories]
+    return {
+        "completions/length_mean": fmean(lengths),
+        "completions/length_max": max(lengths),
+        "completions/truncated_frac": fmean(t.outcome.kind is OutcomeKind.TRUNCATED for t in trajectories),
+    }
+
+
+def _staleness(groups: Sequence[Group], version: PolicyVersion, queue: StreamingQueue) -> dict[str, float]:
+    tokens = [(version - span.version, span.num_tokens) for g in groups for span in g.versions]
+    total = sum(n for _, n in tokens) or 1
+    return {
+        "async/staleness_mean": sum(s * n for s, n in tokens) / total,
+        "async/staleness_max": max((s for s, _ in tokens), default=0),
+        "async/dropped": queue.dropped.total(),
+        "async/dropped_stale": queue.dropped["stale"],
+        "async/queue_depth": queue.num_finished,
+    }
+
+
+def _busiest_s(spans: Sequence[Busy]) -> float:
+    """Longest time any one worker was at work: the union of its spans."""
+    by_worker: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for busy in spans:
+        by_worker[busy.worker].append((busy.start_s, busy.end_s))
+    return max((_union_s(sorted(s)) for s in by_worker.values()), default=0.0)
+
+
+def _union_s(spans: Sequence[tuple[float, float]]) -> float:
+    total, reached = 0.0, float("-inf")
+    for start, end in spans:
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+

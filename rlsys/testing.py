@@ -1,0 +1,318 @@
+"""Public fakes of every contract, and a clock that needs no waiting.
+
+    from rlsys.testing import FakeWorkers, run_virtual
+
+    def test_a_run_of_an_hour_takes_a_moment():
+        run_virtual(driver.run(0))
+
+A fake world keeps its weights as a version number and its payloads as plain objects; latencies are functions of the group,
+so that hypothesis can choose them. Faults are scripted: the n-th call of a worker can die, hang or answer with wrong weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import selectors
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from rlsys.algorithm import Algorithm, Assigned, LossInputs, LossOutput, Signal
+from rlsys.batch.plan import BatchPlan
+from rlsys.batch.samples import meta_of
+from rlsys.contracts import Busy, Judged, Published, RolledOut, TrainStats, Workers
+from rlsys.errors import DeadlineExceeded, WorkerDied
+from rlsys.record import GroupRecord, RolloutRecord, read_groups, write_groups, write_rollouts
+from rlsys.types import (
+    Acknowledged,
+    Assignment,
+    Episode,
+    Group,
+    PolicyVersion,
+    Score,
+    Task,
+    Trajectory,
+    Turn,
+    VersionSpan,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+
+
+# -------------------------------------------------------------------------------------------------------- virtual clock
+
+
+class _JumpingSelector(selectors.SelectSelector):
+    """Instead of waiting for the next timer, moves the clock to it."""
+
+    now_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            raise RuntimeError("every task waits for another: a deadlock")
+        self.now_s += max(0.0, timeout)
+        return super().select(0)
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose `time()` jumps to the next timer whenever nothing else is ready."""
+
+    def __init__(self) -> None:
+        self._selector_clock = _JumpingSelector()
+        super().__init__(self._selector_clock)
+
+    def time(self) -> float:
+        return self._selector_clock.now_s
+
+
+def run_virtual(work: Coroutine[object, object, T]) -> T:
+    """Like `asyncio.run`, on a virtual clock. A deadlock raises instead of hanging."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(work)
+
+
+# ---------------------------------------------------------------------------------------------------------- fake world
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardAsAdvantage(Algorithm):
+    """An algorithm whose advantages are the rewards: for tests of everything around it."""
+
+    group_size: int = 2
+    tolerates: int | None = None
+
+    @property
+    def max_safe_staleness(self) -> int | None:
+        return self.tolerates
+
+    def advantages(self, group: Group) -> Iterator[Assigned]:
+        for (e, t), trajectory in group.trajectories():
+            if trajectory.reward is not None:
+                yield Assigned(e, t, trajectory.reward)
+
+    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
+        return LossOutput(-logprobs_N * batch.advantages_N)
+
+
+class Fault(Enum):
+    """What goes wrong in one call of a fake worker."""
+
+    DIES = "dies"
+    """The worker is gone; calls fail until it is restarted."""
+    HANGS = "hangs"
+    """No answer within the lease."""
+    WRONG_WEIGHTS = "wrong weights"
+    """The rollout acknowledges a hash that was never published."""
+    FAILS = "fails"
+    """The judge raises on every episode of the group."""
+
+
+@dataclass
+class FakeWorld:
+    """One make-believe cluster: what its workers share, and what a test may set and look at."""
+
+    num_replicas: int = 2
+    rollout_s: Callable[[int], float] = lambda serial: 1.0
+    """Seconds to roll out group `serial`."""
+    reward_s: Callable[[int], float] = lambda serial: 0.1
+    train_s: Callable[[int], float] = lambda version: 1.0
+    """Seconds of the step that trains `version`."""
+    publish_s: float = 0.1
+    broadcast_s: float = 0.0
+    """Seconds from the end of a publish until the relay holds the version."""
+    restart_s: float = 1.0
+    lease_s: float = 100.0
+    weight_change: str = "between"
+    reward: Callable[[int, int], float | None] = lambda serial, episode: float((serial + episode) % 2)
+    """Reward of an episode; None fails it."""
+    rollout_faults: Mapping[int, Fault] = field(default_factory=dict)
+    """Fault of the n-th rollout call, counted from 0 over all replicas."""
+    reward_faults: Mapping[int, Fault] = field(default_factory=dict)
+    disk_is_full_at: str | None = None
+    """Name of the checkpoint that finds the disk full."""
+
+    def __post_init__(self) -> None:
+        self.weights = 0
+        """What training amounts to: a chain over everything consumed, in order. Equal chains, equal training."""
+        self.consumed: Counter[str] = Counter()
+        """Task ids by times trained."""
+        self.staleness: list[int] = []
+        """Staleness of every trained token span."""
+        self.relay: PolicyVersion = -1
+        self._arrived = asyncio.Event()
+
+    def hash(self, version: PolicyVersion) -> str:
+        return f"hash-of-{version}"
+
+    async def held(self, at_least: PolicyVersion) -> PolicyVersion:
+        """The relay's newest version, once it is no older than `at_least`."""
+        while self.relay < at_least:
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self.relay
+
+    def arrive(self, version: PolicyVersion) -> None:
+        self.relay = max(self.relay, version)
+        self._arrived.set()
+
+    def workers(self) -> Workers:
+        return Workers(FakeRollouts(self), FakeRewards(self), FakeActor(self))
+
+
+class _FakePool:
+    """Named members that a fault takes down and `restart` brings back."""
+
+    def __init__(self, world: FakeWorld, kind: str, size: int, faults: Mapping[int, Fault]) -> None:
+        self.world, self._kind, self._faults = world, kind, faults
+        self.members = [f"{kind}-{i}" for i in range(size)]
+        self.num_calls = 0
+        self.restarted: list[str] = []
+
+    async def restart(self, worker: str) -> None:
+        """Replace a member; nothing to do if that was done already."""
+        if worker in self.members:
+            self.members[self.members.index(worker)] = f"{worker}+"
+            self.restarted.append(worker)
+            await asyncio.sleep(self.world.restart_s)
+
+    async def _call(self, phase: str, seconds: float) -> tuple[str, Fault | None]:
+        worker = self.members[self.num_calls % len(self.members)]
+        fault = self._faults.get(self.num_calls)
+        self.num_calls += 1
+        if fault is Fault.HANGS:
+            await asyncio.sleep(self.world.lease_s)
+            raise DeadlineExceeded(worker, phase, f"no answer within {self.world.lease_s:g} s")
+        await asyncio.sleep(seconds)
+        if fault is Fault.DIES:
+            raise WorkerDied(worker, phase, "the process is gone")
+        return worker, fault
+
+
+class FakeRollouts(_FakePool):
+    """Implements `Rollouts`: two episodes of three tokens, sampled from whatever version the relay holds."""
+
+    def __init__(self, world: FakeWorld) -> None:
+        super().__init__(world, "rollout", world.num_replicas, world.rollout_faults)
+
+    async def run(self, assignment: Assignment) -> RolledOut:
+        first = await self.world.held(assignment.version)
+        start_s = _now()
+        worker, fault = await self._call(f"rolling out group {assignment.serial}", self.world.rollout_s(assignment.serial))
+        last = self.world.relay if self.world.weight_change == "inflight" else first
+        spans = (VersionSpan(first, 3),) if first == last else (VersionSpan(first, 2), VersionSpan(last, 1))
+        episodes = tuple(_episode(assignment, e, spans) for e in range(assignment.size))
+        wrong = "wrong-" if fault is Fault.WRONG_WEIGHTS else ""
+        group = Group(
+            serial=assignment.serial,
+            task_id=assignment.task.id,
+            permit_version=assignment.version,
+            replica=worker,
+            episodes=meta_of(episodes),
+            versions=tuple(VersionSpan(s.version, s.num_tokens * assignment.size) for s in spans),
+            weights=tuple(Acknowledged(worker, s.version, wrong + self.world.hash(s.version)) for s in spans),
+            payload=episodes,
+        )
+        return RolledOut(group, Busy(worker, start_s, _now()))
+
+    async def versions(self) -> Sequence[Acknowledged]:
+        return [Acknowledged(m, self.world.relay, self.world.hash(self.world.relay)) for m in self.members]
+
+
+class FakeRewards(_FakePool):
+    """Implements `Rewards` by `FakeWorld.reward`."""
+
+    def __init__(self, world: FakeWorld) -> None:
+        super().__init__(world, "reward", 1, world.reward_faults)
+
+    async def score(self, task: Task, group: Group) -> Judged:
+        start_s = _now()
+        worker, fault = await self._call(f"judging group {group.serial}", self.world.reward_s(group.serial))
+        values = [None if fault is Fault.FAILS else self.world.reward(group.serial, e) for e in range(len(group.episodes))]
+        scores = tuple(Score(v) if v is not None else Score(None, "the judge raised") for v in values)
+        return Judged(scores, Busy(worker, start_s, _now()))
+
+
+class FakeActor:
+    """Implements `Actor`: its weights are a number that depends on everything it trained, in order."""
+
+    def __init__(self, world: FakeWorld) -> None:
+        self.world = world
+        self.version = 0
+
+    async def train_step(self, groups: Sequence[Group], plan: BatchPlan) -> TrainStats:
+        seconds = self.world.train_s(self.version)
+        await asyncio.sleep(seconds)
+        for group in groups:
+            rewards = tuple(t.reward for _, t in group.trajectories())
+            spans = tuple((s.version, s.num_tokens) for s in group.versions)
+            self.world.weights = hash((self.world.weights, group.serial, group.task_id, rewards, spans))
+            self.world.consumed[group.task_id] += 1
+            self.world.staleness += [self.version - s.version for s in group.versions]
+        self.version += 1
+        return TrainStats({"loss": 0.0}, seconds)
+
+    async def publish(self, version: PolicyVersion) -> Published:
+        self.version = version
+        await asyncio.sleep(self.world.publish_s)
+        asyncio.get_running_loop().call_later(self.world.broadcast_s, self.world.arrive, version)
+        return Published(version, self.world.hash(version), 4, self.world.publish_s)
+
+    async def save(self, folder: Path) -> None:
+        if self.world.disk_is_full_at is not None and self.world.disk_is_full_at in str(folder):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        folder.mkdir(parents=True)
+        state = {"weights": self.world.weights, "version": self.version, "consumed": self.world.consumed}
+        (folder / "weights.json").write_text(json.dumps(state))
+
+    async def load(self, folder: Path) -> None:
+        state = json.loads((folder / "weights.json").read_text())
+        self.world.weights, self.version = state["weights"], state["version"]
+        self.world.consumed = Counter(state["consumed"])
+
+    async def record(
+        self, path: Path, step: int, tasks: Sequence[Task], groups: Sequence[Group], assigned: Sequence[Sequence[Assigned]]
+    ) -> None:
+        rows = zip(tasks, groups, assigned, strict=True)
+        write_rollouts(path, [RolloutRecord.of(step, t, g, _payload(g), a) for t, g, a in rows])
+
+    async def save_groups(self, path: Path, groups: Sequence[Group]) -> None:
+        write_groups(path, [GroupRecord(g, _payload(g)) for g in groups])
+
+    async def load_groups(self, path: Path) -> list[Group]:
+        return [replace(record.group, payload=record.episodes) for record in read_groups(path)]
+
+
+class FakeReference:
+    """Implements `Reference`: every trained token gets logprob -1."""
+
+    async def annotate(self, groups: Sequence[Group], signal: Signal) -> list[Group]:
+        return [replace(g, columns={**g.columns, signal: [(-1.0,) * 3] * len(g.episodes)}) for g in groups]
+
+
+def tasks(count: int) -> list[Task]:
+    """Distinct little tasks, `task-0`, `task-1`, ..."""
+    return [Task(id=f"task-{i}", prompt=f"{i}?", answer=str(i)) for i in range(count)]
+
+
+def _episode(assignment: Assignment, index: int, spans: tuple[VersionSpan, ...]) -> Episode:
+    output = (assignment.serial % 97, index, 1)
+    turn = Turn((7, assignment.serial % 97), output, (-0.5, -1.0, -0.25), spans, "stop", f"{assignment.serial}/{index}")
+    return Episode((Trajectory("policy", (turn,)),))
+
+
+def _payload(group: Group) -> tuple[Episode, ...]:
+    assert isinstance(group.payload, tuple)
+    return group.payload
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

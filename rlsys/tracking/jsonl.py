@@ -1,0 +1,42 @@
+"""The files every run leaves: `events.jsonl`, and `metrics.jsonl` with one row per step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+
+import orjson
+
+from rlsys.events import Event, StepDone
+
+
+class JsonlSink:
+    """Appends to the files of a run directory, flushed line by line, so that a killed run can be read to its last step.
+
+    `events.jsonl`:  {"kind": "weights_published", "time_s": 1767225600.2, "version": 3, ...}
+    `metrics.jsonl`: {"step": 3, "time_s": 1767225600.2, "reward/mean": 0.52, ...}
+
+    A resumed run appends. It may take steps again that a killed one took after its last checkpoint: the later row counts.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._events = (run_dir / "events.jsonl").open("ab", buffering=0)
+        self._metrics = (run_dir / "metrics.jsonl").open("ab", buffering=0)
+
+    def handle(self, event: Event, time_s: float) -> None:
+        """Write one event, and its metrics if it is a step. NaN is written as null."""
+        columns = {f.name: getattr(event, f.name) for f in fields(event)}
+        self._events.write(_line({"kind": event.kind, "time_s": time_s, **columns}))
+        if isinstance(event, StepDone):
+            self._metrics.write(_line({"step": event.step, "time_s": time_s, **event.metrics}))
+
+    def close(self) -> None:
+        """Close both files."""
+        self._events.close()
+        self._metrics.close()
+
+
+def _line(row: Mapping[str, object]) -> bytes:
+    return orjson.dumps(row, default=dict, option=orjson.OPT_APPEND_NEWLINE)

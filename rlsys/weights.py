@@ -1,0 +1,116 @@
+"""Weights on their way from the actor to the rollouts: publish, pull, and the one order of a weight change.
+
+Every published version has a content hash. Every replica acknowledges `(version, hash)` of what it holds after a change, and
+every group carries the acknowledgements of the versions its tokens were sampled from. A token of a version that was never
+acknowledged, or acknowledged with another hash, is refused before it can be trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from rlsys.contracts import Actor, Published
+from rlsys.errors import DeadlineExceeded, WeightsMismatch
+from rlsys.types import Acknowledged, Group, PolicyVersion
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, dtype (torch's, e.g. `bfloat16`) and shape of one published tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What one version consists of. `buckets[i]` lists the tensors in the i-th bucket, in order."""
+
+    version: PolicyVersion
+    hash: str
+    buckets: tuple[tuple[TensorSpec, ...], ...]
+
+
+class Replica(Protocol):
+    """A rollout replica as the order of a weight change sees it."""
+
+    name: str
+
+    def close_gate(self) -> None:
+        """No new group starts from now."""
+        ...
+
+    async def pause(self) -> None:
+        """Return once no token is being sampled: running work has finished (`between`) or is halted (`inflight`)."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    def open_gate(self) -> None: ...
+
+
+async def change_weights(replica: Replica, manifest: Manifest, load: Callable[[], Awaitable[str]]) -> Acknowledged:
+    """Move a replica to the weights of `manifest`, in the one order there is:
+
+    close the gate, pause, load (returns the content hash of what is held now), verify, resume (always), open the gate.
+
+    If load or verification fails the replica resumes, so that nothing waits for ever, but its gate stays closed: it can
+    finish or fail what it runs, and starts nothing on weights nobody vouches for. Raises `WeightsMismatch`.
+    """
+    replica.close_gate()
+    await replica.pause()
+    try:
+        held = await load()
+        if held != manifest.hash:
+            detail = f"version {manifest.version} was published as {manifest.hash}, but {held} is loaded"
+            raise WeightsMismatch(replica.name, "changing weights", detail)
+    finally:
+        await replica.resume()
+    replica.open_gate()
+    return Acknowledged(replica.name, manifest.version, held)
+
+
+@dataclass
+class WeightSync:
+    """The driver's side: publishes versions and checks what groups were sampled from."""
+
+    actor: Actor
+    transfer_s: float
+    """Deadline of one publish, in seconds."""
+    published: dict[PolicyVersion, str] = field(default_factory=dict)
+    """Content hash of every version published, in this session or (restored) before."""
+    on_publish: Callable[[Published], None] = lambda published: None
+
+    async def publish(self, version: PolicyVersion) -> Published:
+        """Publish the actor's weights as `version`; returns once the bytes have left the actor."""
+        receipt = await with_deadline(self.actor.publish(version), self.transfer_s, "actor", f"publishing version {version}")
+        self.published[version] = receipt.hash
+        self.on_publish(receipt)
+        return receipt
+
+    def verify(self, group: Group) -> None:
+        """Raise `WeightsMismatch` unless every version in the group was acknowledged with the published hash."""
+        acknowledged = {a.version: a.hash for a in group.weights}
+        for span in group.versions:
+            held, expected = acknowledged.get(span.version), self.published.get(span.version)
+            if held is None or held != expected:
+                raise WeightsMismatch(
+                    group.replica,
+                    f"rolling out group {group.serial}",
+                    f"tokens of version {span.version}, published as {expected}, acknowledged as {held}",
+                )
+
+
+async def with_deadline(work: Awaitable[T], seconds: float, worker: str, phase: str) -> T:
+    """Await `work` for at most `seconds`; then raise `DeadlineExceeded` naming the worker and what it was doing."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await work
+    except TimeoutError as error:
+        raise DeadlineExceeded(worker, phase, f"no answer within {seconds:g} s") from error

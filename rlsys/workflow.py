@@ -1,0 +1,137 @@
+"""The workflow door: who speaks when on a task, in ordinary async Python.
+
+A workflow's author sees messages and text, never a token, a mask, a logprob or a version, and cannot forget to record one:
+`Agent.chat` is the only road to the policy, and it records every turn.
+
+    class Retry(Workflow):
+        async def run(self, session: Session) -> None:
+            solver = session.agent("solver")
+            answer = await solver.chat(session.task.prompt)
+            if "?" in answer:
+                await solver.chat("Decide.")
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Protocol
+
+from rlsys.errors import ConfigError
+from rlsys.seeds import request_seed
+from rlsys.types import OK, TRUNCATED, Episode, Message, Prompt, Task, Trajectory, Turn
+
+
+class Policy(Protocol):
+    """The one seam between a session and an engine."""
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of plain text, or of messages in the chat template with the assistant's turn opened."""
+        ...
+
+    def extend(self, ids: tuple[int, ...], said: tuple[Message, ...], new: tuple[Message, ...]) -> tuple[int, ...]:
+        """Prompt ids of the next turn. `ids` are the tokens of `said`, whose last message is the policy's own.
+
+        Starts with `ids` wherever the chat template allows, so that nothing the policy said is tokenized again.
+        """
+        ...
+
+    async def sample(self, prompt_ids: tuple[int, ...], seed: int) -> Turn:
+        """One completion, with its logprobs and versions."""
+        ...
+
+
+@dataclass
+class Agent:
+    """A named speaker in a session. Made by `Session.agent`."""
+
+    name: str
+    index: int
+    parent: int | None
+    _session: Session
+    _said: tuple[Message, ...] = ()
+    _ids: tuple[int, ...] = ()
+    turns: list[Turn] = field(default_factory=list)
+    reward: float | None = None
+
+    async def chat(self, prompt: Prompt) -> str:
+        """Say `prompt` (text, or messages) after all that was said so far; returns the policy's reply."""
+        policy = self._session.policy
+        if isinstance(prompt, str) and not self._said:
+            turn = await self._turn(self._ids + policy.encode(prompt))
+            return turn.text
+        new = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+        opening = not self.turns
+        ids = policy.encode((*self._said, *new)) if opening else policy.extend(self._ids, self._said, new)
+        turn = await self._turn(ids)
+        self._said = (*self._said, *new, {"role": "assistant", "content": turn.text})
+        return turn.text
+
+    async def _turn(self, prompt_ids: tuple[int, ...]) -> Turn:
+        session = self._session
+        key = self.index << 20 | len(self.turns)
+        turn = await session.policy.sample(prompt_ids, request_seed(session.seed, session.episode_index, key))
+        self.turns.append(turn)
+        self._ids = prompt_ids + turn.output_ids
+        return turn
+
+    def trajectory(self) -> Trajectory:
+        """All this agent said, for training."""
+        cut = bool(self.turns) and self.turns[-1].finish == "length"
+        return Trajectory(self.name, tuple(self.turns), TRUNCATED if cut else OK, self.reward, self.parent)
+
+
+@dataclass
+class Session:
+    """One live run of a workflow on a task: hands out agents and records everything."""
+
+    task: Task
+    policy: Policy
+    seed: int
+    """Sampling seed of the group."""
+    episode_index: int
+    agents: list[Agent] = field(default_factory=list)
+
+    def agent(self, name: str, *, system: str | None = None, parent: Agent | None = None) -> Agent:
+        """A new speaker with a context of its own, opened by the system message if one is given."""
+        said: tuple[Message, ...] = () if system is None else ({"role": "system", "content": system},)
+        agent = Agent(name, len(self.agents), parent.index if parent else None, self, said)
+        self.agents.append(agent)
+        return agent
+
+    def reward(self, value: float, agent: Agent | None = None) -> None:
+        """Judge the episode here (or one agent of it); the reward worker then leaves it alone."""
+        (agent or self.agents[0]).reward = float(value)
+
+    def episode(self) -> Episode:
+        """What was recorded."""
+        return Episode(tuple(agent.trajectory() for agent in self.agents))
+
+
+class Workflow:
+    """Base of every workflow: implement `run`. One instance serves many sessions at once, so keep state in locals."""
+
+    async def run(self, session: Session) -> None:
+        """Play one episode: make agents, chat. Whatever it raises ends the run at its own line."""
+        raise NotImplementedError(f"{type(self).__name__} plays nothing: implement `run`")
+
+
+class SingleTurn(Workflow):
+    """One agent, one answer to the task's prompt."""
+
+    async def run(self, session: Session) -> None:
+        await session.agent("policy").chat(session.task.prompt)
+
+
+def load_workflow(spec: str) -> Workflow:
+    """`single_turn`, or `module:Class`. Raises `ConfigError` naming what was not found."""
+    if spec == "single_turn":
+        return SingleTurn()
+    module, _, name = spec.partition(":")
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"rollout.workflow: cannot load {spec!r}: {error}; give `single_turn` or `module:Class`") from error
+    if not (isinstance(found, type) and issubclass(found, Workflow)):
+        raise ConfigError(f"rollout.workflow: {spec!r} is not a subclass of rlsys.workflow.Workflow")
+    return found()

@@ -1,0 +1,86 @@
+"""Tiny models on disk and random samples, for tests that need a real causal language model."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from rlsys.batch.samples import Sample
+from rlsys.types import Episode, Trajectory, Turn, VersionSpan
+
+VOCAB = 40
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+}
+
+
+def tiny_qwen3(**changes: object) -> Qwen3ForCausalLM:
+    """Tied embeddings, normalised queries and keys."""
+    torch.manual_seed(0)
+    config = Qwen3Config(**{**SIZES, "num_key_value_heads": 4, "tie_word_embeddings": True, **changes})
+    return Qwen3ForCausalLM(config).eval()
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    """Untied embeddings, grouped queries."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=False)).eval()
+
+
+def save_model(folder: Path, model: torch.nn.Module) -> str:
+    """The model with a one-character tokenizer, as `from_pretrained` wants it; returns the path."""
+    words = {chr(48 + i): i for i in range(VOCAB)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="0")))
+    model.save_pretrained(folder)  # type: ignore[operator]
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def random_sample(rng: random.Random, prompt: tuple[int, ...], num_turns: int = 1) -> Sample:
+    """A completion after `prompt`; with more turns, observations that are not trained lie between them."""
+    ids: list[int] = []
+    trained: list[bool] = []
+    for turn in range(num_turns):
+        if turn:
+            trained += [False] * 3
+        trained += [True] * rng.randint(1, 5)
+    ids = [rng.randrange(VOCAB) for _ in trained]
+    logprobs = tuple(-3 * rng.random() if on else 0.0 for on in trained)
+    return Sample(prompt, tuple(ids), tuple(trained), logprobs)
+
+
+def random_prompt(rng: random.Random) -> tuple[int, ...]:
+    return tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 9)))
+
+
+def episode_of(sample: Sample, reward: float | None = None, agent: str = "lead") -> Episode:
+    """The episode whose only trajectory has exactly this sample."""
+    turns: list[Turn] = []
+    start = 0
+    for end in range(1, len(sample.is_trained) + 1):
+        if end == len(sample.is_trained) or (sample.is_trained[end - 1] and not sample.is_trained[end]):
+            first = next(i for i in range(start, end) if sample.is_trained[i])
+            output = sample.completion_ids[first:end]
+            span = (VersionSpan(0, len(output)),)
+            prompt = sample.prompt_ids + sample.completion_ids[:first]
+            turns.append(Turn(prompt, output, sample.logprobs[first:end], span, "stop", ""))
+            start = end
+    return Episode((Trajectory(agent, tuple(turns), reward=reward),))
+
+
+def random_group(rng: random.Random, size: int) -> tuple[Episode, ...]:
+    """Episodes of one prompt, with random rewards; one in three has two turns."""
+    prompt = random_prompt(rng)
+    return tuple(episode_of(random_sample(rng, prompt, 1 + (i % 3 == 2)), rng.random()) for i in range(size))

@@ -1,0 +1,65 @@
+"""A driver on fake workers, for the tests of this folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlsys.checkpoint import Checkpoints
+from rlsys.data.source import TaskSource
+from rlsys.driver import BatchShape, Driver
+from rlsys.events import Event, Events
+from rlsys.failures import FailurePolicy
+from rlsys.ledger import Ledger
+from rlsys.queue import StreamingQueue
+from rlsys.testing import FakeWorld, RewardAsAdvantage, tasks
+from rlsys.weights import WeightSync
+
+
+@dataclass
+class Recorder:
+    """A sink that keeps every event."""
+
+    events: list[Event] = field(default_factory=list)
+
+    def handle(self, event: Event, time_s: float) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        pass
+
+    def of(self, kind: type) -> list[Event]:
+        return [e for e in self.events if isinstance(e, kind)]
+
+
+def driver_on(
+    world: FakeWorld,
+    folder: Path,
+    *,
+    steps: int = 6,
+    groups_per_step: int = 3,
+    max_staleness: int = 0,
+    window: int = 1,
+    checkpoint_every: int = 0,
+    max_failed_groups: int = 4,
+    no_progress_s: float = 10_000.0,
+    recorder: Recorder | None = None,
+) -> Driver:
+    """A run of `steps` steps over 7 tasks; checkpoints go under `folder`."""
+    workers = world.workers()
+    algorithm = RewardAsAdvantage()
+    return Driver(
+        workers=workers,
+        algorithm=algorithm,
+        queue=StreamingQueue(groups_per_step, max_staleness, window, 0, steps * groups_per_step),
+        ledger=Ledger(TaskSource(tasks(7), seed=0), algorithm.group_size, seed=0),
+        weights=WeightSync(workers.actor, transfer_s=60.0),
+        failures=FailurePolicy(max_attempts=3, max_failed_groups=max_failed_groups),
+        checkpoints=Checkpoints(folder, every=checkpoint_every, keep_last=100),
+        events=Events([recorder] if recorder else []),
+        shape=BatchShape(num_ranks=1, max_tokens=1000),
+        steps=steps,
+        no_progress_s=no_progress_s,
+        rollouts_folder=folder / "rollouts",
+        rollouts_every=0,
+    )

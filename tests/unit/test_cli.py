@@ -1,0 +1,101 @@
+"""The command line, where it needs no cluster."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rlsys.cli import app
+from rlsys.config import Config
+
+RLSYS = Path(sys.executable).with_name("rlsys")
+HEAVY = ("torch", "ray", "transformers", "numpy", "datasets")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> str:
+    path = tmp_path / "job.yaml"
+    path.write_text("run: {steps: 5}\nmodel: {path: m}\ndata: {path: d}\n")
+    return str(path)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The installed command, in a process of its own."""
+    return subprocess.run([RLSYS, *arguments], capture_output=True, text=True, check=False)
+
+
+def test_show_prints_what_loads_back_as_the_same_configuration(job: str, tmp_path: Path):
+    shown = CliRunner().invoke(app, ["config", "show", job, "--train.lr=1e-5", "algorithm.clip_high=0.3"])
+    assert shown.exit_code == 0
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(shown.stdout)
+    assert Config.load(resolved) == Config.load(job, ["train.lr=1e-5", "algorithm.clip_high=0.3"])
+
+
+def test_a_dry_run_says_what_the_job_needs(job: str):
+    options = ["asynchrony.max_staleness=1", "rollout.replicas=2", "rollout.num_gpus=1", "algorithm.kl_coef=0.1"]
+    done = CliRunner().invoke(app, ["train", job, "--dry-run", "--json", *options])
+    assert done.exit_code == 0
+    printed = json.loads(done.stdout)
+    plan = printed["plan"]
+    assert (plan["permits"], plan["samples_per_step"], plan["max_staleness"]) == (64, 256, 1)
+    assert (plan["num_cpus"], plan["num_gpus"]) == (5.0, 2.0)
+    assert [(r["name"], r["count"]) for r in plan["roles"]] == [
+        ("rollout", 2),
+        ("reward", 1),
+        ("actor rank", 1),
+        ("reference", 1),
+    ]
+    assert printed["config"]["algorithm"]["kl_coef"] == 0.1
+
+
+def test_a_dry_run_on_a_terminal_is_a_configuration_with_the_plan_as_comments(job: str, tmp_path: Path):
+    done = CliRunner().invoke(app, ["train", job, "--dry-run"])
+    assert "# 32 groups in the pipe at most, so no token is more than 0 steps stale" in done.stdout
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(done.stdout)
+    assert Config.load(resolved) == Config.load(job)
+
+
+def test_the_schema_is_json_and_holds_the_installed_algorithms():
+    schema = json.loads(CliRunner().invoke(app, ["config", "schema"]).stdout)
+    choices = schema["properties"]["algorithm"]["anyOf"]
+    assert {"const": "grpo"} in [c["properties"]["type"] for c in choices]
+
+
+def test_installed_algorithms_are_listed():
+    assert "grpo         algorithms.grpo:GRPO" in CliRunner().invoke(app, ["algorithms"]).stdout
+
+
+def test_an_unknown_option_is_a_usage_error(job: str):
+    done = CliRunner().invoke(app, ["train", job, "--jsn"])
+    assert done.exit_code == 2
+    assert "no such option: --jsn" in done.stderr
+
+
+def test_a_wrong_configuration_ends_with_2_and_no_traceback(job: str):
+    for verb in (["train"], ["config", "check"]):
+        done = run(*verb, job, "train.lrr=1")
+        assert done.returncode == 2
+        assert done.stdout == ""
+        assert done.stderr == (
+            "rlsys: 1 problem in the configuration:\n"
+            "  command line: train.lrr=1: train.lrr: unknown key; did you mean `train.lr`?\n"
+        )
+
+
+def test_help_and_check_answer_without_loading_anything_heavy(job: str):
+    for arguments in (["--help"], ["config", "check", job], ["train", job, "--dry-run"], ["doctor"]):
+        program = (
+            f"import sys; sys.argv = ['rlsys', *{arguments!r}]\nfrom rlsys.cli import main\ntry: main()\nfinally: "
+        )
+        program += f"print([m for m in {HEAVY} if m in sys.modules])"
+        began = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        took_s = time.perf_counter() - began
+        assert done.stdout.splitlines()[-1] == "[]", arguments
+        assert took_s < 5, f"{arguments} took {took_s:.1f} s; on a quiet machine it takes less than 1"

@@ -1,0 +1,253 @@
+"""The configuration: what loads, what is refused, and how a refusal reads."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+
+from algorithms.grpo import GRPO
+from rlsys.algorithm import Algorithm
+from rlsys.config import Config
+from rlsys.config.algorithms import adapter, installed, type_name
+from rlsys.errors import ConfigError
+
+MINIMAL = """\
+run: {steps: 10}
+model: {path: some/model}
+data:
+  path: rows.jsonl
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strict(Algorithm):
+    """An algorithm of a user, found by `module:Name`, that tolerates one step of staleness."""
+
+    beta: float = 0.5
+    """Something positive."""
+
+    def __post_init__(self) -> None:
+        if self.beta <= 0:
+            raise ValueError(f"beta is {self.beta}; allowed is more than 0")
+
+    @property
+    def max_safe_staleness(self) -> int:
+        return 1
+
+
+STRICT = f"{__name__}:Strict"
+
+
+def write(folder: Path, text: str, name: str = "job.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def refusal(*paths: Path, overrides: tuple[str, ...] = ()) -> list[str]:
+    """The lines of the message, file names without their folder."""
+    with pytest.raises(ConfigError) as caught:
+        Config.load(list(paths), overrides)
+    return str(caught.value).replace(f"{paths[0].parent}/", "").splitlines()
+
+
+def leaves(model: type[BaseModel]) -> list[tuple[str, str | None]]:
+    """Every key that is not a section, with its documentation."""
+    found = []
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found += [(f"{name}.{key}", text) for key, text in leaves(field.annotation)]
+        else:
+            found.append((name, field.description))
+    return found
+
+
+def test_three_keys_are_enough(tmp_path: Path):
+    config = Config.load(write(tmp_path, MINIMAL))
+    assert config.run.steps == 10
+    assert config.algorithm == GRPO()
+    assert config.run_dir == Path("runs/run")
+    assert config.permits == config.train.groups_per_step == 32
+    assert config.samples_per_step == 256
+
+
+def test_later_files_win_over_earlier_ones_and_the_command_line_over_all(tmp_path: Path):
+    base = write(tmp_path, MINIMAL + "train: {lr: 1, warmup_steps: 1, clip_norm: 1}\n")
+    over = write(tmp_path, "[train]\nlr = 2.0\nwarmup_steps = 2\n", "over.toml")
+    train = Config.load([base, over], ["train.lr=1e-5", "--rollout.temperature=0.7"]).train
+    assert (train.lr, train.warmup_steps, train.clip_norm) == (1e-5, 2, 1.0)
+
+
+def test_a_learning_rate_without_a_point_is_a_number(tmp_path: Path):
+    assert Config.load(write(tmp_path, MINIMAL + "train: {lr: 1e-6}\n")).train.lr == 1e-6
+
+
+def test_every_problem_is_listed_at_once_with_its_place_and_the_nearest_key(tmp_path: Path):
+    path = write(
+        tmp_path,
+        MINIMAL
+        + """\
+  pth: 3
+train:
+  lr: abc
+  betas: [0.9, x]
+learning: {a: 1}
+algorithm: {type: grop}
+""",
+    )
+    assert refusal(path, overrides=("ray.adress=auto", "--limits.lease_s=-1", "groups_per_step=4")) == [
+        "8 problems in the configuration:",
+        "  job.yaml:5: data.pth: unknown key; did you mean `data.path`?",
+        "  job.yaml:10: algorithm.type: no algorithm is named 'grop'; did you mean `grpo`?",
+        "  job.yaml:7: train.lr: input should be a valid number, unable to parse string as a number (got 'abc')",
+        "  job.yaml:8: train.betas[1]: input should be a valid number, unable to parse string as a number (got 'x')",
+        "  command line: --limits.lease_s=-1: limits.lease_s: input should be greater than 0 (got -1)",
+        "  command line: ray.adress=auto: ray.adress: unknown key; did you mean `ray.address`?",
+        f"  job.yaml:9: learning: unknown key; the top level has: {', '.join(Config.model_fields)}",
+        "  command line: groups_per_step=4: groups_per_step: unknown key; did you mean `train.groups_per_step`?",
+    ]
+
+
+def test_a_missing_key_is_named_with_the_section_it_belongs_to(tmp_path: Path):
+    assert refusal(write(tmp_path, "run: {name: a}\nmodel: {path: x}\n"))[1:] == [
+        "  job.yaml:1: run.steps: required, and not given",
+        "  job.yaml: data: required, and not given",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.temperature=0", "should be greater than 0"),
+        ("rollout.replicas=0", "should be greater than 0"),
+        ("train.lr=.inf", "should be a finite number"),
+        ("train.betas=[0.9, 1.0]", "train.betas[1]: input should be less than 1"),
+        ("train.final_lr_fraction=1.5", "less than or equal to 1"),
+        ("run.resume=yes_please", "should be auto, never, must, or the folder of a run"),
+        ("run.name=a/b", "should match pattern"),
+        ("reward.fn=mine.py", "should be the name of a built-in, or `module:name`"),
+        ("rollout=", "should be a section with keys of its own (got None)"),
+        ("algorithm=grpo", "should be a section with a `type` and keys of its own"),
+        ("algorithm.type=nowhere:Name", "cannot import algorithm 'nowhere:Name'"),
+        ("algorithm.type=json:Name", "module 'json' has no 'Name'"),
+        ("algorithm.type=json:JSONEncoder", "is not a dataclass derived from rlsys.algorithm.Algorithm"),
+        ("algorithm.clip_hih=0.3", "unknown key; did you mean `algorithm.clip_high`?"),
+        ("algorithm.clip_high=wide", "algorithm.clip_high: input should be a valid number"),
+    ],
+)
+def test_a_wrong_value_is_refused(tmp_path: Path, override: str, message: str):
+    assert message in refusal(write(tmp_path, MINIMAL), overrides=(override,))[1]
+
+
+@pytest.mark.parametrize("override", ["train.lr", "=3", "train..lr=3", "train.lr=[1"])
+def test_a_malformed_override_is_refused(tmp_path: Path, override: str):
+    assert repr(override) in refusal(write(tmp_path, MINIMAL), overrides=(override,))[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "run: {steps: 1\nmodel: 3", "a.yaml:2: not valid YAML"),
+        ("a.yaml", "run: {}\nrun: {}\n", "a.yaml:2: not valid YAML: found duplicate key"),
+        ("a.yaml", "- 1\n", "a.yaml:1: a configuration is a mapping of sections, not a list"),
+        ("a.toml", "run = \n", "a.toml: not valid TOML"),
+    ],
+)
+def test_a_file_that_does_not_parse_is_named_with_its_line(tmp_path: Path, name: str, text: str, message: str):
+    assert refusal(write(tmp_path, text, name))[0].startswith(message)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path):
+    assert refusal(tmp_path / "gone.yaml") == ["cannot read configuration gone.yaml: No such file or directory"]
+
+
+def test_problems_in_toml_carry_their_line(tmp_path: Path):
+    path = write(tmp_path, "[run]\nsteps = 1\nsed = 2\n[data]\npath = 'x'\n[model]\npath = 'y'\n", "job.toml")
+    assert refusal(path)[1:] == ["  job.toml:3: run.sed: unknown key; did you mean `run.seed`?"]
+
+
+def test_an_algorithm_of_a_user_is_found_by_import_path_and_validated_like_ours(tmp_path: Path):
+    path = write(tmp_path, MINIMAL + f"algorithm: {{type: '{STRICT}', beta: 0.25, group_size: 4}}\n")
+    assert Config.load(path).algorithm == Strict(beta=0.25, group_size=4)
+    assert (
+        "algorithm.bta: unknown key; did you mean `algorithm.beta`?" in refusal(path, overrides=("algorithm.bta=1",))[1]
+    )
+    assert refusal(path, overrides=("algorithm.beta=-1",))[1].endswith(
+        "algorithm: beta is -1.0; allowed is more than 0"
+    )
+
+
+def test_changing_the_type_drops_the_keys_of_the_old_one(tmp_path: Path):
+    path = write(tmp_path, MINIMAL + "algorithm: {type: grpo, clip_high: 0.3}\n")
+    assert Config.load(path, [f"algorithm.type={STRICT}", "algorithm.beta=2"]).algorithm == Strict(beta=2)
+
+
+def test_more_staleness_than_the_algorithm_is_safe_for_is_refused_with_the_remedy(tmp_path: Path):
+    path = write(tmp_path, MINIMAL + f"algorithm: {{type: '{STRICT}'}}\n")
+    assert Config.load(path, ["asynchrony.max_staleness=1"]).permits == 64
+    line = refusal(path, overrides=("asynchrony.max_staleness=2", "run.sed=1"))[2]
+    assert "asynchrony.max_staleness: 2 is more than Strict is safe for (1)" in line
+    assert "set it to 1 or less" in line
+
+
+@given(
+    lr=st.floats(1e-12, 1, exclude_min=True),
+    seed=st.integers(0, 2**63),
+    name=st.from_regex(r"\A\w[\w.-]{0,20}\Z"),
+    address=st.none() | st.text(max_size=20),
+    beta=st.floats(1e-9, 1e9),
+)
+@settings(deadline=None, max_examples=30)
+def test_the_resolved_configuration_loads_back_as_the_same(
+    tmp_path_factory: pytest.TempPathFactory, lr: float, seed: int, name: str, address: str | None, beta: float
+):
+    config = Config.model_validate(
+        {
+            "run": {"steps": 3, "seed": seed, "name": name},
+            "model": {"path": "m"},
+            "data": {"path": "d"},
+            "train": {"lr": lr},
+            "ray": {"address": address},
+            "algorithm": Strict(beta=beta),
+        }
+    )
+    path = write(tmp_path_factory.mktemp("resolved"), config.to_yaml())
+    assert Config.load(path) == config
+
+
+def test_python_builds_the_same_configuration_and_gets_the_same_refusal(tmp_path: Path):
+    sections = {"run": {"steps": 10}, "model": {"path": "some/model"}, "data": {"path": "rows.jsonl"}}
+    assert Config.model_validate({**sections, "algorithm": GRPO()}) == Config.load(write(tmp_path, MINIMAL))
+    with pytest.raises(ValidationError, match=r"clip_hih"):
+        Config.model_validate({**sections, "algorithm": {"type": "grpo", "clip_hih": 1}})
+
+
+def test_a_configuration_cannot_be_changed(tmp_path: Path):
+    config = Config.load(write(tmp_path, MINIMAL))
+    with pytest.raises(ValidationError, match="frozen"):
+        config.run.steps = 3
+
+
+def test_every_key_has_a_docstring_and_there_are_at_most_60():
+    keys = leaves(Config)
+    assert [key for key, text in keys if not text] == []
+    assert len(keys) <= 60
+
+
+@pytest.mark.parametrize("name", installed())
+def test_every_installed_algorithm_documents_its_keys(name: str):
+    schema = Config.model_json_schema()["properties"]["algorithm"]["anyOf"]
+    (described,) = [s for s in schema if s["properties"]["type"].get("const") == name]
+    undocumented = [
+        key for key, value in described["properties"].items() if key != "type" and "description" not in value
+    ]
+    assert undocumented == []
+
+
+def test_an_algorithm_knows_its_name():
+    assert type_name(GRPO) == "grpo"
+    assert type_name(Strict) == STRICT
+    assert adapter(GRPO) is adapter(GRPO)

@@ -1,0 +1,145 @@
+"""The doctor: every check on made-up facts, and one look at this machine."""
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+import rlsys
+from rlsys.doctor import Facts, diagnose, ensure_not_shadowed, gather
+from rlsys.doctor.checks import CHECKS, GIB, shadowing
+from rlsys.doctor.facts import cluster_ray, locked
+
+HOME = Path("/home/me/rlsys")
+HEALTHY = Facts(
+    python=(3, 11, 7),
+    num_cpus=4,
+    cpu_flags=frozenset({"avx2", "avx512f"}),
+    has_nvidia_driver=False,
+    omp_num_threads="1",
+    shm_bytes=8 * GIB,
+    free_bytes=100 * GIB,
+    versions={"torch": "2.13.0+cpu", "ray": "2.60.0", "rich": "15.0.0"},
+    required=frozenset({"torch", "ray", "rich"}),
+    locked={"torch": "2.13.0+cpu", "ray": "2.60.0"},
+    origins={name: HOME / name / "__init__.py" for name in ("rlsys", "workers", "algorithms")},
+)
+CUDA_VISION = {**HEALTHY.versions, "torchvision": "0.28.0"}
+SHADOWED = {**HEALTHY.origins, "workers": Path("/elsewhere/workers")}
+
+
+def test_a_healthy_machine_has_nothing_to_mend():
+    assert [f for f in diagnose(HEALTHY) if f.level != "ok"] == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "level", "what", "cure"),
+    [
+        (replace(HEALTHY, python=(3, 10, 1)), "fail", "Python 3.10.1 is too old", "Python 3.11"),
+        (replace(HEALTHY, required=frozenset({"torch", "typer"})), "fail", "not installed: typer", "make setup"),
+        (
+            replace(HEALTHY, locked={"rich": "14.0.0"}),
+            "warn",
+            "not as requirements/cpu.lock has it: rich",
+            "make setup",
+        ),
+        (replace(HEALTHY, origins=SHADOWED), "fail", "`workers` is /elsewhere/workers", "PYTHONPATH"),
+        (
+            replace(HEALTHY, versions=CUDA_VISION),
+            "fail",
+            "torchvision linked to CUDA beside a CPU torch",
+            "uninstall -y torchvision",
+        ),
+        (
+            replace(HEALTHY, has_nvidia_driver=True),
+            "warn",
+            "is a CPU build, and this machine has an NVIDIA driver",
+            "CUDA build",
+        ),
+        (
+            replace(HEALTHY, versions={**HEALTHY.versions, "torch": "2.13.0", "nvidia-cublas": "13.0"}),
+            "warn",
+            "is a CUDA build, and this machine has no NVIDIA driver",
+            "make setup",
+        ),
+        (
+            replace(HEALTHY, cluster_address="head:6379", cluster_ray="2.50.0"),
+            "fail",
+            "ray 2.60.0 here, ray 2.50.0 on the cluster at head:6379",
+            "install ray==2.50.0 here",
+        ),
+        (replace(HEALTHY, cluster_address="head:6379"), "warn", "did not say which ray it runs", "http://HEAD:8265"),
+        (replace(HEALTHY, shm_bytes=64 * 2**20), "fail", "/dev/shm has only 0.1 GiB", "--shm-size"),
+        (replace(HEALTHY, shm_bytes=None), "warn", "there is no /dev/shm", ""),
+        (replace(HEALTHY, free_bytes=GIB), "warn", "only 1.0 GiB of disk", "checkpoint.keep_last"),
+        (replace(HEALTHY, omp_num_threads=None), "warn", "each process starts 4 threads", "OMP_NUM_THREADS=1"),
+        (replace(HEALTHY, omp_num_threads="8"), "warn", "OMP_NUM_THREADS=8 on 4 CPUs", "OMP_NUM_THREADS=1"),
+        (replace(HEALTHY, cpu_flags=frozenset({"avx2"})), "warn", "no AVX-512", "float32"),
+        (replace(HEALTHY, cpu_flags=frozenset({"sse2"})), "warn", "no AVX2", "newer machine"),
+    ],
+)
+def test_each_ailment_is_named_with_its_cure(facts: Facts, level: str, what: str, cure: str):
+    (finding,) = [f for f in diagnose(facts) if f.level != "ok"]
+    assert finding.level == level
+    assert what in finding.what
+    assert cure in finding.cure
+
+
+def test_a_machine_without_torch_and_ray_is_told_to_set_up():
+    bare = replace(HEALTHY, versions={"rich": "15.0.0"})
+    assert {f.cure for f in diagnose(bare) if f.level == "fail"} == {"make setup"}
+
+
+def test_a_cluster_with_the_same_ray_is_fine():
+    same = replace(HEALTHY, cluster_address="head:6379", cluster_ray="2.60.0")
+    assert [f for f in diagnose(same) if f.level != "ok"] == []
+
+
+def test_this_machine_can_be_looked_at_and_its_packages_are_ours():
+    facts = gather()
+    home = Path(rlsys.__file__).parents[1]
+    assert len(diagnose(facts)) == len(CHECKS)
+    assert shadowing(facts.origins).level == "ok"
+    assert facts.origins["workers"] == home / "workers" / "__init__.py"
+    assert facts.python == sys.version_info[:3]
+    assert "torch" in facts.versions
+    assert "ray" in facts.required
+    ensure_not_shadowed()
+
+
+def test_a_lock_is_read_with_normalised_names():
+    assert locked("# head\nruamel.yaml==0.19.1\ntorch==2.13.0+cpu ; x\n") == {
+        "ruamel-yaml": "0.19.1",
+        "torch": "2.13.0+cpu",
+    }
+
+
+class _Dashboard(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:  # noqa: N802  (the name that http.server calls)
+        self.send_response(200 if self.path == "/api/version" else 404)
+        self.end_headers()
+        self.wfile.write(json.dumps({"version": "4", "ray_version": "2.60.0"}).encode())
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  (the base's name)
+        """Quiet."""
+
+
+@pytest.fixture
+def dashboard() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), _Dashboard)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_cluster_tells_its_ray_version_and_one_that_is_not_there_tells_none(dashboard: str):
+    assert cluster_ray(dashboard) == "2.60.0"
+    assert cluster_ray("http://127.0.0.1:9") is None

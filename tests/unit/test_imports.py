@@ -1,0 +1,22 @@
+"""The directions of imports that import-linter's contracts (pyproject.toml) cannot state."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_algorithms_import_without_torch_and_the_core_without_torch_or_ray():
+    program = """
+import sys
+import algorithms.grpo, rlsys, rlsys.algorithm, rlsys.batch.plan, rlsys.cli, rlsys.config, rlsys.contracts, rlsys.types
+print([m for m in ("torch", "ray", "transformers", "vllm", "workers") if m in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_every_folder_of_code_is_a_package():
+    folders = {path.parent for name in ("rlsys", "workers", "algorithms") for path in (ROOT / name).rglob("*.py")}
+    assert [str(f) for f in folders if not (f / "__init__.py").exists()] == []

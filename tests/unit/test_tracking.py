@@ -1,0 +1,118 @@
+"""Sinks: the files of a run, and the lines a person watches."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+
+from rlsys.events import CheckpointSaved, GroupDropped, PhaseDone, RunEnded, RunStarted, StepDone, WeightsPublished
+from rlsys.tracking.console import ConsoleSink, duration
+from rlsys.tracking.jsonl import JsonlSink
+
+METRICS = {
+    "reward/mean": 0.7126,
+    "async/staleness_max": 1.0,
+    "perf/tokens_per_s": 1934.4,
+    "time/step": 0.2,
+    "time/wait_batch": 0.122,
+    "time/wait_permit": 0.048,
+}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def rows(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_event_is_a_line_and_every_step_a_row_of_metrics(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "run")
+    sink.handle(WeightsPublished(1, "ab", 8, 0.5), 10.0)
+    sink.handle(StepDone(1, MappingProxyType({"loss": 0.25, "reward/mean": float("nan")})), 11.5)
+    assert rows(tmp_path / "run" / "events.jsonl") == [
+        {"kind": "weights_published", "time_s": 10.0, "version": 1, "hash": "ab", "num_bytes": 8, "stall_s": 0.5},
+        {"kind": "step_done", "time_s": 11.5, "step": 1, "metrics": {"loss": 0.25, "reward/mean": None}},
+    ], "lines are there before the sink is closed"
+    assert rows(tmp_path / "run" / "metrics.jsonl") == [{"step": 1, "time_s": 11.5, "loss": 0.25, "reward/mean": None}]
+    sink.close()
+
+
+def test_a_resumed_run_appends(tmp_path: Path) -> None:
+    for step in (1, 2):
+        sink = JsonlSink(tmp_path)
+        sink.handle(StepDone(step, {}), float(step))
+        sink.close()
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_progress_line_says_who_waits_for_whom_and_how_long_it_takes() -> None:
+    out = io.StringIO()
+    sink = ConsoleSink(150, out, every_s=0)
+    sink.handle(StepDone(41, METRICS), 8.0)
+    sink.handle(StepDone(42, METRICS), 8.2)
+    first, second = out.getvalue().splitlines()
+    shown = "reward 0.713  staleness 1  1,934 tokens/s  trainer waits 61%, rollouts wait 24%"
+    assert first == f"step  41/150  {shown}"
+    assert second == f"step  42/150  {shown}  0:22 left"
+
+
+def test_figures_that_are_missing_are_left_out() -> None:
+    out = io.StringIO()
+    ConsoleSink(10, out).handle(StepDone(1, {"reward/mean": 0.5, "time/wait_batch": 1.0}), 1.0)
+    assert out.getvalue() == "step  1/10  reward 0.500\n"
+
+
+def test_plain_progress_is_spaced_out_and_the_last_line_is_never_lost() -> None:
+    out = io.StringIO()
+    sink = ConsoleSink(8, out, every_s=5)
+    for step in range(1, 9):
+        sink.handle(StepDone(step, {}), 2.0 * step)
+    sink.close()
+    assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == [
+        "step 1/8",
+        "step 4/8",
+        "step 7/8",
+        "step 8/8",
+    ]
+
+
+def test_what_a_person_should_know_is_said_at_once() -> None:
+    out = io.StringIO()
+    sink = ConsoleSink(8, out)
+    sink.handle(RunStarted("runs/7", 4, 8), 0.0)
+    sink.handle(PhaseDone("load_model", 1.25), 1.0)
+    sink.handle(GroupDropped(3, "t9", "too_long"), 2.0)
+    sink.handle(CheckpointSaved(8, "runs/7/checkpoints/step_8", 0.1), 3.0)
+    sink.handle(WeightsPublished(8, "ab", 8, 0.5), 3.0)
+    sink.handle(RunEnded(8, "finished"), 4.0)
+    assert out.getvalue().splitlines() == [
+        "run directory: runs/7, resuming after step 4",
+        "   1.2 s  load model",
+        "dropped group 3 (task t9): too_long",
+        "checkpoint of step 8: runs/7/checkpoints/step_8",
+        "finished after step 8",
+    ]
+
+
+def test_a_terminal_gets_one_line_that_moves_and_notes_above_it(capsys: pytest.CaptureFixture[str]) -> None:
+    out = Terminal()
+    sink = ConsoleSink(150, out)
+    sink.handle(StepDone(149, METRICS), 8.0)
+    sink.handle(GroupDropped(3, "[t9]", "stale"), 2.0)
+    sink.handle(StepDone(150, METRICS), 8.2)
+    sink.close()
+    text = out.getvalue()
+    assert "dropped group 3 (task [t9]): stale" in text
+    assert "step 150/150  reward 0.713" in text
+    assert capsys.readouterr() == ("", "")
+
+
+def test_durations_read_like_a_clock() -> None:
+    assert [duration(s) for s in (0.4, 21, 125.2, 7380)] == ["0:00", "0:21", "2:05", "2:03:00"]

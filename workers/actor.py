@@ -1,0 +1,141 @@
+"""One rank of the actor: trains its share of a step, publishes, saves, and writes groups to disk."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from rlsys.algorithm import Algorithm, Assigned, Signal
+from rlsys.batch.plan import Denominators, MicroBatchPlan
+from rlsys.contracts import Published, TrainStats
+from rlsys.errors import CheckpointError
+from rlsys.record import GroupRecord, RolloutRecord, read_groups, write_groups, write_rollouts
+from rlsys.types import Episode, Group, PolicyVersion, Task
+from workers.cluster import Resources, free_port
+
+if TYPE_CHECKING:
+    from workers.train.base import TrainBackend
+    from workers.train.settings import OptimizerSettings
+    from workers.transport.object_store import ObjectStorePublisher
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorSpec:
+    """What a rank is built from."""
+
+    model_path: str
+    dtype: Literal["float32", "bfloat16"]
+    num_ranks: int
+    optimizer: OptimizerSettings
+    algorithm: Algorithm
+    temperature: float
+    resources: Resources
+
+
+class ActorRank:
+    """Rank `rank` of `spec.num_ranks`. Plain class: Ray makes an actor of it, one per rank."""
+
+    def __init__(self, rank: int, spec: ActorSpec, publisher: ObjectStorePublisher) -> None:
+        self._rank, self._spec, self._publisher = rank, spec, publisher
+        self._backend: TrainBackend | None = None
+
+    def address(self) -> str:
+        """Where this rank can listen for the others, e.g. `tcp://10.0.0.4:41234`."""
+        return f"tcp://{socket.gethostbyname(socket.gethostname())}:{free_port()}"
+
+    def setup(self, address: str) -> None:
+        """Join the other ranks at `address` and load the model. Raises `ModelError`."""
+        import torch
+
+        from workers.train.fsdp import FsdpBackend
+        from workers.train.ranks import Ranks
+
+        spec = self._spec
+        torch.set_num_threads(spec.resources.threads)
+        device = torch.device("cuda" if spec.resources.num_gpus else "cpu")
+        ranks = Ranks(self._rank, spec.num_ranks, address=address)
+        self._backend = FsdpBackend(spec.model_path, spec.optimizer, ranks, dtype=spec.dtype, device=device)
+
+    @property
+    def backend(self) -> TrainBackend:
+        assert self._backend is not None, "setup comes first"
+        return self._backend
+
+    def train_step(
+        self,
+        plan: Sequence[MicroBatchPlan],
+        denominators: Denominators,
+        indices: Sequence[int],
+        signals: Sequence[Signal],
+        *data: object,
+    ) -> TrainStats:
+        """One optimizer step. `data` are the payloads of the step's groups `indices`, then for each signal their columns."""
+        from rlsys.batch.tensors import StepData
+
+        start_s = time.monotonic()
+        size = max(indices) + 1
+        payloads: list[tuple[Episode, ...]] = [()] * size
+        columns: list[Mapping[Signal, Sequence[Sequence[float]]]] = [{}] * size
+        rows = [data[i : i + len(indices)] for i in range(0, len(data), len(indices))]
+        for place, index in enumerate(indices):
+            payloads[index] = rows[0][place]  # pyright: ignore[reportArgumentType, reportCallIssue]
+            columns[index] = {s: row[place] for s, row in zip(signals, rows[1:], strict=True)}  # pyright: ignore[reportAssignmentType]
+        metrics = self.backend.train_step(
+            plan, denominators, StepData(payloads, columns), self._spec.algorithm, temperature=self._spec.temperature
+        )
+        return TrainStats(metrics, time.monotonic() - start_s)
+
+    def publish(self, version: PolicyVersion) -> Published | None:
+        """Hand the weights to the relays, from rank 0; the others take part in gathering them."""
+        import torch
+
+        start_s = time.monotonic()
+        weights = self.backend.full_weights(getattr(torch, self._spec.dtype))
+        return self._publisher.publish(version, weights, start_s) if self._rank == 0 else None
+
+    def save(self, folder: Path) -> None:
+        """Raises `CheckpointError`."""
+        self.backend.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Raises `CheckpointError`."""
+        self.backend.load(folder)
+
+    def export(self, folder: Path) -> None:
+        """Hugging Face safetensors with config and tokenizer."""
+        self.backend.export(folder)
+
+    def record(
+        self,
+        path: Path,
+        step: int,
+        tasks: Sequence[Task],
+        groups: Sequence[Group],
+        assigned: Sequence[Sequence[Assigned]],
+        *payloads: tuple[Episode, ...],
+    ) -> None:
+        """Write what a step trained, for people to read."""
+        rows = zip(tasks, groups, payloads, assigned, strict=True)
+        write_rollouts(path, (RolloutRecord.of(step, t, g, p, a) for t, g, p, a in rows))
+
+    def save_groups(self, path: Path, groups: Sequence[Group], *payloads: tuple[Episode, ...]) -> None:
+        """Write groups with their payloads. Raises `CheckpointError` if the disk will not have them."""
+        try:
+            write_groups(path, map(GroupRecord, groups, payloads))
+        except OSError as error:
+            raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
+
+    def count_groups(self, path: Path) -> int:
+        """How many groups a file holds."""
+        with path.open("rb") as lines:
+            return sum(1 for _ in lines)
+
+    def load_groups(self, path: Path) -> tuple[object, ...] | list[Group]:
+        """The groups of a file without payloads, then each payload."""
+        records = read_groups(path)
+        groups = [record.group for record in records]
+        return (groups, *(record.episodes for record in records)) if records else groups

@@ -1,0 +1,147 @@
+"""Ray, in one place: joining or starting a cluster, making actors with explicit resources, calling them with a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rlsys.errors import ConfigError, DeadlineExceeded, RlsysError, WorkerDied, WorkerError
+
+T = TypeVar("T")
+MAX_CONCURRENCY = 10_000
+"""Calls an actor may have open at once: permits, not this, bound what is in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What one actor asks Ray for, and the threads it may use for maths."""
+
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+    threads: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The Ray cluster of this run. `close` shuts down only what `connect` started."""
+
+    is_ours: bool
+
+    def close(self) -> None:
+        if self.is_ours:
+            ray.shutdown()
+
+
+def connect(address: str | None, num_cpus: int | None) -> Cluster:
+    """Join a cluster, or start a local one.
+
+    In order: the one this process already joined; `address`; the one a Ray job or RAY_ADDRESS names; a new local one.
+    Raises `ConfigError` if `address` does not answer.
+    """
+    if ray.is_initialized():
+        return Cluster(is_ours=False)
+    address = address or os.environ.get("RAY_ADDRESS")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    quiet = {"log_to_driver": True, "logging_level": "ERROR"}
+    try:
+        if address:
+            ray.init(address=address, **quiet)
+        else:
+            os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+            ray.init(address="local", num_cpus=num_cpus or max(_cores(), 2), include_dashboard=False, **quiet)
+    except (ConnectionError, RayError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"ray.address: cannot join {address or 'a local cluster'!r}: {error}") from error
+    return Cluster(is_ours=True)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def check_capacity(needed_cpus: float, needed_gpus: float) -> None:
+    """Raise `ConfigError` if the cluster can never place what the run needs, instead of waiting for ever."""
+    have = ray.cluster_resources()
+    for name, needed in (("CPU", needed_cpus), ("GPU", needed_gpus)):
+        if needed > have.get(name, 0.0):
+            raise ConfigError(
+                f"the run needs {needed:g} {name}s and the cluster has {have.get(name, 0.0):g}: "
+                f"lower num_{name.lower()}s, replicas, ranks or workers, or raise ray.num_cpus on a machine of your own"
+            )
+
+
+def node_ids() -> list[str]:
+    """Nodes that are alive, the driver's own first."""
+    here = ray.get_runtime_context().get_node_id()
+    alive = [n["NodeID"] for n in ray.nodes() if n["Alive"]]
+    return sorted(alive, key=lambda n: (n != here, n))
+
+
+def spawn(cls: type, resources: Resources, *args: object, node: str | None = None, **kwargs: object) -> Any:
+    """Start `cls` as a Ray actor. It is never restarted behind our back: the failure policy decides.
+
+    The actor gets its thread count in the environment before anything is imported, and the driver's import path.
+    """
+    threads = str(resources.threads)
+    environment = {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False) if node else "DEFAULT"
+    remote = ray.remote(cls).options(
+        num_cpus=resources.num_cpus,
+        num_gpus=resources.num_gpus,
+        max_restarts=0,
+        max_concurrency=MAX_CONCURRENCY,
+        scheduling_strategy=strategy,
+        runtime_env={"env_vars": environment},
+    )
+    return remote.remote(*args, **kwargs)
+
+
+async def call(ref: Awaitable[T], worker: str, phase: str, deadline_s: float) -> T:
+    """The result of a remote call.
+
+    Raises `DeadlineExceeded`, `WorkerDied`, or the `RlsysError` the worker itself raised; anything else a worker raised
+    becomes a `WorkerError` that ends with its traceback.
+    """
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await ref
+    except TimeoutError as error:
+        raise DeadlineExceeded(worker, phase, f"no answer within {deadline_s:g} s") from error
+    except RayTaskError as error:
+        raise _translated(error, worker, phase) from error
+    except RayActorError as error:
+        raise WorkerDied(worker, phase, _first_line(error)) from error
+    except RayError as error:
+        raise WorkerDied(worker, phase, f"{type(error).__name__}: {_first_line(error)}") from error
+
+
+def _translated(error: RayTaskError, worker: str, phase: str) -> RlsysError:
+    cause = error.cause
+    if isinstance(cause, RlsysError):
+        return cause
+    return WorkerError(worker, phase, str(error))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

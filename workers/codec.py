@@ -1,0 +1,73 @@
+"""Text to token ids and back, by a Hugging Face fast tokenizer, without ever tokenizing again what the policy said."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlsys.errors import DataError, ModelError
+from rlsys.types import Message, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class TextCodec:
+    """One model's tokenizer and chat template."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        self._encode_text = lru_cache(maxsize=4096)(self._encode_text)
+
+    @classmethod
+    def load(cls, model_path: str | Path) -> TextCodec:
+        """Raises `ModelError` if the path holds no fast tokenizer."""
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"model.path: no tokenizer at {str(model_path)!r}: {error}") from error
+        if not tokenizer.is_fast:
+            raise ModelError(f"model.path: the tokenizer at {str(model_path)!r} has no fast version (tokenizer.json)")
+        return cls(tokenizer)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The token that ends a completion."""
+        end = self.tokenizer.eos_token_id
+        return frozenset() if end is None else frozenset([end])
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Plain text as it is; messages in the chat template, with the assistant's turn opened."""
+        return self._encode_text(prompt if isinstance(prompt, str) else self._render(prompt))
+
+    def extend(self, ids: tuple[int, ...], said: tuple[Message, ...], new: tuple[Message, ...]) -> tuple[int, ...]:
+        """Prompt ids that continue `ids`; see `rlsys.workflow.Policy`.
+
+        The template's text after the policy's last reply is tokenized and appended. A template that rewrites what came before
+        (hidden reasoning, for instance) cannot be continued: then the whole is tokenized, which starts a new sample.
+        """
+        text = self._render((*said, *new))
+        before = self._render(said[:-1]) + said[-1]["content"]
+        if not text.startswith(before):
+            return self._encode_text(text)
+        rest = text[len(before) :]
+        end = self.tokenizer.eos_token
+        if end and ids[-1] == self.tokenizer.eos_token_id:
+            rest = rest.removeprefix(end)
+        return ids + self._encode_text(rest)
+
+    def decode(self, ids: tuple[int, ...]) -> str:
+        """Text of `ids`, special tokens left out."""
+        return self._backend.decode(ids, skip_special_tokens=True)
+
+    def _encode_text(self, text: str) -> tuple[int, ...]:
+        return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def _render(self, messages: tuple[Message, ...]) -> str:
+        if not self.tokenizer.chat_template:
+            raise DataError("the prompt is a list of messages, but the model has no chat template: give plain text prompts")
+        return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)  # pyright: ignore[reportReturnType]

@@ -1,0 +1,193 @@
+"""The driver's view of the Ray actors: implements `rlsys.contracts`. The only place with `.remote()` besides transport.
+
+A group's payload is the second return value of the rollout's call, so the driver owns it (it survives the replica) and holds
+only a reference; what the driver awaits is the first, the metadata.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from rlsys.algorithm import Assigned, Signal
+from rlsys.batch.plan import BatchPlan
+from rlsys.contracts import Judged, Published, RolledOut, TrainStats
+from rlsys.errors import RunAborted
+from rlsys.types import Acknowledged, Assignment, Group, PolicyVersion, Task
+from workers.cluster import call
+
+SET_UP_S = 600.0
+"""Deadline for a worker to load its model and be ready."""
+
+
+@dataclass
+class Member:
+    """One actor of a pool. A replacement gets a new name, so that an old failure is never taken for its own."""
+
+    index: int
+    name: str
+    actor: Any
+    num_running: int = 0
+
+
+class Pool:
+    """Actors of one kind, any of which can do the next piece of work."""
+
+    def __init__(self, kind: str, size: int, start: Callable[[str], Any]) -> None:
+        """`start(name)` makes one actor; it must have a `setup` method, which `ready` awaits."""
+        self._kind, self._start = kind, start
+        self._num_started = 0
+        self.members = [self._new(i) for i in range(size)]
+
+    async def ready(self) -> None:
+        """Return once every member is set up. Raises what the first one to fail raised."""
+        await asyncio.gather(*(self._set_up(m) for m in self.members))
+
+    async def restart(self, worker: str) -> None:
+        """Kill and replace the member called `worker`; nothing to do if that was done already."""
+        for i, member in enumerate(self.members):
+            if member.name == worker:
+                ray.kill(member.actor)
+                self.members[i] = self._new(i)
+                return await self._set_up(self.members[i])
+        if not worker.startswith(self._kind):
+            raise RunAborted(f"{worker} is gone and cannot be replaced while the run goes on; resume with run.resume=auto")
+
+    def _new(self, index: int) -> Member:
+        name = f"{self._kind}-{index}" + (f".{self._num_started // len(self.members)}" if hasattr(self, "members") else "")
+        self._num_started += 1
+        return Member(index, name, self._start(name))
+
+    async def _set_up(self, member: Member) -> None:
+        await call(member.actor.setup.remote(), member.name, "setting up", SET_UP_S)
+
+    def least_loaded(self) -> Member:
+        return min(self.members, key=lambda m: (m.num_running, m.index))
+
+
+class RolloutPool(Pool):
+    """Implements `Rollouts`."""
+
+    def __init__(self, size: int, start: Callable[[str], Any], lease_s: float) -> None:
+        super().__init__("rollout", size, start)
+        self._lease_s = lease_s
+
+    async def run(self, assignment: Assignment) -> RolledOut:
+        member = self.least_loaded()
+        member.num_running += 1
+        try:
+            metadata, payload = member.actor.run.remote(assignment)
+            done = await call(metadata, member.name, f"rolling out group {assignment.serial}", self._lease_s)
+        finally:
+            member.num_running -= 1
+        return RolledOut(replace(done.group, payload=payload), done.busy)
+
+    async def versions(self) -> Sequence[Acknowledged]:
+        held = await asyncio.gather(*(call(m.actor.held.remote(), m.name, "telling its version", 10.0) for m in self.members))
+        return [a for a in held if a is not None]
+
+
+class RewardPool(Pool):
+    """Implements `Rewards`."""
+
+    def __init__(self, size: int, start: Callable[[str], Any], lease_s: float) -> None:
+        super().__init__("reward", size, start)
+        self._lease_s = lease_s
+
+    async def score(self, task: Task, group: Group) -> Judged:
+        member = self.least_loaded()
+        member.num_running += 1
+        try:
+            ref = member.actor.score.remote(task, group.payload)
+            return await call(ref, member.name, f"judging group {group.serial}", self._lease_s)
+        finally:
+            member.num_running -= 1
+
+
+class ReferenceHandle:
+    """Implements `Reference` for `Signal.REFERENCE_LOGPROBS`."""
+
+    def __init__(self, actor: Any, max_tokens: int, deadline_s: float) -> None:
+        self._actor, self._max_tokens, self._deadline_s = actor, max_tokens, deadline_s
+
+    async def ready(self) -> None:
+        await call(self._actor.setup.remote(), "reference", "setting up", SET_UP_S)
+
+    async def annotate(self, groups: Sequence[Group], signal: Signal) -> list[Group]:
+        refs = self._actor.annotate.options(num_returns=len(groups) + 1).remote(*(g.payload for g in groups))
+        await call(refs[0], "reference", f"scoring {len(groups)} groups", self._deadline_s)
+        return [
+            replace(group, columns={**group.columns, signal: ref}) for group, ref in zip(groups, refs[1:], strict=True)
+        ]
+
+
+class ActorHandle:
+    """All ranks of the actor: implements `Actor`."""
+
+    def __init__(self, ranks: Sequence[Any], deadline_s: float) -> None:
+        """`deadline_s` bounds one step, save or load."""
+        self._ranks, self._deadline_s = ranks, deadline_s
+
+    async def ready(self) -> None:
+        address = await call(self._ranks[0].address.remote(), "actor-0", "choosing a port", SET_UP_S)
+        await self._all("setting up", lambda rank, _: rank.setup.remote(address), SET_UP_S)
+
+    async def train_step(self, groups: Sequence[Group], plan: BatchPlan) -> TrainStats:
+        def start(rank: Any, r: int) -> Any:
+            needed = sorted({ref.group for micro_batch in plan.ranks[r] for ref in micro_batch.samples})
+            signals = sorted(groups[0].columns)
+            columns = [groups[i].columns[signal] for signal in signals for i in needed]
+            payloads = [groups[i].payload for i in needed]
+            return rank.train_step.remote(plan.ranks[r], plan.denominators, needed, signals, *payloads, *columns)
+
+        stats = await self._all("training a step", start)
+        return TrainStats(stats[0].metrics, max(s.train_s for s in stats))
+
+    async def publish(self, version: PolicyVersion) -> Published:
+        receipts = await self._all(f"publishing version {version}", lambda rank, _: rank.publish.remote(version))
+        return receipts[0]
+
+    async def save(self, folder: Path) -> None:
+        await self._all("saving a checkpoint", lambda rank, _: rank.save.remote(folder))
+
+    async def load(self, folder: Path) -> None:
+        await self._all("loading a checkpoint", lambda rank, _: rank.load.remote(folder))
+
+    async def export(self, folder: Path) -> None:
+        """Write the model as Hugging Face safetensors."""
+        await self._all("exporting the model", lambda rank, _: rank.export.remote(folder))
+
+    async def record(
+        self, path: Path, step: int, tasks: Sequence[Task], groups: Sequence[Group], assigned: Sequence[Sequence[Assigned]]
+    ) -> None:
+        ref = self._ranks[0].record.remote(path, step, tasks, _bare(groups), assigned, *(g.payload for g in groups))
+        await call(ref, "actor-0", f"writing {path.name}", self._deadline_s)
+
+    async def save_groups(self, path: Path, groups: Sequence[Group]) -> None:
+        ref = self._ranks[0].save_groups.remote(path, _bare(groups), *(g.payload for g in groups))
+        await call(ref, "actor-0", f"writing {path.name}", self._deadline_s)
+
+    async def load_groups(self, path: Path) -> list[Group]:
+        count = self._ranks[0].count_groups.remote(path)
+        num_groups = await call(count, "actor-0", f"reading {path.name}", self._deadline_s)
+        refs = self._ranks[0].load_groups.options(num_returns=num_groups + 1).remote(path)
+        metadata, *payloads = refs if num_groups else [refs]
+        bare = await call(metadata, "actor-0", f"reading {path.name}", self._deadline_s)
+        return [replace(group, payload=payload) for group, payload in zip(bare, payloads, strict=True)]
+
+    async def _all(self, phase: str, start: Callable[[Any, int], Any], deadline_s: float | None = None) -> list[Any]:
+        """The same call on every rank. If one fails, so does the call, at once, with that rank's error."""
+        deadline_s = deadline_s or self._deadline_s
+        calls = [call(start(rank, r), f"actor-{r}", phase, deadline_s) for r, rank in enumerate(self._ranks)]
+        return list(await asyncio.gather(*calls))
+
+
+
+def _bare(groups: Sequence[Group]) -> list[Group]:
+    """Metadata only: the payloads travel as arguments of their own."""
+    return [replace(group, payload=None, columns={}) for group in groups]

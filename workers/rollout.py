@@ -1,0 +1,175 @@
+"""The rollout worker: an engine, a workflow, and weights that change between or under running groups."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import traceback
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from rlsys.batch.samples import meta_of, versions_of
+from rlsys.contracts import Busy, RolledOut
+from rlsys.errors import RlsysError, TaskTooLong, WeightsMismatch, WorkflowError
+from rlsys.types import Acknowledged, Assignment, Episode, Group, Message, PolicyVersion, Prompt, Sampling, Turn
+from rlsys.weights import Manifest, change_weights
+from rlsys.workflow import Session, Workflow
+from workers.codec import TextCodec
+from workers.engines.base import Engine, Request
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ACKNOWLEDGEMENTS_KEPT = 64
+
+
+class Puller(Protocol):
+    """Where a replica gets weights from."""
+
+    async def pull(self, at_least: PolicyVersion) -> tuple[Manifest, Mapping[str, Tensor]]:
+        """The newest published weights, no older than `at_least`. Raises `DeadlineExceeded`."""
+        ...
+
+
+class EnginePolicy:
+    """A session's view of the engine: implements `rlsys.workflow.Policy`."""
+
+    def __init__(self, engine: Engine, codec: TextCodec, sampling: Sampling, max_prompt_tokens: int, name: str) -> None:
+        self._engine, self._codec, self._sampling = engine, codec, sampling
+        self._max_prompt_tokens, self._name = max_prompt_tokens, name
+        self._num_requests = 0
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        return self._codec.encode(prompt)
+
+    def extend(self, ids: tuple[int, ...], said: tuple[Message, ...], new: tuple[Message, ...]) -> tuple[int, ...]:
+        return self._codec.extend(ids, said, new)
+
+    async def sample(self, prompt_ids: tuple[int, ...], seed: int) -> Turn:
+        if not 0 < len(prompt_ids) <= self._max_prompt_tokens:
+            raise TaskTooLong(
+                self._name,
+                "encoding a prompt",
+                f"{len(prompt_ids)} tokens, allowed are 1 to data.max_prompt_tokens = {self._max_prompt_tokens}",
+            )
+        self._num_requests += 1
+        request = Request(f"{self._name}/{self._num_requests}", prompt_ids, self._sampling, seed)
+        done = await self._engine.generate(request)
+        text = self._codec.decode(done.output_ids)
+        return Turn(prompt_ids, done.output_ids, done.logprobs, done.versions, done.finish, text)
+
+
+class RolloutWorker:
+    """One replica. Plain class: `workers.handles` makes a Ray actor of it."""
+
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        policy: EnginePolicy,
+        workflow: Workflow,
+        puller: Puller | None,
+        weight_change: Literal["between", "inflight"],
+    ) -> None:
+        """Without a `puller` the replica keeps the weights its engine was built with."""
+        self.name = name
+        self._engine, self._policy, self._workflow, self._puller = engine, policy, workflow, puller
+        self._weight_change = weight_change
+        self._acknowledged: dict[PolicyVersion, Acknowledged] = {}
+        self._changing = asyncio.Lock()
+        self._gate_open = True
+        self._num_running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def run(self, assignment: Assignment) -> tuple[RolledOut, tuple[Episode, ...]]:
+        """Roll out one group: its metadata, and its payload apart."""
+        await self._hold(assignment.version)
+        self._enter()
+        start_s = time.monotonic()
+        try:
+            episodes = await self._play(assignment)
+        finally:
+            self._leave()
+        versions = versions_of(episodes)
+        group = Group(
+            serial=assignment.serial,
+            task_id=assignment.task.id,
+            permit_version=assignment.version,
+            replica=self.name,
+            episodes=meta_of(episodes),
+            versions=versions,
+            weights=tuple(self._acknowledged[s.version] for s in versions if s.version in self._acknowledged),
+            payload=None,
+        )
+        return RolledOut(group, Busy(self.name, start_s, time.monotonic())), episodes
+
+    async def _play(self, assignment: Assignment) -> tuple[Episode, ...]:
+        sessions = [Session(assignment.task, self._policy, assignment.seed, e) for e in range(assignment.size)]
+        try:
+            async with asyncio.TaskGroup() as episodes:
+                for session in sessions:
+                    episodes.create_task(self._workflow.run(session))
+        except ExceptionGroup as errors:
+            raise self._named(errors.exceptions[0], assignment) from None
+        return tuple(session.episode() for session in sessions)
+
+    def _named(self, error: Exception, assignment: Assignment) -> RlsysError:
+        """A user's bug becomes a `WorkflowError` that ends at the user's own line; ours pass as they are."""
+        if isinstance(error, RlsysError):
+            return error
+        frames = "".join(traceback.format_list(traceback.extract_tb(error.__traceback__)[-3:]))
+        what = f"{type(error).__name__}: {error}\n{frames}"
+        return WorkflowError(self.name, f"running {type(self._workflow).__name__} on task {assignment.task.id}", what)
+
+    # ------------------------------------------------------------------------------------------------ changing weights
+
+    async def _hold(self, version: PolicyVersion) -> None:
+        """Return once this replica holds weights no older than `version`.
+
+        Waits for a change under way, then, if it still holds older ones, changes them itself. Unblocked by the relay
+        getting the version, and (`between`) by running groups ending.
+        """
+        if self._puller is None:
+            return
+        async with self._changing:
+            if not self._gate_open:
+                raise WeightsMismatch(self.name, "starting a group", "an earlier weight change failed; restart the replica")
+            if not self._acknowledged or max(self._acknowledged) < version:
+                manifest, weights = await self._puller.pull(version)
+                held = await change_weights(self, manifest, lambda: self._engine.load(manifest.version, weights))
+                self._acknowledged[held.version] = held
+                while len(self._acknowledged) > ACKNOWLEDGEMENTS_KEPT:
+                    del self._acknowledged[min(self._acknowledged)]
+
+    def close_gate(self) -> None:
+        self._gate_open = False
+
+    async def pause(self) -> None:
+        if self._weight_change == "between":
+            await self._idle.wait()
+        await self._engine.pause()
+
+    async def resume(self) -> None:
+        await self._engine.resume()
+
+    def open_gate(self) -> None:
+        self._gate_open = True
+
+    def _enter(self) -> None:
+        self._num_running += 1
+        self._idle.clear()
+
+    def _leave(self) -> None:
+        self._num_running -= 1
+        if not self._num_running:
+            self._idle.set()
+
+    @property
+    def acknowledged(self) -> Acknowledged | None:
+        """What this replica holds now; None before its first pull."""
+        return self._acknowledged[max(self._acknowledged)] if self._acknowledged else None
+
+    async def close(self) -> None:
+        """Free the engine."""
+        await self._engine.close()

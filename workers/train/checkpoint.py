@@ -1,0 +1,44 @@
+"""Training state on disk: torch distributed checkpoints, which load onto any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from rlsys.errors import CheckpointError
+
+
+def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+    """Live tensors by name, without copies: weights, and each weight's optimizer state. Tied weights appear once."""
+    state: dict[str, dict[str, Tensor]] = {"model": dict(model.named_parameters())}
+    for name, parameter in model.named_parameters():
+        state[f"optimizer.{name}"] = optimizer.state[parameter]
+    return state
+
+
+def save(state: dict[str, dict[str, Tensor]], folder: Path, *, num_ranks: int) -> None:
+    """Write live tensors; each rank writes its shards."""
+    try:
+        dcp_save(state, checkpoint_id=folder, no_dist=num_ranks == 1)
+    except (OSError, CheckpointException) as error:
+        raise CheckpointError(f"cannot write training state to {folder}: {_cause(error)}") from error
+
+
+def load(state: dict[str, dict[str, Tensor]], folder: Path, *, num_ranks: int) -> None:
+    """Read into live tensors, in place."""
+    try:
+        dcp_load(state, checkpoint_id=folder, no_dist=num_ranks == 1)
+    except (OSError, CheckpointException) as error:
+        raise CheckpointError(f"cannot read training state from {folder}: {_cause(error)}") from error
+
+
+def _cause(error: BaseException) -> str:
+    """The first rank's own words, out of the checkpoint library's wrapping."""
+    if isinstance(error, CheckpointException) and error.failures:
+        return str(next(iter(error.failures.values()))[0])
+    return str(error)

@@ -1,0 +1,60 @@
+"""Loading a causal language model from disk or the hub, and refusing what cannot be trained right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from rlsys.errors import ModelError
+
+CPU = torch.device("cpu")
+_LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Configuration fields of models that change logits after the output matrix."""
+
+
+def load_model(path: str, dtype: torch.dtype, device: torch.device = CPU) -> PreTrainedModel:
+    """The model of a local folder or hub name, e.g. `Qwen/Qwen3-0.6B`; safetensors only, no remote code.
+
+    It is in eval mode and stays there while training: sampling had no dropout, so a forward with dropout would compare
+    the sampler's logprobs with those of another network. Raises `ModelError`.
+    """
+    _check_exists(path)
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ModelError(f"model {path!r} does not load as a causal language model: {error}") from error
+    model, info = cast("tuple[PreTrainedModel, dict[str, set[str]]]", loaded)
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(f"model {path!r} is incomplete: it lacks {len(missing)} of its weights, as {missing[0]!r}")
+    _check_supported(model, path)
+    cast("nn.Module", model).to(device)
+    return model.eval()
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer beside the model. Raises `ModelError`."""
+    _check_exists(path)
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model {path!r} has no tokenizer that loads: {error}") from error
+
+
+def _check_exists(path: str) -> None:
+    is_hub_name = path.count("/") <= 1 and not path.startswith((".", "/", "~"))
+    if not is_hub_name and not Path(path).is_dir():
+        raise ModelError(f"model path {path!r} does not exist: give a folder with config.json, or a hub name org/name")
+
+
+def _check_supported(model: PreTrainedModel, path: str) -> None:
+    config = model.config.get_text_config()
+    for field in _LOGIT_TRANSFORMS:
+        if getattr(config, field, None) not in (None, 1, 1.0):
+            raise ModelError(f"model {path!r} is not supported: it changes logits after the output matrix ({field})")

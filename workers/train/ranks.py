@@ -1,0 +1,49 @@
+"""The group of ranks a back-end trains in: joining it, and the few collectives written by hand."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+class Ranks:
+    """One process's place among `num_ranks`. A rank that is alone joins nothing; its collectives are the identity."""
+
+    def __init__(self, rank: int = 0, num_ranks: int = 1, *, address: str = "", timeout_s: float = 600.0) -> None:
+        """`address` is where rank 0 listens, e.g. `tcp://10.0.0.4:29500`; returns once all ranks are there.
+
+        A collective that a dead peer keeps waiting raises after `timeout_s`.
+        """
+        self.rank, self.num_ranks = rank, num_ranks
+        if num_ranks > 1:
+            backend = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
+            timeout = timedelta(seconds=timeout_s)
+            dist.init_process_group(backend, init_method=address, rank=rank, world_size=num_ranks, timeout=timeout)
+
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        """The ranks as a one-dimensional mesh to shard over."""
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        return init_device_mesh(device.type, (self.num_ranks,))
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum a tensor over ranks, in place."""
+        if self.num_ranks > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """Element-wise maximum over ranks, in place."""
+        if self.num_ranks > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor
+
+    def close(self) -> None:
+        """Leave the group; idempotent."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
