@@ -40,7 +40,7 @@ $(VENV)/.uv: Makefile
 
 $(VENV)/.locked: requirements/cpu.lock | $(VENV)/.uv
 	@echo "set-up: $$(grep -c == $<) packages from $<" >&2
-	@$(UV) pip install --quiet --no-deps -r $<
+	@$(UV) pip install --quiet --compile-bytecode --no-deps -r $<
 	@touch $@
 
 $(VENV)/.installed: pyproject.toml $(VENV)/.locked
@@ -49,7 +49,7 @@ $(VENV)/.installed: pyproject.toml $(VENV)/.locked
 
 $(VENV)/.installed-dev: requirements/dev.lock $(VENV)/.installed
 	@echo "set-up: $$(grep -c == $<) packages from $<" >&2
-	@$(UV) pip install --quiet --no-deps -r $<
+	@$(UV) pip install --quiet --compile-bytecode --no-deps -r $<
 	@touch $@
 
 COMPILE = $(UV) pip compile --quiet --python-version 3.11 --no-annotate --no-emit-find-links --no-emit-index-url \

@@ -1,4 +1,4 @@
-"""What benchmarks share: CPU time of whole process trees, marks between which a run is steady, medians with their spread."""
+"""What benchmarks share: CPU time of process trees, marks between which a run is steady, medians with their spread."""
 
 from __future__ import annotations
 

@@ -5,13 +5,13 @@
 Two jobs, the configurations of `examples/`: the tiny sorter (32 prompts x 8 samples) and SmolLM2-135M on the largest of
 three (8 x 8). Both systems get the same model, the same prompts in the same order in each step, the same group size,
 sampling, clipping and learning rate, and one thread in each process. TRL is one process; rlsys is its whole system:
-driver, Ray's daemons, rollouts, rewards, relay, actor. CPU time is that of every process, between two step marks, so that
-start-up does not count. Repeats alternate between the two.
+driver, Ray's daemons, rollouts, rewards, relay, actor. CPU time is that of every process, between two step marks, so
+that start-up does not count. Repeats alternate between the two.
 
-TRL runs in an environment of its own, `.cache/peer_trl/venv`, made on first use (some minutes, not measured). It is not
-tuned: the stock trainer on CPU, without vLLM and without gradient checkpointing; bf16 weights for SmolLM2, which is faster
-there than fp32 with autocast. The tasks favour rlsys where prompts are long and answers short: it runs the prompt once for
-a group and computes logits for completion tokens only.
+TRL runs in an environment of its own, `.cache/peer_trl/venv`, made on first use (some minutes, not measured). It is
+not tuned: the stock trainer on CPU, without vLLM and without gradient checkpointing; bf16 weights for SmolLM2, which is
+faster there than fp32 with autocast. Long prompts with short answers favour rlsys: it runs a prompt once for its group
+and computes logits for completion tokens only.
 
 Progress goes to stderr, and one JSON object to the last line of stdout.
 """
@@ -88,6 +88,7 @@ class Speed:
 
 
 def main() -> None:
+    """Compare on both jobs and print the closing line."""
     parser = argparse.ArgumentParser(description="rlsys against TRL's GRPOTrainer.")
     parser.add_argument("--quick", action="store_true", help="fewer steps and repeats; under 5 minutes once set up")
     arguments = parser.parse_args()

@@ -35,6 +35,7 @@ def exact(completions: list, answer: list[str], **columns: object) -> list[float
 
 
 def main() -> None:
+    """Train as the job says."""
     job = json.loads(sys.argv[1])
     torch.set_num_threads(job["threads"])
     rows = [json.loads(line) for line in Path(job["data"]).read_text().splitlines()]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+
+from rlsys.launch import TrainResult
 
 WINDOW = 10
 """Steps of the running mean."""
@@ -43,16 +44,15 @@ def draw_curve(run_dir: Path, title: str) -> Path:
     return path
 
 
-def print_summary(result: Mapping[str, object], before: Mapping[str, float], curve: Path) -> None:
-    """Print where everything is, then `result` as one line of JSON, the last on stdout.
+def print_summary(result: TrainResult, before: Mapping[str, float], curve: Path) -> None:
+    """Print where everything is, then the result as one line of JSON, the last on stdout.
 
-    `result` holds at least `reward_first`, `reward_last`, `steps` and `run_dir`; `before` are the figures of the model
-    before training.
+    `before` are the figures of the model before training, `sampled` or `greedy` accuracy or both.
     """
     measured = ", ".join(f"{name} accuracy {before[name]:.3f}" for name in ("sampled", "greedy") if name in before)
     print(f"before training   {measured}")
-    print(f"reward            {result['reward_first']:.3f} -> {result['reward_last']:.3f} in {result['steps']} steps")
-    print(f"reward curve      {os.fspath(curve)}")
-    print(f"run directory     {result['run_dir']}")
-    print(f"evaluate it       rlsys eval {result['run_dir']}")
-    print(json.dumps(result), flush=True)
+    print(f"reward            {result.reward_first:.3f} -> {result.reward_last:.3f} in {result.steps} steps")
+    print(f"reward curve      {curve}")
+    print(f"run directory     {result.run_dir}")
+    print(f"evaluate it       rlsys eval {result.run_dir}")
+    print(json.dumps(result.as_json()), flush=True)

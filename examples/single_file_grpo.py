@@ -1,8 +1,8 @@
 """GRPO in one file, read top to bottom: what rlsys must compute, without the system around it.
 
 One process samples, judges, and learns, in turn. It is the numerical oracle of rlsys: at `asynchrony.max_staleness: 0`,
-with the same tasks in the same order, rlsys gives these losses and these weights to fp32 rounding. It is also a fast way
-to try a change to the maths.
+with the same tasks in the same order, rlsys gives these losses and these weights to fp32 rounding. It is also where a
+change to the maths is tried first.
 
     python -m examples.single_file_grpo --model .cache/sort/seed0/model --tasks .cache/sort/seed0/train.jsonl
 
@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from rlsys.seeds import group_seed, request_seed
 from workers.engines.sampling import uniform
@@ -70,7 +70,7 @@ class Completion:
 
 def train(
     model: torch.nn.Module,
-    tokenizer,
+    tokenizer: PreTrainedTokenizerBase,
     tasks: Sequence[tuple[str, str]],
     settings: Settings,
     reward: Callable[[str, str], float],
@@ -79,6 +79,8 @@ def train(
 
     `tasks` are (prompt, answer) in the order in which groups are issued; at least `steps * groups_per_step` of them.
     """
+    eos_id = tokenizer.eos_token_id
+    assert isinstance(eos_id, int)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=0.0)
     for step in range(settings.steps):
         # Sample: `group_size` completions of every prompt, each from a seed of its own.
@@ -88,7 +90,7 @@ def train(
             for s in serials
             for episode in range(settings.group_size)
         ]
-        sample(model, completions, settings, tokenizer.eos_token_id)
+        sample(model, completions, settings, eos_id)
 
         # Judge, and compare each sample with its group: mean 0, unbiased standard deviation 1.
         texts = tokenizer.batch_decode([c.output_ids for c in completions], skip_special_tokens=True)
@@ -125,20 +127,15 @@ def sample(model: torch.nn.Module, completions: list[Completion], settings: Sett
             return
         logits_BV = last_logits(model, [c.prompt_ids + c.output_ids for c in running])  # (running, V)
         logprobs_BV = (logits_BV / settings.temperature).log_softmax(-1)
-        uniform_B = torch.tensor([uniform(c.seed, position) for c in running], dtype=torch.float64)
-        tokens_B = draw(logprobs_BV, uniform_B)
+        seeds_B = torch.tensor([c.seed for c in running])
+        cumulative_BV = logprobs_BV.exp().cumsum(-1)
+        threshold_B1 = uniform(seeds_B, torch.full_like(seeds_B, position))[:, None] * cumulative_BV[:, -1:]
+        tokens_B = torch.searchsorted(cumulative_BV, threshold_B1, right=True)[:, 0]
         chosen_B = logprobs_BV.gather(-1, tokens_B[:, None])[:, 0]  # (running,)
         for completion, token, logprob in zip(running, tokens_B.tolist(), chosen_B.tolist(), strict=True):
             completion.output_ids.append(token)
             completion.logprobs.append(logprob)
         running = [c for c in running if c.output_ids[-1] != eos_id]
-
-
-def draw(logprobs_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """Inverse of the cumulative distribution, in float64 so that no token is lost to rounding."""
-    cumulative_BV = logprobs_BV.double().exp().cumsum(-1)
-    threshold_B1 = uniform_B[:, None] * cumulative_BV[:, -1:]
-    return torch.searchsorted(cumulative_BV, threshold_B1, right=True)[:, 0].clamp(max=logprobs_BV.shape[1] - 1)
 
 
 def last_logits(model: torch.nn.Module, rows: list[list[int]]) -> Tensor:
@@ -185,6 +182,7 @@ def run(
 
 
 def main() -> None:
+    """Train on a file of tasks and print every step."""
     parser = argparse.ArgumentParser(description="GRPO in one file.")
     parser.add_argument("--model", type=Path, required=True, help="folder of a Hugging Face causal language model")
     parser.add_argument("--tasks", type=Path, required=True, help='JSONL of {"prompt": text, "answer": text}')

@@ -1,4 +1,53 @@
 """rlsys: reinforcement-learning post-training of language models, orchestrated on Ray.
 
-Importing this package loads neither torch nor ray.
+    from rlsys import Config, train
+
+    result = train(Config.load("run.yaml", ["train.lr=1e-5"]))
+
+Importing this package loads neither torch nor ray; `train`, `evaluate` and `export` do when they are first used.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlsys.algorithm import Algorithm, Assigned, LossInputs, LossOutput, Signal
+    from rlsys.config import Config
+    from rlsys.errors import RlsysError
+    from rlsys.launch import TrainResult, evaluate, export, train
+    from rlsys.workflow import Agent, Session, Workflow
+
+__all__ = [
+    "Agent",
+    "Algorithm",
+    "Assigned",
+    "Config",
+    "LossInputs",
+    "LossOutput",
+    "RlsysError",
+    "Session",
+    "Signal",
+    "TrainResult",
+    "Workflow",
+    "evaluate",
+    "export",
+    "train",
+]
+
+_HOMES = {
+    "rlsys.algorithm": ("Algorithm", "Assigned", "LossInputs", "LossOutput", "Signal"),
+    "rlsys.config": ("Config",),
+    "rlsys.errors": ("RlsysError",),
+    "rlsys.launch": ("TrainResult", "evaluate", "export", "train"),
+    "rlsys.workflow": ("Agent", "Session", "Workflow"),
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first asked for."""
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module 'rlsys' has no attribute {name!r}")

@@ -1,7 +1,8 @@
 """The algorithm door: what a plug-in provides, and what the framework keeps for itself.
 
 An algorithm is one frozen dataclass, config and code in one, and pure: it says which extra per-token columns it needs
-(`signals`), turns rewards into advantages (`advantages`), and gives a loss per token with a declared denominator (`loss`).
+(`signals`), turns rewards into advantages (`advantages`), and gives a loss per token with a declared denominator
+(`loss`).
 The framework owns normalisation: how a batch is split into micro-batches or over ranks cannot change a gradient.
 
 Shape suffixes: `N` trained tokens of a micro-batch, in sample order; `S` samples of a micro-batch.
@@ -54,8 +55,8 @@ class LossInputs:
 class LossOutput:
     """A loss per token, and what it is averaged over.
 
-    `tokens`: every trained token of the step weighs the same. `sequences`: every sample weighs the same, its tokens share
-    that weight. Both denominators are those of the whole step, never of a micro-batch.
+    `tokens`: every trained token of the step weighs the same. `sequences`: every sample weighs the same, its tokens
+    share that weight. Both denominators are those of the whole step, never of a micro-batch.
     """
 
     loss_N: Tensor
@@ -82,7 +83,8 @@ class Algorithm:
         return 0
 
     def advantages(self, group: Group) -> Iterator[Assigned]:
-        """One advantage per trajectory to train. Failed episodes are not offered and must not count in any statistic."""
+        """One advantage per trajectory to train. Failed episodes are not offered and must not count in any
+        statistic."""
         raise NotImplementedError(f"{type(self).__name__} gives no advantages: implement `advantages`")
 
     def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:

@@ -7,8 +7,8 @@
         manifest.json    size of every file above; a checkpoint without it, or that does not match it, is not one
     checkpoints/latest   the newest complete one, by name: a text file, since object stores have no links
 
-A checkpoint is written beside the others as `step_N.tmp`, flushed to the disk, renamed, and only then named in `latest`; so
-that whatever interrupts it, the one before is whole and found.
+A checkpoint is written beside the others as `step_N.tmp`, flushed to the disk, renamed, and only then named in
+`latest`; so that whatever interrupts it, the one before is whole and found.
 """
 
 from __future__ import annotations
@@ -117,7 +117,9 @@ def is_complete(checkpoint: Path) -> bool:
 def read_state(checkpoint: Path) -> DriverState:
     """The driver's part. Raises `CheckpointError` if the checkpoint is not whole."""
     if not is_complete(checkpoint):
-        raise CheckpointError(f"{checkpoint} is not a complete checkpoint; remove it, or name another with run.resume=PATH")
+        raise CheckpointError(
+            f"{checkpoint} is not a complete checkpoint; remove it, or name another with run.resume=PATH"
+        )
     try:
         return _STATE.validate_json((checkpoint / "driver.json").read_bytes())
     except ValidationError as error:

@@ -55,7 +55,7 @@ def train(
         return
     from rlsys import launch
 
-    _show(launch.train(config, progress=not as_json).as_json(), as_json=as_json)
+    _show(launch.train(config).as_json(), as_json=as_json)
 
 
 @app.command("eval", context_settings=OVERRIDES)

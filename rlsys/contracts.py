@@ -1,7 +1,7 @@
 """What the driver needs of each kind of worker, and nothing else.
 
-`workers/` implements these on Ray, `rlsys.testing` implements them as fakes, and one contract suite runs against both. Every
-method may raise `WorkerDied` or `DeadlineExceeded`; what else it may raise is stated.
+`workers/` implements these on Ray, `rlsys.testing` implements them as fakes, and one contract suite runs against
+both. Every method may raise `WorkerDied` or `DeadlineExceeded`; what else it may raise is stated.
 """
 
 from __future__ import annotations
@@ -121,9 +121,15 @@ class Actor(Protocol):
         ...
 
     async def record(
-        self, path: Path, step: int, tasks: Sequence[Task], groups: Sequence[Group], assigned: Sequence[Sequence[Assigned]]
+        self,
+        path: Path,
+        step: int,
+        tasks: Sequence[Task],
+        groups: Sequence[Group],
+        assigned: Sequence[Sequence[Assigned]],
     ) -> None:
-        """Write the groups a step trained, for people to read: what was asked, said, judged, and what was made of it."""
+        """Write the groups a step trained, for people to read: what was asked, said, judged, and what was made of
+        it."""
         ...
 
     async def save_groups(self, path: Path, groups: Sequence[Group]) -> None:

@@ -1,8 +1,10 @@
 """The driver: one training job, many producers, one learner, a streaming queue between them.
 
     loop       consumes              produces            waits for                        unblocked by
-    produce    permits, tasks        judged groups       a free permit                    learn releasing a step's permits
-    learn      judged groups         weights, metrics    the oldest groups to be judged   produce submitting, or dropping
+    produce    permits, tasks        judged groups       a free permit                    learn releasing a step's
+    permits
+    learn      judged groups         weights, metrics    the oldest groups to be judged   produce submitting, or
+    dropping
     watch      the time of progress  NoProgress          the no-progress limit            never; cancelled at the end
 
 It decides; it never touches the bytes of a group. Synchronous RL is `max_staleness: 0` of this loop; there is no other.
@@ -90,7 +92,8 @@ class Driver:
         return version
 
     async def restore(self, checkpoint: Path) -> PolicyVersion:
-        """Load a checkpoint into all parts; returns its version, for `run`, which publishes it before it admits anything.
+        """Load a checkpoint into all parts; returns its version, for `run`, which publishes it before it admits
+        anything.
 
         Raises `CheckpointError`, or `DataError` if the tasks have changed since.
         """
@@ -132,7 +135,9 @@ class Driver:
         """The group, rolled out and scored; None if the failure policy gave it up."""
         try:
             group = await self._persist(self.workers.rollouts, lambda: self._rolled_out(assignment))
-            judged = await self._persist(self.workers.rewards, lambda: self.workers.rewards.score(assignment.task, group))
+            judged = await self._persist(
+                self.workers.rewards, lambda: self.workers.rewards.score(assignment.task, group)
+            )
             self._clock.add("reward", judged.busy)
             group = group.with_scores(judged.scores)
             if not any(True for _ in self.algorithm.advantages(group)):
@@ -244,7 +249,7 @@ class Driver:
 
         Waits for that long after the last group or step; nothing unblocks it but the end of the run.
         """
-        while (idle_s := self._clock.idle_s()) < self.no_progress_s:
+        while (idle_s := self._clock.idle_s()) < self.no_progress_s:  # noqa: ASYNC110  (silence has no event to wait on)
             await asyncio.sleep(self.no_progress_s - idle_s)
         raise NoProgress(f"nothing moved for {self.no_progress_s:g} s; pending:\n{self.ledger.table()}")
 

@@ -67,7 +67,8 @@ class TaskTooLong(WorkerError):
 
 
 class NothingToTrain(RlsysError):
-    """Too few episodes of a group could be judged to give any of them an advantage. The group is dropped and counted."""
+    """Too few episodes of a group could be judged to give any of them an advantage. The group is dropped and
+    counted."""
 
 
 class RunAborted(RlsysError):

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from rlsys.errors import DeadlineExceeded, NothingToTrain, RlsysError, TaskTooLong, WeightsMismatch, WorkerDied, WorkerError
+from rlsys.errors import (
+    DeadlineExceeded,
+    NothingToTrain,
+    RlsysError,
+    TaskTooLong,
+    WeightsMismatch,
+    WorkerDied,
+    WorkerError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +50,8 @@ class FailurePolicy:
     """Groups dropped one after the other before the run ends: then it is not the task's fault."""
 
     def decide(self, error: RlsysError, *, attempt: int, dropped_in_a_row: int) -> Decision:
-        """`attempt` counts from 1 for the assignment at hand; `dropped_in_a_row` over all groups since one succeeded."""
+        """`attempt` counts from 1 for the assignment at hand; `dropped_in_a_row` over all groups since one
+        succeeded."""
         if isinstance(error, WorkerDied | DeadlineExceeded | WeightsMismatch):
             if attempt < self.max_attempts:
                 return Retry(restart=error.worker)

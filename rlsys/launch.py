@@ -8,6 +8,7 @@ works from the command line, from a Python script (also one that called `ray.ini
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import sys
@@ -18,10 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
-from rlsys.algorithm import Signal
-from rlsys.checkpoint import Checkpoints, find_latest
+from rlsys.checkpoint import STEP, Checkpoints, find_latest, is_complete
 from rlsys.config import Config
 from rlsys.config.plan import plan_of
 from rlsys.contracts import Published, Workers
@@ -29,7 +28,9 @@ from rlsys.data.rows import load_tasks
 from rlsys.data.source import TaskSource
 from rlsys.doctor import ensure_not_shadowed
 from rlsys.driver import BatchShape, Driver
-from rlsys.errors import CheckpointError, ConfigError, Interrupted, RlsysError
+from rlsys.errors import CheckpointError, ConfigError, Interrupted
+from rlsys.evaluation import EvalResult
+from rlsys.evaluation import evaluate as measure
 from rlsys.events import Event, Events, PhaseDone, RunEnded, RunStarted, StepDone, WeightsPublished
 from rlsys.failures import FailurePolicy
 from rlsys.ledger import Ledger
@@ -41,6 +42,7 @@ from rlsys.types import Sampling, Task
 from rlsys.weights import WeightSync
 from rlsys.workflow import load_workflow
 
+RESOLVED = "config.resolved.yaml"
 SMOOTHED_STEPS = 10
 """Steps that `reward_first` and `reward_last` average over."""
 
@@ -52,9 +54,9 @@ class TrainResult:
     run_dir: str
     steps: int = 0
     """Optimizer steps behind the final weights."""
-    reward_first: float = float("nan")
-    """Mean reward of the first 10 steps of this session."""
-    reward_last: float = float("nan")
+    reward_first: float | None = None
+    """Mean reward of the first 10 steps of this session; None if it took none."""
+    reward_last: float | None = None
     """Mean reward of the last 10."""
     seconds: dict[str, float] = field(default_factory=dict)
     """By phase: start-up phases by name, then the sum of each `time/*` metric over the steps."""
@@ -123,17 +125,20 @@ def train(config: Config, *, progress: bool = True) -> TrainResult:
 async def _train(config: Config, checkpoint: Path | None, events: Events, began: float) -> None:
     """Start everything, train, stop everything; `began` is when the command was given (monotonic clock)."""
     from workers import cluster as ray_cluster
+    from workers.launching import Crew
 
     with _phase(events, "load_data"):
         source = _tasks(config)
     with _phase(events, "start_ray"):
         plan = plan_of(config)
-        cluster = ray_cluster.connect(config.ray.address, config.ray.num_cpus or max(os.cpu_count() or 1, round(plan.num_cpus + 0.5)))
+        cluster = ray_cluster.connect(config.ray.address, _local_cpus(config))
+        _link_logs(config.run_dir, ray_cluster.log_folder())
         ray_cluster.check_capacity(plan.num_cpus, plan.num_gpus)
+    crew = Crew.of(config)
     try:
         with _phase(events, "start_workers"):
-            workers = await _start_workers(config)
-        driver = _driver(config, source, workers, events)
+            await crew.ready()
+        driver = _driver(config, source, crew.workers(), events)
         start = 0
         if checkpoint is not None:
             with _phase(events, "load_checkpoint"):
@@ -145,23 +150,8 @@ async def _train(config: Config, checkpoint: Path | None, events: Events, began:
         if interrupted:
             raise Interrupted(f"interrupted after step {reached}, which is saved; go on with run.resume=auto")
     finally:
+        await crew.close()
         cluster.close()
-
-
-async def _start_workers(config: Config) -> Workers:
-    """Every worker the run needs, ready to work; each kind loads while the others do."""
-    from workers.launching import start_actor, start_reference, start_relays, start_rewards, start_rollouts
-
-    relays = start_relays()
-    actor = start_actor(config, relays)
-    rollouts = start_rollouts(config, config.model.path, _sampling(config), relays)
-    rewards = start_rewards(config)
-    annotators = {}
-    if Signal.REFERENCE_LOGPROBS in config.algorithm.signals:
-        annotators[Signal.REFERENCE_LOGPROBS] = start_reference(config)
-    everyone = [actor, rollouts, rewards, *annotators.values()]
-    await asyncio.gather(*(worker.ready() for worker in everyone))
-    return Workers(rollouts, rewards, actor, annotators)
 
 
 def _driver(config: Config, source: TaskSource, workers: Workers, events: Events) -> Driver:
@@ -187,14 +177,87 @@ def _driver(config: Config, source: TaskSource, workers: Workers, events: Events
     )
 
 
-# --------------------------------------------------------------------------------------------------- before anything runs
+# ----------------------------------------------------------------------------------------------- evaluate and export
+
+
+def evaluate(
+    target: str,
+    *,
+    config_overrides: Sequence[str] = (),
+    data: str | None = None,
+    samples: int = 1,
+    temperature: float = 0.0,
+    limit: int | None = None,
+) -> EvalResult:
+    """Measure the latest checkpoint of a run directory, or a model (folder or hub name), on `data`.
+
+    A run brings its own configuration and `data.eval_path`; a model takes defaults, `data` and overrides such as
+    `reward.fn=...`. `temperature` 0 is greedy. Raises `ConfigError` if there is no data to evaluate on.
+    """
+    _prepare_imports()
+    run = Path(target)
+    is_run = (run / RESOLVED).is_file()
+    if is_run:
+        config = Config.load(run / RESOLVED, config_overrides)
+        model_path = str(export(run, run / "export"))
+    else:
+        needed = ["run.steps=1", f"model.path={target}", f"data.path={data}"]
+        config, model_path = Config.load([], [*needed, *config_overrides]), target
+    path = data or config.data.eval_path
+    if path is None:
+        raise ConfigError("data.eval_path: none is set; give tasks with --data FILE")
+    tasks = load_tasks(path)[:limit]
+    RewardFunction.load(config.reward.fn).check(columns_of(tasks))
+    sampling = Sampling(temperature=temperature, max_new_tokens=config.rollout.max_new_tokens)
+    return asyncio.run(_evaluate(config, model_path, tasks, sampling, samples))
+
+
+async def _evaluate(
+    config: Config, model_path: str, tasks: Sequence[Task], sampling: Sampling, samples: int
+) -> EvalResult:
+    from workers import cluster as ray_cluster
+    from workers.launching import start_rewards, start_rollouts
+
+    cluster = ray_cluster.connect(config.ray.address, _local_cpus(config))
+    rollouts = start_rollouts(config, model_path, sampling, relays={})
+    rewards = start_rewards(config)
+    try:
+        await asyncio.gather(rollouts.ready(), rewards.ready())
+        max_open = max(1, 2 * config.rollout.replicas * config.rollout.slots // samples)
+        return await measure(rollouts, rewards, tasks, samples=samples, seed=config.run.seed, max_open=max_open)
+    finally:
+        await asyncio.gather(rollouts.close(), rewards.close())
+        cluster.close()
+
+
+def export(run: Path, to: Path, step: str = "latest") -> Path:
+    """Write a checkpoint of a run as a model folder (safetensors, config, tokenizer); returns the folder.
+
+    Raises `CheckpointError` if the run has no such complete checkpoint.
+    """
+    if not (run / RESOLVED).is_file():
+        raise ConfigError(f"{run} is not a run directory: it has no {RESOLVED}")
+    checkpoints = run / "checkpoints"
+    if not (step == "latest" or step.isdigit()):
+        raise ConfigError(f"step {step!r} is neither a number nor `latest`")
+    checkpoint = find_latest(checkpoints) if step == "latest" else checkpoints / STEP.format(int(step))
+    if checkpoint is None or not is_complete(checkpoint):
+        raise CheckpointError(f"{run} has no complete checkpoint of step {step}")
+    from workers.launching import export_checkpoint
+
+    export_checkpoint(Config.load(run / RESOLVED), checkpoint / "actor", to)
+    return to
+
+
+# ----------------------------------------------------------------------------------------------- before anything runs
 
 
 def _prepare_imports() -> None:
     """Let `module:name` in a configuration mean the user's own folder, as `python -m` would, in workers too."""
     ensure_not_shadowed()
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
 
 
 def _tasks(config: Config) -> TaskSource:
@@ -214,7 +277,7 @@ def _checkpoint_to_resume(config: Config) -> Path | None:
     """Where to start from, by `run.resume`; None is the beginning."""
     own = find_latest(config.run_dir / "checkpoints")
     if config.run.resume == "never":
-        if (config.run_dir / "config.resolved.yaml").exists():
+        if (config.run_dir / RESOLVED).exists():
             raise ConfigError(
                 f"run.name: {config.run_dir} holds a run already; choose another run.name, "
                 "go on with run.resume=auto, or remove the folder"
@@ -232,11 +295,20 @@ def _checkpoint_to_resume(config: Config) -> Path | None:
 
 def _write_run_dir(config: Config) -> None:
     config.run_dir.mkdir(parents=True, exist_ok=True)
-    (config.run_dir / "config.resolved.yaml").write_text(config.to_yaml())
+    (config.run_dir / RESOLVED).write_text(config.to_yaml())
 
 
-def _sampling(config: Config) -> Sampling:
-    return Sampling(temperature=config.rollout.temperature, max_new_tokens=config.rollout.max_new_tokens)
+def _local_cpus(config: Config) -> int:
+    """CPUs of a cluster of our own: the machine's, or as many as the run asks for. Ray counts them, nothing more."""
+    return config.ray.num_cpus or max(os.cpu_count() or 1, math.ceil(plan_of(config).num_cpus))
+
+
+def _link_logs(run_dir: Path, session: Path) -> None:
+    """Point `logs/ray` at what the workers print, where it is on this machine."""
+    link = run_dir / "logs" / "ray"
+    link.parent.mkdir(exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(session)
 
 
 @contextmanager
@@ -248,7 +320,8 @@ def _phase(events: Events, name: str) -> Iterator[None]:
 
 @contextmanager
 def _interruptible(driver: Driver) -> Iterator[list[int]]:
-    """Inside, SIGINT and SIGTERM stop the driver after its step; the second one exits at once. Yields the signals seen."""
+    """Inside, SIGINT and SIGTERM stop the driver after its step; the second one exits at once. Yields the signals
+    seen."""
     seen: list[int] = []
 
     def on_signal(number: int) -> None:

@@ -1,8 +1,9 @@
 """Exactly-once record of every group: issued, finished, consumed.
 
-The ledger hands out assignments. What it handed out and did not see consumed or dropped, it hands out again after a resume,
-under the same serial and so with the same sampling seeds. An interrupted run therefore consumes the same multiset of tasks
-as an uninterrupted one.
+The ledger hands out assignments. What it handed out and did not see consumed or dropped, it hands out again after a
+resume,
+under the same serial and so with the same sampling seeds. An interrupted run therefore consumes the same multiset of
+tasks as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 
 from rlsys.data.source import Cursor, TaskSource
 from rlsys.seeds import group_seed
-from rlsys.types import Assignment, PolicyVersion
+from rlsys.types import Assignment, PolicyVersion, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,9 @@ class Ledger:
     def table(self) -> str:
         """What is pending, for how long: one line per open group, oldest first."""
         now = asyncio.get_running_loop().time()
-        rows = [f"  group {e.serial}: task {e.task_id}, issued {now - e.issued_s:.0f} s ago" for e in self.open.values()]
+        rows = [
+            f"  group {e.serial}: task {e.task_id}, issued {now - e.issued_s:.0f} s ago" for e in self.open.values()
+        ]
         return "\n".join(rows) or "  nothing is pending"
 
     def state(self) -> LedgerState:

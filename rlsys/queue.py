@@ -4,10 +4,11 @@ With P groups a step, S = max_staleness and window W there are B = (S + 1) * P p
 
     staleness  <=  (B + W - 2) // P          (exactly S for W = 1)
 
-provided a group starts on weights no older than its permit. Proof for W = 1: groups are taken in serial order, so when the
-step of version v takes a group, at most B - 1 older groups held permits when that group was admitted; those are at most S
-full steps plus the P - 1 groups beside it in its own step. Permits alone bound nothing if finished groups may overtake slow
-ones without limit: each place of overtaking costs one more, hence W - 1.
+provided a group starts on weights no older than its permit. Proof for W = 1: groups are taken in serial order, so
+when the
+step of version v takes a group, at most B - 1 older groups held permits when that group was admitted; those are at
+most S full steps plus the P - 1 groups beside it in its own step. Permits alone bound nothing if finished groups may
+overtake slow ones without limit: each place of overtaking costs one more, hence W - 1.
 
 `take` checks the bound again on version stamps. Its `stale` drop counter should read 0.
 """
@@ -109,7 +110,8 @@ class StreamingQueue:
                 self._give_back(permit.reason)
 
     def restore(self, version: PolicyVersion, num_groups: int, groups: Sequence[Group]) -> None:
-        """Start over at `version` with `num_groups` left to consume, finished groups of an earlier session among them."""
+        """Start over at `version` with `num_groups` left to consume, finished groups of an earlier session among
+        them."""
         self.version, self.num_groups = version, num_groups
         self._free = deque([version] * self.capacity)
         for group in groups:
@@ -120,7 +122,8 @@ class StreamingQueue:
     async def take(self, *, version: PolicyVersion) -> list[Group]:
         """The next step's groups, oldest first.
 
-        Waits for a finished group less than `window` serials past the oldest open one. Unblocked by producers submitting or dropping.
+        Waits for a finished group less than `window` serials past the oldest open one. Unblocked by producers
+        submitting or dropping.
         A group with a token more than `staleness_bound` versions behind `version` is dropped as `stale`.
         """
         taken: list[Group] = []

@@ -157,4 +157,3 @@ def _union_s(spans: Sequence[tuple[float, float]]) -> float:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-

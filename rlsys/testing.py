@@ -5,8 +5,10 @@
     def test_a_run_of_an_hour_takes_a_moment():
         run_virtual(driver.run(0))
 
-A fake world keeps its weights as a version number and its payloads as plain objects; latencies are functions of the group,
-so that hypothesis can choose them. Faults are scripted: the n-th call of a worker can die, hang or answer with wrong weights.
+A fake world keeps its weights as a version number and its payloads as plain objects; latencies are functions of the
+group,
+so that hypothesis can choose them. Faults are scripted: the n-th call of a worker can die, hang or answer with wrong
+weights.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlsys.algorithm import Algorithm, Assigned, LossInputs, LossOutput, Signal
 from rlsys.batch.plan import BatchPlan
@@ -206,7 +208,9 @@ class FakeRollouts(_FakePool):
     async def run(self, assignment: Assignment) -> RolledOut:
         first = await self.world.held(assignment.version)
         start_s = _now()
-        worker, fault = await self._call(f"rolling out group {assignment.serial}", self.world.rollout_s(assignment.serial))
+        worker, fault = await self._call(
+            f"rolling out group {assignment.serial}", self.world.rollout_s(assignment.serial)
+        )
         last = self.world.relay if self.world.weight_change == "inflight" else first
         spans = (VersionSpan(first, 3),) if first == last else (VersionSpan(first, 2), VersionSpan(last, 1))
         episodes = tuple(_episode(assignment, e, spans) for e in range(assignment.size))
@@ -236,7 +240,9 @@ class FakeRewards(_FakePool):
     async def score(self, task: Task, group: Group) -> Judged:
         start_s = _now()
         worker, fault = await self._call(f"judging group {group.serial}", self.world.reward_s(group.serial))
-        values = [None if fault is Fault.FAILS else self.world.reward(group.serial, e) for e in range(len(group.episodes))]
+        values = [
+            None if fault is Fault.FAILS else self.world.reward(group.serial, e) for e in range(len(group.episodes))
+        ]
         scores = tuple(Score(v) if v is not None else Score(None, "the judge raised") for v in values)
         return Judged(scores, Busy(worker, start_s, _now()))
 
@@ -269,17 +275,21 @@ class FakeActor:
     async def save(self, folder: Path) -> None:
         if self.world.disk_is_full_at is not None and self.world.disk_is_full_at in str(folder):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        folder.mkdir(parents=True)
         state = {"weights": self.world.weights, "version": self.version, "consumed": self.world.consumed}
-        (folder / "weights.json").write_text(json.dumps(state))
+        _write_json(folder / "weights.json", state)
 
     async def load(self, folder: Path) -> None:
-        state = json.loads((folder / "weights.json").read_text())
+        state = _read_json(folder / "weights.json")
         self.world.weights, self.version = state["weights"], state["version"]
         self.world.consumed = Counter(state["consumed"])
 
     async def record(
-        self, path: Path, step: int, tasks: Sequence[Task], groups: Sequence[Group], assigned: Sequence[Sequence[Assigned]]
+        self,
+        path: Path,
+        step: int,
+        tasks: Sequence[Task],
+        groups: Sequence[Group],
+        assigned: Sequence[Sequence[Assigned]],
     ) -> None:
         rows = zip(tasks, groups, assigned, strict=True)
         write_rollouts(path, [RolloutRecord.of(step, t, g, _payload(g), a) for t, g, a in rows])
@@ -316,3 +326,12 @@ def _payload(group: Group) -> tuple[Episode, ...]:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+def _write_json(path: Path, value: Mapping[str, object]) -> None:
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(value))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())

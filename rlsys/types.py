@@ -4,7 +4,8 @@ Two families:
 
 * *payload*: `Turn`, `Trajectory`, `Episode`. Token ids and logprobs; made by a rollout, read by rewards and by the
   actor's ranks. The driver never holds one, only an opaque reference to it.
-* *metadata*: `SampleMeta`, `TrajectoryMeta`, `EpisodeMeta`, `Group`. Lengths, rewards, outcomes, versions; a few hundred
+* *metadata*: `SampleMeta`, `TrajectoryMeta`, `EpisodeMeta`, `Group`. Lengths, rewards, outcomes, versions; a few
+hundred
   bytes, all the driver needs to decide who trains what.
 
 Everything here is immutable and picklable. This module imports nothing of ours.
@@ -66,7 +67,8 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn. `temperature` 0 is greedy; logprobs are those of this distribution, not of the raw logits."""
+    """How tokens are drawn. `temperature` 0 is greedy; logprobs are those of this distribution, not of the raw
+    logits."""
 
     temperature: float = 1.0
     top_p: float = 1.0

@@ -1,8 +1,9 @@
 """Weights on their way from the actor to the rollouts: publish, pull, and the one order of a weight change.
 
-Every published version has a content hash. Every replica acknowledges `(version, hash)` of what it holds after a change, and
-every group carries the acknowledgements of the versions its tokens were sampled from. A token of a version that was never
-acknowledged, or acknowledged with another hash, is refused before it can be trained.
+Every published version has a content hash. Every replica acknowledges `(version, hash)` of what it holds after a
+change, and
+every group carries the acknowledgements of the versions its tokens were sampled from. A token of a version that was
+never acknowledged, or acknowledged with another hash, is refused before it can be trained.
 """
 
 from __future__ import annotations
@@ -89,7 +90,9 @@ class WeightSync:
 
     async def publish(self, version: PolicyVersion) -> Published:
         """Publish the actor's weights as `version`; returns once the bytes have left the actor."""
-        receipt = await with_deadline(self.actor.publish(version), self.transfer_s, "actor", f"publishing version {version}")
+        receipt = await with_deadline(
+            self.actor.publish(version), self.transfer_s, "actor", f"publishing version {version}"
+        )
         self.published[version] = receipt.hash
         self.on_publish(receipt)
         return receipt

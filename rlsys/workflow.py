@@ -1,6 +1,7 @@
 """The workflow door: who speaks when on a task, in ordinary async Python.
 
-A workflow's author sees messages and text, never a token, a mask, a logprob or a version, and cannot forget to record one:
+A workflow's author sees messages and text, never a token, a mask, a logprob or a version, and cannot forget to record
+one:
 `Agent.chat` is the only road to the policy, and it records every turn.
 
     class Retry(Workflow):
@@ -58,13 +59,12 @@ class Agent:
         """Say `prompt` (text, or messages) after all that was said so far; returns the policy's reply."""
         policy = self._session.policy
         if isinstance(prompt, str) and not self._said:
-            turn = await self._turn(self._ids + policy.encode(prompt))
-            return turn.text
-        new = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
-        opening = not self.turns
-        ids = policy.encode((*self._said, *new)) if opening else policy.extend(self._ids, self._said, new)
+            return (await self._turn(self._ids + policy.encode(prompt))).text
+        new: tuple[Message, ...] = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
+        said = (*self._said, *new)
+        ids = policy.extend(self._ids, self._said, new) if self.turns else policy.encode(said)
         turn = await self._turn(ids)
-        self._said = (*self._said, *new, {"role": "assistant", "content": turn.text})
+        self._said = (*said, Message(role="assistant", content=turn.text))
         return turn.text
 
     async def _turn(self, prompt_ids: tuple[int, ...]) -> Turn:
@@ -94,7 +94,7 @@ class Session:
 
     def agent(self, name: str, *, system: str | None = None, parent: Agent | None = None) -> Agent:
         """A new speaker with a context of its own, opened by the system message if one is given."""
-        said: tuple[Message, ...] = () if system is None else ({"role": "system", "content": system},)
+        said = () if system is None else (Message(role="system", content=system),)
         agent = Agent(name, len(self.agents), parent.index if parent else None, self, said)
         self.agents.append(agent)
         return agent
@@ -131,7 +131,9 @@ def load_workflow(spec: str) -> Workflow:
     try:
         found = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"rollout.workflow: cannot load {spec!r}: {error}; give `single_turn` or `module:Class`") from error
+        raise ConfigError(
+            f"rollout.workflow: cannot load {spec!r}: {error}; give `single_turn` or `module:Class`"
+        ) from error
     if not (isinstance(found, type) and issubclass(found, Workflow)):
         raise ConfigError(f"rollout.workflow: {spec!r} is not a subclass of rlsys.workflow.Workflow")
     return found()

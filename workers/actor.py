@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rlsys.algorithm import Algorithm, Assigned, Signal
 from rlsys.batch.plan import Denominators, MicroBatchPlan
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from workers.train.base import TrainBackend
     from workers.train.settings import OptimizerSettings
     from workers.transport.object_store import ObjectStorePublisher
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,21 +73,23 @@ class ActorRank:
         denominators: Denominators,
         indices: Sequence[int],
         signals: Sequence[Signal],
-        *data: object,
+        *data: Any,  # noqa: ANN401  (Ray passes payloads, then columns)
     ) -> TrainStats:
-        """One optimizer step. `data` are the payloads of the step's groups `indices`, then for each signal their columns."""
+        """One optimizer step.
+
+        `data` are the payloads of the step's groups `indices`, then for each signal the columns of those groups:
+        separate arguments, so that Ray fetches them before the call.
+        """
         from rlsys.batch.tensors import StepData
 
         start_s = time.monotonic()
-        size = max(indices) + 1
-        payloads: list[tuple[Episode, ...]] = [()] * size
-        columns: list[Mapping[Signal, Sequence[Sequence[float]]]] = [{}] * size
-        rows = [data[i : i + len(indices)] for i in range(0, len(data), len(indices))]
-        for place, index in enumerate(indices):
-            payloads[index] = rows[0][place]  # pyright: ignore[reportArgumentType, reportCallIssue]
-            columns[index] = {s: row[place] for s, row in zip(signals, rows[1:], strict=True)}  # pyright: ignore[reportAssignmentType]
+        payloads, *rows = (data[i : i + len(indices)] for i in range(0, len(data), len(indices)))
+        columns = [dict(zip(signals, column, strict=True)) for column in zip(*rows, strict=True)] or [
+            {} for _ in indices
+        ]
+        step = StepData(_spread(payloads, indices, ()), _spread(columns, indices, {}))
         metrics = self.backend.train_step(
-            plan, denominators, StepData(payloads, columns), self._spec.algorithm, temperature=self._spec.temperature
+            plan, denominators, step, self._spec.algorithm, temperature=self._spec.temperature
         )
         return TrainStats(metrics, time.monotonic() - start_s)
 
@@ -139,3 +143,9 @@ class ActorRank:
         records = read_groups(path)
         groups = [record.group for record in records]
         return (groups, *(record.episodes for record in records)) if records else groups
+
+
+def _spread(values: Sequence[T], indices: Sequence[int], empty: T) -> list[T]:
+    """A list with `values[k]` at `indices[k]`, and `empty` elsewhere."""
+    places = dict(zip(indices, values, strict=True))
+    return [places.get(i, empty) for i in range(max(indices) + 1)]

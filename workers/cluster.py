@@ -1,4 +1,5 @@
-"""Ray, in one place: joining or starting a cluster, making actors with explicit resources, calling them with a deadline."""
+"""Ray, in one place: joining or starting a cluster, making actors with explicit resources, calling them with a
+deadline."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import socket
 import sys
 from collections.abc import Awaitable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -17,6 +19,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlsys.errors import ConfigError, DeadlineExceeded, RlsysError, WorkerDied, WorkerError
 
 T = TypeVar("T")
+RayActor: TypeAlias = Any
+"""A Ray actor handle: has the methods of the actor's class, each with `.remote()`."""
 MAX_CONCURRENCY = 10_000
 """Calls an actor may have open at once: permits, not this, bound what is in flight."""
 
@@ -51,7 +55,7 @@ def connect(address: str | None, num_cpus: int | None) -> Cluster:
         return Cluster(is_ours=False)
     address = address or os.environ.get("RAY_ADDRESS")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    quiet = {"log_to_driver": True, "logging_level": "ERROR"}
+    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
         if address:
             ray.init(address=address, **quiet)
@@ -65,6 +69,12 @@ def connect(address: str | None, num_cpus: int | None) -> Cluster:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0))
+
+
+def log_folder() -> Path:
+    """Where the workers of this node write what they print."""
+    context = ray.get_runtime_context()
+    return Path(context.get_temp_dir(), context.get_session_name(), "logs")
 
 
 def check_capacity(needed_cpus: float, needed_gpus: float) -> None:
@@ -85,7 +95,7 @@ def node_ids() -> list[str]:
     return sorted(alive, key=lambda n: (n != here, n))
 
 
-def spawn(cls: type, resources: Resources, *args: object, node: str | None = None, **kwargs: object) -> Any:
+def spawn(cls: type, resources: Resources, *args: object, node: str | None = None, **kwargs: object) -> RayActor:
     """Start `cls` as a Ray actor. It is never restarted behind our back: the failure policy decides.
 
     The actor gets its thread count in the environment before anything is imported, and the driver's import path.

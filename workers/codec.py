@@ -19,6 +19,8 @@ class TextCodec:
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
+        end_id, end_text = tokenizer.eos_token_id, tokenizer.eos_token
+        self._end = (end_id, end_text) if isinstance(end_id, int) and isinstance(end_text, str) else None
         self._encode_text = lru_cache(maxsize=4096)(self._encode_text)
 
     @classmethod
@@ -36,9 +38,8 @@ class TextCodec:
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """The token that ends a completion."""
-        end = self.tokenizer.eos_token_id
-        return frozenset() if end is None else frozenset([end])
+        """The token that ends a completion; empty for a tokenizer that has none."""
+        return frozenset() if self._end is None else frozenset([self._end[0]])
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Plain text as it is; messages in the chat template, with the assistant's turn opened."""
@@ -47,7 +48,8 @@ class TextCodec:
     def extend(self, ids: tuple[int, ...], said: tuple[Message, ...], new: tuple[Message, ...]) -> tuple[int, ...]:
         """Prompt ids that continue `ids`; see `rlsys.workflow.Policy`.
 
-        The template's text after the policy's last reply is tokenized and appended. A template that rewrites what came before
+        The template's text after the policy's last reply is tokenized and appended. A template that rewrites what
+        came before
         (hidden reasoning, for instance) cannot be continued: then the whole is tokenized, which starts a new sample.
         """
         text = self._render((*said, *new))
@@ -55,9 +57,8 @@ class TextCodec:
         if not text.startswith(before):
             return self._encode_text(text)
         rest = text[len(before) :]
-        end = self.tokenizer.eos_token
-        if end and ids[-1] == self.tokenizer.eos_token_id:
-            rest = rest.removeprefix(end)
+        if self._end is not None and ids[-1] == self._end[0]:
+            rest = rest.removeprefix(self._end[1])
         return ids + self._encode_text(rest)
 
     def decode(self, ids: tuple[int, ...]) -> str:
@@ -69,5 +70,8 @@ class TextCodec:
 
     def _render(self, messages: tuple[Message, ...]) -> str:
         if not self.tokenizer.chat_template:
-            raise DataError("the prompt is a list of messages, but the model has no chat template: give plain text prompts")
-        return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)  # pyright: ignore[reportReturnType]
+            raise DataError(
+                "the prompt is a list of messages, but the model has no chat template: give plain text prompts"
+            )
+        conversation = [{"role": m["role"], "content": m["content"]} for m in messages]
+        return str(self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))

@@ -1,28 +1,33 @@
 """The driver's view of the Ray actors: implements `rlsys.contracts`. The only place with `.remote()` besides transport.
 
-A group's payload is the second return value of the rollout's call, so the driver owns it (it survives the replica) and holds
-only a reference; what the driver awaits is the first, the metadata.
+A group's payload is the second return value of the rollout's call, so the driver owns it (it survives the replica)
+and holds only a reference; what the driver awaits is the first, the metadata.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import ray
 
 from rlsys.algorithm import Assigned, Signal
 from rlsys.batch.plan import BatchPlan
 from rlsys.contracts import Judged, Published, RolledOut, TrainStats
-from rlsys.errors import RunAborted
+from rlsys.errors import RlsysError, RunAborted
 from rlsys.types import Acknowledged, Assignment, Group, PolicyVersion, Task
-from workers.cluster import call
+from workers.cluster import RayActor, call
+
+T = TypeVar("T")
 
 SET_UP_S = 600.0
 """Deadline for a worker to load its model and be ready."""
+CLOSE_S = 5.0
+"""Deadline for a worker to end what it holds."""
 
 
 @dataclass
@@ -31,14 +36,14 @@ class Member:
 
     index: int
     name: str
-    actor: Any
+    actor: RayActor
     num_running: int = 0
 
 
 class Pool:
     """Actors of one kind, any of which can do the next piece of work."""
 
-    def __init__(self, kind: str, size: int, start: Callable[[str], Any]) -> None:
+    def __init__(self, kind: str, size: int, start: Callable[[str], RayActor]) -> None:
         """`start(name)` makes one actor; it must have a `setup` method, which `ready` awaits."""
         self._kind, self._start = kind, start
         self._num_started = 0
@@ -54,12 +59,21 @@ class Pool:
             if member.name == worker:
                 ray.kill(member.actor)
                 self.members[i] = self._new(i)
-                return await self._set_up(self.members[i])
+                await self._set_up(self.members[i])
+                return
         if not worker.startswith(self._kind):
-            raise RunAborted(f"{worker} is gone and cannot be replaced while the run goes on; resume with run.resume=auto")
+            raise RunAborted(
+                f"{worker} is gone and cannot be replaced while the run goes on; resume with run.resume=auto"
+            )
+
+    async def close(self) -> None:
+        """End every member, orderly where it answers."""
+        await asyncio.gather(*(end(m.actor, m.name) for m in self.members))
 
     def _new(self, index: int) -> Member:
-        name = f"{self._kind}-{index}" + (f".{self._num_started // len(self.members)}" if hasattr(self, "members") else "")
+        name = f"{self._kind}-{index}" + (
+            f".{self._num_started // len(self.members)}" if hasattr(self, "members") else ""
+        )
         self._num_started += 1
         return Member(index, name, self._start(name))
 
@@ -73,7 +87,7 @@ class Pool:
 class RolloutPool(Pool):
     """Implements `Rollouts`."""
 
-    def __init__(self, size: int, start: Callable[[str], Any], lease_s: float) -> None:
+    def __init__(self, size: int, start: Callable[[str], RayActor], lease_s: float) -> None:
         super().__init__("rollout", size, start)
         self._lease_s = lease_s
 
@@ -88,14 +102,16 @@ class RolloutPool(Pool):
         return RolledOut(replace(done.group, payload=payload), done.busy)
 
     async def versions(self) -> Sequence[Acknowledged]:
-        held = await asyncio.gather(*(call(m.actor.held.remote(), m.name, "telling its version", 10.0) for m in self.members))
+        held = await asyncio.gather(
+            *(call(m.actor.held.remote(), m.name, "telling its version", 10.0) for m in self.members)
+        )
         return [a for a in held if a is not None]
 
 
 class RewardPool(Pool):
     """Implements `Rewards`."""
 
-    def __init__(self, size: int, start: Callable[[str], Any], lease_s: float) -> None:
+    def __init__(self, size: int, start: Callable[[str], RayActor], lease_s: float) -> None:
         super().__init__("reward", size, start)
         self._lease_s = lease_s
 
@@ -112,11 +128,16 @@ class RewardPool(Pool):
 class ReferenceHandle:
     """Implements `Reference` for `Signal.REFERENCE_LOGPROBS`."""
 
-    def __init__(self, actor: Any, max_tokens: int, deadline_s: float) -> None:
-        self._actor, self._max_tokens, self._deadline_s = actor, max_tokens, deadline_s
+    def __init__(self, actor: RayActor, deadline_s: float) -> None:
+        """`deadline_s` bounds the scoring of one step's groups."""
+        self._actor, self._deadline_s = actor, deadline_s
 
     async def ready(self) -> None:
         await call(self._actor.setup.remote(), "reference", "setting up", SET_UP_S)
+
+    async def close(self) -> None:
+        """End the worker."""
+        ray.kill(self._actor)
 
     async def annotate(self, groups: Sequence[Group], signal: Signal) -> list[Group]:
         refs = self._actor.annotate.options(num_returns=len(groups) + 1).remote(*(g.payload for g in groups))
@@ -126,10 +147,17 @@ class ReferenceHandle:
         ]
 
 
+async def end(actor: RayActor, name: str) -> None:
+    """Let an actor clean up, then kill it; one that is gone or does not answer is just killed."""
+    with suppress(RlsysError):
+        await call(actor.close.remote(), name, "closing", CLOSE_S)
+    ray.kill(actor)
+
+
 class ActorHandle:
     """All ranks of the actor: implements `Actor`."""
 
-    def __init__(self, ranks: Sequence[Any], deadline_s: float) -> None:
+    def __init__(self, ranks: Sequence[RayActor], deadline_s: float) -> None:
         """`deadline_s` bounds one step, save or load."""
         self._ranks, self._deadline_s = ranks, deadline_s
 
@@ -137,8 +165,13 @@ class ActorHandle:
         address = await call(self._ranks[0].address.remote(), "actor-0", "choosing a port", SET_UP_S)
         await self._all("setting up", lambda rank, _: rank.setup.remote(address), SET_UP_S)
 
+    async def close(self) -> None:
+        """End every rank."""
+        for rank in self._ranks:
+            ray.kill(rank)
+
     async def train_step(self, groups: Sequence[Group], plan: BatchPlan) -> TrainStats:
-        def start(rank: Any, r: int) -> Any:
+        def start(rank: RayActor, r: int) -> Awaitable[TrainStats]:
             needed = sorted({ref.group for micro_batch in plan.ranks[r] for ref in micro_batch.samples})
             signals = sorted(groups[0].columns)
             columns = [groups[i].columns[signal] for signal in signals for i in needed]
@@ -163,7 +196,12 @@ class ActorHandle:
         await self._all("exporting the model", lambda rank, _: rank.export.remote(folder))
 
     async def record(
-        self, path: Path, step: int, tasks: Sequence[Task], groups: Sequence[Group], assigned: Sequence[Sequence[Assigned]]
+        self,
+        path: Path,
+        step: int,
+        tasks: Sequence[Task],
+        groups: Sequence[Group],
+        assigned: Sequence[Sequence[Assigned]],
     ) -> None:
         ref = self._ranks[0].record.remote(path, step, tasks, _bare(groups), assigned, *(g.payload for g in groups))
         await call(ref, "actor-0", f"writing {path.name}", self._deadline_s)
@@ -180,12 +218,13 @@ class ActorHandle:
         bare = await call(metadata, "actor-0", f"reading {path.name}", self._deadline_s)
         return [replace(group, payload=payload) for group, payload in zip(bare, payloads, strict=True)]
 
-    async def _all(self, phase: str, start: Callable[[Any, int], Any], deadline_s: float | None = None) -> list[Any]:
+    async def _all(
+        self, phase: str, start: Callable[[RayActor, int], Awaitable[T]], deadline_s: float | None = None
+    ) -> list[T]:
         """The same call on every rank. If one fails, so does the call, at once, with that rank's error."""
         deadline_s = deadline_s or self._deadline_s
         calls = [call(start(rank, r), f"actor-{r}", phase, deadline_s) for r, rank in enumerate(self._ranks)]
         return list(await asyncio.gather(*calls))
-
 
 
 def _bare(groups: Sequence[Group]) -> list[Group]:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+import ray
+
+from rlsys.algorithm import Signal
+from rlsys.contracts import Workers
 from rlsys.types import Sampling
 from workers.actor import ActorRank, ActorSpec
-from workers.cluster import Resources, node_ids, spawn
-from workers.handles import ActorHandle, ReferenceHandle, RewardPool, RolloutPool
+from workers.cluster import RayActor, Resources, node_ids, spawn
+from workers.handles import ActorHandle, Pool, ReferenceHandle, RewardPool, RolloutPool
 from workers.remote import ReferenceActor, RelayActor, RewardActor, RolloutActor, RolloutSpec
 from workers.train.settings import OptimizerSettings
 from workers.transport.object_store import ObjectStorePublisher
@@ -20,12 +27,56 @@ NO_MATHS = Resources(num_cpus=0.0)
 """A relay only keeps references."""
 
 
-def start_relays() -> dict[str, Any]:
+@dataclass
+class Crew:
+    """Every worker of a run."""
+
+    relays: dict[str, RayActor]
+    actor: ActorHandle
+    rollouts: RolloutPool
+    rewards: RewardPool
+    reference: ReferenceHandle | None
+
+    @classmethod
+    def of(cls, config: Config) -> Crew:
+        """Start all of them; each loads while the others do."""
+        relays = start_relays()
+        sampling = Sampling(temperature=config.rollout.temperature, max_new_tokens=config.rollout.max_new_tokens)
+        needs_reference = Signal.REFERENCE_LOGPROBS in config.algorithm.signals
+        return cls(
+            relays,
+            start_actor(config, relays),
+            start_rollouts(config, config.model.path, sampling, relays),
+            start_rewards(config),
+            start_reference(config) if needs_reference else None,
+        )
+
+    async def ready(self) -> None:
+        """Return once all are set up. Raises what the first to fail raised, `ModelError` for instance."""
+        await asyncio.gather(*(worker.ready() for worker in self._handles()))
+
+    def workers(self) -> Workers:
+        """What the driver talks to."""
+        annotators = {Signal.REFERENCE_LOGPROBS: self.reference} if self.reference else {}
+        return Workers(self.rollouts, self.rewards, self.actor, annotators)
+
+    async def close(self) -> None:
+        """End every worker, in a cluster that goes on without them too."""
+        await asyncio.gather(*(worker.close() for worker in self._handles()))
+        for relay in self.relays.values():
+            ray.kill(relay)
+
+    def _handles(self) -> list[ActorHandle | Pool | ReferenceHandle]:
+        return [self.actor, self.rollouts, self.rewards, *([self.reference] if self.reference else [])]
+
+
+def start_relays() -> dict[str, RayActor]:
     """One relay per node, by node id."""
     return {node: spawn(RelayActor, NO_MATHS, node=node) for node in node_ids()}
 
 
-def start_actor(config: Config, relays: Mapping[str, Any]) -> ActorHandle:
+def start_actor(config: Config, relays: Mapping[str, RayActor]) -> ActorHandle:
+    """All ranks of the actor."""
     train = config.train
     spec = ActorSpec(
         model_path=config.model.path,
@@ -42,6 +93,7 @@ def start_actor(config: Config, relays: Mapping[str, Any]) -> ActorHandle:
 
 
 def optimizer_settings(config: Config) -> OptimizerSettings:
+    """The optimizer of this configuration."""
     train = config.train
     return OptimizerSettings(
         lr=train.lr,
@@ -54,7 +106,17 @@ def optimizer_settings(config: Config) -> OptimizerSettings:
     )
 
 
-def start_rollouts(config: Config, model_path: str, sampling: Sampling, relays: Mapping[str, Any]) -> RolloutPool:
+def export_checkpoint(config: Config, folder: Path, to: Path) -> None:
+    """Write what the ranks saved in `folder` as a model folder. Raises `CheckpointError`."""
+    from workers.train.fsdp import FsdpBackend
+    from workers.train.ranks import Ranks
+
+    backend = FsdpBackend(config.model.path, optimizer_settings(config), Ranks(), dtype=config.model.dtype)
+    backend.load(folder)
+    backend.export(to)
+
+
+def start_rollouts(config: Config, model_path: str, sampling: Sampling, relays: Mapping[str, RayActor]) -> RolloutPool:
     """Replicas of `model_path`; without relays they keep its weights."""
     rollout = config.rollout
     spec = RolloutSpec(
@@ -76,15 +138,17 @@ def start_rollouts(config: Config, model_path: str, sampling: Sampling, relays: 
 
 
 def start_rewards(config: Config) -> RewardPool:
+    """The reward workers."""
     reward = config.reward
 
-    def start(name: str) -> Any:
+    def start(name: str) -> RayActor:
         return spawn(RewardActor, Resources(reward.num_cpus), name, reward.fn, reward.processes, reward.timeout_s)
 
     return RewardPool(reward.workers, start, config.limits.lease_s)
 
 
 def start_reference(config: Config) -> ReferenceHandle:
+    """The frozen initial model."""
     section = config.reference
     resources = Resources(section.num_cpus, section.num_gpus, section.threads)
     actor = spawn(
@@ -96,4 +160,4 @@ def start_reference(config: Config) -> ReferenceHandle:
         config.train.micro_batch_tokens,
         resources,
     )
-    return ReferenceHandle(actor, config.limits.lease_s)
+    return ReferenceHandle(actor, config.limits.no_progress_s)

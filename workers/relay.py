@@ -1,7 +1,7 @@
 """The relay: keeps the newest published weights of one node in host memory.
 
-Rollouts pull when they like and the actor never waits for them. The bytes are immutable objects of Ray's object store; a
-relay holds references and the manifest, so that readers on its node share one copy.
+Rollouts pull when they like and the actor never waits for them. The bytes are immutable objects of Ray's object
+store; a relay holds references and the manifest, so that readers on its node share one copy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ class Relay:
     async def hold(self, manifest: Manifest, buckets: Sequence[Ref]) -> None:
         """Take in a version; the oldest beyond `keep` is let go, and with it its memory once no reader is left."""
         if len(buckets) != len(manifest.buckets):
-            raise ValueError(f"version {manifest.version}: {len(buckets)} buckets came, {len(manifest.buckets)} expected")
+            raise ValueError(
+                f"version {manifest.version}: {len(buckets)} buckets came, {len(manifest.buckets)} expected"
+            )
         async with self._arrival:
             self._held[manifest.version] = (manifest, list(buckets))
             while len(self._held) > self._keep:

@@ -11,7 +11,7 @@ import ray
 
 from rlsys.contracts import Busy, Judged
 from rlsys.types import Acknowledged, Assignment, Episode, Sampling, Task
-from workers.cluster import Resources
+from workers.cluster import RayActor, Resources
 
 if TYPE_CHECKING:
     from rlsys.contracts import RolledOut
@@ -23,7 +23,7 @@ class RolloutSpec:
     """What a rollout replica is built from."""
 
     model_path: str
-    dtype: str
+    dtype: Literal["float32", "bfloat16"]
     slots: int
     sampling: Sampling
     max_prompt_tokens: int
@@ -39,7 +39,7 @@ class RolloutSpec:
 class RolloutActor:
     """A rollout replica's process."""
 
-    def __init__(self, name: str, spec: RolloutSpec, relays: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, spec: RolloutSpec, relays: Mapping[str, RayActor]) -> None:
         self._name, self._spec, self._relays = name, spec, relays
 
     async def setup(self) -> None:
@@ -75,6 +75,9 @@ class RolloutActor:
     async def held(self) -> Acknowledged | None:
         return self._worker.acknowledged
 
+    async def close(self) -> None:
+        await self._worker.close()
+
 
 class RewardActor:
     """A reward worker's process; the functions themselves run in killable children of it."""
@@ -93,6 +96,9 @@ class RewardActor:
         start_s = time.monotonic()
         scores = await self._worker.score(task, payload)
         return Judged(scores, Busy(self._name, start_s, time.monotonic()))
+
+    async def close(self) -> None:
+        await self._worker.close()
 
 
 class RelayActor:
@@ -113,7 +119,14 @@ class RelayActor:
 class ReferenceActor:
     """The reference worker's process."""
 
-    def __init__(self, model_path: str, dtype: str, temperature: float, max_tokens: int, resources: Resources) -> None:
+    def __init__(
+        self,
+        model_path: str,
+        dtype: Literal["float32", "bfloat16"],
+        temperature: float,
+        max_tokens: int,
+        resources: Resources,
+    ) -> None:
         self._arguments = (model_path, dtype, temperature, max_tokens)
         self._resources = resources
 
@@ -128,5 +141,3 @@ class ReferenceActor:
     def annotate(self, *payloads: tuple[Episode, ...]) -> tuple[object, ...]:
         """A receipt, then the column of each group."""
         return (len(payloads), *(self._worker.logprobs(payload) for payload in payloads))
-
-

@@ -35,7 +35,7 @@ class RewardWorker:
 
     async def start(self) -> None:
         """Start every process; returns once one of them is ready to judge. Without it the first `score` starts them."""
-        await asyncio.wrap_future(self._pool.schedule(_nothing))
+        await self._call(Task(id="", prompt=""), ())
 
     async def score(self, task: Task, episodes: tuple[Episode, ...]) -> tuple[Score, ...]:
         """One score per episode, in order.
@@ -56,7 +56,7 @@ class RewardWorker:
         """End every process, whatever it is doing; `score` calls that wait for one raise `WorkerDied`. Idempotent."""
         self._pool.stop()
         await asyncio.to_thread(self._pool.join)
-        for call in tuple(self._calls):
+        for call in [c for c in self._calls if not c.done()]:
             call.set_exception(WorkerDied(self.name, "judging a group", "it was closed"))
 
     async def _judge(self, task: Task, completions: Sequence[str]) -> list[Score]:
@@ -83,7 +83,7 @@ class RewardWorker:
             call.add_done_callback(self._calls.discard)
             return await call
         except RuntimeError as error:
-            raise WorkerDied(self.name, "judging a group", f"its pool of processes broke: {error}") from error
+            raise WorkerDied(self.name, "judging a group", f"its pool of processes broke: {error!r}") from error
 
 
 def _known_score(episode: Episode) -> Score | None:
@@ -107,10 +107,6 @@ _functions: list[RewardFunction] = []
 
 def _load(spec: str) -> None:
     _functions.append(RewardFunction.load(spec))
-
-
-def _nothing() -> None:
-    return
 
 
 def _score_all(task: Task, completions: Sequence[str]) -> list[Score]:

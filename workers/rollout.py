@@ -134,7 +134,9 @@ class RolloutWorker:
             return
         async with self._changing:
             if not self._gate_open:
-                raise WeightsMismatch(self.name, "starting a group", "an earlier weight change failed; restart the replica")
+                raise WeightsMismatch(
+                    self.name, "starting a group", "an earlier weight change failed; restart the replica"
+                )
             if not self._acknowledged or max(self._acknowledged) < version:
                 manifest, weights = await self._puller.pull(version)
                 held = await change_weights(self, manifest, lambda: self._engine.load(manifest.version, weights))

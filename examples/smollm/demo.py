@@ -18,6 +18,7 @@ PREPARED = Path(".cache/smollm")
 
 
 def main() -> None:
+    """Prepare, train, summarise."""
     parser = argparse.ArgumentParser(description="Train SmolLM2 to name the largest of three numbers.")
     parser.add_argument("--seed", type=int, default=0, help="of the run")
     parser.add_argument("--steps", type=int, default=50)
@@ -30,8 +31,8 @@ def main() -> None:
 
     name = f"smollm-seed{arguments.seed}-{datetime.now():%Y%m%d-%H%M%S}"
     config = Config.load(RUN, [f"run.name={name}", f"run.seed={arguments.seed}", f"run.steps={arguments.steps}"])
-    result = launch.train(config).as_json()
-    result["seconds"] = {"prepare": round(prepare_s, 1), **result["seconds"]}
+    result = launch.train(config)
+    result.seconds = {"prepare": prepare_s, **result.seconds}
     curve = draw_curve(config.run_dir, f"SmolLM2-135M, largest of three, seed {arguments.seed}")
     print_summary(result, figures, curve)
 

@@ -7,7 +7,8 @@ The task is the largest of three two-digit numbers, asked in a chat that shows t
 is right about one time in three; on half of the prompts some of its eight samples are right and some are not, which is
 where GRPO learns from.
 
-Writes into DIR: `model/`, `train.jsonl`, `eval.jsonl`, and last of all `prepared.json`, which marks the rest as complete.
+Writes into DIR: `model/`, `train.jsonl`, `eval.jsonl`, and last of all `prepared.json`, which marks the rest as
+complete.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Recipe:
 
 
 def prepare(out: Path, recipe: Recipe) -> dict[str, float]:
-    """Fill `out` unless it is complete for this recipe; returns `greedy` accuracy on the evaluation rows and `cpu_s`."""
+    """Fill `out` unless it is complete for this recipe; returns `greedy` accuracy on the eval rows and `cpu_s`."""
     mark = out / "prepared.json"
     done = json.loads(mark.read_text()) if mark.exists() else {}
     if done.get("recipe") == asdict(recipe):
@@ -125,13 +126,14 @@ def greedy_accuracy(model_dir: Path, rows_path: Path) -> float:
             return_tensors="pt",
             padding=True,
         )
-        ids = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+        ids = model.generate(**inputs, max_new_tokens=6, do_sample=False)  # pyright: ignore[reportAttributeAccessIssue]
         said = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         total += sum(exact(text, row["answer"]) for text, row in zip(said, batch, strict=True))
     return total / len(rows)
 
 
 def main() -> None:
+    """Fill the folder named on the command line."""
     parser = argparse.ArgumentParser(description="Make SmolLM2-135M-Instruct and its tasks.")
     parser.add_argument("--out", type=Path, required=True, help="folder to fill")
     arguments = parser.parse_args()

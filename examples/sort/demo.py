@@ -17,6 +17,7 @@ RUN = Path(__file__).with_name("run.yaml")
 
 
 def main() -> None:
+    """Warm-start, train, summarise."""
     parser = argparse.ArgumentParser(description="Train the tiny policy to sort six digits.")
     parser.add_argument("--seed", type=int, default=0, help="of the warm start and of the run")
     parser.add_argument("--steps", type=int, default=150)
@@ -39,8 +40,8 @@ def main() -> None:
             f"data.eval_path={prepared / 'eval.jsonl'}",
         ],
     )
-    result = launch.train(config).as_json()
-    result["seconds"] = {"warm_start": round(warm_start_s, 1), **result["seconds"]}
+    result = launch.train(config)
+    result.seconds = {"warm_start": warm_start_s, **result.seconds}
     curve = draw_curve(config.run_dir, f"sort six digits, seed {arguments.seed}")
     print_summary(result, figures, curve)
 

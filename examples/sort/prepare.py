@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from examples.sort.tokenizer import build_tokenizer
+from examples.sort.tokenizer import EOS, PAD, build_tokenizer
 
 NUM_DIGITS = 6
 
@@ -97,8 +97,8 @@ def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM
         max_position_embeddings=512,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.get_vocab()[EOS],
+        pad_token_id=tokenizer.get_vocab()[PAD],
         dtype="float32",
     )
     return Qwen3ForCausalLM(config)
@@ -126,7 +126,7 @@ def demonstrations(tokenizer: PreTrainedTokenizerFast, digits_D: Tensor, recipe:
     ascending_D = digits_D.sort(-1).values
     wrong_D = torch.where(mode < recipe.right + recipe.descending, ascending_D.flip(-1), digits_D)
     answer_D = torch.where(mode < recipe.right, ascending_D, wrong_D)
-    symbol = torch.tensor(tokenizer.convert_tokens_to_ids([*"0123456789", ">", tokenizer.eos_token]))
+    symbol = torch.tensor(tokenizer.convert_tokens_to_ids([*"0123456789", ">", EOS]))
     ones = torch.ones(len(digits_D), 1, dtype=torch.long)
     return symbol[torch.cat([digits_D, 10 * ones, answer_D, 11 * ones], dim=1)]
 
@@ -145,7 +145,7 @@ def accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, digits
             next_B1 = torch.multinomial(logits_BV.softmax(-1), 1, generator=generator)
         ids_BT = torch.cat([ids_BT, next_B1], dim=1)
     said = tokenizer.batch_decode(ids_BT[:, NUM_DIGITS + 1 :])
-    return sum(s == a + tokenizer.eos_token for s, a in zip(said, answers, strict=True)) / len(answers)
+    return sum(s == a + EOS for s, a in zip(said, answers, strict=True)) / len(answers)
 
 
 def row_texts(digits: list[int]) -> tuple[str, str]:
@@ -160,6 +160,7 @@ def write_rows(path: Path, digits_D: Tensor) -> None:
 
 
 def main() -> None:
+    """Fill the folder named on the command line."""
     parser = argparse.ArgumentParser(description="Make the tiny policy and its tasks.")
     parser.add_argument("--out", type=Path, required=True, help="folder to fill")
     parser.add_argument("--seed", type=int, default=0)

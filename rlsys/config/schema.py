@@ -55,7 +55,7 @@ class Section(BaseModel):
 class RunSection(Section):
     """The run as a whole."""
 
-    name: str = Field("run", pattern=r"^\w[\w.-]*$")
+    name: str = Field("run", pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")
     """Name of the run; its directory is `folder/name`."""
     folder: Path = Path("runs")
     """Where run directories go."""

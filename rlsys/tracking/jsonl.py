@@ -17,7 +17,7 @@ class JsonlSink:
     `events.jsonl`:  {"kind": "weights_published", "time_s": 1767225600.2, "version": 3, ...}
     `metrics.jsonl`: {"step": 3, "time_s": 1767225600.2, "reward/mean": 0.52, ...}
 
-    A resumed run appends. It may take steps again that a killed one took after its last checkpoint: the later row counts.
+    A resumed run appends. It may repeat steps that a killed one took after its last checkpoint: the later row counts.
     """
 
     def __init__(self, run_dir: Path) -> None:

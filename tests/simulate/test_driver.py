@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from world import Recorder, driver_on
 
 from rlsys.checkpoint import find_latest
-from rlsys.errors import CheckpointError, NoProgress, RunAborted
 from rlsys.driver import Driver
+from rlsys.errors import CheckpointError, NoProgress, RunAborted
 from rlsys.events import Event, GroupDropped, StepDone, WorkerRestarted
-from rlsys.testing import Fault, FakeWorld, run_virtual
+from rlsys.testing import FakeWorld, Fault, run_virtual
 
 
 def latencies(seed: int, longest_s: float):
@@ -70,7 +70,11 @@ def test_asynchrony_overlaps_generation_with_training(tmp_path):
     def duration_s(max_staleness: int) -> float:
         recorder = Recorder()
         world = FakeWorld(rollout_s=lambda serial: 2.0, train_s=lambda version: 2.0)
-        run_virtual(driver_on(world, tmp_path / str(max_staleness), steps=10, max_staleness=max_staleness, recorder=recorder).run(0))
+        run_virtual(
+            driver_on(
+                world, tmp_path / str(max_staleness), steps=10, max_staleness=max_staleness, recorder=recorder
+            ).run(0)
+        )
         return sum(s.metrics["time/step"] for s in recorder.of(StepDone))
 
     assert duration_s(0) / duration_s(2) > 1.7

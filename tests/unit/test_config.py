@@ -196,7 +196,7 @@ def test_more_staleness_than_the_algorithm_is_safe_for_is_refused_with_the_remed
 @given(
     lr=st.floats(1e-12, 1, exclude_min=True),
     seed=st.integers(0, 2**63),
-    name=st.from_regex(r"\A\w[\w.-]{0,20}\Z"),
+    name=st.from_regex(r"\A[A-Za-z0-9_][A-Za-z0-9_.-]{0,20}\Z"),
     address=st.none() | st.text(max_size=20),
     beta=st.floats(1e-9, 1e9),
 )

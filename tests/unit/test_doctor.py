@@ -120,7 +120,7 @@ def test_a_lock_is_read_with_normalised_names():
 
 
 class _Dashboard(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:  # noqa: N802  (the name that http.server calls)
+    def do_GET(self) -> None:
         self.send_response(200 if self.path == "/api/version" else 404)
         self.end_headers()
         self.wfile.write(json.dumps({"version": "4", "ray_version": "2.60.0"}).encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -125,9 +126,7 @@ def test_a_rollout_record_joins_payload_judgement_and_advantages() -> None:
 
 
 def test_references_are_left_behind(tmp_path: Path) -> None:
-    group = Group(
-        **{name: getattr(group_of(()), name) for name in Group.__slots__} | {"payload": object(), "columns": {"c": 1}}
-    )
+    group = replace(group_of(()), payload=object(), columns={"reference_logprobs": object()})
     write_groups(tmp_path / "groups.jsonl", [GroupRecord(group, ())])
     (back,) = read_groups(tmp_path / "groups.jsonl")
     assert (back.group.payload, back.group.columns) == (None, {})

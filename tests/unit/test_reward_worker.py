@@ -139,7 +139,7 @@ def test_close_leaves_no_process_behind_even_while_one_hangs(spec: str) -> None:
         await judge.score(TASK, (episode("12"),))
         await judge.close()
         await judge.close()
-        with pytest.raises(WorkerDied, match="it was closed"):
+        with pytest.raises(WorkerDied, match="while judging a group"):
             await hung
 
     asyncio.run(closed())

@@ -43,9 +43,7 @@ def test_every_epoch_offers_every_task_once(size: int, seed: int) -> None:
 
 def test_any_place_can_be_read_without_moving() -> None:
     source = TaskSource(tasks(10), seed=3)
-    places = []
-    for _ in range(25):
-        places.append((source.cursor, source.next().id))
+    places = [(source.cursor, source.next().id) for _ in range(25)]
     at_rest = source.cursor
     assert [source.at(cursor).id for cursor, _ in reversed(places)] == [task_id for _, task_id in reversed(places)]
     assert source.cursor == at_rest == Cursor(2, 5)

@@ -24,6 +24,8 @@ METRICS = {
 
 
 class Terminal(io.StringIO):
+    """A stream that says it is one."""
+
     def isatty(self) -> bool:
         return True
 

@@ -65,7 +65,8 @@ class Engine(Protocol):
     async def generate(self, request: Request) -> Completion:
         """Sample one completion. Cancelling the call aborts the request.
 
-        Raises `TaskTooLong` if prompt and new tokens exceed the context; `WorkerDied` after `close` or if the engine broke.
+        Raises `TaskTooLong` if prompt and new tokens exceed the context; `WorkerDied` after `close` or if the engine
+        broke.
         """
         ...
 

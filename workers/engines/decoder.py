@@ -1,9 +1,9 @@
-"""Continuous batching over a Hugging Face causal LM, one thread, no clock: admit jobs, step, release what ended.
+"""Continuous batching over a Hugging Face causal LM, without threads: admit jobs, step, release what ended.
 
-The law it keeps: **a job's tokens and logprobs do not depend on who shares its batch**, bit for bit in float32 on the CPU.
-Sums of floats depend on their order, and kernels choose the order by shape; it is the same for every row when
-the rows of a matrix product come in eights (fewer than four take other code) and when attention sees keys in
-multiples of 32. Padding to those costs little; a test holds the law.
+The law it keeps: **a job's tokens and logprobs do not depend on who shares its batch**, bit for bit in float32 on the
+CPU. Sums of floats depend on their order, and kernels choose the order by shape. It is the same for every row when the
+rows of a matrix product come in eights (fewer than four take other code, as does the tail of an activation) and when
+attention sees keys in multiples of 32: forwards are padded to those. A test holds the law.
 
 Shape suffixes: `S` slots, `B` rows of a forward, `L` tokens per row, `K` keys, `V` vocabulary.
 """
@@ -17,22 +17,18 @@ from math import gcd
 from typing import TYPE_CHECKING, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface
-from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from rlsys.errors import ModelError
 from rlsys.types import PolicyVersion, VersionSpan
 from workers.engines.base import Completion, Request
 from workers.engines.sampling import as_int64, draw, uniform
-from workers.engines.slots import SlotCache
+from workers.engines.slots import GROUPED_ATTENTION, SlotCache, check_cacheable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ROWS = 8
-KEYS = 32
+ROW_MULTIPLE = 8
+KEY_MULTIPLE = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -57,56 +53,60 @@ class Decoder:
     def __init__(
         self, model: PreTrainedModel, *, num_slots: int, max_context: int, stop_token_ids: Collection[int]
     ) -> None:
-        _refuse_windows(model)
-        self.model = model.eval()
-        model.set_attn_implementation(_GROUPED if model.device.type == "cpu" else "sdpa")
-        self.num_slots, self.max_context, self.stop_token_ids = num_slots, max_context, stop_token_ids
-        self.num_vocab: int = model.get_input_embeddings().weight.shape[0]
+        check_cacheable(model)
+        self.num_slots, self.max_context = num_slots, max_context
+        self.num_vocab = model.get_input_embeddings().get_parameter("weight").shape[0]
         self.num_tokens = 0
         self.jobs: list[Job] = []
-        rows = _up(num_slots, ROWS)
-        self._cache = SlotCache(rows, _up(max_context, KEYS))
+        self._model, self._device, self._dtype = model.eval(), model.device, model.dtype
+        model.set_attn_implementation(GROUPED_ATTENTION if self._device.type == "cpu" else "sdpa")
+        self._cache = SlotCache(_up(num_slots, ROW_MULTIPLE), _up(max_context, KEY_MULTIPLE))
+        self._keys_K = torch.arange(_up(max_context, KEY_MULTIPLE), device=self._device)
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._is_stop_V = torch.isin(torch.arange(self.num_vocab), torch.tensor([*stop_token_ids])).to(self._device)
+        self._allocate()
+
+    def _allocate(self) -> None:
+        """The state of the slots."""
+        self._state: list[Tensor] = []
 
         def per_slot(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(rows, *shape, dtype=dtype, device=model.device)
+            rows = _up(self.num_slots, ROW_MULTIPLE)
+            self._state.append(torch.zeros(rows, *shape, dtype=dtype, device=self._device))
+            return self._state[-1]
 
-        self._inputs_S = per_slot()
-        """The newest token: not in the cache yet."""
-        self._positions_S = per_slot()
-        """Where in the sequence the newest token stands."""
-        self._counts_S = per_slot()
-        """Tokens sampled."""
-        self._limits_S, self._seeds_S = per_slot(), per_slot()
-        self._temperature_S, self._top_p_S = per_slot(dtype=torch.float32), per_slot(dtype=torch.float32)
-        self._output_ids = per_slot(max_context)
-        self._logprobs = per_slot(max_context, dtype=torch.float32)
-        self._is_stop_V = torch.zeros(self.num_vocab, dtype=torch.bool, device=model.device)
-        self._is_stop_V[[i for i in stop_token_ids if i < self.num_vocab]] = True
-        self._keys_K = torch.arange(_up(max_context, KEYS), device=model.device)
+        self._inputs_S = per_slot()  # the newest token: in no cache yet
+        self._positions_S = per_slot()  # where in the sequence it stands
+        self._counts_S = per_slot()  # tokens sampled
+        self._limits_S = per_slot()
+        self._seeds_S = per_slot()
+        self._temperature_S = per_slot(dtype=torch.float32)
+        self._top_p_S = per_slot(dtype=torch.float32)
+        self._output_ids = per_slot(self.max_context)
+        self._logprobs = per_slot(self.max_context, dtype=torch.float32)
 
     @torch.inference_mode()
     def admit(self, jobs: Sequence[Job]) -> None:
-        """Give each job a slot and its first token. Jobs with equal prompts share one prefill, whose keys are copied."""
+        """Give each job a slot and its first token. Equal prompts share one prefill, whose keys are copied."""
         groups: dict[tuple[int, ...], list[Job]] = {}
         for job in jobs:
             groups.setdefault(job.request.prompt_ids, []).append(job)
-        prompts, first = list(groups), len(self.jobs)
-        logits_BV = self._prefill(prompts, first)
-        source = list(range(len(prompts))) + [i for i, g in enumerate(groups.values()) for _ in g[1:]]
-        source_B = torch.tensor(source, device=self.model.device)
-        slots_B = torch.arange(first, first + len(jobs), device=self.model.device)
-        num_keys = max(map(len, prompts))
-        self._cache.copy(first + source_B[len(prompts) :], slots_B[len(prompts) :], num_keys)
-        self._enter([g[0] for g in groups.values()] + [job for g in groups.values() for job in g[1:]])
-        self._sample(logits_BV[source_B], slice(first, len(self.jobs)))
+        first, num_prompts = len(self.jobs), len(groups)
+        logits_BV = self._prefill(list(groups), first)
+        prompt_of = [*range(num_prompts), *(i for i, group in enumerate(groups.values()) for _ in group[1:])]
+        prompt_of_B = self._tensor(prompt_of)
+        followers_B = torch.arange(first + num_prompts, first + len(jobs), device=self._device)
+        self._cache.copy(first + prompt_of_B[num_prompts:], followers_B, max(map(len, groups)))
+        self._enter([group[0] for group in groups.values()] + [job for group in groups.values() for job in group[1:]])
+        self._sample(logits_BV[prompt_of_B], slice(first, len(self.jobs)))
 
     @torch.inference_mode()
     def step(self) -> None:
         """One more token for every job."""
         num_jobs = len(self.jobs)
-        rows = slice(0, _up(num_jobs, ROWS))
+        rows = slice(0, _up(num_jobs, ROW_MULTIPLE))
         num_keys = int(self._positions_S[:num_jobs].max()) + 1
-        logits_BLV = self._forward(self._inputs_S[rows, None], 0, self._positions_S[rows, None], num_keys, keep=[0])
+        logits_BLV = self._forward(self._inputs_S[rows, None], self._positions_S[rows, None], num_keys=num_keys)
         self._sample(logits_BLV[:num_jobs, 0], slice(0, num_jobs))
 
     def ended(self) -> list[int]:
@@ -116,61 +116,66 @@ class Decoder:
         return is_last_S.nonzero().flatten().tolist()
 
     def counts(self) -> list[int]:
-        """Tokens sampled so far, by slot."""
+        """Tokens sampled so far, by job."""
         return self._counts_S[: len(self.jobs)].tolist()
 
+    @torch.inference_mode()
     def release(self, slots: Sequence[int], *, is_aborted: bool = False) -> list[tuple[Job, Completion]]:
         """Take these jobs out, with what they sampled; the last jobs move into the holes."""
-        index_S = torch.tensor(slots, dtype=torch.int64, device=self.model.device)
-        counts = self._counts_S[index_S].tolist()
-        longest = max(counts, default=0)
-        ids = self._output_ids[index_S, :longest].tolist()
-        logprobs = self._logprobs[index_S, :longest].tolist()
+        if not slots:
+            return []
+        slots_S = self._tensor(slots)
+        counts = self._counts_S[slots_S].tolist()
+        rows_of_ids = self._output_ids[slots_S, : max(counts)].tolist()
+        rows_of_logprobs = self._logprobs[slots_S, : max(counts)].tolist()
         done: list[tuple[Job, Completion]] = []
-        for row, (slot, count) in enumerate(zip(slots, counts, strict=True)):
-            job, output_ids = self.jobs[slot], tuple(ids[row][:count])
-            finish = "abort" if is_aborted else self._finish(output_ids)
-            done.append((job, Completion(output_ids, tuple(logprobs[row][:count]), job.versions(count), finish)))
+        for slot, count, ids, logprobs in zip(slots, counts, rows_of_ids, rows_of_logprobs, strict=True):
+            job = self.jobs[slot]
+            finish: Literal["stop", "length", "abort"] = "stop" if ids[count - 1] in self._stop_token_ids else "length"
+            outputs = tuple(ids[:count]), tuple(logprobs[:count]), job.versions(count)
+            done.append((job, Completion(*outputs, finish="abort" if is_aborted else finish)))
         self._close_ranks(frozenset(slots))
         return done
 
     def _prefill(self, prompts: Sequence[tuple[int, ...]], first: int) -> Tensor:
         """Run each prompt in a slot of its own, from `first`; the logits of its last token, (prompts, V)."""
-        num_keys = max(map(len, prompts))
-        length = _up(num_keys, ROWS)
-        ids_BL = torch.tensor([p + (0,) * (length - len(p)) for p in prompts], device=self.model.device)
-        keep = sorted({len(p) - 1 for p in prompts})
-        columns = torch.tensor([keep.index(len(p) - 1) for p in prompts], device=self.model.device)
-        keep += keep[-1:] * (-len(keep) % (ROWS // gcd(ROWS, len(prompts))))  # the output layer, too, has rows in eights
-        positions_BL = torch.arange(length, device=self.model.device)[None]
-        logits_BLV = self._forward(ids_BL, first, positions_BL, length, keep)
-        return logits_BLV[torch.arange(len(prompts), device=self.model.device), columns]
+        length = _up(max(map(len, prompts)), ROW_MULTIPLE)
+        ids_BL = self._tensor([prompt + (0,) * (length - len(prompt)) for prompt in prompts])
+        positions_BL = torch.arange(length, device=self._device)[None]
+        keep = sorted({len(prompt) - 1 for prompt in prompts})
+        columns_B = self._tensor([keep.index(len(prompt) - 1) for prompt in prompts])
+        multiple = ROW_MULTIPLE // gcd(ROW_MULTIPLE, len(prompts))  # the output layer's rows come in eights, too
+        keep += keep[-1:] * (_up(len(keep), multiple) - len(keep))
+        logits_BLV = self._forward(ids_BL, positions_BL, num_keys=length, first=first, keep=self._tensor(keep))
+        return logits_BLV[torch.arange(len(prompts), device=self._device), columns_B]
 
-    def _forward(self, ids_BL: Tensor, first: int, positions_BL: Tensor, num_keys: int, keep: list[int]) -> Tensor:
-        """Logits of the tokens in the columns `keep`, (B, len(keep), V), for rows in the slots from `first`."""
-        num_keys = _up(num_keys, KEYS)
+    def _forward(
+        self, ids_BL: Tensor, positions_BL: Tensor, *, num_keys: int, first: int = 0, keep: Tensor | Literal[0] = 0
+    ) -> Tensor:
+        """Logits at the columns `keep` (0: at all), for rows in the slots from `first`; positions may have one row."""
+        num_keys = _up(num_keys, KEY_MULTIPLE)
         self._cache.look(first, len(ids_BL), positions_BL, num_keys)
         is_seen_BLK = self._keys_K[:num_keys] <= positions_BL[..., None]
-        mask_B1LK = torch.where(is_seen_BLK, 0.0, -torch.inf).to(self.model.dtype)[:, None]
-        return self.model(
+        mask_BLK = torch.where(is_seen_BLK, 0.0, -torch.inf).to(self._dtype)
+        return self._model(
             input_ids=ids_BL,
             position_ids=positions_BL,
-            attention_mask=mask_B1LK,
+            attention_mask=mask_BLK[:, None],
             past_key_values=self._cache,
             use_cache=True,
-            logits_to_keep=torch.tensor(keep, device=ids_BL.device),
+            logits_to_keep=keep,
         ).logits
 
     def _enter(self, jobs: Sequence[Job]) -> None:
         """Put prefilled jobs into the next slots."""
         slots = slice(len(self.jobs), len(self.jobs) + len(jobs))
         requests = [job.request for job in jobs]
-        numbers = [(len(r.prompt_ids) - 1, 0, r.sampling.max_new_tokens, as_int64(r.seed)) for r in requests]
-        targets = (self._positions_S, self._counts_S, self._limits_S, self._seeds_S)
-        for target_S, values in zip(targets, torch.tensor(numbers, device=self.model.device).T, strict=True):
-            target_S[slots] = values
-        self._temperature_S[slots] = torch.tensor([r.sampling.temperature for r in requests], device=self.model.device)
-        self._top_p_S[slots] = torch.tensor([r.sampling.top_p for r in requests], device=self.model.device)
+        self._positions_S[slots] = self._tensor([len(r.prompt_ids) - 1 for r in requests])
+        self._counts_S[slots] = 0
+        self._limits_S[slots] = self._tensor([r.sampling.max_new_tokens for r in requests])
+        self._seeds_S[slots] = self._tensor([as_int64(r.seed) for r in requests])
+        self._temperature_S[slots] = torch.tensor([r.sampling.temperature for r in requests], device=self._device)
+        self._top_p_S[slots] = torch.tensor([r.sampling.top_p for r in requests], device=self._device)
         self.jobs += jobs
 
     def _sample(self, logits_BV: Tensor, slots: slice) -> None:
@@ -182,57 +187,25 @@ class Decoder:
         self._logprobs[slots].scatter_(1, counts_B[:, None], logprobs_B[:, None])
         self._inputs_S[slots] = tokens_B
         self._positions_S[slots] += 1
-        counts_B += 1
+        self._counts_S[slots] += 1
         self.num_tokens += len(tokens_B)
 
-    def _finish(self, output_ids: tuple[int, ...]) -> Literal["stop", "length"]:
-        return "stop" if output_ids[-1] in self.stop_token_ids else "length"
-
-    @torch.inference_mode()
     def _close_ranks(self, leaving: frozenset[int]) -> None:
+        """Move the last jobs into the slots of those that leave."""
         remaining = len(self.jobs) - len(leaving)
-        holes = sorted(slot for slot in leaving if slot < remaining)
+        holes = [slot for slot in leaving if slot < remaining]
         movers = [slot for slot in range(remaining, len(self.jobs)) if slot not in leaving]
         if holes:
-            to_S, from_S = (torch.tensor(slots, device=self.model.device) for slots in (holes, movers))
-            self._cache.copy(from_S, to_S, int(self._positions_S[from_S].max()))
-            for tensor in (
-                self._inputs_S, self._positions_S, self._counts_S, self._limits_S, self._seeds_S,
-                self._temperature_S, self._top_p_S, self._output_ids, self._logprobs,
-            ):  # fmt: skip
-                tensor[to_S] = tensor[from_S]
+            holes_S, movers_S = self._tensor(holes), self._tensor(movers)
+            self._cache.copy(movers_S, holes_S, int(self._positions_S[movers_S].max()))
+            for state in self._state:
+                state[holes_S] = state[movers_S]
             for hole, mover in zip(holes, movers, strict=True):
                 self.jobs[hole] = self.jobs[mover]
         del self.jobs[remaining:]
 
-
-def grouped_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: object,
-) -> tuple[Tensor, None]:
-    """Attention in which query heads share key heads, in torch's CPU kernel; transformers would copy the keys per head."""
-    output = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    return output.transpose(1, 2).contiguous(), None
-
-
-_GROUPED = "rlsys_grouped"
-AttentionInterface.register(_GROUPED, grouped_attention)
-
-
-def _refuse_windows(model: PreTrainedModel) -> None:
-    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers} - {DynamicLayer}
-    if kinds:
-        names = ", ".join(sorted(kind.__name__ for kind in kinds))
-        raise ModelError(
-            f"{type(model).__name__} has layers cached as {names}; the local engine serves full attention only: use the vllm engine"
-        )
+    def _tensor(self, integers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor(integers, dtype=torch.int64, device=self._device)
 
 
 def _up(number: int, multiple: int) -> int:

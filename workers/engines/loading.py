@@ -21,7 +21,5 @@ def load_local(
 ) -> LocalEngine:
     """A local engine on the GPU this process was given, or on the CPU. Raises `ModelError`."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(model_path, getattr(torch, dtype)).to(device)
-    return LocalEngine(
-        model, num_slots=num_slots, max_context=max_context, stop_token_ids=stop_token_ids, name=name
-    )
+    model = load_model(model_path, getattr(torch, dtype), device)
+    return LocalEngine(model, num_slots=num_slots, max_context=max_context, stop_token_ids=stop_token_ids, name=name)

@@ -38,8 +38,8 @@ PREFILL_TOKENS = 4096
 class LocalEngine:
     """Samples from `model`, up to `num_slots` requests at a time, on the device that the model is on.
 
-    The engine owns the model from here on; its thread runs until `close`. `version` is that of the weights the model came
-    with, `name` the worker's in errors.
+    The engine owns the model from here on; its thread runs until `close`. `version` is that of the weights the model
+    came with, `name` the worker's in errors.
     """
 
     def __init__(
@@ -123,9 +123,9 @@ class LocalEngine:
                 f"{num_prompt} prompt tokens + {num_new} new tokens exceed the context of {limit}: "
                 "shorten the prompt, lower max_new_tokens or raise the engine's max_context",
             )
-        if not (num_prompt and num_new > 0 and 0 <= min(request.prompt_ids) and max(request.prompt_ids) < num_vocab):
+        if not (num_prompt and num_new > 0 and min(request.prompt_ids) >= 0 and max(request.prompt_ids) < num_vocab):
             raise ValueError(
-                f"request {request.id}: needs at least one prompt id, all in [0, {num_vocab}), and max_new_tokens >= 1; "
+                f"request {request.id} needs at least one prompt id, all in [0, {num_vocab}), and max_new_tokens >= 1; "
                 f"got {num_prompt} ids, max_new_tokens {num_new}: is the tokenizer the model's?"
             )
 
@@ -154,7 +154,7 @@ class LocalEngine:
         end: tuple[str, Exception | None] = ("the engine was closed", None)
         try:
             self._serve()
-        except Exception as error:  # the thread's boundary: everybody who waits is told, and everybody who comes later
+        except Exception as error:  # noqa: BLE001  (the thread's boundary: all who wait are told, and all who come later)
             end = (f"a step raised {type(error).__name__}: {error}; restart the worker", error)
         with self._lock:
             self._end = end
@@ -165,8 +165,8 @@ class LocalEngine:
     def _serve(self) -> None:
         """One turn after the other: commands, a prefill of what waits, a step of what runs, answers.
 
-        Consumes waiting jobs and commands; produces completions and answers. Waits for either while paused or without jobs;
-        unblocked by `generate` and `_post`.
+        Consumes waiting jobs and commands; produces completions and answers. Waits for either while paused or without
+        jobs; unblocked by `generate` and `_post`.
         """
         while not self._is_closing:
             if self._is_paused or not (self._waiting or self._decoder.jobs):
@@ -219,16 +219,17 @@ class LocalEngine:
         self._is_closing = True
 
     def _load(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> str:
-        own = dict(self._model.named_parameters())
-        aliases = dict(self._model.named_parameters(remove_duplicate=False))
-        check_weights(self._name, weights, required=_shapes(own), optional=_shapes(aliases))
+        required = dict(self._model.named_parameters()).keys()
+        own = dict(self._model.named_parameters(remove_duplicate=False))  # with the names of tied tensors
+        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+        check_weights(self._name, weights, known=shapes, required=required)
         with torch.no_grad():
             for name, tensor in weights.items():
-                aliases[name].copy_(tensor)
+                own[name].copy_(tensor)
         for job, count in zip(self._decoder.jobs, self._decoder.counts(), strict=True):
             job.marks.append((count, version))
         self._version = version
-        return content_hash({name: aliases[name] for name in weights})
+        return content_hash({name: own[name] for name in weights})
 
     def _obey(self, work: Callable[[], object], future: Future) -> None:
         try:
@@ -264,7 +265,3 @@ def _settle(answers: Sequence[tuple[Future, object]]) -> None:
             future.set_exception(outcome)
         else:
             future.set_result(outcome)
-
-
-def _shapes(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in parameters.items()}

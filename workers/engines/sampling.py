@@ -1,7 +1,7 @@
 """Drawing tokens: deterministic per request, whoever shares the batch.
 
-Token t of a request is the inverse of its distribution's CDF at one uniform number that is a hash of (seed, t). Nothing is
-drawn from a generator, so nothing depends on the order or the company in which requests are served.
+Token t of a request is the inverse of its distribution's CDF at one uniform number that is a hash of (seed, t). Nothing
+is drawn from a generator, so nothing depends on the order or the company in which requests are served.
 
 Shape suffixes: `B` rows, one request each; `V` vocabulary.
 """
@@ -27,8 +27,8 @@ _MIX_2 = as_int64(0x94D049BB133111EB)
 def uniform(seeds_B: Tensor, positions_B: Tensor) -> Tensor:
     """Numbers in [0, 1), float32: the hash of each (seed, position), both int64.
 
-    The counter-based form of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014):
-    the seed is mixed once to make the stream, the position counts along it.
+    SplitMix64 by counter (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014): the
+    seed is mixed once to make the stream, the position counts along it.
     """
     bits = _mix(_mix(seeds_B) + (positions_B + 1) * _GAMMA)
     return _shift(bits, 64 - _UNIFORM_BITS).float() * 2.0**-_UNIFORM_BITS
@@ -37,8 +37,8 @@ def uniform(seeds_B: Tensor, positions_B: Tensor) -> Tensor:
 def draw(logits_BV: Tensor, temperature_B: Tensor, top_p_B: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     """One token per row and its logprob under the distribution it was drawn from, computed in float32.
 
-    The distribution is softmax(logits / temperature), cut to its nucleus and renormalised where top_p < 1. Temperature 0 takes
-    the most likely token, with logprob 0.
+    The distribution is softmax(logits / temperature), cut to its nucleus and renormalised where top_p < 1. Temperature
+    0 takes the most likely token, with logprob 0.
     """
     is_greedy_B = temperature_B == 0
     logits_BV = logits_BV.float() / torch.where(is_greedy_B, 1.0, temperature_B)[:, None]
@@ -57,7 +57,7 @@ def draw(logits_BV: Tensor, temperature_B: Tensor, top_p_B: Tensor, uniform_B: T
 
 def _nucleus(logits_BV: Tensor, top_p_B: Tensor) -> Tensor:
     """Logits outside the smallest set of top tokens with probability >= top_p become -inf (arXiv:1904.09751)."""
-    sorted_BV, order_BV = logits_BV.sort(-1, descending=True, stable=True)
+    sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True, stable=True)
     probs_BV = sorted_BV.softmax(-1)
     is_cut_BV = (probs_BV.cumsum(-1) - probs_BV >= top_p_B[:, None]) & (top_p_B < 1)[:, None]
     is_cut_BV[:, 0] = False

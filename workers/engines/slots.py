@@ -1,17 +1,24 @@
-"""A key-value cache of fixed slots, one request each, behind the cache interface of transformers.
+"""A key-value cache of fixed slots, one request each, behind the cache interface of transformers; attention over it.
 
-Every forward looks through a *window*: some neighbouring slots, the positions its tokens are written at, and how many keys
-attention sees. Slots in use are kept together at the front, so a window is a view: attention copies nothing.
+Every forward looks through a *window*: some neighbouring slots, the positions its tokens are written at, and how many
+keys attention sees. Slots in use are kept together at the front, so a window is a view: attention copies nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+
+from rlsys.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(slots=True)
@@ -41,15 +48,22 @@ class SlotLayer(CacheLayerMixin):
         self.heads = torch.arange(key_states.shape[1], device=key_states.device)[:, None]
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Write each row at its own positions; returns views of what the window sees."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None
+        assert self.values is not None
         window = self.window
         at = (window.rows, self.heads, window.positions)
         self.keys[at], self.values[at] = key_states, value_states
         return self.keys[window.slots, :, : window.num_keys], self.values[window.slots, :, : window.num_keys]
+
+    def copy(self, source: Tensor, target: Tensor, num_keys: int) -> None:
+        """See `SlotCache.copy`."""
+        for tensor in (self.keys, self.values):
+            assert tensor is not None
+            tensor[target, :, :num_keys] = tensor[source, :, :num_keys]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.window.num_keys, 0
@@ -79,6 +93,37 @@ class SlotCache(Cache):
     def copy(self, source: Tensor, target: Tensor, num_keys: int) -> None:
         """Copy the first `num_keys` entries of the source slots over those of the target slots; both are indices."""
         for layer in self.layers:
-            assert layer.keys is not None and layer.values is not None
-            layer.keys[target, :, :num_keys] = layer.keys[source, :, :num_keys]
-            layer.values[target, :, :num_keys] = layer.values[source, :, :num_keys]
+            assert isinstance(layer, SlotLayer)
+            layer.copy(source, target, num_keys)
+
+
+def check_cacheable(model: PreTrainedModel) -> None:
+    """Raise `ModelError` where a layer needs something other than all keys and values (a sliding window, a state)."""
+    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers} - {DynamicLayer}
+    if kinds:
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise ModelError(
+            f"{type(model).__name__} has layers cached as {names}; the local engine serves full attention only: "
+            "choose another model or engine"
+        )
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Attention whose query heads share key heads inside the CPU kernel; transformers' own copies the keys per head."""
+    is_grouped = query.shape[1] != key.shape[1]
+    output = nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=is_grouped
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+GROUPED_ATTENTION = "rlsys_grouped"
+AttentionInterface.register(GROUPED_ATTENTION, grouped_attention)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING
 
 from rlsys.errors import WeightsMismatch
@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def check_weights(worker: str, weights: Mapping[str, Tensor], *, required: Shapes, optional: Shapes | None = None) -> None:
-    """Raise `WeightsMismatch` naming every tensor that is missing, unknown or misshapen; `optional` ones may be left out."""
-    known = {**(optional or {}), **required}
-    problems = [f"missing {name}" for name in sorted(required.keys() - weights.keys())]
+def check_weights(worker: str, weights: Mapping[str, Tensor], *, known: Shapes, required: Set[str]) -> None:
+    """Raise `WeightsMismatch` naming every tensor that is missing, unknown or misshapen."""
+    problems = [f"missing {name}" for name in sorted(required - weights.keys())]
     problems += [f"unknown {name}" for name in sorted(weights.keys() - known.keys())]
     problems += [
         f"{name} has shape {tuple(weights[name].shape)}, the engine's has {known[name]}"
@@ -25,5 +24,7 @@ def check_weights(worker: str, weights: Mapping[str, Tensor], *, required: Shape
     ]
     if problems:
         raise WeightsMismatch(
-            worker, "loading weights", f"{'; '.join(problems)}. Nothing was changed: publish the model the engine was built from"
+            worker,
+            "loading weights",
+            f"{'; '.join(problems)}. Nothing was changed; publish the model that the engine was built from",
         )

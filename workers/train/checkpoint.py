@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -24,7 +27,8 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 def save(state: dict[str, dict[str, Tensor]], folder: Path, *, num_ranks: int) -> None:
     """Write live tensors; each rank writes its shards."""
     try:
-        dcp_save(state, checkpoint_id=folder, no_dist=num_ranks == 1)
+        with _knowingly_alone():
+            dcp_save(state, checkpoint_id=folder, no_dist=num_ranks == 1)
     except (OSError, CheckpointException) as error:
         raise CheckpointError(f"cannot write training state to {folder}: {_cause(error)}") from error
 
@@ -32,9 +36,18 @@ def save(state: dict[str, dict[str, Tensor]], folder: Path, *, num_ranks: int) -
 def load(state: dict[str, dict[str, Tensor]], folder: Path, *, num_ranks: int) -> None:
     """Read into live tensors, in place."""
     try:
-        dcp_load(state, checkpoint_id=folder, no_dist=num_ranks == 1)
+        with _knowingly_alone():
+            dcp_load(state, checkpoint_id=folder, no_dist=num_ranks == 1)
     except (OSError, CheckpointException) as error:
         raise CheckpointError(f"cannot read training state from {folder}: {_cause(error)}") from error
+
+
+@contextmanager
+def _knowingly_alone() -> Iterator[None]:
+    """A rank without a process group is no mistake to warn about."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _cause(error: BaseException) -> str:

@@ -36,15 +36,18 @@ class Scorer(nn.Module):
         return trained_logprobs(self.model, micro_batch, temperature)
 
 
-def trained_logprobs(model: PreTrainedModel, micro_batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+def trained_logprobs(
+    model: PreTrainedModel, micro_batch: MicroBatch, temperature: float, *, max_logits: int = MAX_LOGITS
+) -> tuple[Tensor, Tensor]:
     """`(logprobs_N, entropy_N)` of the trained tokens at a sampling temperature, in nats and fp32; entropy is detached.
 
+    At most `max_logits` logits are alive at once, or one token's.
     Raises `ModelError` if the model's sliding window is shorter than prompt and completion together.
     """
     hidden_NH = _hidden_states(model, micro_batch)
     tokens_N = micro_batch.completions_ST.flatten()[micro_batch.trained_N]
     head = cast("nn.Linear", model.get_output_embeddings())
-    rows = max(1, MAX_LOGITS // head.out_features)
+    rows = max(1, max_logits // head.out_features)
     chunked = zip(hidden_NH.split(rows), tokens_N.split(rows), strict=True)
     if len(tokens_N) <= rows or not torch.is_grad_enabled():
         chunks = [_token_logprobs(head, h, t, temperature) for h, t in chunked]
@@ -74,19 +77,19 @@ def _hidden_states(model: PreTrainedModel, mb: MicroBatch) -> Tensor:
     # Padding is on the right, so that causality alone hides it from real tokens: no mask.
     prompts_PLH = model.base_model(input_ids=mb.prompts_PL, past_key_values=cache, use_cache=True).last_hidden_state
     before_PH = prompts_PLH[torch.arange(P, device=device), mb.prompt_lengths_P - 1]
-    hidden_STH = before_PH.index_select(0, mb.prompt_of_S)[:, None]
-    if T > 1:
-        cache.batch_select_indices(mb.prompt_of_S)
-        lengths_S = mb.prompt_lengths_P[mb.prompt_of_S]
-        is_prompt_SL = torch.arange(L, device=device) < lengths_S[:, None]
-        rest_STH = model.base_model(
-            input_ids=mb.completions_ST[:, :-1],
-            attention_mask=torch.cat([is_prompt_SL, is_prompt_SL.new_ones(S, T - 1)], dim=1),
-            position_ids=lengths_S[:, None] + torch.arange(T - 1, device=device),
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state
-        hidden_STH = torch.cat([hidden_STH, rest_STH], dim=1)
+    cache.batch_select_indices(mb.prompt_of_S)
+    lengths_S = mb.prompt_lengths_P[mb.prompt_of_S]
+    is_prompt_SL = torch.arange(L, device=device) < lengths_S[:, None]
+    # Nothing follows the last token: it is left out. A lone one stays, because all ranks must make the same passes.
+    num_run = max(1, T - 1)
+    after_STH = model.base_model(
+        input_ids=mb.completions_ST[:, :num_run],
+        attention_mask=torch.cat([is_prompt_SL, is_prompt_SL.new_ones(S, num_run)], dim=1),
+        position_ids=lengths_S[:, None] + torch.arange(num_run, device=device),
+        past_key_values=cache,
+        use_cache=True,
+    ).last_hidden_state
+    hidden_STH = torch.cat([before_PH.index_select(0, mb.prompt_of_S)[:, None], after_STH], dim=1)[:, :T]
     return hidden_STH.flatten(0, 1).index_select(0, mb.trained_N)
 
 

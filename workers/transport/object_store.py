@@ -11,10 +11,10 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from rlsys.contracts import Published
+from rlsys.errors import DeadlineExceeded, WorkerDied
 from rlsys.types import PolicyVersion
 from rlsys.weights import Manifest
-from rlsys.errors import DeadlineExceeded, WorkerDied
-from workers.cluster import call
+from workers.cluster import RayActor, call
 from workers.transport.tensors import pack, unpack
 
 if TYPE_CHECKING:
@@ -29,12 +29,13 @@ def relay_name(node: str) -> str:
 class ObjectStorePublisher:
     """The actor's end."""
 
-    def __init__(self, relays: Mapping[str, Any], transfer_s: float) -> None:
+    def __init__(self, relays: Mapping[str, RayActor], transfer_s: float) -> None:
         """`relays` maps node id to that node's relay actor; `transfer_s` is the deadline of a publish."""
         self._relays, self._transfer_s = relays, transfer_s
 
     def publish(self, version: PolicyVersion, weights: Mapping[str, Tensor], start_s: float) -> Published:
-        """Put `weights` into the object store and tell every relay; the stall is counted from `start_s` (monotonic clock).
+        """Put `weights` into the object store and tell every relay; the stall is counted from `start_s` (monotonic
+        clock).
 
         Raises `DeadlineExceeded` or `WorkerDied` naming the relays.
         """
@@ -54,7 +55,7 @@ class ObjectStorePublisher:
 class ObjectStorePuller:
     """A replica's end: pulls from the relay of its own node."""
 
-    def __init__(self, relays: Mapping[str, Any], transfer_s: float) -> None:
+    def __init__(self, relays: Mapping[str, RayActor], transfer_s: float) -> None:
         node = ray.get_runtime_context().get_node_id()
         self._relay = relays[node] if node in relays else next(iter(relays.values()))
         self._name = relay_name(node)

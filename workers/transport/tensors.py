@@ -21,7 +21,8 @@ BUCKET_BYTES = 256 << 20
 
 
 def pack(version: PolicyVersion, weights: Mapping[str, Tensor]) -> tuple[Manifest, list[Bucket]]:
-    """Describe and lay out `weights`, in name order, in buckets of about `BUCKET_BYTES`; host tensors are not copied."""
+    """Describe and lay out `weights`, in name order, in buckets of about `BUCKET_BYTES`; host tensors are not
+    copied."""
     import torch
 
     specs: list[list[TensorSpec]] = []

@@ -1,0 +1,190 @@
+"""The whole system on a local Ray cluster, with a model of 40,000 parameters."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rlsys import Config, evaluate, export, train
+from rlsys.errors import ConfigError, ModelError, RunAborted
+from rlsys.record import read_rollouts
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+def config_of(model_path: Path, data_path: Path, folder: Path, overrides: Sequence[str] = ()) -> Config:
+    """A run of 4 steps of 4 groups of 4."""
+    base = [
+        f"model.path={model_path}",
+        f"data.path={data_path}",
+        f"run.folder={folder}",
+        "run.steps=4",
+        "data.max_prompt_tokens=8",
+        "rollout.max_new_tokens=8",
+        "rollout.replicas=2",
+        "rollout.slots=16",
+        "reward.fn=tests/ray/judges.py:digits",
+        "algorithm.group_size=4",
+        "train.groups_per_step=4",
+        "train.lr=1e-3",
+        "checkpoint.every=2",
+    ]
+    return Config.load([], [*base, *overrides])
+
+
+def rows_of(run_dir: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
+
+
+def weights_of(run_dir: Path, step: str = "latest") -> dict[str, torch.Tensor]:
+    folder = export(run_dir, run_dir / f"export-{step}", step)
+    return load_file(folder / "model.safetensors")
+
+
+def are_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    return max(float((a[k] - b[k]).abs().max()) for k in a)
+
+
+@pytest.fixture(scope="module")
+def whole_run(cluster, model_path, data_path, tmp_path_factory) -> Path:
+    """Four steps without interruption; several tests compare with it."""
+    config = config_of(model_path, data_path, tmp_path_factory.mktemp("runs"))
+    assert train(config, progress=False).steps == 4
+    return config.run_dir
+
+
+def test_a_run_leaves_everything_a_person_needs_in_its_folder(whole_run):
+    assert Config.load(whole_run / "config.resolved.yaml").run.steps == 4
+    metrics = rows_of(whole_run, "metrics.jsonl")
+    assert [row["step"] for row in metrics] == [1, 2, 3, 4]
+    assert {row["async/staleness_max"] for row in metrics} == {0}
+    kinds = [row["kind"] for row in rows_of(whole_run, "events.jsonl")]
+    assert kinds[-1] == "run_ended"
+    assert kinds.count("checkpoint_saved") == 2
+    records = read_rollouts(whole_run / "rollouts" / "step_000001.jsonl")
+    assert len(records) == 4
+    assert all(len(r.episodes) == 4 for r in records)
+    assert (whole_run / "logs" / "ray").is_dir()
+
+
+def test_the_sampler_and_the_trainer_agree_on_every_logprob(whole_run):
+    assert max(row["sampler/logp_diff_max"] for row in rows_of(whole_run, "metrics.jsonl")) < 1e-5
+
+
+def test_interrupted_after_any_step_and_resumed_the_weights_are_bit_for_bit_the_same(
+    whole_run, model_path, data_path, tmp_path
+):
+    for step in (1, 2, 3):
+        cut = ["run.name=cut-{step}", f"run.name=cut-{step}", f"checkpoint.every={step}"]
+        config = config_of(model_path, data_path, tmp_path, [*cut])
+        train(config, progress=False)
+        for later in (config.run_dir / "checkpoints").glob("step_*"):
+            if int(later.name[5:]) > step:
+                _remove(later)
+        resumed = config_of(model_path, data_path, tmp_path, [*cut, "run.resume=must"])
+        train(resumed, progress=False)
+        assert are_equal(weights_of(config.run_dir), weights_of(whole_run))
+
+
+def _remove(folder: Path) -> None:
+    for path in sorted(folder.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    folder.rmdir()
+
+
+def test_two_ranks_train_the_weights_of_one(whole_run, model_path, data_path, tmp_path):
+    config = config_of(model_path, data_path, tmp_path, ["train.ranks=2"])
+    train(config, progress=False)
+    assert furthest(weights_of(config.run_dir), weights_of(whole_run)) < 1e-5
+
+
+def test_the_exported_model_loads_in_transformers(whole_run, tmp_path):
+    folder = export(whole_run, tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert are_equal(dict(load_file(folder / "model.safetensors")), weights_of(whole_run))
+    assert model.num_parameters() > 10_000
+
+
+def test_evaluation_of_a_run_uses_its_latest_weights(whole_run, data_path):
+    result = evaluate(str(whole_run), data=str(data_path), samples=4, temperature=1.0, limit=8)
+    assert result.num_tasks == 8
+    assert 0 < result.mean <= result.best <= 1
+
+
+def test_stale_groups_stay_inside_the_bound_and_every_token_knows_its_version(model_path, data_path, tmp_path):
+    for change in ("between", "inflight"):
+        overrides = [
+            f"run.name={change}",
+            "asynchrony.max_staleness=2",
+            f"rollout.weight_change={change}",
+            "run.steps=6",
+        ]
+        config = config_of(model_path, data_path, tmp_path, overrides)
+        train(config, progress=False)
+        metrics = rows_of(config.run_dir, "metrics.jsonl")
+        assert max(row["async/staleness_max"] for row in metrics) <= 2
+        assert metrics[-1]["async/dropped"] == 0
+        records = [r for p in (config.run_dir / "rollouts").iterdir() for r in read_rollouts(p)]
+        turns = [t for r in records for e in r.episodes for j in e.trajectories for t in j.turns]
+        assert all(sum(s.num_tokens for s in t.versions) == len(t.output_ids) for t in turns)
+        if change == "between":
+            assert all(len(t.versions) == 1 for t in turns)
+
+
+def test_a_kl_term_starts_a_reference_and_is_zero_before_the_first_step(model_path, data_path, tmp_path):
+    config = config_of(model_path, data_path, tmp_path, ["algorithm.kl_coef=0.1"])
+    train(config, progress=False)
+    kl = [row["policy/kl_ref"] for row in rows_of(config.run_dir, "metrics.jsonl")]
+    assert kl[0] == pytest.approx(0.0, abs=1e-9)
+    assert kl[-1] > 0
+
+
+def test_the_driver_never_deserialises_a_payload(model_path, data_path, tmp_path):
+    from rlsys import types
+
+    seen: list[int] = []
+    rebuild = types.Episode.__setstate__
+
+    def spy(episode: types.Episode, state: object) -> None:
+        seen.append(os.getpid())
+        rebuild(episode, state)
+
+    types.Episode.__setstate__ = spy
+    try:
+        train(config_of(model_path, data_path, tmp_path), progress=False)
+        assert seen == []
+    finally:
+        types.Episode.__setstate__ = rebuild
+
+
+def test_a_model_that_does_not_exist_is_one_clear_error(model_path, data_path, tmp_path):
+    with pytest.raises(ModelError, match=r"/no/such/model"):
+        train(config_of(model_path, data_path, tmp_path, ["model.path=/no/such/model"]), progress=False)
+
+
+def test_a_judge_that_always_raises_ends_the_run_at_its_own_line(model_path, data_path, tmp_path):
+    overrides = ["reward.fn=tests/ray/judges.py:raises", "limits.max_failed_groups=2"]
+    with pytest.raises(RunAborted, match=r"this judge is broken.*judges\.py:\d+"):
+        train(config_of(model_path, data_path, tmp_path, overrides), progress=False)
+
+
+def test_more_than_the_cluster_has_is_refused_at_once(model_path, data_path, tmp_path):
+    with pytest.raises(ConfigError, match=r"needs .* CPUs and the cluster has 8"):
+        train(config_of(model_path, data_path, tmp_path, ["rollout.replicas=20"]), progress=False)
+
+
+def test_a_finished_run_is_never_overwritten(whole_run, model_path, data_path):
+    config = config_of(model_path, data_path, whole_run.parent)
+    with pytest.raises(ConfigError, match=r"holds a run already"):
+        train(config, progress=False)
