@@ -274,9 +274,11 @@ def test_a_stabilizer_edits_every_shard_before_clipping(model_path: str, two_ran
     assert halved[0]["stabilizer/elements"] == sum(w.numel() for w in weights.values())
 
 
-def test_bfloat16_computes_in_bfloat16_and_keeps_fp32_masters(model_path: str, two_ranks: TwoRanks) -> None:
+def test_bfloat16_computes_in_bfloat16_and_keeps_fp32_masters(
+    model_path: str, two_ranks: TwoRanks, tmp_path: Path
+) -> None:
     exact, exact_metrics, _ = on_one_rank(Job(model_path=model_path))
-    one, one_metrics, _ = on_one_rank(Job(model_path=model_path, dtype="bfloat16"))
+    one, one_metrics, _ = on_one_rank(Job(model_path=model_path, dtype="bfloat16", save=tmp_path))
     (two, two_metrics, _), _ = two_ranks(do_joined, Job(model_path=model_path, dtype="bfloat16"))
     for weights, metrics in ((one, one_metrics), (two, two_metrics)):
         assert metrics[0]["policy/entropy"] == pytest.approx(exact_metrics[0]["policy/entropy"], rel=0.02)
@@ -284,6 +286,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_fp32_masters(model_path: str, t
         name = "model.layers.0.mlp.up_proj.weight"
         assert not torch.equal(weights[name], weights[name].bfloat16().float())
         torch.testing.assert_close(weights[name], exact[name], rtol=0, atol=0.05)
+    assert_same(one, on_one_rank(Job(model_path=model_path, num_steps=0, load=tmp_path))[0])
 
 
 def test_an_export_loads_as_a_hugging_face_model(model_path: str, two_ranks: TwoRanks, tmp_path: Path) -> None:

@@ -132,8 +132,8 @@ def test_a_sliding_window_shorter_than_a_sample_is_refused() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_a_gpu_it_equals_the_cpu() -> None:
-    model, batch = tiny_qwen3(), micro_batch(some_samples(5))
+    model, batch, device = tiny_qwen3(), micro_batch(some_samples(5)), torch.device("cuda")
     expected_N, _ = trained_logprobs(model, batch, 1.0)
-    device = torch.device("cuda")
-    actual_N, _ = trained_logprobs(tiny_qwen3().to(device), batch.to(device), 1.0)
+    torch.nn.Module.to(model, device)
+    actual_N, _ = trained_logprobs(model, batch.to(device), 1.0)
     torch.testing.assert_close(actual_N.cpu(), expected_N, rtol=1e-4, atol=1e-4)

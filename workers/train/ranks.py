@@ -21,14 +21,13 @@ class Ranks:
         """
         self.rank, self.num_ranks = rank, num_ranks
         if num_ranks > 1:
-            backend = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
             timeout = timedelta(seconds=timeout_s)
-            dist.init_process_group(backend, init_method=address, rank=rank, world_size=num_ranks, timeout=timeout)
+            dist.init_process_group(_backend(), init_method=address, rank=rank, world_size=num_ranks, timeout=timeout)
 
     def mesh(self, device: torch.device) -> DeviceMesh:
         """The ranks as a one-dimensional mesh to shard over."""
         if not dist.is_initialized():
-            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+            dist.init_process_group(_backend(), store=HashStore(), rank=0, world_size=1)
         return init_device_mesh(device.type, (self.num_ranks,))
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -47,3 +46,7 @@ class Ranks:
         """Leave the group; idempotent."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _backend() -> str:
+    return "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
