@@ -48,8 +48,8 @@ def main() -> None:
         args=GRPOConfig(
             output_dir=str(Path(job["metrics"]).parent),
             max_steps=job["steps"],
-            per_device_train_batch_size=job["groups_per_step"] * job["group_size"],
-            gradient_accumulation_steps=1,
+            per_device_train_batch_size=job["micro_batch"],
+            gradient_accumulation_steps=job["groups_per_step"] * job["group_size"] // job["micro_batch"],
             num_generations=job["group_size"],
             max_completion_length=job["max_new_tokens"],
             temperature=job["temperature"],

@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Awaitable
 from dataclasses import dataclass
+from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -21,8 +22,8 @@ from rlsys.errors import ConfigError, DeadlineExceeded, RlsysError, WorkerDied, 
 T = TypeVar("T")
 RayActor: TypeAlias = Any
 """A Ray actor handle: has the methods of the actor's class, each with `.remote()`."""
-MAX_CONCURRENCY = 10_000
-"""Calls an actor may have open at once: permits, not this, bound what is in flight."""
+ASYNC_CALLS = 10_000
+"""Calls an async actor may have open at once: permits, not this, bound what is in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +99,10 @@ def node_ids() -> list[str]:
 def spawn(cls: type, resources: Resources, *args: object, node: str | None = None, **kwargs: object) -> RayActor:
     """Start `cls` as a Ray actor. It is never restarted behind our back: the failure policy decides.
 
-    The actor gets its thread count in the environment before anything is imported, and the driver's import path.
+    One with async methods serves many calls at once; any other serves one at a time, since Ray would start a thread for
+    each. The actor gets its thread count in the environment before anything is imported, and the driver's import path.
     """
+    is_async = any(map(iscoroutinefunction, vars(cls).values()))
     threads = str(resources.threads)
     environment = {
         "OMP_NUM_THREADS": threads,
@@ -113,7 +116,7 @@ def spawn(cls: type, resources: Resources, *args: object, node: str | None = Non
         num_cpus=resources.num_cpus,
         num_gpus=resources.num_gpus,
         max_restarts=0,
-        max_concurrency=MAX_CONCURRENCY,
+        max_concurrency=ASYNC_CALLS if is_async else 1,
         scheduling_strategy=strategy,
         runtime_env={"env_vars": environment},
     )

@@ -1,0 +1,99 @@
+"""The tiny policy's tokenizer, tasks, demonstrations and reward."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from examples.curve import draw_curve, running_mean
+from examples.sort.prepare import Recipe, accuracy, demonstrations, draw_digits, new_model, prepare, row_texts
+from examples.sort.reward import exact_sort
+from examples.sort.tokenizer import CHARACTERS, build_tokenizer
+
+TOY = Recipe(seed=3, steps=1, batch_size=8, num_train=16, num_eval=4)
+
+
+def test_every_character_is_one_id_and_comes_back():
+    tokenizer = build_tokenizer()
+    ids = tokenizer(CHARACTERS).input_ids
+    assert len(set(ids)) == len(CHARACTERS) == len(tokenizer) - 2 == 88
+    assert tokenizer.decode(ids) == CHARACTERS
+
+
+def test_a_prompt_is_seven_ids_without_a_start_token():
+    assert len(build_tokenizer()("385120>").input_ids) == 7
+
+
+def test_a_character_outside_the_vocabulary_is_refused():
+    with pytest.raises(Exception, match="UNK"):
+        build_tokenizer()("é")
+
+
+def test_decoding_leaves_the_end_token_out():
+    tokenizer = build_tokenizer()
+    ids = [*tokenizer("012358").input_ids, tokenizer.get_vocab()["<eos>"]]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "012358"
+
+
+def test_a_row_is_a_prompt_and_its_sorted_digits():
+    assert row_texts([3, 8, 5, 1, 2, 0]) == ("385120>", "012358")
+
+
+def test_evaluation_training_and_demonstrations_share_no_prompt():
+    parts = draw_digits(TOY)
+    prompts = [row_texts(digits)[0] for part in parts for digits in part.tolist()]
+    assert [len(p) for p in parts] == [4, 16, 8]
+    assert len(set(prompts)) == len(prompts)
+
+
+def test_demonstrations_mix_the_three_modes_in_the_shares_of_the_recipe():
+    recipe = Recipe(seed=0, steps=10, batch_size=100)
+    tokenizer = build_tokenizer()
+    _, _, digits = draw_digits(recipe)
+    texts = tokenizer.batch_decode(demonstrations(tokenizer, digits, recipe))
+    counts = {"right": 0, "descending": 0, "copy": 0}
+    for text in texts:
+        asked, _, answered = text.removesuffix("<eos>").partition(">")
+        ascending = "".join(sorted(asked))
+        counts["right" if answered == ascending else "descending" if answered == ascending[::-1] else "copy"] += 1
+        assert answered in (ascending, ascending[::-1], asked)
+    assert counts["right"] == pytest.approx(500, abs=50)
+    assert counts["descending"] == pytest.approx(250, abs=50)
+
+
+def test_the_policy_has_0_44_million_parameters():
+    model = new_model(build_tokenizer(), seed=0)
+    assert sum(p.numel() for p in model.parameters()) == 438_400
+
+
+def test_only_the_answer_and_nothing_else_is_rewarded():
+    assert exact_sort("012358", "012358") == 1.0
+    assert exact_sort("012385", "012358") == exact_sort("0123580", "012358") == exact_sort("", "012358") == 0.0
+
+
+def test_a_policy_that_knows_nothing_scores_nothing():
+    tokenizer = build_tokenizer()
+    digits = torch.tensor([[3, 8, 5, 1, 2, 0]])
+    assert accuracy(new_model(tokenizer, seed=0), tokenizer, digits, greedy=True) == 0.0
+
+
+def test_preparing_twice_gives_the_same_files_and_does_the_work_once(tmp_path):
+    figures = prepare(tmp_path, TOY)
+    written = (tmp_path / "model" / "model.safetensors").stat().st_mtime_ns
+    assert prepare(tmp_path, TOY) == figures
+    assert (tmp_path / "model" / "model.safetensors").stat().st_mtime_ns == written
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    assert len(rows) == TOY.num_train
+    assert set(rows[0]) == {"prompt", "answer"}
+    assert AutoTokenizer.from_pretrained(tmp_path / "model")("385120>").input_ids == [5, 10, 7, 3, 4, 2, 83]
+
+
+def test_a_running_mean_covers_what_there_is_so_far():
+    assert running_mean([1, 3, 5], window=2) == [1, 2, 4]
+
+
+def test_the_reward_curve_is_drawn_into_the_run_directory(tmp_path):
+    rows = [{"step": step, "reward/mean": step / 10} for step in range(1, 5)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert draw_curve(tmp_path, "title").read_bytes().startswith(b"\x89PNG")
