@@ -105,13 +105,11 @@ def find_latest(folder: Path) -> Path | None:
 
 def is_complete(checkpoint: Path) -> bool:
     """Is every file there, at the size it was written with?"""
-    manifest = checkpoint / "manifest.json"
-    if not manifest.is_file():
+    try:
+        sizes: dict[str, int] = json.loads((checkpoint / "manifest.json").read_bytes())
+        return all((checkpoint / name).stat().st_size == size for name, size in sizes.items())
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
         return False
-    return all(
-        (checkpoint / name).is_file() and (checkpoint / name).stat().st_size == size
-        for name, size in json.loads(manifest.read_text()).items()
-    )
 
 
 def read_state(checkpoint: Path) -> DriverState:

@@ -16,7 +16,7 @@ from rlsys.batch.plan import BatchPlan
 from rlsys.types import Acknowledged, Assignment, Group, PolicyVersion, Score, Task
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Published:
     """Receipt of one publish: relays hold, or are about to hold, these bytes."""
 
@@ -28,7 +28,7 @@ class Published:
     """Seconds the actor could not train because of it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TrainStats:
     """What one optimizer step reports. Keys of `metrics` are full metric names, e.g. `optim/grad_norm`."""
 
@@ -37,7 +37,7 @@ class TrainStats:
     """Seconds of compute on the slowest rank."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Busy:
     """When one worker worked on one thing: seconds of that machine's monotonic clock, comparable per worker only."""
 
@@ -46,7 +46,7 @@ class Busy:
     end_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RolledOut:
     """A rolled-out group, not judged yet."""
 
@@ -54,7 +54,7 @@ class RolledOut:
     busy: Busy
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Judged:
     """One score per episode of a group, in order."""
 
@@ -141,7 +141,7 @@ class Actor(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Workers:
     """Everything the driver talks to."""
 

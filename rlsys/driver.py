@@ -95,14 +95,18 @@ class Driver:
         """Load a checkpoint into all parts; returns its version, for `run`, which publishes it before it admits
         anything.
 
+        Finished groups that a smaller queue or a shorter run has no room for are rolled out again when their turn comes.
         Raises `CheckpointError`, or `DataError` if the tasks have changed since.
         """
         state = read_state(checkpoint)
         await self.workers.actor.load(checkpoint / "actor")
+        num_groups = max(0, self.steps - state.version) * self.queue.groups_per_step
+        fitting = [e.serial for e in state.ledger.pending[: min(self.queue.capacity, num_groups)]]
         groups = await self.workers.actor.load_groups(checkpoint / "groups.jsonl")
+        finished = [group for group in groups if group.serial in fitting]
         self.weights.published |= state.published
-        self.ledger.restore(state.ledger, {group.serial for group in groups})
-        self.queue.restore(state.version, (self.steps - state.version) * self.queue.groups_per_step, groups)
+        self.ledger.restore(state.ledger, {group.serial for group in finished})
+        self.queue.restore(state.version, num_groups, finished, fitting)
         self.checkpoints.last_saved = state.version
         return state.version
 
@@ -197,7 +201,7 @@ class Driver:
         version = start
         while version < self.steps and not self._stopping:
             with self._clock.span("wait_batch"):
-                groups = await self.queue.take(version=version)
+                groups = await self.queue.take(version=version, on_stale=self._drop_stale)
             assigned = [tuple(self.algorithm.advantages(group)) for group in groups]
             with self._clock.span("annotate"):
                 groups = await self._annotated(groups)
@@ -214,6 +218,11 @@ class Driver:
             await self._record(version, tasks, groups, assigned)
             await self._maybe_save(version)
         return version
+
+    def _drop_stale(self, group: Group) -> None:
+        self.ledger.drop(group.serial)
+        detail = f"tokens of version {group.oldest_version} are older than the staleness bound allows"
+        self.events.emit(GroupDropped(group.serial, group.task_id, "stale", detail))
 
     async def _annotated(self, groups: list[Group]) -> list[Group]:
         for signal in sorted(self.algorithm.signals):

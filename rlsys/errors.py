@@ -84,6 +84,8 @@ class NoProgress(RlsysError):
 
 
 class Interrupted(RlsysError):
-    """The user asked to stop; the step in hand was finished and saved."""
+    """The user asked to stop, by `signal`; the step in hand was finished and saved."""
 
-    exit_code = 130
+    def __init__(self, message: str, signal: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal

@@ -148,7 +148,8 @@ async def _train(config: Config, checkpoint: Path | None, events: Events, began:
         with _interruptible(driver) as interrupted:
             reached = await driver.run(start)
         if interrupted:
-            raise Interrupted(f"interrupted after step {reached}, which is saved; go on with run.resume=auto")
+            saved = f"interrupted after step {reached}, which is saved; go on with run.resume=auto"
+            raise Interrupted(saved, interrupted[0])
     finally:
         await crew.close()
         cluster.close()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -109,22 +109,26 @@ class StreamingQueue:
                     del self._open[permit.serial]
                 self._give_back(permit.reason)
 
-    def restore(self, version: PolicyVersion, num_groups: int, groups: Sequence[Group]) -> None:
-        """Start over at `version` with `num_groups` left to consume, finished groups of an earlier session among
-        them."""
-        self.version, self.num_groups = version, num_groups
-        self._free = deque([version] * self.capacity)
-        for group in groups:
-            self._free.popleft()
-            self._num_admitted += 1
-            self._open[group.serial] = group
+    def restore(
+        self, version: PolicyVersion, num_groups: int, finished: Sequence[Group], pending: Iterable[int]
+    ) -> None:
+        """Start over at `version` with `num_groups` left to consume, the `finished` of an earlier session among them.
 
-    async def take(self, *, version: PolicyVersion) -> list[Group]:
+        `pending` are serials that session had issued and not finished: they keep their place in the order, so that
+        nothing younger is taken before they are issued again.
+        """
+        self.version, self.num_groups = version, num_groups
+        self._free = deque([version] * (self.capacity - len(finished)))
+        self._num_admitted = len(finished)
+        self._open = {**dict.fromkeys(pending), **{group.serial: group for group in finished}}
+
+    async def take(self, *, version: PolicyVersion, on_stale: Callable[[Group], None]) -> list[Group]:
         """The next step's groups, oldest first.
 
         Waits for a finished group less than `window` serials past the oldest open one. Unblocked by producers
         submitting or dropping.
-        A group with a token more than `staleness_bound` versions behind `version` is dropped as `stale`.
+        A group with a token more than `staleness_bound` versions behind `version` is dropped as `stale`, and handed to
+        `on_stale`.
         """
         taken: list[Group] = []
         while len(taken) < self.groups_per_step:
@@ -135,6 +139,7 @@ class StreamingQueue:
             del self._open[group.serial]
             if version - group.oldest_version > self.staleness_bound:
                 self._give_back("stale")
+                on_stale(group)
             else:
                 taken.append(group)
         return taken

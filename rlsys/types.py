@@ -38,7 +38,7 @@ Prompt: TypeAlias = "str | tuple[Message, ...]"
 """Plain text, fed to the tokenizer as it is, or messages, rendered with the model's chat template."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Task:
     """One row to solve and what judges it."""
 
@@ -50,7 +50,7 @@ class Task:
     """Every other column of the row; reward functions pick from it by name."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Assignment:
     """One Task handed out for rollout: what a Permit turns into."""
 
@@ -65,7 +65,7 @@ class Assignment:
     """Sampling seed of the group; same seed and weights, same tokens, whatever replica runs it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn. `temperature` 0 is greedy; logprobs are those of this distribution, not of the raw
     logits."""
@@ -75,7 +75,7 @@ class Sampling:
     max_new_tokens: int = 256
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class VersionSpan:
     """A run of consecutive tokens sampled from one policy version."""
 
@@ -91,7 +91,7 @@ class OutcomeKind(StrEnum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Outcome:
     """How a trajectory ended. A failure is never a reward of 0: it leaves the group's statistics altogether."""
 
@@ -115,7 +115,7 @@ def failed(reason: str) -> Outcome:
 # ------------------------------------------------------------------------------------------------------------ payload
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Turn:
     """One policy call: prompt ids in; output ids with a logprob and a policy version per token out."""
 
@@ -129,7 +129,7 @@ class Turn:
     """`output_ids` decoded, special tokens left out."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Trajectory:
     """The ordered turns of one agent."""
 
@@ -142,7 +142,7 @@ class Trajectory:
     """Index of the trajectory that spawned this one; None for the root."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Episode:
     """All trajectories of one session: a tree with the lead at index 0."""
 
@@ -152,7 +152,7 @@ class Episode:
 # ----------------------------------------------------------------------------------------------------------- metadata
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SampleMeta:
     """The lengths of one sample: a prompt that is not trained, then a completion of which some tokens are."""
 
@@ -163,7 +163,7 @@ class SampleMeta:
     """Equal for samples whose prompt ids are equal: they share one prefix pass."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TrajectoryMeta:
     """What the driver knows of a Trajectory."""
 
@@ -174,7 +174,7 @@ class TrajectoryMeta:
     samples: tuple[SampleMeta, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EpisodeMeta:
     """What the driver knows of an Episode."""
 
@@ -185,7 +185,7 @@ class EpisodeMeta:
         return any(t.outcome.is_failed for t in self.trajectories)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Acknowledged:
     """A replica's word that it held exactly these weights when it sampled."""
 
@@ -194,7 +194,7 @@ class Acknowledged:
     hash: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Group:
     """The episodes of one task that are compared with each other: metadata and a reference to the payload.
 
@@ -244,7 +244,7 @@ class Group:
         return replace(self, episodes=tuple(_scored(e, s) for e, s in zip(self.episodes, scores, strict=True)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Score:
     """What judging one episode gave: a finite value, or None and the reason there is none."""
 

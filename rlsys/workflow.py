@@ -60,6 +60,8 @@ class Agent:
         policy = self._session.policy
         if isinstance(prompt, str) and not self._said:
             return (await self._turn(self._ids + policy.encode(prompt))).text
+        if self.turns and not self._said:
+            raise ValueError(f"agent {self.name!r} began with plain text and cannot go on with messages")
         new: tuple[Message, ...] = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
         said = (*self._said, *new)
         ids = policy.extend(self._ids, self._said, new) if self.turns else policy.encode(said)
@@ -104,7 +106,9 @@ class Session:
         (agent or self.agents[0]).reward = float(value)
 
     def episode(self) -> Episode:
-        """What was recorded."""
+        """What was recorded. Raises `ValueError` if nobody was there to speak."""
+        if not self.agents:
+            raise ValueError("the workflow made no agent: call session.agent(...) in it")
         return Episode(tuple(agent.trajectory() for agent in self.agents))
 
 

@@ -7,7 +7,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+
+import ray
 
 from rlsys.algorithm import Algorithm, Assigned, Signal
 from rlsys.batch.plan import Denominators, MicroBatchPlan
@@ -16,6 +18,7 @@ from rlsys.errors import CheckpointError
 from rlsys.record import GroupRecord, RolloutRecord, read_groups, write_groups, write_rollouts
 from rlsys.types import Episode, Group, PolicyVersion, Task
 from workers.cluster import Resources, free_port
+from workers.streams import Places
 
 if TYPE_CHECKING:
     from workers.train.base import TrainBackend
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from workers.transport.object_store import ObjectStorePublisher
 
 T = TypeVar("T")
+Payload: TypeAlias = tuple[Episode, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,20 +77,20 @@ class ActorRank:
         denominators: Denominators,
         indices: Sequence[int],
         signals: Sequence[Signal],
-        *data: Any,  # noqa: ANN401  (Ray passes payloads, then columns)
+        places: Places,
+        *chunks: Sequence[Any],
     ) -> TrainStats:
         """One optimizer step.
 
-        `data` are the payloads of the step's groups `indices`, then for each signal the columns of those groups:
-        separate arguments, so that Ray fetches them before the call.
+        `places` tells where in `chunks` the payloads of the step's groups `indices` lie, and after them, for each
+        signal, the columns of those groups.
         """
         from rlsys.batch.tensors import StepData
 
         start_s = time.monotonic()
-        payloads, *rows = (data[i : i + len(indices)] for i in range(0, len(data), len(indices)))
-        columns = [dict(zip(signals, column, strict=True)) for column in zip(*rows, strict=True)] or [
-            {} for _ in indices
-        ]
+        data, size = places.pick(chunks), len(indices)
+        payloads, *rows = (data[i : i + size] for i in range(0, len(data), size))
+        columns = [dict(zip(signals, of_group, strict=True)) for of_group in zip(*rows, strict=True)] or [{}] * size
         step = StepData(_spread(payloads, indices, ()), _spread(columns, indices, {}))
         metrics = self.backend.train_step(
             plan, denominators, step, self._spec.algorithm, temperature=self._spec.temperature
@@ -120,29 +124,25 @@ class ActorRank:
         tasks: Sequence[Task],
         groups: Sequence[Group],
         assigned: Sequence[Sequence[Assigned]],
-        *payloads: tuple[Episode, ...],
+        places: Places,
+        *chunks: tuple[Payload, ...],
     ) -> None:
         """Write what a step trained, for people to read."""
-        rows = zip(tasks, groups, payloads, assigned, strict=True)
+        rows = zip(tasks, groups, places.pick(chunks), assigned, strict=True)
         write_rollouts(path, (RolloutRecord.of(step, t, g, p, a) for t, g, p, a in rows))
 
-    def save_groups(self, path: Path, groups: Sequence[Group], *payloads: tuple[Episode, ...]) -> None:
+    def save_groups(self, path: Path, groups: Sequence[Group], places: Places, *chunks: tuple[Payload, ...]) -> None:
         """Write groups with their payloads. Raises `CheckpointError` if the disk will not have them."""
         try:
-            write_groups(path, map(GroupRecord, groups, payloads))
+            write_groups(path, map(GroupRecord, groups, places.pick(chunks)))
         except OSError as error:
             raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
 
-    def count_groups(self, path: Path) -> int:
-        """How many groups a file holds."""
-        with path.open("rb") as lines:
-            return sum(1 for _ in lines)
-
-    def load_groups(self, path: Path) -> tuple[object, ...] | list[Group]:
-        """The groups of a file without payloads, then each payload."""
+    @ray.method(num_returns=2)
+    def load_groups(self, path: Path) -> tuple[list[Group], tuple[Payload, ...]]:
+        """The groups of a file without payloads, and the payloads."""
         records = read_groups(path)
-        groups = [record.group for record in records]
-        return (groups, *(record.episodes for record in records)) if records else groups
+        return [record.group for record in records], tuple(record.episodes for record in records)
 
 
 def _spread(values: Sequence[T], indices: Sequence[int], empty: T) -> list[T]:

@@ -123,7 +123,7 @@ def spawn(cls: type, resources: Resources, *args: object, node: str | None = Non
     return remote.remote(*args, **kwargs)
 
 
-async def call(ref: Awaitable[T], worker: str, phase: str, deadline_s: float) -> T:
+async def call(ref: Awaitable[T], worker: str, phase: str, deadline_s: float | None = None) -> T:
     """The result of a remote call.
 
     Raises `DeadlineExceeded`, `WorkerDied`, or the `RlsysError` the worker itself raised; anything else a worker raised

@@ -1,7 +1,7 @@
 """The driver's view of the Ray actors: implements `rlsys.contracts`. The only place with `.remote()` besides transport.
 
-A group's payload is the second return value of the rollout's call, so the driver owns it (it survives the replica)
-and holds only a reference; what the driver awaits is the first, the metadata.
+A group's payload is a return value of the rollout's call, so the driver owns it (it survives the replica); but the
+driver holds only a reference, and reads only the other return value, the metadata.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from pathlib import Path
 from typing import TypeVar
 
 import ray
+from ray import ObjectRefGenerator
 
 from rlsys.algorithm import Assigned, Signal
 from rlsys.batch.plan import BatchPlan
 from rlsys.contracts import Judged, Published, RolledOut, TrainStats
 from rlsys.errors import RlsysError, RunAborted
 from rlsys.types import Acknowledged, Assignment, Group, PolicyVersion, Task
+from rlsys.weights import with_deadline
 from workers.cluster import RayActor, call
+from workers.streams import CallStream, PayloadRef, placed
 
 T = TypeVar("T")
 
@@ -35,19 +38,24 @@ class Member:
     """One actor of a pool. A replacement gets a new name, so that an old failure is never taken for its own."""
 
     index: int
+    generation: int
+    """Members that had this place before it."""
     name: str
     actor: RayActor
+    calls: CallStream
     num_running: int = 0
 
 
 class Pool:
     """Actors of one kind, any of which can do the next piece of work."""
 
-    def __init__(self, kind: str, size: int, start: Callable[[str], RayActor]) -> None:
-        """`start(name)` makes one actor; it must have a `setup` method, which `ready` awaits."""
-        self._kind, self._start = kind, start
-        self._num_started = 0
-        self.members = [self._new(i) for i in range(size)]
+    def __init__(self, kind: str, phase: str, size: int, start: Callable[[str], RayActor], lease_s: float) -> None:
+        """`start(name)` makes one actor; it must have a `setup` method, which `ready` awaits, and a `close` method.
+
+        `lease_s` is the deadline of one piece of work, `phase` its name in errors.
+        """
+        self._kind, self._phase, self._start, self._lease_s = kind, phase, start, lease_s
+        self.members = [self._member(i) for i in range(size)]
 
     async def ready(self) -> None:
         """Return once every member is set up. Raises what the first one to fail raised."""
@@ -58,7 +66,7 @@ class Pool:
         for i, member in enumerate(self.members):
             if member.name == worker:
                 ray.kill(member.actor)
-                self.members[i] = self._new(i)
+                self.members[i] = self._member(i, member.generation + 1)
                 await self._set_up(self.members[i])
                 return
         if not worker.startswith(self._kind):
@@ -70,59 +78,62 @@ class Pool:
         """End every member, orderly where it answers."""
         await asyncio.gather(*(end(m.actor, m.name) for m in self.members))
 
-    def _new(self, index: int) -> Member:
-        name = f"{self._kind}-{index}" + (
-            f".{self._num_started // len(self.members)}" if hasattr(self, "members") else ""
-        )
-        self._num_started += 1
-        return Member(index, name, self._start(name))
+    def _member(self, index: int, generation: int = 0) -> Member:
+        name = f"{self._kind}-{index}" + (f".{generation}" if generation else "")
+        actor = self._start(name)
+        calls = CallStream(name, self._phase, lambda requests: self._send(actor, requests))
+        return Member(index, generation, name, actor, calls)
 
     async def _set_up(self, member: Member) -> None:
         await call(member.actor.setup.remote(), member.name, "setting up", SET_UP_S)
 
-    def least_loaded(self) -> Member:
-        return min(self.members, key=lambda m: (m.num_running, m.index))
+    def _send(self, actor: RayActor, requests: list) -> ObjectRefGenerator:
+        """One streaming call for these requests; see `workers.streams.answer_in_chunks`."""
+        raise NotImplementedError
+
+    async def _do(self, request: object, phase: str) -> tuple[object, PayloadRef]:
+        """Let the member with the least to do answer one request, within the lease."""
+        member = min(self.members, key=lambda m: (m.num_running, m.index))
+        member.num_running += 1
+        try:
+            return await with_deadline(member.calls.call(request), self._lease_s, member.name, phase)
+        finally:
+            member.num_running -= 1
 
 
 class RolloutPool(Pool):
     """Implements `Rollouts`."""
 
     def __init__(self, size: int, start: Callable[[str], RayActor], lease_s: float) -> None:
-        super().__init__("rollout", size, start)
-        self._lease_s = lease_s
+        super().__init__("rollout", "rolling out", size, start, lease_s)
 
     async def run(self, assignment: Assignment) -> RolledOut:
-        member = self.least_loaded()
-        member.num_running += 1
-        try:
-            metadata, payload = member.actor.run.remote(assignment)
-            done = await call(metadata, member.name, f"rolling out group {assignment.serial}", self._lease_s)
-        finally:
-            member.num_running -= 1
+        done, payload = await self._do(assignment, f"rolling out group {assignment.serial}")
+        assert isinstance(done, RolledOut)
         return RolledOut(replace(done.group, payload=payload), done.busy)
 
     async def versions(self) -> Sequence[Acknowledged]:
-        held = await asyncio.gather(
-            *(call(m.actor.held.remote(), m.name, "telling its version", 10.0) for m in self.members)
-        )
-        return [a for a in held if a is not None]
+        calls = [call(m.actor.held.remote(), m.name, "telling its version", self._lease_s) for m in self.members]
+        return [held for held in await asyncio.gather(*calls) if held is not None]
+
+    def _send(self, actor: RayActor, requests: list[Assignment]) -> ObjectRefGenerator:
+        return actor.run.remote(requests)
 
 
 class RewardPool(Pool):
     """Implements `Rewards`."""
 
     def __init__(self, size: int, start: Callable[[str], RayActor], lease_s: float) -> None:
-        super().__init__("reward", size, start)
-        self._lease_s = lease_s
+        super().__init__("reward", "judging", size, start, lease_s)
 
     async def score(self, task: Task, group: Group) -> Judged:
-        member = self.least_loaded()
-        member.num_running += 1
-        try:
-            ref = member.actor.score.remote(task, group.payload)
-            return await call(ref, member.name, f"judging group {group.serial}", self._lease_s)
-        finally:
-            member.num_running -= 1
+        judged, _ = await self._do((task, group.payload), f"judging group {group.serial}")
+        assert isinstance(judged, Judged)
+        return judged
+
+    def _send(self, actor: RayActor, requests: list[tuple[Task, object]]) -> ObjectRefGenerator:
+        places, chunks = placed([payload for _, payload in requests])
+        return actor.score.remote([task for task, _ in requests], places, *chunks)
 
 
 class ReferenceHandle:
@@ -140,11 +151,10 @@ class ReferenceHandle:
         ray.kill(self._actor)
 
     async def annotate(self, groups: Sequence[Group], signal: Signal) -> list[Group]:
-        refs = self._actor.annotate.options(num_returns=len(groups) + 1).remote(*(g.payload for g in groups))
-        await call(refs[0], "reference", f"scoring {len(groups)} groups", self._deadline_s)
-        return [
-            replace(group, columns={**group.columns, signal: ref}) for group, ref in zip(groups, refs[1:], strict=True)
-        ]
+        places, chunks = placed([g.payload for g in groups])
+        receipt, column = self._actor.annotate.remote(places, *chunks)
+        await call(receipt, "reference", f"scoring {len(groups)} groups", self._deadline_s)
+        return [replace(g, columns={**g.columns, signal: PayloadRef(column, i)}) for i, g in enumerate(groups)]
 
 
 async def end(actor: RayActor, name: str) -> None:
@@ -174,9 +184,9 @@ class ActorHandle:
         def start(rank: RayActor, r: int) -> Awaitable[TrainStats]:
             needed = sorted({ref.group for micro_batch in plan.ranks[r] for ref in micro_batch.samples})
             signals = sorted(groups[0].columns)
-            columns = [groups[i].columns[signal] for signal in signals for i in needed]
-            payloads = [groups[i].payload for i in needed]
-            return rank.train_step.remote(plan.ranks[r], plan.denominators, needed, signals, *payloads, *columns)
+            data = [[groups[i].payload for i in needed], *([groups[i].columns[s] for i in needed] for s in signals)]
+            places, chunks = placed([ref for row in data for ref in row])
+            return rank.train_step.remote(plan.ranks[r], plan.denominators, needed, signals, places, *chunks)
 
         stats = await self._all("training a step", start)
         return TrainStats(stats[0].metrics, max(s.train_s for s in stats))
@@ -203,20 +213,19 @@ class ActorHandle:
         groups: Sequence[Group],
         assigned: Sequence[Sequence[Assigned]],
     ) -> None:
-        ref = self._ranks[0].record.remote(path, step, tasks, _bare(groups), assigned, *(g.payload for g in groups))
+        places, chunks = placed([g.payload for g in groups])
+        ref = self._ranks[0].record.remote(path, step, tasks, _bare(groups), assigned, places, *chunks)
         await call(ref, "actor-0", f"writing {path.name}", self._deadline_s)
 
     async def save_groups(self, path: Path, groups: Sequence[Group]) -> None:
-        ref = self._ranks[0].save_groups.remote(path, _bare(groups), *(g.payload for g in groups))
+        places, chunks = placed([g.payload for g in groups])
+        ref = self._ranks[0].save_groups.remote(path, _bare(groups), places, *chunks)
         await call(ref, "actor-0", f"writing {path.name}", self._deadline_s)
 
     async def load_groups(self, path: Path) -> list[Group]:
-        count = self._ranks[0].count_groups.remote(path)
-        num_groups = await call(count, "actor-0", f"reading {path.name}", self._deadline_s)
-        refs = self._ranks[0].load_groups.options(num_returns=num_groups + 1).remote(path)
-        metadata, *payloads = refs if num_groups else [refs]
+        metadata, chunk = self._ranks[0].load_groups.remote(path)
         bare = await call(metadata, "actor-0", f"reading {path.name}", self._deadline_s)
-        return [replace(group, payload=payload) for group, payload in zip(bare, payloads, strict=True)]
+        return [replace(group, payload=PayloadRef(chunk, i)) for i, group in enumerate(bare)]
 
     async def _all(
         self, phase: str, start: Callable[[RayActor, int], Awaitable[T]], deadline_s: float | None = None

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import ray
 
 from rlsys.contracts import Busy, Judged
 from rlsys.types import Acknowledged, Assignment, Episode, Sampling, Task
 from workers.cluster import RayActor, Resources
+from workers.streams import Places, answer_in_chunks
 
 if TYPE_CHECKING:
-    from rlsys.contracts import RolledOut
     from rlsys.weights import Manifest
+
+Payload: TypeAlias = tuple[Episode, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +70,9 @@ class RolloutActor:
             self._name, engine, policy, load_workflow(spec.workflow), puller, spec.weight_change
         )
 
-    @ray.method(num_returns=2)
-    async def run(self, assignment: Assignment) -> tuple[RolledOut, tuple[Episode, ...]]:
-        return await self._worker.run(assignment)
+    async def run(self, assignments: list[Assignment]) -> AsyncIterator[object]:
+        async for part in answer_in_chunks(assignments, self._worker.run):
+            yield part
 
     async def held(self) -> Acknowledged | None:
         return self._worker.acknowledged
@@ -92,10 +94,15 @@ class RewardActor:
         self._worker = RewardWorker(function, processes, timeout_s, name=self._name)
         await self._worker.start()
 
-    async def score(self, task: Task, payload: tuple[Episode, ...]) -> Judged:
+    async def score(self, tasks: list[Task], places: Places, *chunks: tuple[Payload, ...]) -> AsyncIterator[object]:
+        requests = list(zip(tasks, places.pick(chunks), strict=True))
+        async for part in answer_in_chunks(requests, self._judged):
+            yield part
+
+    async def _judged(self, request: tuple[Task, Payload]) -> tuple[Judged, None]:
         start_s = time.monotonic()
-        scores = await self._worker.score(task, payload)
-        return Judged(scores, Busy(self._name, start_s, time.monotonic()))
+        scores = await self._worker.score(*request)
+        return Judged(scores, Busy(self._name, start_s, time.monotonic())), None
 
     async def close(self) -> None:
         await self._worker.close()
@@ -138,6 +145,7 @@ class ReferenceActor:
         torch.set_num_threads(self._resources.threads)
         self._worker = ReferenceWorker(*self._arguments)
 
-    def annotate(self, *payloads: tuple[Episode, ...]) -> tuple[object, ...]:
-        """A receipt, then the column of each group."""
-        return (len(payloads), *(self._worker.logprobs(payload) for payload in payloads))
+    @ray.method(num_returns=2)
+    def annotate(self, places: Places, *chunks: tuple[Payload, ...]) -> tuple[int, tuple[object, ...]]:
+        """A receipt, and the column of each group."""
+        return len(places.of), tuple(self._worker.logprobs(payload) for payload in places.pick(chunks))

@@ -107,18 +107,23 @@ class RolloutWorker:
     async def _play(self, assignment: Assignment) -> tuple[Episode, ...]:
         sessions = [Session(assignment.task, self._policy, assignment.seed, e) for e in range(assignment.size)]
         try:
-            async with asyncio.TaskGroup() as episodes:
-                for session in sessions:
-                    episodes.create_task(self._workflow.run(session))
+            async with asyncio.TaskGroup() as group:
+                episodes = [group.create_task(self._episode(session)) for session in sessions]
         except ExceptionGroup as errors:
-            raise self._named(errors.exceptions[0], assignment) from None
-        return tuple(session.episode() for session in sessions)
+            raise self._named(errors, assignment) from None
+        return tuple(episode.result() for episode in episodes)
+
+    async def _episode(self, session: Session) -> Episode:
+        await self._workflow.run(session)
+        return session.episode()
 
     def _named(self, error: Exception, assignment: Assignment) -> RlsysError:
-        """A user's bug becomes a `WorkflowError` that ends at the user's own line; ours pass as they are."""
+        """A user's bug becomes a `WorkflowError` that shows the way from the workflow to it; ours pass as they are."""
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
         if isinstance(error, RlsysError):
             return error
-        frames = "".join(traceback.format_list(traceback.extract_tb(error.__traceback__)[-3:]))
+        frames = "".join(traceback.format_tb(error.__traceback__))
         what = f"{type(error).__name__}: {error}\n{frames}"
         return WorkflowError(self.name, f"running {type(self._workflow).__name__} on task {assignment.task.id}", what)
 

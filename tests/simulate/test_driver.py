@@ -10,13 +10,13 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from world import Recorder, driver_on
 
 from rlsys.checkpoint import find_latest
 from rlsys.driver import Driver
 from rlsys.errors import CheckpointError, NoProgress, RunAborted
 from rlsys.events import Event, GroupDropped, StepDone, WorkerRestarted
 from rlsys.testing import FakeWorld, Fault, run_virtual
+from tests.simulate.world import Recorder, driver_on
 
 
 def latencies(seed: int, longest_s: float):

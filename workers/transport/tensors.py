@@ -20,8 +20,10 @@ Bucket: TypeAlias = list[np.ndarray]
 BUCKET_BYTES = 256 << 20
 
 
-def pack(version: PolicyVersion, weights: Mapping[str, Tensor]) -> tuple[Manifest, list[Bucket]]:
-    """Describe and lay out `weights`, in name order, in buckets of about `BUCKET_BYTES`; host tensors are not
+def pack(
+    version: PolicyVersion, weights: Mapping[str, Tensor], bucket_bytes: int = BUCKET_BYTES
+) -> tuple[Manifest, list[Bucket]]:
+    """Describe and lay out `weights`, in name order, in buckets of about `bucket_bytes`; host tensors are not
     copied."""
     import torch
 
@@ -34,7 +36,7 @@ def pack(version: PolicyVersion, weights: Mapping[str, Tensor]) -> tuple[Manifes
         if data.nbytes > room:
             specs.append([])
             buckets.append([])
-            room = BUCKET_BYTES
+            room = bucket_bytes
         specs[-1].append(TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
         buckets[-1].append(data)
         room -= data.nbytes

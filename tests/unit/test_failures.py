@@ -1,0 +1,65 @@
+"""The table of decisions: what a failure leads to."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlsys.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    NothingToTrain,
+    RlsysError,
+    TaskTooLong,
+    TrainingError,
+    WeightsMismatch,
+    WorkerDied,
+    WorkerError,
+    WorkflowError,
+)
+from rlsys.failures import Abort, Drop, FailurePolicy, Retry
+
+POLICY = FailurePolicy(max_attempts=3, max_failed_groups=4)
+MACHINE = [kind("rollout-1", "rolling out", "it broke") for kind in (WorkerDied, DeadlineExceeded, WeightsMismatch)]
+TASK = [TaskTooLong("rollout-1", "encoding", "it is long"), NothingToTrain("it is void")]
+
+
+def name(error: RlsysError) -> str:
+    return type(error).__name__
+
+
+@pytest.mark.parametrize("attempt", [1, 2])
+@pytest.mark.parametrize("error", MACHINE, ids=name)
+def test_what_a_machine_broke_is_tried_again_on_a_new_worker(error, attempt):
+    assert POLICY.decide(error, attempt=attempt, dropped_in_a_row=99) == Retry(restart="rollout-1")
+
+
+@pytest.mark.parametrize("error", MACHINE, ids=name)
+def test_a_machine_that_breaks_every_time_ends_the_run(error):
+    message = "gave up after 3 attempts at one group; the last failure: rollout-1 while rolling out: it broke"
+    assert POLICY.decide(error, attempt=3, dropped_in_a_row=0) == Abort(message)
+
+
+@pytest.mark.parametrize(("error", "reason"), zip(TASK, ["too_long", "failed"], strict=True), ids=["long", "void"])
+@pytest.mark.parametrize("dropped_in_a_row", [0, 2])
+def test_what_a_task_broke_is_dropped_under_its_reason(error, reason, dropped_in_a_row):
+    assert POLICY.decide(error, attempt=1, dropped_in_a_row=dropped_in_a_row) == Drop(reason)
+
+
+@pytest.mark.parametrize("error", TASK, ids=name)
+def test_too_many_drops_in_a_row_end_the_run(error):
+    message = f"4 groups were dropped one after the other; the last failure: {error}"
+    assert POLICY.decide(error, attempt=1, dropped_in_a_row=3) == Abort(message)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (WorkflowError("rollout-1", "running W", "KeyError: 'x'"), "rollout-1 while running W: KeyError: 'x'"),
+        (WorkerError("actor-0", "training", "out of memory"), "actor-0 while training: out of memory"),
+        (TrainingError("the loss is nan"), "unexpected: the loss is nan"),
+        (ConfigError("train.lr"), "unexpected: train.lr"),
+    ],
+    ids=["WorkflowError", "WorkerError", "TrainingError", "ConfigError"],
+)
+def test_what_only_a_person_can_mend_ends_the_run_at_once(error, message):
+    assert POLICY.decide(error, attempt=1, dropped_in_a_row=0) == Abort(message)

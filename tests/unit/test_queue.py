@@ -1,0 +1,301 @@
+"""The streaming queue: permits pace, serials order, versions bound, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlsys.queue import StreamingQueue
+from rlsys.testing import run_virtual
+from rlsys.types import Group
+from tests.groups import group
+
+
+def queue_of(
+    *, groups_per_step: int = 2, max_staleness: int = 0, window: int = 1, version: int = 0, num_groups: int = 100
+) -> StreamingQueue:
+    return StreamingQueue(groups_per_step, max_staleness, window, version, num_groups)
+
+
+def no_stale(group: Group) -> None:
+    raise AssertionError(f"group {group.serial} is stale")
+
+
+@dataclass
+class Producers:
+    """One task per permit that was ever waited for; each holds its permit until told what to do with it."""
+
+    queue: StreamingQueue
+    admitted: list[int] = field(default_factory=list)
+    """Versions of the permits handed out, in order."""
+    _told: dict[int, asyncio.Future[Group | None]] = field(default_factory=dict)
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def start(self, serials: Sequence[int]) -> None:
+        for serial in serials:
+            self._told[serial] = asyncio.get_running_loop().create_future()
+            self._tasks.append(asyncio.create_task(self._produce(serial)))
+
+    async def _produce(self, serial: int) -> None:
+        async with self.queue.permit() as permit:
+            self.admitted.append(permit.version)
+            permit.open(serial)
+            done = await self._told[serial]
+            if done is not None:
+                permit.submit(done)
+
+    async def finish(self, *serials: int, versions: Sequence[int] = (0,)) -> None:
+        for serial in serials:
+            self._told[serial].set_result(group(serial, versions=versions))
+        await settled()
+
+    async def drop(self, serial: int) -> None:
+        self._told[serial].set_result(None)
+        await settled()
+
+    def cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+
+async def settled() -> None:
+    """Let every task go as far as it can."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def played(queue: StreamingQueue, scenario: Callable[[Producers], Awaitable[None]], num_producers: int = 6) -> None:
+    """Run `scenario` beside producers of serials 0, 1, ..."""
+
+    async def main() -> None:
+        producers = Producers(queue)
+        producers.start(range(num_producers))
+        await settled()
+        await scenario(producers)
+        producers.cancel()
+
+    run_virtual(main())
+
+
+async def taken(queue: StreamingQueue, version: int = 0) -> list[int]:
+    return [g.serial for g in await queue.take(version=version, on_stale=no_stale)]
+
+
+def test_no_more_groups_are_in_the_pipe_than_there_are_permits():
+    queue = queue_of(groups_per_step=2, max_staleness=1)
+
+    async def scenario(producers: Producers) -> None:
+        assert len(producers.admitted) == queue.capacity == 4
+        await producers.finish(0, 1)
+        await queue.take(version=0, on_stale=no_stale)
+        await settled()
+        assert len(producers.admitted) == 4
+
+    played(queue, scenario)
+
+
+def test_released_permits_carry_the_version_that_was_published():
+    queue = queue_of(groups_per_step=2)
+
+    async def scenario(producers: Producers) -> None:
+        await producers.finish(0, 1)
+        groups = await queue.take(version=0, on_stale=no_stale)
+        queue.release(groups, 1)
+        await settled()
+        assert producers.admitted == [0, 0, 1, 1]
+
+    played(queue, scenario)
+
+
+def test_a_window_of_one_is_strictly_first_in_first_out():
+    queue = queue_of(groups_per_step=2, max_staleness=1)
+
+    async def scenario(producers: Producers) -> None:
+        await producers.finish(1, 2, 3)
+        take = asyncio.create_task(taken(queue))
+        await settled()
+        assert not take.done()
+        await producers.finish(0)
+        assert await take == [0, 1]
+
+    played(queue, scenario)
+
+
+def test_a_window_counts_serials_past_the_oldest_open_group():
+    queue = queue_of(groups_per_step=1, max_staleness=3, window=3)
+
+    async def scenario(producers: Producers) -> None:
+        await producers.finish(3)
+        take = asyncio.create_task(taken(queue))
+        await settled()
+        assert not take.done()
+        await producers.finish(2)
+        assert await take == [2]
+        await producers.finish(0)
+        assert [await taken(queue), await taken(queue)] == [[0], [3]]
+
+    played(queue, scenario)
+
+
+def test_a_drop_is_counted_gives_its_permit_back_and_admits_another_group():
+    queue = queue_of(groups_per_step=2, num_groups=2)
+
+    async def scenario(producers: Producers) -> None:
+        assert len(producers.admitted) == 2
+        await producers.drop(0)
+        assert queue.dropped == {"failed": 1}
+        assert len(producers.admitted) == 3
+        await producers.finish(1, 2)
+        assert await taken(queue) == [1, 2]
+
+    played(queue, scenario)
+
+
+def test_no_more_groups_are_admitted_than_the_run_will_consume():
+    queue = queue_of(groups_per_step=2, max_staleness=3, num_groups=4)
+
+    async def scenario(producers: Producers) -> None:
+        assert len(producers.admitted) == 4
+        await producers.finish(0, 1)
+        queue.release(await queue.take(version=0, on_stale=no_stale), 1)
+        await settled()
+        assert len(producers.admitted) == 4
+
+    played(queue, scenario)
+
+
+def test_a_producer_that_raises_gives_its_permit_back():
+    async def main() -> None:
+        queue = queue_of(groups_per_step=1)
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                async with queue.permit() as permit:
+                    permit.open(7)
+                    permit.reason = "too_long"
+                    raise ZeroDivisionError
+        assert queue.dropped == {"too_long": 2}
+
+    run_virtual(main())
+
+
+def test_a_permit_takes_no_other_group_than_its_own():
+    async def main() -> None:
+        async with queue_of().permit() as permit:
+            permit.open(3)
+            with pytest.raises(ValueError, match="permit of group 3 was handed group 4"):
+                permit.submit(group(4))
+
+    run_virtual(main())
+
+
+def test_tokens_beyond_the_bound_are_dropped_as_stale_and_replaced():
+    queue = queue_of(groups_per_step=1, max_staleness=1, version=5)
+    stale: list[int] = []
+
+    async def scenario(producers: Producers) -> None:
+        await producers.finish(0, versions=(3, 5))
+        await producers.finish(1, versions=(4, 5))
+        groups = await queue.take(version=5, on_stale=lambda group: stale.append(group.serial))
+        assert ([g.serial for g in groups], stale, queue.dropped) == ([1], [0], {"stale": 1})
+        await settled()
+        assert len(producers.admitted) == 3
+
+    played(queue, scenario)
+
+
+def test_a_restored_queue_keeps_finished_groups_and_the_places_of_unfinished_ones():
+    queue = queue_of(groups_per_step=2, max_staleness=1)
+    queue.restore(7, 6, finished=[group(5, versions=(6,)), group(6, versions=(6,))], pending=[4, 5, 6])
+    assert [g.serial for g in queue.finished] == [5, 6]
+
+    async def main() -> None:
+        take = asyncio.create_task(queue.take(version=7, on_stale=no_stale))
+        await settled()
+        assert not take.done(), "group 4 is older than those that are finished"
+        producers = Producers(queue)
+        producers.start([4, 7, 8, 9, 10])
+        await settled()
+        assert producers.admitted == [7, 7]
+        await producers.finish(4, versions=(7,))
+        first = await take
+        assert [g.serial for g in first] == [4, 5]
+        queue.release(first, 8)
+        await settled()
+        assert producers.admitted == [7, 7, 8, 8]
+        assert len(queue.finished) == queue.num_finished == 1
+        producers.cancel()
+
+    run_virtual(main())
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    seed=st.integers(0, 10**6),
+    groups_per_step=st.integers(1, 4),
+    max_staleness=st.integers(0, 3),
+    window=st.sampled_from([1, 1, 2, 4]),
+    drop_share=st.sampled_from([0.0, 0.3]),
+)
+def test_whatever_the_interleaving_groups_are_ordered_bounded_and_none_is_lost(
+    seed, groups_per_step, max_staleness, window, drop_share
+):
+    steps = 8
+    chance = random.Random(seed)
+    queue = queue_of(
+        groups_per_step=groups_per_step,
+        max_staleness=max_staleness,
+        window=window,
+        num_groups=steps * groups_per_step,
+    )
+    serials = count()
+    unsettled: set[int] = set()
+    in_pipe = 0
+    consumed: list[int] = []
+
+    async def produce() -> None:
+        nonlocal in_pipe
+        while True:
+            async with queue.permit() as permit:
+                in_pipe += 1
+                assert in_pipe <= queue.capacity
+                serial = next(serials)
+                permit.open(serial)
+                unsettled.add(serial)
+                await asyncio.sleep(chance.paretovariate(1.2))
+                if chance.random() < drop_share:
+                    unsettled.remove(serial)
+                    in_pipe -= 1
+                else:
+                    permit.submit(group(serial, versions=(permit.version,)))
+
+    async def learn() -> None:
+        nonlocal in_pipe
+        for version in range(steps):
+            groups = await queue.take(version=version, on_stale=no_stale)
+            for one in groups:
+                assert one.serial < min(unsettled) + window
+                assert version - one.oldest_version <= queue.staleness_bound
+                unsettled.remove(one.serial)
+                consumed.append(one.serial)
+            await asyncio.sleep(chance.random() * 3)
+            in_pipe -= len(groups)
+            queue.release(groups, version + 1)
+
+    async def main() -> None:
+        producers = [asyncio.create_task(produce()) for _ in range(queue.capacity)]
+        await learn()
+        for producer in producers:
+            producer.cancel()
+
+    run_virtual(main())
+    assert len(set(consumed)) == len(consumed) == queue.num_groups
+    assert not unsettled
+    if window == 1:
+        assert consumed == sorted(consumed)

@@ -1,0 +1,266 @@
+"""The rollout worker: weights change between or under running groups, and nothing runs on weights nobody vouches for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from examples.sort.tokenizer import build_tokenizer
+from rlsys.errors import TaskTooLong, WeightsMismatch, WorkerDied, WorkflowError
+from rlsys.types import Acknowledged, Assignment, Sampling, Task, VersionSpan
+from rlsys.weights import Manifest
+from rlsys.workflow import Session, SingleTurn, Workflow
+from workers.codec import TextCodec
+from workers.engines.scripted import ScriptedEngine
+from workers.rollout import EnginePolicy, RolloutWorker
+from workers.transport.hashing import content_hash
+
+T = TypeVar("T")
+DIGIT = 5
+"""A token that is a character."""
+REPLY_TOKENS = 6
+
+
+def weights_of(version: int) -> dict[str, Tensor]:
+    return {"w": torch.full((2,), float(version))}
+
+
+def hash_of(version: int) -> str:
+    return content_hash(weights_of(version))
+
+
+@dataclass
+class Shelf:
+    """An in-memory `Puller`: hands out the version a test put there, if it is new enough."""
+
+    version: int = 0
+    corrupted: bool = False
+    """One value of the tensor changes on its way."""
+    pulls: list[int] = field(default_factory=list)
+    _arrival: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def put(self, version: int) -> None:
+        self.version = version
+        self._arrival.set()
+
+    async def pull(self, at_least: int) -> tuple[Manifest, dict[str, Tensor]]:
+        while self.version < at_least:
+            self._arrival.clear()
+            await self._arrival.wait()
+        self.pulls.append(self.version)
+        weights = weights_of(self.version)
+        if self.corrupted:
+            weights["w"][1] += 1
+        return Manifest(self.version, hash_of(self.version), ()), weights
+
+
+def worker_of(
+    puller: Shelf | None,
+    change: Literal["between", "inflight"] = "between",
+    workflow: Workflow | None = None,
+) -> RolloutWorker:
+    engine = ScriptedEngine(lambda request: [DIGIT] * 99, shapes={"w": (2,)}, version=-1, name="rollout-0")
+    sampling = Sampling(max_new_tokens=REPLY_TOKENS)
+    policy = EnginePolicy(engine, TextCodec(build_tokenizer()), sampling, max_prompt_tokens=8, name="rollout-0")
+    return RolloutWorker("rollout-0", engine, policy, workflow or SingleTurn(), puller, change)
+
+
+def assignment(version: int = 0, *, serial: int = 3, prompt: str = "12>", size: int = 2) -> Assignment:
+    return Assignment(serial, Task(id="sort-12", prompt=prompt), size, version, seed=1)
+
+
+def played(worker: RolloutWorker, scenario: Callable[[], Coroutine[object, object, T]]) -> T:
+    async def main() -> T:
+        try:
+            return await scenario()
+        finally:
+            await worker.close()
+
+    return asyncio.run(asyncio.wait_for(main(), 20))
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Let the event loop go round until it is so."""
+    while not is_so():  # noqa: ASYNC110  (the engine's ticks announce themselves to nobody)
+        await asyncio.sleep(0)
+
+
+def test_a_group_is_metadata_with_acknowledged_versions_and_a_payload_apart():
+    worker = worker_of(Shelf(version=4))
+    done, payload = played(worker, lambda: worker.run(assignment(version=2)))
+    group = done.group
+    assert (group.serial, group.task_id, group.permit_version, group.replica) == (3, "sort-12", 2, "rollout-0")
+    assert (group.payload, len(group.episodes), len(payload)) == (None, 2, 2)
+    assert group.versions == (VersionSpan(4, 2 * REPLY_TOKENS),)
+    assert group.weights == (Acknowledged("rollout-0", 4, hash_of(4)),)
+    assert group.num_trained == 2 * REPLY_TOKENS
+    assert done.busy.worker == "rollout-0"
+    assert done.busy.start_s <= done.busy.end_s
+    assert worker.acknowledged == Acknowledged("rollout-0", 4, hash_of(4))
+
+
+def test_a_group_starts_on_weights_no_older_than_its_permit():
+    shelf = Shelf(version=0)
+    worker = worker_of(shelf)
+
+    async def scenario() -> None:
+        waiting = asyncio.create_task(worker.run(assignment(version=2)))
+        for version in (1, 2):
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            shelf.put(version)
+        done, _ = await waiting
+        assert done.group.oldest_version == 2
+
+    played(worker, scenario)
+
+
+def test_weights_that_are_new_enough_are_not_pulled_again():
+    shelf = Shelf(version=3)
+    worker = worker_of(shelf)
+
+    async def scenario() -> None:
+        for version in (0, 1, 3):
+            await worker.run(assignment(version))
+        shelf.put(4)
+        await asyncio.gather(*(worker.run(assignment(4, serial=s)) for s in range(5)))
+
+    played(worker, scenario)
+    assert shelf.pulls == [3, 4]
+
+
+@pytest.mark.parametrize(("change", "versions"), [("between", [0]), ("inflight", [0, 1])])
+def test_a_change_waits_for_running_groups_or_happens_under_them(change, versions):
+    shelf = Shelf()
+    worker = worker_of(shelf, change)
+    engine = worker._engine
+
+    async def scenario() -> None:
+        older = asyncio.create_task(worker.run(assignment(0)))
+        await until(lambda: engine.stats().num_tokens == 4)
+        shelf.put(1)
+        newer = asyncio.create_task(worker.run(assignment(1)))
+        (old, _), (new, _) = await asyncio.gather(older, newer)
+        assert [span.version for span in old.group.versions] == versions
+        assert sum(span.num_tokens for span in old.group.versions) == 12
+        assert new.group.versions == (VersionSpan(1, 12),)
+        assert [(a.version, a.hash) for a in old.group.weights] == [(v, hash_of(v)) for v in versions]
+
+    played(worker, scenario)
+
+
+def test_a_corrupted_tensor_closes_the_gate_for_good():
+    shelf = Shelf(version=1)
+    worker = worker_of(shelf)
+
+    async def scenario() -> None:
+        await worker.run(assignment(1))
+        shelf.put(2)
+        shelf.corrupted = True
+        with pytest.raises(WeightsMismatch, match=f"version 2 was published as {hash_of(2)}, but .* is loaded"):
+            await worker.run(assignment(2))
+        shelf.corrupted = False
+        for version in (1, 2):
+            with pytest.raises(WeightsMismatch, match="an earlier weight change failed; restart the replica"):
+                await worker.run(assignment(version))
+        assert worker.acknowledged == Acknowledged("rollout-0", 1, hash_of(1))
+
+    played(worker, scenario)
+    assert shelf.pulls == [1, 2]
+
+
+def test_a_group_running_under_a_corrupted_change_ends_without_an_acknowledgement():
+    shelf = Shelf()
+    worker = worker_of(shelf, "inflight")
+
+    async def scenario() -> None:
+        running = asyncio.create_task(worker.run(assignment(0)))
+        await until(lambda: worker._engine.stats().num_tokens == 4)
+        shelf.put(1)
+        shelf.corrupted = True
+        with pytest.raises(WeightsMismatch):
+            await worker.run(assignment(1))
+        done, _ = await running
+        assert [v.version for v in done.group.versions] == [0, 1]
+        assert [a.version for a in done.group.weights] == [0]
+
+    played(worker, scenario)
+
+
+def test_without_a_puller_the_weights_it_was_built_with_stay():
+    worker = worker_of(None)
+    done, _ = played(worker, lambda: worker.run(assignment()))
+    assert (done.group.versions, done.group.weights) == ((VersionSpan(-1, 12),), ())
+
+
+def test_a_prompt_over_the_limit_says_how_long_it_is_and_which_key_allows_more():
+    worker = worker_of(Shelf())
+    with pytest.raises(TaskTooLong, match=r"9 tokens, allowed are 1 to data\.max_prompt_tokens = 8"):
+        played(worker, lambda: worker.run(assignment(prompt="12345678>")))
+
+
+class Broken(Workflow):
+    """Raises in code it calls, inside a task group of its own."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    async def run(self, session: Session) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._talk(session))
+
+    async def _talk(self, session: Session) -> None:
+        await session.agent("policy").chat("1>")
+        if self.error is not None:
+            raise self.error
+        sum(int(x) for x in "12x")
+
+
+class Silent(Workflow):
+    async def run(self, session: Session) -> None:
+        pass
+
+
+def test_a_workflow_that_raises_is_named_with_the_task_and_the_authors_line():
+    worker = worker_of(Shelf(), workflow=Broken())
+    with pytest.raises(WorkflowError) as raised:
+        played(worker, lambda: worker.run(assignment()))
+    error = raised.value
+    assert (error.worker, error.phase) == ("rollout-0", "running Broken on task sort-12")
+    assert error.detail.startswith("ValueError: invalid literal for int() with base 10: 'x'\n")
+    assert f'{__file__}", line {Broken._talk.__code__.co_firstlineno + 4}, in _talk' in error.detail
+
+
+def test_what_a_worker_says_passes_through_a_workflows_own_tasks_as_it_is():
+    died = WorkerDied("judge-3", "judging", "it is gone")
+    worker = worker_of(Shelf(), workflow=Broken(died))
+    with pytest.raises(WorkerDied) as raised:
+        played(worker, lambda: worker.run(assignment()))
+    assert raised.value is died
+
+
+def test_a_workflow_in_which_nobody_speaks_is_named():
+    worker = worker_of(Shelf(), workflow=Silent())
+    with pytest.raises(WorkflowError, match="running Silent on task sort-12: ValueError: the workflow made no agent"):
+        played(worker, lambda: worker.run(assignment()))
+
+
+def test_a_failed_group_does_not_keep_the_next_change_waiting():
+    shelf = Shelf()
+    worker = worker_of(shelf)
+
+    async def scenario() -> None:
+        too_long = replace(assignment(0).task, prompt="123456789>")
+        with pytest.raises(TaskTooLong):
+            await worker.run(replace(assignment(0), task=too_long))
+        shelf.put(1)
+        done, _ = await worker.run(assignment(1))
+        assert done.group.oldest_version == 1
+
+    played(worker, scenario)

@@ -1,0 +1,135 @@
+"""The metrics of a step: where the time went, what was rewarded, how stale it was."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rlsys.contracts import Busy, TrainStats
+from rlsys.events import METRICS, undocumented
+from rlsys.queue import StreamingQueue
+from rlsys.stepmetrics import StepClock, step_metrics
+from rlsys.testing import run_virtual
+from rlsys.types import OK, TRUNCATED, failed
+from tests.groups import episode, group
+
+
+def test_a_span_counts_virtual_seconds_and_a_lap_starts_anew():
+    async def main() -> None:
+        clock = StepClock()
+        clock.start()
+        for seconds in (2.0, 1.0):
+            with clock.span("train"):
+                await asyncio.sleep(seconds)
+        await asyncio.sleep(4.0)
+        lap = clock.lap()
+        assert (lap["time/train"], lap["time/step"]) == (3.0, 7.0)
+        await asyncio.sleep(1.0)
+        assert clock.lap() == {"time/step": 1.0, "time/wait_permit": 0.0}
+
+    run_virtual(main())
+
+
+def test_a_span_counts_what_raises_too():
+    async def main() -> None:
+        clock = StepClock()
+        with pytest.raises(ZeroDivisionError), clock.span("train"):
+            await asyncio.sleep(2.0)
+            raise ZeroDivisionError
+        assert clock.lap()["time/train"] == 2.0
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("spans", "seconds"),
+    [
+        ([], None),
+        ([("a", 0, 2), ("a", 5, 6)], 3),
+        ([("a", 0, 4), ("a", 1, 2), ("a", 3, 6)], 6),
+        ([("a", 5, 6), ("a", 0, 5)], 6),
+        ([("a", 0, 4), ("b", 100, 103), ("b", 104, 106)], 5),
+    ],
+    ids=["none", "apart", "overlapping", "touching, out of order", "the busiest worker"],
+)
+def test_time_of_a_kind_of_worker_is_the_union_of_spans_of_its_busiest(spans, seconds):
+    async def main() -> None:
+        clock = StepClock()
+        for worker, start, end in spans:
+            clock.add("rollout", Busy(worker, start, end))
+        assert clock.lap().get("time/rollout") == seconds
+
+    run_virtual(main())
+
+
+def test_rollouts_wait_while_nobody_produces():
+    async def main() -> None:
+        clock = StepClock()
+        clock.start()
+
+        async def produce(start: float, end: float) -> None:
+            await asyncio.sleep(start)
+            with clock.producing():
+                await asyncio.sleep(end - start)
+
+        await asyncio.gather(produce(0, 3), produce(1, 4), produce(6, 7))
+        await asyncio.sleep(2.0)
+        assert clock.lap()["time/wait_permit"] == pytest.approx(2.0 + 2.0)
+        await asyncio.sleep(5.0)
+        assert clock.lap()["time/wait_permit"] == pytest.approx(5.0)
+
+    run_virtual(main())
+
+
+def test_idleness_is_counted_from_the_last_progress():
+    async def main() -> None:
+        clock = StepClock()
+        assert clock.idle_s() == 0.0
+        await asyncio.sleep(3.0)
+        assert clock.idle_s() == 3.0
+        clock.progress()
+        await asyncio.sleep(1.0)
+        assert clock.idle_s() == 1.0
+
+    run_virtual(main())
+
+
+def measured(*groups, version: int = 0, seconds: float = 2.0, dropped: dict[str, int] | None = None):
+    async def main() -> dict[str, float]:
+        clock = StepClock()
+        clock.start()
+        await asyncio.sleep(seconds)
+        queue = StreamingQueue(2, 1, 1, version, 100)
+        queue.dropped.update(dropped or {})
+        return step_metrics(groups, TrainStats({"loss": 0.5}, 1.0), version, queue, clock)
+
+    return run_virtual(main())
+
+
+def test_failed_episodes_count_in_no_statistic():
+    broken = episode(None, failed("took too long"), num_trained=900)
+    metrics = measured(group(0, episodes=[episode(1.0), broken, episode(0.0)]), group(1, episodes=[episode(0.5)]))
+    assert (metrics["reward/mean"], metrics["reward/min"], metrics["reward/max"]) == (0.5, 0.0, 1.0)
+    assert metrics["group/frac_zero_std"] == 0.5
+    assert (metrics["completions/length_mean"], metrics["completions/length_max"]) == (3, 3)
+    assert (metrics["perf/samples_per_s"], metrics["perf/tokens_per_s"]) == (1.5, 4.5)
+
+
+def test_staleness_is_a_mean_over_tokens():
+    metrics = measured(group(0, versions=(1, 3)), group(1, versions=(3,)), version=3)
+    assert metrics["async/staleness_mean"] == pytest.approx(2 * 3 / 9)
+    assert metrics["async/staleness_max"] == 2
+
+
+def test_truncation_and_drops_are_counted():
+    cut = group(0, episodes=[episode(1.0, OK), episode(0.0, TRUNCATED)])
+    metrics = measured(cut, dropped={"stale": 1, "too_long": 2})
+    assert metrics["completions/truncated_frac"] == 0.5
+    assert (metrics["async/dropped"], metrics["async/dropped_stale"]) == (3, 1)
+
+
+def test_every_metric_of_a_step_is_documented():
+    assert undocumented(measured(group(0))) == []
+    spans = ("rollout", "reward", "wait_batch", "annotate", "train", "publish", "checkpoint")
+    assert {f"time/{span}" for span in spans} <= METRICS.keys()
