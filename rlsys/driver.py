@@ -206,8 +206,7 @@ class Driver:
             with self._clock.span("annotate"):
                 groups = await self._annotated(groups)
             plan = plan_batch(groups, assigned, num_ranks=self.shape.num_ranks, max_tokens=self.shape.max_tokens)
-            with self._clock.span("train"):
-                stats = await self.workers.actor.train_step(groups, plan)
+            stats = await self.workers.actor.train_step(groups, plan)
             with self._clock.span("publish"):
                 await self.weights.publish(version + 1)
             tasks = self.ledger.consume(group.serial for group in groups)

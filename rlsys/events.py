@@ -209,6 +209,7 @@ METRICS: Mapping[str, Metric] = {
     "time/wait_batch": Metric("s", "the trainer waited for finished groups"),
     "time/wait_permit": Metric("s", "no group was being produced at all: rollouts waited for the trainer"),
     "time/checkpoint": Metric("s", "writing a checkpoint after the step before"),
+    "driver/cpu_share": Metric("share", "CPU time of the driver over the wall time of the step"),
     "perf/tokens_per_s": Metric("tokens/s", "trained tokens per second of wall time"),
     "perf/samples_per_s": Metric("1/s", "trained episodes per second of wall time"),
     "optim/grad_norm": Metric("", "norm of the gradient before clipping"),

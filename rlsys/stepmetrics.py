@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ class StepClock:
         self._producers_idle_s = 0.0
         self._step_began: float | None = None
         self._last_progress: float | None = None
+        self._cpu_mark = (time.process_time(), time.monotonic())
 
     @contextmanager
     def span(self, phase: str) -> Iterator[None]:
@@ -81,6 +83,13 @@ class StepClock:
         self.progress()
         return times
 
+    def cpu_share(self) -> float:
+        """CPU time of this process over wall time, since this was last asked."""
+        now = (time.process_time(), time.monotonic())
+        cpu_s, wall_s = (new - old for new, old in zip(now, self._cpu_mark, strict=True))
+        self._cpu_mark = now
+        return cpu_s / wall_s if wall_s > 0 else 0.0
+
     def start(self) -> None:
         """The first step begins now."""
         self._step_began = _now()
@@ -90,7 +99,7 @@ def step_metrics(
     groups: Sequence[Group], stats: TrainStats, version: PolicyVersion, queue: StreamingQueue, clock: StepClock
 ) -> dict[str, float]:
     """The metrics of the step that trained `groups` at `version`."""
-    times = clock.lap()
+    times = {**clock.lap(), "time/train": stats.train_s, "driver/cpu_share": clock.cpu_share()}
     tokens = sum(g.num_trained for g in groups)
     samples = sum(g.num_ok for g in groups)
     seconds = times["time/step"] or float("nan")
@@ -113,6 +122,7 @@ def _rewards(groups: Sequence[Group]) -> dict[str, float]:
         "reward/std": pstdev(rewards),
         "reward/min": min(rewards),
         "reward/max": max(rewards),
+        "reward/failed_frac": fmean(episode.is_failed for group in groups for episode in group.episodes),
         "group/frac_zero_std": fmean(len(set(group)) <= 1 for group in by_group),
     }
 

@@ -1,8 +1,46 @@
-"""Shared set-up of every test: offline, one thread per process."""
+"""Shared set-up of every test: offline, one thread per process; and one cluster and one tiny model for those that ask."""
 
+from __future__ import annotations
+
+import json
 import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """A local Ray cluster that believes it has 8 CPUs."""
+    import ray
+
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of 40,000 parameters with the tokenizer of `examples.sort`."""
+    from examples.sort.tokenizer import build_tokenizer
+    from tests.models import tiny_sorter
+
+    folder = tmp_path_factory.mktemp("model")
+    tiny_sorter().save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def data_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixty prompts of one to three digits."""
+    path = tmp_path_factory.mktemp("data") / "tasks.jsonl"
+    rows = [{"prompt": f"{i * 7919 % 1000:03d}>"[: 2 + i % 3], "answer": str(i % 10)} for i in range(60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

@@ -39,6 +39,25 @@ def tiny_llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=False)).eval()
 
 
+def tiny_sorter() -> Qwen3ForCausalLM:
+    """About 40,000 random parameters over the 90 symbols of `examples.sort`."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=90,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    return Qwen3ForCausalLM(config)
+
+
 def save_model(folder: Path, model: torch.nn.Module) -> str:
     """The model with a one-character tokenizer, as `from_pretrained` wants it; returns the path."""
     words = {chr(48 + i): i for i in range(VOCAB)}

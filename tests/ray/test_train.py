@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,30 +15,10 @@ from transformers import AutoModelForCausalLM
 from rlsys import Config, evaluate, export, train
 from rlsys.errors import ConfigError, ModelError, RunAborted
 from rlsys.record import read_rollouts
+from tests.jobs import config_of
 from tests.ray.judges import UNPICKLED_BY
 
 pytestmark = pytest.mark.usefixtures("cluster")
-
-
-def config_of(model_path: Path, data_path: Path, folder: Path, overrides: Sequence[str] = ()) -> Config:
-    """A run of 4 steps of 4 groups of 4."""
-    base = [
-        f"model.path={model_path}",
-        f"data.path={data_path}",
-        f"run.folder={folder}",
-        "run.steps=4",
-        "data.max_prompt_tokens=8",
-        "rollout.max_new_tokens=8",
-        "rollout.replicas=2",
-        "rollout.slots=16",
-        "reward.fn=tests/ray/judges.py:digits",
-        "algorithm.group_size=4",
-        "train.groups_per_step=4",
-        "train.lr=1e-3",
-        "checkpoint.every=1",
-        "checkpoint.keep_last=9",
-    ]
-    return Config.load([], [*base, *overrides])
 
 
 def rows_of(run_dir: Path, name: str) -> list[dict]:

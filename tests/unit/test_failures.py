@@ -39,7 +39,7 @@ def test_a_machine_that_breaks_every_time_ends_the_run(error):
     assert POLICY.decide(error, attempt=3, dropped_in_a_row=0) == Abort(message)
 
 
-@pytest.mark.parametrize(("error", "reason"), zip(TASK, ["too_long", "failed"], strict=True), ids=["long", "void"])
+@pytest.mark.parametrize(("error", "reason"), list(zip(TASK, ["too_long", "failed"], strict=True)), ids=["long", "void"])
 @pytest.mark.parametrize("dropped_in_a_row", [0, 2])
 def test_what_a_task_broke_is_dropped_under_its_reason(error, reason, dropped_in_a_row):
     assert POLICY.decide(error, attempt=1, dropped_in_a_row=dropped_in_a_row) == Drop(reason)

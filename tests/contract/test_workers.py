@@ -1,0 +1,279 @@
+"""What the driver relies on of rollouts, rewards and the actor: the same suite on the fakes and on Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from algorithms.grpo import GRPO
+from rlsys.algorithm import Algorithm
+from rlsys.batch.plan import plan_batch
+from rlsys.contracts import Published, Workers
+from rlsys.errors import WorkerDied
+from rlsys.record import read_rollouts
+from rlsys.testing import FakeRewards, FakeRollouts, FakeWorld, Fault, RewardAsAdvantage
+from rlsys.types import Assignment, Group, Task, Turn
+from tests.jobs import config_of
+
+T = TypeVar("T")
+SIZE = 4
+TASK = Task(id="t", prompt="312>", answer="123")
+
+
+@dataclass
+class Kit:
+    """Workers of one make, and how to kill the next one of a kind that is given work."""
+
+    workers: Workers
+    algorithm: Algorithm
+    kill_rollout: Callable[[], None]
+    kill_reward: Callable[[], None]
+
+    def play(self, scenario: Coroutine[object, object, T]) -> T:
+        return asyncio.run(asyncio.wait_for(scenario, 60))
+
+
+@pytest.fixture(scope="module", params=["fakes", "ray"])
+def kit(request: pytest.FixtureRequest) -> Iterator[Kit]:
+    if request.param == "fakes":
+        yield fakes()
+    else:
+        request.getfixturevalue("cluster")
+        paths = [request.getfixturevalue(name) for name in ("model_path", "data_path")]
+        yield from on_ray(*paths, request.getfixturevalue("tmp_path_factory").mktemp("runs"))
+
+
+def fakes() -> Kit:
+    rollout_faults: dict[int, Fault] = {}
+    reward_faults: dict[int, Fault] = {}
+    world = FakeWorld(
+        rollout_s=lambda serial: 0.0,
+        reward_s=lambda serial: 0.0,
+        train_s=lambda version: 0.0,
+        publish_s=0.0,
+        restart_s=0.0,
+        rollout_faults=rollout_faults,
+        reward_faults=reward_faults,
+    )
+    workers = world.workers()
+    rollouts, rewards = workers.rollouts, workers.rewards
+    assert isinstance(rollouts, FakeRollouts) and isinstance(rewards, FakeRewards)
+    return Kit(
+        workers,
+        RewardAsAdvantage(),
+        lambda: rollout_faults.update({rollouts.num_calls: Fault.DIES}),
+        lambda: reward_faults.update({rewards.num_calls: Fault.DIES}),
+    )
+
+
+def on_ray(model_path: Path, data_path: Path, folder: Path) -> Iterator[Kit]:
+    import ray
+
+    from workers.launching import Crew
+
+    crew = Crew.of(config_of(model_path, data_path, folder))
+    asyncio.run(crew.ready())
+    yield Kit(
+        crew.workers(),
+        GRPO(group_size=SIZE),
+        lambda: ray.kill(crew.rollouts.members[0].actor),
+        lambda: ray.kill(crew.rewards.members[0].actor),
+    )
+    asyncio.run(crew.close())
+
+
+def assignment(serial: int = 0, version: int = 0) -> Assignment:
+    return Assignment(serial, TASK, SIZE, version, seed=99)
+
+
+async def rolled_out(kit: Kit, *, version: int, serial: int = 0) -> Group:
+    return (await kit.workers.rollouts.run(assignment(serial, version))).group
+
+
+async def judged(kit: Kit, group: Group) -> Group:
+    return group.with_scores((await kit.workers.rewards.score(TASK, group)).scores)
+
+
+async def turns_of(kit: Kit, group: Group, folder: Path) -> list[Turn]:
+    """What was said in a group, as its record shows."""
+    path = folder / f"{group.replica}-{group.serial}.jsonl"
+    await kit.workers.actor.record(path, 1, [TASK], [group], [()])
+    (record,) = read_rollouts(path)
+    return [replace(t, versions=()) for e in record.episodes for j in e.trajectories for t in j.turns]
+
+
+# --------------------------------------------------------------------------------------------------------- rollouts
+
+
+def test_a_group_has_its_episodes_and_acknowledges_what_was_published(kit, tmp_path):
+    async def scenario() -> None:
+        receipt = await kit.workers.actor.publish(3)
+        done = await kit.workers.rollouts.run(assignment(serial=5, version=3))
+        group = done.group
+        assert (group.serial, group.task_id, group.permit_version, len(group.episodes)) == (5, "t", 3, SIZE)
+        assert group.oldest_version >= 3
+        assert {(a.version, a.hash) for a in group.weights} == {(3, receipt.hash)}
+        assert {a.replica for a in group.weights} == {group.replica, done.busy.worker}
+        assert sum(span.num_tokens for span in group.versions) == group.num_trained > 0
+        assert done.busy.start_s <= done.busy.end_s
+        turns = await turns_of(kit, group, tmp_path)
+        assert sum(len(t.output_ids) for t in turns) == group.num_trained
+        assert all(len(t.output_ids) == len(t.logprobs) for t in turns)
+
+    kit.play(scenario())
+
+
+def test_a_rollout_waits_for_weights_as_new_as_its_permit(kit):
+    async def scenario() -> None:
+        waiting = asyncio.create_task(rolled_out(kit, version=5))
+        await kit.workers.actor.publish(4)
+        receipt = await kit.workers.actor.publish(5)
+        group = await waiting
+        assert group.oldest_version == 5
+        assert (5, receipt.hash) in {(a.version, a.hash) for a in await kit.workers.rollouts.versions()}
+
+    kit.play(scenario())
+
+
+def test_the_same_seed_and_weights_give_the_same_tokens_on_another_replica(kit, tmp_path):
+    async def scenario() -> None:
+        await kit.workers.actor.publish(6)
+        one, other = await asyncio.gather(rolled_out(kit, version=6), rolled_out(kit, version=6))
+        assert one.replica != other.replica
+        assert await turns_of(kit, one, tmp_path) == await turns_of(kit, other, tmp_path)
+
+    kit.play(scenario())
+
+
+def test_a_dead_replica_is_named_and_replaced_and_the_work_tried_again_gives_the_same_tokens(kit, tmp_path):
+    async def scenario() -> None:
+        rollouts = kit.workers.rollouts
+        await kit.workers.actor.publish(7)
+        first = await rolled_out(kit, version=7)
+        kit.kill_rollout()
+        with pytest.raises(WorkerDied) as raised:
+            await rolled_out(kit, version=7, serial=1)
+        dead = raised.value.worker
+        assert dead.startswith("rollout-")
+        await rollouts.restart(dead)
+        again = await asyncio.gather(rolled_out(kit, version=7), rolled_out(kit, version=7))
+        assert dead not in {group.replica for group in again}
+        for group in again:
+            assert await turns_of(kit, group, tmp_path) == await turns_of(kit, first, tmp_path)
+        holding = {a.replica for a in await rollouts.versions()}
+        await rollouts.restart(dead)
+        assert {a.replica for a in await rollouts.versions()} == holding, "a name that is gone is not restarted again"
+
+    kit.play(scenario())
+
+
+def test_a_group_outlives_the_replica_that_made_it(kit, tmp_path):
+    async def scenario() -> None:
+        await kit.workers.actor.publish(8)
+        group = await rolled_out(kit, version=8)
+        kit.kill_rollout()
+        with pytest.raises(WorkerDied) as raised:
+            await rolled_out(kit, version=8, serial=1)
+        await kit.workers.rollouts.restart(raised.value.worker)
+        assert (await judged(kit, group)).num_ok == SIZE
+        assert await turns_of(kit, group, tmp_path)
+
+    kit.play(scenario())
+
+
+# ---------------------------------------------------------------------------------------------------------- rewards
+
+
+def test_every_episode_gets_one_score(kit):
+    async def scenario() -> None:
+        await kit.workers.actor.publish(9)
+        group = await rolled_out(kit, version=9)
+        judged = await kit.workers.rewards.score(TASK, group)
+        assert len(judged.scores) == SIZE
+        assert all(score.value is not None and not score.failure for score in judged.scores)
+        assert judged.busy.worker.startswith("reward-")
+        assert (await kit.workers.rewards.score(TASK, group)).scores == judged.scores
+
+    kit.play(scenario())
+
+
+def test_a_dead_reward_worker_is_named_and_replaced_and_judges_the_same(kit):
+    async def scenario() -> None:
+        rewards = kit.workers.rewards
+        await kit.workers.actor.publish(10)
+        group = await rolled_out(kit, version=10)
+        before = (await rewards.score(TASK, group)).scores
+        kit.kill_reward()
+        with pytest.raises(WorkerDied) as raised:
+            await rewards.score(TASK, group)
+        dead = raised.value.worker
+        assert dead.startswith("reward-")
+        await rewards.restart(dead)
+        await rewards.restart(dead)
+        after = await rewards.score(TASK, group)
+        assert after.scores == before
+        assert after.busy.worker != dead
+
+    kit.play(scenario())
+
+
+@pytest.mark.parametrize("kind", ["rollout", "reward"])
+def test_restarting_a_worker_that_never_was_changes_nothing(kit, kind):
+    async def scenario() -> None:
+        pool = kit.workers.rollouts if kind == "rollout" else kit.workers.rewards
+        await pool.restart(f"{kind}-999")
+        await kit.workers.actor.publish(11)
+        assert (await judged(kit, await rolled_out(kit, version=11))).num_ok == SIZE
+
+    kit.play(scenario())
+
+
+# ------------------------------------------------------------------------------------------------------------ actor
+
+
+async def trained(kit: Kit, version: int) -> Published:
+    """Publish `version`, train one step on groups of it, and publish what came of it."""
+    await kit.workers.actor.publish(version)
+    groups = [await judged(kit, await rolled_out(kit, version=version, serial=s)) for s in range(3)]
+    assigned = [tuple(kit.algorithm.advantages(g)) for g in groups]
+    plan = plan_batch(groups, assigned, num_ranks=1, max_tokens=40)
+    stats = await kit.workers.actor.train_step(groups, plan)
+    assert stats.train_s >= 0
+    assert "loss" in stats.metrics
+    return await kit.workers.actor.publish(version + 1)
+
+
+def test_a_step_changes_the_weights_and_loading_what_was_saved_brings_them_back(kit, tmp_path):
+    async def scenario() -> None:
+        actor = kit.workers.actor
+        before = await actor.publish(20)
+        await actor.save(tmp_path / "actor")
+        after = await trained(kit, 20)
+        assert (after.version, after.num_bytes) == (21, before.num_bytes)
+        assert after.hash != before.hash
+        await actor.load(tmp_path / "actor")
+        assert (await actor.publish(20)).hash == before.hash
+        assert (await trained(kit, 20)).hash == after.hash
+
+    kit.play(scenario())
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_finished_groups_survive_a_restart(kit, tmp_path, count):
+    async def scenario() -> None:
+        actor = kit.workers.actor
+        await actor.publish(30)
+        groups = [await judged(kit, await rolled_out(kit, version=30, serial=s)) for s in range(count)]
+        await actor.save_groups(tmp_path / "groups.jsonl", groups)
+        loaded = await actor.load_groups(tmp_path / "groups.jsonl")
+        assert [replace(g, payload=None) for g in loaded] == [replace(g, payload=None) for g in groups]
+        for before, after in zip(groups, loaded, strict=True):
+            assert await turns_of(kit, after, tmp_path) == await turns_of(kit, before, tmp_path)
+            assert await judged(kit, after) == replace(before, payload=after.payload)
+
+    kit.play(scenario())

@@ -1,0 +1,33 @@
+"""Small training jobs, for tests of the whole system."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlsys import Config
+
+
+def keys_of(model_path: Path, data_path: Path, folder: Path) -> list[str]:
+    """Overrides that make a run of 4 steps of 4 groups of 4."""
+    return [
+        f"model.path={model_path}",
+        f"data.path={data_path}",
+        f"run.folder={folder}",
+        "run.steps=4",
+        "data.max_prompt_tokens=8",
+        "rollout.max_new_tokens=8",
+        "rollout.replicas=2",
+        "rollout.slots=16",
+        "reward.fn=tests/ray/judges.py:digits",
+        "algorithm.group_size=4",
+        "train.groups_per_step=4",
+        "train.lr=1e-3",
+        "checkpoint.every=1",
+        "checkpoint.keep_last=9",
+    ]
+
+
+def config_of(model_path: Path, data_path: Path, folder: Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of `keys_of`, then `overrides`."""
+    return Config.load([], [*keys_of(model_path, data_path, folder), *overrides])
