@@ -2,9 +2,11 @@
 
     python -m benchmarks.overhead [--quick]
 
-The tiny sorter at `max_staleness: 0`, where nothing overlaps and so nothing hides, with one replica, 8 and 32 groups a step.
+The tiny sorter at `max_staleness: 0`, where nothing overlaps and so nothing hides, with one replica, 8 and 32 groups
+a step.
 The overhead of a step is its wall time minus the time in which the replica generated, the reward worker judged and the
-ranks computed, each by the worker's own clock. A line through the medians of both sizes gives `ms_per_step` (what a step
+ranks computed, each by the worker's own clock. A line through the medians of both sizes gives `ms_per_step` (what a
+step
 costs whatever its size) and `ms_per_group` (what each group adds): it holds Ray's calls, the queue, planning, metrics,
 handing over 1.7 MB of weights, verifying them, and waking up. `driver_cpu_share` is the driver's CPU time over the wall
 time, at 32 groups. `start_up_s` is the time from the command to the end of the first step.
@@ -79,15 +81,14 @@ def run(groups_per_step: int, steps: int) -> Run:
             raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr[-2000:]}")
         rows = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
     seconds = json.loads(done.stdout.splitlines()[-1])["seconds"]
+    start_up = {phase: seconds[phase] for phase in ("load_data", "start_ray", "start_workers")}
     steady = rows[SKIPPED_STEPS:]
     return Run(
         overhead_ms=1000 * median(overhead_s(row) for row in steady),
         driver_cpu_share=median(row["driver/cpu_share"] for row in steady),
         start_up_s={
-            "load_data": seconds["load_data"],
-            "start_ray": seconds["start_ray"],
-            "start_workers": seconds["start_workers"],
-            "rest_of_start_up": seconds["start_up"] - sum(seconds[k] for k in ("load_data", "start_ray", "start_workers")),
+            **start_up,
+            "rest_of_start_up": seconds["start_up"] - sum(start_up.values()),
             "first_step": rows[0]["time/step"],
         },
     )

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,7 +66,7 @@ class Checkpoints:
             await write(partial)
             (partial / "driver.json").write_bytes(_STATE.dump_json(state, indent=1))
             (partial / "manifest.json").write_text(json.dumps(_sizes(partial), indent=1))
-            _flush(partial)
+            flush(partial, partial.iterdir())
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
             _write_atomically(self.folder / "latest", final.name)
@@ -128,8 +128,9 @@ def _sizes(folder: Path) -> dict[str, int]:
     return {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def _flush(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
+def flush(folder: Path, files: Iterable[Path]) -> None:
+    """Force some files of a folder, and its list of names, onto the disk. Ranks flush what they write themselves."""
+    for path in [*(f for f in files if f.is_file()), folder]:
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)

@@ -23,7 +23,7 @@ from rlsys.algorithm import Algorithm, Assigned
 from rlsys.batch.plan import plan_batch
 from rlsys.checkpoint import Checkpoints, DriverState, read_state
 from rlsys.contracts import Workers
-from rlsys.errors import NoProgress, NothingToTrain, RlsysError, RunAborted, WorkerError
+from rlsys.errors import CheckpointError, NoProgress, NothingToTrain, RlsysError, RunAborted, WorkerError
 from rlsys.events import CheckpointSaved, Events, GroupDropped, StepDone, WorkerFailed, WorkerRestarted
 from rlsys.failures import Abort, Drop, FailurePolicy, Retry
 from rlsys.ledger import Ledger
@@ -95,8 +95,8 @@ class Driver:
         """Load a checkpoint into all parts; returns its version, for `run`, which publishes it before it admits
         anything.
 
-        Finished groups that a smaller queue or a shorter run has no room for are rolled out again when their turn comes.
-        Raises `CheckpointError`, or `DataError` if the tasks have changed since.
+        Finished groups that a smaller queue or a shorter run has no room for are rolled out again when their turn
+        comes. Raises `CheckpointError`, or `DataError` if the tasks have changed since.
         """
         state = read_state(checkpoint)
         await self.workers.actor.load(checkpoint / "actor")
@@ -164,15 +164,21 @@ class Driver:
         return rolled_out.group
 
     async def _persist(self, pool: Restartable, attempt_once: Callable[[], Awaitable[T]]) -> T:
-        """Attempt until it works or the failure policy says otherwise. Raises `RunAborted` or `_Dropped`."""
+        """Attempt until it works or the failure policy says otherwise. Raises `RunAborted` or `_Dropped`.
+
+        An error that no worker can be blamed for, of data or configuration, passes as it is.
+        """
+        dead: tuple[str, RlsysError] | None = None
         for attempt in count(1):
             try:
+                if dead:
+                    await self._replace(pool, *dead)
                 return await attempt_once()
-            except RlsysError as error:
+            except (WorkerError, NothingToTrain) as error:
                 decision = self.failures.decide(error, attempt=attempt, dropped_in_a_row=self._dropped_in_a_row)
                 match decision:
                     case Retry(restart=worker):
-                        await self._replace(pool, worker, error)
+                        dead = (worker, error)
                     case Drop():
                         raise _Dropped(decision, error) from error
                     case Abort(message=message):
@@ -214,8 +220,8 @@ class Driver:
             metrics = step_metrics(groups, stats, version, self.queue, self._clock)
             version += 1
             self.events.emit(StepDone(version, metrics))
-            await self._record(version, tasks, groups, assigned)
             await self._maybe_save(version)
+            await self._record(version, tasks, groups, assigned)
         return version
 
     def _drop_stale(self, group: Group) -> None:
@@ -248,6 +254,8 @@ class Driver:
 
     async def _write(self, folder: Path, finished: Sequence[Group]) -> None:
         await self.workers.actor.save(folder / "actor")
+        if not _has_files(folder / "actor"):
+            raise CheckpointError(f"the ranks wrote to {folder}, but not where the driver sees it: share run.folder")
         await self.workers.actor.save_groups(folder / "groups.jsonl", finished)
 
     # ----------------------------------------------------------------------------------------------------------- watch
@@ -268,6 +276,10 @@ class _Dropped(Exception):
     def __init__(self, decision: Drop, error: RlsysError) -> None:
         super().__init__(decision.reason)
         self.decision, self.error = decision, error
+
+
+def _has_files(folder: Path) -> bool:
+    return any(path.is_file() for path in folder.rglob("*"))
 
 
 def _first_failure(group: Group) -> str:

@@ -12,7 +12,6 @@ from rlsys.errors import (
     TaskTooLong,
     WeightsMismatch,
     WorkerDied,
-    WorkerError,
 )
 
 
@@ -60,5 +59,4 @@ class FailurePolicy:
             if dropped_in_a_row + 1 < self.max_failed_groups:
                 return Drop("too_long" if isinstance(error, TaskTooLong) else "failed")
             return Abort(f"{self.max_failed_groups} groups were dropped one after the other; the last failure: {error}")
-        prefix = "" if isinstance(error, WorkerError) else "unexpected: "
-        return Abort(f"{prefix}{error}")
+        return Abort(str(error))

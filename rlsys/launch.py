@@ -12,7 +12,6 @@ import math
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,17 +27,18 @@ from rlsys.data.rows import load_tasks
 from rlsys.data.source import TaskSource
 from rlsys.doctor import ensure_not_shadowed
 from rlsys.driver import BatchShape, Driver
-from rlsys.errors import CheckpointError, ConfigError, Interrupted
+from rlsys.errors import CheckpointError, ConfigError, Interrupted, ModelError
 from rlsys.evaluation import EvalResult
 from rlsys.evaluation import evaluate as measure
 from rlsys.events import Event, Events, PhaseDone, RunEnded, RunStarted, StepDone, WeightsPublished
 from rlsys.failures import FailurePolicy
+from rlsys.interrupts import Interruptible
 from rlsys.ledger import Ledger
 from rlsys.queue import StreamingQueue
 from rlsys.rewards.calling import RewardFunction
 from rlsys.tracking.console import ConsoleSink
 from rlsys.tracking.jsonl import JsonlSink
-from rlsys.types import Sampling, Task
+from rlsys.types import PolicyVersion, Sampling, Task
 from rlsys.weights import WeightSync
 from rlsys.workflow import load_workflow
 
@@ -83,6 +83,8 @@ class _Summary:
         seconds = self._result.seconds
         if isinstance(event, PhaseDone):
             seconds[event.phase] = event.seconds
+        elif isinstance(event, RunStarted):
+            self._result.steps = event.first_step
         elif isinstance(event, StepDone):
             self._result.steps = event.step
             self._rewards.append(event.metrics["reward/mean"])
@@ -103,6 +105,7 @@ def train(config: Config, *, progress: bool = True) -> TrainResult:
     """
     began = time.monotonic()
     _prepare_imports()
+    config = _rooted(config)
     checkpoint = _checkpoint_to_resume(config)
     _write_run_dir(config)
     result = TrainResult(str(config.run_dir))
@@ -111,9 +114,12 @@ def train(config: Config, *, progress: bool = True) -> TrainResult:
     try:
         asyncio.run(_train(config, checkpoint, events, began))
         events.emit(RunEnded(result.steps, "finished"))
-    except Interrupted as error:
-        events.emit(RunEnded(result.steps, "interrupted", str(error)))
+    except Interrupted:
+        events.emit(RunEnded(result.steps, "interrupted"))
         raise
+    except KeyboardInterrupt:
+        events.emit(RunEnded(result.steps, "interrupted"))
+        raise Interrupted("interrupted before the first step", signal.SIGINT) from None
     except BaseException as error:
         events.emit(RunEnded(result.steps, "failed", f"{type(error).__name__}: {error}"))
         raise
@@ -125,15 +131,42 @@ def train(config: Config, *, progress: bool = True) -> TrainResult:
 async def _train(config: Config, checkpoint: Path | None, events: Events, began: float) -> None:
     """Start everything, train, stop everything; `began` is when the command was given (monotonic clock)."""
     from workers import cluster as ray_cluster
-    from workers.launching import Crew
 
     with _phase(events, "load_data"):
+        _check_model(config)
         source = _tasks(config)
     with _phase(events, "start_ray"):
-        plan = plan_of(config)
         cluster = ray_cluster.connect(config.ray.address, _local_cpus(config))
-        _link_logs(config.run_dir, ray_cluster.log_folder())
-        ray_cluster.check_capacity(plan.num_cpus, plan.num_gpus)
+    this = asyncio.current_task()
+    assert this is not None
+    with Interruptible(this.cancel) as interruptible:
+        try:
+            plan = plan_of(config)
+            ray_cluster.check_capacity(plan.num_cpus, plan.num_gpus)
+            _link_logs(config.run_dir, ray_cluster.log_folder())
+            reached = await _train_on_cluster(config, source, checkpoint, events, began, interruptible)
+        except asyncio.CancelledError:
+            if interruptible.signal is None:
+                raise
+            raise Interrupted("interrupted before the first step", interruptible.signal) from None
+        finally:
+            cluster.close()
+    if interruptible.signal is not None and reached < config.run.steps:
+        saved = f"after step {reached}, which is saved; go on with run.resume=auto"
+        raise Interrupted(f"interrupted {saved if reached else 'before the first step'}", interruptible.signal)
+
+
+async def _train_on_cluster(
+    config: Config,
+    source: TaskSource,
+    checkpoint: Path | None,
+    events: Events,
+    began: float,
+    interruptible: Interruptible,
+) -> PolicyVersion:
+    """Start the workers, train, end them; returns the version reached."""
+    from workers.launching import Crew
+
     crew = Crew.of(config)
     try:
         with _phase(events, "start_workers"):
@@ -145,14 +178,10 @@ async def _train(config: Config, checkpoint: Path | None, events: Events, began:
                 start = await driver.restore(checkpoint)
         events.emit(RunStarted(str(config.run_dir), start, config.run.steps))
         events.emit(PhaseDone("start_up", time.monotonic() - began))
-        with _interruptible(driver) as interrupted:
-            reached = await driver.run(start)
-        if interrupted:
-            saved = f"interrupted after step {reached}, which is saved; go on with run.resume=auto"
-            raise Interrupted(saved, interrupted[0])
+        interruptible.stop = driver.stop
+        return await driver.run(start)
     finally:
         await crew.close()
-        cluster.close()
 
 
 def _driver(config: Config, source: TaskSource, workers: Workers, events: Events) -> Driver:
@@ -207,6 +236,7 @@ def evaluate(
     path = data or config.data.eval_path
     if path is None:
         raise ConfigError("data.eval_path: none is set; give tasks with --data FILE")
+    config = _rooted(config)
     tasks = load_tasks(path)[:limit]
     RewardFunction.load(config.reward.fn).check(columns_of(tasks))
     sampling = Sampling(temperature=temperature, max_new_tokens=config.rollout.max_new_tokens)
@@ -261,6 +291,17 @@ def _prepare_imports() -> None:
         sys.path.insert(0, here)
 
 
+def _check_model(config: Config) -> None:
+    """Raise `ModelError` for a folder that is not there, before anything starts; a hub name is left to the workers.
+
+    A cluster at an address of its own may see other folders than this machine.
+    """
+    path = config.model.path
+    is_hub_name = path.count("/") <= 1 and not path.startswith((".", "/", "~"))
+    if config.ray.address is None and not is_hub_name and not Path(path).is_dir():
+        raise ModelError(f"model.path: there is no folder {path}; give one, or `org/name` on the hub")
+
+
 def _tasks(config: Config) -> TaskSource:
     """The run's tasks; reward function and workflow are looked up now, before anything expensive starts."""
     tasks = load_tasks(config.data.path)
@@ -275,10 +316,10 @@ def columns_of(tasks: Sequence[Task]) -> set[str]:
 
 
 def _checkpoint_to_resume(config: Config) -> Path | None:
-    """Where to start from, by `run.resume`; None is the beginning."""
+    """Where to start from, by `run.resume`; None is the beginning. A run that never took a step may begin again."""
     own = find_latest(config.run_dir / "checkpoints")
     if config.run.resume == "never":
-        if (config.run_dir / RESOLVED).exists():
+        if own is not None or _has_content(config.run_dir / "metrics.jsonl"):
             raise ConfigError(
                 f"run.name: {config.run_dir} holds a run already; choose another run.name, "
                 "go on with run.resume=auto, or remove the folder"
@@ -294,9 +335,28 @@ def _checkpoint_to_resume(config: Config) -> Path | None:
     return own or other
 
 
+def _has_content(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
+
+
 def _write_run_dir(config: Config) -> None:
-    config.run_dir.mkdir(parents=True, exist_ok=True)
-    (config.run_dir / RESOLVED).write_text(config.to_yaml())
+    try:
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        (config.run_dir / RESOLVED).write_text(config.to_yaml())
+    except OSError as error:
+        raise ConfigError(f"run.folder: cannot write to {config.run_dir}: {error.strerror or error}") from error
+
+
+def _rooted(config: Config) -> Config:
+    """The configuration with absolute paths: workers do not run in this process's folder."""
+    model, fn = Path(config.model.path), config.reward.fn
+    file, colon, name = fn.rpartition(":")
+    update: dict[str, object] = {"run": config.run.model_copy(update={"folder": config.run.folder.absolute()})}
+    if model.is_dir():
+        update["model"] = config.model.model_copy(update={"path": str(model.absolute())})
+    if file.endswith(".py"):
+        update["reward"] = config.reward.model_copy(update={"fn": f"{Path(file).absolute()}{colon}{name}"})
+    return config.model_copy(update=update)
 
 
 def _local_cpus(config: Config) -> int:
@@ -317,27 +377,3 @@ def _phase(events: Events, name: str) -> Iterator[None]:
     began = time.monotonic()
     yield
     events.emit(PhaseDone(name, time.monotonic() - began))
-
-
-@contextmanager
-def _interruptible(driver: Driver) -> Iterator[list[int]]:
-    """Inside, SIGINT and SIGTERM stop the driver after its step; the second one exits at once. Yields the signals
-    seen."""
-    seen: list[int] = []
-
-    def on_signal(number: int) -> None:
-        if seen:
-            os._exit(128 + number)
-        seen.append(number)
-        sys.stderr.write("\nrlsys: finishing this step, then saving; once more to exit at once\n")
-        driver.stop()
-
-    numbers = [signal.SIGINT, signal.SIGTERM] if threading.current_thread() is threading.main_thread() else []
-    loop = asyncio.get_running_loop()
-    for number in numbers:
-        loop.add_signal_handler(number, on_signal, number)
-    try:
-        yield seen
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)

@@ -18,9 +18,13 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Protocol
 
-from rlsys.errors import ConfigError
+from rlsys.errors import ConfigError, TaskTooLong
 from rlsys.seeds import request_seed
 from rlsys.types import OK, TRUNCATED, Episode, Message, Prompt, Task, Trajectory, Turn
+
+
+class ContextFull(Exception):
+    """A conversation outgrew `data.max_prompt_tokens`. Ends the episode where it stands; what was said is trained."""
 
 
 class Policy(Protocol):
@@ -54,9 +58,14 @@ class Agent:
     _ids: tuple[int, ...] = ()
     turns: list[Turn] = field(default_factory=list)
     reward: float | None = None
+    is_full: bool = False
+    """Did a later turn no longer fit the context? The trajectory is then truncated."""
 
     async def chat(self, prompt: Prompt) -> str:
-        """Say `prompt` (text, or messages) after all that was said so far; returns the policy's reply."""
+        """Say `prompt` (text, or messages) after all that was said so far; returns the policy's reply.
+
+        Raises `ContextFull` if the conversation no longer fits; the episode then ends, truncated, unless it is caught.
+        """
         policy = self._session.policy
         if isinstance(prompt, str) and not self._said:
             return (await self._turn(self._ids + policy.encode(prompt))).text
@@ -72,14 +81,23 @@ class Agent:
     async def _turn(self, prompt_ids: tuple[int, ...]) -> Turn:
         session = self._session
         key = self.index << 20 | len(self.turns)
-        turn = await session.policy.sample(prompt_ids, request_seed(session.seed, session.episode_index, key))
+        turn = await self._sampled(prompt_ids, request_seed(session.seed, session.episode_index, key))
         self.turns.append(turn)
         self._ids = prompt_ids + turn.output_ids
         return turn
 
+    async def _sampled(self, prompt_ids: tuple[int, ...], seed: int) -> Turn:
+        try:
+            return await self._session.policy.sample(prompt_ids, seed)
+        except TaskTooLong as error:
+            if not self.turns:
+                raise
+            self.is_full = True
+            raise ContextFull(f"{self.name}, turn {len(self.turns) + 1}: {error}") from None
+
     def trajectory(self) -> Trajectory:
         """All this agent said, for training."""
-        cut = bool(self.turns) and self.turns[-1].finish == "length"
+        cut = self.is_full or (bool(self.turns) and self.turns[-1].finish == "length")
         return Trajectory(self.name, tuple(self.turns), TRUNCATED if cut else OK, self.reward, self.parent)
 
 

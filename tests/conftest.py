@@ -1,8 +1,12 @@
-"""Shared set-up of every test: offline, one thread per process; and one cluster and one tiny model for those that ask."""
+"""Shared set-up of every test: offline, one thread per process.
+
+And for those that ask: one Ray cluster, one tiny model, one file of tasks.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +24,7 @@ def cluster() -> Iterator[None]:
     """A local Ray cluster that believes it has 8 CPUs."""
     import ray
 
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield
     ray.shutdown()
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
@@ -13,6 +13,7 @@ import ray
 
 from rlsys.algorithm import Algorithm, Assigned, Signal
 from rlsys.batch.plan import Denominators, MicroBatchPlan
+from rlsys.checkpoint import flush
 from rlsys.contracts import Published, TrainStats
 from rlsys.errors import CheckpointError
 from rlsys.record import GroupRecord, RolloutRecord, read_groups, write_groups, write_rollouts
@@ -51,7 +52,7 @@ class ActorRank:
 
     def address(self) -> str:
         """Where this rank can listen for the others, e.g. `tcp://10.0.0.4:41234`."""
-        return f"tcp://{socket.gethostbyname(socket.gethostname())}:{free_port()}"
+        return f"tcp://{ray.util.get_node_ip_address()}:{free_port()}"
 
     def setup(self, address: str) -> None:
         """Join the other ranks at `address` and load the model. Raises `ModelError`."""
@@ -62,7 +63,7 @@ class ActorRank:
 
         spec = self._spec
         torch.set_num_threads(spec.resources.threads)
-        device = torch.device("cuda" if spec.resources.num_gpus else "cpu")
+        device = spec.resources.device()
         ranks = Ranks(self._rank, spec.num_ranks, address=address)
         self._backend = FsdpBackend(spec.model_path, spec.optimizer, ranks, dtype=spec.dtype, device=device)
 
@@ -108,6 +109,8 @@ class ActorRank:
     def save(self, folder: Path) -> None:
         """Raises `CheckpointError`."""
         self.backend.save(folder)
+        with _disk(folder):
+            flush(folder, folder.iterdir())
 
     def load(self, folder: Path) -> None:
         """Raises `CheckpointError`."""
@@ -127,22 +130,30 @@ class ActorRank:
         places: Places,
         *chunks: tuple[Payload, ...],
     ) -> None:
-        """Write what a step trained, for people to read."""
+        """Write what a step trained, for people to read. Raises `CheckpointError` if the disk will not have it."""
         rows = zip(tasks, groups, places.pick(chunks), assigned, strict=True)
-        write_rollouts(path, (RolloutRecord.of(step, t, g, p, a) for t, g, p, a in rows))
+        with _disk(path):
+            write_rollouts(path, (RolloutRecord.of(step, t, g, p, a) for t, g, p, a in rows))
 
     def save_groups(self, path: Path, groups: Sequence[Group], places: Places, *chunks: tuple[Payload, ...]) -> None:
         """Write groups with their payloads. Raises `CheckpointError` if the disk will not have them."""
-        try:
+        with _disk(path):
             write_groups(path, map(GroupRecord, groups, places.pick(chunks)))
-        except OSError as error:
-            raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
 
     @ray.method(num_returns=2)
     def load_groups(self, path: Path) -> tuple[list[Group], tuple[Payload, ...]]:
         """The groups of a file without payloads, and the payloads."""
         records = read_groups(path)
         return [record.group for record in records], tuple(record.episodes for record in records)
+
+
+@contextmanager
+def _disk(path: Path) -> Iterator[None]:
+    """What the disk refuses becomes a `CheckpointError` that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _spread(values: Sequence[T], indices: Sequence[int], empty: T) -> list[T]:

@@ -11,13 +11,16 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from inspect import iscoroutinefunction
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlsys.errors import ConfigError, DeadlineExceeded, RlsysError, WorkerDied, WorkerError
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 RayActor: TypeAlias = Any
@@ -33,6 +36,12 @@ class Resources:
     num_cpus: float = 1.0
     num_gpus: float = 0.0
     threads: int = 1
+
+    def device(self) -> torch.device:
+        """The GPU Ray gave this process, if one was asked for; else the CPU, whatever the machine has."""
+        import torch
+
+        return torch.device("cuda" if self.num_gpus else "cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,5 +165,5 @@ def _first_line(error: BaseException) -> str:
 def free_port() -> int:
     """A TCP port nobody listens on at this moment."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind(("", 0))
         return probe.getsockname()[1]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import ray
-from ray import ObjectRefGenerator
+from ray._private.object_ref_generator import ObjectRefGenerator
 
 from rlsys.algorithm import Assigned, Signal
 from rlsys.batch.plan import BatchPlan
@@ -172,7 +172,9 @@ class ActorHandle:
         self._ranks, self._deadline_s = ranks, deadline_s
 
     async def ready(self) -> None:
-        address = await call(self._ranks[0].address.remote(), "actor-0", "choosing a port", SET_UP_S)
+        address = ""
+        if len(self._ranks) > 1:
+            address = await call(self._ranks[0].address.remote(), "actor-0", "choosing a port", SET_UP_S)
         await self._all("setting up", lambda rank, _: rank.setup.remote(address), SET_UP_S)
 
     async def close(self) -> None:

@@ -20,10 +20,14 @@ class ReferenceWorker:
     """Scores whole groups, whose samples share prompts."""
 
     def __init__(
-        self, model_path: str, dtype: Literal["float32", "bfloat16"], temperature: float, max_tokens: int
+        self,
+        model_path: str,
+        dtype: Literal["float32", "bfloat16"],
+        temperature: float,
+        max_tokens: int,
+        device: torch.device,
     ) -> None:
         """`temperature` is that of sampling: both sides of the KL are tempered alike. Raises `ModelError`."""
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model: PreTrainedModel = load_model(model_path, getattr(torch, dtype), device)
         self._temperature, self._max_tokens = temperature, max_tokens
 

@@ -63,6 +63,7 @@ class RolloutActor:
             max_context=spec.max_context,
             stop_token_ids=codec.stop_ids,
             name=self._name,
+            device=spec.resources.device(),
         )
         policy = EnginePolicy(engine, codec, spec.sampling, spec.max_prompt_tokens, self._name)
         puller = ObjectStorePuller(self._relays, spec.transfer_s) if spec.pulls_weights else None
@@ -143,7 +144,7 @@ class ReferenceActor:
         from workers.reference import ReferenceWorker
 
         torch.set_num_threads(self._resources.threads)
-        self._worker = ReferenceWorker(*self._arguments)
+        self._worker = ReferenceWorker(*self._arguments, self._resources.device())
 
     @ray.method(num_returns=2)
     def annotate(self, places: Places, *chunks: tuple[Payload, ...]) -> tuple[int, tuple[object, ...]]:

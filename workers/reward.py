@@ -28,6 +28,8 @@ class RewardWorker:
         """
         RewardFunction.load(fn_spec)
         self.name, self._timeout_s = name, timeout_s
+        self._is_slow = False
+        self._room = asyncio.Semaphore(processes)
         self._calls: set[asyncio.Future[list[Score]]] = set()
         self._pool = ProcessPool(
             processes, initializer=_load, initargs=(fn_spec,), context=multiprocessing.get_context("spawn")
@@ -60,10 +62,16 @@ class RewardWorker:
             call.set_exception(WorkerDied(self.name, "judging a group", "it was closed"))
 
     async def _judge(self, task: Task, completions: Sequence[str]) -> list[Score]:
-        """All at once; one by one after a hang or a death."""
-        try:
-            return await self._call(task, completions)
-        except (TimeoutError, ProcessExpired):
+        """All at once; one by one after a hang or a death, and from the first hang on: such a judge is slow or
+        broken."""
+        async with self._room:
+            if not self._is_slow:
+                try:
+                    return await self._call(task, completions)
+                except TimeoutError:
+                    self._is_slow = True
+                except ProcessExpired:
+                    pass
             return list(await asyncio.gather(*(self._judge_one(task, c) for c in completions)))
 
     async def _judge_one(self, task: Task, completion: str) -> Score:

@@ -6,6 +6,7 @@ import asyncio
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from rlsys.batch.samples import meta_of, versions_of
@@ -13,7 +14,7 @@ from rlsys.contracts import Busy, RolledOut
 from rlsys.errors import RlsysError, TaskTooLong, WeightsMismatch, WorkflowError
 from rlsys.types import Acknowledged, Assignment, Episode, Group, Message, PolicyVersion, Prompt, Sampling, Turn
 from rlsys.weights import Manifest, change_weights
-from rlsys.workflow import Session, Workflow
+from rlsys.workflow import ContextFull, Session, Workflow
 from workers.codec import TextCodec
 from workers.engines.base import Engine, Request
 
@@ -114,7 +115,8 @@ class RolloutWorker:
         return tuple(episode.result() for episode in episodes)
 
     async def _episode(self, session: Session) -> Episode:
-        await self._workflow.run(session)
+        with suppress(ContextFull):
+            await self._workflow.run(session)
         return session.episode()
 
     def _named(self, error: Exception, assignment: Assignment) -> RlsysError:

@@ -13,9 +13,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from ray import ObjectRef, ObjectRefGenerator
+import ray
+from ray import ObjectRef
+from ray._private.object_ref_generator import ObjectRefGenerator
 
-from rlsys.errors import RlsysError, WorkerDied
+from rlsys.errors import RlsysError, WorkerDied, WorkerError
 from workers.cluster import call
 
 Request = TypeVar("Request")
@@ -104,7 +106,13 @@ class CallStream(Generic[Request, Answer]):
 
     def _send(self) -> None:
         batch, self._unsent = self._unsent, []
-        chunks = self._start([request for request, _ in batch])
+        try:
+            chunks = self._start([request for request, _ in batch])
+        except Exception as error:  # noqa: BLE001  (whatever cannot be sent is answered here, not waited for)
+            failure = WorkerError(self._worker, self._phase, f"cannot be sent: {type(error).__name__}: {error}")
+            for _, answer in batch:
+                _resolve(answer, failure, None)
+            return
         reading = asyncio.create_task(self._read(chunks, [answer for _, answer in batch]))  # noqa: RUF006  (kept below)
         self._reading.add(reading)
         reading.add_done_callback(self._reading.discard)
@@ -114,7 +122,7 @@ class CallStream(Generic[Request, Answer]):
         try:
             async for ref in chunks:
                 ready = await call(ref, self._worker, self._phase)
-                payloads = await anext(chunks)
+                payloads = await self._payload_ref(chunks)
                 for place, (index, answer) in enumerate(ready):
                     _resolve(answers[index], answer, PayloadRef(payloads, place))
             failure = WorkerDied(self._worker, self._phase, "it ended without an answer")
@@ -124,6 +132,19 @@ class CallStream(Generic[Request, Answer]):
             failure = WorkerDied(self._worker, self._phase, "it ended in the middle of an answer")
         for answer in answers:
             _resolve(answer, failure, None)
+
+    async def _payload_ref(self, chunks: ObjectRefGenerator) -> ObjectRef:
+        """The reference to a chunk's payloads, never their bytes: Ray fetches the next object to await it, so wait
+        first.
+
+        Raises what ended the stream, if that came instead.
+        """
+        if not chunks.next_ready():
+            await asyncio.to_thread(ray.wait, [chunks], fetch_local=False)
+        payloads = await anext(chunks)
+        if payloads == chunks.completed():
+            await call(payloads, self._worker, self._phase)
+        return payloads
 
 
 def _resolve(waiting: asyncio.Future, answer: object, payload: PayloadRef | None) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlsys.algorithm import Assigned
-from rlsys.types import Group, SampleMeta
+from rlsys.types import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,11 @@ def plan_batch(
         raise ValueError("nothing to train: no trajectory of these groups was assigned an advantage")
     loads = [0] * num_ranks
     shares: list[list[_Bundle]] = [[] for _ in range(num_ranks)]
-    for bundle in sorted(bundles, key=lambda b: -b.num_tokens):
+    for bundle in sorted(bundles, key=lambda b: -b.load.num_tokens):
         rank = loads.index(min(loads))
-        loads[rank] += bundle.num_tokens
+        loads[rank] += bundle.load.num_tokens
         shares[rank].append(bundle)
-    ranks = [_fill(sorted(share, key=lambda b: b.order), max_tokens) for share in shares]
+    ranks = [_fill(share, max_tokens) for share in shares]
     depth = max(len(r) for r in ranks)
     filler = MicroBatchPlan((bundles[0].samples[0],), weight=0.0)
     return BatchPlan(
@@ -84,47 +84,72 @@ def plan_batch(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What samples cost that go through the model together: both matrices are padded to their longest row."""
+
+    num_samples: int = 0
+    longest_completion: int = 0
+    num_prompts: int = 0
+    longest_prompt: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Token positions the model computes, padding included."""
+        return self.num_samples * self.longest_completion + self.num_prompts * self.longest_prompt
+
+    def __add__(self, other: Load) -> Load:
+        """The load of both together."""
+        return Load(
+            self.num_samples + other.num_samples,
+            max(self.longest_completion, other.longest_completion),
+            self.num_prompts + other.num_prompts,
+            max(self.longest_prompt, other.longest_prompt),
+        )
+
+
 @dataclass(slots=True)
 class _Bundle:
     """Samples of one group that share a prompt."""
 
     order: tuple[int, ...]
+    load: Load
     samples: list[SampleRef]
-    num_tokens: int
-    num_trained: int
+    num_trained: int = 0
 
 
 def _bundles(index: int, group: Group, assigned: Sequence[Assigned], max_tokens: int) -> list[_Bundle]:
+    """Neighbours in length share a bundle, so that one long completion does not pad all others."""
     advantage = {(a.episode, a.trajectory): a.advantage for a in assigned}
+    samples = [
+        (meta, SampleRef(index, e, t, s, advantage[e, t]))
+        for (e, t), trajectory in group.trajectories()
+        if (e, t) in advantage
+        for s, meta in enumerate(trajectory.samples)
+    ]
     open_by_prompt: dict[int, _Bundle] = {}
     done: list[_Bundle] = []
-    for (e, t), trajectory in group.trajectories():
-        if (e, t) not in advantage:
-            continue
-        for s, meta in enumerate(trajectory.samples):
-            ref = SampleRef(index, e, t, s, advantage[e, t])
-            bundle = open_by_prompt.get(meta.prompt_key)
-            if bundle is None or bundle.num_tokens + meta.num_completion > max_tokens:
-                bundle = open_by_prompt[meta.prompt_key] = _Bundle((index, e, t, s), [], meta.num_prompt, 0)
-                done.append(bundle)
-            _add(bundle, ref, meta)
+    for meta, ref in sorted(samples, key=lambda sample: sample[0].num_completion):
+        bundle = open_by_prompt.get(meta.prompt_key)
+        more = Load(1, meta.num_completion)
+        if bundle is None or (bundle.load + more).num_tokens > max_tokens:
+            place = (ref.group, ref.episode, ref.trajectory, ref.sample)
+            bundle = open_by_prompt[meta.prompt_key] = _Bundle(place, Load(0, 0, 1, meta.num_prompt), [])
+            done.append(bundle)
+        bundle.load += more
+        bundle.samples.append(ref)
+        bundle.num_trained += meta.num_trained
     return done
 
 
-def _add(bundle: _Bundle, ref: SampleRef, meta: SampleMeta) -> None:
-    bundle.samples.append(ref)
-    bundle.num_tokens += meta.num_completion
-    bundle.num_trained += meta.num_trained
-
-
 def _fill(bundles: list[_Bundle], max_tokens: int) -> list[MicroBatchPlan]:
-    """First-come micro-batches: a bundle that does not fit opens the next one."""
+    """Micro-batches of neighbours in length: a bundle that does not fit opens the next one."""
     micro_batches: list[list[SampleRef]] = []
-    room = -1
-    for bundle in bundles:
-        if bundle.num_tokens > room:
+    load = Load()
+    for bundle in sorted(bundles, key=lambda b: (b.load.longest_completion, b.order)):
+        if not micro_batches or (load + bundle.load).num_tokens > max_tokens:
             micro_batches.append([])
-            room = max_tokens
+            load = Load()
         micro_batches[-1] += bundle.samples
-        room -= bundle.num_tokens
+        load += bundle.load
     return [MicroBatchPlan(tuple(m)) for m in micro_batches]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algorithm import LossInputs, Signal
-from rlsys.batch.plan import MicroBatchPlan
+from rlsys.batch.plan import Load, MicroBatchPlan
 from rlsys.batch.samples import Sample, samples_in
 from rlsys.types import Episode
 
@@ -130,16 +130,17 @@ def packed(samples: Sequence[Sample], max_tokens: int) -> Iterator[MicroBatch]:
     """
     batch: list[Sample] = []
     prompts: set[tuple[int, ...]] = set()
-    used = 0
+    load = Load()
     for sample in samples:
-        cost = len(sample.completion_ids) + (0 if sample.prompt_ids in prompts else len(sample.prompt_ids))
-        if batch and used + cost > max_tokens:
+        is_new = sample.prompt_ids not in prompts
+        more = Load(1, len(sample.completion_ids), int(is_new), len(sample.prompt_ids))
+        if batch and (load + more).num_tokens > max_tokens:
             yield MicroBatch.of(batch, [0.0] * len(batch), {})
-            batch, prompts, used = [], set(), 0
-            cost = len(sample.completion_ids) + len(sample.prompt_ids)
+            batch, prompts, load = [], set(), Load()
+            more = Load(1, len(sample.completion_ids), 1, len(sample.prompt_ids))
         batch.append(sample)
         prompts.add(sample.prompt_ids)
-        used += cost
+        load += more
     if batch:
         yield MicroBatch.of(batch, [0.0] * len(batch), {})
 

@@ -54,7 +54,7 @@ def plan_of(config: Config) -> Plan:
         steps=config.run.steps,
         samples_per_step=config.samples_per_step,
         permits=config.permits,
-        max_staleness=config.asynchrony.max_staleness,
+        max_staleness=config.staleness_bound,
         num_cpus=sum(r.count * r.num_cpus for r in roles),
         num_gpus=sum(r.count * r.num_gpus for r in roles),
         roles=roles,

@@ -60,12 +60,12 @@ class RunSection(Section):
     folder: Path = Path("runs")
     """Where run directories go."""
     seed: NonNegativeInt = 0
-    """Root of every random stream: task order, sampling, initialisation. Same seed and configuration, same run."""
+    """Root of every random stream: task order and sampling. Same seed and configuration, same run."""
     steps: PositiveInt
     """Optimizer steps of the whole run, those before a resume included."""
     resume: Annotated[str, AfterValidator(_resume)] = "never"
-    """never: a new run; refused where the run directory already holds one. auto: go on from its latest checkpoint, else
-    start. must: go on, or fail. A folder: start a new run from the latest checkpoint of that one."""
+    """never: a new run; refused where an earlier one took a step. auto: go on from its latest checkpoint, else start.
+    must: go on, or fail. A folder: start a new run from the latest checkpoint of that one."""
 
 
 class ModelSection(Section):
@@ -81,7 +81,7 @@ class DataSection(Section):
     """The tasks."""
 
     path: str = Field(min_length=1)
-    """JSONL, JSON or parquet file, or hub data set, with a `prompt` column."""
+    """JSONL or parquet file, or hub data set, with a `prompt` column."""
     eval_path: str | None = None
     """The same, for `rlsys eval`; None: no evaluation data."""
     max_prompt_tokens: PositiveInt = 1024
@@ -120,7 +120,8 @@ class RewardSection(Section):
     fn: ImportSpec = "exact"
     """Reward function: a built-in, `module:name`, or `path/to/file.py:name`."""
     timeout_s: PositiveFloat = 10.0
-    """Deadline of one call of the function, seconds; a call that misses it is killed and its episode fails."""
+    """Deadline of one call of the function, seconds; a call that misses it is killed and its episode fails. A group is
+    judged in one go first, within this time; only if it takes longer are its episodes judged one by one."""
     workers: PositiveInt = 1
     """Ray actors that judge side by side."""
     processes: PositiveInt = 1
@@ -166,6 +167,11 @@ class AsynchronySection(Section):
     window: PositiveInt = 1
     """How far past the oldest unfinished group the learner may look for a finished one; 1: strictly in order."""
 
+    def bound(self, groups_per_step: int) -> int:
+        """Most versions a trained token can be behind: `max_staleness` at window 1, more the further groups
+        overtake."""
+        return ((self.max_staleness + 1) * groups_per_step + self.window - 2) // groups_per_step
+
 
 class ReferenceSection(Section):
     """The frozen initial model; it runs only where the algorithm asks for it."""
@@ -191,15 +197,15 @@ class LimitsSection(Section):
     """Deadlines, and how much failure is too much."""
 
     lease_s: PositiveFloat = 600.0
-    """Deadline of one group from issue to finish, seconds; then it is issued again."""
+    """Deadline of rolling out one group, seconds; then its replica is replaced and the group issued again."""
     transfer_s: PositiveFloat = 120.0
     """Deadline of one weight transfer, seconds."""
     no_progress_s: PositiveFloat = 900.0
     """Seconds without a finished group or step after which the run ends with a table of what is pending."""
     max_attempts: PositiveInt = 3
-    """Times one group is tried before it is dropped as failed."""
+    """Times one group is tried before the run ends."""
     max_failed_groups: PositiveInt = 16
-    """Groups dropped as failed in a row that end the run."""
+    """Groups dropped in a row, failed or too long, that end the run."""
 
 
 class RecordSection(Section):
@@ -267,6 +273,11 @@ class Config(Section):
         return (self.asynchrony.max_staleness + 1) * self.train.groups_per_step
 
     @property
+    def staleness_bound(self) -> int:
+        """Most versions a trained token can be behind; see `AsynchronySection.bound`."""
+        return self.asynchrony.bound(self.train.groups_per_step)
+
+    @property
     def samples_per_step(self) -> int:
         """Episodes of one optimizer step."""
         return self.train.groups_per_step * self.algorithm.group_size
@@ -274,11 +285,13 @@ class Config(Section):
     @field_validator("asynchrony")
     @classmethod
     def _is_safe(cls, asynchrony: AsynchronySection, info: ValidationInfo) -> AsynchronySection:
-        algorithm = info.data.get("algorithm")
-        if algorithm is None or (bound := algorithm.max_safe_staleness) is None or asynchrony.max_staleness <= bound:
+        algorithm, train = info.data.get("algorithm"), info.data.get("train")
+        if algorithm is None or train is None or (bound := algorithm.max_safe_staleness) is None:
+            return asynchrony
+        if (staleness := asynchrony.bound(train.groups_per_step)) <= bound:
             return asynchrony
         text = (
-            f"{asynchrony.max_staleness} is more than {type(algorithm).__name__} is safe for ({bound}): its loss does "
+            f"{staleness} is more than {type(algorithm).__name__} is safe for ({bound}): its loss does "
             f"not correct for older tokens; set it to {bound} or less, or choose an algorithm that corrects for them"
         )
         raise nested([(("max_staleness",), text)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def letters(completion: str, answer: str) -> float:
 
 
 def test_staleness_zero_gives_the_losses_and_weights_of_the_single_file(folder):
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     overrides = [
         f"model.path={folder / 'model'}",
         f"data.path={folder / 'tasks.jsonl'}",
@@ -70,9 +71,7 @@ def test_staleness_zero_gives_the_losses_and_weights_of_the_single_file(folder):
     source = TaskSource(load_tasks(folder / "tasks.jsonl"), seed=3)
     drawn = [source.next() for _ in range(STEPS * GROUPS)]
     tasks = [(str(task.prompt), task.answer or "") for task in drawn]
-    settings = Settings(
-        steps=STEPS, groups_per_step=GROUPS, group_size=SIZE, warmup_steps=2, seed=3, max_new_tokens=7
-    )
+    settings = Settings(steps=STEPS, groups_per_step=GROUPS, group_size=SIZE, warmup_steps=2, seed=3, max_new_tokens=7)
     steps, weights = run(folder / "model", tasks, settings, letters)
 
     assert [row["reward/mean"] for row in ours] == pytest.approx([s.reward for s in steps], abs=1e-6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from rlsys.checkpoint import Checkpoints
 from rlsys.data.source import TaskSource
@@ -14,6 +15,10 @@ from rlsys.ledger import Ledger
 from rlsys.queue import StreamingQueue
 from rlsys.testing import FakeWorld, RewardAsAdvantage, tasks
 from rlsys.weights import WeightSync
+
+E = TypeVar("E")
+
+E = TypeVar("E", bound=Event)
 
 
 @dataclass
@@ -28,7 +33,7 @@ class Recorder:
     def close(self) -> None:
         pass
 
-    def of(self, kind: type) -> list[Event]:
+    def of(self, kind: type[E]) -> list[E]:
         return [e for e in self.events if isinstance(e, kind)]
 
 

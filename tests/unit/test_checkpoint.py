@@ -54,8 +54,8 @@ def truncate(path: Path) -> None:
 
 def test_what_is_saved_is_what_is_read(tmp_path):
     checkpoints_in(tmp_path, 2)
-    latest = find_latest(tmp_path)
-    assert latest == tmp_path / "step_000002"
+    latest = tmp_path / "step_000002"
+    assert find_latest(tmp_path) == latest
     assert read_state(latest) == state_of(2)
     assert names(tmp_path) == ["latest", "step_000002"]
     assert (tmp_path / "latest").read_text() == "step_000002"

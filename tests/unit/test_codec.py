@@ -12,12 +12,10 @@ from rlsys.errors import DataError, ModelError
 from rlsys.types import Message
 from workers.codec import TextCodec
 
-PLAIN = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
-HIDING = (
-    "{% for m in messages %}<{{ m.role[0] }}>"
-    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('|')[-1] }}{% else %}{{ m.content }}{% endif %}"
-    "<end>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
-)
+PLAIN = """\
+{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}<end>{% endfor %}
+{%- if add_generation_prompt %}<a>{% endif %}"""
+HIDING = PLAIN.replace("m.content", "(m.content.split('|')[-1] if m.role == 'assistant' else m.content)")
 """Forgets what the policy thought (before `|`) in earlier turns."""
 
 

@@ -39,7 +39,9 @@ def test_a_machine_that_breaks_every_time_ends_the_run(error):
     assert POLICY.decide(error, attempt=3, dropped_in_a_row=0) == Abort(message)
 
 
-@pytest.mark.parametrize(("error", "reason"), list(zip(TASK, ["too_long", "failed"], strict=True)), ids=["long", "void"])
+@pytest.mark.parametrize(
+    ("error", "reason"), list(zip(TASK, ["too_long", "failed"], strict=True)), ids=["long", "void"]
+)
 @pytest.mark.parametrize("dropped_in_a_row", [0, 2])
 def test_what_a_task_broke_is_dropped_under_its_reason(error, reason, dropped_in_a_row):
     assert POLICY.decide(error, attempt=1, dropped_in_a_row=dropped_in_a_row) == Drop(reason)
@@ -56,8 +58,8 @@ def test_too_many_drops_in_a_row_end_the_run(error):
     [
         (WorkflowError("rollout-1", "running W", "KeyError: 'x'"), "rollout-1 while running W: KeyError: 'x'"),
         (WorkerError("actor-0", "training", "out of memory"), "actor-0 while training: out of memory"),
-        (TrainingError("the loss is nan"), "unexpected: the loss is nan"),
-        (ConfigError("train.lr"), "unexpected: train.lr"),
+        (TrainingError("the loss is nan"), "the loss is nan"),
+        (ConfigError("train.lr"), "train.lr"),
     ],
     ids=["WorkflowError", "WorkerError", "TrainingError", "ConfigError"],
 )

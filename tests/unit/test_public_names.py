@@ -36,7 +36,10 @@ def test_an_unknown_name_is_an_attribute_error():
     ("statement", "absent"),
     [
         ("import rlsys", "torch ray pydantic numpy transformers datasets typer rich workers algorithms"),
-        ("from rlsys import Algorithm, Workflow, Session, RlsysError", "torch ray pydantic numpy transformers datasets"),
+        (
+            "from rlsys import Algorithm, Workflow, Session, RlsysError",
+            "torch ray pydantic numpy transformers datasets",
+        ),
         ("from rlsys import Config", "torch ray numpy transformers datasets workers"),
         ("from rlsys import train, evaluate, export", "torch ray transformers datasets workers"),
     ],

@@ -174,12 +174,16 @@ def test_no_more_groups_are_admitted_than_the_run_will_consume():
 def test_a_producer_that_raises_gives_its_permit_back():
     async def main() -> None:
         queue = queue_of(groups_per_step=1)
+
+        async def fail() -> None:
+            async with queue.permit() as permit:
+                permit.open(7)
+                permit.reason = "too_long"
+                raise ZeroDivisionError
+
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):
-                async with queue.permit() as permit:
-                    permit.open(7)
-                    permit.reason = "too_long"
-                    raise ZeroDivisionError
+                await fail()
         assert queue.dropped == {"too_long": 2}
 
     run_virtual(main())

@@ -1,4 +1,4 @@
-"""The rollout worker: weights change between or under running groups, and nothing runs on weights nobody vouches for."""
+"""The rollout worker: weights change between or under running groups; nothing runs on weights nobody vouches for."""
 
 from __future__ import annotations
 

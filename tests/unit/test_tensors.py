@@ -58,7 +58,9 @@ def test_a_plan_finds_its_samples_and_their_columns() -> None:
     assert batch.loss_inputs.columns_N[REFERENCE].tolist() == pytest.approx([0.4, 0.5, 0.2, 0.3])
 
 
-@pytest.mark.parametrize(("max_tokens", "sizes"), [(1, [1, 1, 1]), (6, [2, 1]), (10, [2, 1]), (11, [3])])
+@pytest.mark.parametrize(
+    ("max_tokens", "sizes"), [(1, [1, 1, 1]), (7, [1, 1, 1]), (8, [2, 1]), (14, [2, 1]), (15, [3])]
+)
 def test_packing_for_scoring_counts_a_shared_prompt_once(max_tokens: int, sizes: list[int]) -> None:
     batches = list(packed([SHORT, LONG, OTHER], max_tokens))
     assert [len(b.completions_ST) for b in batches] == sizes

@@ -67,14 +67,16 @@ def test_weights_nobody_vouches_for_leave_the_gate_closed_but_nothing_paused(hel
 def test_a_cancelled_load_resumes_too():
     replica = Diary()
 
-    async def never() -> str:
-        replica.done.append("load")
-        return await asyncio.get_running_loop().create_future()
-
     async def main() -> None:
+        loading = asyncio.Event()
+
+        async def never() -> str:
+            replica.done.append("load")
+            loading.set()
+            return await asyncio.get_running_loop().create_future()
+
         change = asyncio.create_task(change_weights(replica, MANIFEST, never))
-        while "load" not in replica.done:
-            await asyncio.sleep(0)
+        await loading.wait()
         change.cancel()
         with pytest.raises(asyncio.CancelledError):
             await change

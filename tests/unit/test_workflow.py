@@ -16,8 +16,8 @@ from rlsys.workflow import Session, SingleTurn, Workflow, load_workflow
 TASK = Task(id="t", prompt="2+3?", answer="5")
 
 
-def played(workflow: Workflow, policy: ScriptedPolicy, *, episode: int = 0, seed: int = 1, task: Task = TASK) -> Episode:
-    session = Session(task, policy, seed, episode)
+def played(workflow: Workflow, policy: ScriptedPolicy, *, episode: int = 0, seed: int = 1) -> Episode:
+    session = Session(TASK, policy, seed, episode)
     asyncio.run(workflow.run(session))
     return session.episode()
 
@@ -89,9 +89,9 @@ def test_plain_text_cannot_turn_into_a_conversation():
         played(Chat("2+3=", user("and?")), ScriptedPolicy())
 
 
-def seeds(workflow: Workflow, **session: int) -> list[int]:
+def seeds(workflow: Workflow, *, episode: int = 0, seed: int = 1) -> list[int]:
     policy = ScriptedPolicy()
-    played(workflow, policy, **session)
+    played(workflow, policy, episode=episode, seed=seed)
     return [seed for _, seed in policy.asked]
 
 

@@ -18,8 +18,8 @@ def load_local(
     max_context: int,
     stop_token_ids: frozenset[int],
     name: str,
+    device: torch.device,
 ) -> LocalEngine:
-    """A local engine on the GPU this process was given, or on the CPU. Raises `ModelError`."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """A local engine on `device`. Raises `ModelError`."""
     model = load_model(model_path, getattr(torch, dtype), device)
     return LocalEngine(model, num_slots=num_slots, max_context=max_context, stop_token_ids=stop_token_ids, name=name)

@@ -207,7 +207,7 @@ class LocalEngine:
             self._answer(job.future, completion)
 
     def _abort(self, is_meant: Callable[[Job], bool]) -> None:
-        for job in [job for job in self._waiting if is_meant(job)]:
+        for job in [job for job in tuple(self._waiting) if is_meant(job)]:
             self._waiting.remove(job)
             self._answer(job.future, Completion((), (), (), "abort"))
         self._release([slot for slot, job in enumerate(self._decoder.jobs) if is_meant(job)], is_aborted=True)

@@ -1,0 +1,92 @@
+"""Commands as processes of their own, for tests of the command line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = Path(sys.executable).parent
+RLSYS = SCRIPTS / "rlsys"
+DEADLINE_S = 100.0
+"""For anything a test waits for: minutes pass on a busy machine, seconds on a quiet one."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a command left behind."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+class Command:
+    """A running command, in a process group of its own, as a terminal starts it. Leaving the block kills all of it."""
+
+    def __init__(self, *words: str | Path) -> None:
+        self._process = subprocess.Popen(
+            words,
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            env={key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"},
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+
+    def end(self) -> Ended:
+        """Wait until it ends by itself."""
+        stdout, stderr = self._process.communicate(timeout=DEADLINE_S)
+        return Ended(self._process.returncode, stdout, stderr)
+
+    def press(self, number: signal.Signals) -> None:
+        """Send a signal to every process of the group, as a terminal does."""
+        os.killpg(self._process.pid, number)
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Return once it is so, while the command runs."""
+        wait_until(lambda: is_so() or self._process.poll() is not None)
+        assert is_so(), self.end().stderr
+
+    def processes(self) -> list[int]:
+        """Those it started that are still alive, itself included."""
+        alive = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+        return [pid for pid in alive if _session(pid) == self._process.pid]
+
+
+def rlsys(*arguments: str | Path) -> Ended:
+    """Run a command to its end."""
+    with Command(RLSYS, *arguments) as command:
+        return command.end()
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Return once it is so; other processes and their files announce nothing, so it looks again and again."""
+    began = time.monotonic()
+    while not is_so():
+        assert time.monotonic() - began < DEADLINE_S, "waited in vain"
+        time.sleep(0.05)
+
+
+def _session(pid: int) -> int | None:
+    """The session of a process: its leader's id; None if it is gone or a zombie."""
+    try:
+        state, _, _, session, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state == "Z" else int(session)

@@ -1,0 +1,144 @@
+"""Bad input ends with a message and an exit code, without a traceback, and nothing that was saved is lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlsys import train
+from rlsys.checkpoint import find_latest
+from rlsys.errors import CheckpointError, ConfigError, RunAborted
+from rlsys.record import read_rollouts
+from rlsys.types import OutcomeKind
+from tests.jobs import config_of, keys_of
+from tests.ray.commands import Ended, rlsys
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+JUDGE = """
+import time
+
+def judge(completion: str, prompt: str) -> object:
+    match prompt[0]:
+        case "0": raise ValueError("no digits")
+        case "1": time.sleep(600)
+        case "2": return float("nan")
+        case "3": return None
+        case "4": return "good"
+    return sum(c.isdigit() for c in completion) / 8
+
+def silent(completion: str) -> None:
+    return None
+"""
+
+
+def command(keys: list[str], *more: str, folder: Path) -> Ended:
+    """`rlsys train` on the command line, without a terminal."""
+    file = folder / "job.yaml"
+    file.write_text("run: {steps: 4}\n")
+    ended = rlsys("train", file, *keys, *more)
+    assert "Traceback" not in ended.stderr
+    return ended
+
+
+@pytest.fixture
+def keys(model_path: Path, data_path: Path, tmp_path: Path) -> list[str]:
+    return keys_of(model_path, data_path, tmp_path)
+
+
+# ------------------------------------------------------------------------------------- refused before anything runs
+
+
+def test_data_that_cannot_be_read_is_named(keys, tmp_path):
+    ended = command(keys, "data.path=/no/such/tasks.jsonl", folder=tmp_path)
+    assert ended.code == 2
+    assert ended.stderr.splitlines()[-1] == "rlsys: cannot read /no/such/tasks.jsonl: No such file or directory"
+
+
+def test_a_row_without_a_prompt_is_named_with_its_line(keys, tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"prompt": "1>"}\n{"question": "2>", "answer": 3}\n')
+    ended = command(keys, f"data.path={path}", folder=tmp_path)
+    assert ended.code == 2
+    assert f"{path}:2: no `prompt`; the row has question, answer" in ended.stderr
+
+
+def test_a_run_that_never_took_a_step_may_begin_again_once_its_data_is_mended(keys, tmp_path):
+    for name in ("one.jsonl", "two.jsonl"):
+        ended = command(keys, f"data.path={name}", folder=tmp_path)
+        assert f"cannot read {name}" in ended.stderr
+
+
+def test_a_reward_function_that_asks_for_a_missing_column_is_refused(keys, tmp_path):
+    judge = tmp_path / "judge.py"
+    judge.write_text("def judge(completion, difficulty): return 0.0\n")
+    ended = command(keys, f"reward.fn={judge}:judge", folder=tmp_path)
+    assert ended.code == 2
+    assert "asks for difficulty, which no row has" in ended.stderr
+
+
+def test_must_resume_without_a_checkpoint_is_refused_and_writes_nothing(keys, tmp_path):
+    ended = command(keys, "run.resume=must", folder=tmp_path)
+    assert ended.code == 1
+    assert ended.stderr == f"rlsys: run.resume is must, and {tmp_path / 'run'} has no complete checkpoint\n"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_path_that_does_not_exist_is_named_by_the_command(keys, tmp_path):
+    ended = command(keys, "model.path=/no/such/model", folder=tmp_path)
+    assert ended.code == 2
+    assert "/no/such/model" in ended.stderr.splitlines()[-1]
+
+
+# -------------------------------------------------------------------------------------------- found out on the way
+
+
+def judge_in(folder: Path, name: str = "judge") -> str:
+    path = folder / "judge.py"
+    path.write_text(JUDGE)
+    return f"{path}:{name}"
+
+
+def test_prompts_that_are_all_too_long_end_the_run_naming_the_limit_and_its_key(model_path, data_path, tmp_path):
+    config = config_of(model_path, data_path, tmp_path, ["data.max_prompt_tokens=1", "limits.max_failed_groups=3"])
+    with pytest.raises(RunAborted, match=r"3 groups were dropped.* allowed are 1 to data\.max_prompt_tokens = 1"):
+        train(config, progress=False)
+
+
+def test_whatever_a_judge_does_to_some_groups_costs_those_alone_and_says_why(model_path, data_path, tmp_path):
+    overrides = [f"reward.fn={judge_in(tmp_path)}", "reward.timeout_s=1", "reward.processes=4", "run.steps=8"]
+    config = config_of(model_path, data_path, tmp_path, overrides)
+    assert train(config, progress=False).steps == 8
+    records = [r for p in (config.run_dir / "rollouts").iterdir() for r in read_rollouts(p)]
+    assert len(records) == 8 * 4
+    assert not [r for r in records if str(r.task.prompt)[0] in "01234"]
+    assert all(t.outcome.kind is not OutcomeKind.FAILED for r in records for e in r.episodes for t in e.trajectories)
+    events = [json.loads(line) for line in (config.run_dir / "events.jsonl").read_text().splitlines()]
+    dropped = [e for e in events if e["kind"] == "group_dropped"]
+    assert {e["reason"] for e in dropped} == {"failed"}
+    for words in ("raised ValueError: no digits at", "took longer than 1 s", "returned nan", "not applicable", "(str)"):
+        assert any(words in e["detail"] for e in dropped), words
+
+
+def test_what_was_saved_before_bad_input_is_still_there(model_path, data_path, tmp_path):
+    train(config_of(model_path, data_path, tmp_path, ["run.steps=2"]), progress=False)
+    latest = find_latest(tmp_path / "run" / "checkpoints")
+    assert latest is not None
+    before = {p: p.read_bytes() for p in latest.rglob("*") if p.is_file()}
+    silent = f"reward.fn={judge_in(tmp_path, 'silent')}"
+    for overrides, error in (
+        (["run.steps=4"], ConfigError),
+        (["run.steps=4", "run.resume=/no/such/run"], CheckpointError),
+        (["run.steps=4", "run.resume=must", "rollout.replicas=90"], ConfigError),
+        (
+            ["run.steps=4", "run.resume=must", silent, "limits.max_failed_groups=2"],
+            RunAborted,
+        ),
+    ):
+        with pytest.raises(error):
+            train(config_of(model_path, data_path, tmp_path, overrides), progress=False)
+    assert find_latest(tmp_path / "run" / "checkpoints") == latest
+    assert {p: p.read_bytes() for p in before} == before
+    assert train(config_of(model_path, data_path, tmp_path, ["run.resume=must"]), progress=False).steps == 4

@@ -1,0 +1,201 @@
+"""The ways in: the command line with its interruptions, and a Ray job."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from ray.job_submission import JobStatus, JobSubmissionClient
+from transformers import AutoModelForCausalLM
+
+from rlsys.checkpoint import find_latest
+from tests.jobs import keys_of
+from tests.ray.commands import RLSYS, ROOT, SCRIPTS, Command, Ended, rlsys, wait_until
+from workers.cluster import free_port
+
+pytestmark = pytest.mark.timeout(400)
+
+ENDLESS = 100_000
+
+
+@dataclass
+class Job:
+    """A run in the making: its file, its keys, and what it wrote so far."""
+
+    file: Path
+    keys: list[str]
+    run_dir: Path
+
+    def train(self, steps: int, *keys: str) -> Command:
+        return Command(RLSYS, "train", self.file, *self.keys, f"run.steps={steps}", *keys)
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps in `metrics.jsonl`, resumed ones included."""
+        metrics = self.run_dir / "metrics.jsonl"
+        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+        return [json.loads(line)["step"] for line in lines if line.endswith("\n")]
+
+    @property
+    def saved(self) -> int:
+        """Step of the latest complete checkpoint."""
+        latest = find_latest(self.run_dir / "checkpoints")
+        assert latest is not None
+        return int(latest.name.removeprefix("step_"))
+
+    def interrupted(self, number: signal.Signals, *keys: str) -> Ended:
+        """Train, and press `number` once a step is done."""
+        before = len(self.steps)
+        with self.train(ENDLESS, "checkpoint.every=0", *keys) as command:
+            command.wait_until(lambda: len(self.steps) > before)
+            command.press(number)
+            return command.end()
+
+
+def job_in(folder: Path, model_path: Path, data_path: Path) -> Job:
+    file = folder / "job.yaml"
+    file.write_text("run: {steps: 4}\n")
+    keys = [*keys_of(model_path, data_path, folder), "rollout.replicas=1"]
+    return Job(file, keys, folder / "run")
+
+
+@dataclass
+class History:
+    """One run in three sessions: Ctrl-C, resumed and terminated, resumed to its end."""
+
+    job: Job
+    by_ctrl_c: Ended
+    saved_by_ctrl_c: int
+    terminated: Ended
+    saved_by_termination: int
+    finished: Ended
+
+
+@pytest.fixture(scope="module")
+def history(model_path: Path, data_path: Path, tmp_path_factory: pytest.TempPathFactory) -> History:
+    job = job_in(tmp_path_factory.mktemp("runs"), model_path, data_path)
+    by_ctrl_c = job.interrupted(signal.SIGINT)
+    first = job.saved
+    terminated = job.interrupted(signal.SIGTERM, "run.resume=must")
+    second = job.saved
+    with job.train(second + 2, "run.resume=must", "--json") as command:
+        finished = command.end()
+    return History(job, by_ctrl_c, first, terminated, second, finished)
+
+
+def test_ctrl_c_finishes_the_step_saves_it_and_exits_with_130(history: History):
+    ended = history.by_ctrl_c
+    assert ended.code == 130
+    assert "stopping; a step in hand is finished and saved; once more to exit at once" in ended.stderr
+    last_line = ended.stderr.strip().splitlines()[-1]
+    assert last_line == (
+        f"rlsys: interrupted after step {history.saved_by_ctrl_c}, which is saved; go on with run.resume=auto"
+    )
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_termination_saves_too_and_exits_with_143(history: History):
+    assert history.terminated.code == 143
+    assert history.saved_by_termination > history.saved_by_ctrl_c
+    assert f"interrupted after step {history.saved_by_termination}" in history.terminated.stderr
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped_and_takes_every_step_once(history: History):
+    assert history.finished.code == 0, history.finished.stderr
+    total = history.saved_by_termination + 2
+    assert history.job.steps == list(range(1, total + 1))
+    assert history.job.saved == total
+    events = [json.loads(line) for line in (history.job.run_dir / "events.jsonl").read_text().splitlines()]
+    assert [e["reason"] for e in events if e["kind"] == "run_ended"] == ["interrupted", "interrupted", "finished"]
+
+
+def test_the_last_line_is_one_json_object(history: History):
+    (line,) = history.finished.stdout.splitlines()
+    result = json.loads(line)
+    assert result["run_dir"] == str(history.job.run_dir)
+    assert result["steps"] == history.saved_by_termination + 2
+    assert {"start_up", "step", "rollout", "train"} <= result["seconds"].keys()
+    assert 0 < result["reward_last"] < 1
+
+
+def test_a_run_is_exported_by_a_command(history: History, tmp_path: Path):
+    ended = rlsys("export", history.job.run_dir, "--to", tmp_path / "model", "--step", str(history.saved_by_ctrl_c))
+    assert (ended.code, ended.stdout.strip()) == (0, str(tmp_path / "model"))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").num_parameters() > 10_000
+
+
+def test_a_run_is_evaluated_by_a_command(history: History, data_path: Path):
+    options = ["--data", str(data_path), "--limit", "6", "--n", "2", "--temperature", "1", "--json"]
+    ended = rlsys("eval", history.job.run_dir, *options)
+    assert ended.code == 0, ended.stderr
+    result = json.loads(ended.stdout)
+    assert (result["num_tasks"], result["samples"], result["failed_frac"]) == (6, 2, 0)
+    assert 0 <= result["mean"] <= result["best"] <= 1
+
+
+def test_ctrl_c_twice_exits_at_once_and_leaves_no_process(model_path: Path, data_path: Path, tmp_path: Path):
+    job = job_in(tmp_path, model_path, data_path)
+    with job.train(ENDLESS, "train.groups_per_step=64", "rollout.max_new_tokens=48") as command:
+        command.wait_until(lambda: bool(job.steps))
+        command.press(signal.SIGINT)
+        command.press(signal.SIGINT)
+        assert command.end().code == 130
+        wait_until(lambda: not command.processes())
+
+
+# ------------------------------------------------------------------------------------------------------- a Ray job
+
+
+@pytest.fixture
+def head() -> Iterator[str]:
+    """A cluster of its own with the job server; yields the server's address."""
+    port = free_port()
+    options = ["--port=0", f"--dashboard-port={port}", "--include-dashboard=true", "--num-cpus=8", "--block"]
+    with TemporaryDirectory(prefix="rlsys-") as folder:
+        with Command(SCRIPTS / "ray", "start", "--head", f"--temp-dir={folder}", *options) as cluster:
+            address = f"http://127.0.0.1:{port}"
+            cluster.wait_until(lambda: answers(address))
+            yield address
+        wait_until(lambda: not cluster.processes())
+
+
+def answers(address: str) -> bool:
+    try:
+        JobSubmissionClient(address)
+    except (ConnectionError, RuntimeError):
+        return False
+    return True
+
+
+def accepted(client: JobSubmissionClient, command: str) -> str:
+    """Submit `command`; the agent that takes jobs comes up after the server that answers."""
+    ids: list[str] = []
+
+    def is_accepted() -> bool:
+        with suppress(RuntimeError):
+            ids.append(client.submit_job(entrypoint=command))
+        return bool(ids)
+
+    wait_until(is_accepted)
+    return ids[0]
+
+
+def test_a_submitted_job_trains_on_the_cluster_it_was_submitted_to(
+    head: str, model_path: Path, data_path: Path, tmp_path: Path
+):
+    job = job_in(tmp_path, model_path, data_path)
+    client = JobSubmissionClient(head)
+    command = " ".join(map(str, [RLSYS, "train", job.file, *job.keys, "run.steps=2", "--json"]))
+    submitted = accepted(client, f"cd {ROOT} && {command}")
+    ends = {JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED}
+    wait_until(lambda: client.get_job_status(submitted) in ends)
+    assert client.get_job_status(submitted) is JobStatus.SUCCEEDED, client.get_job_logs(submitted)
+    assert json.loads(client.get_job_logs(submitted).splitlines()[-1])["steps"] == 2
+    assert job.steps == [1, 2]
+    assert job.saved == 2

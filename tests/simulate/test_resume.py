@@ -1,0 +1,91 @@
+"""A resumed run goes on in order, whatever was finished and whatever was not, and under other limits too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from rlsys.batch.plan import BatchPlan
+from rlsys.checkpoint import find_latest
+from rlsys.contracts import TrainStats, Workers
+from rlsys.driver import Driver
+from rlsys.events import Event, StepDone
+from rlsys.testing import FakeActor, FakeRewards, FakeRollouts, FakeWorld, run_virtual
+from rlsys.types import Group
+from tests.simulate.world import driver_on
+
+SLOW = 4
+"""The group that is still being rolled out when the run is cut, while younger ones are finished."""
+
+
+class OrderedActor(FakeActor):
+    """Remembers in which order groups are trained."""
+
+    def __init__(self, world: FakeWorld, order: list[int]) -> None:
+        super().__init__(world)
+        self.order = order
+
+    async def train_step(self, groups: Sequence[Group], plan: BatchPlan) -> TrainStats:
+        self.order += [group.serial for group in groups]
+        return await super().train_step(groups, plan)
+
+
+class OrderedWorld(FakeWorld):
+    def __init__(self, order: list[int]) -> None:
+        super().__init__(rollout_s=lambda serial: 50.0 if serial == SLOW else 1.0, train_s=lambda version: 10.0)
+        self.order = order
+
+    def workers(self) -> Workers:
+        return Workers(FakeRollouts(self), FakeRewards(self), OrderedActor(self, self.order))
+
+
+class StopAfterFirst:
+    """A user who presses Ctrl-C during the first step."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+
+    def handle(self, event: Event, time_s: float) -> None:
+        if isinstance(event, StepDone):
+            self.driver.stop()
+
+    def close(self) -> None:
+        pass
+
+
+def cut_and_resumed(folder: Path, *, max_staleness: int, steps: int = 6) -> tuple[list[int], Driver]:
+    """Serials in the order they were trained: one step of a run of 12 permits, the rest under other limits."""
+    order: list[int] = []
+    cut = driver_on(OrderedWorld(order), folder, max_staleness=3)
+    cut.events.attach(StopAfterFirst(cut))
+    assert run_virtual(cut.run(0)) == 1
+    assert {group.serial > SLOW for group in cut.queue.finished} == {True, False}
+    resumed = driver_on(OrderedWorld(order), folder, max_staleness=max_staleness, steps=steps)
+
+    async def go_on() -> int:
+        checkpoint = find_latest(folder)
+        assert checkpoint is not None
+        return await resumed.run(await resumed.restore(checkpoint))
+
+    assert run_virtual(go_on()) == steps
+    return order, resumed
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "steps"), [(3, 6), (8, 6), (3, 2)], ids=["the same limits", "more permits", "fewer steps"]
+)
+def test_groups_are_trained_once_each_in_their_order(tmp_path: Path, max_staleness: int, steps: int):
+    order, resumed = cut_and_resumed(tmp_path, max_staleness=max_staleness, steps=steps)
+    assert order == list(range(3 * steps))
+    assert not resumed.queue.dropped
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_under_a_tighter_bound_what_is_too_stale_now_is_dropped_and_replaced(tmp_path: Path, max_staleness: int):
+    order, resumed = cut_and_resumed(tmp_path, max_staleness=max_staleness)
+    assert order == sorted(set(order))
+    assert len(order) == 18
+    assert resumed.queue.dropped.keys() == {"stale"}
+    assert not resumed.ledger.open
