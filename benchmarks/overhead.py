@@ -89,7 +89,7 @@ def run(groups_per_step: int, steps: int) -> Run:
         start_up_s={
             **start_up,
             "rest_of_start_up": seconds["start_up"] - sum(start_up.values()),
-            "first_step": rows[0]["time/step"],
+            "first_step": seconds["first_step"] - seconds["start_up"],
         },
     )
 

@@ -97,6 +97,20 @@ class _Summary:
     def close(self) -> None: ...
 
 
+class _FirstStep:
+    """A sink that tells how long it took from the command to the end of the first step."""
+
+    def __init__(self, events: Events, began: float) -> None:
+        self._events, self._began, self._is_over = events, began, False
+
+    def handle(self, event: Event, time_s: float) -> None:
+        if isinstance(event, StepDone) and not self._is_over:
+            self._is_over = True
+            self._events.emit(PhaseDone("first_step", time.monotonic() - self._began))
+
+    def close(self) -> None: ...
+
+
 def train(config: Config, *, progress: bool = True) -> TrainResult:
     """Run one training job to its end and return what it came to.
 
@@ -111,6 +125,7 @@ def train(config: Config, *, progress: bool = True) -> TrainResult:
     result = TrainResult(str(config.run_dir))
     sinks = [JsonlSink(config.run_dir), _Summary(result), *([ConsoleSink(config.run.steps)] if progress else [])]
     events = Events(sinks)
+    events.attach(_FirstStep(events, began))
     try:
         asyncio.run(_train(config, checkpoint, events, began))
         events.emit(RunEnded(result.steps, "finished"))

@@ -154,9 +154,14 @@ def test_ctrl_c_twice_exits_at_once_and_leaves_no_process(model_path: Path, data
 
 @pytest.fixture
 def head() -> Iterator[str]:
-    """A cluster of its own with the job server; yields the server's address."""
+    """A cluster of its own with the job server; yields the server's address.
+
+    Every port that Ray fixes is chosen anew: others on this machine may run a cluster too.
+    """
     port = free_port()
-    options = ["--port=0", f"--dashboard-port={port}", "--include-dashboard=true", "--num-cpus=8", "--block"]
+    fixed = ("ray-client-server-port", "dashboard-agent-listen-port")
+    ports = ["--port=0", f"--dashboard-port={port}", *(f"--{name}={free_port()}" for name in fixed)]
+    options = [*ports, "--include-dashboard=true", "--num-cpus=8", "--block"]
     with TemporaryDirectory(prefix="rlsys-") as folder:
         with Command(SCRIPTS / "ray", "start", "--head", f"--temp-dir={folder}", *options) as cluster:
             address = f"http://127.0.0.1:{port}"
