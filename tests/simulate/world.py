@@ -16,8 +16,6 @@ from rlsys.queue import StreamingQueue
 from rlsys.testing import FakeWorld, RewardAsAdvantage, tasks
 from rlsys.weights import WeightSync
 
-E = TypeVar("E")
-
 E = TypeVar("E", bound=Event)
 
 
