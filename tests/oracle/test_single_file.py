@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 
 import pytest
-import ray
 import torch
 from safetensors.torch import load_file
 
@@ -39,8 +37,8 @@ def letters(completion: str, answer: str) -> float:
     return sum(c.isalpha() for c in completion) / 7
 
 
+@pytest.mark.usefixtures("cluster")
 def test_staleness_zero_gives_the_losses_and_weights_of_the_single_file(folder):
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     overrides = [
         f"model.path={folder / 'model'}",
         f"data.path={folder / 'tasks.jsonl'}",
@@ -61,10 +59,7 @@ def test_staleness_zero_gives_the_losses_and_weights_of_the_single_file(folder):
         "checkpoint.every=0",
     ]
     config = Config.load([], overrides)
-    try:
-        train(config, progress=False)
-    finally:
-        ray.shutdown()
+    train(config, progress=False)
     ours = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     ours_weights = load_file(export(config.run_dir, folder / "export") / "model.safetensors")
 
