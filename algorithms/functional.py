@@ -61,7 +61,11 @@ def kl_penalty(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
 
 
 def centred(rewards_G: Sequence[float], *, std_normalize: bool) -> list[float]:
-    """Rewards minus their mean, over their unbiased standard deviation + 1e-6 if asked. Needs two rewards or more."""
-    mean = fmean(rewards_G)
+    """Rewards minus their mean, over their unbiased standard deviation + 1e-6 if asked. Needs two rewards or more.
+
+    Counted from the first reward, so that equal rewards give exactly 0.
+    """
+    from_first_G = [reward - rewards_G[0] for reward in rewards_G]
+    mean = fmean(from_first_G)
     scale = stdev(rewards_G) + 1e-6 if std_normalize else 1.0
-    return [(reward - mean) / scale for reward in rewards_G]
+    return [(reward - mean) / scale for reward in from_first_G]
