@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -47,7 +48,8 @@ class Command:
 
     def __exit__(self, *_: object) -> None:
         for pid in self.processes():
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # killing one may end the next
+                os.kill(pid, signal.SIGKILL)
 
     def end(self) -> Ended:
         """Wait until it ends by itself."""
