@@ -1,7 +1,7 @@
 """One atomic checkpoint of everything that must survive.
 
     checkpoints/step_000050/
-        actor/           weights, optimizer, stabilizer (written by the ranks)
+        actor/           weights and optimizer (written by the ranks)
         groups.jsonl     groups that were finished and not trained yet
         driver.json      policy version, task cursor, what was issued and not consumed, hashes of published weights
         manifest.json    size of every file above; a checkpoint without it, or that does not match it, is not one

@@ -113,7 +113,7 @@ class Actor(Protocol):
         ...
 
     async def save(self, folder: Path) -> None:
-        """Write weights, optimizer and stabilizer into `folder`."""
+        """Write weights and optimizer into `folder`."""
         ...
 
     async def load(self, folder: Path) -> None:

@@ -20,7 +20,7 @@ from rlsys.types import PolicyVersion
 
 @dataclass(frozen=True, slots=True)
 class RunStarted:
-    """The configuration was accepted and workers are about to start."""
+    """Every worker is ready and training begins."""
 
     kind: ClassVar[str] = "run_started"
     run_dir: str

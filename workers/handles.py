@@ -89,7 +89,7 @@ class Pool:
 
     def _send(self, actor: RayActor, requests: list) -> ObjectRefGenerator:
         """One streaming call for these requests; see `workers.streams.answer_in_chunks`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} sends nothing: implement `_send`")
 
     async def _do(self, request: object, phase: str) -> tuple[object, PayloadRef]:
         """Let the member with the least to do answer one request, within the lease."""

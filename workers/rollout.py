@@ -61,7 +61,7 @@ class EnginePolicy:
 
 
 class RolloutWorker:
-    """One replica. Plain class: `workers.handles` makes a Ray actor of it."""
+    """One replica. Plain class: `workers.remote` makes a Ray actor of it."""
 
     def __init__(
         self,
