@@ -6,14 +6,15 @@ both. Every method may raise `WorkerDied` or `DeadlineExceeded`; what else it ma
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from rlsys.algorithm import Assigned, Signal
 from rlsys.batch.plan import BatchPlan
-from rlsys.types import Acknowledged, Assignment, EngineStats, Group, PolicyVersion, Score, Task
+from rlsys.errors import WorkerError
+from rlsys.types import Acknowledged, Assignment, EngineStats, Group, PolicyVersion, ReplicaLoad, Score, Task
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,22 @@ class Rollouts(Protocol):
 
     async def versions(self) -> Sequence[Acknowledged]:
         """What each live replica holds now."""
+        ...
+
+    async def loads(self) -> Sequence[ReplicaLoad]:
+        """What each live replica is doing now."""
+        ...
+
+    async def move(self, source: str, to: str) -> int:
+        """Let `to` go on with all that `source` is sampling, from the tokens there are, on the same version.
+
+        Returns the number of groups moved: 0 if `to` does not hold that version any more, or has no room. What one of
+        them breaks while moving is told to those who wait for the groups, not here.
+        """
+        ...
+
+    def whereabouts(self) -> Mapping[int, str]:
+        """Serials of the groups being rolled out, and the replica each was given to."""
         ...
 
 
@@ -152,6 +169,38 @@ class Actor(Protocol):
 
     async def load_groups(self, path: Path) -> list[Group]:
         """Read what `save_groups` wrote; payloads go back into the object store."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A version is in the relay tier: from now it outlives the actor."""
+
+    version: PolicyVersion
+    hash: str
+    """Content hash over names, shapes, dtypes and bytes of all tensors."""
+    num_bytes: int
+    num_sent: int
+    """Bytes that had to travel: those of buckets which the version before did not have."""
+    seconds: float
+    """From the end of the publish to the first relay holding all of it."""
+
+
+class Relays(Protocol):
+    """The relay tier, as the driver sees it."""
+
+    async def arrival(self, version: PolicyVersion) -> Arrival:
+        """Returns once a relay holds `version` complete, as the actor published it."""
+        ...
+
+    async def supervise(
+        self, on_failure: Callable[[WorkerError], None], on_recovery: Callable[[str, float], None]
+    ) -> None:
+        """Replace relays that die and fill them from their neighbours, for ever.
+
+        Waits for a relay to die; nobody else waits for this. `on_failure` is told of each death, `on_recovery` the
+        relay's name and the seconds until it held the newest version again.
+        """
         ...
 
 

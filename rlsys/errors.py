@@ -63,6 +63,18 @@ class WeightsMismatch(WorkerError):
     """The worker holds weights other than those published. Its tokens must not be trained."""
 
 
+class PayloadLost(RlsysError):
+    """The bytes of finished groups are gone with the node that held them: those groups are issued again."""
+
+    def __init__(self, serials: tuple[int, ...]) -> None:
+        groups = ", ".join(map(str, serials))
+        super().__init__(f"the bytes of group {groups} are gone with the node that held them")
+        self.serials = serials
+
+    def __reduce__(self):  # noqa: ANN204  (exceptions cross process borders)
+        return type(self), (self.serials,)
+
+
 class WorkflowError(WorkerError):
     """The user's workflow, or code it called, raised. A bug to fix, not a failure to retry."""
 

@@ -168,6 +168,18 @@ class EngineStats:
     """Prompt tokens since start whose keys and values were in a prefix cache."""
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """What one replica is doing: what the repack planner sees."""
+
+    replica: str
+    version: PolicyVersion
+    """Version its trajectories are sampled from."""
+    stats: EngineStats
+    is_loading: bool = False
+    """Is it taking in weights at this moment? It then neither gives nor takes trajectories."""
+
+
 @dataclass(frozen=True)
 class SampleMeta:
     """The lengths of one sample: a prompt that is not trained, then a completion of which some tokens are."""

@@ -28,6 +28,9 @@ class Request:
     sampling: Sampling
     seed: int
     """Token t of this request depends on (seed, t), the weights and the prompt only; not on who shares the batch."""
+    begun: Completion | None = None
+    """What was sampled of it already, here before an `abort` or on another engine: the completion begins with it, and
+    `max_new_tokens` counts it. Without a stop token at its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,13 @@ class Engine(Protocol):
 
     def abort(self, request_id: str) -> None:
         """End a request now; its `generate` returns what it has, with finish `abort`. Unknown ids are ignored."""
+        ...
+
+    async def progress(self) -> Mapping[str, Completion]:
+        """What every running request has sampled so far (with what it had begun with), by request id; finish None.
+
+        Of one moment between two steps. Not of requests that wait, or that have sampled nothing here.
+        """
         ...
 
     async def pause(self) -> None:

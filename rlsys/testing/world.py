@@ -1,15 +1,4 @@
-"""Public fakes of every contract, and a clock that needs no waiting.
-
-    from rlsys.testing import FakeWorkers, run_virtual
-
-    def test_a_run_of_an_hour_takes_a_moment():
-        run_virtual(driver.run(0))
-
-A fake world keeps its weights as a version number and its payloads as plain objects; latencies are functions of the
-group,
-so that hypothesis can choose them. Faults are scripted: the n-th call of a worker can die, hang or answer with wrong
-weights.
-"""
+"""A make-believe cluster: every worker the driver talks to, on a clock of the event loop."""
 
 from __future__ import annotations
 
@@ -17,13 +6,12 @@ import asyncio
 import errno
 import json
 import os
-import selectors
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rlsys.algorithm import Algorithm, Assigned, LossInputs, LossOutput, Signal
 from rlsys.batch.plan import BatchPlan
@@ -36,9 +24,7 @@ from rlsys.types import (
     Assignment,
     Episode,
     Group,
-    Message,
     PolicyVersion,
-    Prompt,
     Score,
     Task,
     Trajectory,
@@ -48,43 +34,6 @@ from rlsys.types import (
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-T = TypeVar("T")
-
-
-# -------------------------------------------------------------------------------------------------------- virtual clock
-
-
-class _JumpingSelector(selectors.SelectSelector):
-    """Instead of waiting for the next timer, moves the clock to it."""
-
-    now_s = 0.0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is None:
-            raise RuntimeError("every task waits for another: a deadlock")
-        self.now_s += max(0.0, timeout)
-        return super().select(0)
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose `time()` jumps to the next timer whenever nothing else is ready."""
-
-    def __init__(self) -> None:
-        self._selector_clock = _JumpingSelector()
-        super().__init__(self._selector_clock)
-
-    def time(self) -> float:
-        return self._selector_clock.now_s
-
-
-def run_virtual(work: Coroutine[object, object, T]) -> T:
-    """Like `asyncio.run`, on a virtual clock. A deadlock raises instead of hanging."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(work)
-
-
-# ---------------------------------------------------------------------------------------------------------- fake world
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,42 +284,6 @@ class FakeReference:
 
     async def annotate(self, groups: Sequence[Group], signal: Signal) -> list[Group]:
         return [replace(g, columns={**g.columns, signal: [(-1.0,) * 3] * len(g.episodes)}) for g in groups]
-
-
-@dataclass
-class ScriptedPolicy:
-    """Implements `rlsys.workflow.Policy` without a model: a token is a character, and `reply` says what comes next.
-
-    Messages are written as `<role>content`, each on a line of its own, and the assistant's turn is opened by
-    `<assistant>`; so that what was said before is always kept as it is.
-    """
-
-    reply: Callable[[str], str] = lambda prompt: "ok"
-    """The reply to the text of everything said so far."""
-    max_new_tokens: int = 1000
-    """A longer reply is cut there, with finish `length`."""
-    asked: list[tuple[str, int]] = field(default_factory=list)
-    """Prompt and seed of every request, in order."""
-
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        return tuple(map(ord, prompt if isinstance(prompt, str) else _written(prompt)))
-
-    def extend(self, ids: tuple[int, ...], said: tuple[Message, ...], new: tuple[Message, ...]) -> tuple[int, ...]:
-        return ids + self.encode("\n" + _written(new))
-
-    async def sample(self, prompt_ids: tuple[int, ...], seed: int) -> Turn:
-        prompt = "".join(map(chr, prompt_ids))
-        self.asked.append((prompt, seed))
-        await asyncio.sleep(0)
-        reply = self.reply(prompt)
-        text = reply[: self.max_new_tokens]
-        finish = "stop" if text == reply else "length"
-        ids, logprobs = tuple(map(ord, text)), (-1.0,) * len(text)
-        return Turn(prompt_ids, ids, logprobs, (VersionSpan(0, len(ids)),), finish, text)
-
-
-def _written(messages: Sequence[Message]) -> str:
-    return "\n".join([*(f"<{m['role']}>{m['content']}" for m in messages), "<assistant>"])
 
 
 def tasks(count: int) -> list[Task]:

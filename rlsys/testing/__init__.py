@@ -1,0 +1,41 @@
+"""Public fakes of every contract, and a clock that needs no waiting.
+
+    from rlsys.testing import FakeWorkers, run_virtual
+
+    def test_a_run_of_an_hour_takes_a_moment():
+        run_virtual(driver.run(0))
+
+A fake world keeps its weights as a version number and its payloads as plain objects; latencies are functions of the
+group,
+so that hypothesis can choose them. Faults are scripted: the n-th call of a worker can die, hang or answer with wrong
+weights.
+"""
+
+from rlsys.simulate.clock import VirtualLoop, run_virtual
+from rlsys.testing.policy import ScriptedPolicy
+from rlsys.testing.world import (
+    FakeActor,
+    FakePinnedRollouts,
+    FakeReference,
+    FakeRewards,
+    FakeRollouts,
+    FakeWorld,
+    Fault,
+    RewardAsAdvantage,
+    tasks,
+)
+
+__all__ = [
+    "FakeActor",
+    "FakePinnedRollouts",
+    "FakeReference",
+    "FakeRewards",
+    "FakeRollouts",
+    "FakeWorld",
+    "Fault",
+    "RewardAsAdvantage",
+    "ScriptedPolicy",
+    "VirtualLoop",
+    "run_virtual",
+    "tasks",
+]
