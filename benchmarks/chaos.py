@@ -1,0 +1,165 @@
+"""A run whose workers are killed at random, against the same run undisturbed: is the same work done, and how fast is
+each back?
+
+    python -m benchmarks.chaos [--quick]
+
+Three raylets on this machine, the tiny sorter with slow tools (`benchmarks.slow_tools`), three rollout replicas, two
+reward workers, a relay on each node, `max_staleness` 2. Every few seconds one process of one of these kinds is ended by
+SIGKILL, in the middle of whatever it does. `is_same` says whether both runs consumed the same multiset of tasks.
+
+Progress goes to stderr, and one JSON object to the last line of stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ray
+from ray.cluster_utils import Cluster
+
+from benchmarks.measure import print_result, spread
+from examples.sort.prepare import Recipe, prepare
+
+KINDS = {"rollout": "ray::RolloutActor", "reward": "ray::RewardActor", "relay": "ray::RelayActor"}
+NODES, CPUS_PER_NODE = 3, 3
+STORE_BYTES = 256 << 20
+ENV = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one run came to."""
+
+    consumed: Counter[str]
+    """Task ids by times trained."""
+    seconds: float
+    recovery_s: Mapping[str, list[float]]
+    """By kind of worker: from each failure's discovery until a successor was ready."""
+    dropped: float
+    num_reissued: int
+
+
+@dataclass
+class Killer:
+    """Ends processes at random, one every `every_s` on average."""
+
+    every_s: float
+    chance: random.Random
+    killed: Counter[str] = field(default_factory=Counter)
+
+    def strike(self) -> None:
+        """End one process of a kind chosen at random, if there is one."""
+        kind = self.chance.choice(sorted(KINDS))
+        if pids := sorted(pids_of(KINDS[kind])):
+            with suppress(ProcessLookupError):
+                os.kill(self.chance.choice(pids), signal.SIGKILL)
+                self.killed[kind] += 1
+
+
+def main() -> None:
+    """Run both and print the closing line."""
+    parser = argparse.ArgumentParser(description="Random kills against an undisturbed run.")
+    parser.add_argument("--quick", action="store_true", help="40 steps instead of 5 minutes")
+    parser.add_argument("--seed", type=int, default=0, help="of the kills")
+    arguments = parser.parse_args()
+    steps = 40 if arguments.quick else 300
+    prepare(Path(".cache/sort/seed0"), Recipe(seed=0))
+    calm = run(steps, None)
+    print(f"undisturbed: {steps} steps in {calm.seconds:.0f} s", file=sys.stderr, flush=True)
+    killer = Killer(every_s=6.0, chance=random.Random(arguments.seed))
+    disturbed = run(steps, killer)
+    print_result(
+        {
+            "is_same": disturbed.consumed == calm.consumed,
+            "groups": disturbed.consumed.total(),
+            "killed": dict(killer.killed),
+            "seconds": {"undisturbed": calm.seconds, "disturbed": disturbed.seconds},
+            "recovery_s": {kind: spread(seconds) for kind, seconds in disturbed.recovery_s.items()},
+            "dropped": disturbed.dropped,
+            "reissued": disturbed.num_reissued,
+            "steps": steps,
+        }
+    )
+
+
+def run(steps: int, killer: Killer | None) -> Outcome:
+    """One training run on a cluster of its own."""
+    with tempfile.TemporaryDirectory(prefix="chaos_") as folder, cluster() as address:
+        log = Path(folder) / "log"
+        command = [sys.executable, "-m", "rlsys.cli", "train", "examples/sort/run.yaml", f"ray.address={address}"]
+        command += [f"run.folder={folder}", "run.name=run", f"run.steps={steps}", "record.rollouts_every=1"]
+        command += ["rollout.workflow=benchmarks.slow_tools:SlowTools", "rollout.replicas=3", "reward.workers=2"]
+        command += ["train.groups_per_step=8", "asynchrony.max_staleness=2", "checkpoint.every=0"]
+        command += ["limits.max_attempts=50", "limits.lease_s=60", "limits.transfer_s=60", "rollout.num_cpus=1"]
+        began = time.monotonic()
+        with log.open("w") as output:
+            training = subprocess.Popen(command, env=ENV, stdout=output, stderr=output)
+            _disturb(training, killer, Path(folder) / "run" / "metrics.jsonl")
+        seconds = time.monotonic() - began
+        if training.returncode:
+            raise RuntimeError(f"{' '.join(command)}: exit code {training.returncode}\n{log.read_text()[-4000:]}")
+        return _outcome(Path(folder) / "run", seconds)
+
+
+def _disturb(training: subprocess.Popen, killer: Killer | None, metrics: Path) -> None:
+    """Wait for the run to end; once it trains, strike every so often."""
+    while training.poll() is None:
+        wait_s = 0.5 if killer is None else killer.chance.expovariate(1 / killer.every_s)
+        with suppress(subprocess.TimeoutExpired):
+            training.wait(wait_s)
+            return
+        if killer is not None and metrics.exists() and metrics.stat().st_size:
+            killer.strike()
+
+
+def _outcome(folder: Path, seconds: float) -> Outcome:
+    consumed: Counter[str] = Counter()
+    for path in (folder / "rollouts").glob("step_*.jsonl"):
+        consumed.update(json.loads(line)["task"]["id"] for line in path.read_text().splitlines())
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    recovery_s: dict[str, list[float]] = defaultdict(list)
+    for event in events:
+        if event["kind"] == "worker_restarted":
+            recovery_s[event["worker"].partition("-")[0]].append(event["seconds"])
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    reissued = sum(event["kind"] in ("worker_failed", "group_reissued") for event in events)
+    return Outcome(consumed, seconds, recovery_s, last["async/dropped"], reissued)
+
+
+@contextmanager
+def cluster() -> Iterator[str]:
+    """The address of a fresh cluster of `NODES` raylets on this machine."""
+    nodes = Cluster()
+    for _ in range(NODES):
+        nodes.add_node(num_cpus=CPUS_PER_NODE, object_store_memory=STORE_BYTES)
+    try:
+        yield nodes.address
+    finally:
+        nodes.shutdown()
+        ray.shutdown()
+
+
+def pids_of(title: str) -> Iterator[int]:
+    """Processes whose title, as Ray sets it, begins with `title`."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+                if (entry / "cmdline").read_bytes().decode(errors="replace").startswith(title):
+                    yield int(entry.name)
+
+
+if __name__ == "__main__":
+    main()
