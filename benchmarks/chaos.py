@@ -146,6 +146,7 @@ def cluster() -> Iterator[str]:
     for _ in range(NODES):
         nodes.add_node(num_cpus=CPUS_PER_NODE, object_store_memory=STORE_BYTES)
     try:
+        assert nodes.address is not None
         yield nodes.address
     finally:
         nodes.shutdown()

@@ -37,11 +37,12 @@ from examples.smollm import prepare as smollm
 from examples.sort import prepare as sort
 from rlsys.contracts import RolledOut
 from rlsys.types import Assignment, Sampling, Task
-from workers.cluster import Resources, call, spawn
+from workers.cluster import RayActor, Resources, call, spawn
 from workers.engines.base import EngineSpec, Request
-from workers.handles import RolloutPool
+from workers.pools import Supply
 from workers.remote import RolloutActor, RolloutSpec
 from workers.rollout import WeightChange
+from workers.rollouts import RolloutPool
 
 if TYPE_CHECKING:
     from workers.engines.vllm import VllmEngine
@@ -68,8 +69,8 @@ class BenchActor(RolloutActor):
 
     async def bare(self, size: int, seed: int, num_tokens: int, prompt: str) -> tuple[int, float]:
         """Tokens and seconds of vLLM alone: the same requests, its own loop, whole answers only."""
-        policy, engine = self._worker._policy, cast("VllmEngine", self._worker._engine)
-        return await asyncio.to_thread(_step_through, engine._llm, policy.encode(prompt), size, seed, num_tokens)
+        codec, engine = self._worker._plays.codec, cast("VllmEngine", self._worker._engine)
+        return await asyncio.to_thread(_step_through, engine._llm, codec.encode(prompt), size, seed, num_tokens)
 
     async def change(self, repeats: int) -> dict[str, list[float]]:
         """Seconds of staging, of being paused, and of a copy of the same bytes; requests are in flight throughout."""
@@ -193,7 +194,11 @@ def pool_of(model: Model, engine: Literal["vllm", "local"], threads: int) -> Rol
         max_prompt_tokens=64, workflow="single_turn", change=WeightChange("inflight", 1.0), transfer_s=60.0,
         pulls="never", resources=Resources(num_cpus=1, threads=threads),
     )  # fmt: skip
-    return RolloutPool(1, lambda name: spawn(BenchActor, spec.resources, name, spec, {}), DEADLINE_S)
+
+    def start(name: str) -> RayActor:
+        return spawn(BenchActor, spec.resources, name, spec, (), None)
+
+    return RolloutPool(Supply(1, start, DEADLINE_S, max_attempts=1))
 
 
 async def speed(

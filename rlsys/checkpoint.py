@@ -20,13 +20,15 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from rlsys.errors import CheckpointError
 from rlsys.ledger import LedgerState
 from rlsys.types import PolicyVersion
 
 STEP = "step_{:06d}"
+STATE_FORMAT = 1
+"""Of `driver.json`; another number means another layout, which this version does not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +39,12 @@ class DriverState:
     published: dict[PolicyVersion, str]
     """Content hash by version: groups sampled before the interruption are still verified after it."""
     ledger: LedgerState
+    state_v: int = STATE_FORMAT
+    """The layout it is written in; one without it is of layout 1."""
 
 
 _STATE = TypeAdapter(DriverState)
+_OTHERWISE = "go on with the version of rlsys that wrote it, or name another checkpoint with run.resume=PATH"
 
 
 @dataclass
@@ -118,10 +123,15 @@ def read_state(checkpoint: Path) -> DriverState:
         raise CheckpointError(
             f"{checkpoint} is not a complete checkpoint; remove it, or name another with run.resume=PATH"
         )
+    path = checkpoint / "driver.json"
     try:
-        return _STATE.validate_json((checkpoint / "driver.json").read_bytes())
-    except ValidationError as error:
-        raise CheckpointError(f"{checkpoint / 'driver.json'} is not of this version of rlsys: {error}") from error
+        row = json.loads(path.read_bytes())
+        state_v = row.get("state_v", 1) if isinstance(row, dict) else None
+        if state_v == STATE_FORMAT:
+            return _STATE.validate_python(row)
+    except ValueError as error:  # of JSON, and of pydantic
+        raise CheckpointError(f"{path} cannot be read: {error}; {_OTHERWISE}") from error
+    raise CheckpointError(f"{path} has format {state_v}, and this version of rlsys reads {STATE_FORMAT}; {_OTHERWISE}")
 
 
 def _sizes(folder: Path) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The command line: `rlsys train | eval | export | config | data | doctor | algorithms`.
+"""The command line: `rlsys train | eval | export | simulate | config | data | doctor | algorithms`.
 
 Every verb is a thin layer over a function that Python can call too. An `RlsysError` becomes its message on stderr and
 its exit code; anything else is a bug and shows its traceback. Verbs import what they need when they run, so that
@@ -106,6 +106,35 @@ def export(
     typer.echo(str(launch.export(run, to, step)))
 
 
+@app.command(context_settings=OVERRIDES)
+def simulate(
+    profile: Annotated[str, typer.Argument(metavar="PROFILE", help="areal, laminar, local, or the path of a YAML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps; the first quarter is not measured.")] = 12,
+    sweep: Annotated[str | None, typer.Option(metavar="KEY=V1,V2,...", help="Simulate each of these values.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a plot to this .png, .svg or .pdf.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a cluster would do: the real driver on simulated workers and a virtual clock."""
+    _refuse_unknown_options(overrides or [])
+    from rlsys.simulate import show
+    from rlsys.simulate.sweep import Sweep
+    from rlsys.simulate.sweep import simulate as run
+
+    if plot is not None:
+        show.check_plot(plot)
+    swept = Sweep.parse(sweep) if sweep is not None else None
+    outcome = run(profile, overrides or [], steps=steps, sweep=swept)
+    if plot is not None:
+        show.plot(outcome, plot)
+    if as_json:
+        typer.echo(json.dumps(outcome.as_json()))
+        return
+    from rich.console import Console
+
+    Console().print(show.table_of(outcome))
+
+
 @config_app.command(context_settings=OVERRIDES)
 def check(job: Job) -> None:
     """List everything that is wrong with a configuration; exit 2 if anything is."""
@@ -192,9 +221,13 @@ def _load(job: list[str]) -> Config:
     """Files are the arguments without `=`; the rest are overrides."""
     from rlsys.config import Config
 
-    if unknown := next((j for j in job if j.startswith("-") and "=" not in j), None):
-        raise typer.BadParameter(f"no such option: {unknown}")
+    _refuse_unknown_options(job)
     return Config.load([j for j in job if "=" not in j], [j for j in job if "=" in j])
+
+
+def _refuse_unknown_options(arguments: list[str]) -> None:
+    if unknown := next((a for a in arguments if a.startswith("-") and "=" not in a), None):
+        raise typer.BadParameter(f"no such option: {unknown}")
 
 
 def _show_plan(config: Config, *, as_json: bool) -> None:

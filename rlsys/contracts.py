@@ -19,11 +19,9 @@ from rlsys.types import Acknowledged, Assignment, EngineStats, Group, PolicyVers
 
 @dataclass(frozen=True)
 class Published:
-    """Receipt of one publish: relays hold, or are about to hold, these bytes."""
+    """Receipt of one publish: the actor goes on, and relays are about to hold these bytes. See `Arrival`."""
 
     version: PolicyVersion
-    hash: str
-    """Content hash over names, shapes, dtypes and bytes of all tensors."""
     num_bytes: int
     stall_s: float
     """Seconds the actor could not train because of it."""
@@ -75,8 +73,12 @@ class Rollouts(Protocol):
         """
         ...
 
-    async def restart(self, worker: str) -> None:
-        """Replace a dead replica. It pulls from its relay before it runs anything."""
+    async def restart(self, worker: str, on_recovery: Callable[[str, float], None]) -> None:
+        """Replace a dead replica in the background; returns once any replica can serve.
+
+        The replacement pulls from its relay before it runs anything. `on_recovery` is told the dead replica's name and
+        the seconds until the replacement was ready, once, however many ask for it.
+        """
         ...
 
     async def versions(self) -> Sequence[Acknowledged]:
@@ -116,11 +118,11 @@ class Rewards(Protocol):
     """The pool of reward workers."""
 
     async def score(self, task: Task, group: Group) -> Judged:
-        """Judge each episode. A judge that raises or hangs is a Score without a value."""
+        """Judge each episode. A judge that raises or hangs is a Score without a value. Raises `PayloadLost`."""
         ...
 
-    async def restart(self, worker: str) -> None:
-        """Replace a dead reward worker."""
+    async def restart(self, worker: str, on_recovery: Callable[[str, float], None]) -> None:
+        """Replace a dead reward worker in the background; as `Rollouts.restart`."""
         ...
 
 
@@ -128,7 +130,7 @@ class Reference(Protocol):
     """A worker that adds one extra column to groups."""
 
     async def annotate(self, groups: Sequence[Group], signal: Signal) -> list[Group]:
-        """The same groups, each with a reference to the column in `columns[signal]`."""
+        """The same groups, each with a reference to the column in `columns[signal]`. Raises `PayloadLost`."""
         ...
 
 
@@ -136,7 +138,10 @@ class Actor(Protocol):
     """The policy being trained, over all its ranks."""
 
     async def train_step(self, groups: Sequence[Group], plan: BatchPlan) -> TrainStats:
-        """One optimizer step on the planned samples. Raises `TrainingError` on NaN, with nothing stepped."""
+        """One optimizer step on the planned samples.
+
+        Raises `TrainingError` on NaN and `PayloadLost` if groups cannot be fetched any more, with nothing stepped.
+        """
         ...
 
     async def publish(self, version: PolicyVersion) -> Published:
@@ -160,11 +165,11 @@ class Actor(Protocol):
         assigned: Sequence[Sequence[Assigned]],
     ) -> None:
         """Write the groups a step trained, for people to read: what was asked, said, judged, and what was made of
-        it."""
+        it. Raises `PayloadLost`."""
         ...
 
     async def save_groups(self, path: Path, groups: Sequence[Group]) -> None:
-        """Write finished groups with their payloads, for `load_groups`."""
+        """Write finished groups with their payloads, for `load_groups`. Raises `PayloadLost`, with nothing written."""
         ...
 
     async def load_groups(self, path: Path) -> list[Group]:
@@ -174,7 +179,7 @@ class Actor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A version is in the relay tier: from now it outlives the actor."""
+    """A version is in the relay tier: rollouts can pull it."""
 
     version: PolicyVersion
     hash: str
@@ -211,6 +216,7 @@ class Workers:
     rollouts: Rollouts
     rewards: Rewards
     actor: Actor
+    relays: Relays
     annotators: Mapping[Signal, Reference] = field(default_factory=dict)
     evaluation: PinnedRollouts | None = None
     """Replicas of the evaluation lane; None in a run that measures nothing."""

@@ -1,12 +1,14 @@
 """The driver: one training job, many producers, one learner, a streaming queue between them.
 
-    loop       consumes              produces            waits for                        unblocked by
-    produce    permits, tasks        judged groups       a free permit                    learn releasing a step's
-    permits
-    learn      judged groups         weights, metrics    the oldest groups to be judged   produce submitting, or
-    dropping
-    evaluate   pinned weights        measures            its own replicas and rewards     those answering
-    watch      the time of progress  NoProgress          the no-progress limit            never; cancelled at the end
+    loop       consumes            produces           waits for                      unblocked by
+    produce    permits, tasks      episodes, rewards  a free permit                  learn releasing a step's permits
+    annotate   episodes            a signal's column  a rolled-out group             produce
+    learn      groups that have    weights, metrics   the oldest groups to have all  produce and annotate, or a group
+               all their columns                      their columns                  being dropped
+    evaluate   pinned weights      measures           its own replicas and rewards   those answering
+    supervise  dead relays         filled relays      a relay to die                 never; cancelled at the end
+    repack     loads of replicas   moves              a publish, or `repack_s`       never; cancelled at the end
+    watch      silence             NoProgress         the no-progress limit          never; cancelled at the end
 
 It decides; it never touches the bytes of a group. Synchronous RL is `max_staleness: 0` of this loop; there is no other.
 """
@@ -18,23 +20,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlsys.algorithm import Algorithm, Assigned
+from rlsys import deadlines
+from rlsys.algorithm import Algorithm, Assigned, Signal
 from rlsys.batch.plan import plan_batch
 from rlsys.checkpoint import Checkpoints, DriverState, read_state
-from rlsys.contracts import Workers
-from rlsys.errors import CheckpointError, NoProgress, NothingToTrain, RlsysError, RunAborted, first_of
+from rlsys.contracts import Busy, TrainStats, Workers
+from rlsys.errors import CheckpointError, NoProgress, NothingToTrain, PayloadLost, RlsysError, RunAborted, first_of
 from rlsys.evaluation import Evaluation
-from rlsys.events import CheckpointSaved, Events, GroupDropped, StepDone
+from rlsys.events import CheckpointSaved, Events, GroupDropped, GroupReissued, StepDone, WorkerFailed, WorkerRestarted
 from rlsys.failures import Abort, Decision, Drop, FailurePolicy
 from rlsys.ledger import Ledger
 from rlsys.persistence import GivenUp, persist
-from rlsys.queue import Permit, StreamingQueue
+from rlsys.queue import LEARNER, Permit, StreamingQueue
+from rlsys.repacking import Repacker
 from rlsys.stepmetrics import StepClock, step_metrics
+from rlsys.table import EPISODES, REWARD
 from rlsys.types import Assignment, Group, PolicyVersion, Task
 from rlsys.weights import WeightSync
 
-ROUNDING_S = 1e-6
-"""Differences of times below this are rounding."""
+ANNOTATED_AT_ONCE = 8
+"""Micro-batches of tokens that an annotator is handed at once: enough to fill it, and few enough to stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,8 @@ class Driver:
     rollouts_every: int
     """Steps between two whose groups are written there; 0 writes none."""
     evaluation: Evaluation = field(default_factory=Evaluation)
+    repacker: Repacker | None = None
+    """None where nothing is to be gained by moving trajectories."""
     _clock: StepClock = field(default_factory=StepClock)
     _dropped_in_a_row: int = 0
     _stopping: bool = False
@@ -81,7 +88,12 @@ class Driver:
             async with asyncio.TaskGroup() as loops:
                 self.evaluation.attach(loops, self._clock.progress)
                 others = [loops.create_task(self._produce()) for _ in range(self.queue.capacity)]
+                others += [loops.create_task(self._annotate(signal)) for signal in sorted(self.algorithm.signals)]
                 others.append(loops.create_task(self._watch()))
+                others.append(loops.create_task(self._supervise()))
+                if self.repacker:
+                    self.repacker.published(start)
+                    others.append(loops.create_task(self.repacker.run()))
                 version = await self._learn(start)
                 for loop in others:
                     loop.cancel()
@@ -118,35 +130,31 @@ class Driver:
     async def _produce(self) -> None:
         """Roll out and judge one group after the other.
 
-        Consumes permits and tasks, produces judged groups. Waits for a free permit; unblocked by `_learn` releasing a
-        step's permits, or by another group being dropped.
+        Consumes permits and tasks, produces episodes and rewards. Waits for a free permit; unblocked by `_learn`
+        releasing a step's permits, or by another group being dropped or lost.
         """
         while True:
             async with self.queue.permit() as permit:
-                assignment = self.ledger.issue(permit.version)
-                permit.open(assignment.serial)
                 with self._clock.producing():
-                    group = await self._judged_group(assignment, permit)
-                if group is None:
-                    self.ledger.drop(assignment.serial)
-                else:
-                    self._dropped_in_a_row = 0
-                    permit.submit(group)
+                    await self._fill(permit, self.ledger.issue(permit.version))
             self._clock.progress()
 
-    async def _judged_group(self, assignment: Assignment, permit: Permit) -> Group | None:
-        """The group, rolled out and scored; None if the failure policy gave it up."""
+    async def _fill(self, permit: Permit, assignment: Assignment) -> None:
+        """Roll out and judge a group, or give it up where the failure policy says so."""
         rewards = self.workers.rewards
         try:
             group = await persist(
-                self.workers.rollouts, lambda: self._rolled_out(assignment), self._decide, self.events
+                self.workers.rollouts, lambda: self._rolled_out(permit, assignment), self._decide, self.events
             )
             judged = await persist(rewards, lambda: rewards.score(assignment.task, group), self._decide, self.events)
             self._clock.add("reward", judged.busy)
             group = group.with_scores(judged.scores)
             if not any(True for _ in self.algorithm.advantages(group)):
                 raise NothingToTrain(f"group {group.serial} (task {group.task_id}): {_first_failure(group)}")
-            return group
+            if permit.put(REWARD, judged.scores):
+                self._dropped_in_a_row = 0
+        except PayloadLost as error:
+            self._issue_again(error)
         except GivenUp as given_up:
             self._give_up(assignment, permit, given_up.decision, given_up.error)
         except NothingToTrain as error:
@@ -155,29 +163,68 @@ class Driver:
                 raise RunAborted(decision.message) from error
             assert isinstance(decision, Drop)
             self._give_up(assignment, permit, decision, error)
-        return None
 
-    async def _rolled_out(self, assignment: Assignment) -> Group:
+    async def _rolled_out(self, permit: Permit, assignment: Assignment) -> Group:
+        """One attempt at rolling out a group."""
+        permit.open(assignment.serial)
+        self.ledger.lease(assignment.serial)
         rolled_out = await self.workers.rollouts.run(assignment)
-        self.weights.verify(rolled_out.group)
+        await self.weights.verify(rolled_out.group)
         self._clock.add("rollout", rolled_out.busy)
+        self._clock.offer(rolled_out.group)
+        permit.put(EPISODES, rolled_out.group)
         return rolled_out.group
 
     def _decide(self, error: RlsysError, attempt: int) -> Decision:
         return self.failures.decide(error, attempt=attempt, dropped_in_a_row=self._dropped_in_a_row)
 
     def _give_up(self, assignment: Assignment, permit: Permit, decision: Drop, error: RlsysError) -> None:
+        if permit.is_over:
+            return  # it is being issued again
         self._dropped_in_a_row += 1
+        self.ledger.drop(assignment.serial)
         permit.reason = decision.reason
         self.events.emit(GroupDropped(assignment.serial, assignment.task.id, decision.reason, str(error)))
+
+    def _issue_again(self, error: PayloadLost) -> None:
+        """Issue the groups again whose payload is gone; the next free permits are for them."""
+        for serial in error.serials:
+            decision = self._decide(error, self.ledger.num_attempts(serial))
+            if isinstance(decision, Abort):
+                raise RunAborted(decision.message) from error
+            if self.queue.lose(serial):
+                self.events.emit(GroupReissued(serial, self.ledger.again(serial), str(error)))
+
+    # -------------------------------------------------------------------------------------------------------- annotate
+
+    async def _annotate(self, signal: Signal) -> None:
+        """Add one column to every group as it comes, while others are still being rolled out.
+
+        Consumes episodes, produces the column `signal`. Waits for a rolled-out group; unblocked by `_produce`.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            rows = await self.queue.take_rows(signal, ANNOTATED_AT_ONCE * self.shape.max_tokens)
+            began = loop.time()
+            try:
+                groups = await self.workers.annotators[signal].annotate([row.group for row in rows], signal)
+            except PayloadLost as error:
+                self._issue_again(error)
+                self.queue.put_back(signal, _kept([row.serial for row in rows], error))
+                continue
+            self._clock.add("annotate", Busy(signal, began, loop.time()))
+            for row, group in zip(rows, groups, strict=True):
+                self.queue.put(row, signal, group.columns[signal])
+            self._clock.progress()
 
     # ----------------------------------------------------------------------------------------------------------- learn
 
     async def _learn(self, start: PolicyVersion) -> PolicyVersion:
         """One optimizer step after the other.
 
-        Consumes judged groups, produces weights and metrics. Waits for the oldest groups to be judged; unblocked by
-        `_produce` submitting or dropping. Waits for an evaluation only where the next is due, and at the end.
+        Consumes groups that have all their columns, produces weights and metrics. Waits for the oldest groups to have
+        them; unblocked by `_produce` and `_annotate`, or a group being dropped. Waits for an evaluation only where the
+        next is due, and at the end.
         """
         version = start
         await self._evaluate(version)
@@ -185,15 +232,17 @@ class Driver:
             with self._clock.span("wait_batch"):
                 groups = await self.queue.take(version=version, on_stale=self._drop_stale)
             assigned = [tuple(self.algorithm.advantages(group)) for group in groups]
-            with self._clock.span("annotate"):
-                groups = await self._annotated(groups)
-            plan = plan_batch(groups, assigned, num_ranks=self.shape.num_ranks, max_tokens=self.shape.max_tokens)
-            stats = await self.workers.actor.train_step(groups, plan)
+            if (stats := await self._trained(groups, assigned)) is None:
+                continue
             with self._clock.span("publish"):
                 await self.weights.publish(version + 1)
+            if self.repacker:
+                self.repacker.published(version + 1)
             tasks = self.ledger.consume(group.serial for group in groups)
             self.queue.release(groups, version + 1)
             metrics = step_metrics(groups, stats, version, self.queue, self._clock)
+            if self.repacker:
+                metrics["async/moved"] = self.repacker.num_moved
             version += 1
             self.events.emit(StepDone(version, metrics))
             await self._maybe_save(version)
@@ -213,17 +262,25 @@ class Driver:
         detail = f"tokens of version {group.oldest_version} are older than the staleness bound allows"
         self.events.emit(GroupDropped(group.serial, group.task_id, "stale", detail))
 
-    async def _annotated(self, groups: list[Group]) -> list[Group]:
-        for signal in sorted(self.algorithm.signals):
-            groups = await self.workers.annotators[signal].annotate(groups, signal)
-        return groups
+    async def _trained(self, groups: Sequence[Group], assigned: Sequence[Sequence[Assigned]]) -> TrainStats | None:
+        """Train one step; None if the payload of some groups is gone: nothing is stepped, the others go back."""
+        plan = plan_batch(groups, assigned, num_ranks=self.shape.num_ranks, max_tokens=self.shape.max_tokens)
+        try:
+            return await self.workers.actor.train_step(groups, plan)
+        except PayloadLost as error:
+            self._issue_again(error)
+            self.queue.put_back(LEARNER, _kept([group.serial for group in groups], error))
+            return None
 
     async def _record(
         self, step: int, tasks: Sequence[Task], groups: Sequence[Group], assigned: Sequence[Sequence[Assigned]]
     ) -> None:
         if self.rollouts_every and step % self.rollouts_every == 0:
             path = self.rollouts_folder / f"step_{step:06d}.jsonl"
-            await self.workers.actor.record(path, step, tasks, groups, assigned)
+            try:
+                await self.workers.actor.record(path, step, tasks, groups, assigned)
+            except PayloadLost as error:  # they are trained: all that is missing is this file
+                self.events.emit(WorkerFailed("actor-0", f"writing {path.name}", str(error)))
 
     async def _maybe_save(self, step: int) -> None:
         is_last = step >= self.steps or self._stopping
@@ -231,6 +288,7 @@ class Driver:
             return
         began = asyncio.get_running_loop().time()
         with self._clock.span("checkpoint"):
+            await self.weights.settled()
             finished = self.queue.finished
             state = DriverState(step, dict(self.weights.published), self.ledger.state())
             path = await self.checkpoints.save(step, state, lambda folder: self._write(folder, finished))
@@ -240,7 +298,24 @@ class Driver:
         await self.workers.actor.save(folder / "actor")
         if not _has_files(folder / "actor"):
             raise CheckpointError(f"the ranks wrote to {folder}, but not where the driver sees it: share run.folder")
-        await self.workers.actor.save_groups(folder / "groups.jsonl", finished)
+        await self._save_groups(folder / "groups.jsonl", finished)
+
+    async def _save_groups(self, path: Path, groups: Sequence[Group]) -> None:
+        try:
+            await self.workers.actor.save_groups(path, groups)
+        except PayloadLost as error:
+            self._issue_again(error)
+            kept = _kept([group.serial for group in groups], error)
+            await self._save_groups(path, [group for group in groups if group.serial in kept])
+
+    # --------------------------------------------------------------------------------------------------------- relays
+
+    async def _supervise(self) -> None:
+        """Let dead relays be replaced, and tell it. Waits for one to die; cancelled at the end."""
+        await self.workers.relays.supervise(
+            lambda error: self.events.emit(WorkerFailed(error.worker, error.phase, str(error))),
+            lambda worker, seconds: self.events.emit(WorkerRestarted(worker, seconds)),
+        )
 
     # ----------------------------------------------------------------------------------------------------------- watch
 
@@ -249,14 +324,23 @@ class Driver:
 
         Waits for that long after the last group or step; nothing unblocks it but the end of the run.
         """
-        while (left_s := self.no_progress_s - self._clock.idle_s()) > ROUNDING_S:  # noqa: ASYNC110
-            await asyncio.sleep(left_s)  # silence has no event to wait on
-        pending = self.ledger.table() + self.evaluation.table()
+        while (left_s := self.no_progress_s - self._clock.idle_s()) > deadlines.ROUNDING_S:
+            await deadlines.sleep(left_s)  # silence has no event to wait on
+        table = self.ledger.table(self.workers.rollouts.whereabouts(), self.queue.lacking())
+        pending = table + self.evaluation.table()
         raise NoProgress(f"nothing moved for {self.no_progress_s:g} s; pending:\n{pending}")
 
 
 def _has_files(folder: Path) -> bool:
     return any(path.is_file() for path in folder.rglob("*"))
+
+
+def _kept(serials: Sequence[int], error: PayloadLost) -> list[int]:
+    """Those whose payload is still there. Raises the error if it is not about any of these."""
+    kept = [serial for serial in serials if serial not in error.serials]
+    if len(kept) == len(serials):
+        raise error
+    return kept
 
 
 def _first_failure(group: Group) -> str:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 from rlsys.checkpoint import write_atomically
 from rlsys.contracts import PinnedRollouts, Rewards, Rollouts
 from rlsys.data.source import content_hash
-from rlsys.errors import RlsysError, TaskTooLong, WeightsMismatch
+from rlsys.errors import PayloadLost, RlsysError, RunAborted, TaskTooLong, WeightsMismatch
 from rlsys.events import EvalDone, Events
-from rlsys.failures import Decision, FailurePolicy
+from rlsys.failures import Abort, Decision, FailurePolicy
 from rlsys.measures import Measures, measures_of
 from rlsys.persistence import persist
 from rlsys.seeds import group_seed
@@ -56,7 +57,7 @@ class Evaluator:
         self._room = asyncio.Semaphore(self.rules.max_open)
 
     async def measure(
-        self, dataset: str, version: PolicyVersion = 0, check: Callable[[Group], None] = lambda group: None
+        self, dataset: str, version: PolicyVersion = 0, check: Callable[[Group], Awaitable[None]] | None = None
     ) -> Measures:
         """The measures of one data set, sampled from weights no older than `version`.
 
@@ -78,25 +79,35 @@ class Evaluator:
             raise RlsysError(f"evaluation on {dataset}: {error}") from error
 
     async def _judged(
-        self, serial: int, task: Task, version: PolicyVersion, check: Callable[[Group], None]
+        self, serial: int, task: Task, version: PolicyVersion, check: Callable[[Group], Awaitable[None]] | None
     ) -> Group | None:
         """One task's group with its scores; None if its prompt is over the limit."""
         assignment = Assignment(serial, task, self.rules.samples, version, group_seed(self.rules.seed, serial))
+        async with self._room:
+            for attempt in count(1):
+                try:
+                    return await self._attempt(assignment, check)
+                except PayloadLost as error:
+                    if isinstance(decision := self._decide(error, attempt), Abort):
+                        raise RunAborted(decision.message) from error
+        raise AssertionError("unreachable")
 
+    async def _attempt(self, assignment: Assignment, check: Callable[[Group], Awaitable[None]] | None) -> Group | None:
         async def rolled_out() -> Group | None:
             try:
                 group = (await self.rollouts.run(assignment)).group
             except TaskTooLong:
                 return None
-            check(group)
+            if check is not None:
+                await check(group)
             return group
 
-        async with self._room:
-            group = await persist(self.rollouts, rolled_out, self._decide, self.events)
-            if group is None:
-                return None
-            judged = await persist(self.rewards, lambda: self.rewards.score(task, group), self._decide, self.events)
-            return group.with_scores(judged.scores)
+        group = await persist(self.rollouts, rolled_out, self._decide, self.events)
+        if group is None:
+            return None
+        task = assignment.task
+        judged = await persist(self.rewards, lambda: self.rewards.score(task, group), self._decide, self.events)
+        return group.with_scores(judged.scores)
 
     def _decide(self, error: RlsysError, attempt: int) -> Decision:
         return self.failures.decide(error, attempt=attempt, dropped_in_a_row=0)
@@ -159,6 +170,7 @@ class EvaluationLane(Evaluation):
         """
         if not (version % self.every == 0 or version == self.last):
             return
+        await self.weights.arrived(version)
         datasets = [name for name in self.evaluator.sets if not self._is_done(name, version)]
         if not datasets:
             return
@@ -167,6 +179,7 @@ class EvaluationLane(Evaluation):
         if self._is_stopped:
             self.was_given_up = True
             return
+        self.weights.kept.add(version)
         work, name = self._measure_all(datasets, version), f"evaluation of version {version}"
         self._under_way = self._loops.create_task(work, name=name)
 
@@ -186,15 +199,18 @@ class EvaluationLane(Evaluation):
         return f"\n  {self._under_way.get_name()}" if self._under_way and not self._under_way.done() else ""
 
     async def _measure_all(self, datasets: Sequence[str], version: PolicyVersion) -> None:
-        async with asyncio.TaskGroup() as work:
-            for dataset in datasets:
-                work.create_task(self._measure(dataset, version))
+        try:
+            async with asyncio.TaskGroup() as work:
+                for dataset in datasets:
+                    work.create_task(self._measure(dataset, version))
+        finally:
+            self.weights.kept.discard(version)
 
     async def _measure(self, dataset: str, version: PolicyVersion) -> None:
         began = asyncio.get_running_loop().time()
 
-        def check(group: Group) -> None:
-            self._verify(group, version)
+        async def check(group: Group) -> None:
+            await self._verify(group, version)
             self._on_progress()
 
         measures = await self.evaluator.measure(dataset, version, check)
@@ -203,9 +219,9 @@ class EvaluationLane(Evaluation):
         metrics = measures.as_metrics(dataset)
         self.evaluator.events.emit(EvalDone(version, dataset, self.weights.published[version], seconds, metrics))
 
-    def _verify(self, group: Group, version: PolicyVersion) -> None:
+    async def _verify(self, group: Group, version: PolicyVersion) -> None:
         """Raise `WeightsMismatch` unless every token is of `version`, acknowledged with the published hash."""
-        self.weights.verify(group)
+        await self.weights.verify(group)
         if others := {span.version for span in group.versions} - {version}:
             detail = f"tokens of version {min(others)} in the evaluation of version {version}"
             raise WeightsMismatch(group.replica, f"rolling out group {group.serial}", detail)

@@ -72,14 +72,29 @@ class GroupDropped:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupReissued:
+    """What was rolled out of a group is lost: the group is issued again, with its number and so its seeds."""
+
+    kind: ClassVar[str] = "group_reissued"
+    serial: int
+    task_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class WeightsPublished:
-    """The actor handed a version to the relays."""
+    """A version that the actor published is in the relay tier."""
 
     kind: ClassVar[str] = "weights_published"
     version: PolicyVersion
     hash: str
     num_bytes: int
+    num_sent: int
+    """Bytes that had to travel: those of buckets which the version before did not have."""
     stall_s: float
+    """Seconds the actor could not train because of it."""
+    seconds: float
+    """From the end of the publish to the first relay holding all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +114,18 @@ class WorkerRestarted:
     kind: ClassVar[str] = "worker_restarted"
     worker: str
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoriesMoved:
+    """Replica `to` goes on with groups that `source` was sampling, so that `source` can take newer weights."""
+
+    kind: ClassVar[str] = "trajectories_moved"
+    source: str
+    to: str
+    num_groups: int
+    version: PolicyVersion
+    """What they are sampled from, there as before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +170,11 @@ Event: TypeAlias = (
     | PhaseDone
     | StepDone
     | GroupDropped
+    | GroupReissued
     | WeightsPublished
     | WorkerFailed
     | WorkerRestarted
+    | TrajectoriesMoved
     | CheckpointSaved
     | EvalDone
     | RunEnded
@@ -211,7 +240,8 @@ STALENESS_BUCKETS: Mapping[str, str] = {
     "s3": "tokens three versions old",
     "s4plus": "tokens four or more versions old",
 }
-"""Name -> meaning of what `sampler/*` is reported for again, e.g. as `sampler/s1/ess`; the index is the staleness."""
+"""Name -> meaning of what `sampler/*` is reported for again, e.g. as `sampler/s1/ess`, and of the staleness histogram,
+e.g. `async/staleness/s1`; the index is the staleness."""
 
 _SAMPLER: Mapping[str, Metric] = {
     "logp_diff_mean": Metric("nats", "mean |logprob of the trainer - logprob of the engine| of trained tokens"),
@@ -249,20 +279,40 @@ METRICS: Mapping[str, Metric] = {
     },
     "sampler/probe_diff": Metric("nats", "mean |logprob of trainer - engine| after a weight change, worst replica"),
     "completions/length_mean": Metric("tokens", "mean tokens sampled in a trajectory"),
+    "completions/length_p50": Metric("tokens", "median of the tokens sampled in a trajectory"),
+    "completions/length_p90": Metric("tokens", "90th percentile of them"),
     "completions/length_max": Metric("tokens", "most tokens sampled in a trajectory"),
+    "completions/offered_length_mean": Metric(
+        "tokens", "the same over all groups rolled out during the step, trained or not: mean"
+    ),
+    "completions/offered_length_p50": Metric("tokens", "median of those offered"),
+    "completions/offered_length_p90": Metric("tokens", "90th percentile of those offered"),
+    "completions/offered_length_max": Metric("tokens", "most of those offered"),
     "completions/truncated_frac": Metric("share", "trajectories cut off at the token limit"),
     "async/staleness_mean": Metric("versions", "mean staleness of the tokens trained"),
     "async/staleness_max": Metric("versions", "largest staleness of any of them; never above the bound"),
+    **{
+        f"async/staleness/{bucket}": Metric("share", f"of the tokens trained: {tokens}")
+        for bucket, tokens in STALENESS_BUCKETS.items()
+    },
+    "async/num_versions": Metric("versions", "versions that groups rolled out during the step were sampled from"),
     "async/dropped": Metric("groups", "groups dropped since the run began, for any reason"),
     "async/dropped_stale": Metric("groups", "those of them that were too stale to train; should read 0"),
-    "async/queue_depth": Metric("groups", "finished groups that waited when the step ended"),
+    "async/reissued": Metric(
+        "", "attempts at groups since the run began, beyond the first of each: what they had was lost"
+    ),
+    "async/refused": Metric(
+        "", "columns handed in since the run began for an attempt that was over, or twice; never trained"
+    ),
+    "async/moved": Metric("groups", "groups moved between replicas since the run began; see rollout.repack_s"),
+    "async/queue_depth": Metric("groups", "groups that waited to be trained when the step ended"),
     "time/step": Metric("s", "wall time of the step"),
     "time/rollout": Metric("s", "the busiest replica was at work on groups that came in during the step"),
     "time/reward": Metric("s", "the busiest reward worker was at work on groups that came in during the step"),
     "time/train": Metric("s", "the trainer's step, with fetching its data"),
     "time/publish": Metric("s", "handing the weights over; the trainer waits meanwhile"),
-    "time/annotate": Metric("s", "adding the columns the algorithm asked for"),
-    "time/wait_batch": Metric("s", "the trainer waited for finished groups"),
+    "time/annotate": Metric("s", "the busiest annotator added columns the algorithm asked for, beside everything else"),
+    "time/wait_batch": Metric("s", "the trainer waited for groups with all their columns"),
     "time/wait_permit": Metric("s", "no group was being produced at all: rollouts waited for the trainer"),
     "time/checkpoint": Metric("s", "writing a checkpoint after the step before"),
     "time/eval_wait": Metric(

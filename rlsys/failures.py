@@ -8,6 +8,7 @@ from typing import TypeAlias
 from rlsys.errors import (
     DeadlineExceeded,
     NothingToTrain,
+    PayloadLost,
     RlsysError,
     TaskTooLong,
     WeightsMismatch,
@@ -30,13 +31,18 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
+class Reissue:
+    """Issue the groups again that were lost."""
+
+
+@dataclass(frozen=True, slots=True)
 class Abort:
     """End the run with this message."""
 
     message: str
 
 
-Decision: TypeAlias = Retry | Drop | Abort
+Decision: TypeAlias = Retry | Drop | Reissue | Abort
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +50,17 @@ class FailurePolicy:
     """Retry what a machine broke, drop what a task broke, abort on what only a person can mend."""
 
     max_attempts: int
-    """Attempts at one assignment before the run ends."""
+    """Attempts at one group before the run ends."""
     max_failed_groups: int
     """Groups dropped one after the other before the run ends: then it is not the task's fault."""
 
     def decide(self, error: RlsysError, *, attempt: int, dropped_in_a_row: int) -> Decision:
-        """`attempt` counts from 1 for the assignment at hand; `dropped_in_a_row` over all groups since one
+        """`attempt` counts from 1 for the group at hand; `dropped_in_a_row` over all groups since one
         succeeded."""
-        if isinstance(error, WorkerDied | DeadlineExceeded | WeightsMismatch):
-            if attempt < self.max_attempts:
-                return Retry(restart=error.worker)
-            return Abort(f"gave up after {attempt} attempts at one group; the last failure: {error}")
+        if isinstance(error, WorkerDied | DeadlineExceeded | WeightsMismatch | PayloadLost):
+            if attempt >= self.max_attempts:
+                return Abort(f"gave up after {attempt} attempts at one group; the last failure: {error}")
+            return Reissue() if isinstance(error, PayloadLost) else Retry(restart=error.worker)
         if isinstance(error, TaskTooLong | NothingToTrain):
             if dropped_in_a_row + 1 < self.max_failed_groups:
                 return Drop("too_long" if isinstance(error, TaskTooLong) else "failed")

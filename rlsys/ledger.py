@@ -1,18 +1,17 @@
-"""Exactly-once record of every group: issued, finished, consumed.
+"""Exactly-once record of every group: issued, leased, finished, consumed.
 
 The ledger hands out assignments. What it handed out and did not see consumed or dropped, it hands out again after a
-resume,
-under the same serial and so with the same sampling seeds. An interrupted run therefore consumes the same multiset of
-tasks as an uninterrupted one.
+resume or when its payload is lost, under the same serial and so with the same sampling seeds. An interrupted run
+therefore consumes the same multiset of tasks as an uninterrupted one, whatever died.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
-from collections.abc import Collection, Iterable
+import heapq
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rlsys import deadlines
 from rlsys.data.source import Cursor, TaskSource
 from rlsys.seeds import group_seed
 from rlsys.types import Assignment, PolicyVersion, Task
@@ -25,9 +24,17 @@ class Entry:
     serial: int
     task_id: str
     cursor: Cursor
-    """Where the task was drawn, so that a resume draws it again."""
-    issued_s: float
-    """Event-loop time of issue, in seconds."""
+    """Where the task was drawn, so that it can be drawn again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """One attempt at rolling out a group. Its owner is whoever `Rollouts.whereabouts` says."""
+
+    attempt: int
+    """Counted from 1, over all leases of the group in this session."""
+    began_s: float
+    """In seconds of `rlsys.deadlines.now`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,45 +57,85 @@ class Ledger:
     source: TaskSource
     group_size: int
     seed: int
+    lease_s: float
+    """Deadline of one attempt at rolling out a group, in seconds; the rollout pool ends it then."""
     next_serial: int = 0
     num_consumed: int = 0
     open: dict[int, Entry] = field(default_factory=dict)
-    _again: deque[Entry] = field(default_factory=deque)
+    _leases: dict[int, Lease] = field(default_factory=dict)
+    """The latest of every open group, kept while the group waits to be issued again."""
+    _again: list[tuple[int, Entry]] = field(default_factory=list)
+    """Heap of what waits to be issued again, by serial."""
 
     def issue(self, version: PolicyVersion) -> Assignment:
-        """The next assignment: what an interrupted session left open first, oldest first, then new tasks."""
+        """The next assignment: what was lost or an interrupted session left open first, oldest first, then new
+        tasks."""
         if self._again:
-            entry = self._again.popleft()
-            serial, cursor = entry.serial, entry.cursor
-            task = self.source.at(cursor)
+            serial, entry = heapq.heappop(self._again)
+            task = self.source.at(entry.cursor)
         else:
             serial, cursor = self.next_serial, self.source.cursor
             self.next_serial += 1
             task = self.source.next()
-        self.open[serial] = Entry(serial, task.id, cursor, asyncio.get_running_loop().time())
+            entry = Entry(serial, task.id, cursor)
+        self.open[serial] = entry
         return Assignment(serial, task, self.group_size, version, group_seed(self.seed, serial))
+
+    def lease(self, serial: int) -> Lease:
+        """A new attempt at rolling out an open group begins."""
+        lease = self._leases[serial] = Lease(self.num_attempts(serial) + 1, deadlines.now())
+        return lease
+
+    def num_attempts(self, serial: int) -> int:
+        """Leases of an open group so far."""
+        return self._leases[serial].attempt if serial in self._leases else 0
+
+    def again(self, serial: int) -> str:
+        """What was rolled out of this group is gone: issue it again; returns its task's id. Raises KeyError if it is
+        not open."""
+        entry = self.open.pop(serial)
+        heapq.heappush(self._again, (serial, entry))
+        return entry.task_id
 
     def consume(self, serials: Iterable[int]) -> list[Task]:
         """These groups were trained; returns their tasks. Raises KeyError for one that is not open."""
-        entries = [self.open.pop(serial) for serial in serials]
+        entries = [self._settle(serial) for serial in serials]
         self.num_consumed += len(entries)
         return [self.source.at(entry.cursor) for entry in entries]
 
     def drop(self, serial: int) -> None:
-        """This group was given up, with its reason counted elsewhere."""
-        del self.open[serial]
+        """This group was given up, with its reason counted elsewhere. Raises KeyError if it is not open."""
+        self._settle(serial)
 
-    def table(self) -> str:
-        """What is pending, for how long: one line per open group, oldest first."""
-        now = asyncio.get_running_loop().time()
-        rows = [
-            f"  group {e.serial}: task {e.task_id}, issued {now - e.issued_s:.0f} s ago" for e in self.open.values()
-        ]
-        return "\n".join(rows) or "  nothing is pending"
+    def _settle(self, serial: int) -> Entry:
+        self._leases.pop(serial, None)
+        return self.open.pop(serial)
+
+    def table(self, owners: Mapping[int, str], lacking: Mapping[int, Sequence[str]]) -> str:
+        """What is pending, and where: one line per group, oldest first.
+
+        `owners` says by serial which replica rolls a group out, `lacking` which columns the learner still waits for.
+        """
+        lines = {n: self._line(entry, owners.get(n), lacking.get(n)) for n, entry in self.open.items()}
+        lines |= {serial: f"task {entry.task_id}, waits to be issued again" for serial, entry in self._again}
+        return "\n".join(f"  group {n}: {lines[n]}" for n in sorted(lines)) or "  nothing is pending"
+
+    def _line(self, entry: Entry, owner: str | None, lacking: Sequence[str] | None) -> str:
+        said = [f"task {entry.task_id}"]
+        lease = self._leases.get(entry.serial)
+        lasts_s = 0.0 if lease is None else deadlines.now() - lease.began_s
+        if lease is not None:
+            said.append(f"attempt {lease.attempt}" + ("" if owner else f" begun {lasts_s:.0f} s ago"))
+        if owner is not None:
+            said += [f"{owner} since {lasts_s:.0f} s", f"lease ends in {self.lease_s - lasts_s:.0f} s"]
+        else:
+            said.append(f"waits for {' and '.join(lacking)}" if lacking else "waits to be trained")
+        return ", ".join(said)
 
     def state(self) -> LedgerState:
         """For the checkpoint, at one moment."""
-        pending = sorted([*self.open.values(), *self._again], key=lambda e: e.serial)
+        entries = [*self.open.values(), *(entry for _, entry in self._again)]
+        pending = sorted(entries, key=lambda e: e.serial)
         return LedgerState(self.source.fingerprint, self.source.cursor, self.next_serial, self.num_consumed, pending)
 
     def restore(self, state: LedgerState, finished: Collection[int]) -> None:
@@ -100,4 +147,5 @@ class Ledger:
         self.source.seek(state.cursor)
         self.next_serial, self.num_consumed = state.next_serial, state.num_consumed
         self.open = {e.serial: e for e in state.pending if e.serial in finished}
-        self._again = deque(e for e in state.pending if e.serial not in finished)
+        self._leases = {}
+        self._again = [(e.serial, e) for e in state.pending if e.serial not in finished]  # sorted, so a heap

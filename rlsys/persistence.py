@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from itertools import count
 from typing import Protocol, TypeVar
@@ -15,9 +14,9 @@ T = TypeVar("T")
 
 
 class Restartable(Protocol):
-    """A pool whose dead members can be replaced."""
+    """A pool whose dead members can be replaced, in the background: see `rlsys.contracts.Rollouts.restart`."""
 
-    async def restart(self, worker: str) -> None: ...
+    async def restart(self, worker: str, on_recovery: Callable[[str, float], None]) -> None: ...
 
 
 class GivenUp(Exception):
@@ -36,8 +35,9 @@ async def persist(
 ) -> T:
     """Attempt until it works; `decide(error, attempt)`, attempts counted from 1, says what to do about a failure.
 
-    A worker of `pool` that is to be replaced is replaced before the next attempt. Raises `RunAborted`, or `GivenUp`
-    where the decision is to drop. An error that no worker can be blamed for, of data or configuration, passes as it is.
+    A worker of `pool` that is to be replaced is replaced in the background; the next attempt waits for that only if no
+    other worker is alive. Raises `RunAborted`, or `GivenUp` where the decision is to drop. An error that no worker can
+    be blamed for, of data or configuration, and `PayloadLost` pass as they are.
     """
     dead: tuple[str, RlsysError] | None = None
     for attempt in count(1):
@@ -58,6 +58,4 @@ async def persist(
 
 async def _replace(pool: Restartable, worker: str, error: RlsysError, events: Events) -> None:
     events.emit(WorkerFailed(worker, error.phase if isinstance(error, WorkerError) else "", str(error)))
-    began = asyncio.get_running_loop().time()
-    await pool.restart(worker)
-    events.emit(WorkerRestarted(worker, asyncio.get_running_loop().time() - began))
+    await pool.restart(worker, lambda replaced, seconds: events.emit(WorkerRestarted(replaced, seconds)))

@@ -1,14 +1,15 @@
-"""The streaming queue between producers and the learner: permits, window, and the staleness bound.
+"""The streaming queue between producers, annotators and the learner: permits, window, and the staleness bound.
 
 With P groups a step, S = max_staleness and window W there are B = (S + 1) * P permits, and
 
     staleness  <=  (B + W - 2) // P          (exactly S for W = 1)
 
 provided a group starts on weights no older than its permit. Proof for W = 1: groups are taken in serial order, so
-when the
-step of version v takes a group, at most B - 1 older groups held permits when that group was admitted; those are at
-most S full steps plus the P - 1 groups beside it in its own step. Permits alone bound nothing if finished groups may
-overtake slow ones without limit: each place of overtaking costs one more, hence W - 1.
+when the step of version v takes a group, at most B - 1 older groups held permits when that group was admitted; those
+are at most S full steps plus the P - 1 groups beside it in its own step. A group that is lost gives its permit back and
+keeps its place: it is issued again before any new one is, so the older groups still hold a permit each. Permits alone
+bound nothing if finished groups may overtake slow ones without limit: each place of overtaking costs one more, hence
+W - 1.
 
 `take` checks the bound again on version stamps. Its `stale` drop counter should read 0.
 """
@@ -16,12 +17,20 @@ overtake slow ones without limit: each place of overtaking costs one more, hence
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+import heapq
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from rlsys.algorithm import Signal
+from rlsys.table import EPISODES, REWARD, Row, Table
 from rlsys.types import Group, PolicyVersion
+
+LEARNER = "learner"
+"""The consumer that takes groups to train. Every other is the annotator of a signal, and has its name."""
+PRODUCED = (EPISODES, REWARD)
+"""Columns that the holder of a permit puts. Once both are there, the group can do without it."""
 
 
 @dataclass(slots=True)
@@ -31,22 +40,26 @@ class Permit:
     version: PolicyVersion
     """Version it was released at: its group must start on weights no older."""
     _queue: StreamingQueue
-    serial: int | None = None
+    row: Row | None = None
+    """Of the attempt under way."""
     reason: str = "failed"
-    """Why the group is dropped if nothing is ever submitted."""
-    is_submitted: bool = False
+    """Why the group is dropped if it is never judged."""
 
     def open(self, serial: int) -> None:
-        """Take a place in the order of groups."""
-        self.serial = serial
-        self._queue._open[serial] = None
+        """Begin an attempt at a group, in its place in the order; what comes from an earlier one is refused."""
+        self.row = self._queue._attempt(serial)
 
-    def submit(self, group: Group) -> None:
-        """Hand in the finished group; it now waits to be taken."""
-        if group.serial != self.serial:
-            raise ValueError(f"permit of group {self.serial} was handed group {group.serial}")
-        self.is_submitted = True
-        self._queue._finish(group)
+    def put(self, column: str, value: object) -> bool:
+        """Hand in a column of the group. False if the group was lost meanwhile, and is issued again."""
+        assert self.row is not None, "open it first"
+        if isinstance(value, Group) and value.serial != self.row.serial:
+            raise ValueError(f"permit of group {self.row.serial} was handed group {value.serial}")
+        return self._queue.put(self.row, column, value)
+
+    @property
+    def is_over(self) -> bool:
+        """Was the group lost meanwhile? Another permit has it then, or will."""
+        return self.row is not None and not self._queue.holds(self.row)
 
 
 @dataclass
@@ -60,15 +73,18 @@ class StreamingQueue:
     """Version of the newest published weights; `release` moves it on."""
     num_groups: int
     """Groups the rest of the run will consume: no more are admitted, so the last step leaves nothing unused."""
+    signals: frozenset[Signal] = frozenset()
+    """Columns the learner needs besides episodes and rewards, each added by an annotator."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Drops by reason: `stale`, `failed`, `too_long`, ..."""
+    num_reissued: int = 0
+    """Attempts at groups beyond the first of each."""
 
     def __post_init__(self) -> None:
-        self._free = deque([self.version] * self.capacity)
-        self._open: dict[int, Group | None] = {}
-        self._num_admitted = 0
-        self._arrival = asyncio.Event()
-        self._vacancy = asyncio.Event()
+        needs = {LEARNER: frozenset((*PRODUCED, *self.signals))}
+        self._consumers = {**needs, **{signal: frozenset((EPISODES,)) for signal in self.signals}}
+        self._arrivals = {consumer: asyncio.Event() for consumer in self._consumers}
+        self._start_over(self.version, self.num_groups)
 
     @property
     def capacity(self) -> int:
@@ -82,32 +98,52 @@ class StreamingQueue:
 
     @property
     def num_finished(self) -> int:
-        """Groups that wait to be taken."""
-        return sum(group is not None for group in self._open.values())
+        """Groups that wait to be taken by the learner."""
+        return self._table.num_ready(LEARNER)
+
+    @property
+    def num_refused(self) -> int:
+        """Columns that were handed in twice, or for an attempt that was over."""
+        return self._table.num_refused
 
     @property
     def finished(self) -> list[Group]:
-        """Finished groups that were not taken yet, oldest first: what a checkpoint keeps."""
-        return [group for _, group in sorted(self._open.items(), key=lambda item: item[0]) if group is not None]
+        """Judged groups that were not taken yet, oldest first: what a checkpoint keeps. Signals are added again."""
+        rows = [row for row in self._table if row.has(*PRODUCED) and LEARNER not in row.taken_by]
+        return [row.group for row in sorted(rows, key=lambda row: row.serial)]
+
+    def lacking(self) -> dict[int, list[str]]:
+        """By serial, what the learner still waits for: columns of the groups in flight."""
+        return {row.serial: sorted(self._consumers[LEARNER] - row.values.keys()) for row in self._table}
+
+    # --------------------------------------------------------------------------------------------------------- permits
 
     @asynccontextmanager
     async def permit(self) -> AsyncIterator[Permit]:
-        """Hold a permit; leaving the block without a submit drops the group and gives the permit back.
+        """Hold a permit; leaving the block before the group is judged drops the group and gives the permit back.
 
-        Waits for a free permit (and for the run to need another group). Unblocked by `release` and by drops.
+        Waits for a free permit (and for the run to need another group). Unblocked by `release`, by drops and losses.
         """
-        while not (self._free and self._num_admitted < self.num_groups):
-            self._vacancy.clear()
-            await self._vacancy.wait()
-        permit = Permit(self._free.popleft(), self)
-        self._num_admitted += 1
+        permit = Permit(await self._free.get(), self)
         try:
             yield permit
         finally:
-            if not permit.is_submitted:
-                if permit.serial is not None:
-                    del self._open[permit.serial]
-                self._give_back(permit.reason)
+            if permit.row is None or not permit.row.has(*PRODUCED):
+                self._leave(permit)
+
+    def _leave(self, permit: Permit) -> None:
+        if not permit.is_over:
+            if permit.row is not None:
+                self._table.close(permit.row)
+            self.dropped[permit.reason] += 1
+        self._give_back()
+
+    def release(self, groups: Sequence[Group], version: PolicyVersion) -> None:
+        """Free the permits of a step whose weights are published as `version`: the next groups are born on them."""
+        for row in self._rows_of(groups):
+            self._table.close(row)
+        self.version = version
+        self._admit(len(groups))
 
     def restore(
         self, version: PolicyVersion, num_groups: int, finished: Sequence[Group], pending: Iterable[int]
@@ -117,54 +153,128 @@ class StreamingQueue:
         `pending` are serials that session had issued and not finished: they keep their place in the order, so that
         nothing younger is taken before they are issued again.
         """
+        self._start_over(version, num_groups, {*pending, *(group.serial for group in finished)}, len(finished))
+        for row, group in zip(self._rows_of(finished), finished, strict=True):
+            self.put(row, EPISODES, group)
+            self.put(row, REWARD, None)
+
+    def _start_over(
+        self, version: PolicyVersion, num_groups: int, serials: Iterable[int] = (), num_finished: int = 0
+    ) -> None:
         self.version, self.num_groups = version, num_groups
-        self._free = deque([version] * (self.capacity - len(finished)))
-        self._num_admitted = len(finished)
-        self._open = {**dict.fromkeys(pending), **{group.serial: group for group in finished}}
+        self._table = Table(self._consumers)
+        self._places: list[int] = []
+        """Heap of serials. One that is in flight and that the learner did not take is in there; others may be."""
+        self._free: asyncio.Queue[PolicyVersion] = asyncio.Queue()
+        self._num_admitted = num_finished
+        """Permits handed out for groups that the run will consume; one that is given back is handed out again."""
+        self._admit(self.capacity - num_finished)
+        for serial in serials:
+            self._open(serial)
+
+    def _admit(self, count: int) -> None:
+        for _ in range(min(count, self.num_groups - self._num_admitted)):
+            self._num_admitted += 1
+            self._free.put_nowait(self.version)
+
+    def _give_back(self) -> None:
+        self._free.put_nowait(self.version)
+        self._wake()
+
+    # ---------------------------------------------------------------------------------------------------------- columns
+
+    def put(self, row: Row, column: str, value: object) -> bool:
+        """Hand in a column. False, and counted, if it is there already or the attempt of `row` is over."""
+        is_new = self._table.put(row, column, value)
+        self._wake()
+        return is_new
+
+    def holds(self, row: Row) -> bool:
+        """Is this the attempt at its group that counts?"""
+        return self._table.holds(row)
+
+    def lose(self, serial: int) -> bool:
+        """Forget what is known of a group whose payload is gone; it keeps its place until it is issued again.
+
+        False if there is nothing to forget: it is being issued again, or not in flight any more.
+        """
+        row = self._table.get(serial)
+        if row is None or not row.values:
+            return False
+        self._open(serial)
+        if row.has(*PRODUCED):
+            self._give_back()  # whoever produced it has left
+        return True
+
+    async def take_rows(self, signal: Signal, max_tokens: int) -> list[Row]:
+        """For the annotator of `signal`: groups without it, oldest first, of `max_tokens` in all, or one.
+
+        Waits for a rolled-out group; unblocked by producers.
+        """
+        rows: list[Row] = []
+        while (row := self._table.next(signal)) is None:
+            await self._arrival(signal)
+        while row is not None and (not rows or row.num_tokens <= max_tokens):
+            max_tokens -= row.num_tokens
+            self._table.take(signal, row)
+            rows.append(row)
+            row = self._table.next(signal)
+        return rows
 
     async def take(self, *, version: PolicyVersion, on_stale: Callable[[Group], None]) -> list[Group]:
-        """The next step's groups, oldest first.
+        """For the learner: the next step's groups, oldest first.
 
-        Waits for a finished group less than `window` serials past the oldest open one. Unblocked by producers
-        submitting or dropping.
-        A group with a token more than `staleness_bound` versions behind `version` is dropped as `stale`, and handed to
-        `on_stale`.
+        Waits for a group with all its columns, less than `window` serials past the oldest one in flight. Unblocked by
+        producers and annotators handing in columns, and by drops. A group with a token more than `staleness_bound`
+        versions behind `version` is dropped as `stale`, and handed to `on_stale`.
         """
         taken: list[Group] = []
         while len(taken) < self.groups_per_step:
-            if (group := self._ready()) is None:
-                self._arrival.clear()
-                await self._arrival.wait()
+            row = self._table.next(LEARNER)
+            if row is None or row.serial >= self._oldest() + self.window:
+                await self._arrival(LEARNER)
                 continue
-            del self._open[group.serial]
+            self._table.take(LEARNER, row)
+            group = row.group
             if version - group.oldest_version > self.staleness_bound:
-                self._give_back("stale")
+                self._table.close(row)
+                self.dropped["stale"] += 1
+                self._give_back()
                 on_stale(group)
             else:
                 taken.append(group)
         return taken
 
-    def release(self, groups: Sequence[Group], version: PolicyVersion) -> None:
-        """Free the permits of a step whose weights are published as `version`: the next groups are born on them."""
-        self.version = version
-        self._free.extend([version] * len(groups))
-        self._vacancy.set()
+    def put_back(self, consumer: str, serials: Iterable[int]) -> None:
+        """Let a consumer take these groups again; those lost meanwhile it gets once they are issued again."""
+        for serial in serials:
+            if (row := self._table.get(serial)) is not None:
+                self._table.put_back(consumer, row)
+                heapq.heappush(self._places, serial)
+        self._wake()
 
-    def _ready(self) -> Group | None:
-        """The oldest finished group whose serial is less than `window` past that of the oldest open one."""
-        oldest = min(self._open, default=0)
-        for serial in range(oldest, oldest + self.window):
-            if (group := self._open.get(serial)) is not None:
-                return group
-        return None
+    def _attempt(self, serial: int) -> Row:
+        self.num_reissued += serial in self._table
+        return self._open(serial)
 
-    def _finish(self, group: Group) -> None:
-        self._open[group.serial] = group
-        self._arrival.set()
+    def _open(self, serial: int) -> Row:
+        heapq.heappush(self._places, serial)
+        return self._table.open(serial)
 
-    def _give_back(self, reason: str) -> None:
-        self.dropped[reason] += 1
-        self._num_admitted -= 1
-        self._free.append(self.version)
-        self._vacancy.set()
-        self._arrival.set()
+    def _rows_of(self, groups: Iterable[Group]) -> list[Row]:
+        rows = [self._table.get(group.serial) for group in groups]
+        return [row for row in rows if row is not None]
+
+    def _oldest(self) -> int:
+        """Serial of the oldest group in flight that the learner did not take."""
+        while (row := self._table.get(self._places[0])) is None or LEARNER in row.taken_by:
+            heapq.heappop(self._places)
+        return self._places[0]
+
+    async def _arrival(self, consumer: str) -> None:
+        self._arrivals[consumer].clear()
+        await self._arrivals[consumer].wait()
+
+    def _wake(self) -> None:
+        for arrival in self._arrivals.values():
+            arrival.set()

@@ -24,6 +24,11 @@ def request_seed(group_seed: int, episode: int, turn_key: int) -> int:
     return _mixed(b"request", group_seed, episode, turn_key)
 
 
+def continuation_seed(request_seed: int, position: int) -> int:
+    """The seed of the rest of a completion, from token `position`, where its generator's state was not kept."""
+    return _mixed(b"continue", request_seed, position)
+
+
 def epoch_seed(run_seed: int, epoch: int) -> int:
     """The seed of the order of tasks in one epoch."""
     return _mixed(b"epoch", run_seed, epoch)

@@ -1,4 +1,4 @@
-"""What one step looked like: where the time went, what was rewarded, how stale it was."""
+"""What one step looked like: where the time went, what was offered, rewarded and trained, how stale it was."""
 
 from __future__ import annotations
 
@@ -7,19 +7,25 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import ceil
 from statistics import fmean, pstdev
 
+from rlsys import deadlines
 from rlsys.contracts import Busy, TrainStats
+from rlsys.events import STALENESS_BUCKETS
 from rlsys.queue import StreamingQueue
 from rlsys.types import Group, OutcomeKind, PolicyVersion
 
 
 class StepClock:
-    """Seconds by phase since the last step, on the event loop's clock (virtual in simulations)."""
+    """Seconds by phase since the last step, on the event loop's clock (virtual in simulations), and what rollouts
+    offered meanwhile."""
 
     def __init__(self) -> None:
         self._spans: dict[str, float] = defaultdict(float)
         self._busy: dict[str, list[Busy]] = defaultdict(list)
+        self._offered_lengths: list[int] = []
+        self._offered_versions: set[PolicyVersion] = set()
         self._num_producing = 0
         self._idle_since: float | None = None
         self._producers_idle_s = 0.0
@@ -53,20 +59,26 @@ class StepClock:
         """A worker's own account of when it worked."""
         self._busy[phase].append(busy)
 
+    def offer(self, group: Group) -> None:
+        """A group was rolled out, whatever becomes of it."""
+        self._offered_lengths += _lengths_of([group])
+        self._offered_versions |= {span.version for span in group.versions}
+
     def progress(self) -> None:
         """Something moved."""
-        self._last_progress = _now()
+        self._last_progress = deadlines.now()
 
     def idle_s(self) -> float:
-        """Seconds since something last moved."""
+        """Seconds since something last moved, as `rlsys.deadlines` counts them."""
         if self._last_progress is None:
-            self._last_progress = _now()
-        return _now() - self._last_progress
+            self._last_progress = deadlines.now()
+        return deadlines.now() - self._last_progress
 
     def lap(self) -> dict[str, float]:
-        """`time/*` of the step that ends now; starts the next one.
+        """`time/*` of the step that ends now, and what was offered during it; starts the next one.
 
-        `time/rollout` and `time/reward` are the time in which the busiest worker of the kind was at work.
+        `time/rollout`, `time/reward` and `time/annotate` are the time in which the busiest worker of the kind was at
+        work.
         """
         now = _now()
         began = now if self._step_began is None else self._step_began
@@ -76,8 +88,13 @@ class StepClock:
         times = {f"time/{phase}": seconds for phase, seconds in self._spans.items()}
         times |= {f"time/{phase}": _busiest_s(spans) for phase, spans in self._busy.items()}
         times |= {"time/step": now - began, "time/wait_permit": self._producers_idle_s}
+        times |= _distribution("completions/offered_length", self._offered_lengths)
+        if self._offered_versions:
+            times["async/num_versions"] = len(self._offered_versions)
         self._spans.clear()
         self._busy.clear()
+        self._offered_lengths.clear()
+        self._offered_versions.clear()
         self._producers_idle_s = 0.0
         self._step_began = now
         self.progress()
@@ -135,23 +152,39 @@ def _rewards(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _lengths(groups: Sequence[Group]) -> dict[str, float]:
-    trajectories = [t for g in groups for _, t in g.trajectories()]
-    lengths = [sum(s.num_trained for s in t.samples) for t in trajectories]
-    return {
-        "completions/length_mean": fmean(lengths),
-        "completions/length_max": max(lengths),
-        "completions/truncated_frac": fmean(t.outcome.kind is OutcomeKind.TRUNCATED for t in trajectories),
-    }
+    truncated = [t.outcome.kind is OutcomeKind.TRUNCATED for g in groups for _, t in g.trajectories()]
+    lengths = _distribution("completions/length", _lengths_of(groups))
+    return {**lengths, "completions/truncated_frac": fmean(truncated)}
+
+
+def _lengths_of(groups: Sequence[Group]) -> list[int]:
+    """Tokens sampled in each trajectory."""
+    return [sum(s.num_trained for s in t.samples) for g in groups for _, t in g.trajectories()]
+
+
+def _distribution(name: str, lengths: Sequence[int]) -> dict[str, float]:
+    if not lengths:
+        return {}
+    ordered = sorted(lengths)
+    p50, p90 = (ordered[ceil(share * len(ordered)) - 1] for share in (0.5, 0.9))
+    return {f"{name}_mean": fmean(ordered), f"{name}_p50": p50, f"{name}_p90": p90, f"{name}_max": ordered[-1]}
 
 
 def _staleness(groups: Sequence[Group], version: PolicyVersion, queue: StreamingQueue) -> dict[str, float]:
     tokens = [(version - span.version, span.num_tokens) for g in groups for span in g.versions]
     total = sum(n for _, n in tokens) or 1
+    by_bucket = dict.fromkeys(STALENESS_BUCKETS, 0)
+    names = list(STALENESS_BUCKETS)
+    for staleness, count in tokens:
+        by_bucket[names[min(staleness, len(names) - 1)]] += count
     return {
+        **{f"async/staleness/{name}": count / total for name, count in by_bucket.items()},
         "async/staleness_mean": sum(s * n for s, n in tokens) / total,
         "async/staleness_max": max((s for s, _ in tokens), default=0),
         "async/dropped": queue.dropped.total(),
         "async/dropped_stale": queue.dropped["stale"],
+        "async/reissued": queue.num_reissued,
+        "async/refused": queue.num_refused,
         "async/queue_depth": queue.num_finished,
     }
 

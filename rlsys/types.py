@@ -259,6 +259,12 @@ class Group:
         return sum(s.num_trained for _, t in self.trajectories() for s in t.samples)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of all samples, prompts included, over all episodes: what one pass over the group has to read."""
+        samples = (s for e in self.episodes for t in e.trajectories for s in t.samples)
+        return sum(s.num_prompt + s.num_completion for s in samples)
+
+    @property
     def num_ok(self) -> int:
         """Episodes without a failure."""
         return sum(not e.is_failed for e in self.episodes)

@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Protocol, TypeVar
 
-from rlsys.contracts import Actor, Published
+from rlsys.contracts import Actor, Arrival, Published, Relays
+from rlsys.deadlines import timeout
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerError
 from rlsys.types import Acknowledged, Group, PolicyVersion
 
 T = TypeVar("T")
+ALIGNMENT = 64
+"""Bytes: of a cache line, and more than any dtype needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +33,39 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes `start` to `start + num_bytes` of a tensor: all of it, unless it is too big for one bucket."""
+
+    tensor: TensorSpec
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Some pieces that travel together, each from a multiple of `ALIGNMENT` bytes on."""
+
+    hash: str
+    """Of its bytes, the padding between pieces included: the name by which relays ask each other for it."""
+    num_bytes: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
-    """What one version consists of. `buckets[i]` lists the tensors in the i-th bucket, in order."""
+    """What one version consists of."""
 
     version: PolicyVersion
     hash: str
-    buckets: tuple[tuple[TensorSpec, ...], ...]
+    """Content hash over names, shapes, dtypes and bytes of all tensors."""
+    buckets: tuple[Bucket, ...]
     probe: Probe | None = None
     """Lets a replica show that it computes with these weights, not only that it has them."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buckets."""
+        return sum(bucket.num_bytes for bucket in self.buckets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,27 +140,54 @@ async def change_weights(replica: Replica, manifest: Manifest, load: Callable[[]
 
 @dataclass
 class WeightSync:
-    """The driver's side: publishes versions and checks what groups were sampled from."""
+    """The driver's side: publishes versions and checks what groups were sampled from.
+
+    A publish is over before the weights have arrived anywhere. That they did, and their hash, is known later; whoever
+    needs the hash waits for it.
+    """
 
     actor: Actor
+    relays: Relays
     transfer_s: float
-    """Deadline of one publish, in seconds."""
+    """Deadline of one publish, and of its arrival after that, in seconds."""
+    max_age: int
+    """Versions that a token may be older than the newest: hashes of older versions are forgotten."""
     published: dict[PolicyVersion, str] = field(default_factory=dict)
-    """Content hash of every version published, in this session or (restored) before."""
-    on_publish: Callable[[Published], None] = lambda published: None
+    """Content hash of each version that arrived, in this session or (restored) before."""
+    on_arrival: Callable[[Published, Arrival], None] = lambda published, arrival: None
+    kept: set[PolicyVersion] = field(default_factory=set)
+    """Versions that are not forgotten, whatever their age."""
+    _arriving: dict[PolicyVersion, asyncio.Task[None]] = field(default_factory=dict, init=False)
 
     async def publish(self, version: PolicyVersion) -> Published:
-        """Publish the actor's weights as `version`; returns once the bytes have left the actor."""
+        """Publish the actor's weights as `version`; returns once the bytes have left the actor.
+
+        Raises what an earlier version failed to arrive for, too.
+        """
+        for earlier in [task for task in self._arriving.values() if task.done()]:
+            earlier.result()
         receipt = await with_deadline(
             self.actor.publish(version), self.transfer_s, "actor", f"publishing version {version}"
         )
-        self.published[version] = receipt.hash
-        self.on_publish(receipt)
+        self._arriving[version] = asyncio.create_task(self._arrive(receipt))
         return receipt
 
-    def verify(self, group: Group) -> None:
+    async def arrived(self, version: PolicyVersion) -> str | None:
+        """The hash of `version`, once it has arrived; None if it was never published, or is forgotten.
+
+        Raises what it failed to arrive for.
+        """
+        if version in self._arriving:
+            await asyncio.shield(self._arriving[version])
+        return self.published.get(version)
+
+    async def settled(self) -> None:
+        """Return once everything published has arrived. Raises what it failed to arrive for."""
+        await asyncio.gather(*(self.arrived(version) for version in list(self._arriving)))
+
+    async def verify(self, group: Group) -> None:
         """Raise `WeightsMismatch` unless every version in the group is as new as its permit asks for, and was
-        acknowledged with the published hash."""
+        acknowledged with the published hash. Waits for those that are arriving."""
         if group.oldest_version < group.permit_version:
             raise WeightsMismatch(
                 group.replica,
@@ -141,7 +196,7 @@ class WeightSync:
             )
         acknowledged = {a.version: a.hash for a in group.weights}
         for span in group.versions:
-            held, expected = acknowledged.get(span.version), self.published.get(span.version)
+            held, expected = acknowledged.get(span.version), await self.arrived(span.version)
             if held is None or held != expected:
                 raise WeightsMismatch(
                     group.replica,
@@ -149,11 +204,22 @@ class WeightSync:
                     f"tokens of version {span.version}, published as {expected}, acknowledged as {held}",
                 )
 
+    async def _arrive(self, receipt: Published) -> None:
+        """Wait for the relay tier to have it, then write down its hash."""
+        version = receipt.version
+        phase = f"taking in version {version}"
+        arrival = await with_deadline(self.relays.arrival(version), self.transfer_s, "relays", phase)
+        self.published[version] = arrival.hash
+        del self._arriving[version]
+        for old in [v for v in self.published if v < version - self.max_age and v not in self.kept]:
+            del self.published[old]
+        self.on_arrival(receipt, arrival)
+
 
 async def with_deadline(work: Awaitable[T], seconds: float, worker: str, phase: str) -> T:
     """Await `work` for at most `seconds`; then raise `DeadlineExceeded` naming the worker and what it was doing."""
     try:
-        async with asyncio.timeout(seconds):
+        async with timeout(seconds):
             return await work
     except TimeoutError as error:
         raise DeadlineExceeded(worker, phase, f"no answer within {seconds:g} s") from error

@@ -10,8 +10,12 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from ray.cluster_utils import Cluster
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,8 +24,12 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """vLLM turns thread counts, process groups and some of torch into its own: its tests come last."""
-    items.sort(key=lambda item: item.get_closest_marker("vllm") is not None)
+    """vLLM turns thread counts, process groups and some of torch into its own: its tests come last.
+
+    A process is in one Ray cluster at a time: tests with three nodes come before those that share the one of one node.
+    """
+    fixtures = {item: getattr(item, "fixturenames", ()) for item in items}
+    items.sort(key=lambda item: (item.get_closest_marker("vllm") is not None, "three_nodes" not in fixtures[item]))
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +40,23 @@ def cluster() -> Iterator[None]:
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def three_nodes() -> Iterator[Cluster]:
+    """A local Ray cluster of three raylets, this process on the first."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    memory = 200 << 20
+    head = {"num_cpus": 4, "object_store_memory": memory, "include_dashboard": False}
+    nodes = Cluster(initialize_head=True, head_node_args=head)
+    for _ in range(2):
+        nodes.add_node(num_cpus=4, object_store_memory=memory)
+    ray.init(address=nodes.address, log_to_driver=False, logging_level=logging.ERROR)
+    yield nodes
+    ray.shutdown()
+    nodes.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +15,11 @@ from rlsys.algorithm import Algorithm, Assigned, Signal
 from rlsys.batch.plan import Denominators, MicroBatchPlan
 from rlsys.checkpoint import flush
 from rlsys.contracts import Published, TrainStats
-from rlsys.errors import CheckpointError
+from rlsys.errors import CheckpointError, PayloadLost
 from rlsys.record import GroupRecord, RolloutRecord, read_groups, write_groups, write_rollouts
 from rlsys.types import Episode, Group, PolicyVersion, Task
 from workers.cluster import Resources, free_port
-from workers.streams import Places
+from workers.streams import Parcel
 
 if TYPE_CHECKING:
     from workers.train.base import TrainBackend
@@ -51,6 +51,7 @@ class ActorRank:
     def __init__(self, rank: int, spec: ActorSpec, publisher: ObjectStorePublisher) -> None:
         self._rank, self._spec, self._publisher = rank, spec, publisher
         self._backend: TrainBackend | None = None
+        self._fetched: list[Any] = []
 
     def address(self) -> str:
         """Where this rank can listen for the others, e.g. `tcp://10.0.0.4:41234`."""
@@ -76,24 +77,29 @@ class ActorRank:
         assert self._backend is not None, "setup comes first"
         return self._backend
 
+    def fetch(self, parcel: Parcel) -> tuple[int, ...]:
+        """Get the data of the next step: payloads, then for each signal the columns. Returns the serials of groups
+        whose data is gone."""
+        try:
+            self._fetched = parcel.open()
+        except PayloadLost as loss:
+            return loss.serials
+        return ()
+
     def train_step(
         self,
         plan: Sequence[MicroBatchPlan],
         denominators: Denominators,
         indices: Sequence[int],
         signals: Sequence[Signal],
-        places: Places,
-        *chunks: Sequence[Any],
     ) -> TrainStats:
-        """One optimizer step.
-
-        `places` tells where in `chunks` the payloads of the step's groups `indices` lie, and after them, for each
-        signal, the columns of those groups.
-        """
+        """One optimizer step on what was fetched for it: the payloads of the step's groups `indices`, and after them,
+        for each signal, the columns of those groups."""
         from rlsys.batch.tensors import StepData
 
         start_s = time.monotonic()
-        data, size = places.pick(chunks), len(indices)
+        data, size = self._fetched, len(indices)
+        self._fetched = []
         payloads, *rows = (data[i : i + size] for i in range(0, len(data), size))
         columns = [dict(zip(signals, of_group, strict=True)) for of_group in zip(*rows, strict=True)] or [{}] * size
         step = StepData(_spread(payloads, indices, ()), _spread(columns, indices, {}))
@@ -103,13 +109,20 @@ class ActorRank:
         return TrainStats(metrics, time.monotonic() - start_s)
 
     def publish(self, version: PolicyVersion) -> Published | None:
-        """Hand the weights to the relays, from rank 0; the others take part in gathering them."""
+        """Copy the weights for the relays, from rank 0; the others take part in gathering them.
+
+        Raises what kept the version before from the relays: `DeadlineExceeded`, `WorkerDied`, `WeightsMismatch`.
+        """
         import torch
 
         start_s = time.monotonic()
-        weights = self.backend.full_weights(getattr(torch, self._spec.dtype))
+        into: Mapping[str, torch.Tensor] = {}
+        if self._rank == 0:
+            specs = self.backend.specs(getattr(torch, self._spec.dtype))
+            into = self._publisher.begin(specs, pin=self._spec.resources.device().type == "cuda")
+        self.backend.copy_weights(into)
         probe = self.backend.probe()
-        return self._publisher.publish(version, weights, probe, start_s) if self._rank == 0 else None
+        return self._publisher.publish(version, probe, start_s) if self._rank == 0 else None
 
     def save(self, folder: Path) -> None:
         """Raises `CheckpointError`."""
@@ -132,18 +145,24 @@ class ActorRank:
         tasks: Sequence[Task],
         groups: Sequence[Group],
         assigned: Sequence[Sequence[Assigned]],
-        places: Places,
-        *chunks: tuple[Payload, ...],
+        parcel: Parcel,
     ) -> None:
-        """Write what a step trained, for people to read. Raises `CheckpointError` if the disk will not have it."""
-        rows = zip(tasks, groups, places.pick(chunks), assigned, strict=True)
+        """Write what a step trained, for people to read.
+
+        Raises `CheckpointError` if the disk will not have it, `PayloadLost` if the payloads are gone.
+        """
+        rows = zip(tasks, groups, parcel.open(), assigned, strict=True)
         with _disk(path):
             write_rollouts(path, (RolloutRecord.of(step, t, g, p, a) for t, g, p, a in rows))
 
-    def save_groups(self, path: Path, groups: Sequence[Group], places: Places, *chunks: tuple[Payload, ...]) -> None:
-        """Write groups with their payloads. Raises `CheckpointError` if the disk will not have them."""
+    def save_groups(self, path: Path, groups: Sequence[Group], parcel: Parcel) -> None:
+        """Write groups with their payloads.
+
+        Raises `CheckpointError` if the disk will not have them, `PayloadLost` if they are gone.
+        """
+        payloads = parcel.open()
         with _disk(path):
-            write_groups(path, map(GroupRecord, groups, places.pick(chunks)))
+            write_groups(path, map(GroupRecord, groups, payloads))
 
     @ray.method(num_returns=2)
     def load_groups(self, path: Path) -> tuple[list[Group], tuple[Payload, ...]]:

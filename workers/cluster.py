@@ -3,7 +3,6 @@ deadline."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import sys
@@ -17,6 +16,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rlsys.deadlines import timeout
 from rlsys.errors import ConfigError, DeadlineExceeded, RlsysError, WorkerDied, WorkerError
 
 if TYPE_CHECKING:
@@ -105,8 +105,13 @@ def node_ids() -> list[str]:
     return sorted(alive, key=lambda n: (n != here, n))
 
 
-def spawn(cls: type, resources: Resources, *args: object, node: str | None = None, **kwargs: object) -> RayActor:
-    """Start `cls` as a Ray actor. It is never restarted behind our back: the failure policy decides.
+def spawn(
+    cls: type, resources: Resources, *args: object, node: str | None = None, max_restarts: int = 0, **kwargs: object
+) -> RayActor:
+    """Start `cls` as a Ray actor.
+
+    Ray restarts it up to `max_restarts` times (-1: always), its state lost; by default never: the failure policy
+    decides.
 
     One with async methods serves many calls at once; any other serves one at a time, since Ray would start a thread for
     each. The actor gets its thread count in the environment before anything is imported, and the driver's import path.
@@ -124,7 +129,7 @@ def spawn(cls: type, resources: Resources, *args: object, node: str | None = Non
     remote = ray.remote(cls).options(
         num_cpus=resources.num_cpus,
         num_gpus=resources.num_gpus,
-        max_restarts=0,
+        max_restarts=max_restarts,
         max_concurrency=ASYNC_CALLS if is_async else 1,
         scheduling_strategy=strategy,
         runtime_env={"env_vars": environment},
@@ -139,7 +144,7 @@ async def call(ref: Awaitable[T], worker: str, phase: str, deadline_s: float | N
     becomes a `WorkerError` that ends with its traceback.
     """
     try:
-        async with asyncio.timeout(deadline_s):
+        async with timeout(deadline_s):
             return await ref
     except TimeoutError as error:
         raise DeadlineExceeded(worker, phase, f"no answer within {deadline_s:g} s") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -12,14 +12,18 @@ import ray
 
 from rlsys.algorithm import Signal
 from rlsys.contracts import Workers
+from rlsys.errors import WorkerError
 from rlsys.types import Sampling
 from workers.actor import ActorRank, ActorSpec
 from workers.cluster import RayActor, Resources, node_ids, spawn
 from workers.engines.base import EngineChoice, EngineSpec
-from workers.handles import ActorHandle, PinnedRolloutPool, Pool, ReferenceHandle, RewardPool, RolloutPool
+from workers.handles import ActorHandle, ReferenceHandle
+from workers.peers import RayPartials
+from workers.pools import Pool, RewardPool, Supply
+from workers.relays import NO_MATHS, RayRelays, RelayHandle
 from workers.remote import (
+    PartialsActor,
     ReferenceActor,
-    RelayActor,
     RewardActor,
     RewardModelSpec,
     RewardWorkerSpec,
@@ -27,6 +31,7 @@ from workers.remote import (
     RolloutSpec,
 )
 from workers.rollout import WeightChange
+from workers.rollouts import PinnedRolloutPool, RolloutPool
 from workers.train.settings import OptimizerSettings
 from workers.transport.object_store import ObjectStorePublisher
 
@@ -35,15 +40,14 @@ if TYPE_CHECKING:
 
 PROBE_TOKENS = 32
 """Tokens on which replicas and trainer compare logprobs after every weight change."""
-NO_MATHS = Resources(num_cpus=0.0)
-"""A relay only keeps references."""
 
 
 @dataclass
 class Crew:
     """Every worker of a run."""
 
-    relays: dict[str, RayActor]
+    relays: RayRelays
+    partials: RayPartials
     actor: ActorHandle
     rollouts: RolloutPool
     rewards: RewardPool
@@ -53,12 +57,13 @@ class Crew:
     @classmethod
     def of(cls, config: Config) -> Crew:
         """Start all of them; each loads while the others do."""
-        relays = start_relays()
+        relays, partials = RayRelays.start(config.limits.transfer_s), start_partials()
         needs_reference = Signal.REFERENCE_LOGPROBS in config.algorithm.signals
         return cls(
             relays,
+            partials,
             start_actor(config, relays),
-            start_rollouts(config, relays),
+            start_rollouts(config, relays, partials),
             start_rewards(config),
             start_reference(config) if needs_reference else None,
             start_evaluation(config, relays) if config.eval.every else None,
@@ -77,25 +82,32 @@ class Crew:
     def workers(self) -> Workers:
         """What the driver talks to."""
         annotators = {Signal.REFERENCE_LOGPROBS: self.reference} if self.reference else {}
-        return Workers(self.rollouts, self.rewards, self.actor, annotators, self.evaluation)
+        return Workers(self.rollouts, self.rewards, self.actor, self.relays, annotators, self.evaluation)
+
+    def on_failure(self, tell: Callable[[WorkerError], None]) -> None:
+        """Have `tell` called with each failure to set up a replacement."""
+        for pool in (self.rollouts, self.rewards, self.evaluation):
+            if pool:
+                pool.on_failure = tell
 
     async def close(self) -> None:
         """End every worker, in a cluster that goes on without them too."""
         await asyncio.gather(*(worker.close() for worker in self._handles()))
-        for relay in self.relays.values():
-            ray.kill(relay)
+        self.relays.close()
+        ray.kill(self.partials.actor)
 
     def _handles(self) -> list[ActorHandle | Pool | ReferenceHandle]:
         handles = (self.actor, self.rollouts, self.rewards, self.reference, self.evaluation)
         return [handle for handle in handles if handle is not None]
 
 
-def start_relays() -> dict[str, RayActor]:
-    """One relay per node, by node id."""
-    return {node: spawn(RelayActor, NO_MATHS, node=node) for node in node_ids()}
+def start_partials() -> RayPartials:
+    """The partial response pool, on the driver's node. Ray starts it again where it dies; what it held is lost then."""
+    here, *_ = node_ids()
+    return RayPartials(spawn(PartialsActor, NO_MATHS, node=here, max_restarts=-1))
 
 
-def start_actor(config: Config, relays: Mapping[str, RayActor]) -> ActorHandle:
+def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
     """All ranks of the actor."""
     train = config.train
     spec = ActorSpec(
@@ -108,7 +120,7 @@ def start_actor(config: Config, relays: Mapping[str, RayActor]) -> ActorHandle:
         probe_length=_probe_length(config),
         resources=Resources(train.num_cpus, train.num_gpus, train.threads),
     )
-    publisher = ObjectStorePublisher(relays, config.limits.transfer_s)
+    publisher = ObjectStorePublisher(relays.members, config.limits.transfer_s)
     ranks = [spawn(ActorRank, spec.resources, rank, spec, publisher) for rank in range(train.ranks)]
     return ActorHandle(ranks, config.limits.no_progress_s)
 
@@ -148,40 +160,52 @@ def export_checkpoint(config: Config, folder: Path, to: Path) -> None:
     backend.export(to)
 
 
-def start_rollouts(config: Config, relays: Mapping[str, RayActor]) -> RolloutPool:
-    """The replicas that generate for training."""
+def start_rollouts(config: Config, relays: RayRelays, partials: RayPartials | None = None) -> RolloutPool:
+    """The replicas that generate for training; what groups have sampled is kept in `partials`."""
     rollout = config.rollout
     sampling = Sampling(temperature=rollout.temperature, max_new_tokens=rollout.max_new_tokens)
-    start = _replica_starter(config, config.model.path, sampling, "newest", relays)
-    return RolloutPool(rollout.replicas, start, config.limits.lease_s)
+    spec = _replica_spec(config, config.model.path, sampling, "newest")
+    return RolloutPool(_replicas(config, rollout.replicas, spec, relays.members, partials), partials=partials)
 
 
-def start_evaluation(config: Config, relays: Mapping[str, RayActor]) -> PinnedRolloutPool:
+def start_evaluation(config: Config, relays: RayRelays) -> PinnedRolloutPool:
     """The replicas of the evaluation lane."""
-    start = _replica_starter(config, config.model.path, _eval_sampling(config), "pinned", relays)
-    limits = config.limits
-    return PinnedRolloutPool(config.eval.replicas, start, limits.lease_s, relays, limits.transfer_s)
+    spec = _replica_spec(config, config.model.path, _eval_sampling(config), "pinned")
+    return PinnedRolloutPool(_replicas(config, config.eval.replicas, spec, relays.members), relays)
 
 
 def start_fixed_rollouts(config: Config, model_path: str) -> RolloutPool:
     """Replicas of a model that nobody trains, for `rlsys eval`."""
-    start = _replica_starter(config, model_path, _eval_sampling(config), "never", relays={})
-    return RolloutPool(config.eval.replicas, start, config.limits.lease_s, kind="eval")
+    spec = _replica_spec(config, model_path, _eval_sampling(config), "never")
+    return RolloutPool(_replicas(config, config.eval.replicas, spec, relays=()), kind="eval")
 
 
 def _eval_sampling(config: Config) -> Sampling:
     return Sampling(temperature=config.eval.temperature, max_new_tokens=config.rollout.max_new_tokens)
 
 
-def _replica_starter(
+def _replicas(
     config: Config,
-    model_path: str,
-    sampling: Sampling,
-    pulls: Literal["newest", "pinned", "never"],
-    relays: Mapping[str, RayActor],
-) -> Callable[[str], RayActor]:
-    """What starts one replica, given its name."""
+    size: int,
+    spec: RolloutSpec,
+    relays: Sequence[RelayHandle],
+    partials: RayPartials | None = None,
+) -> Supply:
+    def start(name: str) -> RayActor:
+        return spawn(RolloutActor, spec.resources, name, spec, relays, partials)
+
+    return _supply(config, size, start)
+
+
+def _supply(config: Config, size: int, start: Callable[[str], RayActor]) -> Supply:
+    return Supply(size, start, config.limits.lease_s, config.limits.max_attempts)
+
+
+def _replica_spec(
+    config: Config, model_path: str, sampling: Sampling, pulls: Literal["newest", "pinned", "never"]
+) -> RolloutSpec:
     rollout = config.rollout
+    is_trained = pulls == "newest"
     engine = EngineSpec(
         engine=rollout.engine,
         model_path=model_path,
@@ -192,19 +216,19 @@ def _replica_starter(
         tensor_parallel=rollout.tensor_parallel,
         step_s=config.limits.step_s,
         load_s=config.limits.transfer_s,
+        resident_versions=config.resident_versions if is_trained else 1,
         vllm_args=rollout.vllm_args,
     )
-    spec = RolloutSpec(
+    return RolloutSpec(
         engine=engine,
         sampling=sampling,
         max_prompt_tokens=config.data.max_prompt_tokens,
         workflow=rollout.workflow,
-        change=WeightChange(rollout.weight_change, config.probe_tolerance),
+        change=WeightChange(rollout.weight_change if is_trained else "between", config.probe_tolerance),
         transfer_s=config.limits.transfer_s,
         pulls=pulls,
         resources=Resources(rollout.num_cpus, rollout.num_gpus, rollout.threads),
     )
-    return lambda name: spawn(RolloutActor, spec.resources, name, spec, relays)
 
 
 def start_rewards(config: Config) -> RewardPool:
@@ -217,9 +241,7 @@ def start_rewards(config: Config) -> RewardPool:
         model=model and RewardModelSpec(model.path, model.dtype, model.max_tokens, model.weight),
         resources=Resources(reward.worker_cpus, reward.worker_gpus, model.threads if model else 1),
     )
-    return RewardPool(
-        reward.workers, lambda name: spawn(RewardActor, spec.resources, name, spec), config.limits.lease_s
-    )
+    return RewardPool(_supply(config, reward.workers, lambda name: spawn(RewardActor, spec.resources, name, spec)))
 
 
 def start_reference(config: Config) -> ReferenceHandle:

@@ -1,59 +1,74 @@
-"""The relay: keeps the newest published weights of one node in host memory.
+"""A relay's process, one per node: `rlsys.relay.Relay` over Ray's object store.
 
-Rollouts pull when they like and the actor never waits for them. The bytes are immutable objects of Ray's object
-store; a relay holds references and the manifest, so that readers on its node share one copy.
+Buckets are immutable objects there: readers on a relay's node map its copy, and share it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from typing import cast
 
-from rlsys.errors import WeightsMismatch
+import numpy as np
+import ray
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError
+
+from rlsys.broadcast import Announcement, Holding, Neighbour, Peer
+from rlsys.contracts import Arrival
+from rlsys.errors import WorkerError
+from rlsys.relay import Relay
 from rlsys.types import PolicyVersion, Ref
 from rlsys.weights import Manifest
+from workers.cluster import call
+from workers.transport.hashing import bucket_hash
 
 
-class Relay:
-    """The newest `keep` versions and the pinned one, complete ones only."""
+class ObjectStore:
+    """Implements `rlsys.relay.Store`: references are Ray's."""
 
-    def __init__(self, keep: int = 2) -> None:
-        self._keep = keep
-        self._pinned: PolicyVersion | None = None
-        self._held: dict[PolicyVersion, tuple[Manifest, list[Ref]]] = {}
-        self._arrival = asyncio.Condition()
+    async def fetch(self, ref: Ref, source: str) -> object:
+        return await call(cast("Awaitable[np.ndarray]", ref), source, "sending a bucket")
 
-    async def hold(self, manifest: Manifest, buckets: Sequence[Ref]) -> None:
-        """Take in a version; what is beyond `keep` is let go, and with it its memory once no reader is left."""
-        if len(buckets) != len(manifest.buckets):
-            raise ValueError(
-                f"version {manifest.version}: {len(buckets)} buckets came, {len(manifest.buckets)} expected"
-            )
-        async with self._arrival:
-            self._held[manifest.version] = (manifest, list(buckets))
-            for version in sorted(self._held)[: -self._keep]:
-                if version != self._pinned:
-                    del self._held[version]
-            self._arrival.notify_all()
+    async def digest(self, data: object) -> str:
+        assert isinstance(data, np.ndarray)
+        return await asyncio.to_thread(bucket_hash, data)
+
+    async def own(self, data: object) -> Ref:
+        try:
+            return await asyncio.to_thread(ray.put, data)
+        except (ObjectStoreFullError, OutOfDiskError) as error:
+            raise MemoryError(f"Ray's object store is full: {type(error).__name__}") from error
+
+
+class RelayActor:
+    """What Ray runs. Every method is that of `Relay`."""
+
+    def __init__(self, name: str, transfer_s: float, keep: int = 2) -> None:
+        self._relay = Relay(name, ray.get_runtime_context().get_node_id(), ObjectStore(), transfer_s, keep)
+
+    async def announce(self, announcement: Announcement) -> None:
+        await self._relay.announce(announcement)
+
+    async def accept(self, version: PolicyVersion, sources: Sequence[Peer]) -> None:
+        await self._relay.accept(version, sources)
+
+    async def give(self, bucket: str, wait: bool) -> Ref:
+        return await self._relay.give(bucket, wait=wait)
 
     async def newest(self, at_least: PolicyVersion) -> tuple[Manifest, list[Ref]]:
-        """The newest version held, no older than `at_least`.
-
-        Waits for `hold` to bring such a version; the caller sets the deadline.
-        """
-        async with self._arrival:
-            await self._arrival.wait_for(lambda: bool(self._held) and max(self._held) >= at_least)
-            return self._held[max(self._held)]
+        return await self._relay.newest(at_least)
 
     async def pin(self, version: PolicyVersion) -> tuple[Manifest, list[Ref]]:
-        """Exactly `version`, which is kept from now until another version is pinned.
+        return await self._relay.pin(version)
 
-        Waits for `hold` to bring it; the caller sets the deadline. Raises `WeightsMismatch` if it was let go already.
-        """
-        async with self._arrival:
-            await self._arrival.wait_for(lambda: bool(self._held) and max(self._held) >= version)
-            if version not in self._held:
-                held = ", ".join(map(str, sorted(self._held)))
-                raise WeightsMismatch("relay", f"pinning version {version}", f"it holds {held} by this time")
-            self._pinned = version
-            return self._held[version]
+    async def arrival(self, version: PolicyVersion) -> tuple[Arrival, Announcement]:
+        return await self._relay.arrival(version)
+
+    async def held(self) -> Holding:
+        return await self._relay.held()
+
+    async def refill(self, neighbours: Sequence[Neighbour], last: Announcement | None) -> None:
+        await self._relay.refill(neighbours, last)
+
+    async def watch(self) -> WorkerError:
+        return await self._relay.watch()

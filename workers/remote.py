@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import ray
 
-from rlsys.contracts import Busy, Judged
-from rlsys.types import Acknowledged, Assignment, Episode, Sampling, Task
-from workers.cluster import RayActor, Resources
-from workers.streams import Places, answer_in_chunks
+from rlsys.contracts import Busy, Judged, RolledOut
+from rlsys.errors import PayloadLost
+from rlsys.types import Acknowledged, Assignment, Episode, ReplicaLoad, Sampling, Task
+from workers.cluster import Resources
+from workers.engines.base import Completion, Request
+from workers.occupancy import Ticket
+from workers.partials import Note, Partial, Partials
+from workers.peers import RayPartials, RayPeer
+from workers.relays import RelayHandle
+from workers.streams import Parcel, answer_in_chunks
 
 if TYPE_CHECKING:
     from rlsys.rewards.combining import RewardSpec
-    from rlsys.weights import Manifest
     from workers.engines.base import EngineChoice, EngineSpec
     from workers.reward_model import RewardModel
     from workers.rollout import WeightChange
@@ -44,9 +48,10 @@ class RolloutSpec:
 class RolloutActor:
     """A rollout replica's process."""
 
-    def __init__(self, name: str, spec: RolloutSpec, relays: Mapping[str, RayActor]) -> None:
-        self._name, self._spec, self._relays = name, spec, relays
-        self._is_set_up = asyncio.Event()
+    def __init__(
+        self, name: str, spec: RolloutSpec, relays: Sequence[RelayHandle], partials: RayPartials | None
+    ) -> None:
+        self._name, self._spec, self._relays, self._partials = name, spec, relays, partials
 
     async def setup(self) -> EngineChoice:
         import torch
@@ -54,7 +59,9 @@ class RolloutActor:
         from rlsys.workflow import load_workflow
         from workers.codec import TextCodec
         from workers.engines.loading import choose, start_engine
-        from workers.rollout import EnginePolicy, RolloutWorker
+        from workers.policy import Play
+        from workers.recorder import Recorder
+        from workers.rollout import RolloutWorker
         from workers.transport.object_store import ObjectStorePuller
 
         spec = self._spec
@@ -65,25 +72,65 @@ class RolloutActor:
         engine = await start_engine(
             spec.engine, choice.engine, stop_token_ids=codec.stop_ids, device=device, worker=self._name
         )
-        policy = EnginePolicy(engine, codec, spec.sampling, spec.max_prompt_tokens, self._name)
+        play = Play(load_workflow(spec.workflow), codec, spec.sampling, spec.max_prompt_tokens)
         puller = None
         if spec.pulls != "never":
             puller = ObjectStorePuller(self._relays, spec.transfer_s, is_pinned=spec.pulls == "pinned")
-        self._worker = RolloutWorker(self._name, engine, policy, load_workflow(spec.workflow), puller, spec.change)
-        self._is_set_up.set()
+        recorder = None if self._partials is None else Recorder(self._partials)
+        self._worker = RolloutWorker(self._name, engine, play, puller, spec.change, recorder)
         return choice
 
-    async def run(self, assignments: list[Assignment]) -> AsyncIterator[object]:
-        await self._is_set_up.wait()  # a replacement is given work while it is being set up
-        async for part in answer_in_chunks(assignments, self._worker.run):
+    async def run(self, requests: list[tuple[Assignment, bool]]) -> AsyncIterator[object]:
+        """Roll out assignments, each with whether it was given to a replica before."""
+        async for part in answer_in_chunks(requests, self._rolled_out):
             yield part
 
+    async def _rolled_out(self, request: tuple[Assignment, bool]) -> tuple[RolledOut, Payload]:
+        assignment, is_again = request
+        return await self._worker.run(assignment, is_again=is_again)
+
     async def held(self) -> Acknowledged | None:
-        await self._is_set_up.wait()
         return self._worker.acknowledged
+
+    async def load(self) -> ReplicaLoad:
+        return self._worker.load()
+
+    async def give_away(self, source: str, to: RayPeer) -> tuple[int, ...]:
+        return await self._worker.give_away(source, to)
+
+    async def forget(self, owner: str) -> None:
+        await self._worker.forget(owner)
+
+    async def host(self, tickets: list[Ticket], held: Acknowledged) -> bool:
+        return await self._worker.host(tickets, held)
+
+    async def serve(self, ticket: Ticket, request: Request) -> Completion:
+        return await self._worker.serve(ticket, request)
+
+    async def let_go(self, ticket: Ticket, keep_cache: bool) -> None:
+        await self._worker.let_go(ticket, keep_cache=keep_cache)
 
     async def close(self) -> None:
         await self._worker.close()
+
+
+class PartialsActor:
+    """The process of the partial response pool, one per run."""
+
+    def __init__(self) -> None:
+        self._partials = Partials()
+
+    async def record(self, notes: list[Note]) -> list[tuple[int, int]]:
+        return await self._partials.record(notes)
+
+    async def recall(self, serial: int) -> Mapping[int, Partial]:
+        return await self._partials.recall(serial)
+
+    async def version(self, serial: int) -> int | None:
+        return await self._partials.version(serial)
+
+    async def forget(self, serial: int) -> None:
+        await self._partials.forget(serial)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +168,17 @@ class RewardActor:
         self._worker = RewardWorker(spec.functions, spec.processes, spec.timeout_s, model=model, name=self._name)
         await self._worker.start()
 
-    async def score(self, tasks: list[Task], places: Places, *chunks: tuple[Payload, ...]) -> AsyncIterator[object]:
-        requests = list(zip(tasks, places.pick(chunks), strict=True))
+    async def score(self, tasks: list[Task], parcel: Parcel) -> AsyncIterator[object]:
+        requests = list(zip(tasks, await parcel.each(), strict=True))
         async for part in answer_in_chunks(requests, self._judged):
             yield part
 
-    async def _judged(self, request: tuple[Task, Payload]) -> tuple[Judged, None]:
+    async def _judged(self, request: tuple[Task, Payload | PayloadLost]) -> tuple[Judged, None]:
+        task, payload = request
+        if isinstance(payload, PayloadLost):
+            raise payload
         start_s = time.monotonic()
-        scores = await self._worker.score(*request)
+        scores = await self._worker.score(task, payload)
         return Judged(scores, Busy(self._name, start_s, time.monotonic())), None
 
     async def close(self) -> None:
@@ -142,24 +192,6 @@ def _loaded(spec: RewardModelSpec, resources: Resources) -> RewardModel:
 
     torch.set_num_threads(resources.threads)
     return RewardModel(spec.path, spec.dtype, spec.max_tokens, spec.weight, resources.device())
-
-
-class RelayActor:
-    """A relay's process, one per node."""
-
-    def __init__(self) -> None:
-        from workers.relay import Relay
-
-        self._relay = Relay()
-
-    async def hold(self, manifest: Manifest, buckets: list[Any]) -> None:
-        await self._relay.hold(manifest, buckets)
-
-    async def newest(self, at_least: int) -> tuple[Manifest, list[Any]]:
-        return await self._relay.newest(at_least)
-
-    async def pin(self, version: int) -> tuple[Manifest, list[Any]]:
-        return await self._relay.pin(version)
 
 
 class ReferenceActor:
@@ -185,6 +217,7 @@ class ReferenceActor:
         self._worker = ReferenceWorker(*self._arguments, self._resources.device())
 
     @ray.method(num_returns=2)
-    def annotate(self, places: Places, *chunks: tuple[Payload, ...]) -> tuple[int, tuple[object, ...]]:
-        """A receipt, and the column of each group."""
-        return len(places.of), tuple(self._worker.logprobs(payload) for payload in places.pick(chunks))
+    def annotate(self, parcel: Parcel) -> tuple[int, tuple[object, ...]]:
+        """A receipt, and the column of each group. Raises `PayloadLost`."""
+        payloads = parcel.open()
+        return len(payloads), tuple(self._worker.logprobs(payload) for payload in payloads)

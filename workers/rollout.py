@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from rlsys.batch.samples import meta_of, versions_of
 from rlsys.contracts import Busy, RolledOut
-from rlsys.errors import RlsysError, TaskTooLong, WeightsMismatch, WorkerError, WorkflowError
-from rlsys.types import Acknowledged, Assignment, Episode, Group, Message, PolicyVersion, Prompt, Sampling, Turn
+from rlsys.errors import DeadlineExceeded, RlsysError, WeightsMismatch, WorkerDied, WorkerError, WorkflowError
+from rlsys.types import Acknowledged, Assignment, Episode, Group, PolicyVersion, ReplicaLoad
 from rlsys.weights import Manifest, change_weights
-from rlsys.workflow import ContextFull, Session, Workflow
-from workers.codec import TextCodec
-from workers.engines.base import Engine, Request
+from rlsys.workflow import ContextFull, Session
+from workers.engines.base import Completion, Engine, Request
+from workers.occupancy import Occupancy, Ticket
+from workers.partials import Partial, acknowledged_by
+from workers.peers import Peer
+from workers.policy import GroupPolicy, Play
+from workers.recorder import Recorder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,8 +33,8 @@ ACKNOWLEDGEMENTS_KEPT = 64
 class WeightChange:
     """How a replica takes in new weights."""
 
-    when: Literal["between", "inflight"]
-    """Once no group is running, or under running groups."""
+    when: Literal["between", "inflight", "beside"]
+    """Once no group is running; or under running groups; or beside the weights that those go on with."""
     tolerance: float
     """Mean |difference| of logprobs to the trainer's own, in nats, above which the engine does not compute with the
     weights it was given."""
@@ -44,35 +48,6 @@ class Puller(Protocol):
         ...
 
 
-class EnginePolicy:
-    """A session's view of the engine: implements `rlsys.workflow.Policy`."""
-
-    def __init__(self, engine: Engine, codec: TextCodec, sampling: Sampling, max_prompt_tokens: int, name: str) -> None:
-        self._engine, self._codec, self._sampling = engine, codec, sampling
-        self._max_prompt_tokens, self._name = max_prompt_tokens, name
-        self._num_requests = 0
-
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        return self._codec.encode(prompt)
-
-    def extend(self, ids: tuple[int, ...], said: tuple[Message, ...], new: tuple[Message, ...]) -> tuple[int, ...]:
-        return self._codec.extend(ids, said, new)
-
-    async def sample(self, prompt_ids: tuple[int, ...], seed: int) -> Turn:
-        if not 0 < len(prompt_ids) <= self._max_prompt_tokens:
-            raise TaskTooLong(
-                self._name,
-                "encoding a prompt",
-                f"{len(prompt_ids)} tokens, allowed are 1 to data.max_prompt_tokens = {self._max_prompt_tokens}",
-            )
-        self._num_requests += 1
-        request = Request(f"{self._name}/{self._num_requests}", prompt_ids, self._sampling, seed)
-        done = await self._engine.generate(request)
-        assert done.finish is not None
-        text = self._codec.decode(done.output_ids)
-        return Turn(prompt_ids, done.output_ids, done.logprobs, done.versions, done.finish, text, self._sampling)
-
-
 class RolloutWorker:
     """One replica. Plain class: `workers.remote` makes a Ray actor of it."""
 
@@ -80,36 +55,51 @@ class RolloutWorker:
         self,
         name: str,
         engine: Engine,
-        policy: EnginePolicy,
-        workflow: Workflow,
+        play: Play,
         puller: Puller | None,
         change: WeightChange,
+        recorder: Recorder | None = None,
     ) -> None:
-        """Without a `puller` the replica keeps the weights its engine was built with."""
+        """Without a `puller` the replica keeps the weights its engine was built with; without a `recorder` what it
+        samples is lost with it."""
         self.name = name
-        self._engine, self._policy, self._workflow, self._puller = engine, policy, workflow, puller
-        self._change = change
+        self._engine, self._plays, self._puller = engine, play, puller
+        self._change, self._recorder = change, recorder
         self._acknowledged: dict[PolicyVersion, Acknowledged] = {}
         self._changing = asyncio.Lock()
         self._gate_open = True
+        self._is_loading = False
         self._why_closed: WorkerError | None = None
-        self._num_running = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._here = Occupancy(engine)
+        self._groups: dict[Ticket, GroupPolicy] = {}
+        self._gone: set[str] = set()
+        self._num_groups = 0
+        self._recording: asyncio.Task[None] | None = None
 
-    async def run(self, assignment: Assignment) -> tuple[RolledOut, tuple[Episode, ...]]:
-        """Roll out one group: its metadata, and its payload apart."""
+    async def run(self, assignment: Assignment, *, is_again: bool = False) -> tuple[RolledOut, tuple[Episode, ...]]:
+        """Roll out one group: its metadata, and its payload apart.
+
+        `is_again`: it was given to a replica before, and goes on with what the partial response pool has of it.
+        """
         await self._hold(assignment.version)
-        self._enter()
+        policy = self._begin(assignment)
         start_s = time.monotonic()
+        is_issued_again = False
         try:
-            episodes = await self._play(assignment)
+            if is_again and self._recorder:
+                policy.recalled = await self._recall(self._recorder, assignment.serial)
+            episodes = await self._play(assignment, policy)
+        except (WorkerDied, DeadlineExceeded, WeightsMismatch):
+            is_issued_again = True
+            raise
         finally:
-            self._leave()
+            await self._end(policy, keep_partials=is_issued_again)
         versions = versions_of(episodes)
-        if any(span.version not in self._acknowledged for span in versions):
+        held = acknowledged_by(policy.recalled.values())
+        if any(span.version not in {**held, **self._acknowledged} for span in versions):
             async with self._changing:  # a change under way will tell whether its tokens can be vouched for
                 pass
+        held |= self._acknowledged
         group = Group(
             serial=assignment.serial,
             task_id=assignment.task.id,
@@ -117,13 +107,37 @@ class RolloutWorker:
             replica=self.name,
             episodes=meta_of(episodes),
             versions=versions,
-            weights=tuple(self._acknowledged[s.version] for s in versions if s.version in self._acknowledged),
+            weights=tuple(held[s.version] for s in versions if s.version in held),
             payload=None,
         )
         return RolledOut(group, Busy(self.name, start_s, time.monotonic()), self._engine.stats()), episodes
 
-    async def _play(self, assignment: Assignment) -> tuple[Episode, ...]:
-        sessions = [Session(assignment.task, self._policy, assignment.seed, e) for e in range(assignment.size)]
+    def _begin(self, assignment: Assignment) -> GroupPolicy:
+        self._num_groups += 1
+        ticket = Ticket(self.name, assignment.serial, self._num_groups)
+        self._here.enter(ticket)
+        if self._recorder and self._recording is None:
+            work = self._recorder.run(self._engine, self._here, self._acknowledged)
+            self._recording = asyncio.create_task(work)
+        self._groups[ticket] = GroupPolicy(ticket, self._plays, place=self, held=self.acknowledged)
+        return self._groups[ticket]
+
+    async def _recall(self, recorder: Recorder, serial: int) -> dict[int, Partial]:
+        """What an earlier attempt at this group sampled, as far as it can be gone on with on the weights held here."""
+        held = self.acknowledged
+        if held is None:
+            return {}
+        version = None if self._change.when == "inflight" else held.version
+        return await recorder.recall(serial, self._acknowledged, version)
+
+    async def _end(self, policy: GroupPolicy, *, keep_partials: bool) -> None:
+        del self._groups[policy.ticket]
+        await _let_go(policy.place, policy.ticket)
+        if self._recorder and not keep_partials and (policy.recalled or self._recorder.is_due(policy.since_s)):
+            await self._recorder.forget(policy.ticket.serial)
+
+    async def _play(self, assignment: Assignment, policy: GroupPolicy) -> tuple[Episode, ...]:
+        sessions = [Session(assignment.task, policy, assignment.seed, e) for e in range(assignment.size)]
         try:
             async with asyncio.TaskGroup() as group:
                 episodes = [group.create_task(self._episode(session)) for session in sessions]
@@ -133,7 +147,7 @@ class RolloutWorker:
 
     async def _episode(self, session: Session) -> Episode:
         with suppress(ContextFull):
-            await self._workflow.run(session)
+            await self._plays.workflow.run(session)
         return session.episode()
 
     def _named(self, error: Exception, assignment: Assignment) -> RlsysError:
@@ -144,7 +158,74 @@ class RolloutWorker:
             return error
         frames = "".join(traceback.format_tb(error.__traceback__))
         what = f"{type(error).__name__}: {error}\n{frames}"
-        return WorkflowError(self.name, f"running {type(self._workflow).__name__} on task {assignment.task.id}", what)
+        return WorkflowError(
+            self.name, f"running {type(self._plays.workflow).__name__} on task {assignment.task.id}", what
+        )
+
+    # -------------------------------------------------------------------------------------------------- moving groups
+
+    def load(self) -> ReplicaLoad:
+        """What runs here now. A group that waits on its tools counts, though its engine has nothing to do for it."""
+        held, stats = self.acknowledged, self._engine.stats()
+        version = self._engine.version if held is None else held.version
+        stats = replace(stats, num_running=max(stats.num_running, len(self._here)))
+        return ReplicaLoad(self.name, version, stats, self._is_loading)
+
+    async def give_away(self, source: str, to: Peer) -> tuple[int, ...]:
+        """Let `to` go on with all groups of this replica whose tokens are sampled at `source`, here or as guests.
+
+        Returns their serials, once nothing of them runs at `source`; none if `to` refuses.
+        """
+        moving = [policy for policy in self._groups.values() if policy.place.name == source]
+        if not moving or not await self._are_hosted(moving, to):
+            return ()
+        left, ended = [], []
+        for policy in moving:
+            is_there = policy.ticket in self._groups and policy.place.name == source
+            (left if is_there else ended).append(policy)
+        places = [policy.place for policy in left]
+        for policy in left:
+            policy.place = to
+        await asyncio.gather(
+            *(_let_go(place, policy.ticket, keep_cache=True) for place, policy in zip(places, left, strict=True)),
+            *(_let_go(to, policy.ticket) for policy in ended),
+        )
+        return tuple(policy.ticket.serial for policy in left)
+
+    async def _are_hosted(self, moving: Sequence[GroupPolicy], to: Peer) -> bool:
+        """Does `to` take them? All that is at one place is of one version."""
+        if (held := moving[0].held) is None:
+            return False
+        tickets = [policy.ticket for policy in moving]
+        try:
+            return await to.host(tickets, held)
+        except WorkerError:  # it may have taken them, and only its answer is missing
+            await asyncio.gather(*(_let_go(to, ticket) for ticket in tickets))
+            raise
+
+    async def host(self, tickets: Sequence[Ticket], held: Acknowledged) -> bool:
+        """See `Peer.host`. Weights change neither while guests are here, nor under them."""
+        mine = self.acknowledged
+        same = mine is not None and (mine.version, mine.hash) == (held.version, held.hash)
+        is_gone = any(ticket.owner in self._gone for ticket in tickets)
+        if not same or is_gone or self._is_loading or self._change.when != "between":
+            return False
+        for ticket in tickets:
+            self._here.enter(ticket)
+        return True
+
+    async def serve(self, ticket: Ticket, request: Request) -> Completion:
+        """See `Peer.serve`."""
+        return await self._here.generate(ticket, request)
+
+    async def let_go(self, ticket: Ticket, *, keep_cache: bool = False) -> None:
+        """See `Peer.let_go`."""
+        await self._here.leave(ticket, keep_cache=keep_cache)
+
+    async def forget(self, owner: str) -> None:
+        """Replica `owner` is gone for good: nobody waits for its groups any more."""
+        self._gone.add(owner)
+        await asyncio.gather(*(self._here.leave(stay.ticket) for stay in self._here if stay.ticket.owner == owner))
 
     # ------------------------------------------------------------------------------------------------ changing weights
 
@@ -176,7 +257,8 @@ class RolloutWorker:
 
     async def pause(self) -> None:
         if self._change.when == "between":
-            await self._idle.wait()
+            await self._here.empty()
+        self._is_loading = True  # from here no guest comes in
         await self._engine.pause()
 
     async def resume(self) -> None:
@@ -207,16 +289,7 @@ class RolloutWorker:
         await self._engine.close()
 
     def open_gate(self) -> None:
-        self._gate_open = True
-
-    def _enter(self) -> None:
-        self._num_running += 1
-        self._idle.clear()
-
-    def _leave(self) -> None:
-        self._num_running -= 1
-        if not self._num_running:
-            self._idle.set()
+        self._gate_open, self._is_loading = True, False
 
     @property
     def acknowledged(self) -> Acknowledged | None:
@@ -225,4 +298,12 @@ class RolloutWorker:
 
     async def close(self) -> None:
         """Free the engine."""
+        if self._recording:
+            self._recording.cancel()
         await self._engine.close()
+
+
+async def _let_go(place: Peer, ticket: Ticket, *, keep_cache: bool = False) -> None:
+    """A place that is gone has let go of everything; who waits for a group there hears of it from its requests."""
+    with suppress(WorkerError):
+        await place.let_go(ticket, keep_cache=keep_cache)

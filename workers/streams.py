@@ -3,26 +3,31 @@
 A Ray call costs more than judging a short group. Calls made in one turn of the event loop travel as one streaming
 call, and answers come back in chunks, each as soon as it is ready: nobody waits for a slower neighbour.
 
-A chunk is two objects: the answers, which the caller reads, and their payloads, of which it keeps the reference.
+A chunk is two objects: payloads, of which the caller keeps the reference, and their answers, which it reads.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import ray
 from ray import ObjectRef
 from ray._private.object_ref_generator import ObjectRefGenerator
+from ray.exceptions import RayError
 
-from rlsys.errors import RlsysError, WorkerDied, WorkerError
+from rlsys.deadlines import timeout
+from rlsys.errors import PayloadLost, RlsysError, WorkerError
 from workers.cluster import call
 
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
 Payload = TypeVar("Payload")
+
+FETCH_S = 60.0
+"""Longest that a chunk may take to come from another node; then it counts as lost."""
 
 
 @dataclass(frozen=True)
@@ -34,30 +39,68 @@ class PayloadRef:
 
 
 @dataclass(frozen=True)
-class Places:
-    """Which entries of some chunks are meant: (chunk, index) for each payload."""
+class Parcel:
+    """Payloads of groups on their way to an actor, which fetches them itself: so it can tell which are lost."""
 
-    of: tuple[tuple[int, int], ...]
+    chunks: tuple[ObjectRef, ...]
+    """Every chunk once. Ray passes references inside an argument on without their bytes."""
+    entries: tuple[tuple[int, int, int], ...]
+    """(serial of the group, chunk, index) for each payload."""
 
-    def pick(self, chunks: Sequence[Sequence[Payload]]) -> list[Payload]:
-        """The payloads, in order."""
-        return [chunks[chunk][index] for chunk, index in self.of]
+    @classmethod
+    def of(cls, payloads: Iterable[tuple[int, object]]) -> Parcel:
+        """Of (serial, `PayloadRef`) pairs."""
+        chunks: dict[ObjectRef, int] = {}
+        entries = []
+        for serial, ref in payloads:
+            assert isinstance(ref, PayloadRef)
+            entries.append((serial, chunks.setdefault(ref.chunk, len(chunks)), ref.index))
+        return cls(tuple(chunks), tuple(entries))
+
+    def open(self) -> list[Any]:
+        """The payloads, in order. Raises `PayloadLost` naming all groups of which one is gone."""
+        try:
+            chunks = ray.get(list(self.chunks), timeout=FETCH_S)
+        except RayError:
+            return self._kept([_got(ref) for ref in self.chunks])  # one by one, to see which is gone
+        return self._picked(chunks)
+
+    async def each(self) -> list[Any]:
+        """The payloads, in order; `PayloadLost` in the place of each that is gone. Does not block the event loop."""
+        chunks = await asyncio.gather(*(_arrived(ref) for ref in self.chunks))
+        return [
+            PayloadLost((serial,)) if (found := chunks[chunk]) is None else found[index]
+            for serial, chunk, index in self.entries
+        ]
+
+    def _kept(self, chunks: Sequence[Sequence[Any] | None]) -> list[Any]:
+        if lost := dict.fromkeys(serial for serial, chunk, _ in self.entries if chunks[chunk] is None):
+            raise PayloadLost(tuple(lost))
+        return self._picked([chunk or () for chunk in chunks])
+
+    def _picked(self, chunks: Sequence[Sequence[Any]]) -> list[Any]:
+        return [chunks[chunk][index] for _, chunk, index in self.entries]
 
 
-def placed(refs: Sequence[object]) -> tuple[Places, list[ObjectRef]]:
-    """Every chunk once, to pass as arguments (Ray then fetches them), and where in them the payloads lie."""
-    chunks: dict[ObjectRef, int] = {}
-    places = []
-    for ref in refs:
-        assert isinstance(ref, PayloadRef)
-        places.append((chunks.setdefault(ref.chunk, len(chunks)), ref.index))
-    return Places(tuple(places)), list(chunks)
+def _got(ref: ObjectRef) -> Sequence[Any] | None:
+    try:
+        return ray.get(ref, timeout=FETCH_S)
+    except RayError:
+        return None
+
+
+async def _arrived(ref: ObjectRef) -> Sequence[Any] | None:
+    try:
+        async with timeout(FETCH_S):
+            return await ref
+    except (RayError, TimeoutError):
+        return None
 
 
 async def answer_in_chunks(
     requests: Sequence[Request], work: Callable[[Request], Awaitable[tuple[Answer, Payload]]]
 ) -> AsyncIterator[object]:
-    """The actor's side: yields answers, then payloads, of whatever is ready; again until all are.
+    """The actor's side: yields payloads, then answers, of whatever is ready; again until all are.
 
     Answers are (index of the request, answer or the `RlsysError` it raised); anything else raised ends the stream.
     """
@@ -67,8 +110,8 @@ async def answer_in_chunks(
         while waiting:
             ready, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             outcomes = [(indices[task], *_outcome(task)) for task in ready]
-            yield [(index, answer) for index, answer, _ in outcomes]
             yield tuple(payload for _, _, payload in outcomes)
+            yield [(index, answer) for index, answer, _ in outcomes]
     finally:
         for task in waiting:
             task.cancel()
@@ -119,32 +162,30 @@ class CallStream(Generic[Request, Answer]):
 
     async def _read(self, chunks: ObjectRefGenerator, answers: Sequence[asyncio.Future]) -> None:
         """Hand every answer of one call to whoever waits for it; the call's failure to all that are left."""
+        num_left = len(answers)
         try:
-            async for ref in chunks:
-                ready = await call(ref, self._worker, self._phase)
-                payloads = await self._payload_ref(chunks)
+            while num_left:
+                ready, payloads = await self._next_chunk(chunks)
                 for place, (index, answer) in enumerate(ready):
                     _resolve(answers[index], answer, PayloadRef(payloads, place))
-            failure = WorkerDied(self._worker, self._phase, "it ended without an answer")
-        except RlsysError as error:
-            failure = error
-        except StopAsyncIteration:
-            failure = WorkerDied(self._worker, self._phase, "it ended in the middle of an answer")
-        for answer in answers:
-            _resolve(answer, failure, None)
+                num_left -= len(ready)
+        except RlsysError as failure:
+            for answer in answers:
+                _resolve(answer, failure, None)
 
-    async def _payload_ref(self, chunks: ObjectRefGenerator) -> ObjectRef:
-        """The reference to a chunk's payloads, never their bytes: Ray fetches the next object to await it, so wait
-        first.
+    async def _next_chunk(self, chunks: ObjectRefGenerator) -> tuple[list[tuple[int, Answer | RlsysError]], ObjectRef]:
+        """Answers, and the reference to their payloads, never the bytes: Ray would fetch an object to await it.
 
-        Raises what ended the stream, if that came instead.
+        So the answers behind it are awaited, which come last. Raises what ended the stream, if that came instead.
         """
-        if not chunks.next_ready():
-            await asyncio.to_thread(ray.wait, [chunks], fetch_local=False)
-        payloads = await anext(chunks)
-        if payloads == chunks.completed():
-            await call(payloads, self._worker, self._phase)
-        return payloads
+        payloads, answers = chunks._get_next_ref_n(2)
+        try:
+            ready = await call(answers, self._worker, self._phase)
+        except RlsysError:
+            await call(payloads, self._worker, self._phase)  # what the actor raised is in the first of both
+            raise
+        chunks._consume_next_ref_n(2)
+        return ready, payloads
 
 
 def _resolve(waiting: asyncio.Future, answer: object, payload: PayloadRef | None) -> None:

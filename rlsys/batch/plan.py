@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlsys.algorithm import Assigned
+from rlsys.batch.balance import balanced
 from rlsys.types import Group
 
 
@@ -59,20 +60,15 @@ def plan_batch(
     """Plan a step.
 
     `assigned[i]` are the advantages of `groups[i]`. Samples with an equal prompt stay in one bundle, so that the prompt
-    is run once; a bundle that alone exceeds `max_tokens` (prompt once plus completions) is split. Bundles go to the
-    rank with the least tokens, largest first; each rank then fills micro-batches of at most `max_tokens`, or one
-    sample, in serial order. Raises `ValueError` if nothing was assigned.
+    is run once; a bundle that alone exceeds `max_tokens` (prompt once plus completions) is split. Ranks get bundles of
+    about equally many tokens (`rlsys.batch.balance`); each then fills micro-batches of at most `max_tokens`, or one
+    sample. Raises `ValueError` if nothing was assigned.
     """
     bundles = [b for i, g in enumerate(groups) for b in _bundles(i, g, assigned[i], max_tokens)]
     if not bundles:
         raise ValueError("nothing to train: no trajectory of these groups was assigned an advantage")
-    loads = [0] * num_ranks
-    shares: list[list[_Bundle]] = [[] for _ in range(num_ranks)]
-    for bundle in sorted(bundles, key=lambda b: -b.load.num_tokens):
-        rank = loads.index(min(loads))
-        loads[rank] += bundle.load.num_tokens
-        shares[rank].append(bundle)
-    ranks = [_fill(share, max_tokens) for share in shares]
+    shares = balanced([bundle.load.num_tokens for bundle in bundles], num_ranks)
+    ranks = [_fill([bundles[i] for i in share], max_tokens) for share in shares]
     depth = max(len(r) for r in ranks)
     filler = MicroBatchPlan((bundles[0].samples[0],), weight=0.0)
     return BatchPlan(

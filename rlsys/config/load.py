@@ -170,8 +170,10 @@ def _source(location: Location, sources: Sources) -> str | None:
 
 
 def _keys(config: type[BaseModel], tree: Tree) -> dict[tuple[str, ...], Sequence[str]]:
-    """The keys of every section, those of the chosen algorithm included."""
+    """The keys of every section, those of the chosen algorithm included, where there is one."""
     keys = dict(_keys_under(config))
+    if "algorithm" not in config.model_fields:
+        return keys
     section = tree.get("algorithm")
     chosen = section.get("type", DEFAULT) if isinstance(section, dict) else DEFAULT
     try:

@@ -119,9 +119,17 @@ class RolloutSection(Section):
     """Longest completion of one turn, in tokens."""
     temperature: Annotated[float, Field(ge=0.01, le=2)] = 1.0
     """Sampling temperature; recorded logprobs are those of the tempered distribution."""
-    weight_change: Literal["between", "inflight"] = "between"
+    weight_change: Literal["between", "inflight", "beside"] = "between"
     """between: new weights are loaded once no group is running, so a trajectory has one version. inflight: running
-    sequences are paused, the weights swapped, and decoding goes on; each token carries its own version."""
+    sequences are paused, the weights swapped, and decoding goes on; each token carries its own version. beside: new
+    weights lie beside the old, running sequences end on theirs, and new ones start at once; not with vLLM."""
+    resident_versions: Annotated[int, Field(ge=2)] | None = None
+    """Sets of weights that a replica holds with weight_change `beside`; a further one waits until nothing runs on the
+    oldest. None: 2."""
+    repack_s: NonNegativeFloat = 5.0
+    """Seconds between two looks at which replicas are nearly done with old weights: they hand what still runs to one of
+    them, and the others take new weights and start anew. 0: never. With weight_change `between`, where running groups
+    hold new weights back, and several replicas."""
     kv_cache: Literal["keep", "recompute"] = "keep"
     """What becomes of the cached keys and values of sequences that a change in flight finds running. keep: the next
     tokens see those of the weights before. recompute: they are computed anew, so that later tokens are exactly those
@@ -284,6 +292,11 @@ class Config(Section):
         return PROBE_TOLERANCE[self.model.dtype]
 
     @property
+    def resident_versions(self) -> int:
+        """Sets of weights that a replica holds at the same time."""
+        return (self.rollout.resident_versions or 2) if self.rollout.weight_change == "beside" else 1
+
+    @property
     def permits(self) -> int:
         """Groups in the pipe at once, so that none can exceed `max_staleness`.
 
@@ -303,12 +316,20 @@ class Config(Section):
 
     @field_validator("rollout")
     @classmethod
-    def _can_be_sharded(cls, rollout: RolloutSection) -> RolloutSection:
-        shards = rollout.tensor_parallel
+    def _fits_the_engine(cls, rollout: RolloutSection) -> RolloutSection:
+        shards, change = rollout.tensor_parallel, rollout.weight_change
+        is_beside, problems = change == "beside", []
         if shards > 1 and rollout.engine == "local":
-            raise nested([(("tensor_parallel",), f"{shards} needs the engine vllm: local has no shards")])
+            problems.append((("tensor_parallel",), f"{shards} needs the engine vllm: local has no shards"))
         if rollout.num_gpus and rollout.num_gpus < shards:
-            raise nested([(("num_gpus",), f"should be {shards}, one for each shard (rollout.tensor_parallel)")])
+            problems.append((("num_gpus",), f"should be {shards}, one for each shard (rollout.tensor_parallel)"))
+        if is_beside and (rollout.engine == "vllm" or shards > 1):
+            problems.append((("weight_change",), "beside needs the engine local: vllm holds one version at a time"))
+        if rollout.resident_versions is not None and not is_beside:
+            text = f"needs weight_change beside: with {change} a replica holds one version at a time"
+            problems.append((("resident_versions",), text))
+        if problems:
+            raise nested(problems)
         return rollout
 
     @field_validator("asynchrony")

@@ -12,11 +12,11 @@ from pathlib import Path
 from rlsys.checkpoint import Checkpoints
 from rlsys.config import Config
 from rlsys.config.plan import plan_of
-from rlsys.contracts import Published, Workers
+from rlsys.contracts import Arrival, Published, Rollouts, Workers
 from rlsys.driver import BatchShape, Driver
 from rlsys.errors import Interrupted
 from rlsys.evaluation import Evaluation, EvaluationLane
-from rlsys.events import EngineChosen, Events, PhaseDone, RunEnded, RunStarted, WeightsPublished
+from rlsys.events import EngineChosen, Events, PhaseDone, RunEnded, RunStarted, WeightsPublished, WorkerFailed
 from rlsys.interrupts import Interruptible
 from rlsys.launch.preparing import (
     Data,
@@ -32,6 +32,7 @@ from rlsys.launch.preparing import (
 from rlsys.launch.result import FirstStep, Summary, TrainResult
 from rlsys.ledger import Ledger
 from rlsys.queue import StreamingQueue
+from rlsys.repacking import Repacker
 from rlsys.tracking.console import ConsoleSink
 from rlsys.tracking.jsonl import JsonlSink
 from rlsys.weights import WeightSync
@@ -110,6 +111,7 @@ async def _train_on_cluster(
             await crew.ready()
         for worker, choice in crew.engines():
             events.emit(EngineChosen(worker, choice.engine, choice.reason))
+        crew.on_failure(lambda error: events.emit(WorkerFailed(error.worker, error.phase, str(error))))
         driver = driver_of(config, data, crew.workers(), events)
         start = 0
         if checkpoint is not None:
@@ -130,12 +132,17 @@ async def _train_on_cluster(
 def driver_of(config: Config, data: Data, workers: Workers, events: Events) -> Driver:
     """The driver of a run with these workers, and an evaluation lane if they include replicas for one."""
 
-    def published(receipt: Published) -> None:
-        events.emit(WeightsPublished(receipt.version, receipt.hash, receipt.num_bytes, receipt.stall_s))
+    def arrived(receipt: Published, arrival: Arrival) -> None:
+        told = WeightsPublished(
+            arrival.version, arrival.hash, arrival.num_bytes, arrival.num_sent, receipt.stall_s, arrival.seconds
+        )
+        events.emit(told)
 
     per_step = config.train.groups_per_step
     asynchrony, limits = config.asynchrony, config.limits
-    weights = WeightSync(workers.actor, limits.transfer_s, on_publish=published)
+    weights = WeightSync(
+        workers.actor, workers.relays, limits.transfer_s, max_age=config.staleness_bound, on_arrival=arrived
+    )
     evaluation = Evaluation()
     if workers.evaluation is not None:
         evaluator = evaluator_of(config, workers.evaluation, workers.rewards, data.eval, events)
@@ -144,8 +151,15 @@ def driver_of(config: Config, data: Data, workers: Workers, events: Events) -> D
     return Driver(
         workers=workers,
         algorithm=config.algorithm,
-        queue=StreamingQueue(per_step, asynchrony.max_staleness, asynchrony.window, 0, config.run.steps * per_step),
-        ledger=Ledger(data.train, config.algorithm.group_size, config.run.seed),
+        queue=StreamingQueue(
+            groups_per_step=per_step,
+            max_staleness=asynchrony.max_staleness,
+            window=asynchrony.window,
+            version=0,
+            num_groups=config.run.steps * per_step,
+            signals=config.algorithm.signals,
+        ),
+        ledger=Ledger(data.train, config.algorithm.group_size, config.run.seed, limits.lease_s),
         weights=weights,
         failures=failures_of(config),
         checkpoints=Checkpoints(config.run_dir / "checkpoints", config.checkpoint.every, config.checkpoint.keep_last),
@@ -156,7 +170,17 @@ def driver_of(config: Config, data: Data, workers: Workers, events: Events) -> D
         rollouts_folder=config.run_dir / "rollouts",
         rollouts_every=config.record.rollouts_every,
         evaluation=evaluation,
+        repacker=_repacker_of(config, workers.rollouts, events),
     )
+
+
+def _repacker_of(config: Config, rollouts: Rollouts, events: Events) -> Repacker | None:
+    """None where nothing is to be gained: running groups do not hold new weights back, or there is nobody to take
+    them."""
+    rollout = config.rollout
+    if rollout.weight_change != "between" or rollout.replicas < 2 or rollout.repack_s == 0:
+        return None
+    return Repacker(rollouts, rollout.repack_s, rollout.slots, events)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ a session, whose requests share their prefix, goes back to the replica that has 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from rlsys.types import EngineStats
@@ -50,13 +50,15 @@ class Load:
         return self.weight > 0 and stats is not None and stats.num_waiting > 0 and stats.kv_used >= KV_FULL
 
 
-def choose(loads: Sequence[Load], weight: int, home: int | None = None) -> int:
+def choose(loads: Sequence[Load], weight: int, home: int | None = None, among: Collection[int] | None = None) -> int:
     """The replica that a request of `weight` goes to; `home` has its prefix cached.
 
     Home, unless that is overloaded; else the one with the least weight, the first of equals. Full replicas are passed
-    over while another is not, dead ones while another lives. If none lives, any will do: the call that follows tells.
+    over while another is not, those not `among` the given while one of them lives, dead ones while another lives. If
+    none lives, any will do: the call that follows tells.
     """
     live = [i for i, load in enumerate(loads) if load.is_live] or list(range(len(loads)))
+    live = [i for i in live if among is not None and i in among] or live
     fit = [i for i in live if not loads[i].is_full] or live
     least = min(fit, key=lambda i: loads[i].weight)
     if home in fit and loads[home].weight + weight <= OVERLOAD * (loads[least].weight + weight):
@@ -77,9 +79,9 @@ class Router:
         """The load of each replica."""
         return tuple(self._loads)
 
-    def route(self, weight: int, session: Hashable) -> int:
-        """Choose a replica, and count the request as its own until `release`."""
-        replica = choose(self._loads, weight, self._homes.pop(session, None))
+    def route(self, weight: int, session: Hashable, among: Collection[int] | None = None) -> int:
+        """Choose a replica, one of `among` if it can be, and count the request as its own until `release`."""
+        replica = choose(self._loads, weight, self._homes.pop(session, None), among)
         self._homes[session] = replica
         if len(self._homes) > self._max_sessions:
             del self._homes[next(iter(self._homes))]
@@ -89,6 +91,11 @@ class Router:
     def release(self, replica: int, weight: int) -> None:
         """A request that was routed there is answered, or never will be."""
         self._add(replica, -weight)
+
+    def transfer(self, source: int, to: int, weight: int) -> None:
+        """A request that was routed to `source` goes on at `to`, and is released there."""
+        self._add(source, -weight)
+        self._add(to, weight)
 
     def report(self, replica: int, stats: EngineStats | None) -> None:
         """What a replica tells of itself."""

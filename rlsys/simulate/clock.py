@@ -32,6 +32,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._selector_clock.now_s
 
+    def jump(self, seconds: float) -> None:
+        """Let the clock be later by so much with nothing having happened: what a process sees that was suspended."""
+        self._selector_clock.now_s += seconds
+
 
 def run_virtual(work: Coroutine[object, object, T]) -> T:
     """Like `asyncio.run`, on a virtual clock. A deadlock raises instead of hanging."""

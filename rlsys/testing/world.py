@@ -7,7 +7,7 @@ import errno
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -16,15 +16,17 @@ from typing import TYPE_CHECKING, Any
 from rlsys.algorithm import Algorithm, Assigned, LossInputs, LossOutput, Signal
 from rlsys.batch.plan import BatchPlan
 from rlsys.batch.samples import meta_of
-from rlsys.contracts import Busy, Judged, Published, RolledOut, TrainStats, Workers
-from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied
+from rlsys.contracts import Arrival, Busy, Judged, Published, RolledOut, TrainStats, Workers
+from rlsys.errors import DeadlineExceeded, PayloadLost, WeightsMismatch, WorkerDied, WorkerError
 from rlsys.record import GroupRecord, RolloutRecord, read_groups, write_groups, write_rollouts
 from rlsys.types import (
     Acknowledged,
     Assignment,
+    EngineStats,
     Episode,
     Group,
     PolicyVersion,
+    ReplicaLoad,
     Score,
     Task,
     Trajectory,
@@ -35,6 +37,9 @@ from rlsys.types import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+GROUPS_AT_ONCE = 16
+"""Groups that fill a fake replica's cache."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardAsAdvantage(Algorithm):
@@ -42,10 +47,15 @@ class RewardAsAdvantage(Algorithm):
 
     group_size: int = 2
     tolerates: int | None = None
+    needs: frozenset[Signal] = frozenset()
 
     @property
     def max_safe_staleness(self) -> int | None:
         return self.tolerates
+
+    @property
+    def signals(self) -> frozenset[Signal]:
+        return self.needs
 
     def advantages(self, group: Group) -> Iterator[Assigned]:
         for (e, t), trajectory in group.trajectories():
@@ -77,11 +87,15 @@ class FakeWorld:
     rollout_s: Callable[[int], float] = lambda serial: 1.0
     """Seconds to roll out group `serial`."""
     reward_s: Callable[[int], float] = lambda serial: 0.1
+    annotate_s: Callable[[int], float] = lambda serial: 0.1
+    """Seconds to add a signal to one group."""
     train_s: Callable[[int], float] = lambda version: 1.0
     """Seconds of the step that trains `version`."""
     publish_s: float = 0.1
     broadcast_s: float = 0.0
     """Seconds from the end of a publish until the relay holds the version."""
+    relay_deaths_s: Sequence[float] = ()
+    """Times of the event loop at which a relay dies. Others hold what it held, so nobody waits for it."""
     restart_s: float = 1.0
     lease_s: float = 100.0
     weight_change: str = "between"
@@ -90,6 +104,9 @@ class FakeWorld:
     rollout_faults: Mapping[int, Fault] = field(default_factory=dict)
     """Fault of the n-th rollout call, counted from 0 over all replicas."""
     reward_faults: Mapping[int, Fault] = field(default_factory=dict)
+    payload_losses: Mapping[str, Collection[int]] = field(default_factory=dict)
+    """By call (`score`, `annotate`, `train_step`, `save_groups`), which calls of it, counted from 0, find that the
+    payload of every second of their groups is gone."""
     num_eval_replicas: int = 1
     """Replicas of the evaluation lane."""
     eval_s: Callable[[int], float] = lambda serial: 1.0
@@ -108,6 +125,14 @@ class FakeWorld:
         """Staleness of every trained token span."""
         self.relay: PolicyVersion = -1
         self._arrived = asyncio.Event()
+        self._num_fetches: Counter[str] = Counter()
+
+    def fetch(self, call: str, groups: Sequence[Group]) -> None:
+        """Raise `PayloadLost` if this call is one of `payload_losses`."""
+        number = self._num_fetches[call]
+        self._num_fetches[call] += 1
+        if groups and number in self.payload_losses.get(call, ()):
+            raise PayloadLost(tuple(group.serial for group in groups[::2]))
 
     def hash(self, version: PolicyVersion) -> str:
         return f"hash-of-{version}"
@@ -124,7 +149,14 @@ class FakeWorld:
         self._arrived.set()
 
     def workers(self) -> Workers:
-        return Workers(FakeRollouts(self), FakeRewards(self), FakeActor(self), evaluation=FakePinnedRollouts(self))
+        return Workers(
+            FakeRollouts(self),
+            FakeRewards(self),
+            FakeActor(self),
+            FakeRelays(self),
+            {signal: FakeReference(self) for signal in Signal},
+            evaluation=FakePinnedRollouts(self),
+        )
 
 
 class _FakePool:
@@ -135,25 +167,49 @@ class _FakePool:
         self.members = [f"{kind}-{i}" for i in range(size)]
         self.num_calls = 0
         self.restarted: list[str] = []
+        self._recovering: list[asyncio.Task[None]] = []
+        self._given: dict[int, str] = {}
 
-    async def restart(self, worker: str) -> None:
-        """Replace a member; nothing to do if that was done already."""
+    def whereabouts(self) -> Mapping[int, str]:
+        return dict(self._given)
+
+    async def restart(self, worker: str, on_recovery: Callable[[str, float], None]) -> None:
+        """Replace a member in the background, nothing to do if somebody does; waits only if none is alive."""
         if worker in self.members:
-            self.members[self.members.index(worker)] = f"{worker}+"
+            self.members.remove(worker)
             self.restarted.append(worker)
-            await asyncio.sleep(self.world.restart_s)
+            self._recovering.append(asyncio.create_task(self._recover(worker, on_recovery)))
+        await self._any_alive()
 
-    async def _call(self, phase: str, seconds: float) -> tuple[str, Fault | None]:
+    async def _any_alive(self) -> None:
+        while not self.members:
+            under_way = [task for task in self._recovering if not task.done()]
+            await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _recover(self, worker: str, on_recovery: Callable[[str, float], None]) -> None:
+        await asyncio.sleep(self.world.restart_s)
+        self.members.append(f"{worker}+")
+        on_recovery(worker, self.world.restart_s)
+
+    async def _call(self, phase: str, serial: int, seconds: float) -> tuple[str, Fault | None]:
+        await self._any_alive()
         worker = self.members[self.num_calls % len(self.members)]
         fault = self._faults.get(self.num_calls)
         self.num_calls += 1
+        self._given[serial] = worker
+        try:
+            return worker, await self._work(worker, f"{phase} group {serial}", seconds, fault)
+        finally:
+            self._given.pop(serial, None)
+
+    async def _work(self, worker: str, phase: str, seconds: float, fault: Fault | None) -> Fault | None:
         if fault is Fault.HANGS:
             await asyncio.sleep(self.world.lease_s)
             raise DeadlineExceeded(worker, phase, f"no answer within {self.world.lease_s:g} s")
         await asyncio.sleep(seconds)
         if fault is Fault.DIES:
             raise WorkerDied(worker, phase, "the process is gone")
-        return worker, fault
+        return fault
 
 
 class FakeRollouts(_FakePool):
@@ -162,11 +218,20 @@ class FakeRollouts(_FakePool):
     def __init__(self, world: FakeWorld) -> None:
         super().__init__(world, "rollout", world.num_replicas, world.rollout_faults)
         self._rollout_s = world.rollout_s
+        self._versions: dict[int, PolicyVersion] = {}
+        """By serial of a group that runs: the version it began on."""
+        self._hosts: dict[int, str] = {}
+        """By serial of a group that was moved: who goes on with it."""
 
     async def run(self, assignment: Assignment) -> RolledOut:
         first = await self._pull(assignment.version)
         start_s = _now()
-        worker, fault = await self._call(f"rolling out group {assignment.serial}", self._rollout_s(assignment.serial))
+        self._versions[assignment.serial] = first
+        try:
+            worker, fault = await self._call("rolling out", assignment.serial, self._rollout_s(assignment.serial))
+        finally:
+            self._versions.pop(assignment.serial, None)
+            self._hosts.pop(assignment.serial, None)
         last = await self._pull(first) if self.world.weight_change == "inflight" else first
         spans = (VersionSpan(first, 3),) if first == last else (VersionSpan(first, 2), VersionSpan(last, 1))
         episodes = tuple(_episode(assignment, e, spans) for e in range(assignment.size))
@@ -187,6 +252,27 @@ class FakeRollouts(_FakePool):
         held = await self._pull(-1)
         return [Acknowledged(m, held, self.world.hash(held)) for m in self.members]
 
+    async def loads(self) -> Sequence[ReplicaLoad]:
+        """A replica is of the oldest version that runs there, else of the newest there is."""
+        newest = await self._pull(-1)
+        return [self._load(member, newest) for member in self.members]
+
+    def _load(self, member: str, newest: PolicyVersion) -> ReplicaLoad:
+        here = self._groups_at(member)
+        version = min((self._versions[serial] for serial in here), default=newest)
+        return ReplicaLoad(member, version, EngineStats(len(here), 0, min(1.0, len(here) / GROUPS_AT_ONCE), 0))
+
+    def _groups_at(self, member: str) -> list[int]:
+        return [serial for serial, owner in self._given.items() if self._hosts.get(serial, owner) == member]
+
+    async def move(self, source: str, to: str) -> int:
+        loads = {load.replica: load for load in await self.loads()}
+        if source == to or not {source, to} <= loads.keys() or loads[source].version != loads[to].version:
+            return 0
+        moving = self._groups_at(source)
+        self._hosts.update(dict.fromkeys(moving, to))
+        return len(moving)
+
     async def _pull(self, at_least: PolicyVersion) -> PolicyVersion:
         return await self.world.held(at_least)
 
@@ -195,6 +281,7 @@ class FakePinnedRollouts(FakeRollouts):
     """Implements `PinnedRollouts`: samples from the version it was told to hold."""
 
     def __init__(self, world: FakeWorld) -> None:
+        super().__init__(world)
         _FakePool.__init__(self, world, "eval", world.num_eval_replicas, world.eval_faults)
         self._rollout_s = world.eval_s
         self._pinned: PolicyVersion = -1
@@ -217,7 +304,8 @@ class FakeRewards(_FakePool):
 
     async def score(self, task: Task, group: Group) -> Judged:
         start_s = _now()
-        worker, fault = await self._call(f"judging group {group.serial}", self.world.reward_s(group.serial))
+        worker, fault = await self._call("judging", group.serial, self.world.reward_s(group.serial))
+        self.world.fetch("score", [group])
         values = [
             None if fault is Fault.FAILS else self.world.reward(group.serial, e) for e in range(len(group.episodes))
         ]
@@ -235,6 +323,7 @@ class FakeActor:
     async def train_step(self, groups: Sequence[Group], plan: BatchPlan) -> TrainStats:
         seconds = self.world.train_s(self.version)
         await asyncio.sleep(seconds)
+        self.world.fetch("train_step", groups)
         for group in groups:
             rewards = tuple(t.reward for _, t in group.trajectories())
             spans = tuple((s.version, s.num_tokens) for s in group.versions)
@@ -248,7 +337,7 @@ class FakeActor:
         self.version = version
         await asyncio.sleep(self.world.publish_s)
         asyncio.get_running_loop().call_later(self.world.broadcast_s, self.world.arrive, version)
-        return Published(version, self.world.hash(version), 4, self.world.publish_s)
+        return Published(version, 4, self.world.publish_s)
 
     async def save(self, folder: Path) -> None:
         if self.world.disk_is_full_at is not None and self.world.disk_is_full_at in str(folder):
@@ -273,16 +362,43 @@ class FakeActor:
         write_rollouts(path, [RolloutRecord.of(step, t, g, _payload(g), a) for t, g, a in rows])
 
     async def save_groups(self, path: Path, groups: Sequence[Group]) -> None:
+        self.world.fetch("save_groups", groups)
         write_groups(path, [GroupRecord(g, _payload(g)) for g in groups])
 
     async def load_groups(self, path: Path) -> list[Group]:
         return [replace(record.group, payload=record.episodes) for record in read_groups(path)]
 
 
+class FakeRelays:
+    """Implements `Relays`: four bytes that arrive after `FakeWorld.broadcast_s`."""
+
+    def __init__(self, world: FakeWorld) -> None:
+        self.world = world
+
+    async def arrival(self, version: PolicyVersion) -> Arrival:
+        await self.world.held(version)
+        return Arrival(version, self.world.hash(version), 4, 4, self.world.broadcast_s)
+
+    async def supervise(
+        self, on_failure: Callable[[WorkerError], None], on_recovery: Callable[[str, float], None]
+    ) -> None:
+        for death_s in self.world.relay_deaths_s:
+            await asyncio.sleep(death_s - _now())
+            on_failure(WorkerDied("relay-0", "keeping weights", "the process is gone"))
+            await asyncio.sleep(self.world.restart_s)
+            on_recovery("relay-0", self.world.restart_s)
+        await asyncio.Event().wait()
+
+
 class FakeReference:
     """Implements `Reference`: every trained token gets logprob -1."""
 
+    def __init__(self, world: FakeWorld) -> None:
+        self.world = world
+
     async def annotate(self, groups: Sequence[Group], signal: Signal) -> list[Group]:
+        await asyncio.sleep(sum(self.world.annotate_s(group.serial) for group in groups))
+        self.world.fetch("annotate", groups)
         return [replace(g, columns={**g.columns, signal: [(-1.0,) * 3] * len(g.episodes)}) for g in groups]
 
 

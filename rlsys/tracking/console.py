@@ -16,6 +16,7 @@ from rlsys.events import (
     EvalDone,
     Event,
     GroupDropped,
+    GroupReissued,
     PhaseDone,
     RunEnded,
     RunStarted,
@@ -108,6 +109,8 @@ def note_of(event: Event) -> str | None:
             return f"{worker} generates with {engine}: {reason}"
         case GroupDropped(serial=serial, task_id=task_id, reason=reason, detail=detail):
             return f"dropped group {serial} (task {task_id}): {reason}" + (f": {detail}" if detail else "")
+        case GroupReissued(serial=serial, task_id=task_id, reason=reason):
+            return f"group {serial} (task {task_id}) is issued again: {reason}"
         case WorkerFailed(worker=worker, phase=phase, detail=detail):
             return f"{worker} failed while {phase}: {detail}"
         case WorkerRestarted(worker=worker, seconds=seconds):

@@ -30,6 +30,7 @@ from workers.train.metrics import BIN_WIDTH
 from workers.train.model import load_model
 from workers.train.ranks import Ranks
 from workers.train.settings import OptimizerSettings, learning_rate
+from workers.transport.tensors import Snapshot, specs_of
 
 if TYPE_CHECKING:
     from rlsys.algorithm import Gradients
@@ -372,6 +373,25 @@ def test_full_weights_are_copies_without_tied_duplicates(model_path: str) -> Non
     train_step(backend, ranks, PLAIN)
     untrained, _, _ = on_one_rank(Job(model_path=model_path, num_steps=0))
     assert_same(kept, untrained)
+
+
+def test_weights_are_copied_into_the_memory_they_are_published_from(model_path: str) -> None:
+    backend = FsdpBackend(model_path, SETTINGS, Ranks())
+    specs = backend.specs(torch.bfloat16)
+    snapshot = Snapshot(specs, bucket_bytes=4096)
+    backend.copy_weights(snapshot.tensors)
+    assert_same(snapshot.tensors, backend.full_weights(torch.bfloat16))
+    assert set(specs_of(snapshot.tensors)) == set(specs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_copies_them_into_page_locked_memory(model_path: str) -> None:
+    on_cpu = FsdpBackend(model_path, SETTINGS, Ranks())
+    on_gpu = FsdpBackend(model_path, SETTINGS, Ranks(), device=torch.device("cuda"))
+    snapshot = Snapshot(on_gpu.specs(torch.bfloat16), bucket_bytes=4096, pin=True)
+    on_gpu.copy_weights(snapshot.tensors)
+    assert_same(snapshot.tensors, on_cpu.full_weights(torch.bfloat16))
 
 
 def test_what_cannot_be_saved_or_loaded_says_where(model_path: str, tmp_path: Path) -> None:

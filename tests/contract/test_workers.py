@@ -14,7 +14,7 @@ import ray
 from algorithms.grpo import GRPO
 from rlsys.algorithm import Algorithm
 from rlsys.batch.plan import plan_batch
-from rlsys.contracts import PinnedRollouts, Published, Workers
+from rlsys.contracts import Arrival, PinnedRollouts, Rewards, Rollouts, Workers
 from rlsys.errors import WeightsMismatch, WorkerDied
 from rlsys.record import read_rollouts
 from rlsys.testing import FakePinnedRollouts, FakeRewards, FakeRollouts, FakeWorld, Fault, RewardAsAdvantage
@@ -95,6 +95,30 @@ def assignment(serial: int = 0, version: int = 0) -> Assignment:
     return Assignment(serial, TASK, SIZE, version, seed=99)
 
 
+async def published(kit: Kit, version: int) -> Arrival:
+    """Publish, and wait until the relays have it."""
+    await kit.workers.actor.publish(version)
+    return await kit.workers.relays.arrival(version)
+
+
+async def replaced(pool: Rollouts | Rewards, worker: str) -> None:
+    """Replace a dead worker, and wait until its successor is ready."""
+    told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    await pool.restart(worker, lambda name, seconds: told.set_result(name))
+    assert await told == worker
+
+
+async def given(kit: Kit, serial: int) -> str:
+    """The replica that a group which begins now is given to."""
+    while (worker := kit.workers.rollouts.whereabouts().get(serial)) is None:  # noqa: ASYNC110  (nobody tells)
+        await asyncio.sleep(0)
+    return worker
+
+
+def unheard(worker: str, seconds: float) -> None:
+    raise AssertionError(f"nobody replaces {worker} twice")
+
+
 async def rolled_out(kit: Kit, *, version: int, serial: int = 0) -> Group:
     return (await kit.workers.rollouts.run(assignment(serial, version))).group
 
@@ -116,7 +140,7 @@ async def turns_of(kit: Kit, group: Group, folder: Path) -> list[Turn]:
 
 def test_a_group_has_its_episodes_and_acknowledges_what_was_published(kit, tmp_path):
     async def scenario() -> None:
-        receipt = await kit.workers.actor.publish(3)
+        receipt = await published(kit, 3)
         done = await kit.workers.rollouts.run(assignment(serial=5, version=3))
         group = done.group
         assert (group.serial, group.task_id, group.permit_version, len(group.episodes)) == (5, "t", 3, SIZE)
@@ -136,7 +160,7 @@ def test_a_rollout_waits_for_weights_as_new_as_its_permit(kit):
     async def scenario() -> None:
         waiting = asyncio.create_task(rolled_out(kit, version=5))
         await kit.workers.actor.publish(4)
-        receipt = await kit.workers.actor.publish(5)
+        receipt = await published(kit, 5)
         group = await waiting
         assert group.oldest_version == 5
         assert (5, receipt.hash) in {(a.version, a.hash) for a in await kit.workers.rollouts.versions()}
@@ -166,14 +190,57 @@ def test_a_dead_replica_is_named_and_replaced_what_it_made_survives_and_work_tri
             await rolled_out(kit, version=7, serial=1)
         dead = raised.value.worker
         assert dead.startswith("rollout-")
-        await rollouts.restart(dead)
+        await replaced(rollouts, dead)
         again = await asyncio.gather(rolled_out(kit, version=7), rolled_out(kit, version=7))
         assert dead not in {group.replica for group in again}
         for group in again:
             assert await turns_of(kit, group, tmp_path) == await turns_of(kit, first, tmp_path)
         holding = {a.replica for a in await rollouts.versions()}
-        await rollouts.restart(dead)
+        await rollouts.restart(dead, unheard)
         assert {a.replica for a in await rollouts.versions()} == holding, "a name that is gone is not restarted again"
+
+    kit.play(scenario())
+
+
+def test_whereabouts_are_those_of_groups_that_run(kit):
+    async def scenario() -> None:
+        rollouts = kit.workers.rollouts
+        await published(kit, 8)
+        running = asyncio.create_task(rolled_out(kit, version=8, serial=17))
+        where = await given(kit, 17)
+        group = await running
+        assert group.replica == where
+        assert 17 not in rollouts.whereabouts()
+
+    kit.play(scenario())
+
+
+def test_loads_tell_the_version_and_the_work_of_every_live_replica(kit):
+    async def scenario() -> None:
+        rollouts = kit.workers.rollouts
+        await published(kit, 12)
+        await asyncio.gather(*(rolled_out(kit, version=12, serial=s) for s in (21, 22)))
+        loads = await rollouts.loads()
+        assert {load.replica for load in loads} == {a.replica for a in await rollouts.versions()}
+        assert {(load.version, load.stats.num_running, load.is_loading) for load in loads} == {(12, 0, False)}
+
+    kit.play(scenario())
+
+
+def test_what_moves_goes_on_with_the_same_tokens_and_nothing_moves_where_nothing_runs(kit, tmp_path):
+    async def scenario() -> None:
+        rollouts = kit.workers.rollouts
+        await published(kit, 13)
+        groups = await asyncio.gather(*(rolled_out(kit, version=13, serial=s) for s in (31, 32)))
+        one, other = (group.replica for group in groups)
+        assert await rollouts.move(one, other) == 0
+        assert await rollouts.move("rollout-999", other) == 0
+        again = asyncio.create_task(rolled_out(kit, version=13, serial=31))
+        source = await given(kit, 31)
+        assert await rollouts.move(source, other if source == one else one) in (0, 1)  # it may have ended first
+        group = await again
+        assert (group.replica, {span.version for span in group.versions}) == (source, {13})
+        assert await turns_of(kit, group, tmp_path) == await turns_of(kit, groups[0], tmp_path)
 
     kit.play(scenario())
 
@@ -205,8 +272,8 @@ def test_a_dead_reward_worker_is_named_and_replaced_and_judges_the_same(kit):
             await rewards.score(TASK, group)
         dead = raised.value.worker
         assert dead.startswith("reward-")
-        await rewards.restart(dead)
-        await rewards.restart(dead)
+        await replaced(rewards, dead)
+        await rewards.restart(dead, unheard)
         after = await rewards.score(TASK, group)
         assert after.scores == before
         assert after.busy.worker != dead
@@ -218,9 +285,23 @@ def test_a_dead_reward_worker_is_named_and_replaced_and_judges_the_same(kit):
 def test_restarting_a_worker_that_never_was_changes_nothing(kit, kind):
     async def scenario() -> None:
         pool = kit.workers.rollouts if kind == "rollout" else kit.workers.rewards
-        await pool.restart(f"{kind}-999")
+        await pool.restart(f"{kind}-999", unheard)
         await kit.workers.actor.publish(11)
         assert (await judged(kit, await rolled_out(kit, version=11))).num_ok == SIZE
+
+    kit.play(scenario())
+
+
+# ----------------------------------------------------------------------------------------------------------- relays
+
+
+def test_an_arrival_tells_what_came_and_says_the_same_to_everyone_who_asks(kit):
+    async def scenario() -> None:
+        receipt = await kit.workers.actor.publish(15)
+        first, second = await asyncio.gather(*(kit.workers.relays.arrival(15) for _ in range(2)))
+        assert first == second == await kit.workers.relays.arrival(15)
+        assert (first.version, first.num_bytes) == (15, receipt.num_bytes)
+        assert 0 <= first.num_sent <= first.num_bytes and first.seconds >= 0
 
     kit.play(scenario())
 
@@ -228,7 +309,7 @@ def test_restarting_a_worker_that_never_was_changes_nothing(kit, kind):
 # ------------------------------------------------------------------------------------------------------------ actor
 
 
-async def trained(kit: Kit, version: int) -> Published:
+async def trained(kit: Kit, version: int) -> Arrival:
     """Publish `version`, train one step on groups of it, and publish what came of it."""
     await kit.workers.actor.publish(version)
     groups = [await judged(kit, await rolled_out(kit, version=version, serial=s)) for s in range(3)]
@@ -237,19 +318,19 @@ async def trained(kit: Kit, version: int) -> Published:
     stats = await kit.workers.actor.train_step(groups, plan)
     assert stats.train_s >= 0
     assert "loss" in stats.metrics
-    return await kit.workers.actor.publish(version + 1)
+    return await published(kit, version + 1)
 
 
 def test_a_step_changes_the_weights_and_loading_what_was_saved_brings_them_back(kit, tmp_path):
     async def scenario() -> None:
         actor = kit.workers.actor
-        before = await actor.publish(20)
+        before = await published(kit, 20)
         await actor.save(tmp_path / "actor")
         after = await trained(kit, 20)
         assert (after.version, after.num_bytes) == (21, before.num_bytes)
         assert after.hash != before.hash
         await actor.load(tmp_path / "actor")
-        assert (await actor.publish(20)).hash == before.hash
+        assert (await published(kit, 20)).hash == before.hash
 
     kit.play(scenario())
 
@@ -281,7 +362,7 @@ def pinned_rollouts(kit: Kit) -> PinnedRollouts:
 def test_a_pinned_pool_samples_from_what_it_holds_whatever_is_published_until_it_holds_another(kit):
     async def scenario() -> None:
         pinned = pinned_rollouts(kit)
-        receipt = await kit.workers.actor.publish(42)
+        receipt = await published(kit, 42)
         await pinned.hold(42)
         for version in range(43, 47):
             await kit.workers.actor.publish(version)
@@ -306,7 +387,7 @@ def test_a_replica_of_a_pinned_pool_that_is_replaced_takes_the_pinned_version_th
         kit.kill_evaluation()
         with pytest.raises(WorkerDied) as raised:
             await pinned.run(assignment(version=47))
-        await pinned.restart(raised.value.worker)
+        await replaced(pinned, raised.value.worker)
         again = (await pinned.run(assignment(version=47))).group
         assert again.replica != first.replica
         assert {span.version for span in again.versions} == {47}

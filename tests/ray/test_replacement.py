@@ -19,14 +19,14 @@ def test_groups_that_lost_their_only_replica_are_all_rolled_out_by_its_successor
     cluster, model_path, data_path, tmp_path
 ):
     crew = Crew.of(config_of(model_path, data_path, tmp_path, ["rollout.replicas=1"]))
-    rollouts = crew.rollouts
+    rollouts, recovered = crew.rollouts, []
 
     async def group(serial: int) -> tuple[str, RolledOut]:
         """Rolled out at the second attempt."""
         try:
             await rollouts.run(Assignment(serial, TASK, 2, 0, seed=serial))
         except WorkerDied as death:
-            await rollouts.restart(death.worker)
+            await rollouts.restart(death.worker, lambda worker, seconds: recovered.append(worker))
             return death.worker, await rollouts.run(Assignment(serial, TASK, 2, 0, seed=serial))
         raise AssertionError("the replica was to die")
 
@@ -39,6 +39,7 @@ def test_groups_that_lost_their_only_replica_are_all_rolled_out_by_its_successor
         return ends
 
     ends = asyncio.run(asyncio.wait_for(main(), 100))
+    assert recovered == ["rollout-0"]
     assert {name for name, _ in ends} == {"rollout-0"}
     assert {done.group.replica for _, done in ends} == {"rollout-0.1"}
     assert sorted(done.group.serial for _, done in ends) == [0, 1, 2, 3, 4]

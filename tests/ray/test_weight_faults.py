@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, Literal, cast
 
 import pytest
 import ray
 from torch import Tensor
 
 from rlsys import Config
+from rlsys.broadcast import Peer
 from rlsys.events import Events
 from rlsys.launch.preparing import Data, task_source
 from rlsys.launch.training import driver_of
@@ -19,12 +20,15 @@ from rlsys.tracking.jsonl import JsonlSink
 from rlsys.types import Sampling
 from rlsys.weights import Manifest
 from tests.jobs import config_of
-from workers.cluster import Resources, node_ids, spawn
+from workers.cluster import RayActor, Resources, spawn
 from workers.engines.base import EngineChoice, EngineSpec
-from workers.handles import RolloutPool
-from workers.launching import NO_MATHS, Crew, start_actor, start_relays, start_rewards, start_rollouts
-from workers.remote import RelayActor, RolloutActor, RolloutSpec
+from workers.launching import Crew, start_actor, start_partials, start_rewards, start_rollouts
+from workers.pools import Supply
+from workers.relay import RelayActor
+from workers.relays import RayRelays
+from workers.remote import RolloutActor, RolloutSpec
 from workers.rollout import WeightChange
+from workers.rollouts import RolloutPool
 from workers.transport.hashing import content_hash
 
 Lie = Literal["one flipped bit", "bytes of the version before", "the version before"]
@@ -35,16 +39,16 @@ FAULTY = 2
 class LyingRelay(RelayActor):
     """Serves the first replica that asks for version `FAULTY` something else."""
 
-    def __init__(self, lie: Lie) -> None:
-        super().__init__()
-        self._lie = lie
+    def __init__(self, name: str, transfer_s: float, lie: Lie) -> None:
+        super().__init__(name, transfer_s)
+        self._lie: Lie = lie
         self._before: tuple[Manifest, list[Any]] | None = None
         self._has_lied = False
 
-    async def hold(self, manifest: Manifest, buckets: list[Any]) -> None:
-        if manifest.version == FAULTY - 1:
-            self._before = manifest, list(buckets)
-        await super().hold(manifest, buckets)
+    async def accept(self, version: int, sources: Sequence[Peer]) -> None:
+        await super().accept(version, sources)
+        if version == FAULTY - 1:
+            self._before = await super().newest(version)
 
     async def newest(self, at_least: int) -> tuple[Manifest, list[Any]]:
         manifest, refs = await super().newest(at_least)
@@ -56,9 +60,9 @@ class LyingRelay(RelayActor):
             return self._before
         if self._lie == "bytes of the version before":
             return manifest, self._before[1]
-        first, *others = [array.copy() for array in await refs[0]]
-        first[len(first) // 2] ^= 1
-        return manifest, [ray.put([first, *others]), *refs[1:]]
+        first = (await cast("Awaitable[Any]", refs[0])).copy()
+        first[0] ^= 1
+        return manifest, [ray.put(first), *refs[1:]]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +77,7 @@ def test_a_replica_with_wrong_weights_is_replaced_and_none_of_its_tokens_are_tra
     lie: Lie, noticed: str, cluster, model_path, data_path, tmp_path
 ):
     config = config_of(model_path, data_path, tmp_path, ["checkpoint.every=0"])
-    relays = {node: spawn(LyingRelay, NO_MATHS, lie, node=node) for node in node_ids()}
+    relays = RayRelays.start(60.0, LyingRelay, lie)
     assert_noticed(config, relays, start_rollouts(config, relays), noticed)
 
 
@@ -81,7 +85,7 @@ def test_an_engine_that_does_not_use_the_weights_it_acknowledged_is_noticed_by_i
     cluster, model_path, data_path, tmp_path
 ):
     config = config_of(model_path, data_path, tmp_path, ["checkpoint.every=0", "train.lr=1e-2"])
-    relays = start_relays()
+    relays = RayRelays.start(60.0)
     spec = RolloutSpec(
         engine=EngineSpec(
             engine="local", model_path=str(model_path), dtype="float32", slots=16, max_context=16, kv_cache="keep",
@@ -90,7 +94,11 @@ def test_an_engine_that_does_not_use_the_weights_it_acknowledged_is_noticed_by_i
         sampling=Sampling(max_new_tokens=8), max_prompt_tokens=8, workflow="single_turn", transfer_s=60.0,
         change=WeightChange("between", tolerance=1e-3), pulls="newest", resources=Resources(),
     )  # fmt: skip
-    rollouts = RolloutPool(2, lambda name: spawn(LazyActor, spec.resources, name, spec, relays), 60.0)
+
+    def start(name: str) -> RayActor:
+        return spawn(LazyActor, spec.resources, name, spec, relays.members, None)
+
+    rollouts = RolloutPool(Supply(2, start, 60.0, max_attempts=3))
     assert_noticed(config, relays, rollouts, "rollout.probe_tolerance); before the change it held version 1")
 
 
@@ -114,10 +122,11 @@ class LazyActor(RolloutActor):
         return choice
 
 
-def assert_noticed(config: Config, relays: dict[str, Any], rollouts: RolloutPool, noticed: str) -> None:
+def assert_noticed(config: Config, relays: RayRelays, rollouts: RolloutPool, noticed: str) -> None:
     """Train; the lie is told apart, its replica replaced, and every token trained is of the weights it claims."""
     config.run_dir.mkdir()
-    crew = Crew(relays, start_actor(config, relays), rollouts, start_rewards(config), None, None)
+    actor, rewards = start_actor(config, relays), start_rewards(config)
+    crew = Crew(relays, start_partials(), actor, rollouts, rewards, None, None)
     events = Events([JsonlSink(config.run_dir)])
 
     async def main() -> int:

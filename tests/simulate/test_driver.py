@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -11,11 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.checkpoint import find_latest
+from rlsys.algorithm import Signal
+from rlsys.checkpoint import find_latest, read_state
 from rlsys.driver import Driver
-from rlsys.errors import CheckpointError, NoProgress, RunAborted
-from rlsys.events import Event, GroupDropped, StepDone, WorkerRestarted
-from rlsys.testing import FakeWorld, Fault, run_virtual
+from rlsys.errors import CheckpointError, NoProgress, RunAborted, WorkerDied
+from rlsys.events import Event, GroupDropped, GroupReissued, StepDone, WorkerFailed, WorkerRestarted
+from rlsys.failures import FailurePolicy
+from rlsys.testing import FakeReference, FakeWorld, Fault, VirtualLoop, run_virtual
+from rlsys.types import Group
 from tests.simulate.world import Recorder, driver_on
 
 
@@ -144,6 +149,109 @@ def test_whatever_dies_the_same_tasks_are_consumed_and_none_is_scored_zero(
     assert run(rollout_faults=rollout_faults, reward_faults=reward_faults).consumed == run().consumed
 
 
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 10**6),
+    losses=st.dictionaries(
+        st.sampled_from(["score", "annotate", "train_step", "save_groups"]), st.sets(st.integers(0, 10), max_size=3)
+    ),
+    max_staleness=st.sampled_from([0, 2]),
+    window=st.sampled_from([1, 3]),
+)
+def test_groups_whose_payload_is_lost_are_issued_again_and_the_same_tasks_are_consumed(
+    seed, losses, max_staleness, window
+):
+    def run(losses: Mapping[str, set[int]]) -> tuple[FakeWorld, Driver]:
+        world = FakeWorld(rollout_s=latencies(seed, 9.0), train_s=latencies(seed + 1, 5.0), payload_losses=losses)
+        with TemporaryDirectory() as folder:
+            driver = driver_on(
+                world,
+                Path(folder),
+                steps=8,
+                max_staleness=max_staleness,
+                window=window,
+                checkpoint_every=2,
+                signals=frozenset(Signal),
+            )
+            driver.failures = FailurePolicy(max_attempts=100, max_failed_groups=4)
+            run_virtual(driver.run(0))
+        return world, driver
+
+    (world, driver), (undisturbed, _) = run(losses), run({})
+    assert world.consumed == undisturbed.consumed
+    assert max(world.staleness) <= driver.queue.staleness_bound
+    assert not driver.queue.dropped
+
+
+@pytest.mark.parametrize("call", ["score", "annotate", "train_step", "save_groups"])
+def test_a_lost_payload_is_told_and_its_group_keeps_its_number_and_its_place(tmp_path, call):
+    recorder = Recorder()
+    world = FakeWorld(payload_losses={call: {1}})
+    driver = driver_on(
+        world, tmp_path, max_staleness=2, checkpoint_every=1, signals=frozenset(Signal), recorder=recorder
+    )
+    run_virtual(driver.run(0))
+    lost = recorder.of(GroupReissued)
+    assert lost
+    assert all(f"group {', '.join(str(e.serial) for e in lost)} are gone" in e.reason for e in lost)
+    assert (driver.queue.num_reissued, driver.queue.dropped, driver.ledger.next_serial) == (len(lost), {}, 18)
+    assert world.consumed.total() == 18
+
+
+def test_a_payload_that_is_lost_every_time_ends_the_run(tmp_path):
+    world = FakeWorld(payload_losses={"train_step": range(1000)})
+    with pytest.raises(RunAborted, match=r"gave up after 3 attempts at one group.*the bytes of group 0, 2 are gone"):
+        run_virtual(driver_on(world, tmp_path).run(0))
+
+
+def test_signals_are_added_while_other_groups_are_still_rolled_out(tmp_path):
+    def duration_s(num_slow: int) -> float:
+        recorder = Recorder()
+        world = FakeWorld(rollout_s=lambda serial: 1.0 + serial % 3, annotate_s=lambda serial: 1.0 * num_slow)
+        driver = driver_on(world, tmp_path / str(num_slow), signals=frozenset(Signal), recorder=recorder)
+        run_virtual(driver.run(0))
+        assert [e.metrics["time/annotate"] for e in recorder.of(StepDone)] == pytest.approx([3.0 * num_slow] * 6)
+        return sum(e.metrics["time/step"] for e in recorder.of(StepDone))
+
+    assert duration_s(1) - duration_s(0) == pytest.approx(6 * 0.9), "only the last group's is waited for"
+
+
+def test_an_annotator_that_fails_ends_the_run_with_its_words(tmp_path):
+    class Dead(FakeReference):
+        async def annotate(self, groups: Sequence[Group], signal: Signal) -> list[Group]:
+            raise WorkerDied("reference", "scoring 1 groups", "the process is gone")
+
+    driver = driver_on(FakeWorld(), tmp_path, signals=frozenset(Signal))
+    driver.workers = replace(driver.workers, annotators={signal: Dead(FakeWorld()) for signal in Signal})
+    with pytest.raises(WorkerDied, match="reference while scoring 1 groups: the process is gone"):
+        run_virtual(driver.run(0))
+
+
+def test_a_group_whose_replica_died_is_rolled_out_elsewhere_before_the_replacement_is_ready(tmp_path):
+    recorder = Recorder()
+    world = FakeWorld(rollout_faults={0: Fault.DIES}, restart_s=1000.0)
+    run_virtual(driver_on(world, tmp_path, recorder=recorder).run(0))
+    assert [type(e).__name__ for e in recorder.events if isinstance(e, WorkerFailed | WorkerRestarted)] == [
+        "WorkerFailed"
+    ]
+    assert world.consumed.total() == 18
+
+
+def test_a_suspended_process_neither_gives_up_nor_takes_its_workers_for_dead(tmp_path):
+    recorder = Recorder()
+    world = FakeWorld(rollout_s=lambda serial: 20.0)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        loop.call_later(50.0, loop.jump, 10_000.0)
+        await driver_on(world, tmp_path, no_progress_s=100.0, recorder=recorder).run(0)
+
+    run_virtual(main())
+    assert not recorder.of(WorkerFailed)
+    assert world.consumed.total() == 18
+
+
 def test_a_dead_replica_is_replaced_once_and_its_groups_are_issued_again(tmp_path):
     recorder = Recorder()
     world = FakeWorld(rollout_faults={0: Fault.DIES})
@@ -151,6 +259,29 @@ def test_a_dead_replica_is_replaced_once_and_its_groups_are_issued_again(tmp_pat
     run_virtual(driver.run(0))
     assert [e.worker for e in recorder.of(WorkerRestarted)] == ["rollout-0"]
     assert world.consumed.total() == 18
+
+
+def test_a_relay_that_dies_is_told_and_nobody_waits_for_it(tmp_path):
+    def run(folder: Path, deaths_s: Sequence[float]) -> tuple[float, Recorder, FakeWorld]:
+        world, recorder, loop = FakeWorld(relay_deaths_s=deaths_s), Recorder(), VirtualLoop()
+        driver = driver_on(world, folder, recorder=recorder)
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            assert runner.run(driver.run(0)) == 6
+            return loop.time(), recorder, world
+
+    quiet_s, _, quiet = run(tmp_path / "quiet", [])
+    took_s, recorder, world = run(tmp_path / "deaths", [2.0, 5.0])
+    assert [(e.worker, e.phase) for e in recorder.of(WorkerFailed)] == [("relay-0", "keeping weights")] * 2
+    assert [(e.worker, e.seconds) for e in recorder.of(WorkerRestarted)] == [("relay-0", 1.0)] * 2
+    assert (took_s, world.weights) == (quiet_s, quiet.weights)
+
+
+def test_a_checkpoint_waits_for_the_hash_of_what_it_holds(tmp_path):
+    driver = driver_on(FakeWorld(broadcast_s=7.0), tmp_path, steps=2, checkpoint_every=1)
+    run_virtual(driver.run(0))
+    checkpoint = find_latest(tmp_path)
+    assert checkpoint is not None
+    assert read_state(checkpoint).published[2] == "hash-of-2"
 
 
 def test_a_replica_with_weights_nobody_published_is_caught_before_its_tokens_are_trained(tmp_path):
@@ -184,8 +315,9 @@ def test_a_judge_that_always_fails_ends_the_run_with_its_words(tmp_path):
 
 
 def test_a_silent_standstill_ends_the_run_with_a_table(tmp_path):
-    world = FakeWorld(rollout_s=lambda serial: 10.0 if serial < 4 else 1e9, lease_s=1e9)
-    with pytest.raises(NoProgress, match=r"nothing moved for 500 s(.|\n)*group 5: task task-\d, issued"):
+    world = FakeWorld(rollout_s=lambda serial: 10.0 if serial < 4 else 1e9, lease_s=600.0)
+    line = r"group 5: task task-\d, attempt 1, rollout-\d since 510 s, lease ends in 90 s"
+    with pytest.raises(NoProgress, match=rf"nothing moved for 500 s(.|\n)*group 3: .* trained\n(.|\n)*{line}"):
         run_virtual(driver_on(world, tmp_path, no_progress_s=500.0).run(0))
 
 

@@ -12,7 +12,7 @@ from rlsys.checkpoint import find_latest
 from rlsys.contracts import TrainStats, Workers
 from rlsys.driver import Driver
 from rlsys.events import Event, StepDone
-from rlsys.testing import FakeActor, FakeRewards, FakeRollouts, FakeWorld, run_virtual
+from rlsys.testing import FakeActor, FakeRelays, FakeRewards, FakeRollouts, FakeWorld, run_virtual
 from rlsys.types import Group
 from tests.simulate.world import driver_on
 
@@ -38,7 +38,7 @@ class OrderedWorld(FakeWorld):
         self.order = order
 
     def workers(self) -> Workers:
-        return Workers(FakeRollouts(self), FakeRewards(self), OrderedActor(self, self.order))
+        return Workers(FakeRollouts(self), FakeRewards(self), OrderedActor(self, self.order), FakeRelays(self))
 
 
 class StopAfterFirst:

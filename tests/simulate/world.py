@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from rlsys.algorithm import Signal
 from rlsys.checkpoint import Checkpoints
 from rlsys.data.source import TaskSource
 from rlsys.driver import BatchShape, Driver
@@ -17,6 +18,8 @@ from rlsys.testing import FakeWorld, RewardAsAdvantage, tasks
 from rlsys.weights import WeightSync
 
 E = TypeVar("E", bound=Event)
+
+NUM_TASKS = 7
 
 
 @dataclass
@@ -46,17 +49,18 @@ def driver_on(
     checkpoint_every: int = 0,
     max_failed_groups: int = 4,
     no_progress_s: float = 10_000.0,
+    signals: frozenset[Signal] = frozenset(),
     recorder: Recorder | None = None,
 ) -> Driver:
-    """A run of `steps` steps over 7 tasks; checkpoints go under `folder`."""
+    """A run of `steps` steps over `NUM_TASKS` tasks; checkpoints go under `folder`."""
     workers = world.workers()
-    algorithm = RewardAsAdvantage()
+    algorithm = RewardAsAdvantage(needs=signals)
     return Driver(
         workers=workers,
         algorithm=algorithm,
-        queue=StreamingQueue(groups_per_step, max_staleness, window, 0, steps * groups_per_step),
-        ledger=Ledger(TaskSource(tasks(7), seed=0), algorithm.group_size, seed=0),
-        weights=WeightSync(workers.actor, transfer_s=60.0),
+        queue=StreamingQueue(groups_per_step, max_staleness, window, 0, steps * groups_per_step, signals),
+        ledger=Ledger(TaskSource(tasks(NUM_TASKS), seed=0), algorithm.group_size, seed=0, lease_s=world.lease_s),
+        weights=WeightSync(workers.actor, workers.relays, transfer_s=60.0, max_age=max_staleness + window),
         failures=FailurePolicy(max_attempts=3, max_failed_groups=max_failed_groups),
         checkpoints=Checkpoints(folder, every=checkpoint_every, keep_last=100),
         events=Events([recorder] if recorder else []),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -20,7 +21,7 @@ PARTS = ["actor/weights.bin", "actor/optimizer.bin", "groups.jsonl", "driver.jso
 
 
 def state_of(step: int) -> DriverState:
-    pending = [Entry(serial=7, task_id="a", cursor=Cursor(1, 2), issued_s=0.5)]
+    pending = [Entry(serial=7, task_id="a", cursor=Cursor(1, 2))]
     return DriverState(step, {0: "cafe", step: "beef"}, LedgerState("8 tasks", Cursor(1, 3), 8, 7, pending))
 
 
@@ -149,9 +150,27 @@ def test_when_a_checkpoint_is_due(tmp_path, every, step, is_last, last_saved, du
     assert Checkpoints(tmp_path, every, 1, last_saved).is_due(step, is_last=is_last) is due
 
 
-def test_a_state_of_another_version_of_rlsys_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x", r"driver\.json cannot be read"),
+        ('{"state_v": 9}', r"driver\.json has format 9, and this version of rlsys reads 1; go on with the version"),
+        ('{"state_v": 1}', r"driver\.json cannot be read: (.|\n)*ledger(.|\n)*run\.resume=PATH"),
+    ],
+    ids=["no JSON", "another format", "fields missing"],
+)
+def test_a_state_that_this_version_of_rlsys_cannot_read_is_named(tmp_path, text, message):
     checkpoints_in(tmp_path, 2)
     path = tmp_path / "step_000002" / "driver.json"
-    path.write_text("x" * path.stat().st_size)
-    with pytest.raises(CheckpointError, match=r"driver\.json is not of this version of rlsys"):
+    path.write_text(text.ljust(path.stat().st_size))
+    with pytest.raises(CheckpointError, match=message):
         read_state(tmp_path / "step_000002")
+
+
+def test_a_state_without_a_format_is_of_the_first(tmp_path):
+    checkpoints_in(tmp_path, 2)
+    path = tmp_path / "step_000002" / "driver.json"
+    row = json.loads(path.read_text())
+    del row["state_v"]
+    path.write_text(json.dumps(row).ljust(path.stat().st_size))
+    assert read_state(tmp_path / "step_000002") == state_of(2)

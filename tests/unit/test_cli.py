@@ -187,3 +187,62 @@ def test_what_needs_no_cluster_answers_at_once_and_loads_nothing_heavy(job: str,
     took_s = time.perf_counter() - began
     assert done.stdout.splitlines()[-1] == "[]"
     assert took_s < 5, f"took {took_s:.1f} s; on a quiet machine it takes less than 1"
+
+
+# ------------------------------------------------------------------------------------------------------------ simulate
+
+LITTLE = ["local", "--steps", "4", "groups_per_step=2"]
+
+
+def test_a_sweep_ends_with_one_line_of_json_whose_speedup_is_over_that_of_0():
+    done = CliRunner().invoke(app, ["simulate", *LITTLE, "--sweep", "max_staleness=1,0,2", "--json"])
+    assert done.exit_code == 0
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert list(said["speedup"]) == ["1", "0", "2"]
+    assert said["baseline"] == "0"
+    rates = {value: run["tokens_per_s"] for value, run in said["runs"].items()}
+    assert said["speedup"] == pytest.approx({value: rate / rates["0"] for value, rate in rates.items()})
+
+
+def test_a_simulation_prints_a_table_and_writes_a_plot(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "sweep.png"
+    done = CliRunner().invoke(app, ["simulate", *LITTLE, "--sweep", "max_staleness=0,2", "--plot", str(plot)])
+    assert done.exit_code == 0
+    assert re.search(r"throughput over that of 0 +ratio +1\.00 +\d", done.stdout)
+    assert plot.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["arael"], r"unknown profile 'arael'; did you mean `areal`"),
+        (["none.yaml"], r"cannot read configuration none\.yaml"),
+        (["local", "maxstaleness=3", "train.fix_s=1"], r"(?s)2 problems.*`train\.fixed_s`.*`max_staleness`"),
+        (["local", "clip_low=3"], r"clip_low: unknown key; the top level has"),
+        (["local", "--sweep", "weight_change=between,inflight"], r"'between', 'inflight': only numbers can be swept"),
+        (["local", "--sweep", "max_staleness=1,inf"], r"'inf': only numbers"),
+        (["local", "--sweep", "max_staleness"], r"give KEY=VALUE,VALUE"),
+        (["local", "--sweep", "max_staleness=1,1"], r"names a value twice"),
+        (["local", "--sweep", "weight_change=1,2"], r"weight_change: input should be 'between'"),
+        (["local", "inference_share=1"], r"inference_share: input should be less than 1"),
+        (["local", "inference_share=0.1"], r"gpus_per_replica: 0 GPUs sample, and one replica needs 1: 0 replicas"),
+        (["local", "max_staleness=-1", "slots=0"], r"(?s)2 problems.*slots.*max_staleness"),
+        (["local", "colocated=true"], r"colocated: .* only with max_staleness: 0"),
+        (["local", "routing=prefix"], r"routing: .* needs weight_change: inflight"),
+        (["local", "response.cap=40"], r"response: a mean of 48 is not below the cap of 40"),
+        (["areal", "cache_tokens=1000"], r"cache_tokens: an episode may hold 28672 tokens"),
+        (["local", "--plot", "nowhere/x.png"], r"there is no folder .*nowhere"),
+        (["local", "--plot", "x.txt"], r"should end in \.png"),
+    ],
+)
+def test_a_simulation_that_cannot_be_is_refused_with_the_remedy(arguments: list[str], words: str):
+    done = CliRunner().invoke(app, ["simulate", *arguments])
+    assert isinstance(done.exception, ConfigError)
+    assert done.exception.exit_code == 2
+    assert re.search(words, str(done.exception))
+
+
+def test_simulate_knows_its_options():
+    done = CliRunner().invoke(app, ["simulate", "local", "--stepz", "3"])
+    assert done.exit_code == 2

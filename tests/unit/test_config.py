@@ -111,6 +111,21 @@ algorithm: {type: grop}
     ]
 
 
+def test_weights_beside_each_other_need_the_local_engine_and_several_versions_need_them(tmp_path: Path):
+    path = write(tmp_path, MINIMAL)
+    beside = "  command line: rollout.weight_change=beside: rollout.weight_change: "
+    for other in ("rollout.engine=vllm", "rollout.tensor_parallel=2"):
+        assert refusal(path, overrides=("rollout.weight_change=beside", other))[1:] == [
+            f"{beside}beside needs the engine local: vllm holds one version at a time"
+        ]
+    both = refusal(path, overrides=("rollout.resident_versions=3", "rollout.num_gpus=1", "rollout.tensor_parallel=2"))
+    assert [line.split(": rollout.")[-1] for line in both[1:]] == [
+        "num_gpus: should be 2, one for each shard (rollout.tensor_parallel)",
+        "resident_versions: needs weight_change beside: with between a replica holds one version at a time",
+    ]
+    assert "greater than or equal to 2" in refusal(path, overrides=("rollout.resident_versions=1",))[-1]
+
+
 def test_a_problem_in_a_list_is_named_with_its_own_line_of_the_file_that_counts(tmp_path: Path):
     path = write(
         tmp_path, MINIMAL + "reward:\n  fn:\n    - fn: exact\n    - fn: my.py:fmt\n      weight: x\n    - {}\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,9 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from rlsys.errors import ModelError
+from rlsys.errors import ConfigError, ModelError
 from workers.engines.base import EngineChoice, EngineSpec
-from workers.engines.loading import choose
+from workers.engines.loading import choose, start_engine
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -55,6 +56,13 @@ def test_shards_are_vllms_and_an_engine_that_is_named_is_taken(tmp_path: Path) -
     small = spec(tmp_path, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
     assert choose(replace(small, tensor_parallel=2), CPU) == EngineChoice("vllm", "local has no shards")
     assert choose(replace(small, engine="vllm"), CPU) == EngineChoice("vllm", "as configured")
+
+
+def test_several_versions_at_a_time_are_the_local_engines_and_vllm_refuses_them_with_the_remedy(tmp_path: Path) -> None:
+    several = replace(spec(tmp_path, hidden_size=64, intermediate_size=128, num_hidden_layers=2), resident_versions=2)
+    assert choose(several, GPU, on("cuda")) == EngineChoice("local", "vLLM holds one version at a time")
+    with pytest.raises(ConfigError, match=r"rollout\.resident_versions: 2 .* set rollout\.engine=local, or"):
+        asyncio.run(start_engine(several, "vllm", stop_token_ids=frozenset(), device=CPU, worker="rollout-0"))
 
 
 def test_a_model_that_is_not_there_is_named() -> None:

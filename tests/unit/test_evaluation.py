@@ -11,7 +11,7 @@ import pytest
 from rlsys.contracts import RolledOut
 from rlsys.errors import RlsysError, RunAborted, TaskTooLong, WeightsMismatch, first_of
 from rlsys.evaluation import EvalRules, Evaluator
-from rlsys.events import Events, WorkerRestarted
+from rlsys.events import Events, WorkerFailed
 from rlsys.failures import FailurePolicy
 from rlsys.measures import Measures
 from rlsys.testing import FakeRewards, FakeRollouts, FakeWorld, Fault, run_virtual, tasks
@@ -32,7 +32,9 @@ class Watched:
     def __post_init__(self) -> None:
         self.world.relay = 0
         self._rollouts = FakeRollouts(self.world)
-        self.restart, self.versions = self._rollouts.restart, self._rollouts.versions
+        fake = self._rollouts
+        self.restart, self.versions, self.loads = fake.restart, fake.versions, fake.loads
+        self.move, self.whereabouts = fake.move, fake.whereabouts
 
     async def run(self, assignment: Assignment) -> RolledOut:
         self.assignments.append(assignment)
@@ -97,7 +99,19 @@ def test_what_a_machine_broke_is_done_again_with_the_same_result(fault):
     recorder = Recorder()
     world = FakeWorld(rollout_faults={1: fault, 5: fault}, reward_faults={2: fault})
     assert measured(world, num_tasks=6, recorder=recorder) == measured(FakeWorld(), num_tasks=6)
-    assert len(recorder.of(WorkerRestarted)) == 3
+    assert len(recorder.of(WorkerFailed)) == 3
+
+
+def test_a_group_whose_payload_is_lost_is_rolled_out_again_with_the_same_result():
+    assert measured(FakeWorld(payload_losses={"score": {0, 3}})) == measured(FakeWorld())
+
+
+def test_a_payload_that_is_lost_every_time_ends_the_evaluation():
+    with pytest.raises(ExceptionGroup) as raised:
+        measured(FakeWorld(payload_losses={"score": range(100)}))
+    error = first_of(raised.value)
+    assert isinstance(error, RunAborted)
+    assert "gave up after 3 attempts at one group; the last failure: the bytes of group" in str(error)
 
 
 def test_work_that_fails_every_time_ends_the_evaluation_naming_the_worker():
@@ -111,7 +125,7 @@ def test_work_that_fails_every_time_ends_the_evaluation_naming_the_worker():
 def test_a_group_that_the_check_refuses_is_issued_again_to_a_replaced_worker():
     refused: list[str] = []
 
-    def check(group: Group) -> None:
+    async def check(group: Group) -> None:
         if not refused:
             refused.append(group.replica)
             raise WeightsMismatch(group.replica, "rolling out", "tokens of another version")
@@ -119,7 +133,7 @@ def test_a_group_that_the_check_refuses_is_issued_again_to_a_replaced_worker():
     recorder, rollouts = Recorder(), Watched(FakeWorld())
     result = run_virtual(evaluator_on(rollouts, {"d": 4}, recorder=recorder).measure("d", check=check))
     assert result.num_tasks == 4
-    assert [e.worker for e in recorder.of(WorkerRestarted)] == refused
+    assert [e.worker for e in recorder.of(WorkerFailed)] == refused
     assert len(rollouts.assignments) == 5
 
 

@@ -8,6 +8,7 @@ from rlsys.errors import (
     ConfigError,
     DeadlineExceeded,
     NothingToTrain,
+    PayloadLost,
     RlsysError,
     TaskTooLong,
     TrainingError,
@@ -16,7 +17,7 @@ from rlsys.errors import (
     WorkerError,
     WorkflowError,
 )
-from rlsys.failures import Abort, Drop, FailurePolicy, Retry
+from rlsys.failures import Abort, Drop, FailurePolicy, Reissue, Retry
 
 POLICY = FailurePolicy(max_attempts=3, max_failed_groups=4)
 MACHINE = [kind("rollout-1", "rolling out", "it broke") for kind in (WorkerDied, DeadlineExceeded, WeightsMismatch)]
@@ -31,6 +32,15 @@ def name(error: RlsysError) -> str:
 @pytest.mark.parametrize("error", MACHINE, ids=name)
 def test_what_a_machine_broke_is_tried_again_on_a_new_worker(error, attempt):
     assert POLICY.decide(error, attempt=attempt, dropped_in_a_row=99) == Retry(restart="rollout-1")
+
+
+def test_groups_whose_payload_is_gone_are_issued_again_but_not_for_ever():
+    error = PayloadLost((3, 5))
+    assert POLICY.decide(error, attempt=2, dropped_in_a_row=99) == Reissue()
+    message = "gave up after 3 attempts at one group; the last failure: the bytes of group 3, 5 are gone"
+    aborted = POLICY.decide(error, attempt=3, dropped_in_a_row=0)
+    assert isinstance(aborted, Abort)
+    assert aborted.message.startswith(message)
 
 
 @pytest.mark.parametrize("error", MACHINE, ids=name)

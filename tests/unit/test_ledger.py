@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Coroutine
 from typing import TypeVar
 
@@ -20,7 +21,7 @@ T = TypeVar("T")
 
 
 def ledger_of(num_tasks: int = 5, seed: int = 3) -> Ledger:
-    return Ledger(TaskSource(tasks(num_tasks), seed), group_size=4, seed=seed)
+    return Ledger(TaskSource(tasks(num_tasks), seed), group_size=4, seed=seed, lease_s=600.0)
 
 
 def played(scenario: Coroutine[object, object, T]) -> T:
@@ -66,9 +67,19 @@ def test_a_group_cannot_be_settled_twice_or_before_it_is_issued(settle):
 def test_the_table_says_what_is_pending_and_for_how_long():
     async def scenario() -> None:
         ledger = ledger_of()
-        assert ledger.table() == "  nothing is pending"
-        task = ledger.issue(0).task
-        assert ledger.table() == f"  group 0: task {task.id}, issued 0 s ago"
+        assert ledger.table({}, {}) == "  nothing is pending"
+        a, b, c, d = (ledger.issue(0).task.id for _ in range(4))
+        for serial in (0, 1, 1, 2, 3):
+            ledger.lease(serial)
+        ledger.again(2)
+        await asyncio.sleep(40)
+        owners, lacking = {1: "rollout-1"}, {0: ["reference_logprobs", "reward"], 1: ["episodes"], 3: []}
+        assert ledger.table(owners, lacking).splitlines() == [
+            f"  group 0: task {a}, attempt 1 begun 40 s ago, waits for reference_logprobs and reward",
+            f"  group 1: task {b}, attempt 2, rollout-1 since 40 s, lease ends in 560 s",
+            f"  group 2: task {c}, waits to be issued again",
+            f"  group 3: task {d}, attempt 1 begun 40 s ago, waits to be trained",
+        ]
 
     played(scenario())
 
@@ -87,6 +98,25 @@ def test_a_resume_issues_what_was_open_first_under_the_same_numbers_and_seeds():
         assert {a.version for a in again} == {9}
         assert after.consume([4]) == [issued[4].task]
         assert after.num_consumed == 3
+
+    played(scenario())
+
+
+def test_a_lost_group_is_issued_again_before_new_ones_and_its_attempts_go_on_counting():
+    async def scenario() -> None:
+        ledger = ledger_of()
+        issued = [ledger.issue(0) for _ in range(4)]
+        assert [ledger.lease(1).attempt, ledger.lease(1).attempt] == [1, 2]
+        assert [ledger.again(3), ledger.again(1)] == [issued[3].task.id, issued[1].task.id]
+        assert [e.serial for e in ledger.state().pending] == [0, 1, 2, 3]
+        again = [ledger.issue(7) for _ in range(3)]
+        assert [a.serial for a in again] == [1, 3, 4]
+        assert [(a.task, a.seed, a.version) for a in again[:2]] == [(issued[s].task, issued[s].seed, 7) for s in (1, 3)]
+        assert ledger.lease(1).attempt == 3
+        ledger.consume([1])
+        assert ledger.num_attempts(1) == 0
+        with pytest.raises(KeyError):
+            ledger.again(1)
 
     played(scenario())
 
@@ -116,7 +146,8 @@ def test_what_waits_to_be_issued_again_survives_a_second_interruption():
 @settings(deadline=None, max_examples=100)
 @given(
     actions=st.lists(
-        st.tuples(st.sampled_from(["issue", "issue", "consume", "drop", "crash"]), st.integers(0, 9)), max_size=60
+        st.tuples(st.sampled_from(["issue", "issue", "consume", "drop", "crash", "again"]), st.integers(0, 9)),
+        max_size=60,
     )
 )
 def test_whenever_it_crashes_every_group_is_settled_exactly_once(actions):
@@ -139,10 +170,12 @@ def test_whenever_it_crashes_every_group_is_settled_exactly_once(actions):
         for action, choice in actions:
             if action == "issue":
                 issue()
+            elif action == "again" and ledger.open:
+                ledger.again(sorted(ledger.open)[choice % len(ledger.open)])
             elif action == "crash":
                 state, ledger = ledger.state(), ledger_of()
                 ledger.restore(state, finished={e.serial for e in state.pending if e.serial % 10 < choice})
-            else:
+            elif action in ("consume", "drop"):
                 settle(choice, action)
         while ledger.open:
             settle(0, "consume")

@@ -13,8 +13,8 @@ NAMES = [
     "TrainResult", "Workflow", "evaluate", "export", "train",
 ]  # fmt: skip
 FAKES = [
-    "FakeActor", "FakePinnedRollouts", "FakeReference", "FakeRewards", "FakeRollouts", "FakeWorld", "Fault",
-    "RewardAsAdvantage", "ScriptedPolicy", "VirtualLoop", "run_virtual", "tasks",
+    "FakeActor", "FakePinnedRollouts", "FakeReference", "FakeRelays", "FakeRewards", "FakeRollouts", "FakeWorld",
+    "Fault", "RewardAsAdvantage", "ScriptedPolicy", "VirtualLoop", "run_virtual", "tasks",
 ]  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -12,16 +13,33 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.queue import StreamingQueue
+from rlsys.algorithm import Signal
+from rlsys.queue import LEARNER, Permit, StreamingQueue
+from rlsys.table import EPISODES, REWARD
 from rlsys.testing import run_virtual
 from rlsys.types import Group
 from tests.groups import group
 
+SIGNAL = Signal.REFERENCE_LOGPROBS
+SIGNALS = frozenset({SIGNAL})
+
 
 def queue_of(
-    *, groups_per_step: int = 2, max_staleness: int = 0, window: int = 1, version: int = 0, num_groups: int = 100
+    *,
+    groups_per_step: int = 2,
+    max_staleness: int = 0,
+    window: int = 1,
+    version: int = 0,
+    num_groups: int = 100,
+    signals: frozenset[Signal] = frozenset(),
 ) -> StreamingQueue:
-    return StreamingQueue(groups_per_step, max_staleness, window, version, num_groups)
+    return StreamingQueue(groups_per_step, max_staleness, window, version, num_groups, signals)
+
+
+def submit(permit: Permit, done: Group) -> None:
+    """Hand in all that a producer has to."""
+    permit.put(EPISODES, done)
+    permit.put(REWARD, None)
 
 
 def no_stale(group: Group) -> None:
@@ -49,7 +67,7 @@ class Producers:
             permit.open(serial)
             done = await self._told[serial]
             if done is not None:
-                permit.submit(done)
+                submit(permit, done)
 
     async def finish(self, *serials: int, versions: Sequence[int] = (0,)) -> None:
         for serial in serials:
@@ -194,7 +212,7 @@ def test_a_permit_takes_no_other_group_than_its_own():
         async with queue_of().permit() as permit:
             permit.open(3)
             with pytest.raises(ValueError, match="permit of group 3 was handed group 4"):
-                permit.submit(group(4))
+                permit.put(EPISODES, group(4))
 
     run_virtual(main())
 
@@ -212,6 +230,124 @@ def test_tokens_beyond_the_bound_are_dropped_as_stale_and_replaced():
         assert len(producers.admitted) == 3
 
     played(queue, scenario)
+
+
+async def produced(queue: StreamingQueue, *serials: int) -> None:
+    """Groups that are rolled out and judged, each on a permit of its own."""
+    for serial in serials:
+        async with queue.permit() as permit:
+            permit.open(serial)
+            submit(permit, group(serial, versions=(permit.version,)))
+
+
+def test_the_learner_waits_for_the_columns_that_annotators_add():
+    async def main() -> None:
+        queue = queue_of(groups_per_step=2, max_staleness=1, signals=SIGNALS)
+        await produced(queue, 0, 1, 2)
+        assert (queue.num_finished, [g.serial for g in queue.finished]) == (0, [0, 1, 2])
+        assert queue.lacking()[0] == [SIGNAL]
+        rows = await queue.take_rows(SIGNAL, max_tokens=30)
+        assert [row.serial for row in rows] == [0, 1, 2]
+        for row in reversed(rows):
+            assert queue.put(row, SIGNAL, f"column of {row.serial}")
+        groups = await queue.take(version=0, on_stale=no_stale)
+        assert [(g.serial, g.columns) for g in groups] == [(n, {SIGNAL: f"column of {n}"}) for n in (0, 1)]
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(("max_tokens", "serials"), [(1, [0]), (10, [0]), (20, [0, 1]), (29, [0, 1]), (30, [0, 1, 2])])
+def test_an_annotator_takes_whole_groups_up_to_its_budget_or_one(max_tokens, serials):
+    async def main() -> None:
+        queue = queue_of(groups_per_step=2, max_staleness=1, signals=SIGNALS)
+        await produced(queue, 2, 0, 1)
+        assert {row.num_tokens for row in await queue.take_rows(SIGNAL, max_tokens)} == {10}
+        again = queue_of(groups_per_step=2, max_staleness=1, signals=SIGNALS)
+        await produced(again, 2, 0, 1)
+        assert [row.serial for row in await again.take_rows(SIGNAL, max_tokens)] == serials
+
+    run_virtual(main())
+
+
+def test_what_comes_for_an_attempt_that_is_over_is_refused_counted_and_never_trained():
+    async def main() -> None:
+        queue = queue_of(groups_per_step=1, signals=SIGNALS)
+        async with queue.permit() as permit:
+            permit.open(0)
+            first = permit.row
+            assert first is not None
+            permit.put(EPISODES, group(0))
+            assert not permit.put(EPISODES, group(0)), "a duplicate"
+            permit.open(0)  # its lease is over, and another attempt begins
+            submit(permit, group(0))
+            assert not queue.put(first, REWARD, None)
+        (row,) = await queue.take_rows(SIGNAL, 100)
+        assert not queue.put(first, SIGNAL, "late")
+        assert queue.put(row, SIGNAL, "in time")
+        (trained,) = await queue.take(version=0, on_stale=no_stale)
+        assert trained.columns == {SIGNAL: "in time"}
+        queue.release([trained], 1)
+        assert not queue.put(row, SIGNAL, "after it was trained")
+        assert (queue.num_refused, queue.num_reissued) == (4, 1)
+
+    run_virtual(main())
+
+
+def test_a_group_that_is_lost_keeps_its_place_and_gives_its_permit_to_the_next_attempt():
+    async def main() -> None:
+        queue = queue_of(groups_per_step=2)
+        await produced(queue, 0, 1)
+        groups = await queue.take(version=0, on_stale=no_stale)
+        assert queue.lose(0)
+        assert not queue.lose(0), "it is lost already"
+        queue.put_back(LEARNER, [1])
+        take = asyncio.create_task(queue.take(version=0, on_stale=no_stale))
+        await settled()
+        assert not take.done(), "group 0 is older"
+        await produced(queue, 0)
+        again = await take
+        assert [g.serial for g in again] == [g.serial for g in groups]
+        queue.release(again, 1)
+        assert not queue.lose(0), "it is trained"
+        await produced(queue, 2, 3)
+        assert (queue.dropped, queue.num_reissued) == ({}, 1)
+
+    run_virtual(main())
+
+
+def test_a_group_that_is_lost_while_it_is_judged_leaves_its_permit_when_its_producer_does():
+    async def main() -> None:
+        queue = queue_of(groups_per_step=1, signals=SIGNALS)
+        async with queue.permit() as permit:
+            permit.open(0)
+            permit.put(EPISODES, group(0))
+            await queue.take_rows(SIGNAL, 100)
+            assert queue.lose(0)
+            assert permit.is_over
+            assert not permit.put(REWARD, None)
+            again = asyncio.create_task(produced(queue, 0))
+            await settled()
+            assert not again.done(), "there is one permit"
+        await again
+        assert [row.serial for row in await queue.take_rows(SIGNAL, 100)] == [0]
+        assert not queue.dropped
+
+    run_virtual(main())
+
+
+def test_ten_thousand_groups_in_flight_cost_no_more_each_than_a_few():
+    async def main() -> None:
+        queue = queue_of(groups_per_step=100, max_staleness=99, num_groups=10_000, signals=SIGNALS)
+        await produced(queue, *range(10_000))
+        for version in range(100):
+            for row in await queue.take_rows(SIGNAL, 1000):
+                queue.put(row, SIGNAL, None)
+            assert queue.num_finished == 100
+            queue.release(await queue.take(version=version, on_stale=no_stale), version + 1)
+
+    began = time.process_time()
+    run_virtual(main())
+    assert time.process_time() - began < 3.0
 
 
 def test_a_restored_queue_keeps_finished_groups_and_the_places_of_unfinished_ones():
@@ -277,7 +413,7 @@ def test_whatever_the_interleaving_groups_are_ordered_bounded_and_none_is_lost(
                     unsettled.remove(serial)
                     in_pipe -= 1
                 else:
-                    permit.submit(group(serial, versions=(permit.version,)))
+                    submit(permit, group(serial, versions=(permit.version,)))
 
     async def learn() -> None:
         nonlocal in_pipe

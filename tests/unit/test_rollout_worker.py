@@ -4,96 +4,35 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Literal, TypeVar
 
 import pytest
-import torch
-from torch import Tensor
 
-from examples.sort.tokenizer import build_tokenizer
 from rlsys.errors import TaskTooLong, WeightsMismatch, WorkerDied, WorkflowError
-from rlsys.types import Acknowledged, Assignment, Sampling, Task, VersionSpan
-from rlsys.weights import Manifest, Probe
-from rlsys.workflow import Session, SingleTurn, Workflow
-from workers.codec import TextCodec
-from workers.engines.scripted import ScriptedEngine
-from workers.rollout import EnginePolicy, RolloutWorker, WeightChange
-from workers.transport.hashing import content_hash
+from rlsys.types import Acknowledged, Sampling, VersionSpan
+from rlsys.weights import Probe
+from rlsys.workflow import Session, Workflow
+from tests.replicas import DIGIT, Shelf, assignment, hash_of, replica_of, scripted, until
+from tests.replicas import played as played_on
+from workers.rollout import RolloutWorker
 
 T = TypeVar("T")
-DIGIT = 5
-"""A token that is a character."""
 REPLY_TOKENS = 6
-
-
-def weights_of(version: int) -> dict[str, Tensor]:
-    return {"w": torch.full((2,), float(version))}
-
-
-def hash_of(version: int) -> str:
-    return content_hash(weights_of(version))
-
-
-@dataclass
-class Shelf:
-    """An in-memory `Puller`: hands out the version a test put there, if it is new enough."""
-
-    version: int = 0
-    corrupted: bool = False
-    """One value of the tensor changes on its way."""
-    late: bool = False
-    """What it hands out is one version older than asked for."""
-    probe: Probe | None = None
-    pulls: list[int] = field(default_factory=list)
-    _arrival: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def put(self, version: int) -> None:
-        self.version = version
-        self._arrival.set()
-
-    async def pull(self, at_least: int) -> tuple[Manifest, dict[str, Tensor]]:
-        while self.version < at_least:
-            self._arrival.clear()
-            await self._arrival.wait()
-        version = self.version - 1 if self.late else self.version
-        self.pulls.append(version)
-        weights = weights_of(version)
-        if self.corrupted:
-            weights["w"][1] += 1
-        return Manifest(version, hash_of(version), (), self.probe), weights
 
 
 def worker_of(
     puller: Shelf | None,
-    when: Literal["between", "inflight"] = "between",
+    when: Literal["between", "inflight", "beside"] = "between",
     workflow: Workflow | None = None,
+    **options: int,
 ) -> RolloutWorker:
-    engine = ScriptedEngine(lambda request: [DIGIT] * 99, shapes={"w": (2,)}, version=-1, name="rollout-0")
-    sampling = Sampling(max_new_tokens=REPLY_TOKENS)
-    policy = EnginePolicy(engine, TextCodec(build_tokenizer()), sampling, max_prompt_tokens=8, name="rollout-0")
-    change = WeightChange(when, tolerance=1e-3)
-    return RolloutWorker("rollout-0", engine, policy, workflow or SingleTurn(), puller, change)
-
-
-def assignment(version: int = 0, *, serial: int = 3, prompt: str = "12>", size: int = 2) -> Assignment:
-    return Assignment(serial, Task(id="sort-12", prompt=prompt), size, version, seed=1)
+    engine = scripted("rollout-0", lambda request: [DIGIT] * 99, **options)
+    return replica_of(puller, engine, when=when, workflow=workflow, num_tokens=REPLY_TOKENS)
 
 
 def played(worker: RolloutWorker, scenario: Callable[[], Coroutine[object, object, T]]) -> T:
-    async def main() -> T:
-        try:
-            return await scenario()
-        finally:
-            await worker.close()
-
-    return asyncio.run(asyncio.wait_for(main(), 20))
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    """Let the event loop go round until it is so."""
-    while not is_so():  # noqa: ASYNC110  (the engine's ticks announce themselves to nobody)
-        await asyncio.sleep(0)
+    return played_on([worker], scenario)
 
 
 def test_a_group_is_metadata_with_acknowledged_versions_and_a_payload_apart():
@@ -157,6 +96,27 @@ def test_a_change_waits_for_running_groups_or_happens_under_them(change, version
         assert sum(span.num_tokens for span in old.group.versions) == 12
         assert new.group.versions == (VersionSpan(1, 12),)
         assert [(a.version, a.hash) for a in old.group.weights] == [(v, hash_of(v)) for v in versions]
+
+    played(worker, scenario)
+
+
+def test_weights_that_lie_beside_those_of_running_groups_are_taken_at_once_and_a_third_set_waits_for_room():
+    shelf = Shelf()
+    worker = worker_of(shelf, "beside", resident_versions=2)
+    engine = worker._engine
+
+    async def scenario() -> None:
+        oldest = asyncio.create_task(worker.run(assignment(0)))
+        await until(lambda: engine.stats().num_tokens == 2)
+        shelf.put(1)
+        newer = asyncio.create_task(worker.run(assignment(1)))
+        await until(lambda: engine.version == 1)
+        assert not oldest.done()
+        shelf.put(2)
+        newest = asyncio.create_task(worker.run(assignment(2)))
+        done = [group for group, _ in await asyncio.gather(oldest, newer, newest)]
+        assert [each.group.versions for each in done] == [(VersionSpan(version, 12),) for version in range(3)]
+        assert [each.group.weights[0].hash for each in done] == [hash_of(version) for version in range(3)]
 
     played(worker, scenario)
 
@@ -231,8 +191,8 @@ def test_without_a_puller_the_weights_it_was_built_with_stay():
 
 def test_a_prompt_over_the_limit_says_how_long_it_is_and_which_key_allows_more():
     worker = worker_of(Shelf())
-    with pytest.raises(TaskTooLong, match=r"9 tokens, allowed are 1 to data\.max_prompt_tokens = 8"):
-        played(worker, lambda: worker.run(assignment(prompt="12345678>")))
+    with pytest.raises(TaskTooLong, match=r"61 tokens, allowed are 1 to data\.max_prompt_tokens = 60"):
+        played(worker, lambda: worker.run(assignment(prompt="1" * 60 + ">")))
 
 
 class Broken(Workflow):
@@ -286,7 +246,7 @@ def test_a_failed_group_does_not_keep_the_next_change_waiting():
     worker = worker_of(shelf)
 
     async def scenario() -> None:
-        too_long = replace(assignment(0).task, prompt="123456789>")
+        too_long = replace(assignment(0).task, prompt="1" * 60 + ">")
         with pytest.raises(TaskTooLong):
             await worker.run(replace(assignment(0), task=too_long))
         shelf.put(1)

@@ -19,7 +19,8 @@ from rlsys.errors import WorkerDied
 from rlsys.schedule.router import KV_FULL, OVERLOAD, Load, Router, choose, request_weight
 from rlsys.types import Assignment, EngineStats, Task
 from tests.groups import group
-from workers.handles import Member, RolloutPool
+from workers.pools import Member, Supply
+from workers.rollouts import RolloutPool
 from workers.streams import PayloadRef
 
 FULL = EngineStats(num_running=8, num_waiting=2, kv_used=0.95, num_tokens=0)
@@ -41,6 +42,18 @@ def test_the_choice_by_hand() -> None:
     assert choose([Load(1, stats=FULL), Load(5)], 1, home=0) == 1
     assert choose([Load(2, stats=FULL), Load(1, stats=FULL)], 1) == 1
     assert choose([Load(1, is_live=False), Load(0, is_live=False)], 1) == 1
+    assert choose([Load(0), Load(9), Load(5)], 1, home=0, among={1, 2}) == 2
+    assert choose([Load(0), Load(9, is_live=False)], 1, among={1}) == 0
+    assert choose([Load(0)], 1, among=set()) == 0
+
+
+def test_what_is_transferred_weighs_on_its_new_replica_and_is_released_there() -> None:
+    router = Router(num_replicas=3)
+    source = router.route(4, "session")
+    router.transfer(source, 2, 4)
+    assert [load.weight for load in router.loads] == [0, 0, 4]
+    router.release(2, 4)
+    assert [load.weight for load in router.loads] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -215,20 +228,24 @@ class Told(RolloutPool):
     """A pool whose replicas answer at once, and tell who was asked; the ones in `dead` are gone."""
 
     def __init__(self, size: int) -> None:
-        super().__init__(size, lambda name: object(), 1.0)
+        super().__init__(Supply(size, lambda name: object(), lease_s=1.0, max_attempts=1))
         self.asked: list[str] = []
         self.dead: set[str] = set()
         self.answer = asyncio.Event()
         self.answer.set()
 
-    async def _do(self, member: Member, request: object, phase: str) -> tuple[object, PayloadRef]:
-        assert isinstance(request, Assignment)
+    async def _answer(self, member: Member) -> object:
+        return None
+
+    async def _sent(self, member: Member, request: object, phase: str) -> tuple[object, PayloadRef]:
+        assert isinstance(request, tuple)
+        assignment, _ = request
         self.asked.append(member.name)
         await self.answer.wait()
         if member.name in self.dead:
             raise WorkerDied(member.name, phase, "the process is gone")
         stats = EngineStats(num_running=0, num_waiting=0, kv_used=0.0, num_tokens=7)
-        return RolledOut(group(request.serial), Busy(member.name, 0, 1), stats), PayloadRef(ray.ObjectRef.nil(), 0)
+        return RolledOut(group(assignment.serial), Busy(member.name, 0, 1), stats), PayloadRef(ray.ObjectRef.nil(), 0)
 
 
 def assignment(serial: int, num_characters: int = 10, *, size: int = 4, version: int = 0) -> Assignment:
@@ -239,6 +256,7 @@ def assignment(serial: int, num_characters: int = 10, *, size: int = 4, version:
 def test_a_pool_weighs_a_group_by_its_prompts_and_sends_it_to_the_least_loaded() -> None:
     async def scenario() -> None:
         pool = Told(2)
+        await pool.ready()
         pool.answer.clear()
         long, *short = [assignment(0, num_characters=40_000), *(assignment(serial) for serial in range(1, 11))]
         async with asyncio.TaskGroup() as running:
@@ -256,6 +274,7 @@ def test_a_pool_weighs_a_group_by_its_prompts_and_sends_it_to_the_least_loaded()
 def test_a_pool_sends_nothing_to_a_replica_that_died() -> None:
     async def scenario() -> None:
         pool = Told(2)
+        await pool.ready()
         pool.dead.add("rollout-0")
         with pytest.raises(WorkerDied, match="rollout-0"):
             await pool.run(assignment(0))
@@ -270,6 +289,7 @@ def test_a_pool_sends_nothing_to_a_replica_that_died() -> None:
 def test_a_pool_sends_a_task_back_only_while_the_weights_are_the_same() -> None:
     async def scenario() -> None:
         pool = Told(2)
+        await pool.ready()
         pool.answer.clear()
         chat = Task(id="t", prompt=({"role": "user", "content": "Sort 312"},))
         first = asyncio.create_task(pool.run(Assignment(0, chat, 4, 0, 0)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.seeds import epoch_seed, group_seed, request_seed
+from rlsys.seeds import continuation_seed, epoch_seed, group_seed, request_seed
 
 numbers = st.integers(0, 2**40)
 
@@ -15,6 +15,7 @@ def test_seeds_never_change_between_versions() -> None:
     assert group_seed(0, 1) == 8094523011771137880
     assert request_seed(1, 2, 3) == 5342331682224504827
     assert epoch_seed(0, 0) == 4369773709129424035
+    assert continuation_seed(1, 2) == 4190183919268239172
 
 
 def test_all_requests_of_a_run_have_distinct_seeds() -> None:
@@ -30,4 +31,4 @@ def test_a_seed_fits_a_signed_64_bit_integer(run_seed: int, serial: int, key: in
 
 @given(numbers, numbers)
 def test_seeds_for_different_purposes_differ(run_seed: int, number: int) -> None:
-    assert group_seed(run_seed, number) != epoch_seed(run_seed, number)
+    assert len({group_seed(run_seed, number), epoch_seed(run_seed, number), continuation_seed(run_seed, number)}) == 3

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from rlsys.contracts import Busy, TrainStats
-from rlsys.events import METRICS, undocumented
+from rlsys.events import METRICS, STALENESS_BUCKETS, undocumented
 from rlsys.queue import StreamingQueue
 from rlsys.stepmetrics import StepClock, step_metrics
 from rlsys.testing import run_virtual
@@ -100,10 +100,12 @@ def test_idleness_is_counted_from_the_last_progress():
     run_virtual(main())
 
 
-def measured(*groups, version: int = 0, seconds: float = 2.0, dropped: dict[str, int] | None = None):
+def measured(*groups, version: int = 0, seconds: float = 2.0, dropped: dict[str, int] | None = None, offered=()):
     async def main() -> dict[str, float]:
         clock = StepClock()
         clock.start()
+        for one in offered or groups:
+            clock.offer(one)
         await asyncio.sleep(seconds)
         queue = StreamingQueue(2, 1, 1, version, 100)
         queue.dropped.update(dropped or {})
@@ -125,6 +127,23 @@ def test_staleness_is_a_mean_over_tokens():
     metrics = measured(group(0, versions=(1, 3)), group(1, versions=(3,)), version=3)
     assert metrics["async/staleness_mean"] == pytest.approx(2 * 3 / 9)
     assert metrics["async/staleness_max"] == 2
+
+
+def test_the_staleness_histogram_counts_trained_tokens_and_sums_to_one():
+    metrics = measured(group(0, versions=(1, 6)), group(1, versions=(5, 7)), group(2, versions=(7, 7)), version=7)
+    shares = {name: metrics[f"async/staleness/{name}"] for name in STALENESS_BUCKETS}
+    assert shares == pytest.approx({"s0": 3 / 6, "s1": 1 / 6, "s2": 1 / 6, "s3": 0.0, "s4plus": 1 / 6})
+
+
+def test_lengths_are_told_of_what_was_offered_and_of_what_was_trained():
+    short = [group(n, episodes=[episode(1.0, num_trained=k) for k in (1, 2, 3, 4, 5)]) for n in (0, 1)]
+    long = group(2, episodes=[episode(None, num_trained=k) for k in (40, 50)], versions=(3,))
+    metrics = measured(*short, offered=[*short, long])
+    trained = {k: metrics[f"completions/length_{k}"] for k in ("mean", "p50", "p90", "max")}
+    offered = {k: metrics[f"completions/offered_length_{k}"] for k in ("mean", "p50", "p90", "max")}
+    assert trained == {"mean": 3, "p50": 3, "p90": 5, "max": 5}
+    assert offered == {"mean": 10, "p50": 3, "p90": 40, "max": 50}
+    assert metrics["async/num_versions"] == 2
 
 
 def test_truncation_and_drops_are_counted():

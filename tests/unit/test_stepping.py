@@ -12,6 +12,7 @@ import pytest
 from rlsys.errors import DeadlineExceeded, WorkerDied, WorkerError
 from rlsys.types import EngineStats, Sampling
 from workers.engines.base import Completion, Request
+from workers.engines.limits import Limits
 from workers.engines.stepping import Job, SteppingEngine
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class Stuck(SteppingEngine):
         self.looked = asyncio.Queue[None]()
         """One entry for every time the deadline was looked at."""
         self.jobs: list[Job] = []
-        super().__init__("rollout-7", version=4, num_slots=8, max_context=64, num_vocab=9, step_s=step_s)
+        super().__init__("rollout-7", version=4, num_slots=8, limits=Limits(64, 9), step_s=step_s)
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         super()._watch(loop)
@@ -40,7 +41,10 @@ class Stuck(SteppingEngine):
         self._waiting.clear()
         self._step()
 
-    def _cut(self, is_meant: Callable[[Job], bool]) -> None:
+    def _progress(self) -> list[tuple[Job, list[int], list[float]]]:
+        return [(job, [], []) for job in self.jobs]
+
+    def _cut(self, is_meant: Callable[[Job], bool], *, keep_cache: bool) -> None:
         for job in [job for job in self.jobs if is_meant(job)]:
             self.jobs.remove(job)
             self._answer(job.future, Completion((), (), (), "abort"))
@@ -102,6 +106,22 @@ def test_an_engine_that_dies_in_the_middle_fails_every_request_by_name_and_versi
         assert isinstance(end, WorkerDied)
         assert f"rollout-7 while sampling request {name} on version 4: a step raised MemoryError: out of it" in str(end)
         assert isinstance(end.__cause__, MemoryError)
+
+
+def test_progress_leaves_out_what_has_sampled_nothing() -> None:
+    stepped = threading.Event()
+
+    async def main() -> Mapping[str, Completion]:
+        engine = Stuck(stepped.set, step_s=60.0)
+        call = asyncio.create_task(engine.generate(ask("a")))
+        await asyncio.to_thread(stepped.wait)
+        assert engine.jobs
+        progress = await engine.progress()
+        await engine.close()
+        await asyncio.gather(call, return_exceptions=True)
+        return progress
+
+    assert asyncio.run(asyncio.wait_for(main(), 20)) == {}
 
 
 def test_an_idle_engine_is_not_taken_for_a_stuck_one() -> None:

@@ -13,6 +13,7 @@ from rlsys.events import (
     CheckpointSaved,
     EvalDone,
     GroupDropped,
+    GroupReissued,
     PhaseDone,
     RunEnded,
     RunStarted,
@@ -46,10 +47,13 @@ def rows(path: Path) -> list[dict[str, object]]:
 
 def test_every_event_is_a_line_and_every_step_a_row_of_metrics(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "run")
-    sink.handle(WeightsPublished(1, "ab", 8, 0.5), 10.0)
+    sink.handle(WeightsPublished(1, "ab", 8, 6, 0.5, 0.25), 10.0)
     sink.handle(StepDone(1, MappingProxyType({"loss": 0.25, "reward/mean": float("nan")})), 11.5)
     assert rows(tmp_path / "run" / "events.jsonl") == [
-        {"kind": "weights_published", "time_s": 10.0, "version": 1, "hash": "ab", "num_bytes": 8, "stall_s": 0.5},
+        {
+            "kind": "weights_published", "time_s": 10.0, "version": 1, "hash": "ab", "num_bytes": 8, "num_sent": 6,
+            "stall_s": 0.5, "seconds": 0.25,
+        },
         {"kind": "step_done", "time_s": 11.5, "step": 1, "metrics": {"loss": 0.25, "reward/mean": None}},
     ], "lines are there before the sink is closed"
     assert rows(tmp_path / "run" / "metrics.jsonl") == [{"step": 1, "time_s": 11.5, "loss": 0.25, "reward/mean": None}]
@@ -118,8 +122,9 @@ def test_what_a_person_should_know_is_said_at_once() -> None:
     sink.handle(RunStarted("runs/7", 4, 8), 0.0)
     sink.handle(PhaseDone("load_model", 1.25), 1.0)
     sink.handle(GroupDropped(3, "t9", "too_long"), 2.0)
+    sink.handle(GroupReissued(4, "t8", "its node is gone"), 2.0)
     sink.handle(CheckpointSaved(8, "runs/7/checkpoints/step_8", 0.1), 3.0)
-    sink.handle(WeightsPublished(8, "ab", 8, 0.5), 3.0)
+    sink.handle(WeightsPublished(8, "ab", 8, 8, 0.5, 0.25), 3.0)
     measures = {"mean": 0.5, "mean_ci95": 0.125, "pass@1": 0.5, "pass@4": 0.75, "failed_frac": 0.0}
     sink.handle(EvalDone(8, "hard", "ab", 1.5, {f"eval/hard/{k}": v for k, v in measures.items()}), 3.0)
     sink.handle(EvalDone(8, "one", "ab", 1.5, {"eval/one/mean": 1.0}), 3.0)
@@ -128,6 +133,7 @@ def test_what_a_person_should_know_is_said_at_once() -> None:
         "run directory: runs/7, resuming after step 4",
         "   1.2 s  load model",
         "dropped group 3 (task t9): too_long",
+        "group 4 (task t8) is issued again: its node is gone",
         "checkpoint of step 8: runs/7/checkpoints/step_8",
         "step 8 on hard: mean 0.500 ± 0.125, pass@1 0.500, pass@4 0.750 (1.5 s)",
         "step 8 on one: mean 1.000 (1.5 s)",

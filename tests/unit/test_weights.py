@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from rlsys.contracts import Published
+from rlsys.contracts import Arrival, Published
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerError
-from rlsys.testing import FakeActor, FakeWorld, run_virtual
-from rlsys.types import Acknowledged
+from rlsys.testing import FakeWorld, run_virtual
+from rlsys.types import Acknowledged, Group
 from rlsys.weights import Manifest, WeightSync, change_weights
 from tests.groups import group
 
@@ -104,11 +104,22 @@ def test_a_cancelled_load_resumes_and_stops_too():
 
 
 def sync(**published: str) -> WeightSync:
-    return WeightSync(FakeActor(FakeWorld()), transfer_s=1.0, published={int(v[1:]): h for v, h in published.items()})
+    weights = on(FakeWorld())
+    weights.published = {int(v[1:]): h for v, h in published.items()}
+    return weights
+
+
+def on(world: FakeWorld, **options) -> WeightSync:
+    workers = world.workers()
+    return WeightSync(workers.actor, workers.relays, transfer_s=1.0, max_age=2, **options)
+
+
+def verified(weights: WeightSync, of: Group) -> None:
+    run_virtual(weights.verify(of))
 
 
 def test_tokens_of_acknowledged_and_published_versions_pass():
-    sync(v1="hash-of-1", v2="hash-of-2").verify(group(0, versions=(1, 2)))
+    verified(sync(v1="hash-of-1", v2="hash-of-2"), group(0, versions=(1, 2)))
 
 
 @pytest.mark.parametrize(
@@ -120,30 +131,82 @@ def test_tokens_of_acknowledged_and_published_versions_pass():
 )
 def test_tokens_of_other_weights_are_refused(hashes, message):
     with pytest.raises(WeightsMismatch, match=f"rollout-0 while rolling out group 7: {message}"):
-        sync(v1="hash-of-1", v2="hash-of-2").verify(group(7, versions=(1, 2), hashes=hashes))
+        verified(sync(v1="hash-of-1", v2="hash-of-2"), group(7, versions=(1, 2), hashes=hashes))
 
 
 def test_tokens_older_than_their_permit_are_refused_whatever_their_hash():
     late = replace(group(7, versions=(1, 2)), permit_version=2)
     with pytest.raises(WeightsMismatch, match="tokens of version 1, but its permit asks for 2 or newer"):
-        sync(v1="hash-of-1", v2="hash-of-2").verify(late)
+        verified(sync(v1="hash-of-1", v2="hash-of-2"), late)
 
 
 def test_tokens_of_a_version_that_was_never_published_are_refused():
     with pytest.raises(WeightsMismatch, match="version 2, published as None"):
-        sync(v1="hash-of-1").verify(group(0, versions=(1, 2)))
+        verified(sync(v1="hash-of-1"), group(0, versions=(1, 2)))
 
 
-def test_publishing_remembers_the_hash_and_tells():
-    told: list[Published] = []
-    weights = WeightSync(FakeActor(FakeWorld(publish_s=0.5)), transfer_s=1.0, on_publish=told.append)
-    receipt = run_virtual(weights.publish(3))
-    assert weights.published == {3: "hash-of-3"}
-    assert told == [receipt]
+def test_a_publish_returns_before_the_weights_arrive_and_their_hash_is_told_when_they_do():
+    told: list[tuple[Published, Arrival]] = []
+    weights = on(FakeWorld(publish_s=0.5, broadcast_s=0.25), on_arrival=lambda *both: told.append(both))
+
+    async def main() -> None:
+        receipt = await weights.publish(3)
+        assert asyncio.get_running_loop().time() == 0.5
+        assert (told, weights.published) == ([], {})
+        await weights.settled()
+        assert asyncio.get_running_loop().time() == 0.75
+        assert weights.published == {3: "hash-of-3"}
+        assert told == [(receipt, Arrival(3, "hash-of-3", 4, 4, 0.25))]
+
+    run_virtual(main())
+
+
+def test_whoever_needs_a_hash_that_is_arriving_waits_for_it():
+    weights = on(FakeWorld(publish_s=0.0, broadcast_s=0.25))
+
+    async def main() -> None:
+        await weights.publish(3)
+        await weights.verify(group(0, versions=(3,)))
+        assert asyncio.get_running_loop().time() == 0.25
+        assert await weights.arrived(3) == "hash-of-3"
+        assert await weights.arrived(2) is None
+
+    run_virtual(main())
 
 
 def test_a_publish_has_a_deadline_that_names_its_phase():
-    weights = WeightSync(FakeActor(FakeWorld(publish_s=9.0)), transfer_s=1.0)
+    weights = on(FakeWorld(publish_s=9.0))
     with pytest.raises(DeadlineExceeded, match="actor while publishing version 3: no answer within 1 s"):
         run_virtual(weights.publish(3))
     assert weights.published == {}
+
+
+@pytest.mark.parametrize("needs_it", ["the next publish", "a verification", "a checkpoint"])
+def test_weights_that_do_not_arrive_in_time_end_whatever_needs_them(needs_it):
+    weights = on(FakeWorld(publish_s=0.0, broadcast_s=9.0))
+
+    async def main() -> None:
+        await weights.publish(3)
+        if needs_it == "the next publish":
+            await asyncio.sleep(2)
+            await weights.publish(4)
+        elif needs_it == "a verification":
+            await weights.verify(group(0, versions=(3,)))
+        else:
+            await weights.settled()
+
+    with pytest.raises(DeadlineExceeded, match="relays while taking in version 3: no answer within 1 s"):
+        run_virtual(main())
+
+
+def test_hashes_no_token_can_carry_any_more_are_forgotten_except_those_kept():
+    weights = on(FakeWorld(publish_s=0.0))
+    weights.kept = {1}
+
+    async def main() -> None:
+        for version in range(8):
+            await weights.publish(version)
+            await weights.settled()
+
+    run_virtual(main())
+    assert sorted(weights.published) == [1, 5, 6, 7]

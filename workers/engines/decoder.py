@@ -3,14 +3,19 @@
 The law it keeps: **a job's tokens and logprobs do not depend on who shares its batch**, bit for bit in float32 on the
 CPU. Sums of floats depend on their order, and kernels choose the order by shape. It is the same for every row when the
 rows of a matrix product come in eights (fewer than four take other code, as does the tail of an activation) and when
-attention sees keys in multiples of 32: forwards are padded to those. A test holds the law.
+attention sees keys in multiples of 32: forwards are padded to those. Attention of one query sums in another order than
+that of many. So the keys and values of a prompt come from one forward over it, those of sampled tokens from rows of one
+query each, be it a step at a time or, where a request had begun elsewhere, many at once. Tests hold the law.
+
+Neighbouring jobs of one version are a *run*: they take a step together, under the weights of that version.
 
 Shape suffixes: `S` slots, `B` rows of a forward, `L` tokens per row, `K` keys, `V` vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import groupby
 from math import gcd
 from typing import TYPE_CHECKING, Literal
 
@@ -19,7 +24,7 @@ from torch import Tensor
 
 from workers.engines.base import Completion
 from workers.engines.sampling import as_int64, draw, uniform
-from workers.engines.slots import GROUPED_ATTENTION, SlotCache, check_cacheable
+from workers.engines.slots import GROUPED_ATTENTION, KeptCache, SlotCache, check_cacheable
 from workers.engines.stepping import Job
 
 if TYPE_CHECKING:
@@ -42,7 +47,9 @@ class Decoder:
         self.jobs: list[Job] = []
         self._model, self._device, self._dtype = model.eval(), model.device, model.dtype
         model.set_attn_implementation(GROUPED_ATTENTION if self._device.type == "cpu" else "sdpa")
-        self._cache = SlotCache(_up(num_slots, ROW_MULTIPLE), _up(max_context, KEY_MULTIPLE))
+        self._num_rows = _up(num_slots, ROW_MULTIPLE)
+        self._cache = SlotCache(self._num_rows, _up(max_context, KEY_MULTIPLE))
+        self._rows_S = torch.arange(self._num_rows, device=self._device)
         self._keys_K = torch.arange(_up(max_context, KEY_MULTIPLE), device=self._device)
         self._stop_token_ids = frozenset(stop_token_ids)
         self._is_stop_V = torch.isin(torch.arange(self.num_vocab), torch.tensor([*stop_token_ids])).to(self._device)
@@ -53,13 +60,12 @@ class Decoder:
         self._state: list[Tensor] = []
 
         def per_slot(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            rows = _up(self.num_slots, ROW_MULTIPLE)
-            self._state.append(torch.zeros(rows, *shape, dtype=dtype, device=self._device))
+            self._state.append(torch.zeros(self._num_rows, *shape, dtype=dtype, device=self._device))
             return self._state[-1]
 
         self._inputs_S = per_slot()  # the newest token: in no cache yet
         self._positions_S = per_slot()  # where in the sequence it stands
-        self._counts_S = per_slot()  # tokens sampled
+        self._counts_S = per_slot()  # tokens sampled, here or before
         self._limits_S = per_slot()
         self._seeds_S = per_slot()
         self._temperature_S = per_slot(dtype=torch.float32)
@@ -68,28 +74,65 @@ class Decoder:
         self._logprobs = per_slot(self.max_context, dtype=torch.float32)
 
     @torch.inference_mode()
+    def warm_up(self) -> None:
+        """One forward, so that memory is taken and the shapes of keys and values are known."""
+        self._prefill([(0,)], 0)
+
+    @torch.inference_mode()
     def admit(self, jobs: Sequence[Job]) -> None:
-        """Give each job a slot and its first token. Equal prompts share one prefill, whose keys are copied."""
+        """Give each job, all of one version, a slot; those that have not begun get their first token.
+
+        Equal prompts share one prefill, whose keys are copied. Jobs that bring keys and values need none.
+        """
+        kept = {job: cache for job in jobs if (cache := self._kept_by(job)) is not None}
         groups: dict[tuple[int, ...], list[Job]] = {}
         for job in jobs:
-            groups.setdefault(job.request.prompt_ids, []).append(job)
+            if job not in kept:
+                groups.setdefault(job.request.prompt_ids, []).append(job)
+        if groups:
+            self._admit_groups(groups)
+        for job, cache in kept.items():
+            self._cache.take(len(self.jobs), cache)
+            self._enter([job])
+
+    def _admit_groups(self, groups: dict[tuple[int, ...], list[Job]]) -> None:
         first, num_prompts = len(self.jobs), len(groups)
         logits_BV = self._prefill(list(groups), first)
         prompt_of = [*range(num_prompts), *(i for i, group in enumerate(groups.values()) for _ in group[1:])]
         prompt_of_B = self._tensor(prompt_of)
-        followers_B = torch.arange(first + num_prompts, first + len(jobs), device=self._device)
+        followers_B = self._rows_S[first + num_prompts : first + len(prompt_of)]
         self._cache.copy(first + prompt_of_B[num_prompts:], followers_B, max(map(len, groups)))
         self._enter([group[0] for group in groups.values()] + [job for group in groups.values() for job in group[1:]])
-        self._sample(logits_BV[prompt_of_B], slice(first, len(self.jobs)))
+        fresh = []
+        for slot in range(first, len(self.jobs)):
+            if self.jobs[slot].request.begun_ids:
+                self._replay(slot)
+            else:
+                fresh.append(slot)
+        if fresh:
+            fresh_B = self._tensor(fresh)
+            self._sample(logits_BV[prompt_of_B[fresh_B - first]], fresh_B)
+
+    def runs(self) -> Iterator[slice]:
+        """The slots of neighbouring jobs of one version."""
+        for _, slots in groupby(range(len(self.jobs)), key=lambda slot: self.jobs[slot].version):
+            first, *others = slots
+            yield slice(first, first + 1 + len(others))
 
     @torch.inference_mode()
-    def step(self) -> None:
-        """One more token for every job."""
-        num_jobs = len(self.jobs)
-        rows = slice(0, _up(num_jobs, ROW_MULTIPLE))
-        num_keys = int(self._positions_S[:num_jobs].max()) + 1
-        logits_BLV = self._forward(self._inputs_S[rows, None], self._positions_S[rows, None], num_keys=num_keys)
-        self._sample(logits_BLV[:num_jobs, 0], slice(0, num_jobs))
+    def step(self, run: slice) -> None:
+        """One more token for every job of a run.
+
+        Rows that fill up the eights are slots of other runs, or of none: what is written there goes where the newest
+        token of that slot will be written before it is read.
+        """
+        num_rows = _up(run.stop - run.start, ROW_MULTIPLE)
+        first = min(run.start, self._num_rows - num_rows)
+        rows = slice(first, first + num_rows)
+        positions_B1 = self._positions_S[rows, None]
+        self._cache.look(first, num_rows, positions_B1, _up(int(self._positions_S[run].max()) + 1, KEY_MULTIPLE))
+        logits_BV = self._forward(self._inputs_S[rows, None], positions_B1)[:, 0]
+        self._sample(logits_BV[run.start - first : run.stop - first], self._rows_S[run])
 
     def ended(self) -> list[int]:
         """Slots of the jobs whose newest token is their last."""
@@ -98,8 +141,9 @@ class Decoder:
         return is_last_S.nonzero().flatten().tolist()
 
     def counts(self) -> list[int]:
-        """Tokens sampled so far, by job."""
-        return self._counts_S[: len(self.jobs)].tolist()
+        """Tokens sampled here so far, by job."""
+        counts = self._counts_S[: len(self.jobs)].tolist()
+        return [count - job.request.num_begun for count, job in zip(counts, self.jobs, strict=True)]
 
     def newest(self, slot: int) -> tuple[int, float]:
         """The newest token of the job in `slot`, and its logprob."""
@@ -108,10 +152,7 @@ class Decoder:
     @torch.inference_mode()
     def recompute(self, max_tokens: int) -> None:
         """Compute the keys and values of all running jobs anew, in forwards of `max_tokens` (or one job) at most."""
-        contexts = [
-            job.request.prompt_ids + tuple(self._output_ids[slot, : count - 1].tolist())
-            for slot, (job, count) in enumerate(zip(self.jobs, self.counts(), strict=True))
-        ]
+        contexts = [self._context(slot) for slot in range(len(self.jobs))]
         rows = max(1, max_tokens // max(map(len, contexts), default=1))
         for first in range(0, len(contexts), rows):
             self._prefill(contexts[first : first + rows], first)
@@ -126,23 +167,50 @@ class Decoder:
         logprobs_LV = logits_BLV[0, :-1].float().log_softmax(-1)
         return tuple(logprobs_LV.gather(1, ids_BL[0, 1:, None])[:, 0].tolist())
 
+    def progress(self) -> list[tuple[Job, list[int], list[float]]]:
+        """Every job with the ids and logprobs that it has sampled here."""
+        return self._sampled(range(len(self.jobs)))
+
     @torch.inference_mode()
-    def release(self, slots: Sequence[int], *, is_aborted: bool = False) -> list[tuple[Job, Completion]]:
-        """Take these jobs out, with what they sampled; the last jobs move into the holes."""
+    def release(
+        self, slots: Sequence[int], *, is_aborted: bool = False, keep_cache: bool = False
+    ) -> list[tuple[Job, Completion]]:
+        """Take these jobs out, with what they sampled; the last jobs of their run move into the holes."""
+        if not slots:
+            return []
+        done: list[tuple[Job, Completion]] = []
+        for slot, (job, ids, logprobs) in zip(slots, self._sampled(slots), strict=True):
+            ended = "stop" if ids and ids[-1] in self._stop_token_ids else "length"
+            cache = self._cache.keep(slot, job.version, self._context(slot)) if keep_cache else None
+            done.append((job, job.completion(ids, logprobs, "abort" if is_aborted else ended, cache)))
+        self._close_ranks(frozenset(slots))
+        return done
+
+    def _sampled(self, slots: Sequence[int]) -> list[tuple[Job, list[int], list[float]]]:
         if not slots:
             return []
         slots_S = self._tensor(slots)
         counts = self._counts_S[slots_S].tolist()
         rows_of_ids = self._output_ids[slots_S, : max(counts)].tolist()
         rows_of_logprobs = self._logprobs[slots_S, : max(counts)].tolist()
-        done: list[tuple[Job, Completion]] = []
-        for slot, count, ids, logprobs in zip(slots, counts, rows_of_ids, rows_of_logprobs, strict=True):
-            job = self.jobs[slot]
-            finish: Literal["stop", "length", "abort"] = "stop" if ids[count - 1] in self._stop_token_ids else "length"
-            outputs = tuple(ids[:count]), tuple(logprobs[:count]), job.versions(count)
-            done.append((job, Completion(*outputs, finish="abort" if is_aborted else finish)))
-        self._close_ranks(frozenset(slots))
-        return done
+        jobs = [self.jobs[slot] for slot in slots]
+        return [
+            (job, ids[job.request.num_begun : count], logprobs[job.request.num_begun : count])
+            for job, count, ids, logprobs in zip(jobs, counts, rows_of_ids, rows_of_logprobs, strict=True)
+        ]
+
+    def _context(self, slot: int) -> tuple[int, ...]:
+        """The tokens whose keys and values are in a slot: all but the newest."""
+        num_sampled = int(self._counts_S[slot]) - 1
+        return self.jobs[slot].request.prompt_ids + tuple(self._output_ids[slot, :num_sampled].tolist())
+
+    def _kept_by(self, job: Job) -> KeptCache | None:
+        """The keys and values that a job brings, if they are of its tokens, its version and this model."""
+        kept, request = job.request.begun and job.request.begun.cache, job.request
+        if not (isinstance(kept, KeptCache) and request.num_begun):
+            return None
+        is_same = kept.version == job.version and kept.token_ids == request.prompt_ids + request.begun_ids[:-1]
+        return kept if is_same and self._cache.can_take(kept) else None
 
     def _prefill(self, prompts: Sequence[tuple[int, ...]], first: int) -> Tensor:
         """Run each prompt in a slot of its own, from `first`; the logits of its last token, (prompts, V)."""
@@ -153,15 +221,26 @@ class Decoder:
         columns_B = self._tensor([keep.index(len(prompt) - 1) for prompt in prompts])
         multiple = ROW_MULTIPLE // gcd(ROW_MULTIPLE, len(prompts))  # the output layer's rows come in eights, too
         keep += keep[-1:] * (_up(len(keep), multiple) - len(keep))
-        logits_BLV = self._forward(ids_BL, positions_BL, num_keys=length, first=first, keep=self._tensor(keep))
+        self._cache.look(first, len(prompts), positions_BL, _up(length, KEY_MULTIPLE))
+        logits_BLV = self._forward(ids_BL, positions_BL, self._tensor(keep))
         return logits_BLV[torch.arange(len(prompts), device=self._device), columns_B]
 
-    def _forward(
-        self, ids_BL: Tensor, positions_BL: Tensor, *, num_keys: int, first: int = 0, keep: Tensor | Literal[0] = 0
-    ) -> Tensor:
-        """Logits at the columns `keep` (0: at all), for rows in the slots from `first`; positions may have one row."""
-        num_keys = _up(num_keys, KEY_MULTIPLE)
-        self._cache.look(first, len(ids_BL), positions_BL, num_keys)
+    def _replay(self, slot: int) -> None:
+        """Compute the keys and values of what a job had begun with, in forwards no wider than a step of all slots."""
+        request = self.jobs[slot].request
+        ids, start = request.begun_ids[:-1], len(request.prompt_ids)
+        for first in range(0, len(ids), self._num_rows):
+            piece = ids[first : first + self._num_rows]
+            last = start + first + len(piece) - 1
+            num_more = _up(len(piece), ROW_MULTIPLE) - len(piece)  # the last one again: the same is written twice
+            ids_B1 = self._tensor([*piece, *piece[-1:] * num_more])[:, None]
+            positions_B = torch.arange(start + first, last + 1 + num_more, device=self._device).clamp(max=last)
+            self._cache.look(slot, 1, positions_B[:, None], _up(last + 1, KEY_MULTIPLE))
+            self._forward(ids_B1, positions_B[:, None], self._tensor([]))
+
+    def _forward(self, ids_BL: Tensor, positions_BL: Tensor, keep: Tensor | Literal[0] = 0) -> Tensor:
+        """Logits at the columns `keep` (0: at all) of what the cache looks at; positions may have one row."""
+        num_keys = self._cache.window.num_keys
         is_seen_BLK = self._keys_K[:num_keys] <= positions_BL[..., None]
         mask_BLK = torch.where(is_seen_BLK, 0.0, -torch.inf).to(self._dtype)
         return self._model(
@@ -174,42 +253,51 @@ class Decoder:
         ).logits
 
     def _enter(self, jobs: Sequence[Job]) -> None:
-        """Put prefilled jobs into the next slots."""
+        """Put jobs into the next slots, each with what it had begun with."""
         slots = slice(len(self.jobs), len(self.jobs) + len(jobs))
         requests = [job.request for job in jobs]
-        self._positions_S[slots] = self._tensor([len(r.prompt_ids) - 1 for r in requests])
-        self._counts_S[slots] = 0
+        self._inputs_S[slots] = self._tensor([(r.prompt_ids + r.begun_ids)[-1] for r in requests])
+        self._positions_S[slots] = self._tensor([len(r.prompt_ids) + r.num_begun - 1 for r in requests])
+        self._counts_S[slots] = self._tensor([r.num_begun for r in requests])
         self._limits_S[slots] = self._tensor([r.sampling.max_new_tokens for r in requests])
         self._seeds_S[slots] = self._tensor([as_int64(r.seed) for r in requests])
         self._temperature_S[slots] = torch.tensor([r.sampling.temperature for r in requests], device=self._device)
         self._top_p_S[slots] = torch.tensor([r.sampling.top_p for r in requests], device=self._device)
+        for slot, request in enumerate(requests, slots.start):
+            self._output_ids[slot, : request.num_begun] = self._tensor(request.begun_ids)
         self.jobs += jobs
 
-    def _sample(self, logits_BV: Tensor, slots: slice) -> None:
-        """Draw and record the next token of the jobs in `slots`."""
-        counts_B = self._counts_S[slots]
-        uniform_B = uniform(self._seeds_S[slots], counts_B)
-        tokens_B, logprobs_B = draw(logits_BV, self._temperature_S[slots], self._top_p_S[slots], uniform_B)
-        self._output_ids[slots].scatter_(1, counts_B[:, None], tokens_B[:, None])
-        self._logprobs[slots].scatter_(1, counts_B[:, None], logprobs_B[:, None])
-        self._inputs_S[slots] = tokens_B
-        self._positions_S[slots] += 1
-        self._counts_S[slots] += 1
+    def _sample(self, logits_BV: Tensor, slots_B: Tensor) -> None:
+        """Draw and record the next token of the jobs in `slots_B`."""
+        counts_B = self._counts_S[slots_B]
+        uniform_B = uniform(self._seeds_S[slots_B], counts_B)
+        tokens_B, logprobs_B = draw(logits_BV, self._temperature_S[slots_B], self._top_p_S[slots_B], uniform_B)
+        self._output_ids[slots_B, counts_B] = tokens_B
+        self._logprobs[slots_B, counts_B] = logprobs_B
+        self._inputs_S[slots_B] = tokens_B
+        self._positions_S[slots_B] += 1
+        self._counts_S[slots_B] += 1
         self.num_tokens += len(tokens_B)
 
     def _close_ranks(self, leaving: frozenset[int]) -> None:
-        """Move the last jobs into the slots of those that leave."""
-        remaining = len(self.jobs) - len(leaving)
-        holes = [slot for slot in leaving if slot < remaining]
-        movers = [slot for slot in range(remaining, len(self.jobs)) if slot not in leaving]
-        if holes:
-            holes_S, movers_S = self._tensor(holes), self._tensor(movers)
-            self._cache.copy(movers_S, holes_S, int(self._positions_S[movers_S].max()))
-            for state in self._state:
-                state[holes_S] = state[movers_S]
-            for hole, mover in zip(holes, movers, strict=True):
-                self.jobs[hole] = self.jobs[mover]
-        del self.jobs[remaining:]
+        """Move the last jobs of each run into the slots of those that leave, and every run up to the one before."""
+        staying = (slot for slot in range(len(self.jobs)) if slot not in leaving)
+        runs = [list(run) for _, run in groupby(staying, key=lambda slot: self.jobs[slot].version)]
+        end = 0
+        for slots in runs:
+            first, end = end, end + len(slots)
+            self._move([slot for slot in slots if slot >= end], sorted(set(range(first, end)).difference(slots)))
+        del self.jobs[end:]
+
+    def _move(self, movers: Sequence[int], holes: Sequence[int]) -> None:
+        if not movers:
+            return
+        holes_S, movers_S = self._tensor(holes), self._tensor(movers)
+        self._cache.copy(movers_S, holes_S, int(self._positions_S[movers_S].max()))
+        for state in self._state:
+            state[holes_S] = state[movers_S]
+        for hole, mover in zip(holes, movers, strict=True):
+            self.jobs[hole] = self.jobs[mover]
 
     def _tensor(self, integers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(integers, dtype=torch.int64, device=self._device)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rlsys.errors import ModelError, WorkerError
+from rlsys.errors import ConfigError, ModelError, WorkerError
 from workers.engines.base import EngineChoice, EngineName, EngineSpec
 from workers.train.model import load_model, outline
 
@@ -35,11 +35,14 @@ def choose(
     """The engine that `auto` means here, and why; any other name is taken at its word.
 
     vLLM serves every GPU it is installed for. On a CPU it is worth its start-up for models above `WORTH_PARAMETERS`.
+    It holds one version of the weights at a time.
     """
     if spec.engine != "auto":
         return EngineChoice(spec.engine, "as configured")
     if spec.tensor_parallel > 1:
         return EngineChoice("vllm", "local has no shards")
+    if spec.resident_versions > 1:
+        return EngineChoice("local", "vLLM holds one version at a time")
     reason = f"the device is {device.type}"
     if device.type == "cpu":
         size = outline(spec.model_path).num_parameters()
@@ -56,7 +59,10 @@ def choose(
 async def start_engine(
     spec: EngineSpec, name: EngineName, *, stop_token_ids: frozenset[int], device: torch.device, worker: str
 ) -> Engine:
-    """The engine called `name` on `device`, after its first step. Raises `ModelError` if it cannot run the model."""
+    """The engine called `name` on `device`, after its first step.
+
+    Raises `ModelError` if it cannot run the model, `ConfigError` if it cannot hold that many versions.
+    """
     engine = _built(spec, name, stop_token_ids=stop_token_ids, device=device, worker=worker)
     try:
         await engine.score((0, 0))
@@ -72,6 +78,11 @@ def _built(
     spec: EngineSpec, name: EngineName, *, stop_token_ids: frozenset[int], device: torch.device, worker: str
 ) -> Engine:
     if name == "vllm":
+        if spec.resident_versions > 1:
+            raise ConfigError(
+                f"rollout.resident_versions: {spec.resident_versions} versions side by side, and vLLM holds one; set "
+                "rollout.engine=local, or a rollout.weight_change other than beside"
+            )
         from workers.engines.vllm import VllmEngine
 
         return VllmEngine(
@@ -96,6 +107,7 @@ def _built(
         max_context=spec.max_context,
         stop_token_ids=stop_token_ids,
         kv_cache=spec.kv_cache,
+        resident_versions=spec.resident_versions,
         step_s=spec.step_s,
         load_s=spec.load_s,
         name=worker,

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from asyncio import Future, get_running_loop, to_thread
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-import torch
-
+from rlsys.errors import WorkerError
 from rlsys.types import EngineStats, PolicyVersion, VersionSpan
 from workers.engines.base import Completion
 from workers.engines.decoder import Decoder
+from workers.engines.limits import Limits
+from workers.engines.residents import LaidOut, Residents
 from workers.engines.stepping import Job, SteppingEngine
 from workers.engines.weights import ModelShapes, check_weights
-from workers.transport.hashing import content_hash
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,35 +38,45 @@ class LocalEngine(SteppingEngine):
         max_context: int,
         stop_token_ids: frozenset[int],
         kv_cache: Literal["keep", "recompute"] = "keep",
+        resident_versions: int = 1,
         step_s: float = 600.0,
         load_s: float = 600.0,
         version: PolicyVersion = 0,
         name: str,
     ) -> None:
-        """`kv_cache`: what becomes of running requests' keys and values when weights change. `step_s` and `load_s` are
-        the deadlines of a step and of a load, in seconds.
+        """`kv_cache`: what becomes of running requests' keys and values when weights are replaced; with several
+        `resident_versions` they are not. `step_s` and `load_s` are the deadlines of a step and of a load, in seconds.
         """
-        self._model, self._kv_cache, self._load_s = model, kv_cache, load_s
+        self._kv_cache, self._resident_versions, self._load_s = kv_cache, resident_versions, load_s
+        self._shapes, self._residents = ModelShapes.of(model), Residents(model, version)
+        self._staged: tuple[Mapping[str, Tensor], LaidOut] | None = None
+        self._seeking_room: list[Future[None]] = []
         self._decoder = Decoder(model, num_slots=num_slots, max_context=max_context, stop_token_ids=stop_token_ids)
-        self._own = dict(model.named_parameters(remove_duplicate=False))  # with the names of tied tensors
-        super().__init__(
-            name,
-            version=version,
-            num_slots=num_slots,
-            max_context=max_context,
-            num_vocab=self._decoder.num_vocab,
-            step_s=step_s,
-        )
+        limits = Limits(max_context, self._decoder.num_vocab, stop_token_ids)
+        super().__init__(name, version=version, num_slots=num_slots, limits=limits, step_s=step_s)
+
+    @property
+    def versions(self) -> tuple[PolicyVersion, ...]:
+        return self._residents.versions
 
     async def stage(self, weights: Mapping[str, Tensor]) -> None:
-        self._check(weights)
+        """See `Engine.stage`: lays out what `load` will put beside the others, in a thread of its own."""
+        check_weights(self._name, weights, self._shapes)
+        if self._resident_versions == 1 or (self._staged is not None and self._staged[0] is weights):
+            return
+        self._staged = None
+        future: Future[None] = get_running_loop().create_future()
+        self._post(partial(self._seek_room, future), future, "waiting for room for one more version")
+        await future
+        self._staged = weights, await to_thread(self._residents.lay_out, weights)
 
     async def load(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> str:
         """See `Engine.load`. The hash is that of the model's own parameters after the change."""
-        return await self._ask(f"loading version {version}", partial(self._load, version, weights), self._load_s)
+        load = self._replace if self._resident_versions == 1 else self._add
+        return await self._ask(f"loading version {version}", partial(load, version, weights), self._load_s)
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
-        return await self._ask("scoring", partial(self._decoder.score, token_ids))
+        return await self._ask("scoring", partial(self._score, token_ids))
 
     def stats(self) -> EngineStats:
         num_running = len(self._decoder.jobs)
@@ -78,60 +89,112 @@ class LocalEngine(SteppingEngine):
 
     # ------------------------------------------------------------------------------------------- on the step thread
 
+    def _start_up(self) -> None:
+        self._decoder.warm_up()
+
     def _running(self) -> Sequence[Job]:
         return self._decoder.jobs
 
+    def _progress(self) -> Iterable[tuple[Job, Sequence[int], Sequence[float]]]:
+        return self._decoder.progress()
+
     def _advance(self) -> None:
+        """Admit arrivals, then one step for every version in turn."""
         if arrivals := self._arrivals():
             num_before = len(self._decoder.jobs)
+            self._residents.use(arrivals[0].version)
             self._decoder.admit(arrivals)
-            self._stream(range(num_before, len(self._decoder.jobs)))
+            self._stream(slot for slot in range(num_before, len(self._decoder.jobs)) if self._is_fresh(slot))
             self._release(self._decoder.ended())
-        if self._decoder.jobs:
-            self._decoder.step()
-            self._stream(range(len(self._decoder.jobs)))
-            self._release(self._decoder.ended())
+        for run in self._decoder.runs():
+            self._residents.use(self._decoder.jobs[run.start].version)
+            self._decoder.step(run)
+        self._stream(range(len(self._decoder.jobs)))
+        self._release(self._decoder.ended())
 
     def _arrivals(self) -> list[Job]:
-        """The next jobs in line for which there is a free slot and room in one prefill."""
+        """The next jobs in line, of one version, for which there is a free slot and room in one prefill."""
         jobs: list[Job] = []
         prompts: set[tuple[int, ...]] = set()
         longest = 0
         while self._waiting and len(self._decoder.jobs) + len(jobs) < self._num_slots:
-            prompt = self._waiting[0].request.prompt_ids
+            job = self._waiting[0]
+            version, prompt = self._version_for(job), job.request.prompt_ids
             prompts.add(prompt)
             longest = max(longest, len(prompt))
-            if jobs and len(prompts) * longest > PREFILL_TOKENS:
+            if jobs and (len(prompts) * longest > PREFILL_TOKENS or version != jobs[0].version):
                 break
-            job = self._waiting.popleft()
-            job.marks.append((0, self._version))
-            jobs.append(job)
+            job.marks.append((0, version))
+            jobs.append(self._waiting.popleft())
         return jobs
 
-    def _stream(self, slots: range) -> None:
+    def _version_for(self, job: Job) -> PolicyVersion:
+        """The version that a job came to where it began, if that is held; else the newest."""
+        if job.request.num_begun and job.request.begun is not None:
+            came_to = job.request.begun.versions[-1].version
+            return came_to if came_to in self.versions else self._version
+        return self._version
+
+    def _is_fresh(self, slot: int) -> bool:
+        return not self._decoder.jobs[slot].request.num_begun
+
+    def _stream(self, slots: Iterable[int]) -> None:
         """Pass on the newest token of the jobs in `slots` that are streamed."""
         for slot in slots:
             job = self._decoder.jobs[slot]
             if job.stream is not None:
                 token, logprob = self._decoder.newest(slot)
-                self._emit(job, Completion((token,), (logprob,), (VersionSpan(self._version, 1),), None))
+                self._emit(job, Completion((token,), (logprob,), (VersionSpan(job.version, 1),), None))
 
-    def _release(self, slots: Sequence[int], *, is_aborted: bool = False) -> None:
-        for job, completion in self._decoder.release(slots, is_aborted=is_aborted):
+    def _release(self, slots: Sequence[int], *, is_aborted: bool = False, keep_cache: bool = False) -> None:
+        for job, completion in self._decoder.release(slots, is_aborted=is_aborted, keep_cache=keep_cache):
             self._answer(job.future, completion)
+        if slots:
+            self._evict()
 
-    def _cut(self, is_meant: Callable[[Job], bool]) -> None:
-        self._release([slot for slot, job in enumerate(self._decoder.jobs) if is_meant(job)], is_aborted=True)
+    def _cut(self, is_meant: Callable[[Job], bool], *, keep_cache: bool) -> None:
+        slots = [slot for slot, job in enumerate(self._decoder.jobs) if is_meant(job)]
+        self._release(slots, is_aborted=True, keep_cache=keep_cache)
 
-    def _check(self, weights: Mapping[str, Tensor]) -> None:
-        check_weights(self._name, weights, ModelShapes.of(self._model))
+    def _score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+        self._residents.use(self._version)
+        return self._decoder.score(token_ids)
 
-    def _load(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> str:
-        self._check(weights)
-        with torch.no_grad():
-            for name, tensor in weights.items():
-                self._own[name].copy_(tensor)
+    def _replace(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> str:
+        """Let running jobs go on under the new weights."""
+        check_weights(self._name, weights, self._shapes)
+        held = self._residents.overwrite(version, weights)
         if self._kv_cache == "recompute" and self._decoder.jobs:
             self._decoder.recompute(PREFILL_TOKENS)
         self._become(version, self._decoder.counts())
-        return content_hash({name: self._own[name] for name in weights})
+        return held
+
+    def _add(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> str:
+        """Let running jobs end on the weights that they have."""
+        check_weights(self._name, weights, self._shapes)
+        staged, self._staged = self._staged, None
+        if version not in self.versions and not self._has_room():
+            held = ", ".join(map(str, self.versions))
+            detail = f"requests run on each of the versions held: {held}; wait in `stage`, or raise resident_versions"
+            raise WorkerError(self._name, f"loading version {version}", detail)
+        if staged is not None and staged[0] is weights:
+            laid_out = staged[1]
+        else:
+            laid_out = self._residents.lay_out(weights)
+        self._residents.add(version, laid_out.tensors)
+        self._version = version
+        self._evict()
+        return laid_out.hash
+
+    def _has_room(self) -> bool:
+        return len(self.versions) < self._resident_versions
+
+    def _seek_room(self, future: Future[None]) -> None:
+        self._seeking_room.append(future)
+        self._evict()
+
+    def _evict(self) -> None:
+        """Let go of versions on which nothing runs, and tell who waits for room."""
+        self._residents.evict_all_but({job.version for job in self._decoder.jobs})
+        while self._seeking_room and self._has_room():
+            self._answer(self._seeking_room.pop(), None)

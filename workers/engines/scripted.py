@@ -5,15 +5,17 @@ For tests of workflows and workers: it keeps every promise of `Engine` (versions
 
 from __future__ import annotations
 
-from asyncio import Future, Queue, TimerHandle, get_running_loop
+import sys
+from asyncio import Event, Future, Queue, TimerHandle, get_running_loop
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
-from rlsys.errors import TaskTooLong, WorkerDied
+from rlsys.errors import WorkerDied, WorkerError
 from rlsys.types import EngineStats, PolicyVersion, VersionSpan
-from workers.engines.base import Completion, Request
+from workers.engines.base import Completion, Request, spans_of
+from workers.engines.limits import Limits
 from workers.engines.streaming import as_sampled
 from workers.engines.weights import ModelShapes, check_weights
 from workers.transport.hashing import content_hash
@@ -28,38 +30,50 @@ class _Job:
     script: Iterator[int]
     future: Future[Completion]
     stream: Queue[Completion | None] | None = None
+    version: PolicyVersion | None = None
+    """What its next token is of; None before its first."""
     output_ids: list[int] = field(default_factory=list)
+    """Sampled here."""
     versions: list[PolicyVersion] = field(default_factory=list)
 
-    def completion(self, finish: Literal["stop", "length", "abort"]) -> Completion:
-        spans = tuple(VersionSpan(version, len(list(run))) for version, run in groupby(self.versions))
-        return Completion(tuple(self.output_ids), (0.0,) * len(self.output_ids), spans, finish)
+    def so_far(self, finish: Literal["stop", "length", "abort"] | None) -> Completion:
+        here = Completion(tuple(self.output_ids), (0.0,) * len(self.output_ids), spans_of(self.versions), finish)
+        return self.request.begun.then(here) if self.request.begun else here
 
 
 class ScriptedEngine:
     """Answers each request with `reply(request)`: token ids, or text whose characters are taken as token ids.
 
-    A reply that ends before `max_new_tokens` finishes with `stop`, else with `length`; every logprob is 0. A tick lasts
-    `tick_s`. `shapes` is what `load` expects, by tensor name.
+    A reply that ends before `max_new_tokens` finishes with `stop`, else with `length`; every logprob is 0. A request
+    that had begun goes on at that place of its reply. `num_slots` requests run, the others wait. A tick lasts `tick_s`.
+    `shapes` is what `load` expects, by tensor name.
     """
 
     def __init__(
         self,
         reply: Callable[[Request], str | Sequence[int]],
         *,
+        num_slots: int = 64,
         max_context: int = 4096,
         tick_s: float = 0.0,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
+        resident_versions: int = 1,
         version: PolicyVersion = 0,
         name: str = "scripted",
     ) -> None:
         self.version = version
-        self._reply, self._max_context, self._tick_s = reply, max_context, tick_s
-        self._shapes, self._name = shapes, name
+        self._reply, self._num_slots, self._tick_s = reply, num_slots, tick_s
+        self._limits = Limits(max_context, sys.maxunicode + 1)
+        self._shapes, self._resident_versions, self._name = shapes, resident_versions, name
         self._jobs: list[_Job] = []
         self._timer: TimerHandle | None = None
         self._num_tokens = 0
         self._is_paused = self._is_closed = False
+        self._job_left = Event()
+
+    @property
+    def versions(self) -> tuple[PolicyVersion, ...]:
+        return tuple(sorted({self.version, *(job.version for job in self._jobs if job.version is not None)}))
 
     async def generate(self, request: Request) -> Completion:
         job = self._enter(request)
@@ -72,22 +86,16 @@ class ScriptedEngine:
         pieces: Queue[Completion | None] = Queue()
         job = self._enter(request, pieces)
         try:
-            async for piece in as_sampled(job.future, pieces):
+            async for piece in as_sampled(job.future, pieces, request.num_begun):
                 yield piece
         finally:
             self._withdraw(job)
 
     def _enter(self, request: Request, stream: Queue[Completion | None] | None = None) -> _Job:
         self._check_open()
-        if (total := len(request.prompt_ids) + request.sampling.max_new_tokens) > self._max_context:
-            raise TaskTooLong(
-                self._name,
-                f"taking request {request.id}",
-                f"{len(request.prompt_ids)} prompt tokens + {request.sampling.max_new_tokens} new tokens = {total} "
-                f"exceed the context of {self._max_context}",
-            )
+        self._limits.check(self._name, request)
         reply = self._reply(request)
-        script = iter(map(ord, reply) if isinstance(reply, str) else reply)
+        script = islice(map(ord, reply) if isinstance(reply, str) else reply, request.num_begun, None)
         job = _Job(request, script, get_running_loop().create_future(), stream)
         self._jobs.append(job)
         self._schedule()
@@ -96,10 +104,15 @@ class ScriptedEngine:
     def _withdraw(self, job: _Job) -> None:
         if job in self._jobs:
             self._jobs.remove(job)
+            self._job_left.set()
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, *, keep_cache: bool = False) -> None:
         for job in [job for job in self._jobs if job.request.id == request_id]:
             self._finish(job, "abort")
+
+    async def progress(self) -> Mapping[str, Completion]:
+        self._check_open()
+        return {job.request.id: job.so_far(None) for job in self._jobs if job.output_ids}
 
     async def pause(self) -> None:
         self._check_open()
@@ -107,14 +120,29 @@ class ScriptedEngine:
         self._unschedule()
 
     async def stage(self, weights: Mapping[str, Tensor]) -> None:
+        """See `Engine.stage`. Unblocked by requests ending."""
         self._check_open()
         self._check(weights)
+        while self._resident_versions > 1 and not self._has_room():
+            self._job_left.clear()
+            await self._job_left.wait()
+            self._check_open()
 
     async def load(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> str:
         self._check_open()
         self._check(weights)
+        if self._resident_versions == 1:
+            for job in self._jobs:
+                job.version = None if job.version is None else version
+        elif version not in self.versions and not self._has_room():
+            held = ", ".join(map(str, self.versions))
+            detail = f"requests run on each of the versions held: {held}; wait in `stage`, or raise resident_versions"
+            raise WorkerError(self._name, f"loading version {version}", detail)
         self.version = version
         return content_hash(weights)
+
+    def _has_room(self) -> bool:
+        return len(self.versions) < self._resident_versions
 
     def _check(self, weights: Mapping[str, Tensor]) -> None:
         if self._shapes is not None:
@@ -130,7 +158,13 @@ class ScriptedEngine:
         self._schedule()
 
     def stats(self) -> EngineStats:
-        return EngineStats(num_running=len(self._jobs), num_waiting=0, kv_used=0.0, num_tokens=self._num_tokens)
+        num_running = sum(job.version is not None for job in self._jobs)
+        return EngineStats(
+            num_running=num_running,
+            num_waiting=len(self._jobs) - num_running,
+            kv_used=num_running / self._num_slots,
+            num_tokens=self._num_tokens,
+        )
 
     async def close(self) -> None:
         self._is_closed = True
@@ -139,23 +173,30 @@ class ScriptedEngine:
             if not job.future.done():
                 job.future.set_exception(self._closed())
         self._jobs.clear()
+        self._job_left.set()
 
     def _tick(self) -> None:
-        """The next token of every job."""
+        """The next token of every running job."""
         self._timer = None
-        for job in tuple(self._jobs):
+        for job in self._jobs[: self._num_slots]:
+            if job.version is None:
+                job.version = self._version_for(job.request)
             token = next(job.script, None)
             if token is None:
                 self._finish(job, "stop")
                 continue
             job.output_ids.append(token)
-            job.versions.append(self.version)
+            job.versions.append(job.version)
             self._num_tokens += 1
             if job.stream is not None:
-                job.stream.put_nowait(Completion((token,), (0.0,), (VersionSpan(self.version, 1),), None))
-            if len(job.output_ids) == job.request.sampling.max_new_tokens:
+                job.stream.put_nowait(Completion((token,), (0.0,), (VersionSpan(job.version, 1),), None))
+            if job.request.num_begun + len(job.output_ids) == job.request.sampling.max_new_tokens:
                 self._finish(job, "length")
         self._schedule()
+
+    def _version_for(self, request: Request) -> PolicyVersion:
+        came_to = request.begun.versions[-1].version if request.begun and request.num_begun else self.version
+        return came_to if came_to in self.versions else self.version
 
     def _schedule(self) -> None:
         if self._jobs and self._timer is None and not self._is_paused:
@@ -167,9 +208,9 @@ class ScriptedEngine:
             self._timer = None
 
     def _finish(self, job: _Job, finish: Literal["stop", "length", "abort"]) -> None:
-        self._jobs.remove(job)
+        self._withdraw(job)
         if not job.future.done():
-            job.future.set_result(job.completion(finish))
+            job.future.set_result(job.so_far(finish))
 
     def _check_open(self) -> None:
         if self._is_closed:

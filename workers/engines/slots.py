@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from rlsys.errors import ModelError
+from rlsys.types import PolicyVersion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,11 +27,24 @@ class Window:
     """Where the current forward reads and writes."""
 
     slots: slice = field(default_factory=lambda: slice(0, 0))
+    """One per row of the forward, or one for all."""
     rows: Tensor = field(default_factory=lambda: torch.empty(0, 1, 1))
     """The slots as an index, (slots, 1, 1)."""
     positions: Tensor = field(default_factory=lambda: torch.empty(0, 1, 1))
-    """Where each token goes, (slots or 1, 1, tokens)."""
+    """Where each token goes, (rows or 1, 1, tokens)."""
     num_keys: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KeptCache:
+    """Keys and values of one request, on their way to another slot, perhaps in another process."""
+
+    version: PolicyVersion
+    """What the request came to be sampled from."""
+    token_ids: tuple[int, ...]
+    """What they are of: the prompt, and what was sampled but for the newest token."""
+    layers: tuple[tuple[Tensor, Tensor], ...]
+    """Keys and values of each layer, (heads, tokens, head size), on the host."""
 
 
 class SlotLayer(CacheLayerMixin):
@@ -57,13 +71,35 @@ class SlotLayer(CacheLayerMixin):
         window = self.window
         at = (window.rows, self.heads, window.positions)
         self.keys[at], self.values[at] = key_states, value_states
-        return self.keys[window.slots, :, : window.num_keys], self.values[window.slots, :, : window.num_keys]
+        seen = (window.slots, slice(None), slice(window.num_keys))
+        rows = (len(key_states), -1, -1, -1)
+        return self.keys[seen].expand(rows), self.values[seen].expand(rows)
 
     def copy(self, source: Tensor, target: Tensor, num_keys: int) -> None:
         """See `SlotCache.copy`."""
         for tensor in (self.keys, self.values):
             assert tensor is not None
             tensor[target, :, :num_keys] = tensor[source, :, :num_keys]
+
+    def read(self, slot: int, num_keys: int) -> tuple[Tensor, Tensor]:
+        """The first entries of a slot, copied to the host."""
+        assert self.keys is not None
+        assert self.values is not None
+        keys, values = self.keys[slot, :, :num_keys], self.values[slot, :, :num_keys]
+        return keys.to("cpu", copy=True).contiguous(), values.to("cpu", copy=True).contiguous()
+
+    def write(self, slot: int, keys: Tensor, values: Tensor) -> None:
+        """Put what `read` gave at the front of a slot."""
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys[slot, :, : keys.shape[1]], self.values[slot, :, : values.shape[1]] = keys, values
+
+    def fits(self, states: Tensor, num_keys: int) -> bool:
+        """Could these be the first `num_keys` entries of a slot?"""
+        keys = self.keys
+        if keys is None:
+            return False
+        return states.shape == (keys.shape[1], num_keys, keys.shape[3]) and states.dtype == keys.dtype
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.window.num_keys, 0
@@ -84,7 +120,10 @@ class SlotCache(Cache):
         super().__init__(layer_class_to_replicate=layer)  # pyright: ignore[reportArgumentType]  (any maker of layers will do)
 
     def look(self, first: int, num_slots: int, positions: Tensor, num_keys: int) -> None:
-        """Point the window at `num_slots` slots from `first`; `positions` is (num_slots or 1, tokens)."""
+        """Point the window at `num_slots` slots from `first`; `positions` is (num_slots or 1, tokens).
+
+        With one slot it may be (rows, tokens), too: all rows of the forward then write to that slot, and see it.
+        """
         window = self.window
         window.slots = slice(first, first + num_slots)
         window.rows = torch.arange(first, first + num_slots, device=positions.device)[:, None, None]
@@ -92,9 +131,28 @@ class SlotCache(Cache):
 
     def copy(self, source: Tensor, target: Tensor, num_keys: int) -> None:
         """Copy the first `num_keys` entries of the source slots over those of the target slots; both are indices."""
-        for layer in self.layers:
-            assert isinstance(layer, SlotLayer)
+        for layer in self._slot_layers():
             layer.copy(source, target, num_keys)
+
+    def keep(self, slot: int, version: PolicyVersion, token_ids: tuple[int, ...]) -> KeptCache:
+        """A copy of what a slot holds: the keys and values of `token_ids`."""
+        layers = tuple(layer.read(slot, len(token_ids)) for layer in self._slot_layers())
+        return KeptCache(version, token_ids, layers)
+
+    def can_take(self, kept: KeptCache) -> bool:
+        """Are these keys and values of the same shape and type as those here?"""
+        layers, num_keys = self._slot_layers(), len(kept.token_ids)
+        return len(layers) == len(kept.layers) and all(
+            layer.fits(states, num_keys) for layer, pair in zip(layers, kept.layers, strict=True) for states in pair
+        )
+
+    def take(self, slot: int, kept: KeptCache) -> None:
+        """Put a copy into a slot. Only what `can_take` agrees to."""
+        for layer, (keys, values) in zip(self._slot_layers(), kept.layers, strict=True):
+            layer.write(slot, keys, values)
+
+    def _slot_layers(self) -> list[SlotLayer]:
+        return [layer for layer in self.layers if isinstance(layer, SlotLayer)]
 
 
 def check_cacheable(model: PreTrainedModel) -> None:

@@ -13,21 +13,19 @@ import time
 from abc import ABC, abstractmethod
 from asyncio import AbstractEventLoop, CancelledError, Future, Queue, get_running_loop, to_thread
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
-from rlsys.errors import DeadlineExceeded, RlsysError, TaskTooLong, WorkerDied, WorkerError
+from rlsys.errors import DeadlineExceeded, RlsysError, WorkerDied, WorkerError
 from rlsys.types import EngineStats, PolicyVersion, VersionSpan
 from workers.engines.base import Completion, Request
+from workers.engines.limits import Limits
 from workers.engines.streaming import as_sampled
 
 T = TypeVar("T")
-
-MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
-"""Besides 0, greedy. Above, samples are noise and vLLM refuses; below, it would silently take the least for less."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,15 +35,33 @@ class Job:
     request: Request
     future: Future[Completion]
     marks: list[tuple[int, PolicyVersion]] = field(default_factory=list)
-    """(tokens sampled before it, version), one entry for every version that the job ran under."""
+    """(tokens sampled here before it, version), one entry for every version that the job ran under here."""
     stream: Queue[Completion | None] | None = None
     """Where pieces go as they are sampled, and None at the end."""
 
-    def versions(self, num_tokens: int) -> tuple[VersionSpan, ...]:
-        """The marks as spans of the `num_tokens` sampled."""
-        ends = [start for start, _ in self.marks[1:]] + [num_tokens]
+    @property
+    def version(self) -> PolicyVersion:
+        """What its next token is sampled from, once it has a slot."""
+        return self.marks[-1][1]
+
+    def completion(
+        self,
+        output_ids: Sequence[int],
+        logprobs: Sequence[float],
+        finish: Literal["stop", "length", "abort"] | None,
+        cache: object | None = None,
+    ) -> Completion:
+        """What it had begun with, and then these tokens, which were sampled here."""
+        ends = [start for start, _ in self.marks[1:]] + [len(output_ids)]
         spans = (VersionSpan(version, end - start) for (start, version), end in zip(self.marks, ends, strict=True))
-        return tuple(span for span in spans if span.num_tokens)
+        here = tuple(span for span in spans if span.num_tokens)
+        sampled = Completion(tuple(output_ids), tuple(logprobs), here, finish, cache)
+        return self.request.begun.then(sampled) if self.request.begun else sampled
+
+    def withdrawn(self, *, keep_cache: bool) -> Completion:
+        """What comes of it if it never gets a slot."""
+        begun = self.request.begun or Completion((), (), (), None)
+        return replace(begun, finish="abort", cache=begun.cache if keep_cache else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +76,10 @@ class _End:
 class SteppingEngine(ABC):
     """Implements `Engine` but for `load`, `stage` and `score`. `version` is that of the weights the model came with."""
 
-    def __init__(
-        self, name: str, *, version: PolicyVersion, num_slots: int, max_context: int, num_vocab: int, step_s: float
-    ) -> None:
+    def __init__(self, name: str, *, version: PolicyVersion, num_slots: int, limits: Limits, step_s: float) -> None:
         """`name` is the worker's in errors; `step_s` the deadline of one step, in seconds."""
         self._name, self._version, self._step_s = name, version, step_s
-        self._num_slots, self._max_context, self._num_vocab = num_slots, max_context, num_vocab
+        self._num_slots, self._limits = num_slots, limits
         self._waiting: deque[Job] = deque()
         self._commands: deque[Callable[[], None]] = deque()
         self._pending: dict[Future, str] = {}
@@ -91,8 +105,12 @@ class SteppingEngine(ABC):
         """Admit arrivals, sample a token for every running job, and answer those that ended."""
 
     @abstractmethod
-    def _cut(self, is_meant: Callable[[Job], bool]) -> None:
+    def _cut(self, is_meant: Callable[[Job], bool], *, keep_cache: bool) -> None:
         """End the running jobs that are meant with what they have, finish `abort`."""
+
+    @abstractmethod
+    def _progress(self) -> Iterable[tuple[Job, Sequence[int], Sequence[float]]]:
+        """The running jobs with the ids and logprobs that they have sampled here."""
 
     @abstractmethod
     def stats(self) -> EngineStats:
@@ -110,6 +128,10 @@ class SteppingEngine(ABC):
     def version(self) -> PolicyVersion:
         return self._version
 
+    @property
+    def versions(self) -> tuple[PolicyVersion, ...]:
+        return (self._version,)
+
     async def generate(self, request: Request) -> Completion:
         """See `Engine.generate`. Requests made in one turn of the event loop are admitted together."""
         job = self._enter(request)
@@ -124,16 +146,20 @@ class SteppingEngine(ABC):
         pieces: Queue[Completion | None] = Queue()
         job = self._enter(request, pieces)
         try:
-            async for piece in as_sampled(job.future, pieces):
+            async for piece in as_sampled(job.future, pieces, request.num_begun):
                 yield piece
         finally:
             if not job.future.done():
                 job.future.cancel()
                 self._withdraw(job)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, *, keep_cache: bool = False) -> None:
         with suppress(WorkerError):
-            self._post(partial(self._abort, lambda job: job.request.id == request_id))
+            self._post(partial(self._abort, lambda job: job.request.id == request_id, keep_cache=keep_cache))
+
+    async def progress(self) -> Mapping[str, Completion]:
+        """See `Engine.progress`."""
+        return await self._ask("reporting progress", self._report)
 
     async def pause(self) -> None:
         await self._ask("pausing", partial(self._set_paused, True))
@@ -148,7 +174,7 @@ class SteppingEngine(ABC):
             await to_thread(self._thread.join)
 
     def _enter(self, request: Request, stream: Queue[Completion | None] | None = None) -> Job:
-        self._refuse(request)
+        self._limits.check(self._name, request)
         loop = get_running_loop()
         job = Job(request, loop.create_future(), stream=stream)
         self._submit(self._waiting, job, job.future, f"sampling request {request.id}")
@@ -158,28 +184,6 @@ class SteppingEngine(ABC):
     def _withdraw(self, job: Job) -> None:
         with suppress(WorkerError):
             self._post(partial(self._abort, lambda other: other.future is job.future))
-
-    def _refuse(self, request: Request) -> None:
-        num_prompt, num_new = len(request.prompt_ids), request.sampling.max_new_tokens
-        if num_prompt + num_new > self._max_context:
-            raise TaskTooLong(
-                self._name,
-                f"taking request {request.id}",
-                f"{num_prompt} prompt tokens + {num_new} new tokens exceed the context of {self._max_context}: "
-                "shorten the prompt, lower max_new_tokens or raise the engine's max_context",
-            )
-        temperature, top_p = request.sampling.temperature, request.sampling.top_p
-        if not ((temperature == 0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE) and 0 < top_p <= 1):
-            raise ValueError(
-                f"request {request.id}: temperature must be 0 or in [{MIN_TEMPERATURE:g}, {MAX_TEMPERATURE:g}], and "
-                f"top_p in (0, 1]; got {temperature:g} and {top_p:g}"
-            )
-        ids, num_vocab = request.prompt_ids, self._num_vocab
-        if not (num_prompt and num_new > 0 and min(ids) >= 0 and max(ids) < num_vocab):
-            raise ValueError(
-                f"request {request.id} needs at least one prompt id, all in [0, {num_vocab}), and max_new_tokens >= 1; "
-                f"got {num_prompt} ids, max_new_tokens {num_new}: is the tokenizer the model's?"
-            )
 
     async def _ask(self, what: str, work: Callable[[], T], deadline_s: float | None = None) -> T:
         """Have the step thread do `work` between two steps, within the deadline of a step or its own."""
@@ -253,11 +257,14 @@ class SteppingEngine(ABC):
         """Is there anything to step?"""
         return bool(self._running())
 
-    def _abort(self, is_meant: Callable[[Job], bool]) -> None:
+    def _abort(self, is_meant: Callable[[Job], bool], *, keep_cache: bool = False) -> None:
         for job in [job for job in tuple(self._waiting) if is_meant(job)]:
             self._waiting.remove(job)
-            self._answer(job.future, Completion((), (), (), "abort"))
-        self._cut(is_meant)
+            self._answer(job.future, job.withdrawn(keep_cache=keep_cache))
+        self._cut(is_meant, keep_cache=keep_cache)
+
+    def _report(self) -> Mapping[str, Completion]:
+        return {job.request.id: job.completion(ids, logprobs, None) for job, ids, logprobs in self._progress() if ids}
 
     def _set_paused(self, is_paused: bool) -> None:
         self._is_paused = is_paused
@@ -266,7 +273,7 @@ class SteppingEngine(ABC):
         self._is_closing = True
 
     def _become(self, version: PolicyVersion, counts: Iterable[int]) -> None:
-        """From now on tokens are of `version`; `counts` are the tokens each running job has sampled."""
+        """From now on tokens are of `version`; `counts` are the tokens each running job has sampled here."""
         for job, count in zip(self._running(), counts, strict=True):
             job.marks.append((count, version))
         self._version = version

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import threading
 from asyncio import Future, get_running_loop, to_thread
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from rlsys.errors import ConfigError, ModelError, RlsysError, WorkerDied
+from rlsys.seeds import continuation_seed
 from rlsys.types import EngineStats, PolicyVersion, VersionSpan
 from workers.engines.base import Completion
+from workers.engines.limits import Limits
 from workers.engines.stepping import Job, SteppingEngine
 from workers.engines.weights import ModelShapes, check_weights
 from workers.train.model import outline
@@ -66,15 +68,19 @@ SCORING_FIRST = -1
 @dataclass(slots=True, eq=False)
 class _VllmJob(Job):
     output_ids: list[int] = field(default_factory=list)
+    """Sampled here."""
     logprobs: list[float] = field(default_factory=list)
 
-    def completion(self, finish: Literal["stop", "length", "abort"]) -> Completion:
-        count = len(self.output_ids)
-        return Completion(tuple(self.output_ids), tuple(self.logprobs), self.versions(count), finish)
+    def so_far(self, finish: Literal["stop", "length", "abort"]) -> Completion:
+        return self.completion(self.output_ids, self.logprobs, finish)
 
 
 class VllmEngine(SteppingEngine):
-    """Samples from the model at `model_path`, up to `num_slots` requests at a time."""
+    """Samples from the model at `model_path`, up to `num_slots` requests at a time.
+
+    A request that had begun goes on with a generator of its own, seeded with its seed and where it stands: tokens then
+    differ from those of the request left alone, and are distributed as they are. Greedy ones are the same.
+    """
 
     def __init__(
         self,
@@ -116,20 +122,14 @@ class VllmEngine(SteppingEngine):
         )
         self._shapes, self._kv_cache, self._tensor_parallel = ModelShapes.of(model), kv_cache, tensor_parallel
         self._load_s = load_s
-        self._stop_token_ids = sorted(stop_token_ids)
         self._jobs: dict[str, _VllmJob] = {}
         self._scoring: dict[str, Future[tuple[float, ...]]] = {}
         self._num_requests = self._num_tokens = self._num_cached = 0
         self._staged: tuple[Mapping[str, Tensor], str] | None = None
         self._staging = threading.Lock()
-        super().__init__(
-            name,
-            version=version,
-            num_slots=num_slots,
-            max_context=max_context,
-            num_vocab=model.get_input_embeddings().get_parameter("weight").shape[0],
-            step_s=step_s,
-        )
+        num_vocab = model.get_input_embeddings().get_parameter("weight").shape[0]
+        limits = Limits(max_context, num_vocab, stop_token_ids)
+        super().__init__(name, version=version, num_slots=num_slots, limits=limits, step_s=step_s)
 
     async def stage(self, weights: Mapping[str, Tensor]) -> None:
         """See `Engine.stage`: checks, hashes and, on a CPU, lays out beside those in use, in a thread of its own."""
@@ -153,9 +153,11 @@ class VllmEngine(SteppingEngine):
         return await future
 
     def stats(self) -> EngineStats:
+        _, num_queued = self._core.scheduler.get_request_counts()  # for want of cache blocks, or of a first step
+        num_queued = min(num_queued, len(self._jobs))
         return EngineStats(
-            num_running=len(self._jobs),
-            num_waiting=len(self._waiting),
+            num_running=len(self._jobs) - num_queued,
+            num_waiting=len(self._waiting) + num_queued,
             kv_used=self._core.scheduler.kv_cache_manager.usage,
             num_tokens=self._num_tokens,
             num_cached_tokens=self._num_cached,
@@ -169,6 +171,9 @@ class VllmEngine(SteppingEngine):
 
     def _running(self) -> Sequence[Job]:
         return list(self._jobs.values())
+
+    def _progress(self) -> Iterable[tuple[Job, Sequence[int], Sequence[float]]]:
+        return [(job, job.output_ids, job.logprobs) for job in self._jobs.values()]
 
     def _is_busy(self) -> bool:
         return bool(self._jobs or self._scoring)
@@ -187,14 +192,14 @@ class VllmEngine(SteppingEngine):
         params = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
-            max_tokens=sampling.max_new_tokens,
-            seed=request.seed % 2**63,
+            max_tokens=sampling.max_new_tokens - request.num_begun,
+            seed=(continuation_seed(request.seed, request.num_begun) if request.num_begun else request.seed) % 2**63,
             logprobs=0,
-            stop_token_ids=self._stop_token_ids,
+            stop_token_ids=sorted(self._limits.stop_token_ids),
             ignore_eos=True,  # a request ends at our stop tokens, whatever else the model's files name
             detokenize=False,
         )
-        name = self._send(request.prompt_ids, params)
+        name = self._send(request.prompt_ids + request.begun_ids, params)
         self._jobs[name] = _VllmJob(request, job.future, [(0, self._version)], job.stream)
 
     def _add_scoring(self, token_ids: tuple[int, ...], future: Future[tuple[float, ...]]) -> None:
@@ -252,16 +257,16 @@ class VllmEngine(SteppingEngine):
 
     def _ended(self, job: _VllmJob, reason: str | None) -> Completion | WorkerDied:
         if reason == "stop" or reason == "length":
-            return job.completion(reason)
+            return job.so_far(reason)
         phase = f"sampling request {job.request.id} on version {self._version}"
         return WorkerDied(self._name, phase, f"vLLM ended it: {reason}")
 
-    def _cut(self, is_meant: Callable[[Job], bool]) -> None:
+    def _cut(self, is_meant: Callable[[Job], bool], *, keep_cache: bool) -> None:
         names = [name for name, job in self._jobs.items() if is_meant(job)]
         self._llm.engine_core.abort_requests(names)
         for name in names:
             job = self._jobs.pop(name)
-            self._answer(job.future, job.completion("abort"))
+            self._answer(job.future, job.so_far("abort"))
 
     def _load(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> str:
         staged, self._staged = self._staged, None

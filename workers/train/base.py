@@ -6,13 +6,13 @@ call it, in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from rlsys.algorithm import Algorithm, Stabilizer
 from rlsys.batch.plan import Denominators, MicroBatchPlan
-from rlsys.weights import Probe
+from rlsys.weights import Probe, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +46,19 @@ class TrainBackend(Protocol):
         """
         ...
 
+    def specs(self, dtype: torch.dtype) -> list[TensorSpec]:
+        """The weights by their Hugging Face names, without tied duplicates, as they are published in `dtype`."""
+        ...
+
+    def copy_weights(self, into: Mapping[str, Tensor]) -> None:
+        """Write the whole weights into these host tensors, cast to their dtype. Rank 0 alone writes; others take part.
+
+        Once it returns, training may go on.
+        """
+        ...
+
     def full_weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """A copy of the weights on the host by their Hugging Face names, without tied duplicates, for rank 0.
+        """A copy of the weights on the host, as `specs` names them, for rank 0.
 
         Other ranks take part and get an empty dict.
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +19,7 @@ from rlsys.batch.samples import Sample
 from rlsys.batch.tensors import MicroBatch, StepData
 from rlsys.errors import TrainingError
 from rlsys.types import VersionSpan
-from rlsys.weights import Probe
+from rlsys.weights import Probe, TensorSpec
 from workers.train import checkpoint
 from workers.train.metrics import StepMetrics
 from workers.train.model import CPU, load_model, load_tokenizer
@@ -87,13 +87,23 @@ class FsdpBackend:
         clip(gradients, norm, self._settings.clip_norm)
         return {**metrics, **extra, "optim/lr": self._update()}
 
-    def full_weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        weights: dict[str, Tensor] = {}
+    def specs(self, dtype: torch.dtype) -> list[TensorSpec]:
+        named = str(dtype).removeprefix("torch.")
+        return [TensorSpec(name, named, tuple(parameter.shape)) for name, parameter in self._model.named_parameters()]
+
+    def copy_weights(self, into: Mapping[str, Tensor]) -> None:
         for name, parameter in self._model.named_parameters():
             tensor = parameter.detach()
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if self._ranks.rank == 0:
-                weights[name] = whole.to(CPU, dtype, copy=True)
+                into[name].copy_(whole, non_blocking=True)  # cast on the device, then sent
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def full_weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        specs = self.specs(dtype) if self._ranks.rank == 0 else []
+        weights = {spec.name: torch.empty(spec.shape, dtype=dtype) for spec in specs}
+        self.copy_weights(weights)
         return weights
 
     def probe(self) -> Probe | None:

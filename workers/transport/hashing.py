@@ -1,4 +1,7 @@
-"""The content hash of a set of weights: equal on both sides of every transfer, or the transfer failed."""
+"""Hashes of weights: equal on both sides of every transfer, or the transfer failed.
+
+They guard against corruption and mix-ups, not against an adversary.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,14 @@ from typing import TYPE_CHECKING
 import xxhash
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
 
 def content_hash(weights: Mapping[str, Tensor]) -> str:
     """128-bit xxh3 over name, dtype, shape and bytes of every tensor, in name order; 32 hex digits.
 
-    Guards against corruption and mix-ups, not against an adversary. Tensors on a device are copied to the host.
+    Tensors on a device are copied to the host.
     """
     import torch
 
@@ -24,3 +28,8 @@ def content_hash(weights: Mapping[str, Tensor]) -> str:
         total.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
         total.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))  # pyright: ignore[reportArgumentType]
     return total.hexdigest()
+
+
+def bucket_hash(data: np.ndarray) -> str:
+    """128-bit xxh3 of the bytes of a bucket; 32 hex digits."""
+    return xxhash.xxh3_128_hexdigest(memoryview(data))  # pyright: ignore[reportArgumentType]

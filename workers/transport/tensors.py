@@ -2,59 +2,119 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rlsys.types import PolicyVersion
-from rlsys.weights import Manifest, TensorSpec
-from workers.transport.hashing import content_hash
+from rlsys.weights import ALIGNMENT, Bucket, Manifest, Piece, Probe, TensorSpec
+from workers.transport.hashing import bucket_hash, content_hash
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Bucket: TypeAlias = list[np.ndarray]
-"""The bytes of some tensors, each a flat uint8 array: pickles out of band, so that storing it copies it once."""
 
-BUCKET_BYTES = 256 << 20
+def lay_out(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[tuple[Piece, ...]]:
+    """The pieces of every bucket: tensors in name order, in buckets of up to `bucket_bytes`.
 
-
-def pack(
-    version: PolicyVersion, weights: Mapping[str, Tensor], bucket_bytes: int = BUCKET_BYTES
-) -> tuple[Manifest, list[Bucket]]:
-    """Describe and lay out `weights`, in name order, in buckets of about `bucket_bytes`; host tensors are not
-    copied."""
-    import torch
-
-    specs: list[list[TensorSpec]] = []
-    buckets: list[Bucket] = []
+    A tensor bigger than that gets buckets of its own. Names, dtypes and shapes alone decide, so that a tensor which did
+    not change leaves its bucket as it was.
+    """
+    bucket_bytes = padded(bucket_bytes)
+    buckets: list[tuple[Piece, ...]] = []
     room = 0
-    for name in sorted(weights):
-        tensor = weights[name].detach().cpu().contiguous()
-        data = tensor.reshape(-1).view(torch.uint8).numpy()
-        if data.nbytes > room:
-            specs.append([])
-            buckets.append([])
-            room = bucket_bytes
-        specs[-1].append(TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
-        buckets[-1].append(data)
-        room -= data.nbytes
-    return Manifest(version, content_hash(weights), tuple(map(tuple, specs))), buckets
+    for spec in sorted(specs, key=lambda spec: spec.name):
+        num_bytes = _num_bytes(spec)
+        if num_bytes > bucket_bytes:
+            starts = range(0, num_bytes, bucket_bytes)
+            buckets += [(Piece(spec, start, min(bucket_bytes, num_bytes - start)),) for start in starts]
+            room = 0
+        else:
+            if not buckets or num_bytes > room:
+                buckets.append(())
+                room = bucket_bytes
+            buckets[-1] += (Piece(spec, 0, num_bytes),)
+            room -= padded(num_bytes)
+    return buckets
 
 
-def unpack(manifest: Manifest, buckets: Sequence[Bucket]) -> dict[str, Tensor]:
-    """The tensors of a version, views of the buckets' bytes: read only."""
-    return dict(_tensors(manifest, buckets))
+def padded(num_bytes: int) -> int:
+    """The next multiple of `ALIGNMENT`."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def _tensors(manifest: Manifest, buckets: Sequence[Bucket]) -> Iterator[tuple[str, Tensor]]:
+class Snapshot:
+    """Host memory for one version, laid out in buckets: allocated once, written at every publish."""
+
+    def __init__(self, specs: Sequence[TensorSpec], bucket_bytes: int, *, pin: bool = False) -> None:
+        """`pin`: page-locked memory, into which a GPU copies faster."""
+        import torch
+
+        self._layout = lay_out(specs, bucket_bytes)
+        sizes = [sum(padded(piece.num_bytes) for piece in pieces) for pieces in self._layout]
+        self._bounds = [0, *accumulate(sizes)]
+        whole = torch.zeros(self._bounds[-1], dtype=torch.uint8, pin_memory=pin)
+        self._bytes: np.ndarray = whole.numpy()
+        self.tensors: dict[str, Tensor] = {}
+        """By name, to be written into."""
+        for begin, pieces in zip(self._bounds, self._layout, strict=False):
+            offsets = accumulate((padded(piece.num_bytes) for piece in pieces), initial=begin)
+            for offset, piece in zip(offsets, pieces, strict=False):
+                if piece.start == 0:
+                    spec = piece.tensor
+                    flat = whole[offset : offset + _num_bytes(spec)]  # its other pieces follow without a gap
+                    self.tensors[spec.name] = flat.view(getattr(torch, spec.dtype)).reshape(spec.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buckets."""
+        return len(self._bytes)
+
+    def bucket(self, index: int) -> np.ndarray:
+        """The bytes of a bucket, not copied."""
+        return self._bytes[self._bounds[index] : self._bounds[index + 1]]
+
+    def manifest(self, version: PolicyVersion, probe: Probe | None = None) -> Manifest:
+        """What is written here, as `version`."""
+        buckets = [(self.bucket(i), pieces) for i, pieces in enumerate(self._layout)]
+        named = tuple(Bucket(bucket_hash(data), data.nbytes, pieces) for data, pieces in buckets)
+        return Manifest(version, content_hash(self.tensors), named, probe)
+
+
+def unpack(manifest: Manifest, buckets: Sequence[np.ndarray]) -> dict[str, Tensor]:
+    """The tensors of a version: views of the buckets' bytes, read only. A tensor in several buckets is copied
+    together."""
     import warnings
 
     import torch
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-        for specs, bucket in zip(manifest.buckets, buckets, strict=True):
-            for spec, data in zip(specs, bucket, strict=True):
-                yield spec.name, torch.from_numpy(data).view(getattr(torch, spec.dtype)).reshape(spec.shape)
+        flat = [torch.from_numpy(bucket) for bucket in buckets]
+    found: dict[TensorSpec, list[Tensor]] = {}
+    for piece, data in _pieces(manifest, flat):
+        found.setdefault(piece.tensor, []).append(data)
+    wholes = {spec: parts[0] if len(parts) == 1 else torch.cat(parts) for spec, parts in found.items()}
+    return {spec.name: whole.view(getattr(torch, spec.dtype)).reshape(spec.shape) for spec, whole in wholes.items()}
+
+
+def specs_of(weights: Mapping[str, Tensor]) -> list[TensorSpec]:
+    """What `weights` are called, and their dtypes and shapes."""
+    return [TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in weights.items()]
+
+
+def _pieces(manifest: Manifest, buckets: Sequence[Tensor]) -> Iterator[tuple[Piece, Tensor]]:
+    for bucket, data in zip(manifest.buckets, buckets, strict=True):
+        offset = 0
+        for piece in bucket.pieces:
+            yield piece, data[offset : offset + piece.num_bytes]
+            offset += padded(piece.num_bytes)
+
+
+def _num_bytes(spec: TensorSpec) -> int:
+    import torch
+
+    return prod(spec.shape) * getattr(torch, spec.dtype).itemsize

@@ -1,0 +1,210 @@
+"""The relay tier: how long a publish stops the trainer, and how soon every node has the new weights.
+
+    python -m benchmarks.relay [--quick] [--megabytes 270]
+
+A local cluster of raylets, one relay and one rollout reader on each, at 1, 2, 4 and 8 of them; a trainer's process on
+the first, with float32 parameters of a transformer's shapes, publishes them as bfloat16 (10 MB, 270 MB, 1 GB) with the
+publisher of a run. Every figure is the median of repeats; every row follows one publish:
+
+`stall_ms`         the trainer waits: cast and copy into the host buffer. One copy of the published bytes, in the same
+                   process right before, is `memcpy_ms`; `stall_over_memcpy` compares the two of each repeat.
+`all_relays_ms`    from the end of the publish until every relay holds the version.
+`all_readers_ms`   until a reader on every node, asking all the while, has the tensors.
+`delta`            the same after a change of 1 % of the tensors only, and the share of bytes that travelled.
+
+`stall_over_memcpy` of the whole is the worst row at 270 MB and above; `flatness` is, for each size, the largest stall
+over the smallest, over the number of relays. All nodes are on this one machine: they share its cores and its memory's
+bandwidth, so the time until all relays hold a version grows with their number here as it does not between machines.
+
+Progress goes to stderr, and one JSON object to the last line of stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import ray
+import torch
+from ray.cluster_utils import Cluster
+from torch import Tensor
+
+from benchmarks.measure import print_result, spread
+from rlsys.weights import TensorSpec
+from workers.cluster import RayActor, Resources, call, spawn
+from workers.relay import RelayActor
+from workers.relays import RayRelays, RelayHandle
+from workers.transport.object_store import ObjectStorePublisher, ObjectStorePuller
+
+MEGABYTE = 10**6
+SIZES = (10 * MEGABYTE, 270 * MEGABYTE, 1000 * MEGABYTE)
+NUM_RELAYS = (1, 2, 4, 8)
+WORST_FROM = 270 * MEGABYTE
+TENSORS_PER_LAYER = 7
+NUM_LAYERS = 30
+DEADLINE_S = 300.0
+KEEP = 1
+"""Versions a relay keeps, so that 1 GB on 8 relays fits a machine of 24 GB."""
+NO_CPU = Resources(num_cpus=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Stalls:
+    """What one publish cost the trainer, and one copy of the same bytes beside it."""
+
+    stall_s: float
+    memcpy_s: float
+    ended_s: float
+    """When it was over: the wall clock, which all processes of this machine share."""
+
+
+class Trainer:
+    """The trainer's process: parameters, and the publisher of a run."""
+
+    def __init__(self, num_bytes: int, relays: list[RelayHandle]) -> None:
+        self._publisher = ObjectStorePublisher(relays, DEADLINE_S)
+        size = num_bytes // 2 // (NUM_LAYERS * TENSORS_PER_LAYER)
+        names = [f"layers.{i:02}.{j}" for i in range(NUM_LAYERS) for j in range(TENSORS_PER_LAYER)]
+        flat = torch.randn(size * len(names))
+        self._parameters: dict[str, Tensor] = dict(zip(names, flat.split(size), strict=True))
+        self._specs = [TensorSpec(name, "bfloat16", (size,)) for name in names]
+        self._source = flat[: len(flat) // 2]  # as many bytes as are published
+        self._target = torch.ones_like(self._source)
+
+    def publish(self, version: int, changed: float) -> Stalls:
+        """Change this share of the parameters, and publish all."""
+        for name in list(self._parameters)[: max(1, round(changed * len(self._parameters)))]:
+            self._parameters[name].add_(1.0)
+        began_s = time.monotonic()
+        self._target.copy_(self._source)
+        start_s = time.monotonic()
+        for name, tensor in self._publisher.begin(self._specs).items():
+            tensor.copy_(self._parameters[name])
+        receipt = self._publisher.publish(version, None, start_s)
+        return Stalls(receipt.stall_s, start_s - began_s, time.time())
+
+
+class Reader:
+    """A rollout's process, as far as it pulls."""
+
+    def __init__(self, relays: list[RelayHandle]) -> None:
+        self._puller = ObjectStorePuller(relays, DEADLINE_S)
+
+    async def pull(self, version: int) -> float:
+        """When all tensors of `version` were here, by the wall clock."""
+        await self._puller.pull(version)
+        return time.time()
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """Relays, a trainer and a reader on each node."""
+
+    relays: RayRelays
+    trainer: RayActor
+    readers: Sequence[RayActor]
+
+    @classmethod
+    def start(cls, num_bytes: int) -> Tier:
+        relays = RayRelays.start(DEADLINE_S, RelayActor, KEEP)
+        members = relays.members
+        trainer = spawn(Trainer, Resources(1), num_bytes, members, node=members[0].node)
+        return cls(relays, trainer, [spawn(Reader, NO_CPU, members, node=member.node) for member in members])
+
+    async def published(self, version: int, changed: float) -> dict[str, float]:
+        """One row: seconds, and bytes that travelled as a share."""
+        reads = [asyncio.ensure_future(call(r.pull.remote(version), "reader", "pulling")) for r in self.readers]
+        holds = [asyncio.create_task(self._holds(member, version)) for member in self.relays.members]
+        stalls: Stalls = await call(self.trainer.publish.remote(version, changed), "trainer", "publishing", DEADLINE_S)
+        held_s, read_s = await asyncio.gather(*holds), await asyncio.gather(*reads)
+        arrival = await self.relays.arrival(version)
+        return {
+            "stall_ms": 1e3 * stalls.stall_s,
+            "memcpy_ms": 1e3 * stalls.memcpy_s,
+            "stall_over_memcpy": stalls.stall_s / stalls.memcpy_s,
+            "all_relays_ms": 1e3 * (max(held_s) - stalls.ended_s),
+            "all_readers_ms": 1e3 * (max(read_s) - stalls.ended_s),
+            "sent_share": arrival.num_sent / arrival.num_bytes,
+        }
+
+    async def _holds(self, member: RelayHandle, version: int) -> float:
+        await member.arrival(version)
+        return time.time()
+
+    def close(self) -> None:
+        self.relays.close()
+        for process in [self.trainer, *self.readers]:
+            ray.kill(process)
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="10 MB only")
+    parser.add_argument("--megabytes", type=int, help="this size only")
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    sizes = SIZES[:1] if arguments.quick else SIZES
+    sizes = (arguments.megabytes * MEGABYTE,) if arguments.megabytes else sizes
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    rows = [row for size in sizes for n in NUM_RELAYS for row in measured(size, n, arguments.repeats)]
+    full = [row for row in rows if row["changed"] == 1.0]
+    print_result(
+        {
+            "stall_over_memcpy": max(
+                (row["stall_over_memcpy"]["median"] for row in full if row["megabytes"] * MEGABYTE >= WORST_FROM),
+                default=None,
+            ),
+            "flatness": {size // MEGABYTE: _flatness(full, size // MEGABYTE) for size in sizes},
+            "rows": rows,
+        }
+    )
+
+
+def measured(num_bytes: int, num_relays: int, repeats: int) -> list[dict]:
+    """Two rows on a fresh cluster: everything changed, and 1 %."""
+    memory = 2 * num_bytes + max(100 * MEGABYTE, num_bytes // 3)  # a version, the one that comes, buckets on their way
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 2, "object_store_memory": memory, "include_dashboard": False},
+    )
+    for _ in range(num_relays - 1):
+        cluster.add_node(num_cpus=2, object_store_memory=memory)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+    tier = Tier.start(num_bytes)
+    try:
+        return asyncio.run(_rows(tier, num_bytes, num_relays, repeats))
+    finally:
+        tier.close()
+        ray.shutdown()
+        cluster.shutdown()
+
+
+async def _rows(tier: Tier, num_bytes: int, num_relays: int, repeats: int) -> list[dict]:
+    rows, version = [], 0
+    for changed in (1.0, 0.01):
+        publishes = []
+        for repeat in range(repeats + 1):
+            publishes.append(await tier.published(version, changed))
+            version += 1
+            if repeat:  # the first one allocates what the others reuse
+                print(num_bytes // MEGABYTE, "MB", num_relays, "relays", changed, publishes[-1], file=sys.stderr)
+        names = list(publishes[0])
+        figures = {name: spread([round(publish[name], 4) for publish in publishes[1:]]) for name in names}
+        rows.append({"megabytes": num_bytes // MEGABYTE, "relays": num_relays, "changed": changed, **figures})
+    return rows
+
+
+def _flatness(rows: Sequence[dict], megabytes: int) -> float:
+    stalls = [row["stall_ms"]["median"] for row in rows if row["megabytes"] == megabytes]
+    return round(max(stalls) / min(stalls), 3)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Random schedules with faults on the virtual clock: does the staleness bound hold, and is every task trained once?
+
+    python -m benchmarks.schedules --count 10000
+
+Each schedule draws latencies with long tails, limits, ways of changing weights, interruptions, and faults of rollouts,
+reward workers, relays and payloads; see `tests/simulate/schedules.py`. Prints one JSON object; exits with 1 if any
+schedule broke a promise, and names its seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import defaultdict
+from multiprocessing import Pool
+
+from tests.simulate.schedules import Outcome, played
+
+
+def main() -> int:
+    """Play them all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=10_000, help="schedules, of seeds 0, 1, ...")
+    parser.add_argument("--processes", type=int, default=2)
+    options = parser.parse_args()
+    began = time.monotonic()
+    with Pool(options.processes) as pool:
+        outcomes = pool.map(played, range(options.count), chunksize=50)
+    broken = {
+        "bound_exceeded": [seed for seed, o in enumerate(outcomes) if o.staleness > o.bound],
+        "not_exactly_once": [seed for seed, o in enumerate(outcomes) if not o.is_exactly_once],
+        "dropped_stale": [seed for seed, o in enumerate(outcomes) if o.num_stale],
+    }
+    told = {
+        "schedules": options.count,
+        "seconds": round(time.monotonic() - began, 1),
+        "broken": broken,
+        "groups_issued_again": sum(o.num_reissued for o in outcomes),
+        "largest_staleness": _largest(outcomes),
+    }
+    print(json.dumps(told))
+    return 1 if any(broken.values()) else 0
+
+
+def _largest(outcomes: list[Outcome]) -> dict[str, dict[str, int]]:
+    """By `max_staleness` and bound, the largest staleness that any schedule reached."""
+    largest: dict[str, dict[str, int]] = defaultdict(dict)
+    for o in sorted(outcomes, key=lambda o: (o.max_staleness, o.bound)):
+        row = largest[f"max_staleness={o.max_staleness}"]
+        row[f"bound={o.bound}"] = max(o.staleness, row.get(f"bound={o.bound}", 0))
+    return dict(largest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,300 @@
+"""A relay: published weights in the memory of a node, so that rollouts pull when they like.
+
+A version is a `Manifest` of buckets, each named by the hash of its bytes. A relay holds buckets by that name: what it
+has already is neither sent nor stored again, and a relay that missed versions, or lost everything, gets what it lacks
+the way every relay gets every version.
+
+Bytes are opaque here, and so is how they travel: the same class runs on Ray and on simulated links.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from rlsys.broadcast import FAILURES, Announcement, Holding, Neighbour, Peer
+from rlsys.contracts import Arrival
+from rlsys.errors import WeightsMismatch, WorkerDied, WorkerError, first_of
+from rlsys.types import PolicyVersion, Ref
+from rlsys.weights import Manifest, with_deadline
+
+IN_FLIGHT = 3
+"""Buckets a relay pulls at once: one on the wire, one being stored, one being asked for."""
+
+
+class Store(Protocol):
+    """What a relay does with bytes."""
+
+    async def fetch(self, ref: Ref, source: str) -> object:
+        """The bytes behind a reference that `source` gave. Raises `WorkerDied` if they are gone."""
+        ...
+
+    async def digest(self, data: object) -> str:
+        """Their hash, as manifests name it."""
+        ...
+
+    async def own(self, data: object) -> Ref:
+        """A reference to a copy that lives as long as this relay keeps it. Raises `MemoryError`."""
+        ...
+
+
+class Relay:
+    """The newest `keep` complete versions and the pinned one.
+
+    Every wait ends after `transfer_s` with a `DeadlineExceeded` that names the peer and the phase, except `watch`.
+    """
+
+    def __init__(self, name: str, place: str, store: Store, transfer_s: float, keep: int = 2) -> None:
+        """`place` is the node it serves."""
+        self.name = name
+        self._place, self._store, self._transfer_s, self._keep = place, store, transfer_s, keep
+        self._buckets: dict[str, Ref] = {}
+        self._known: dict[PolicyVersion, Announcement] = {}
+        self._complete: dict[PolicyVersion, Arrival] = {}
+        self._expected: dict[PolicyVersion, frozenset[str]] = {}
+        """Hashes of the buckets of versions that are announced and not complete."""
+        self._announced_s: dict[PolicyVersion, float] = {}
+        self._pinned: PolicyVersion | None = None
+        self._turn = asyncio.Lock()
+        """One version is pulled at a time, so that no bucket of two versions is asked for twice."""
+        self._changed = asyncio.Condition()
+        self._reports: asyncio.Queue[WorkerError] = asyncio.Queue()
+        self._is_short = False
+        """Was it told that there is no memory for copies of its own?"""
+
+    # ------------------------------------------------------------------------------------------------------- broadcast
+
+    async def announce(self, announcement: Announcement) -> None:
+        """Expect a version: from now `give` waits for its buckets.
+
+        A version that is known already is ignored. Raises `WeightsMismatch` if it was published with another hash.
+        """
+        manifest = announcement.manifest
+        version = manifest.version
+        if version in self._known:
+            known = self._known[version].manifest.hash
+            if known != manifest.hash:
+                detail = f"it was published as {known} before, and as {manifest.hash} this time"
+                raise WeightsMismatch(self.name, f"hearing of version {version}", detail)
+            return
+        self._known[version] = announcement
+        self._expected[version] = frozenset(bucket.hash for bucket in manifest.buckets)
+        self._announced_s[version] = asyncio.get_running_loop().time()
+
+    async def accept(self, version: PolicyVersion, sources: Sequence[Peer]) -> None:
+        """Take in an announced version: pull the buckets not held yet, in order, from the first of `sources` that can
+        give them, at last from the actor. Returns once it is complete.
+
+        Raises `WorkerDied` if it was not announced in the life of this process, or what the last source raised; `watch`
+        tells that too, and those who wait for its buckets turn elsewhere.
+        """
+        try:
+            await self._take_in(version, sources, wait=True)
+        except WorkerError as error:
+            self._reports.put_nowait(error)
+            raise
+
+    async def give(self, bucket: str, *, wait: bool) -> Ref:
+        """The bucket with this hash. With `wait`, waits for it if it is part of a version on its way.
+
+        Raises `WeightsMismatch` if it is not held, and not waited for. In a broadcast relays wait for those before
+        them; one that is refilled waits for nobody. So they never wait in a circle.
+        """
+        phase = f"giving bucket {bucket}"
+        if wait:
+            await self._until(lambda: bucket in self._buckets or not self._expects(bucket), phase)
+        if bucket not in self._buckets:
+            raise WeightsMismatch(self.name, phase, f"it is not here; {self._contents()}")
+        return self._buckets[bucket]
+
+    # --------------------------------------------------------------------------------------------------------- readers
+
+    async def newest(self, at_least: PolicyVersion) -> tuple[Manifest, list[Ref]]:
+        """The newest complete version, no older than `at_least`, and its buckets in order.
+
+        Waits for `accept` to complete such a version.
+        """
+        phase = f"giving version {at_least} or newer"
+        await self._until(lambda: bool(self._complete) and max(self._complete) >= at_least, phase)
+        return self._content(max(self._complete))
+
+    async def pin(self, version: PolicyVersion) -> tuple[Manifest, list[Ref]]:
+        """Exactly `version`, which is kept from now until another version is pinned.
+
+        Waits for `accept` to complete it. Raises `WeightsMismatch` if it was let go already.
+        """
+        await self._until_settled(version, f"pinning version {version}")
+        self._pinned = version
+        return self._content(version)
+
+    async def arrival(self, version: PolicyVersion) -> tuple[Arrival, Announcement]:
+        """How `version` came here, and what a tier that lost everything can be refilled by.
+
+        Waits for `accept` to complete it. Raises `WeightsMismatch` if it was let go already.
+        """
+        await self._until_settled(version, f"taking in version {version}")
+        return self._complete[version], self._known[version]
+
+    # --------------------------------------------------------------------------------------------------------- failure
+
+    async def held(self) -> Holding:
+        """What is here and what is on its way."""
+        complete = [self._known[v] for v in sorted(self._complete, reverse=True)]
+        return Holding((*complete, *(self._known[v] for v in sorted(self._expected))), self._pinned)
+
+    async def refill(self, neighbours: Sequence[Neighbour], last: Announcement | None) -> None:
+        """After having lost everything: take in `last`, the newest version that is known to have arrived somewhere,
+        and what the first neighbour that is not empty itself holds or expects; and pin what is pinned there.
+
+        Raises what the last source raised.
+        """
+        holding = await self._first_holding(neighbours)
+        self._pinned = holding.pinned if self._pinned is None else self._pinned
+        for announcement in (*([last] if last else []), *holding.announcements):
+            await self.announce(announcement)
+            await self._take_in(announcement.manifest.version, neighbours, wait=False)
+
+    async def watch(self) -> WorkerError:
+        """Waits, without a deadline, for something a person should hear of: a version that could not be taken in, or
+        (once) that memory has run out. Each is told to one caller."""
+        return await self._reports.get()
+
+    # ------------------------------------------------------------------------------------------------------- internals
+
+    async def _first_holding(self, neighbours: Sequence[Neighbour]) -> Holding:
+        """What the first neighbour holds that answers and has lost nothing."""
+        for neighbour in neighbours:
+            try:
+                holding = await with_deadline(neighbour.held(), self._transfer_s, neighbour.name, "telling what it has")
+            except FAILURES:
+                continue  # whoever supervises it will notice
+            if holding.announcements:
+                return holding
+        return Holding((), None)
+
+    async def _take_in(self, version: PolicyVersion, sources: Sequence[Peer], *, wait: bool) -> None:
+        async with self._turn:
+            if version in self._complete:
+                return
+            if version not in self._known:
+                detail = "it was not announced here, or the process was restarted since"
+                raise WorkerDied(self.name, f"taking in version {version}", detail)
+            try:
+                await self._pull(self._known[version], list(sources), wait)
+            except BaseException:
+                await self._give_up(version)
+                raise
+            async with self._changed:
+                self._complete[version] = self._arrived(version)
+                self._let_go(self._keep)
+                self._changed.notify_all()
+
+    async def _pull(self, announcement: Announcement, sources: list[Peer], wait: bool) -> None:
+        """Bring what is missing here. `sources` loses those that fail."""
+        manifest, origin = announcement.manifest, announcement.origin
+        missing = [bucket for bucket in dict.fromkeys(b.hash for b in manifest.buckets) if bucket not in self._buckets]
+        if origin.place == self._place:
+            for bucket in missing:
+                await self._put(bucket, origin.refs[bucket])
+            return
+        sources.append(origin)
+        room = asyncio.Semaphore(IN_FLIGHT)
+        try:
+            async with asyncio.TaskGroup() as pulls:
+                for bucket in missing:
+                    await room.acquire()
+                    pull = pulls.create_task(self._take(bucket, manifest.version, sources, wait))
+                    pull.add_done_callback(lambda _: room.release())
+        except BaseExceptionGroup as errors:
+            raise first_of(errors) from None
+
+    async def _take(self, bucket: str, version: PolicyVersion, sources: list[Peer], wait: bool) -> None:
+        """Bring one bucket here from the first source that gives it whole. A source that fails is not asked again."""
+        phase = f"sending a bucket of version {version} to {self.name}"
+        while True:
+            source = sources[0]
+            try:
+                ref = await with_deadline(source.give(bucket, wait=wait), self._transfer_s, source.name, phase)
+                ref = await self._copied(ref, bucket, source.name, phase)
+            except FAILURES:
+                if source is sources[-1]:
+                    raise
+                if source in sources:
+                    sources.remove(source)
+            else:
+                await self._put(bucket, ref)
+                return
+
+    async def _copied(self, ref: Ref, bucket: str, source: str, phase: str) -> Ref:
+        """A reference to a copy of our own. With no memory for one the source's is kept, and readers read from there.
+
+        Raises `WeightsMismatch` if what came is not what the manifest names.
+        """
+        try:
+            data = await with_deadline(self._store.fetch(ref, source), self._transfer_s, source, phase)
+            came = await self._store.digest(data)
+            if came != bucket:
+                raise WeightsMismatch(source, phase, f"bucket {bucket} arrived as {came}")
+            try:
+                return await self._store.own(data)
+            except MemoryError:
+                self._let_go(1)
+                return await self._store.own(data)
+        except MemoryError as error:
+            if not self._is_short:
+                self._is_short = True
+                detail = f"no memory for copies of its own, its node reads from others: give the node more ({error})"
+                self._reports.put_nowait(WorkerError(self.name, phase, detail))
+            return ref
+
+    async def _put(self, bucket: str, ref: Ref) -> None:
+        async with self._changed:
+            self._buckets[bucket] = ref
+            self._changed.notify_all()
+
+    async def _give_up(self, version: PolicyVersion) -> None:
+        async with self._changed:
+            del self._known[version], self._expected[version], self._announced_s[version]
+            self._let_go(self._keep)
+            self._changed.notify_all()
+
+    def _arrived(self, version: PolicyVersion) -> Arrival:
+        """What there is to tell of a version that is complete from now."""
+        del self._expected[version]
+        known = self._known[version]
+        seconds = known.seconds + asyncio.get_running_loop().time() - self._announced_s.pop(version)
+        return Arrival(version, known.manifest.hash, known.manifest.num_bytes, known.num_sent, seconds)
+
+    def _let_go(self, keep: int) -> None:
+        """Forget all but the newest `keep` complete versions and the pinned one, and buckets that nothing needs."""
+        for version in sorted(self._complete)[:-keep]:
+            if version != self._pinned:
+                del self._complete[version], self._known[version]
+        needed = {bucket.hash for known in self._known.values() for bucket in known.manifest.buckets}
+        self._buckets = {bucket: ref for bucket, ref in self._buckets.items() if bucket in needed}
+
+    def _expects(self, bucket: str) -> bool:
+        return any(bucket in expected for expected in self._expected.values())
+
+    def _content(self, version: PolicyVersion) -> tuple[Manifest, list[Ref]]:
+        manifest = self._known[version].manifest
+        return manifest, [self._buckets[bucket.hash] for bucket in manifest.buckets]
+
+    def _contents(self) -> str:
+        return f"it holds {', '.join(map(str, sorted(self._complete))) or 'no version'} by this time"
+
+    async def _until_settled(self, version: PolicyVersion, phase: str) -> None:
+        """Return once `version` is complete; raise `WeightsMismatch` if it cannot become that any more."""
+
+        def is_settled() -> bool:
+            is_past = bool(self._complete) and max(self._complete) >= version
+            return version in self._complete or (is_past and version not in self._expected)
+
+        await self._until(is_settled, phase)
+        if version not in self._complete:
+            raise WeightsMismatch(self.name, phase, self._contents())
+
+    async def _until(self, condition: Callable[[], bool], phase: str) -> None:
+        async with self._changed:
+            await with_deadline(self._changed.wait_for(condition), self._transfer_s, self.name, phase)

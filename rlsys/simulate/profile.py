@@ -1,0 +1,282 @@
+"""What a simulation is told: a cluster, an engine, a workload, a trainer and the links between them, in numbers.
+
+    profile = Profile.load("areal", ["max_staleness=2"])
+    profile.num_replicas          # 96
+
+A profile is a small YAML file; those in `profiles/` ship under their names. Each value in them says where it is from.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from functools import cached_property
+from math import exp, log
+from pathlib import Path
+from statistics import NormalDist
+from typing import Annotated, Literal, Self
+
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from rlsys.config.load import load
+from rlsys.config.problems import nested
+from rlsys.config.section import Section
+from rlsys.errors import ConfigError
+
+FOLDER = Path(__file__).parent / "profiles"
+_NORMAL = NormalDist()
+
+
+class Spread(Section):
+    """How a quantity varies: lognormal, cut off at `cap`; or the numbers of a table, each as likely as the others."""
+
+    mean: PositiveFloat = 1.0
+    """Mean of what is drawn, the cap included."""
+    sigma: NonNegativeFloat = 0.0
+    """Standard deviation of the logarithm; 0: always the mean."""
+    cap: PositiveFloat | None = None
+    """What lies above counts as this. None: no limit."""
+    table: tuple[PositiveFloat, ...] = ()
+    """Measured numbers to draw from; mean, sigma and cap do not count then."""
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        if self.cap is not None and self.sigma > 0 and self.mean >= self.cap:
+            raise ValueError(f"a mean of {self.mean:g} is not below the cap of {self.cap:g}, which cuts off above it")
+        return self
+
+    def at(self, quantile: float) -> float:
+        """The value at a quantile between 0 and 1, both excluded."""
+        if self.table:
+            return self._sorted[int(quantile * len(self.table))]
+        value = exp(self._mu + self.sigma * _NORMAL.inv_cdf(quantile)) if self.sigma else self.mean
+        return value if self.cap is None else min(value, self.cap)
+
+    @cached_property
+    def _sorted(self) -> list[float]:
+        return sorted(self.table)
+
+    @cached_property
+    def _mu(self) -> float:
+        """Mean of the logarithm before the cap, such that the mean after it is `mean`; found by bisection."""
+        if self.cap is None:
+            return log(self.mean) - self.sigma**2 / 2
+        low, high = log(self.mean) - self.sigma**2 / 2, log(self.cap) + 10 * self.sigma
+        for _ in range(100):
+            middle = (low + high) / 2
+            low, high = (middle, high) if _capped_mean(middle, self.sigma, self.cap) < self.mean else (low, middle)
+        return low
+
+
+def _capped_mean(mu: float, sigma: float, cap: float) -> float:
+    """E[min(X, cap)] of a lognormal X."""
+    z = (log(cap) - mu) / sigma
+    return exp(mu + sigma**2 / 2) * _NORMAL.cdf(z - sigma) + cap * (1 - _NORMAL.cdf(z))
+
+
+class DecodeSection(Section):
+    """Seconds of one decoding step of a replica that runs b requests with T tokens of context in all:
+
+    overhead_s + max(weights_s, b * sequence_s) + T * token_s
+
+    the roofline of the linear layers (read all weights, or compute), and attention, which reads all keys and values.
+    """
+
+    overhead_s: NonNegativeFloat
+    """What any step costs beside: scheduling, kernel launches, all-reduces."""
+    weights_s: PositiveFloat
+    """Reading the weights once: bytes over memory bandwidth."""
+    sequence_s: PositiveFloat
+    """Computing one request's next token: 2 * parameters over the achieved FLOP/s."""
+    token_s: NonNegativeFloat
+    """Reading the keys and values of one token of context."""
+
+    @property
+    def roofline_batch(self) -> int:
+        """Requests at which a step stops being bound by the reading of weights."""
+        return max(1, int(self.weights_s / self.sequence_s))
+
+
+class TrainingSection(Section):
+    """Seconds of one optimizer step: fixed_s + tokens / (tokens_per_s * GPUs)."""
+
+    fixed_s: NonNegativeFloat
+    """What a step costs whatever its size: the optimizer, packing, fetching."""
+    tokens_per_s: PositiveFloat
+    """Tokens that one GPU trains in a second, everything a step does with a token included."""
+
+
+class WeightsSection(Section):
+    """What is published and what carries it."""
+
+    num_bytes: PositiveInt
+    """Bytes of one version."""
+    push_bytes_per_s: PositiveFloat
+    """From the actor into host memory: the actor's only stall."""
+    link_bytes_per_s: PositiveFloat
+    """From a node's relay to the next."""
+    link_latency_s: NonNegativeFloat
+    """Of one transfer between relays, whatever its size."""
+    load_s: NonNegativeFloat
+    """A replica takes a version in from its node's relay."""
+
+
+Share = Annotated[float, Field(gt=0, lt=1)]
+
+
+class Profile(Section):
+    """One cluster and one workload."""
+
+    seed: NonNegativeInt = 0
+    """Root of all that is drawn: same seed, same work, whatever the other keys say."""
+
+    gpus: PositiveInt
+    """GPUs in all."""
+    gpus_per_node: PositiveInt = 8
+    """Each node with rollouts has one relay."""
+    gpus_per_replica: PositiveInt = 1
+    """GPUs of one rollout replica: its tensor parallelism."""
+    inference_share: Share = 0.5
+    """Share of the GPUs that sample; the others train. Without meaning if `colocated`."""
+    colocated: bool = False
+    """Do sampling and training share all GPUs, in turn? Only with `max_staleness: 0`."""
+    switch_s: NonNegativeFloat = 0.0
+    """Seconds in a step to hand colocated GPUs over, from sampling to training and back."""
+
+    slots: PositiveInt
+    """Requests a replica decodes at once; others wait."""
+    cache_tokens: PositiveInt
+    """Tokens whose keys and values fit into a replica's cache."""
+    decode: DecodeSection
+    prefill_tokens_per_s: PositiveFloat
+    """Prompt tokens a replica takes in; nothing is decoded meanwhile."""
+
+    groups_per_step: PositiveInt
+    """Groups of one optimizer step."""
+    group_size: PositiveInt
+    """Episodes of one group."""
+    prompt: Spread
+    """Tokens of a prompt."""
+    response: Spread
+    """Tokens sampled in one turn."""
+    turns: Spread = Spread()
+    """Turns of an episode, rounded; at least 1."""
+    environment_s: Spread | None = None
+    """Seconds the environment takes after each turn but the last. None: nothing, and there is no observation."""
+    observation_tokens: NonNegativeInt = 0
+    """Tokens the environment says after a turn."""
+    reward_s: NonNegativeFloat = 0.0
+    """Judging one group."""
+
+    max_staleness: NonNegativeInt
+    """As `asynchrony.max_staleness` of a run."""
+    window: PositiveInt = 1
+    """As `asynchrony.window` of a run."""
+    weight_change: Literal["between", "inflight", "beside"] = "between"
+    """As `rollout.weight_change` of a run."""
+    kv_cache: Literal["keep", "recompute"] = "recompute"
+    """As `rollout.kv_cache` of a run: what a change in flight does with keys and values."""
+    resident_versions: PositiveInt = 2
+    """As `rollout.resident_versions` of a run; counts with `weight_change: beside`."""
+    repack_s: NonNegativeFloat = 0.0
+    """As `rollout.repack_s` of a run: seconds between two looks for replicas to empty; 0: never."""
+    routing: Literal["group", "request", "prefix"] = "group"
+    """group: a group's requests all go to the replica that plays it. request: each to the least loaded one. prefix: each
+    to where its session's prefix is cached, unless that is overloaded. The last two only with `weight_change: inflight`."""
+    tools: Literal["alone", "together"] = "alone"
+    """together: the next turn of every episode in a group waits for the slowest of this one: synchronous tool batches."""
+
+    train: TrainingSection
+    weights: WeightsSection
+    restart_s: NonNegativeFloat = 60.0
+    """Seconds to replace a replica that died."""
+
+    @classmethod
+    def load(cls, name: str | Path, overrides: Sequence[str] = ()) -> Self:
+        """A profile that ships by its name, or a file by its path; then overrides like `max_staleness=2`.
+
+        Raises `ConfigError` listing every problem.
+        """
+        return load(cls, [profile_path(name)], overrides)
+
+    @property
+    def num_replicas(self) -> int:
+        """Rollout replicas."""
+        return self._inference_gpus // self.gpus_per_replica
+
+    @property
+    def train_gpus(self) -> int:
+        """GPUs that train."""
+        return self.gpus if self.colocated else self.gpus - self.num_replicas * self.gpus_per_replica
+
+    @property
+    def replicas_per_node(self) -> int:
+        """Replicas that pull from one relay."""
+        return max(1, self.gpus_per_node // self.gpus_per_replica)
+
+    @property
+    def num_relays(self) -> int:
+        """One for each node with rollouts."""
+        return -(-self.num_replicas // self.replicas_per_node)
+
+    @property
+    def _inference_gpus(self) -> int:
+        return self.gpus if self.colocated else int(self.gpus * self.inference_share + 1e-9)
+
+    @field_validator("routing")
+    @classmethod
+    def _can_be_routed(cls, routing: str, info: ValidationInfo) -> str:
+        if routing != "group" and info.data.get("weight_change") not in ("inflight", None):
+            raise ValueError(f"{routing} spreads a group over replicas: that needs weight_change: inflight")
+        return routing
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        problems: list[tuple[tuple[str, ...], str]] = []
+        if self.num_replicas == 0:
+            text = f"{self._inference_gpus} GPUs sample, and one replica needs {self.gpus_per_replica}: 0 replicas"
+            problems.append((("gpus_per_replica",), text))
+        if self.colocated and self.max_staleness > 0:
+            problems.append((("colocated",), "the GPUs sample and train in turn: only with max_staleness: 0"))
+        longest = self.longest_context
+        if longest is not None and longest > self.cache_tokens:
+            text = f"an episode may hold {longest:.0f} tokens (prompt and response caps): one would not fit"
+            problems.append((("cache_tokens",), text))
+        if problems:
+            raise nested(problems)
+        return self
+
+    @property
+    def longest_context(self) -> float | None:
+        """Most tokens one single-turn episode can hold; None if nothing limits them."""
+        ends = [_largest(self.prompt), _largest(self.response)]
+        return None if None in ends or _largest(self.turns) != 1 else sum(end for end in ends if end is not None)
+
+
+def _largest(spread: Spread) -> float | None:
+    return max(spread.table) if spread.table else spread.mean if not spread.sigma else spread.cap
+
+
+def named() -> list[str]:
+    """The profiles that ship."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def profile_path(name: str | Path) -> Path:
+    """The file of a profile. Raises `ConfigError` for a name that does not ship and is no file."""
+    if isinstance(name, Path) or name.endswith((".yaml", ".yml", ".toml")) or "/" in name:
+        return Path(name)
+    if name in named():
+        return FOLDER / f"{name}.yaml"
+    close = difflib.get_close_matches(name, named(), n=1)
+    hint = f"did you mean `{close[0]}`?" if close else f"there are: {', '.join(named())}"
+    raise ConfigError(f"unknown profile {name!r}; {hint} A file is given by its path, as in my/{name}.yaml")

@@ -1,0 +1,178 @@
+"""One simulated rollout replica: an engine, the groups it plays, and weights that change as `RolloutWorker` changes
+them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+from rlsys.contracts import Busy, RolledOut
+from rlsys.errors import WorkerDied
+from rlsys.simulate.engine import SimEngine
+from rlsys.simulate.playing import Play, Rounds, TurnRouter
+from rlsys.simulate.profile import Profile
+from rlsys.simulate.work import Workload
+from rlsys.types import Acknowledged, Assignment, Group, PolicyVersion, ReplicaLoad
+
+Pull = Callable[[PolicyVersion], Awaitable[tuple[PolicyVersion, str]]]
+"""From the node's relay: the newest complete version, no older than the one asked for, and its hash."""
+
+
+class SimReplica:
+    """Plays groups; takes in weights when a group asks for newer ones than it holds."""
+
+    def __init__(self, name: str, profile: Profile, workload: Workload, pull: Pull) -> None:
+        self.name, self.engine = name, SimEngine(profile)
+        self.rounds = Rounds(together=profile.tools == "together")
+        self.observation_tokens = profile.observation_tokens
+        self.turns: TurnRouter | None = None
+        """Given if turns are routed one by one."""
+        self.cache_age = 0
+        """Times its cache was thrown away."""
+        self.held: dict[PolicyVersion, str] = {}
+        """Hash of every version it acknowledged."""
+        self.exposed_s = 0.0
+        """Seconds it stood still for weights: waiting for them with nothing to do, or taking them in."""
+        self._profile, self._workload, self._pull = profile, workload, pull
+        self._changing = asyncio.Lock()
+        self._is_loading = False
+        self._is_dead = False
+        self._plays: dict[Play, None] = {}
+        """Those it samples, guests included; not those that were moved away."""
+        self._homed: dict[Play, None] = {}
+        """Those whose sessions live here."""
+        self._freed = asyncio.Event()
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The newest it holds; -1 before its first pull."""
+        return max(self.held, default=-1)
+
+    async def run(self, assignment: Assignment) -> RolledOut:
+        """Play one group on weights no older than it asks for. Raises `WorkerDied`."""
+        await self.hold(assignment.version)
+        start_s = _now()
+        fixed = self.version if self._profile.weight_change == "beside" else None
+        play = Play(assignment, self._workload, self, fixed, self.turns)
+        self._plays[play] = self._homed[play] = None
+        try:
+            play.begin()
+            await play.done
+        finally:
+            del self._homed[play]
+            play.host.let_go(play)
+        return RolledOut(self._group(play), Busy(self.name, start_s, _now()), self.engine.stats())
+
+    def load(self) -> ReplicaLoad:
+        """What it is doing now. A group that waits on its tools counts, as with `RolloutWorker`."""
+        stats = self.engine.stats()
+        stats = replace(stats, num_running=max(stats.num_running, len(self._plays)))
+        return ReplicaLoad(self.name, self.version, stats, self._is_loading)
+
+    @property
+    def is_dead(self) -> bool:
+        """Did it die?"""
+        return self._is_dead
+
+    def let_go(self, play: Play) -> None:
+        """A group ended, or went elsewhere."""
+        self._plays.pop(play, None)
+        self._freed.set()
+
+    def move_to(self, other: SimReplica) -> list[int]:
+        """`other` goes on with all that is sampled here; none if it holds another version or takes one in.
+
+        Returns the serials of the groups that moved.
+        """
+        if self._is_loading or other._is_loading or other.version != self.version:
+            return []
+        plays, self._plays = self._plays, {}
+        requests = self.engine.abort(plays)
+        for play in plays:
+            play.host = other
+        other._plays |= plays
+        other.engine.submit(requests)
+        self._freed.set()
+        return [play.assignment.serial for play in plays]
+
+    def die(self) -> None:
+        """All it plays, and all whose sessions live here, end with `WorkerDied`."""
+        self._is_dead = True
+        self._freed.set()
+        for play in {**self._plays, **self._homed}:
+            play.host.engine.abort((play,))
+            play.fail(self._death(f"rolling out group {play.assignment.serial}"))
+        for play in self.engine.owners():  # of turns that were routed here from elsewhere
+            play.fail(self._death(f"rolling out group {play.assignment.serial}"))
+
+    # ------------------------------------------------------------------------------------------------ changing weights
+
+    async def hold(self, version: PolicyVersion) -> None:
+        """Return once this replica holds weights no older than `version`, as `RolloutWorker` does."""
+        async with self._changing:
+            self._check_alive()
+            if self.version >= version:
+                return
+            if self._profile.weight_change == "between":
+                await self._until(lambda: not self._plays)
+            elif self._profile.weight_change == "beside":
+                await self._until(lambda: len(self._resident()) < self._profile.resident_versions)
+            began_s, busy_s = _now(), self.engine.busy_s()
+            newest, hashed = await self._pull(version)
+            self._check_alive()
+            await self._take_in(newest, hashed)
+            self.exposed_s += _now() - began_s - (self.engine.busy_s() - busy_s)
+
+    async def _take_in(self, version: PolicyVersion, hashed: str) -> None:
+        load_s, when = self._profile.weights.load_s, self._profile.weight_change
+        if when == "inflight" and self.engine.is_busy:
+            throws_away = self._profile.kv_cache == "recompute"
+            self.exposed_s += self.engine.change(version, load_s, recompute=throws_away)
+            self.cache_age += throws_away
+        else:
+            self._is_loading = when == "between"
+            await asyncio.sleep(load_s)
+            self._is_loading = False
+            self._check_alive()
+            self.engine.change(version)
+            self.cache_age += 1
+        self.held[version] = hashed
+        self.engine.num_resident = max(1, len(self._resident() | {version})) if when == "beside" else 1
+
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        """Waits for groups to end or to go elsewhere; unblocked by `let_go`, `move_to` and `die`."""
+        while not is_so():
+            self._freed.clear()
+            await self._freed.wait()
+            self._check_alive()
+
+    def _resident(self) -> set[PolicyVersion]:
+        """Versions that groups here keep to."""
+        return {play.version for play in self._plays if play.version is not None}
+
+    # ------------------------------------------------------------------------------------------------------------ group
+
+    def _group(self, play: Play) -> Group:
+        assignment, versions = play.assignment, play.versions()
+        return Group(
+            serial=assignment.serial,
+            task_id=assignment.task.id,
+            permit_version=assignment.version,
+            replica=self.name,
+            episodes=play.episodes(),
+            versions=versions,
+            weights=tuple(Acknowledged(self.name, s.version, self.held[s.version]) for s in versions),
+            payload=None,
+        )
+
+    def _check_alive(self) -> None:
+        if self._is_dead:
+            raise self._death("taking in weights")
+
+    def _death(self, phase: str) -> WorkerDied:
+        return WorkerDied(self.name, phase, "the process is gone")
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,189 @@
+"""Composes the real driver with simulated workers, runs it on the virtual clock, and measures."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+
+from rlsys.checkpoint import Checkpoints
+from rlsys.contracts import Workers
+from rlsys.data.source import TaskSource
+from rlsys.driver import BatchShape, Driver
+from rlsys.events import Event, Events, StepDone
+from rlsys.failures import FailurePolicy
+from rlsys.ledger import Ledger
+from rlsys.queue import StreamingQueue
+from rlsys.repacking import Repacker
+from rlsys.simulate.actor import SimActor, SimRewards, Simulated
+from rlsys.simulate.clock import run_virtual
+from rlsys.simulate.engine import Used
+from rlsys.simulate.profile import Profile
+from rlsys.simulate.relays import TRANSFER_S, SimRelays
+from rlsys.simulate.report import Report
+from rlsys.simulate.rollouts import SimRollouts
+from rlsys.types import Task
+from rlsys.weights import WeightSync
+
+NUM_TASKS = 1024
+"""Distinct tasks; what a group costs depends on its serial alone."""
+MICRO_BATCH_TOKENS = 1 << 20
+"""How a step is cut up makes no difference here."""
+
+
+@contextmanager
+def _rare_collection() -> Iterator[None]:
+    """Let the garbage collector look less often: a simulation makes many objects that live, and few cycles."""
+    before = gc.get_threshold()
+    gc.set_threshold(1_000_000, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """Everything that is counted, at one moment."""
+
+    time_s: float
+    used: Used
+    exposed_s: float
+    num_trained: int
+    """Groups."""
+    num_moved: int
+    num_dropped: int
+
+
+@dataclass
+class Simulation:
+    """One run of the real driver. After `run`, its workers can be asked what they saw."""
+
+    profile: Profile
+    steps: int
+    measured: int | None = None
+    """The report is about the last so many steps; None: all but the first quarter, in which the pipe fills."""
+    incidents: Sequence[tuple[float, Callable[[Simulation], object]]] = ()
+    """What happens at which second, e.g. the death of a replica."""
+
+    def __post_init__(self) -> None:
+        default = self.steps - self.steps // 4
+        self._num_measured = default if self.measured is None else min(self.steps, self.measured)
+        self.marks = [_Mark(0.0, Used(), 0.0, 0, 0, 0)]
+        """One before the first step, and one after each."""
+
+    def run(self) -> Report:
+        """The whole run. Raises what the driver raises."""
+        began = time.monotonic()
+        with TemporaryDirectory(prefix="rlsys-simulate-") as folder, _rare_collection():
+            run_virtual(self._run(Path(folder)))
+        self._found = self._report(time.monotonic() - began)
+        return self._found
+
+    @property
+    def report(self) -> Report:
+        """What `run` found."""
+        return self._found
+
+    async def _run(self, folder: Path) -> None:
+        profile = self.profile
+        self.relays = SimRelays(profile)
+        self.rollouts = SimRollouts(profile, self.relays)
+        self.actor = SimActor(profile, self.relays)
+        self.driver = self._driver(folder)
+        for seconds, happens in self.incidents:
+            asyncio.get_running_loop().call_later(seconds, happens, self)
+        await self.driver.run(0)
+
+    def _driver(self, folder: Path) -> Driver:
+        profile = self.profile
+        workers = Workers(self.rollouts, SimRewards(profile.reward_s), self.actor, self.relays)
+        algorithm = Simulated(group_size=profile.group_size)
+        tasks = [Task(id=f"task-{i}", prompt=f"{i}") for i in range(NUM_TASKS)]
+        # The pipe stays full to the end: the driver is told of one more pipe of steps, and stopped when it has enough.
+        num_groups = (self.steps + profile.max_staleness + 1) * profile.groups_per_step
+        queue = StreamingQueue(profile.groups_per_step, profile.max_staleness, profile.window, 0, num_groups)
+        events = Events([self])
+        return Driver(
+            workers=workers,
+            algorithm=algorithm,
+            queue=queue,
+            ledger=Ledger(TaskSource(tasks, seed=profile.seed), profile.group_size, profile.seed, lease_s=inf),
+            weights=WeightSync(self.actor, self.relays, TRANSFER_S, max_age=queue.staleness_bound),
+            failures=FailurePolicy(max_attempts=100, max_failed_groups=100),
+            checkpoints=Checkpoints(folder / "checkpoints", every=0, keep_last=1),
+            events=events,
+            shape=BatchShape(num_ranks=1, max_tokens=MICRO_BATCH_TOKENS),
+            steps=self.steps + profile.max_staleness + 1,
+            no_progress_s=1e9,
+            rollouts_folder=folder / "rollouts",
+            rollouts_every=0,
+            repacker=self._repacker(events),
+        )
+
+    def _repacker(self, events: Events) -> Repacker | None:
+        profile = self.profile
+        if not profile.repack_s:
+            return None
+        return Repacker(self.rollouts, profile.repack_s, min(profile.slots, profile.decode.roofline_batch), events)
+
+    def handle(self, event: Event, time_s: float) -> None:
+        """As a sink of the driver's events: mark where each step ended, and stop after the last one."""
+        if not isinstance(event, StepDone):
+            return
+        self.marks.append(self._mark())
+        if event.step == self.steps:
+            self.driver.stop()
+
+    def close(self) -> None:
+        """Nothing is left open."""
+
+    def _mark(self) -> _Mark:
+        used, exposed_s = Used(), 0.0
+        for replica in (*self.rollouts.replicas, *self.rollouts.ended):
+            replica.engine.busy_s()
+            used += replica.engine.used
+            exposed_s += replica.exposed_s
+        now = asyncio.get_running_loop().time()
+        return _Mark(
+            now, used, exposed_s, len(self.actor.trained), self.rollouts.num_moved, self.driver.queue.dropped.total()
+        )
+
+    def _report(self, wall_s: float) -> Report:
+        first, last = self.marks[self.steps - self._num_measured], self.marks[self.steps]
+        seconds, used = last.time_s - first.time_s, last.used - first.used
+        trained = self.actor.trained[first.num_trained : last.num_trained]
+        behind = sum(self.actor.staleness[self.steps - self._num_measured : self.steps], Counter())
+        num_tokens, replica_s = sum(group.num_trained for group in trained), seconds * self.profile.num_replicas
+        num_steps = self._num_measured
+        train_s = fmean(self.actor.train_s[self.steps - num_steps : self.steps])
+        return Report(
+            steps=self.steps,
+            measured=num_steps,
+            tokens_per_s=num_tokens / seconds,
+            samples_per_s=sum(len(group.episodes) for group in trained) / seconds,
+            generated_tokens_per_s=used.num_tokens / seconds,
+            step_s=seconds / num_steps,
+            train_s=train_s,
+            rollouts_idle=1 - used.busy_s / replica_s,
+            trainer_idle=1 - train_s * num_steps / seconds,
+            weights_exposed_s=(last.exposed_s - first.exposed_s) / self.profile.num_replicas / num_steps,
+            publish_stall_s=fmean(self.actor.stall_s),
+            broadcast_s=fmean(self.relays.arrived_s.values()),
+            kv_used=used.cache_s / used.busy_s,
+            cached_share=used.num_cached / ((used.num_cached + used.num_prefilled) or 1),
+            moved_groups=(last.num_moved - first.num_moved) / num_steps,
+            staleness={str(versions): behind[versions] / num_tokens for versions in sorted(behind)},
+            staleness_max=max(behind),
+            staleness_bound=self.driver.queue.staleness_bound,
+            dropped=last.num_dropped,
+            wall_s=wall_s,
+        )

@@ -1,0 +1,222 @@
+"""The engines that the contract is run on, and what its tests do with them."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from rlsys.types import PolicyVersion, Sampling
+from workers.engines.base import Completion, Engine, Request, spans_of
+from workers.engines.local import LocalEngine
+from workers.engines.scripted import ScriptedEngine
+
+torch.set_num_threads(1)
+
+T = TypeVar("T")
+NUM_VOCAB = 90
+CONTEXT = 256
+
+
+def qwen(*, tied: bool = True, seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+            intermediate_size=128, vocab_size=NUM_VOCAB, tie_word_embeddings=tied, initializer_range=0.2,
+        )
+    )  # fmt: skip
+
+
+def llama(*, seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=96, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, intermediate_size=200,
+            vocab_size=NUM_VOCAB, tie_word_embeddings=True, initializer_range=0.2,
+        )
+    )  # fmt: skip
+
+
+def local(
+    model: PreTrainedModel | None = None, *, num_slots: int = 8, stop: frozenset[int] = frozenset(), **choices: Any
+) -> LocalEngine:
+    return LocalEngine(
+        model or qwen(), num_slots=num_slots, max_context=CONTEXT, stop_token_ids=stop, name="rollout-0", version=3,
+        **choices,
+    )  # fmt: skip
+
+
+def scripted(**choices: Any) -> ScriptedEngine:
+    """Its replies depend on seed and place."""
+    return ScriptedEngine(
+        lambda request: [(request.seed + place) % 7 for place in range(500)],
+        num_slots=8, max_context=CONTEXT, shapes={"w": (2, 3), "b": (3,)}, version=3, **choices,
+    )  # fmt: skip
+
+
+class Kit:
+    """How to come by one engine, and what it takes."""
+
+    def __init__(self, build: Callable[[], Engine], *, tied: bool | None, is_costly: bool = False) -> None:
+        """`tied` None: there is no model. A costly engine is used by one test after the other. An exact one gives the
+        same tokens and logprobs in the last bit, however it came by its keys and values."""
+        self.tied, self.is_exact = tied, not is_costly
+        self._build, self._is_costly = build, is_costly
+        self._kept: Engine | None = None
+
+    def model(self) -> PreTrainedModel:
+        """The model whose weights are version 3."""
+        return qwen(tied=bool(self.tied))
+
+    def weights(self, seed: int) -> Mapping[str, Tensor]:
+        """Weights that the engine takes; those of seed 0 are version 3."""
+        if self.tied is None:
+            return {"w": torch.full((2, 3), seed), "b": torch.zeros(3)}
+        return {k: p.detach() for k, p in qwen(tied=self.tied, seed=seed).named_parameters()}
+
+    def make(self) -> Engine:
+        """An engine that nobody uses, at version 3."""
+        return self._costly() if self._is_costly else self._build()
+
+    def another(self) -> Engine:
+        """A second engine of the same weights; a costly one is its own second."""
+        return self.make()
+
+    def _costly(self) -> Engine:
+        self._kept = self._kept or self._build()
+        return self._kept
+
+    async def reset(self, engine: Engine) -> None:
+        """Take back what the test before did."""
+        if engine.version != 3:
+            await engine.pause()
+            await engine.load(3, self.weights(0))
+        if self._is_costly:
+            await engine.resume()
+
+    async def finish(self, engine: Engine) -> None:
+        """End an engine, unless another test will want it."""
+        if engine is not self._kept:
+            await engine.close()
+
+    async def close(self, engine: Engine) -> None:
+        """End an engine for good."""
+        self._kept = None
+        await engine.close()
+
+    def end(self) -> None:
+        """After the last test."""
+        if self._kept is not None:
+            asyncio.run(self.close(self._kept))
+
+
+def vllm(*, tied: bool, **choices: Any) -> Engine:
+    """vLLM on a folder with the model of `Kit.model`."""
+    from workers.engines.vllm import VllmEngine
+
+    with tempfile.TemporaryDirectory() as folder:
+        qwen(tied=tied).save_pretrained(folder)
+        return VllmEngine(
+            folder, dtype="float32", num_slots=8, max_context=CONTEXT, stop_token_ids=frozenset(), version=3,
+            device=torch.device("cpu"), name="rollout-0", **choices,
+        )  # fmt: skip
+
+
+VLLM = pytest.mark.vllm
+REAL = [
+    pytest.param(Kit(local, tied=True), id="local-tied"),
+    pytest.param(Kit(lambda: local(qwen(tied=False)), tied=False), id="local-untied"),
+    pytest.param(Kit(lambda: vllm(tied=True), tied=True, is_costly=True), id="vllm-tied", marks=VLLM),
+    pytest.param(Kit(lambda: vllm(tied=False), tied=False, is_costly=True), id="vllm-untied", marks=VLLM),
+]
+ALL = [pytest.param(Kit(scripted, tied=None), id="scripted"), *REAL]
+with_a_model = pytest.mark.parametrize("kit", REAL, indirect=True)
+
+
+def ask(
+    name: str = "a",
+    *,
+    new: int = 6,
+    prompt: tuple[int, ...] = (5, 6, 7),
+    seed: int = 11,
+    begun: Completion | None = None,
+    **sampling: float,
+) -> Request:
+    return Request(name, prompt, Sampling(max_new_tokens=new, **sampling), seed, begun)
+
+
+def run(source: Kit | Callable[[], Engine], scenario: Callable[[Engine], Awaitable[T]]) -> T:
+    kit = source if isinstance(source, Kit) else Kit(source, tied=None)
+
+    async def main() -> T:
+        engine = kit.make()
+        try:
+            await kit.reset(engine)
+            return await scenario(engine)
+        finally:
+            await kit.finish(engine)
+
+    return asyncio.run(asyncio.wait_for(main(), 60))
+
+
+async def pause_after(engine: Engine, num_tokens: int) -> None:
+    """Pause once that many tokens, or some more, were sampled from now."""
+    goal = engine.stats().num_tokens + num_tokens
+    await engine.pause()
+    while engine.stats().num_tokens < goal:
+        await engine.resume()
+        await turns(2)
+        await engine.pause()
+
+
+async def cut(engine: Engine, request: Request, num_tokens: int, *, keep_cache: bool = False) -> Completion:
+    """What there is of a request that is aborted after that many tokens, or some more."""
+    task = asyncio.create_task(engine.generate(request))
+    await asyncio.sleep(0)
+    await pause_after(engine, num_tokens)
+    engine.abort(request.id, keep_cache=keep_cache)
+    done = await task
+    await engine.resume()
+    assert done.finish == "abort"
+    assert num_tokens <= len(done.output_ids) < request.sampling.max_new_tokens
+    return done
+
+
+async def change(engine: Engine, version: PolicyVersion, weights: Mapping[str, Tensor]) -> None:
+    """New weights, in the order in which they are taken in."""
+    await engine.stage(weights)
+    await engine.pause()
+    await engine.load(version, weights)
+    await engine.resume()
+
+
+async def turns(count: int) -> None:
+    """Let the event loop go round."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def head(whole: Completion, num_tokens: int) -> Completion:
+    """The first tokens of a completion of one version, as if it had been cut there."""
+    spans = spans_of([whole.versions[0].version] * num_tokens)
+    return Completion(whole.output_ids[:num_tokens], whole.logprobs[:num_tokens], spans, "abort")
+
+
+def logprobs_by_hand(model: PreTrainedModel, request: Request, output_ids: tuple[int, ...]) -> list[float]:
+    ids = torch.tensor([request.prompt_ids + output_ids])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1] / request.sampling.temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(output_ids)[:, None]).flatten().tolist()

@@ -1,0 +1,119 @@
+"""The laws of the local engine's decoder: what a request gives depends on its seed, its prompt and its weights only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from rlsys.types import PolicyVersion, Sampling
+from tests.contract.engines import NUM_VOCAB, head, llama, qwen
+from workers.engines.base import Completion, Request
+from workers.engines.decoder import Decoder
+from workers.engines.residents import Residents
+from workers.engines.stepping import Job
+
+PROMPTS = [
+    tuple((7 * i + 3 * k) % NUM_VOCAB for k in range(length)) for i, length in enumerate((1, 2, 7, 7, 8, 31, 33, 90))
+]
+samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.7, 1.0]),
+    top_p=st.sampled_from([0.8, 1.0]),
+    max_new_tokens=st.integers(1, 20),
+)
+requests = st.builds(Request, st.just(""), st.sampled_from(PROMPTS), samplings, st.integers(0, 1 << 64))
+arrivals = st.tuples(st.integers(0, 12), requests, st.sampled_from([0, 1]))
+LOOP = asyncio.new_event_loop()
+
+
+class Bench:
+    """A decoder with two versions of its weights."""
+
+    def __init__(self, make: Callable[..., PreTrainedModel], num_slots: int = 12) -> None:
+        model = make()
+        self.decoder = Decoder(model, num_slots=num_slots, max_context=160, stop_token_ids={5})
+        self.decoder.warm_up()
+        self.residents = Residents(model, 0)
+        self.residents.add(1, self.residents.lay_out(dict(make(seed=1).named_parameters())).tensors)
+
+    def decode(self, arrivals: list[tuple[int, Request, PolicyVersion]]) -> list[Completion]:
+        """Run requests that arrive at the given steps under the given version, as slots allow."""
+        jobs = [Job(request, LOOP.create_future(), [(0, version)]) for _, request, version in arrivals]
+        waiting = sorted(zip(jobs, arrivals, strict=True), key=lambda item: item[1][0])
+        done: dict[Job, Completion] = {}
+        step = 0
+        while len(done) < len(jobs):
+            free = self.decoder.num_slots - len(self.decoder.jobs)
+            batch = [job for job, (arrival, *_) in waiting if arrival <= step][:free]
+            del waiting[: len(batch)]
+            for version in (0, 1):
+                if some := [job for job in batch if job.version == version]:
+                    self.residents.use(version)
+                    self.decoder.admit(some)
+                    done |= self.decoder.release(self.decoder.ended())
+            self.step()
+            done |= self.decoder.release(self.decoder.ended())
+            step += 1
+        return [done[job] for job in jobs]
+
+    def alone(self, request: Request, version: PolicyVersion) -> Completion:
+        """What the request gives when nobody else is there."""
+        return self.decode([(0, request, version)])[0]
+
+    def step(self) -> None:
+        """One token for everybody."""
+        for run in self.decoder.runs():
+            self.residents.use(self.decoder.jobs[run.start].version)
+            self.decoder.step(run)
+
+
+@pytest.fixture(scope="module", params=[qwen, llama])
+def bench(request: pytest.FixtureRequest) -> Bench:
+    return Bench(request.param)
+
+
+@given(arrivals=st.lists(arrivals, min_size=2, max_size=16))
+@settings(deadline=None, max_examples=15)
+def test_tokens_and_logprobs_do_not_depend_on_who_shares_the_batch_nor_on_their_versions(
+    bench: Bench, arrivals: list[tuple[int, Request, PolicyVersion]]
+) -> None:
+    together = bench.decode(arrivals)
+    for (_, request, version), done in zip(arrivals, together, strict=True):
+        assert bench.alone(request, version) == done
+
+
+@given(arrivals=st.lists(arrivals, min_size=2, max_size=12), data=st.data())
+@settings(deadline=None, max_examples=15)
+def test_a_request_cut_anywhere_and_gone_on_with_is_the_request_left_alone(
+    bench: Bench, arrivals: list[tuple[int, Request, PolicyVersion]], data: st.DataObject
+) -> None:
+    whole = [bench.alone(request, version) for _, request, version in arrivals]
+    resumed: list[tuple[int, Request, PolicyVersion]] = []
+    for (arrival, request, version), done in zip(arrivals, whole, strict=True):
+        count = data.draw(st.integers(0, len(done.output_ids) - 1))
+        resumed.append((arrival, replace(request, begun=head(done, count)), version))
+    assert bench.decode(resumed) == whole
+
+
+@pytest.mark.parametrize("num_prompt", [1, 8, 90, 700])
+def test_a_long_completion_is_gone_on_with_bit_for_bit(num_prompt: int) -> None:
+    decoder = Decoder(llama(), num_slots=2, max_context=1024, stop_token_ids=())
+    prompt = tuple(3 * k % NUM_VOCAB for k in range(num_prompt))
+
+    def decoded(begun: Completion | None) -> Completion:
+        request = Request("", prompt, Sampling(max_new_tokens=150), 1, begun)
+        decoder.admit([Job(request, LOOP.create_future(), [(0, 0)])])
+        while not (ended := decoder.ended()):
+            for run in decoder.runs():
+                decoder.step(run)
+        return decoder.release(ended)[0][1]
+
+    whole = decoded(None)
+    for count in (1, 9, 140):
+        assert decoded(head(whole, count)) == whole

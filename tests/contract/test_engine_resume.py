@@ -1,0 +1,261 @@
+"""Requests that are cut and gone on with: here or elsewhere, on these weights or others, with a cache or without."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from dataclasses import replace
+
+import pytest
+from torch import Tensor
+
+from rlsys.types import VersionSpan
+from tests.contract.engines import (
+    Kit,
+    ask,
+    change,
+    cut,
+    head,
+    local,
+    logprobs_by_hand,
+    qwen,
+    run,
+    with_a_model,
+)
+from workers.engines.base import Completion, Engine, Request
+from workers.engines.slots import KeptCache
+
+
+def steady(kit: Kit, *, new: int = 40, name: str = "a") -> Request:
+    """A request whose tokens do not hang on the state of a generator."""
+    return ask(name, new=new, temperature=1.0 if kit.is_exact else 0.0)
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True], ids=["here", "elsewhere"])
+def test_a_request_that_was_cut_goes_on_as_if_nothing_had_been(kit: Kit, is_elsewhere: bool) -> None:
+    async def scenario(engine: Engine) -> None:
+        request = steady(kit)
+        whole = await engine.generate(request)
+        begun = await cut(engine, request, 5)
+        other = kit.another() if is_elsewhere else engine
+        done = await other.generate(replace(request, begun=begun))
+        assert done == whole
+        assert done.versions == (VersionSpan(3, 40),)
+        if other is not engine:
+            await kit.finish(other)
+
+    run(kit, scenario)
+
+
+def test_segments_keep_the_tokens_and_logprobs_of_the_request_left_alone(kit: Kit) -> None:
+    """As in AgentMath (arXiv:2512.20745): each segment has a budget, and begins with the segments before."""
+
+    async def scenario(engine: Engine) -> None:
+        whole = await engine.generate(steady(kit, new=30))
+        begun = None
+        for budget in (7, 8, 29, 30):
+            segment = await engine.generate(replace(steady(kit, new=budget), begun=begun))
+            assert segment == replace(head(whole, budget), finish="length")
+            begun = segment
+
+    run(kit, scenario)
+
+
+def test_a_request_cut_twice_keeps_what_was_begun_each_time(kit: Kit) -> None:
+    async def scenario(engine: Engine) -> None:
+        request = steady(kit, new=60)
+        whole = await engine.generate(request)
+        once = await cut(engine, request, 4)
+        twice = await cut(engine, replace(request, begun=once), 4)
+        assert len(twice.output_ids) >= len(once.output_ids) + 4
+        assert twice == head(whole, len(twice.output_ids))
+        assert await engine.generate(replace(request, begun=twice)) == whole
+
+    run(kit, scenario)
+
+
+def test_under_other_weights_what_was_begun_stays_and_a_second_span_follows(kit: Kit) -> None:
+    async def scenario(engine: Engine) -> tuple[Completion, Completion]:
+        begun = await cut(engine, ask(new=40), 5)
+        await change(engine, 4, kit.weights(1))
+        return begun, await engine.generate(ask(new=40, begun=begun))
+
+    begun, done = run(kit, scenario)
+    count = len(begun.output_ids)
+    assert done.versions == (VersionSpan(3, count), VersionSpan(4, 40 - count))
+    assert (done.output_ids[:count], done.logprobs[:count]) == (begun.output_ids, begun.logprobs)
+    assert done.finish == "length"
+    if kit.tied is not None:
+        by_hand = logprobs_by_hand(qwen(tied=kit.tied, seed=1), ask(), done.output_ids)
+        assert done.logprobs[count:] == pytest.approx(by_hand[count:], abs=1e-4)
+
+
+@with_a_model
+def test_what_follows_is_drawn_from_the_model_after_what_was_begun(kit: Kit) -> None:
+    async def scenario(engine: Engine) -> list[Completion]:
+        begun = await cut(engine, ask(new=60), 5)
+        requests = [ask(str(i), new=60, seed=i, begun=begun) for i in range(10)]
+        return await asyncio.gather(*(engine.generate(request) for request in requests))
+
+    ends = run(kit, scenario)
+    assert len({done.output_ids for done in ends}) == 10  # the seed decides
+    for done in ends:
+        assert done.logprobs == pytest.approx(logprobs_by_hand(kit.model(), ask(), done.output_ids), abs=1e-4)
+
+
+def test_a_stream_gives_only_what_follows(kit: Kit) -> None:
+    async def scenario(engine: Engine) -> None:
+        request = steady(kit, new=20)
+        whole = await engine.generate(request)
+        begun = head(whole, 8)
+        pieces = [piece async for piece in engine.stream(replace(request, begun=begun))]
+        assert tuple(token for piece in pieces for token in piece.output_ids) == whole.output_ids[8:]
+        assert tuple(logprob for piece in pieces for logprob in piece.logprobs) == whole.logprobs[8:]
+        assert [piece.finish for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+
+    run(kit, scenario)
+
+
+def test_an_aborted_request_that_never_got_a_slot_has_what_it_had_begun_with(kit: Kit) -> None:
+    async def scenario(engine: Engine) -> None:
+        begun = head(await engine.generate(ask(new=20)), 8)
+        await engine.pause()
+        task = asyncio.create_task(engine.generate(ask(new=20, begun=begun)))
+        await asyncio.sleep(0)
+        engine.abort("a")
+        assert await task == begun
+        await engine.resume()
+
+    run(kit, scenario)
+
+
+def test_nothing_begun_is_as_good_as_no_beginning(kit: Kit) -> None:
+    async def scenario(engine: Engine) -> None:
+        empty = Completion((), (), (), "abort")
+        assert await engine.generate(ask(begun=empty)) == await engine.generate(ask())
+
+    run(kit, scenario)
+
+
+SPAN = (VersionSpan(3, 2),)
+
+
+@pytest.mark.parametrize(
+    ("begun", "why"),
+    [
+        (Completion((1, 2), (0.0,), SPAN, "abort"), "2 ids, 1 logprobs and versions of 2 tokens"),
+        (Completion((1, 2), (0.0, 0.0), (VersionSpan(3, 3),), "abort"), "versions of 3 tokens"),
+        (Completion((1, -2), (0.0, 0.0), SPAN, "abort"), r"ids in \[0, "),
+        (Completion((1, 2), (0.0, 0.0), SPAN, "stop"), "ended with a stop token"),
+        (Completion((1, 2, 1, 2, 1, 2), (0.0,) * 6, (VersionSpan(3, 6),), "abort"), "6 tokens, and max_new_tokens.* 6"),
+    ],
+)
+def test_a_beginning_that_has_ended_or_is_not_whole_is_refused(kit: Kit, begun: Completion, why: str) -> None:
+    with pytest.raises(ValueError, match=f"request a has begun with .*{why}"):
+        run(kit, lambda engine: engine.generate(ask(new=6, begun=begun)))
+
+
+def test_a_beginning_that_ends_with_the_stop_token_is_refused_whatever_it_says() -> None:
+    begun = Completion((1, 9), (0.0, 0.0), SPAN, "abort")
+    with pytest.raises(ValueError, match="ended with a stop token"):
+        run(lambda: local(stop=frozenset({9})), lambda engine: engine.generate(ask(begun=begun)))
+
+
+# ------------------------------------------------------------------------------------------- with keys and values
+
+
+def test_keys_and_values_come_only_when_asked_for(kit: Kit) -> None:
+    async def scenario(engine: Engine) -> tuple[Completion, Completion]:
+        request = ask(new=40)
+        return await cut(engine, request, 3), await cut(engine, request, 3, keep_cache=True)
+
+    without, with_cache = run(kit, scenario)
+    assert without.cache is None
+    if with_cache.cache is not None:
+        assert kit.is_exact
+        assert kit.tied is not None
+        assert "cache" not in repr(with_cache)
+        assert replace(with_cache, cache=None) == with_cache
+
+
+async def handed_over(source: Engine, to: Engine, request: Request, num_tokens: int) -> Completion:
+    """A request that begins on one engine and ends on another, its keys and values pickled between the two."""
+    begun = await cut(source, request, num_tokens, keep_cache=True)
+    assert begun.cache is not None
+    return await to.generate(replace(request, begun=pickle.loads(pickle.dumps(begun))))
+
+
+@pytest.mark.parametrize("num_prompt", [1, 3, 60])
+def test_a_request_gives_the_same_with_and_without_handing_over_its_keys_and_values(num_prompt: int) -> None:
+    request = ask(new=50, prompt=tuple(range(1, 1 + num_prompt)))
+    model = qwen()
+    widths: list[int] = []
+
+    def measure(_model: object, _args: object, inputs: dict[str, Tensor]) -> None:
+        widths.append(inputs["input_ids"].shape[1])
+
+    async def scenario(source: Engine) -> None:
+        whole = await source.generate(request)
+        other = local(model, num_slots=3)
+        neighbours = [asyncio.create_task(other.generate(ask(str(i), seed=i, new=200))) for i in range(2)]
+        begun = await cut(source, request, 20)
+        assert await other.generate(replace(request, begun=begun)) == whole
+        await asyncio.gather(*neighbours)
+        model.register_forward_pre_hook(measure, with_kwargs=True)
+        assert await handed_over(source, other, request, 20) == whole
+        assert set(widths) == {1}
+        assert len(widths) <= 30  # steps, and nothing before the first
+        await other.close()
+
+    run(local, scenario)
+
+
+@pytest.mark.parametrize("misfit", ["version", "tokens", "shape", "type", "layers"])
+def test_keys_and_values_that_do_not_fit_are_computed_anew(misfit: str) -> None:
+    async def scenario(engine: Engine) -> None:
+        request = ask(new=50)
+        whole = await engine.generate(request)
+        begun = await cut(engine, request, 20, keep_cache=True)
+        kept = begun.cache
+        assert isinstance(kept, KeptCache)
+        keys, values = kept.layers[0]
+        wrong = {
+            "version": replace(kept, version=2),
+            "tokens": replace(kept, token_ids=(9, *kept.token_ids[1:])),
+            "shape": replace(kept, layers=((keys[:, :, :8], values[:, :, :8]), *kept.layers[1:])),
+            "type": replace(kept, layers=tuple((k.bfloat16(), v.bfloat16()) for k, v in kept.layers)),
+            "layers": replace(kept, layers=kept.layers[:1]),
+        }
+        zeroed = replace(wrong[misfit], layers=tuple((0 * k, 0 * v) for k, v in wrong[misfit].layers))
+        for cache in (wrong[misfit], zeroed):
+            assert await engine.generate(replace(request, begun=replace(begun, cache=cache))) == whole
+
+    run(local, scenario)
+
+
+def test_keys_and_values_of_another_version_are_not_used() -> None:
+    async def scenario(engine: Engine) -> None:
+        request = ask(new=50)
+        begun = await cut(engine, request, 20, keep_cache=True)
+        await change(engine, 4, Kit(local, tied=True).weights(1))
+        done = await engine.generate(replace(request, begun=begun))
+        assert done == await engine.generate(replace(request, begun=replace(begun, cache=None)))
+
+    run(local, scenario)
+
+
+def test_a_request_that_waits_hands_on_the_keys_and_values_it_came_with() -> None:
+    async def scenario(engine: Engine) -> None:
+        request = ask(new=50)
+        whole = await engine.generate(request)
+        begun = await cut(engine, request, 20, keep_cache=True)
+        await engine.pause()
+        task = asyncio.create_task(engine.generate(replace(request, begun=begun)))
+        await asyncio.sleep(0)
+        engine.abort("a", keep_cache=True)
+        waited = await task
+        assert waited.cache is begun.cache
+        await engine.resume()
+        assert await engine.generate(replace(request, begun=waited)) == whole
+
+    run(local, scenario)

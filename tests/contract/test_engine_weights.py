@@ -1,0 +1,175 @@
+"""How engines take in weights: what every engine promises, then what only a real model can show."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from rlsys.errors import WeightsMismatch
+from rlsys.types import VersionSpan
+from tests.contract.engines import (
+    NUM_VOCAB,
+    VLLM,
+    Kit,
+    ask,
+    local,
+    logprobs_by_hand,
+    pause_after,
+    qwen,
+    run,
+    vllm,
+    with_a_model,
+)
+from workers.engines.base import Completion, Engine
+from workers.transport.hashing import content_hash
+
+
+def test_tokens_after_a_weight_change_carry_the_new_version(kit: Kit) -> None:
+    async def scenario(engine: Engine) -> Completion:
+        task = asyncio.create_task(engine.generate(ask(new=50)))
+        await asyncio.sleep(0)
+        await pause_after(engine, 4)
+        assert engine.version == 3
+        await engine.load(4, kit.weights(1))
+        assert engine.version == 4
+        await engine.resume()
+        return await task
+
+    done = run(kit, scenario)
+    old, new = done.versions
+    assert (old.version, new.version) == (3, 4)
+    assert old.num_tokens >= 4
+    assert old.num_tokens + new.num_tokens == len(done.output_ids) == 50
+
+
+def test_a_request_made_after_a_weight_change_has_one_version(kit: Kit) -> None:
+    async def scenario(engine: Engine) -> Completion:
+        await engine.pause()
+        await engine.load(7, kit.weights(1))
+        await engine.resume()
+        return await engine.generate(ask())
+
+    assert run(kit, scenario).versions == (VersionSpan(7, 6),)
+
+
+def test_load_acknowledges_the_content_hash(kit: Kit) -> None:
+    async def scenario(engine: Engine) -> str:
+        await engine.pause()
+        return await engine.load(4, kit.weights(1))
+
+    assert run(kit, scenario) == content_hash(kit.weights(1))
+
+
+def test_weights_that_do_not_fit_change_nothing_and_are_all_named(kit: Kit) -> None:
+    weights = dict(kit.weights(1))
+    missing, misshapen = sorted(weights)[:2]
+    del weights[missing]
+    weights |= {misshapen: torch.zeros(1, 9), "stranger": torch.zeros(2)}
+
+    async def scenario(engine: Engine) -> None:
+        before = await engine.generate(ask())
+        await engine.pause()
+        with pytest.raises(WeightsMismatch) as refusal:
+            await engine.load(4, weights)
+        for name in (missing, misshapen, "stranger", "(1, 9)"):
+            assert name in str(refusal.value)
+        await engine.resume()
+        assert engine.version == 3
+        assert await engine.generate(ask()) == before
+
+    run(kit, scenario)
+
+
+def test_staging_ahead_changes_nothing_until_the_load(kit: Kit) -> None:
+    async def scenario(engine: Engine) -> None:
+        weights = kit.weights(1)
+        before = await engine.generate(ask(new=200))
+        running = asyncio.create_task(engine.generate(ask(new=200)))
+        await asyncio.sleep(0)
+        for _ in range(5):
+            await engine.stage(weights)
+        assert await running == before
+        await engine.pause()
+        assert await engine.load(4, weights) == content_hash(weights)
+        await engine.resume()
+        assert (await engine.generate(ask(new=40))).versions == (VersionSpan(4, 40),)
+
+    run(kit, scenario)
+
+
+@with_a_model
+def test_after_a_change_tokens_come_from_the_new_weights_and_nothing_else(kit: Kit) -> None:
+    """Also where the prompt was cached under the old weights, and where an output matrix is tied."""
+    prompt = tuple(range(1, 70))
+
+    async def scenario(engine: Engine) -> Completion:
+        await engine.generate(ask(prompt=prompt))
+        await engine.pause()
+        await engine.load(4, kit.weights(1))
+        await engine.resume()
+        return await engine.generate(ask(prompt=prompt, new=20))
+
+    done = run(kit, scenario)
+    model = qwen(tied=bool(kit.tied), seed=1)
+    assert done.logprobs == pytest.approx(logprobs_by_hand(model, ask(prompt=prompt), done.output_ids), abs=1e-4)
+
+
+@VLLM
+@pytest.mark.parametrize("make", [lambda: local(kv_cache="recompute"), lambda: vllm(tied=True, kv_cache="recompute")])
+def test_with_a_recomputed_cache_later_tokens_are_exactly_those_of_the_new_weights(make: Callable[[], Engine]) -> None:
+    kit = Kit(make, tied=True)
+
+    async def scenario(engine: Engine) -> list[Completion]:
+        tasks = [asyncio.create_task(engine.generate(ask(str(i), new=60, seed=i))) for i in range(5)]
+        await asyncio.sleep(0)
+        await pause_after(engine, 20)
+        await engine.load(4, kit.weights(1))
+        await engine.resume()
+        return await asyncio.gather(*tasks)
+
+    for i, done in enumerate(run(kit, scenario)):
+        count = done.versions[0].num_tokens
+        assert 0 < count < 60
+        by_hand = logprobs_by_hand(qwen(seed=1), ask(seed=i), done.output_ids)
+        assert done.logprobs[count:] == pytest.approx(by_hand[count:], abs=1e-4)
+
+
+def test_tokens_after_a_weight_change_are_drawn_from_the_new_weights() -> None:
+    flat = {k: p.detach() for k, p in qwen(tied=False).named_parameters()}
+    flat["lm_head.weight"] = torch.zeros(NUM_VOCAB, 64)
+
+    async def scenario(engine: Engine) -> Completion:
+        task = asyncio.create_task(engine.generate(ask(new=50)))
+        await asyncio.sleep(0)
+        await pause_after(engine, 4)
+        await engine.load(4, flat)
+        await engine.resume()
+        return await task
+
+    done = run(lambda: local(qwen(tied=False)), scenario)
+    count = done.versions[0].num_tokens
+    plain = logprobs_by_hand(qwen(tied=False), ask(), done.output_ids[:count])
+    assert done.logprobs[:count] == pytest.approx(plain, abs=1e-5)
+    assert done.logprobs[count:] == pytest.approx([-math.log(NUM_VOCAB)] * (50 - count), abs=1e-6)
+
+
+def test_a_tied_output_layer_may_be_published_or_left_out() -> None:
+    weights = {k: p.detach() for k, p in qwen(seed=1).named_parameters()}
+    assert "lm_head.weight" not in weights
+
+    async def scenario(engine: Engine) -> list[Completion]:
+        outputs = []
+        for extra in ({}, {"lm_head.weight": weights["model.embed_tokens.weight"]}):
+            await engine.pause()
+            assert await engine.load(4, weights | extra) == content_hash(weights | extra)
+            await engine.resume()
+            outputs.append(await engine.generate(ask()))
+        return outputs
+
+    left_out, published = run(local, scenario)
+    assert left_out.logprobs == published.logprobs
+    assert left_out.logprobs == pytest.approx(logprobs_by_hand(qwen(seed=1), ask(), left_out.output_ids), abs=1e-5)

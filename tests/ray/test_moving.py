@@ -1,0 +1,110 @@
+"""Groups move between replicas that are processes, and outlive those that die."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import ray
+
+from rlsys.contracts import RolledOut
+from rlsys.errors import WorkerDied
+from rlsys.types import Assignment, Episode, Task
+from tests.jobs import config_of
+from workers.launching import Crew
+from workers.streams import PayloadRef
+
+
+@pytest.fixture
+def crew(cluster, model_path, data_path, tmp_path) -> Crew:
+    overrides = ["rollout.workflow=tests.ray.tools:Asks", "data.max_prompt_tokens=24", "rollout.max_new_tokens=16"]
+    return Crew.of(config_of(model_path, data_path, tmp_path, overrides))
+
+
+def assignment(serial: int, answer: Path, version: int = 0) -> Assignment:
+    return Assignment(serial, Task(id="t", prompt="312>", info={"answer": str(answer)}), 2, version, seed=serial)
+
+
+def played(crew: Crew, scenario: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await crew.ready()
+        await crew.actor.publish(0)
+        try:
+            await scenario()
+        finally:
+            await crew.close()
+
+    asyncio.run(asyncio.wait_for(main(), 100))
+
+
+async def running(crew: Crew, task: Assignment) -> tuple[asyncio.Task[RolledOut], str]:
+    """A group that waits on its tool, and where."""
+    group = asyncio.create_task(crew.rollouts.run(task))
+    while True:
+        await asyncio.sleep(0.02)
+        loads = await crew.rollouts.loads()
+        where = crew.rollouts.whereabouts().get(task.serial)
+        if any(load.replica == where and load.stats.num_tokens and load.stats.num_running for load in loads):
+            return group, where or ""
+
+
+def payload_of(done: RolledOut) -> tuple[Episode, ...]:
+    ref = done.group.payload
+    assert isinstance(ref, PayloadRef)
+    return ray.get(ref.chunk)[ref.index]
+
+
+def test_a_group_moves_the_replica_it_left_takes_new_weights_and_a_host_that_dies_is_named(crew, tmp_path):
+    rollouts, answer = crew.rollouts, tmp_path / "answer"
+
+    async def scenario() -> None:
+        done = tmp_path / "done"
+        done.touch()
+        others = await asyncio.gather(*(rollouts.run(assignment(serial, done)) for serial in (5, 6)))
+        group, source = await running(crew, assignment(5, answer))
+        (host,) = {each.group.replica for each in others} - {source}
+        assert await rollouts.move(source, host) == 1
+        await crew.actor.publish(1)
+        loads = {load.replica: load for load in await rollouts.loads()}
+        assert (loads[source].stats.num_running, loads[host].stats.num_running) == (0, 1)
+        newer = await rollouts.run(assignment(7, done, version=1))
+        assert (newer.group.replica, newer.group.oldest_version) == (source, 1)
+        answer.touch()
+        assert {span.version for span in (await group).group.versions} == {0}
+        loads = {load.replica: load for load in await rollouts.loads()}
+        assert (loads[host].version, loads[host].stats.num_running) == (0, 0)
+
+    played(crew, scenario)
+
+
+def test_a_group_that_lost_its_host_begins_again_with_what_was_noted(crew, tmp_path):
+    rollouts, answer = crew.rollouts, tmp_path / "answer"
+
+    async def scenario() -> None:
+        done = tmp_path / "done"
+        done.touch()
+        others = await asyncio.gather(*(rollouts.run(assignment(serial, done)) for serial in (5, 6)))
+        group, source = await running(crew, assignment(5, answer))
+        (host,) = {each.group.replica for each in others} - {source}
+        assert crew.rollouts._partials is not None
+        while await crew.rollouts._partials.version(5) is None:  # noqa: ASYNC110  (the recorder tells nobody)
+            await asyncio.sleep(0.05)
+        assert await rollouts.move(source, host) == 1
+        ray.kill(rollouts.members[int(host[-1])].actor)
+        answer.touch()
+        with pytest.raises(WorkerDied) as raised:
+            await group
+        assert raised.value.worker == host
+        await rollouts.restart(host, lambda worker, seconds: None)
+        sampled = {load.replica: load.stats.num_tokens for load in await rollouts.loads()}
+        again = await rollouts.run(assignment(5, answer))
+        assert again.group.replica == source, "the other is not set up yet"
+        after = {load.replica: load.stats.num_tokens for load in await rollouts.loads()}
+        first_turns = sum(len(e.trajectories[0].turns[0].output_ids) for e in payload_of(again))
+        assert after[source] - sampled[source] == again.group.num_trained - first_turns
+        same = next(each for each in others if each.group.serial == 5)
+        assert payload_of(again) == payload_of(same)
+
+    played(crew, scenario)

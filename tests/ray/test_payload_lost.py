@@ -1,0 +1,126 @@
+"""A node vanishes with the payloads of finished groups: they are named before any rank trains, and the others kept."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.cluster_utils import Cluster
+
+from rlsys.algorithm import Assigned, Signal
+from rlsys.batch.plan import plan_batch
+from rlsys.contracts import TrainStats
+from rlsys.errors import PayloadLost
+from rlsys.record import read_groups
+from rlsys.types import Episode, Group, Score, Task, Trajectory, Turn, VersionSpan
+from tests.groups import group
+from workers.actor import ActorRank
+from workers.cluster import RayActor, Resources, node_ids, spawn
+from workers.handles import ActorHandle, ReferenceHandle
+from workers.pools import RewardPool, Supply
+from workers.remote import Payload, ReferenceActor, RewardActor
+from workers.streams import CallStream, answer_in_chunks
+
+NO_CPU = Resources(num_cpus=0.0)
+BIG = "x" * 200_000
+"""More than Ray keeps outside its object store."""
+
+
+class Writer:
+    """Makes payloads on its own node."""
+
+    async def run(self, serials: list[int]) -> AsyncIterator[object]:
+        async for part in answer_in_chunks(serials, self._made):
+            yield part
+
+    async def _made(self, serial: int) -> tuple[int, Payload]:
+        return serial, payload_of(serial)
+
+
+class Rank(ActorRank):
+    """Has no model."""
+
+    def train_step(self, plan: Any, denominators: Any, indices: Any, signals: Any) -> TrainStats:
+        return TrainStats({"num_groups": len(self._fetched)}, 0.0)
+
+
+class Judge(RewardActor):
+    """Likes everything."""
+
+    async def setup(self) -> None:
+        self._worker: Any = Fond()
+
+
+class Fond:
+    async def score(self, task: Task, payload: Payload) -> tuple[Score, ...]:
+        return tuple(Score(1.0) for _ in payload)
+
+    async def close(self) -> None: ...
+
+
+class Reader(ReferenceActor):
+    def setup(self) -> None:
+        self._worker: Any = self
+
+    def logprobs(self, payload: Payload) -> tuple[float, ...]:
+        return (-1.0,)
+
+
+def payload_of(serial: int) -> Payload:
+    turn = Turn((1,), (2,), (-0.5,), (VersionSpan(0, 1),), "stop", BIG)
+    return (Episode((Trajectory(str(serial), (turn,)),)),) * 2
+
+
+async def made(writer: RayActor, serials: list[int]) -> list[Group]:
+    calls = CallStream("writer", "writing", writer.run.remote)
+    refs = [ref for _, ref in await asyncio.gather(*(calls.call(serial) for serial in serials))]
+    return [replace(group(serial), payload=ref) for serial, ref in zip(serials, refs, strict=True)]
+
+
+def test_the_groups_that_went_with_a_node_are_named_and_the_others_are_trained_judged_and_saved(
+    three_nodes: Cluster, tmp_path: Path
+):
+    here = node_ids()[0]
+    doomed = three_nodes.add_node(num_cpus=1, object_store_memory=100 << 20)
+    (there,) = [node for node in node_ids() if node == doomed.node_id]
+    writers = [spawn(Writer, NO_CPU, node=node) for node in (here, there)]
+    ranks = [spawn(Rank, NO_CPU, rank, None, None, node=here) for rank in range(2)]
+    rewards = RewardPool(Supply(1, lambda name: spawn(Judge, NO_CPU, name, None, node=here), 60.0, 1))
+    reference = ReferenceHandle(spawn(Reader, NO_CPU, "", "float32", 1.0, 1, NO_CPU, node=here), 60.0)
+    actor = ActorHandle(ranks, 60.0)
+
+    async def trained(groups: list[Group]) -> TrainStats:
+        assigned = [tuple(Assigned(episode, 0, 1.0) for episode in range(2)) for _ in groups]
+        plan = plan_batch(groups, assigned, num_ranks=2, max_tokens=1000)
+        return await actor.train_step(groups, plan)
+
+    async def scenario() -> None:
+        await asyncio.gather(rewards.ready(), reference.ready())
+        kept, gone = await made(writers[0], [1, 2]), await made(writers[1], [3, 4])
+        groups = [*kept, *gone]
+        three_nodes.remove_node(doomed, allow_graceful=False)
+        task = Task(id="t", prompt="1")
+        for attempt in (
+            lambda: trained(groups),
+            lambda: reference.annotate(groups, Signal.REFERENCE_LOGPROBS),
+            lambda: actor.save_groups(tmp_path / "groups.jsonl", groups),
+            lambda: actor.record(tmp_path / "rollouts.jsonl", 1, [task] * 4, groups, [()] * 4),
+        ):
+            with pytest.raises(PayloadLost) as raised:
+                await attempt()
+            assert set(raised.value.serials) == {3, 4}
+        outcomes = await asyncio.gather(*(rewards.score(task, g) for g in groups), return_exceptions=True)
+        assert [isinstance(outcome, PayloadLost) for outcome in outcomes] == [False, False, True, True]
+        assert await trained(kept)
+        assert len(await reference.annotate(kept, Signal.REFERENCE_LOGPROBS)) == 2
+        await actor.save_groups(tmp_path / "groups.jsonl", kept)
+        assert [record.group.serial for record in read_groups(tmp_path / "groups.jsonl")] == [1, 2]
+        await actor.close()
+        await rewards.close()
+        await reference.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 100))

@@ -1,0 +1,191 @@
+"""Three nodes and their relays: broadcast, delta, and the deaths of relays, in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import ray
+import torch
+from torch import Tensor
+
+from rlsys.contracts import Arrival, Published
+from rlsys.errors import WeightsMismatch, WorkerDied, WorkerError
+from rlsys.weights import Manifest
+from workers.cluster import Resources, call, node_ids, spawn
+from workers.relay import RelayActor
+from workers.relays import RayRelays, RelayHandle
+from workers.transport.hashing import content_hash
+from workers.transport.object_store import ObjectStorePublisher, ObjectStorePuller
+from workers.transport.tensors import specs_of
+
+TRANSFER_S = 30.0
+NO_CPU = Resources(num_cpus=0.0)
+
+
+class KillableRelay(RelayActor):
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+class Trainer:
+    """An actor's process without a model: `body` and `head` change from version to version, `frozen` never."""
+
+    def __init__(self, relays: list[RelayHandle]) -> None:
+        self._publisher = ObjectStorePublisher(relays, TRANSFER_S)
+
+    def lie(self, version: int) -> Published:
+        """Publish other bytes as `version`."""
+        return self.publish(version, weights_of(version + 1000))
+
+    def publish(self, version: int, weights: Mapping[str, Tensor] | None = None) -> Published:
+        weights = weights_of(version) if weights is None else weights
+        start_s = time.monotonic()
+        into = self._publisher.begin(specs_of(weights))
+        for name, tensor in weights.items():
+            into[name].copy_(tensor)
+        return self._publisher.publish(version, None, start_s)
+
+
+class Reader:
+    def __init__(self, relays: list[RelayHandle]) -> None:
+        self._relays = relays
+        self._kept: dict[int, Mapping[str, Tensor]] = {}
+
+    async def pull(self, at_least: int, is_pinned: bool = False) -> tuple[int, str, str]:
+        """The version, the hash it was published with, and that of the bytes that came."""
+        manifest, weights = await self._pull(at_least, is_pinned)
+        self._kept[manifest.version] = weights
+        return manifest.version, manifest.hash, content_hash(weights)
+
+    async def held(self) -> dict[int, str]:
+        """What the bytes of all versions ever pulled hash to at this moment."""
+        return {version: content_hash(weights) for version, weights in self._kept.items()}
+
+    async def _pull(self, at_least: int, is_pinned: bool) -> tuple[Manifest, Mapping[str, Tensor]]:
+        return await ObjectStorePuller(self._relays, TRANSFER_S, is_pinned=is_pinned).pull(at_least)
+
+
+def weights_of(version: int) -> dict[str, Tensor]:
+    frozen = torch.arange(4 << 20, dtype=torch.float32)
+    return {"body": torch.full((1 << 20,), float(version)), "frozen": frozen, "head": torch.full((1000,), -version / 2)}
+
+
+class Tier:
+    """The relays, a trainer on the first node and a reader on each."""
+
+    def __init__(self) -> None:
+        self.relays = RayRelays.start(TRANSFER_S, KillableRelay)
+        members = self.relays.members
+        self.trainer = spawn(Trainer, NO_CPU, members, node=members[0].node)
+        self.readers = [spawn(Reader, NO_CPU, members, node=member.node) for member in members]
+        self.failures: list[WorkerError] = []
+        self.recovered: asyncio.Queue[str] = asyncio.Queue()
+
+    async def publish(self, version: int) -> Arrival:
+        await call(self.trainer.publish.remote(version), "trainer", "publishing", 60)
+        return await asyncio.wait_for(self.relays.arrival(version), 60)
+
+    async def read(self, i: int, at_least: int, *, is_pinned: bool = False) -> int:
+        """The version that the reader on node i gets; its bytes are those published."""
+        version, published, came = await call(self.readers[i].pull.remote(at_least, is_pinned), "reader", "pulling", 60)
+        assert came == published == content_hash(weights_of(version))
+        return version
+
+    async def kill(self, i: int) -> None:
+        member = self.relays.members[i]
+        pid = await member.actor.pid.remote()
+        os.kill(pid, signal.SIGKILL)
+        with suppress(WorkerDied):
+            while await call(member.actor.pid.remote(), member.name, "answering", 10) == pid:
+                pass
+
+    async def supervised(self, scenario: Any) -> None:
+        supervision = asyncio.create_task(
+            self.relays.supervise(self.failures.append, lambda name, _: self.recovered.put_nowait(name))
+        )
+        try:
+            await scenario
+        finally:
+            supervision.cancel()
+
+    def close(self) -> None:
+        self.relays.close()
+        for process in [self.trainer, *self.readers]:
+            ray.kill(process)
+
+
+@pytest.fixture
+def tier(three_nodes) -> Iterator[Tier]:
+    made = Tier()
+    yield made
+    made.close()
+
+
+def test_every_reader_gets_exact_bytes_and_only_buckets_that_changed_travel(tier):
+    async def main() -> None:
+        assert len(node_ids()) == 3
+        first = await tier.publish(0)
+        assert first.num_sent == first.num_bytes and first.hash == content_hash(weights_of(0))
+        assert await asyncio.gather(*(tier.read(i, 0) for i in range(3))) == [0, 0, 0]
+        second = await tier.publish(1)
+        assert 4 << 20 < second.num_sent < 5 << 20, "body and head, not frozen"
+        assert await tier.read(1, 1) == 1
+        for version in range(2, 5):
+            await tier.publish(version)
+        assert await tier.read(2, 4) == 4
+        kept = [await call(reader.held.remote(), "reader", "telling", 60) for reader in tier.readers]
+        assert kept == [
+            {version: content_hash(weights_of(version)) for version in versions} for versions in ([0], [0, 1], [0, 4])
+        ], "each keeps what it pulled, long after its relay let go of it"
+
+    asyncio.run(main())
+
+
+def test_a_dead_master_is_passed_over_and_filled_again_and_its_readers_pull_from_another(tier):
+    async def scenario() -> None:
+        await tier.publish(0)
+        await tier.relays.pin(0)
+        await tier.kill(0)
+        await tier.publish(1)
+        assert await asyncio.gather(*(tier.read(i, 1) for i in range(3))) == [1, 1, 1]
+        assert await asyncio.wait_for(tier.recovered.get(), 30) == tier.relays.members[0].name
+        held = await tier.relays.members[0].held()
+        assert 1 in {known.manifest.version for known in held.announcements} and held.pinned == 0
+        assert await tier.read(0, 0, is_pinned=True) == 0
+        assert [(e.worker, e.phase) for e in tier.failures] == [(tier.relays.members[0].name, "keeping weights")]
+
+    asyncio.run(tier.supervised(scenario()))
+
+
+def test_when_every_relay_dies_they_are_filled_from_the_actor(tier):
+    async def scenario() -> None:
+        await tier.publish(0)
+        for i in range(3):
+            await tier.kill(i)
+        recovered = {await asyncio.wait_for(tier.recovered.get(), 60) for _ in range(3)}
+        assert recovered == {member.name for member in tier.relays.members}
+        assert await asyncio.gather(*(tier.read(i, 0) for i in range(3))) == [0, 0, 0]
+
+    asyncio.run(tier.supervised(scenario()))
+
+
+def test_a_version_published_again_with_other_bytes_is_refused_at_the_next_publish(tier):
+    async def main() -> None:
+        await tier.publish(0)
+        other = spawn(Trainer, NO_CPU, tier.relays.members, node=tier.relays.members[0].node)
+        await call(other.publish.remote(0), "trainer", "publishing", 60)  # the same bytes: ignored
+        await call(other.publish.remote(1), "trainer", "publishing", 60)
+        await tier.relays.arrival(1)
+        await call(other.lie.remote(1), "trainer", "publishing", 60)
+        with pytest.raises(WeightsMismatch, match="hearing of version 1: it was published as"):
+            await call(other.publish.remote(2), "trainer", "publishing", 60)
+        ray.kill(other)
+
+    asyncio.run(main())

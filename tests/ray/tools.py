@@ -1,0 +1,20 @@
+"""A workflow whose tool answers when the test says so."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from rlsys.workflow import Session, Workflow
+
+
+class Asks(Workflow):
+    """Two turns; between them it waits until the file that the task names is there."""
+
+    async def run(self, session: Session) -> None:
+        agent = session.agent("policy")
+        await agent.chat(session.task.prompt)
+        answer = Path(str(session.task.info["answer"]))
+        while not answer.exists():  # noqa: ASYNC110, ASYNC240  (a file announces itself to nobody)
+            await asyncio.sleep(0.01)
+        await agent.chat("2>")

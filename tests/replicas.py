@@ -1,0 +1,112 @@
+"""Rollout workers on engines without Ray, and the shelf they get weights from."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from examples.sort.tokenizer import build_tokenizer
+from rlsys.types import Assignment, Sampling, Task
+from rlsys.weights import Manifest, Probe
+from rlsys.workflow import SingleTurn, Workflow
+from workers.codec import TextCodec
+from workers.engines.base import Engine, Request
+from workers.engines.scripted import ScriptedEngine
+from workers.policy import Play
+from workers.recorder import Recorder
+from workers.rollout import RolloutWorker, WeightChange
+from workers.transport.hashing import content_hash
+
+T = TypeVar("T")
+DIGIT = 5
+"""A token that is a character."""
+
+
+def weights_of(version: int) -> dict[str, Tensor]:
+    return {"w": torch.full((2,), float(version))}
+
+
+def hash_of(version: int) -> str:
+    return content_hash(weights_of(version))
+
+
+@dataclass
+class Shelf:
+    """An in-memory `Puller`: hands out the version a test put there, if it is new enough."""
+
+    version: int = 0
+    corrupted: bool = False
+    """One value of the tensor changes on its way."""
+    late: bool = False
+    """What it hands out is one version older than asked for."""
+    probe: Probe | None = None
+    pulls: list[int] = field(default_factory=list)
+    _arrival: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def put(self, version: int) -> None:
+        self.version = version
+        self._arrival.set()
+
+    async def pull(self, at_least: int) -> tuple[Manifest, dict[str, Tensor]]:
+        while self.version < at_least:
+            self._arrival.clear()
+            await self._arrival.wait()
+        version = self.version - 1 if self.late else self.version
+        self.pulls.append(version)
+        weights = weights_of(version)
+        if self.corrupted:
+            weights["w"][1] += 1
+        return Manifest(version, hash_of(version), (), self.probe), weights
+
+
+def own_tokens(request: Request) -> Sequence[int]:
+    """A reply of digits that differs from request to request, and not from engine to engine."""
+    return [DIGIT + (request.seed + i * (i + 3)) % 7 for i in range(99)]
+
+
+def scripted(name: str, reply: Callable[[Request], Sequence[int]] = own_tokens, **options: int) -> ScriptedEngine:
+    return ScriptedEngine(reply, shapes={"w": (2,)}, version=-1, name=name, **options)
+
+
+def replica_of(
+    puller: Shelf | None,
+    engine: Engine,
+    *,
+    name: str = "rollout-0",
+    when: Literal["between", "inflight", "beside"] = "between",
+    workflow: Workflow | None = None,
+    num_tokens: int = 6,
+    recorder: Recorder | None = None,
+) -> RolloutWorker:
+    """A replica that takes prompts of 60 tokens, and replies with `num_tokens`."""
+    sampling = Sampling(max_new_tokens=num_tokens)
+    play = Play(workflow or SingleTurn(), TextCodec(build_tokenizer()), sampling, max_prompt_tokens=60)
+    return RolloutWorker(name, engine, play, puller, WeightChange(when, tolerance=1e-3), recorder)
+
+
+def assignment(version: int = 0, *, serial: int = 3, prompt: str = "12>", size: int = 2) -> Assignment:
+    return Assignment(serial, Task(id="sort-12", prompt=prompt), size, version, seed=1)
+
+
+def played(workers: Sequence[RolloutWorker], scenario: Callable[[], Coroutine[object, object, T]]) -> T:
+    """What the scenario returns; the workers are closed after it."""
+
+    async def main() -> T:
+        try:
+            return await scenario()
+        finally:
+            for worker in workers:
+                await worker.close()
+
+    return asyncio.run(asyncio.wait_for(main(), 20))
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Let the event loop go round until it is so."""
+    while not is_so():  # noqa: ASYNC110  (the engine's ticks announce themselves to nobody)
+        await asyncio.sleep(0)

@@ -1,0 +1,127 @@
+"""Random schedules with faults, each a pure function of its seed: what may never happen, under any of them."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rlsys.algorithm import Signal
+from rlsys.checkpoint import find_latest
+from rlsys.data.source import TaskSource
+from rlsys.driver import Driver
+from rlsys.events import Event, StepDone
+from rlsys.failures import FailurePolicy
+from rlsys.testing import FakeWorld, Fault, run_virtual, tasks
+from tests.simulate.world import NUM_TASKS, driver_on
+
+STALENESS = (0, 1, 2, 4, 8)
+STEPS = 12
+MACHINE_FAULTS = (Fault.DIES, Fault.HANGS, Fault.WRONG_WEIGHTS)
+LOSABLE = ("score", "annotate", "train_step", "save_groups")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one schedule came to."""
+
+    max_staleness: int
+    """The limit that was set."""
+    bound: int
+    """Versions that no trained token may be behind, which follows from it."""
+    staleness: int
+    """Versions that the stalest trained token was behind."""
+    num_stale: int
+    """Groups dropped as too stale: pacing should leave none."""
+    num_reissued: int
+    is_exactly_once: bool
+    """Were the tasks trained those that an undisturbed run trains, each as often?"""
+
+
+def played(seed: int) -> Outcome:
+    """One run under the schedule of this seed; every fourth is interrupted, and resumed by another driver."""
+    chance = random.Random(seed)
+    limits = {
+        "steps": STEPS,
+        "groups_per_step": chance.randint(1, 4),
+        "max_staleness": chance.choice(STALENESS),
+        "window": chance.choice((1, 1, 2, 5)),
+        "checkpoint_every": chance.choice((0, 3)),
+        "signals": frozenset(Signal) if chance.random() < 0.3 else frozenset(),
+    }
+    stop_at = chance.randint(1, STEPS - 1) if chance.random() < 0.25 else STEPS
+    with TemporaryDirectory() as folder:
+        sessions = [_session(chance, Path(folder), limits, stop) for stop in sorted({stop_at, STEPS})]
+    world, driver = sessions[-1]
+    source = TaskSource(tasks(NUM_TASKS), seed=0)
+    expected = Counter(source.next().id for _ in range(driver.queue.groups_per_step * STEPS))
+    return Outcome(
+        max_staleness=driver.queue.max_staleness,
+        bound=driver.queue.staleness_bound,
+        staleness=max(staleness for world, _ in sessions for staleness in world.staleness),
+        num_stale=sum(driver.queue.dropped["stale"] for _, driver in sessions),
+        num_reissued=sum(driver.queue.num_reissued for _, driver in sessions),
+        is_exactly_once=world.consumed == expected and not driver.ledger.open,
+    )
+
+
+def _session(chance: random.Random, folder: Path, limits: Mapping[str, Any], stop: int) -> tuple[FakeWorld, Driver]:
+    """One driver's part of a run, from the newest checkpoint until step `stop`."""
+    world = world_of(chance)
+    driver = driver_on(world, folder, **limits)
+    driver.failures = FailurePolicy(max_attempts=100, max_failed_groups=4)
+    if stop < STEPS:
+        driver.events.attach(StopAt(driver, stop))
+    assert run_virtual(_run(driver, folder)) == stop
+    return world, driver
+
+
+def world_of(chance: random.Random) -> FakeWorld:
+    """Latencies with long tails, and faults of everything that can fail."""
+
+    def faults(most: int, kinds: tuple[Fault, ...]) -> dict[int, Fault]:
+        return {chance.randrange(60): chance.choice(kinds) for _ in range(chance.randint(0, most))}
+
+    return FakeWorld(
+        num_replicas=chance.randint(1, 4),
+        rollout_s=heavy_tailed(chance, 40.0),
+        reward_s=heavy_tailed(chance, 5.0),
+        annotate_s=heavy_tailed(chance, 3.0),
+        train_s=heavy_tailed(chance, 8.0),
+        broadcast_s=chance.choice((0.0, 0.7, 5.0)),
+        weight_change=chance.choice(("between", "inflight")),
+        relay_deaths_s=sorted(chance.uniform(0, 100) for _ in range(chance.randint(0, 3))),
+        rollout_faults=faults(4, MACHINE_FAULTS),
+        reward_faults=faults(3, (Fault.DIES, Fault.HANGS)),
+        payload_losses={call: {chance.randrange(12) for _ in range(chance.randint(0, 2))} for call in LOSABLE},
+    )
+
+
+def heavy_tailed(chance: random.Random, longest_s: float) -> Callable[[int], float]:
+    """Seconds as a pure function of a number."""
+    seed = chance.randrange(10**9)
+    return lambda number: random.Random(seed * 1_000_003 + number).paretovariate(1.1) % longest_s
+
+
+@dataclass
+class StopAt:
+    """A user who presses Ctrl-C during a step."""
+
+    driver: Driver
+    step: int
+
+    def handle(self, event: Event, time_s: float) -> None:
+        if isinstance(event, StepDone) and event.step == self.step:
+            self.driver.stop()
+
+    def close(self) -> None:
+        pass
+
+
+async def _run(driver: Driver, folder: Path) -> int:
+    checkpoint = find_latest(folder)
+    return await driver.run(0 if checkpoint is None else await driver.restore(checkpoint))

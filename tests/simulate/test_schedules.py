@@ -1,0 +1,16 @@
+"""Random schedules with faults; `python -m benchmarks.schedules --count 10000` plays more of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulate.schedules import played
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_under_any_schedule_with_faults_the_bound_holds_and_every_task_is_trained_once(block):
+    for seed in range(30 * block, 30 * (block + 1)):
+        outcome = played(seed)
+        assert outcome.is_exactly_once, seed
+        assert outcome.staleness <= outcome.bound, seed
+        assert outcome.num_stale == 0, seed

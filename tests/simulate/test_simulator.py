@@ -1,0 +1,243 @@
+"""The simulator: what any simulation must satisfy, on small profiles."""
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from rlsys.broadcast import broadcast_s
+from rlsys.config.load import dump
+from rlsys.simulate.profile import Profile
+from rlsys.simulate.simulation import Simulation
+from rlsys.simulate.work import Workload
+from tests.simulate.profiles import small
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"max_staleness": 1},
+    {"max_staleness": 3, "weight_change": "inflight"},
+    {"max_staleness": 3, "weight_change": "beside"},
+    {"max_staleness": 3, "repack_s": 5.0},
+    {"max_staleness": 2, "window": 8},
+    {"max_staleness": 1, "turns": {"mean": 3, "sigma": 0.5, "cap": 8}, "environment_s": {"mean": 2.0, "sigma": 1.0}},
+    {"max_staleness": 1, "cache_tokens": 8000},
+]
+
+
+def ran(steps: int = 8, **changes: Any) -> Simulation:
+    simulation = Simulation(small(**changes), steps)
+    simulation.run()
+    return simulation
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_every_token_of_every_group_taken_is_trained_once_within_the_bound(setting: dict[str, Any]):
+    simulation = ran(**setting)
+    profile, trained = simulation.profile, simulation.actor.trained
+    work = Workload(profile)
+    serials = [group.serial for group in trained]
+    assert len(serials) == len(set(serials)) == 8 * profile.groups_per_step
+    for group in trained:
+        expected = sum(step.num_tokens for e in range(profile.group_size) for step in work.episode(group.serial, e))
+        assert group.num_trained == sum(span.num_tokens for span in group.versions) == expected
+    assert simulation.report.staleness_max <= simulation.report.staleness_bound
+    assert sum(simulation.report.staleness.values()) == pytest.approx(1.0)
+    assert simulation.report.dropped == 0
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_neither_side_does_more_than_it_can(setting: dict[str, Any]):
+    profile, report = small(**setting), ran(**setting).report
+    decode, train = profile.decode, profile.train
+    best = max(
+        b / (decode.overhead_s + max(decode.weights_s, b * decode.sequence_s)) for b in range(1, profile.slots + 1)
+    )
+    assert report.generated_tokens_per_s <= profile.num_replicas * best
+    assert report.tokens_per_s <= train.tokens_per_s * profile.train_gpus
+    assert 0 <= report.rollouts_idle <= 1
+    assert 0 <= report.trainer_idle <= 1
+    assert 0 < report.kv_used <= 1
+    assert report.step_s >= report.train_s + report.publish_stall_s
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_same_profile_gives_the_same_line_of_json(setting: dict[str, Any]):
+    first, second = (json.dumps(ran(4, **setting).report.as_json()) for _ in range(2))
+    assert first == second
+
+
+def test_another_seed_is_other_work():
+    assert ran(4).report.tokens_per_s != ran(4, seed=1).report.tokens_per_s
+
+
+def test_all_settings_see_the_same_work():
+    trained = [{g.serial: g.num_trained for g in ran(**s).actor.trained} for s in ({}, {"max_staleness": 3})]
+    assert trained[0] == trained[1]
+
+
+def test_the_work_has_the_mean_and_the_cap_that_the_profile_names():
+    profile = small(response={"mean": 900, "sigma": 1.0, "cap": 3000})
+    lengths = [Workload(profile).episode(serial, e)[0].num_tokens for serial in range(2000) for e in range(4)]
+    assert sum(lengths) / len(lengths) == pytest.approx(900, rel=0.03)
+    assert max(lengths) == 3000
+
+
+def test_a_table_of_lengths_is_drawn_from_evenly():
+    profile = small(response={"table": [10, 20, 400]})
+    counts = Counter(Workload(profile).episode(serial, 0)[0].num_tokens for serial in range(3000))
+    assert counts.keys() == {10, 20, 400}
+    assert min(counts.values()) > 900
+
+
+def test_between_changes_no_group_has_two_versions_and_replicas_hold_different_ones():
+    simulation = ran(12, max_staleness=3, repack_s=2.0)
+    assert all(len(group.versions) == 1 for group in simulation.actor.trained)
+    assert simulation.rollouts.num_moved > 0
+    held = {r.version for r in simulation.rollouts.replicas}
+    by_step = [simulation.actor.trained[i : i + 16] for i in range(0, 192, 16)]
+    assert len(held) > 1 or any(len({g.versions[0].version for g in step}) > 1 for step in by_step)
+
+
+def test_in_flight_a_group_goes_on_under_new_weights():
+    simulation = ran(max_staleness=3, weight_change="inflight")
+    assert any(len(group.versions) > 1 for group in simulation.actor.trained)
+
+
+def test_beside_old_weights_a_group_keeps_its_version_and_new_ones_start_at_once():
+    cheap: dict[str, Any] = {"max_staleness": 3, "decode": {"weights_s": 1e-4}}  # reading two versions costs nothing
+    beside, between = (ran(12, **cheap, weight_change=w, resident_versions=4) for w in ("beside", "between"))
+    assert all(len(group.versions) == 1 for group in beside.actor.trained)
+    assert beside.report.tokens_per_s > between.report.tokens_per_s
+
+
+def test_recomputing_keys_and_values_costs_what_keeping_them_does_not():
+    kept, recomputed = (
+        ran(max_staleness=3, weight_change="inflight", kv_cache=k, prefill_tokens_per_s=2000)
+        for k in ("keep", "recompute")
+    )
+    assert recomputed.report.weights_exposed_s > kept.report.weights_exposed_s
+
+
+def test_repacking_raises_throughput_and_trains_the_identical_groups():
+    profile: dict[str, Any] = {"gpus": 32, "groups_per_step": 48, "max_staleness": 3, "decode": {"sequence_s": 2e-5}}
+    off, on = (ran(16, **profile, repack_s=s) for s in (0.0, 2.0))
+    assert on.report.moved_groups > 0
+    assert on.report.generated_tokens_per_s > 1.1 * off.report.generated_tokens_per_s
+    assert on.report.kv_used > off.report.kv_used
+    assert [g.serial for g in on.actor.trained] == [g.serial for g in off.actor.trained]
+    assert [g.num_trained for g in on.actor.trained] == [g.num_trained for g in off.actor.trained]
+
+
+def test_a_dead_replica_loses_no_group_and_the_others_never_stop():
+    versions: list[list[int]] = []
+
+    def kill(simulation: Simulation) -> None:
+        simulation.rollouts.kill(0)
+        versions.append([replica.version for replica in simulation.rollouts.replicas[1:]])
+
+    calm = ran(12, max_staleness=2)
+    hit = Simulation(small(max_staleness=2, repack_s=3.0), 12, incidents=[(40.0, kill), (90.0, kill)])
+    hit.run()
+    assert len(versions) == 2
+    assert [r.name for r in hit.rollouts.ended] == ["rollout-0", "rollout-0.1"]
+    assert sorted(g.serial for g in hit.actor.trained) == sorted(g.serial for g in calm.actor.trained)
+    assert hit.report.dropped == 0
+    assert hit.report.staleness_max <= 2
+    assert hit.report.tokens_per_s > 0.6 * calm.report.tokens_per_s
+
+
+def test_the_publish_stall_does_not_know_how_many_replicas_there_are():
+    few, many = (ran(4, gpus=gpus, inference_share=share).report for gpus, share in ((8, 0.5), (68, 64 / 68)))
+    assert few.publish_stall_s == many.publish_stall_s == pytest.approx(0.2)
+
+
+def test_the_last_relay_has_the_weights_when_the_model_of_a_pipelined_chain_says():
+    simulation = ran(4, gpus=68, inference_share=64 / 68)
+    relays, weights = simulation.relays, simulation.profile.weights
+    modelled = broadcast_s(
+        simulation.profile.num_relays,
+        weights.num_bytes,
+        relays.num_buckets,
+        weights.link_bytes_per_s,
+        weights.link_latency_s,
+    )
+    assert simulation.report.broadcast_s == pytest.approx(modelled, rel=0.2)
+
+
+def test_a_full_cache_makes_requests_wait_and_loses_no_token():
+    wide, tight = ran(), ran(cache_tokens=8000)
+    assert tight.report.kv_used > wide.report.kv_used
+    assert tight.report.tokens_per_s < wide.report.tokens_per_s
+
+
+def test_colocated_gpus_take_turns():
+    report = ran(colocated=True, switch_s=3.0).report
+    assert report.step_s >= report.train_s + 3.0 + report.publish_stall_s
+    assert report.staleness == {"0": 1.0}
+
+
+def test_a_profile_without_tails_takes_the_longer_of_the_two_and_not_the_sum():
+    even: dict[str, Any] = {"response": {"mean": 400, "sigma": 0.0}, "slots": 4, "train": {"tokens_per_s": 500}}
+    sync, run_ahead = (ran(24, **even, max_staleness=s).report for s in (0, 4))
+    sampling_s = sync.step_s - sync.train_s
+    assert run_ahead.step_s < 1.15 * max(sampling_s, sync.train_s)
+    assert run_ahead.step_s < 0.7 * sync.step_s
+
+
+def test_throughput_is_best_at_the_split_that_llamarl_derives():
+    """arXiv:2505.24034: theta* = m_t eta_t / (m_t eta_t + m_g eta_g), the trainer's share, m * eta in GPU-seconds a
+    sample. Here a step of decoding costs time in proportion to its requests, so eta_g does not depend on the batch."""
+    even: dict[str, Any] = {
+        "gpus": 40,
+        "groups_per_step": 40,
+        "response": {"mean": 400, "sigma": 0.0},
+        "decode": {"overhead_s": 0.0, "weights_s": 1e-6, "sequence_s": 0.001, "token_s": 0.0},
+        "train": {"fixed_s": 0.0, "tokens_per_s": 500},
+        "max_staleness": 6,
+    }
+    train_s, sample_s = 400 / 500, 400 * 0.001
+    best = train_s / (train_s + sample_s)
+    found = {share: ran(16, **even, inference_share=share).report.tokens_per_s for share in (0.2, 1 / 3, 0.5)}
+    assert max(found, key=lambda share: found[share]) == pytest.approx(1 - best, abs=0.01)
+    assert max(found.values()) == pytest.approx(40 * 400 / (train_s + sample_s), rel=0.1)
+
+
+def test_agentmath_gains_come_in_its_order():
+    """arXiv:2512.20745: a step takes 1 with synchronous batches of tool calls, 0.6 with asynchronous requests, 0.32
+    with partial rollouts too, 0.22 with prefix-aware routing as well.
+
+    The model gives 1, 0.67, 0.30 and 0.22 for a workload of this kind: 16 turns of 150 tokens, tools of 2 s with a long
+    tail. Tools answer in parallel here, so a batch of them costs its slowest; the paper's also queue for a sandbox.
+    """
+    work: dict[str, Any] = {
+        "gpus": 8,
+        "inference_share": 0.75,
+        "groups_per_step": 24,
+        "cache_tokens": 2_000_000,
+        "prefill_tokens_per_s": 10_000,
+        "decode": {"overhead_s": 0.008, "weights_s": 0.002, "sequence_s": 0.00005, "token_s": 1e-8},
+        "response": {"mean": 150, "sigma": 0.8, "cap": 1000},
+        "turns": {"mean": 16, "sigma": 0.7, "cap": 64},
+        "environment_s": {"mean": 2.0, "sigma": 1.2, "cap": 30},
+        "observation_tokens": 100,
+        "train": {"tokens_per_s": 8000},
+        "weight_change": "inflight",
+        "kv_cache": "keep",
+    }
+    batches = ran(**work, routing="request", tools="together")
+    requests = ran(**work, routing="request")
+    partial = ran(**work, routing="request", max_staleness=2)
+    prefix = ran(**work, routing="prefix", max_staleness=2)
+    ratios = [run.report.step_s / batches.report.step_s for run in (requests, partial, prefix)]
+    assert 1 > ratios[0] > ratios[1] > ratios[2]
+    assert ratios == pytest.approx([0.6, 0.32, 0.22], abs=0.15)
+    returned = [run.rollouts.turns.num_back / run.rollouts.turns.num_turns for run in (prefix, partial)]
+    assert returned[0] > 0.75 > 0.2 > returned[1]
+    assert prefix.report.cached_share > 0.6 > 0.3 > partial.report.cached_share
+
+
+def test_a_profile_of_a_file_says_what_it_says(tmp_path: Any):
+    path = tmp_path / "mine.yaml"
+    path.write_text(dump(small().model_dump(mode="json")))
+    assert Profile.load(path) == small()

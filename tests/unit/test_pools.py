@@ -1,0 +1,339 @@
+"""A pool whose members die: work goes on elsewhere at once, and what cannot be replaced is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import pytest
+import ray
+
+from rlsys.contracts import Busy, RolledOut
+from rlsys.errors import DeadlineExceeded, ModelError, RlsysError, RunAborted, WorkerDied, WorkerError
+from rlsys.types import Acknowledged, Assignment, EngineStats, ReplicaLoad, Task
+from tests.groups import group
+from workers.peers import RayPartials
+from workers.pools import Member, Supply
+from workers.rollouts import RolloutPool
+from workers.streams import PayloadRef
+
+
+@dataclass
+class Call:
+    """What `actor.method.remote(...)` gives: something to await."""
+
+    answer: object
+
+    def __await__(self):
+        yield from asyncio.sleep(0).__await__()
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@dataclass
+class Remote:
+    """A method of an actor, which answers what the test says and keeps what it was asked."""
+
+    answer: object = None
+    asked: list[tuple] = field(default_factory=list)
+
+    def remote(self, *arguments: object) -> Call:
+        self.asked.append(arguments)
+        return Call(self.answer)
+
+
+@dataclass
+class Actor:
+    """Has the methods of a rollout actor that are not streams."""
+
+    name: str
+    held: Remote = field(default_factory=Remote)
+    load: Remote = field(default_factory=Remote)
+    give_away: Remote = field(default_factory=lambda: Remote(()))
+    forget: Remote = field(default_factory=Remote)
+
+
+class Scripted(RolloutPool):
+    """A pool whose members set up as the test says, and work until the test says how that ends."""
+
+    def __init__(self, size: int = 2, partials: RayPartials | None = None) -> None:
+        self.set_ups: Mapping[str, Exception | asyncio.Event] = {}
+        self.ends: dict[str, asyncio.Future[None]] = {}
+        self.asked: list[tuple[str, int, bool]] = []
+        self.killed: list[str] = []
+        self.failures: list[WorkerError] = []
+        self.recovered: list[str] = []
+        super().__init__(Supply(size, Actor, lease_s=10.0, max_attempts=2), partials=partials)
+        self.on_failure = self.failures.append
+
+    async def replaced(self, worker: str) -> None:
+        await self.restart(worker, lambda name, seconds: self.recovered.append(name))
+
+    async def _answer(self, member: Member) -> object:
+        match self.set_ups.get(member.name):
+            case Exception() as error:
+                raise error
+            case asyncio.Event() as done:
+                await done.wait()
+        return None
+
+    async def _sent(self, member: Member, request: object, phase: str) -> tuple[object, PayloadRef]:
+        assert isinstance(request, tuple)
+        assignment, is_again = request
+        self.asked.append((member.name, assignment.serial, is_again))
+        end = self.ends.setdefault(member.name, asyncio.get_running_loop().create_future())
+        await asyncio.shield(end)
+        stats = EngineStats(0, 0, 0.0, 0)
+        return RolledOut(group(assignment.serial), Busy(member.name, 0, 1), stats), PayloadRef(ray.ObjectRef.nil(), 0)
+
+    def _kill(self, member: Member) -> None:
+        self.killed.append(member.name)
+
+    def end(self, name: str, error: Exception | None = None) -> None:
+        future = self.ends.pop(name)
+        if error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+
+def assignment(serial: int = 0) -> Assignment:
+    return Assignment(serial, Task(id=str(serial), prompt=f"{serial}>"), 2, 0, 0)
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def died(worker: str) -> WorkerDied:
+    return WorkerDied(worker, "rolling out", "the process is gone")
+
+
+def test_a_retry_goes_to_another_replica_at_once_while_the_dead_one_is_replaced():
+    async def scenario() -> None:
+        pool = Scripted()
+        await pool.ready()
+        group = asyncio.create_task(pool.run(assignment()))
+        await settle()
+        pool.end("rollout-0", died("rollout-0"))
+        with pytest.raises(WorkerDied):
+            await group
+        setting_up = asyncio.Event()
+        pool.set_ups = {"rollout-0.1": setting_up}
+        await pool.replaced("rollout-0")
+        assert pool.recovered == []
+        again = asyncio.create_task(pool.run(assignment()))
+        await settle()
+        assert pool.asked == [("rollout-0", 0, False), ("rollout-1", 0, True)]
+        assert pool.whereabouts() == {0: "rollout-1"}
+        pool.end("rollout-1")
+        await again
+        setting_up.set()
+        await settle()
+        assert (pool.recovered, pool.killed) == (["rollout-0"], ["rollout-0"])
+        asyncio.create_task(pool.run(assignment(1)))  # noqa: RUF006
+        await settle()
+        assert pool.asked[-1] == ("rollout-0.1", 1, False), "it is in the pool again"
+
+    asyncio.run(scenario())
+
+
+def test_with_nobody_alive_work_waits_for_the_first_successor():
+    async def scenario() -> None:
+        pool = Scripted(1)
+        await pool.ready()
+        setting_up = asyncio.Event()
+        pool.set_ups = {"rollout-0.1": setting_up}
+        restarts = [asyncio.create_task(pool.replaced("rollout-0")) for _ in range(3)]
+        fresh = asyncio.create_task(pool.run(assignment()))
+        await settle()
+        assert (pool.asked, [r.done() for r in restarts]) == ([], [False] * 3)
+        setting_up.set()
+        await asyncio.gather(*restarts)
+        await settle()
+        assert pool.asked == [("rollout-0.1", 0, False)]
+        assert pool.recovered == ["rollout-0"], "told once, however many ask"
+        pool.end("rollout-0.1")
+        await fresh
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("error", [died("rollout-0.1"), ModelError("no such model")])
+def test_a_successor_that_cannot_be_set_up_is_told_and_tried_again(error: RlsysError):
+    async def scenario() -> None:
+        pool = Scripted()
+        await pool.ready()
+        pool.set_ups = {"rollout-0.1": error}
+        await pool.replaced("rollout-0")
+        await settle()
+        assert [failure.worker for failure in pool.failures] == ["rollout-0.1"]
+        assert str(error) in str(pool.failures[0])
+        assert pool.recovered == ["rollout-0"]
+        assert [member.name for member in pool.members] == ["rollout-0.2", "rollout-1"]
+
+    asyncio.run(scenario())
+
+
+def test_a_place_is_given_up_after_the_allowed_attempts_and_the_run_ends_only_when_nobody_is_left():
+    async def scenario() -> None:
+        pool = Scripted()
+        await pool.ready()
+        pool.set_ups = {f"rollout-{i}.{n}": ModelError("out of disk") for i in range(2) for n in range(1, 9)}
+        await pool.replaced("rollout-0")
+        await settle()
+        assert [failure.worker for failure in pool.failures] == ["rollout-0.1", "rollout-0.2"]
+        group = asyncio.create_task(pool.run(assignment()))
+        await settle()
+        assert pool.asked == [("rollout-1", 0, False)]
+        pool.end("rollout-1", died("rollout-1"))
+        with pytest.raises(WorkerDied):
+            await group
+        waiting = asyncio.create_task(pool.run(assignment(1)))
+        with pytest.raises(
+            RunAborted, match=r"no rollout worker is left; the last failure: rollout-1\.2 .* out of disk"
+        ):
+            await pool.replaced("rollout-1")
+        with pytest.raises(RunAborted):
+            await waiting
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_of_no_pool_cannot_be_replaced():
+    async def scenario() -> None:
+        pool = Scripted()
+        await pool.ready()
+        with pytest.raises(RunAborted, match="actor-0 failed, and cannot be replaced in a run"):
+            await pool.replaced("actor-0")
+        await pool.replaced("rollout-999")
+
+    asyncio.run(scenario())
+
+
+def test_a_host_that_died_is_given_nothing_more_and_its_own_replica_goes_on():
+    async def scenario() -> None:
+        pool = Scripted()
+        await pool.ready()
+        group = asyncio.create_task(pool.run(assignment()))
+        await settle()
+        pool.end("rollout-0", died("rollout-1"))  # it had moved there
+        with pytest.raises(WorkerDied):
+            await group
+        for serial in range(1, 3):
+            asyncio.create_task(pool.run(assignment(serial)))  # noqa: RUF006
+            await settle()
+        assert [name for name, _, _ in pool.asked] == ["rollout-0"] * 3
+
+    asyncio.run(scenario())
+
+
+def test_the_others_are_told_to_forget_a_dead_replica():
+    async def scenario() -> None:
+        pool = Scripted(3)
+        await pool.ready()
+        pool.members[2].actor.forget.answer = died(
+            "rollout-2"
+        )  # it is dying too: that is not this replacement's matter
+        await pool.replaced("rollout-0")
+        await settle()
+        assert pool.members[1].actor.forget.asked == [("rollout-0",)]
+        assert pool.recovered == ["rollout-0"]
+
+    asyncio.run(scenario())
+
+
+# ------------------------------------------------------------------------------------------------------------ moving
+
+
+def test_weights_of_the_router_follow_groups_that_move_and_are_released_where_they_are():
+    async def scenario() -> None:
+        pool = Scripted(3)
+        await pool.ready()
+        groups = [asyncio.create_task(pool.run(assignment(serial))) for serial in range(4)]
+        await settle()
+        assert [load.weight for load in pool._router.loads] == [4, 2, 2]
+        first, _, third = pool.members
+        first.actor.give_away.answer = (0, 3)
+        assert await pool.move("rollout-0", "rollout-2") == 2
+        ((source, peer),) = first.actor.give_away.asked
+        assert (source, peer.name) == ("rollout-0", "rollout-2")
+        assert [load.weight for load in pool._router.loads] == [0, 2, 6]
+        assert pool.whereabouts() == {0: "rollout-0", 1: "rollout-1", 2: "rollout-2", 3: "rollout-0"}
+        first.actor.give_away.answer, third.actor.give_away.answer = (0,), (2,)
+        assert await pool.move("rollout-2", "rollout-1") == 2, "its guests are moved by their owner"
+        assert [load.weight for load in pool._router.loads] == [0, 6, 2]
+        for name in ("rollout-0", "rollout-1", "rollout-2"):
+            pool.end(name)
+        await asyncio.gather(*groups)
+        assert [load.weight for load in pool._router.loads] == [0, 0, 0]
+
+    asyncio.run(scenario())
+
+
+def test_nothing_moves_to_or_from_a_replica_that_is_not_there_or_that_has_nothing():
+    async def scenario() -> None:
+        pool = Scripted()
+        await pool.ready()
+        for source, to in [("rollout-0", "rollout-1"), ("rollout-9", "rollout-1"), ("rollout-0", "rollout-0")]:
+            assert await pool.move(source, to) == 0
+        group = asyncio.create_task(pool.run(assignment()))
+        await settle()
+        pool._leave("rollout-1")
+        assert await pool.move("rollout-0", "rollout-1") == 0
+        pool.end("rollout-0")
+        await group
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("error", [died("rollout-0"), DeadlineExceeded("rollout-0", "giving", "no answer")])
+def test_what_breaks_while_moving_is_left_to_those_who_wait_for_the_groups(error: WorkerError):
+    async def scenario() -> None:
+        pool = Scripted()
+        await pool.ready()
+        group = asyncio.create_task(pool.run(assignment()))
+        await settle()
+        pool.members[0].actor.give_away.answer = error
+        assert await pool.move("rollout-0", "rollout-1") == 0
+        pool.end("rollout-0")
+        await group
+
+    asyncio.run(scenario())
+
+
+def test_loads_are_those_of_the_replicas_that_answer():
+    async def scenario() -> None:
+        pool = Scripted(3)
+        await pool.ready()
+        load = ReplicaLoad("rollout-0", 3, EngineStats(1, 0, 0.1, 0))
+        pool.members[0].actor.load.answer = load
+        pool.members[1].actor.load.answer = died("rollout-1")
+        pool._leave("rollout-2")
+        assert await pool.loads() == [load]
+
+    asyncio.run(scenario())
+
+
+def test_a_group_issued_again_goes_to_a_replica_that_holds_the_version_it_came_to():
+    @dataclass
+    class Store:
+        version: Remote
+
+    async def asked(version: object) -> list[tuple[str, int, bool]]:
+        pool = Scripted(3, RayPartials(Store(Remote(version))))
+        await pool.ready()
+        for member, held in zip(pool.members, (4, 5, 6), strict=True):
+            member.actor.held.answer = Acknowledged(member.name, held, "h")
+        pool._failed.add(0)
+        asyncio.create_task(pool.run(assignment()))  # noqa: RUF006
+        await settle()
+        return pool.asked
+
+    assert asyncio.run(asked(6)) == [("rollout-2", 0, True)]
+    assert asyncio.run(asked(9)) == [("rollout-0", 0, True)]
+    assert asyncio.run(asked(None)) == [("rollout-0", 0, True)]
+    assert asyncio.run(asked(died("partials"))) == [("rollout-0", 0, True)]

@@ -1,0 +1,124 @@
+"""The partial response pool: what groups that are not done have sampled, so that it survives the replica they were on.
+
+As in Laminar (arXiv:2510.12633, section 5): tokens are streamed here while they are sampled, and a group that is issued
+again begins with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from rlsys.types import Acknowledged, PolicyVersion
+from workers.engines.base import Completion
+
+ENDED_KEPT = 10_000
+"""Groups that ended last, of which nothing is noted any more: a note may be slower than the word that its group
+ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What one request has sampled since the note before."""
+
+    serial: int
+    seed: int
+    """Of the request; tells those of a group apart."""
+    prompt_ids: tuple[int, ...]
+    """Empty where a note before told them."""
+    num_before: int
+    """Tokens that the notes before told of; 0 begins anew."""
+    more: Completion
+    """What followed; its `finish` is None if the request still runs."""
+    weights: tuple[Acknowledged, ...]
+    """The replica's acknowledgement of every version in `more`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """All that is known of one request."""
+
+    prompt_ids: tuple[int, ...]
+    done: Completion
+    weights: tuple[Acknowledged, ...]
+
+
+class PartialStore(Protocol):
+    """Where a replica keeps what its groups have sampled. Every method may raise `WorkerError`."""
+
+    async def record(self, notes: Sequence[Note]) -> Sequence[tuple[int, int]]:
+        """Keep `notes`. Returns (serial, seed) of those that do not follow what is kept: those begin anew."""
+        ...
+
+    async def recall(self, serial: int) -> Mapping[int, Partial]:
+        """What is kept of a group, by the seed of each request."""
+        ...
+
+    async def forget(self, serial: int) -> None:
+        """A group has ended."""
+        ...
+
+
+class Partials:
+    """Implements `PartialStore` in this process."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, dict[int, Partial]] = {}
+        self._ended: dict[int, None] = {}
+
+    async def record(self, notes: Sequence[Note]) -> list[tuple[int, int]]:
+        return [(note.serial, note.seed) for note in notes if not self._keep(note)]
+
+    def _keep(self, note: Note) -> bool:
+        if note.serial in self._ended:
+            return True
+        requests = self._kept.setdefault(note.serial, {})
+        if note.num_before == 0:
+            requests[note.seed] = Partial(note.prompt_ids, note.more, note.weights)
+            return True
+        known = requests.get(note.seed)
+        if known is None or len(known.done.output_ids) != note.num_before:
+            return False
+        weights = tuple(dict.fromkeys([*known.weights, *note.weights]))
+        requests[note.seed] = replace(known, done=known.done.then(note.more), weights=weights)
+        return True
+
+    async def recall(self, serial: int) -> Mapping[int, Partial]:
+        return dict(self._kept.get(serial, {}))
+
+    async def version(self, serial: int) -> PolicyVersion | None:
+        """The newest version of what is kept of a group; None if that is nothing."""
+        spans = [span for partial in self._kept.get(serial, {}).values() for span in partial.done.versions]
+        return max((span.version for span in spans), default=None)
+
+    async def forget(self, serial: int) -> None:
+        self._kept.pop(serial, None)
+        self._ended[serial] = None
+        if len(self._ended) > ENDED_KEPT:
+            del self._ended[next(iter(self._ended))]
+
+
+def usable(
+    partials: Mapping[int, Partial], own: Mapping[PolicyVersion, Acknowledged], version: PolicyVersion | None
+) -> dict[int, Partial]:
+    """Those of `partials` that a replica which acknowledges `own` can go on with.
+
+    None that was sampled from weights with another hash than its own of that version, and if `version` is given, none
+    with a token of any other.
+    """
+
+    def fits(partial: Partial) -> bool:
+        others = [a for a in partial.weights if a.version in own and own[a.version].hash != a.hash]
+        return not others and (version is None or _versions(partial.done) <= {version})
+
+    return {seed: partial for seed, partial in partials.items() if fits(partial)}
+
+
+def acknowledged_by(partials: Iterable[Partial]) -> dict[PolicyVersion, Acknowledged]:
+    """The acknowledgements that came with `partials`, by version."""
+    return {a.version: a for partial in partials for a in partial.weights}
+
+
+def _versions(done: Completion) -> set[PolicyVersion]:
+    return {span.version for span in done.versions}

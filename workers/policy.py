@@ -1,0 +1,86 @@
+"""A group's way to the engines: its sessions speak here, wherever its tokens are sampled at the moment."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from rlsys.errors import TaskTooLong, WorkerDied
+from rlsys.types import Acknowledged, Message, Prompt, Sampling, Turn
+from rlsys.workflow import Workflow
+from workers.codec import TextCodec
+from workers.engines.base import Completion, Request
+from workers.occupancy import Ticket
+from workers.partials import Partial
+from workers.peers import Peer
+
+
+@dataclass(frozen=True, slots=True)
+class Play:
+    """What a replica plays: who speaks when, how prompts become tokens, and how replies are drawn."""
+
+    workflow: Workflow
+    codec: TextCodec
+    sampling: Sampling
+    max_prompt_tokens: int
+
+
+@dataclass
+class GroupPolicy:
+    """Implements `rlsys.workflow.Policy` for the sessions of one group.
+
+    The sessions stay where they are; `place` may change at any time, and whoever changes it aborts what runs at the
+    place before. Requests then go on at the next with the tokens there are.
+    """
+
+    ticket: Ticket
+    play: Play
+    place: Peer
+    """The replica whose engine samples for this group."""
+    held: Acknowledged | None
+    """The weights it began on; it moves only to a replica that has the same."""
+    recalled: Mapping[int, Partial] = field(default_factory=dict)
+    """What an earlier attempt at this group has sampled, by the seed of each request."""
+    since_s: float = field(default_factory=time.monotonic)
+    """On this machine's monotonic clock."""
+    _num_requests: int = 0
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        return self.play.codec.encode(prompt)
+
+    def extend(self, ids: tuple[int, ...], said: tuple[Message, ...], new: tuple[Message, ...]) -> tuple[int, ...]:
+        return self.play.codec.extend(ids, said, new)
+
+    async def sample(self, prompt_ids: tuple[int, ...], seed: int) -> Turn:
+        if not 0 < len(prompt_ids) <= self.play.max_prompt_tokens:
+            raise TaskTooLong(
+                self.ticket.owner,
+                "encoding a prompt",
+                f"{len(prompt_ids)} tokens, allowed are 1 to data.max_prompt_tokens = {self.play.max_prompt_tokens}",
+            )
+        done = self._begun(prompt_ids, seed)
+        if done is None or done.finish is None:
+            done = await self._sampled(prompt_ids, seed, done)
+        assert done.finish is not None
+        text, sampling = self.play.codec.decode(done.output_ids), self.play.sampling
+        return Turn(prompt_ids, done.output_ids, done.logprobs, done.versions, done.finish, text, sampling)
+
+    def _begun(self, prompt_ids: tuple[int, ...], seed: int) -> Completion | None:
+        """What there is of this request: only of exactly this, since what a tool answers may differ from before."""
+        partial = self.recalled.get(seed)
+        return partial.done if partial is not None and partial.prompt_ids == prompt_ids else None
+
+    async def _sampled(self, prompt_ids: tuple[int, ...], seed: int, begun: Completion | None) -> Completion:
+        self._num_requests += 1
+        owner, serial, number = self.ticket
+        request_id = f"{owner}/{serial}.{number}/{self._num_requests}"
+        request = Request(request_id, prompt_ids, self.play.sampling, seed, begun)
+        while True:
+            place = self.place
+            done = await place.serve(self.ticket, request)
+            if done.finish != "abort":
+                return done
+            if self.place is place:
+                raise WorkerDied(place.name, f"sampling for group {serial}", "it let the group go")
+            request = replace(request, begun=done if done.output_ids else None)

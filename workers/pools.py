@@ -1,0 +1,228 @@
+"""The driver's view of workers of which any can do the next piece of work: implements `rlsys.contracts`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import ray
+from ray._private.object_ref_generator import ObjectRefGenerator
+
+from rlsys.contracts import Judged
+from rlsys.errors import DeadlineExceeded, RlsysError, RunAborted, WeightsMismatch, WorkerDied, WorkerError
+from rlsys.types import Group, Task
+from rlsys.weights import with_deadline
+from workers.cluster import RayActor, call
+from workers.streams import CallStream, Parcel, PayloadRef
+
+T = TypeVar("T")
+
+SET_UP_S = 600.0
+"""Deadline for a worker to load its model and be ready."""
+CLOSE_S = 5.0
+"""Deadline for a worker to end what it holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Supply:
+    """Where a pool's members come from, and what they are allowed."""
+
+    size: int
+    start: Callable[[str], RayActor]
+    """Makes one actor, given its name; it must have the methods `setup` and `close`."""
+    lease_s: float
+    """Deadline of one piece of work."""
+    max_attempts: int
+    """Times a place is filled again after a failure, before it stays empty."""
+
+
+@dataclass(eq=False)
+class Member:
+    """One actor of a pool. A replacement gets a new name, so that an old failure is never taken for its own."""
+
+    index: int
+    generation: int
+    """Members that had this place before it."""
+    name: str
+    actor: RayActor
+    calls: CallStream
+    num_running: int = 0
+    ready: object = None
+    """What its `setup` answered."""
+    is_live: bool = False
+    """Is it set up, and has not failed since?"""
+    is_given_up: bool = False
+    """Will nobody take its place?"""
+
+
+class Pool:
+    """Actors of one kind, any of which can do the next piece of work.
+
+    One that fails is replaced in the background, while work goes to the others.
+    """
+
+    def __init__(self, kind: str, phase: str, supply: Supply) -> None:
+        """`phase` is the name of one piece of work in errors."""
+        self._kind, self._phase, self._supply = kind, phase, supply
+        self.members = [self._member(i) for i in range(supply.size)]
+        self.on_failure: Callable[[WorkerError], None] = lambda error: None
+        """Told of each replacement that cannot be set up; it is tried again."""
+        self._last_failure = ""
+        self._changed = asyncio.Event()
+        self._background: set[asyncio.Task[None]] = set()
+
+    async def ready(self) -> None:
+        """Return once every member is set up. Raises what the first one to fail raised."""
+        await asyncio.gather(*(self._set_up(member) for member in self.members))
+
+    async def restart(self, worker: str, on_recovery: Callable[[str, float], None]) -> None:
+        """Kill and replace the member called `worker`, if nobody has; return once any member can serve.
+
+        `on_recovery` is told its name, and the seconds until its successor was ready. Raises `RunAborted` if `worker`
+        is none of this pool, or nobody is left.
+        """
+        if (dead := self._called(worker)) is not None:
+            self._leave(worker)
+            successor = self._succeeded(dead)
+            self._spawn(self._recovered(dead, successor, on_recovery))
+        elif not worker.startswith(self._kind):
+            raise RunAborted(f"{worker} failed, and cannot be replaced in a run; resume with run.resume=auto")
+        await self._serving()
+
+    async def close(self) -> None:
+        """End every member, orderly where it answers."""
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*(self._end(member) for member in self.members))
+
+    async def _serving(self) -> None:
+        """Return once a member is live; unblocked by a replacement that is set up, or by the last place given up.
+
+        Raises `RunAborted` then.
+        """
+        while not any(member.is_live for member in self.members):
+            if all(member.is_given_up for member in self.members):
+                raise RunAborted(f"no {self._kind} worker is left; the last failure: {self._last_failure}")
+            await self._changed.wait()
+
+    async def _recovered(self, dead: Member, successor: Member, on_recovery: Callable[[str, float], None]) -> None:
+        """Set up the successor of a dead member; if that fails, another, up to the allowed attempts."""
+        began_s = asyncio.get_running_loop().time()
+        for attempt in range(1, self._supply.max_attempts + 1):
+            try:
+                await self._set_up(successor)
+            except RlsysError as error:
+                failure = (
+                    error if isinstance(error, WorkerError) else WorkerError(successor.name, "setting up", str(error))
+                )
+                self._last_failure = str(failure)
+                self.on_failure(failure)
+                if attempt < self._supply.max_attempts:
+                    successor = self._succeeded(successor)
+            else:
+                on_recovery(dead.name, asyncio.get_running_loop().time() - began_s)
+                return
+        self._kill(successor)
+        successor.is_given_up = True
+        self._notify()
+
+    def _succeeded(self, member: Member) -> Member:
+        """Whoever takes its place from now; not set up."""
+        self._kill(member)
+        successor = self.members[member.index] = self._member(member.index, member.generation + 1)
+        return successor
+
+    def _member(self, index: int, generation: int = 0) -> Member:
+        name = f"{self._kind}-{index}" + (f".{generation}" if generation else "")
+        actor = self._supply.start(name)
+        calls = CallStream(name, self._phase, lambda requests: self._send(actor, requests))
+        return Member(index, generation, name, actor, calls)
+
+    def _called(self, worker: str) -> Member | None:
+        return next((member for member in self.members if member.name == worker), None)
+
+    async def _set_up(self, member: Member) -> None:
+        member.ready = await self._answer(member)
+        member.is_live = True
+        self._joined(member)
+        self._notify()
+
+    async def _answer(self, member: Member) -> object:
+        return await call(member.actor.setup.remote(), member.name, "setting up", SET_UP_S)
+
+    def _kill(self, member: Member) -> None:
+        ray.kill(member.actor)
+
+    async def _end(self, member: Member) -> None:
+        if not member.is_given_up:
+            await end(member.actor, member.name)
+
+    def _leave(self, worker: str) -> None:
+        """Give nothing more to the member called `worker`."""
+        if (member := self._called(worker)) is not None and member.is_live:
+            member.is_live = False
+            self._left(member)
+
+    def _joined(self, member: Member) -> None:
+        """A member is live from now."""
+
+    def _left(self, member: Member) -> None:
+        """A member is live no more."""
+
+    def _notify(self) -> None:
+        """Wake whoever waits for a member to serve."""
+        self._changed.set()
+        self._changed.clear()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _send(self, actor: RayActor, requests: list) -> ObjectRefGenerator:
+        """One streaming call for these requests; see `workers.streams.answer_in_chunks`."""
+        raise NotImplementedError(f"{type(self).__name__} sends nothing: implement `_send`")
+
+    async def _do(self, member: Member, request: object, phase: str) -> tuple[object, PayloadRef]:
+        """Let a member answer one request, within the lease. Whoever fails at it, is given nothing more."""
+        member.num_running += 1
+        try:
+            return await self._sent(member, request, phase)
+        except (WorkerDied, DeadlineExceeded, WeightsMismatch) as error:
+            self._leave(error.worker)
+            raise
+        finally:
+            member.num_running -= 1
+
+    async def _sent(self, member: Member, request: object, phase: str) -> tuple[object, PayloadRef]:
+        return await with_deadline(member.calls.call(request), self._supply.lease_s, member.name, phase)
+
+
+class RewardPool(Pool):
+    """Implements `Rewards`."""
+
+    def __init__(self, supply: Supply) -> None:
+        super().__init__("reward", "judging", supply)
+
+    async def score(self, task: Task, group: Group) -> Judged:
+        await self._serving()
+        live = [member for member in self.members if member.is_live]
+        least_busy = min(live, key=lambda m: (m.num_running, m.index))
+        request = (task, group.serial, group.payload)
+        judged, _ = await self._do(least_busy, request, f"judging group {group.serial}")
+        assert isinstance(judged, Judged)
+        return judged
+
+    def _send(self, actor: RayActor, requests: list[tuple[Task, int, object]]) -> ObjectRefGenerator:
+        parcel = Parcel.of((serial, payload) for _, serial, payload in requests)
+        return actor.score.remote([task for task, _, _ in requests], parcel)
+
+
+async def end(actor: RayActor, name: str) -> None:
+    """Let an actor clean up, then kill it; one that is gone or does not answer is just killed."""
+    with suppress(RlsysError):
+        await call(actor.close.remote(), name, "closing", CLOSE_S)
+    ray.kill(actor)
