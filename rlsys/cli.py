@@ -108,7 +108,9 @@ def export(
 
 @app.command(context_settings=OVERRIDES)
 def simulate(
-    profile: Annotated[str, typer.Argument(metavar="PROFILE", help="areal, laminar, local, or the path of a YAML file.")],
+    profile: Annotated[
+        str, typer.Argument(metavar="PROFILE", help="areal, laminar, local, or the path of a YAML file.")
+    ],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps; the first quarter is not measured.")] = 12,
     sweep: Annotated[str | None, typer.Option(metavar="KEY=V1,V2,...", help="Simulate each of these values.")] = None,

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rlsys.algorithm import Algorithm, Assigned
 from rlsys.batch.plan import BatchPlan
@@ -15,10 +14,6 @@ from rlsys.contracts import Busy, Judged, Published, TrainStats
 from rlsys.simulate.profile import Profile
 from rlsys.simulate.relays import SimRelays
 from rlsys.types import Group, PolicyVersion, Score, Task
-
-if TYPE_CHECKING:
-    from rlsys.algorithm import LossInputs, LossOutput
-    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +67,10 @@ class SimActor:
         return Published(version, weights.num_bytes, self.stall_s[-1])
 
     async def save(self, folder: Path) -> None:
-        folder.mkdir(parents=True)
-        (folder / "version").write_text(str(self.version))
+        _write(folder, self.version)
 
     async def load(self, folder: Path) -> None:
-        self.version = int((folder / "version").read_text())
+        self.version = _read(folder)
 
     async def record(
         self,
@@ -93,6 +87,15 @@ class SimActor:
 
     async def load_groups(self, path: Path) -> list[Group]:
         return []
+
+
+def _write(folder: Path, version: PolicyVersion) -> None:
+    folder.mkdir(parents=True)
+    (folder / "version").write_text(str(version))
+
+
+def _read(folder: Path) -> PolicyVersion:
+    return int((folder / "version").read_text())
 
 
 class SimRewards:

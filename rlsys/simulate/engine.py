@@ -80,8 +80,7 @@ class SimEngine:
     def __init__(self, profile: Profile) -> None:
         self._profile, self._decode = profile, profile.decode
         self.used = Used()
-        self.num_resident = 1
-        """Versions whose requests run side by side: each is read once a step."""
+        self._num_resident = 1
         self._versions: list[tuple[float, PolicyVersion]] = []
         """(steps made, version loaded then), oldest first: more than one only where weights change in flight."""
         self._steps = 0.0
@@ -133,6 +132,12 @@ class SimEngine:
         self._go_on()
         return halt_s
 
+    def share(self, num_versions: int) -> None:
+        """Requests of so many versions run side by side: the weights of each are read once a step."""
+        self._advance()
+        self._num_resident = max(1, num_versions)
+        self._go_on()
+
     @property
     def is_busy(self) -> bool:
         """Is a request running?"""
@@ -150,7 +155,7 @@ class SimEngine:
         used = self.used
         return EngineStats(len(self._running), len(self._waiting), share, int(used.num_tokens), used.num_cached)
 
-    # ---------------------------------------------------------------------------------------------------------- the clock
+    # ------------------------------------------------------------------------------------------------------- the clock
 
     def _advance(self) -> None:
         """Account for the time since this was last called."""
@@ -219,10 +224,10 @@ class SimEngine:
     def _step_s(self) -> float:
         """Seconds of the next step."""
         decode = self._decode
-        linear_s = max(decode.weights_s * self.num_resident, len(self._running) * decode.sequence_s)
+        linear_s = max(decode.weights_s * self._num_resident, len(self._running) * decode.sequence_s)
         return decode.overhead_s + linear_s + self._context * decode.token_s
 
-    # ---------------------------------------------------------------------------------------------------------- requests
+    # -------------------------------------------------------------------------------------------------------- requests
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._profile.slots:

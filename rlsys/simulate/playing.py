@@ -189,7 +189,10 @@ class TurnRouter:
         """Its turn is answered."""
         self._router.release(*self._routed.pop(id(session)))
 
-    def replace(self, place: int) -> None:
-        """Another replica has that place, with an empty cache."""
+    def leave(self, place: int) -> None:
+        """The replica of that place died."""
         self._router.leave(place)
+
+    def join(self, place: int) -> None:
+        """Another replica has that place."""
         self._router.join(place)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from functools import cached_property
-from math import exp, log
+from math import exp, inf, log
 from pathlib import Path
 from statistics import NormalDist
 from typing import Annotated, Literal, Self
@@ -100,10 +100,12 @@ class DecodeSection(Section):
     token_s: NonNegativeFloat
     """Reading the keys and values of one token of context."""
 
-    @property
-    def roofline_batch(self) -> int:
-        """Requests at which a step stops being bound by the reading of weights."""
-        return max(1, int(self.weights_s / self.sequence_s))
+    def roofline_batch(self, num_context: float) -> int:
+        """Requests with that context each which still take about as long as one: computing them takes no longer than
+        reading the weights, and attention no longer than all else in a step."""
+        attended = num_context * self.token_s
+        by_attention = (self.overhead_s + self.weights_s) / attended if attended else inf
+        return max(1, int(min(self.weights_s / self.sequence_s, by_attention)))
 
 
 class TrainingSection(Section):
@@ -190,15 +192,18 @@ class Profile(Section):
     repack_s: NonNegativeFloat = 0.0
     """As `rollout.repack_s` of a run: seconds between two looks for replicas to empty; 0: never."""
     routing: Literal["group", "request", "prefix"] = "group"
-    """group: a group's requests all go to the replica that plays it. request: each to the least loaded one. prefix: each
-    to where its session's prefix is cached, unless that is overloaded. The last two only with `weight_change: inflight`."""
+    """group: a group's requests all go to the replica that plays it. request: each to the least loaded one. prefix:
+    each to where its session's prefix is cached, unless that is overloaded. The last two only with
+    `weight_change: inflight`."""
     tools: Literal["alone", "together"] = "alone"
-    """together: the next turn of every episode in a group waits for the slowest of this one: synchronous tool batches."""
+    """together: synchronous batches of tool calls. The next turns of a replica's episodes begin when all are done with
+    the one before."""
 
     train: TrainingSection
     weights: WeightsSection
     restart_s: NonNegativeFloat = 60.0
-    """Seconds to replace a replica that died."""
+    """Seconds to replace a replica that died. What it had sampled is lost; a run keeps that in its partial response
+    pool."""
 
     @classmethod
     def load(cls, name: str | Path, overrides: Sequence[str] = ()) -> Self:
@@ -207,6 +212,15 @@ class Profile(Section):
         Raises `ConfigError` listing every problem.
         """
         return load(cls, [profile_path(name)], overrides)
+
+    @property
+    def repack_requests(self) -> int:
+        """Requests that one replica may be left with by repacking: more would slow the long ones down that it is for.
+
+        Their context is that of a response of the 99th percentile, on average over the time it is sampled.
+        """
+        num_context = self.prompt.at(0.5) + self.response.at(0.99) / 2
+        return min(self.slots, self.decode.roofline_batch(num_context))
 
     @property
     def num_replicas(self) -> int:

@@ -68,7 +68,7 @@ class SimRelays:
 
 
 class _Link:
-    """The way into one relay: a `Store` whose references are the buckets' descriptions, and that carries one at a time."""
+    """The way into one relay, which carries one bucket at a time. A `Store` whose bytes are descriptions of buckets."""
 
     def __init__(self, profile: Profile) -> None:
         self._weights = profile.weights

@@ -22,19 +22,20 @@ Pull = Callable[[PolicyVersion], Awaitable[tuple[PolicyVersion, str]]]
 class SimReplica:
     """Plays groups; takes in weights when a group asks for newer ones than it holds."""
 
-    def __init__(self, name: str, profile: Profile, workload: Workload, pull: Pull) -> None:
+    def __init__(
+        self, name: str, profile: Profile, workload: Workload, pull: Pull, hashes: dict[PolicyVersion, str]
+    ) -> None:
+        """`hashes`: of every version that any replica holds or held; a turn may be sampled elsewhere."""
         self.name, self.engine = name, SimEngine(profile)
         self.rounds = Rounds(together=profile.tools == "together")
         self.observation_tokens = profile.observation_tokens
-        self.turns: TurnRouter | None = None
-        """Given if turns are routed one by one."""
         self.cache_age = 0
         """Times its cache was thrown away."""
-        self.held: dict[PolicyVersion, str] = {}
-        """Hash of every version it acknowledged."""
+        self.version: PolicyVersion = -1
+        """What it holds; -1 before its first pull."""
         self.exposed_s = 0.0
         """Seconds it stood still for weights: waiting for them with nothing to do, or taking them in."""
-        self._profile, self._workload, self._pull = profile, workload, pull
+        self._profile, self._workload, self._pull, self._hashes = profile, workload, pull, hashes
         self._changing = asyncio.Lock()
         self._is_loading = False
         self._is_dead = False
@@ -44,18 +45,17 @@ class SimReplica:
         """Those whose sessions live here."""
         self._freed = asyncio.Event()
 
-    @property
-    def version(self) -> PolicyVersion:
-        """The newest it holds; -1 before its first pull."""
-        return max(self.held, default=-1)
+    async def run(self, assignment: Assignment, turns: TurnRouter | None = None) -> RolledOut:
+        """Play one group on weights no older than it asks for; `turns` if its turns are routed one by one.
 
-    async def run(self, assignment: Assignment) -> RolledOut:
-        """Play one group on weights no older than it asks for. Raises `WorkerDied`."""
+        Raises `WorkerDied`.
+        """
         await self.hold(assignment.version)
         start_s = _now()
         fixed = self.version if self._profile.weight_change == "beside" else None
-        play = Play(assignment, self._workload, self, fixed, self.turns)
+        play = Play(assignment, self._workload, self, fixed, turns)
         self._plays[play] = self._homed[play] = None
+        self.engine.share(len(self._resident()))
         try:
             play.begin()
             await play.done
@@ -76,8 +76,9 @@ class SimReplica:
         return self._is_dead
 
     def let_go(self, play: Play) -> None:
-        """A group ended, or went elsewhere."""
+        """A group ended."""
         self._plays.pop(play, None)
+        self.engine.share(len(self._resident()))
         self._freed.set()
 
     def move_to(self, other: SimReplica) -> list[int]:
@@ -103,7 +104,9 @@ class SimReplica:
         for play in {**self._plays, **self._homed}:
             play.host.engine.abort((play,))
             play.fail(self._death(f"rolling out group {play.assignment.serial}"))
-        for play in self.engine.owners():  # of turns that were routed here from elsewhere
+        others = self.engine.owners()  # whose turns were routed here
+        self.engine.abort(others)
+        for play in others:
             play.fail(self._death(f"rolling out group {play.assignment.serial}"))
 
     # ------------------------------------------------------------------------------------------------ changing weights
@@ -116,6 +119,7 @@ class SimReplica:
                 return
             if self._profile.weight_change == "between":
                 await self._until(lambda: not self._plays)
+                self._is_loading = True  # from here no guest comes in
             elif self._profile.weight_change == "beside":
                 await self._until(lambda: len(self._resident()) < self._profile.resident_versions)
             began_s, busy_s = _now(), self.engine.busy_s()
@@ -131,14 +135,12 @@ class SimReplica:
             self.exposed_s += self.engine.change(version, load_s, recompute=throws_away)
             self.cache_age += throws_away
         else:
-            self._is_loading = when == "between"
             await asyncio.sleep(load_s)
             self._is_loading = False
             self._check_alive()
             self.engine.change(version)
             self.cache_age += 1
-        self.held[version] = hashed
-        self.engine.num_resident = max(1, len(self._resident() | {version})) if when == "beside" else 1
+        self.version, self._hashes[version] = version, hashed
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
         """Waits for groups to end or to go elsewhere; unblocked by `let_go`, `move_to` and `die`."""
@@ -162,7 +164,7 @@ class SimReplica:
             replica=self.name,
             episodes=play.episodes(),
             versions=versions,
-            weights=tuple(Acknowledged(self.name, s.version, self.held[s.version]) for s in versions),
+            weights=tuple(Acknowledged(self.name, s.version, self._hashes[s.version]) for s in versions),
             payload=None,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,14 +33,14 @@ class SimRollouts:
     def __init__(self, profile: Profile, relays: SimRelays) -> None:
         self._profile, self._relays = profile, relays
         self._workload = Workload(profile)
+        self._hashes: dict[PolicyVersion, str] = {}
         self._router = Router(profile.num_replicas)
-        self._started = 0
+        self._generations: Counter[int] = Counter()
+        """Replicas that had each place so far."""
         self.replicas = [self._replica(place) for place in range(profile.num_replicas)]
         self.turns: TurnRouter | None = None
         if profile.routing != "group":
             self.turns = TurnRouter(self.replicas, by_prefix=profile.routing == "prefix")
-            for replica in self.replicas:
-                replica.turns = self.turns
         self.ended: list[SimReplica] = []
         """Those that died, with what they did."""
         self.num_moved = 0
@@ -55,8 +56,8 @@ class SimRollouts:
         journey = self._journeys[assignment.serial] = _Journey(replica.name, place, weight)
         try:
             if self.turns is not None:  # its turns may go anywhere: no replica may hold less than it asks for
-                await asyncio.gather(*(each.hold(assignment.version) for each in self.replicas))
-            done = await replica.run(assignment)
+                await asyncio.gather(*(r.hold(assignment.version) for r in self.replicas if not r.is_dead))
+            done = await replica.run(assignment, self.turns)
         except WorkerDied as error:
             self._leave(error.worker)
             raise
@@ -76,7 +77,8 @@ class SimRollouts:
             await asyncio.wait(self._recovering.values(), return_when=asyncio.FIRST_COMPLETED)
 
     async def versions(self) -> Sequence[Acknowledged]:
-        return [Acknowledged(r.name, r.version, r.held[r.version]) for r in self.replicas if r.held and not r.is_dead]
+        live = [r for r in self.replicas if r.version >= 0 and not r.is_dead]
+        return [Acknowledged(r.name, r.version, self._hashes[r.version]) for r in live]
 
     async def loads(self) -> Sequence[ReplicaLoad]:
         return [replica.load() for replica in self.replicas if not replica.is_dead]
@@ -101,27 +103,31 @@ class SimRollouts:
         self.replicas[place].die()
         return self.replicas[place].name
 
-    # --------------------------------------------------------------------------------------------------------- replacing
+    # ------------------------------------------------------------------------------------------------------- replacing
 
     def _replica(self, place: int) -> SimReplica:
-        generation = (
-            f".{self._started // self._profile.num_replicas}" if self._started >= self._profile.num_replicas else ""
-        )
-        self._started += 1
+        generation = self._generations[place]
+        self._generations[place] += 1
+        name = f"rollout-{place}" + (f".{generation}" if generation else "")
         node = place // self._profile.replicas_per_node
-        return SimReplica(
-            f"rollout-{place}{generation}", self._profile, self._workload, lambda v: self._relays.pull(node, v)
-        )
+        return SimReplica(name, self._profile, self._workload, lambda v: self._relays.pull(node, v), self._hashes)
 
     def _leave(self, worker: str) -> list[int]:
         places = [place for place, replica in enumerate(self.replicas) if replica.name == worker]
         for place in places:
             self._router.leave(place)
+            if self.turns is not None:
+                self.turns.leave(place)
         return places
 
     async def _replace(self, dead: SimReplica, place: int, on_recovery: Callable[[str, float], None]) -> None:
+        began = asyncio.get_running_loop().time()
         await asyncio.sleep(self._profile.restart_s)
+        replica = self._replica(place)
+        await replica.hold(max(r.version for r in self.replicas))
         self.ended.append(dead)
-        self.replicas[place] = self._replica(place)
+        self.replicas[place] = replica
         self._router.join(place)
-        on_recovery(dead.name, self._profile.restart_s)
+        if self.turns is not None:
+            self.turns.join(place)
+        on_recovery(dead.name, asyncio.get_running_loop().time() - began)

@@ -61,7 +61,7 @@ def table_of(outcome: Outcome) -> Table:
 def check_plot(path: Path) -> None:
     """Raises `ConfigError` if a plot could not be written there."""
     try:
-        import matplotlib  # noqa: F401, ICN001
+        import matplotlib  # noqa: F401
     except ImportError:
         raise ConfigError("--plot needs matplotlib: pip install 'rlsys[examples]', or leave --plot out") from None
     if not path.resolve().parent.is_dir():
@@ -102,7 +102,7 @@ def _plot_staleness(axes: Axes, outcome: Outcome) -> None:
     for versions in every:
         shares = [report.staleness.get(str(versions), 0.0) for report in outcome.runs.values()]
         color = colormaps["viridis"](versions / max(1, every[-1]))
-        label = str(versions) if len(every) <= 8 or versions % 4 == 0 else None
+        label = str(versions) if len(every) <= 8 or versions % 4 == 0 or versions == every[-1] else None
         axes.bar(_labels(outcome), shares, bottom=below, color=color, width=0.6, label=label)
         below = [a + b for a, b in zip(below, shares, strict=True)]
     axes.set(title="staleness of trained tokens", xlabel=outcome.key, ylabel="share of tokens")

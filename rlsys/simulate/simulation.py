@@ -69,14 +69,12 @@ class Simulation:
 
     profile: Profile
     steps: int
-    measured: int | None = None
-    """The report is about the last so many steps; None: all but the first quarter, in which the pipe fills."""
     incidents: Sequence[tuple[float, Callable[[Simulation], object]]] = ()
     """What happens at which second, e.g. the death of a replica."""
 
     def __post_init__(self) -> None:
-        default = self.steps - self.steps // 4
-        self._num_measured = default if self.measured is None else min(self.steps, self.measured)
+        self._num_measured = self.steps - self.steps // 4
+        """The report leaves out the first quarter, in which the pipe fills."""
         self.marks = [_Mark(0.0, Used(), 0.0, 0, 0, 0)]
         """One before the first step, and one after each."""
 
@@ -133,7 +131,7 @@ class Simulation:
         profile = self.profile
         if not profile.repack_s:
             return None
-        return Repacker(self.rollouts, profile.repack_s, min(profile.slots, profile.decode.roofline_batch), events)
+        return Repacker(self.rollouts, profile.repack_s, profile.repack_requests, events)
 
     def handle(self, event: Event, time_s: float) -> None:
         """As a sink of the driver's events: mark where each step ended, and stop after the last one."""

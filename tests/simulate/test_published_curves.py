@@ -4,9 +4,11 @@ Throughput of a cluster does not change if nodes and groups shrink together, exc
 tail: the tests simulate a slice of each cluster.
 """
 
+import time
+
 import pytest
 
-from rlsys.simulate.profile import Profile, named
+from rlsys.simulate.profile import Profile, named, profile_path
 from rlsys.simulate.simulation import Simulation
 from rlsys.simulate.sweep import Sweep, simulate
 
@@ -24,7 +26,7 @@ def test_areal_throughput_by_staleness_is_within_15_percent_of_the_paper():
 
 
 def test_laminar_runs_ahead_of_colocated_gpus_and_repacking_adds_to_it():
-    """The paper: 2.56x on average and up to 5.48x over synchronous colocated training, repacking +26 % of generation."""
+    """The paper: 2.56x on average, up to 5.48x, over synchronous colocated training; repacking +26 % of generation."""
     synchronous = Simulation(
         Profile.load("laminar", [*AN_EIGHTH, "colocated=true", "max_staleness=0", "repack_s=0"]), 8
     )
@@ -43,8 +45,6 @@ def test_laminar_runs_ahead_of_colocated_gpus_and_repacking_adds_to_it():
 @pytest.mark.timeout(600)
 def test_1024_gpus_and_8192_trajectories_a_step_take_seconds():
     """20 steps are to take at most 60 s of one core; a fifth of them here, and room for a busy machine."""
-    import time
-
     began = time.process_time()
     report = Simulation(Profile.load("laminar"), 4).run()
     assert report.steps == 4
@@ -53,8 +53,6 @@ def test_1024_gpus_and_8192_trajectories_a_step_take_seconds():
 
 @pytest.mark.parametrize("name", named())
 def test_every_profile_that_ships_runs_and_says_where_each_value_is_from(name: str):
-    from rlsys.simulate.profile import profile_path
-
     scaled = {"areal": ["gpus=8", "groups_per_step=8"], "laminar": ["gpus=16", "groups_per_step=8"]}.get(name, [])
     assert Simulation(Profile.load(name, scaled), 4).run().tokens_per_s > 0
     text = profile_path(name).read_text()

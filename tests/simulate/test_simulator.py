@@ -31,6 +31,13 @@ def ran(steps: int = 8, **changes: Any) -> Simulation:
     return simulation
 
 
+def returned_share(simulation: Simulation) -> float:
+    """Share of later turns that went to the replica of the turn before."""
+    turns = simulation.rollouts.turns
+    assert turns is not None
+    return turns.num_back / turns.num_turns
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_token_of_every_group_taken_is_trained_once_within_the_bound(setting: dict[str, Any]):
     simulation = ran(**setting)
@@ -137,14 +144,23 @@ def test_a_dead_replica_loses_no_group_and_the_others_never_stop():
         versions.append([replica.version for replica in simulation.rollouts.replicas[1:]])
 
     calm = ran(12, max_staleness=2)
-    hit = Simulation(small(max_staleness=2, repack_s=3.0), 12, incidents=[(40.0, kill), (90.0, kill)])
+    hit = Simulation(small(max_staleness=2, repack_s=3.0), 12, incidents=[(40.0, kill), (90.0, kill), (140.0, kill)])
     hit.run()
-    assert len(versions) == 2
-    assert [r.name for r in hit.rollouts.ended] == ["rollout-0", "rollout-0.1"]
+    assert len(versions) == 3
+    assert [r.name for r in hit.rollouts.ended] == ["rollout-0", "rollout-0.1", "rollout-0.2"]
     assert sorted(g.serial for g in hit.actor.trained) == sorted(g.serial for g in calm.actor.trained)
     assert hit.report.dropped == 0
     assert hit.report.staleness_max <= 2
     assert hit.report.tokens_per_s > 0.6 * calm.report.tokens_per_s
+
+
+def test_a_dead_replica_is_passed_over_by_turns_that_are_routed_one_by_one():
+    chat = {"turns": {"mean": 4, "sigma": 0.5}, "environment_s": {"mean": 1.0}, "max_staleness": 1}
+    profile = small(**chat, weight_change="inflight", routing="prefix")
+    hit = Simulation(profile, 8, incidents=[(15.0, lambda simulation: simulation.rollouts.kill(1))])
+    hit.run()
+    assert len(hit.rollouts.ended) == 1
+    assert len({g.serial for g in hit.actor.trained}) == 8 * 16
 
 
 def test_the_publish_stall_does_not_know_how_many_replicas_there_are():
@@ -232,7 +248,7 @@ def test_agentmath_gains_come_in_its_order():
     ratios = [run.report.step_s / batches.report.step_s for run in (requests, partial, prefix)]
     assert 1 > ratios[0] > ratios[1] > ratios[2]
     assert ratios == pytest.approx([0.6, 0.32, 0.22], abs=0.15)
-    returned = [run.rollouts.turns.num_back / run.rollouts.turns.num_turns for run in (prefix, partial)]
+    returned = [returned_share(run) for run in (prefix, partial)]
     assert returned[0] > 0.75 > 0.2 > returned[1]
     assert prefix.report.cached_share > 0.6 > 0.3 > partial.report.cached_share
 
