@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from rlsys.batch.samples import meta_of, versions_of
 from rlsys.contracts import Busy, RolledOut
@@ -40,10 +40,14 @@ class WeightChange:
     weights it was given."""
 
 
+Pulled: TypeAlias = "tuple[Manifest, Mapping[str, Tensor]]"
+"""One version: what it consists of, and its tensors by name."""
+
+
 class Puller(Protocol):
     """Where a replica gets weights from."""
 
-    async def pull(self, at_least: PolicyVersion) -> tuple[Manifest, Mapping[str, Tensor]]:
+    async def pull(self, at_least: PolicyVersion) -> Pulled:
         """The newest published weights, no older than `at_least`. Raises `DeadlineExceeded`."""
         ...
 
@@ -242,15 +246,25 @@ class RolloutWorker:
                 detail = f"an earlier weight change failed, restart the replica: {self._why_closed}"
                 raise WeightsMismatch(self.name, "starting a group", detail)
             if not self._acknowledged or max(self._acknowledged) < version:
-                manifest, weights = await self._puller.pull(version)
-                if manifest.version < version:
-                    detail = f"asked for version {version} or newer, and got {manifest.version}"
-                    raise WeightsMismatch(self.name, "pulling weights", detail)
-                await self._engine.stage(weights)
+                manifest, weights = await self._staged(self._puller, version)
+                if self._change.when == "between" and len(self._here):
+                    await self._here.empty()  # which may take long
+                    manifest, weights = await self._staged(self._puller, version, before=(manifest, weights))
                 held = await change_weights(self, manifest, lambda: self._engine.load(manifest.version, weights))
                 self._acknowledged[held.version] = held
                 while len(self._acknowledged) > ACKNOWLEDGEMENTS_KEPT:
                     del self._acknowledged[min(self._acknowledged)]
+
+    async def _staged(self, puller: Puller, version: PolicyVersion, before: Pulled | None = None) -> Pulled:
+        """The newest weights, ready to be loaded; those of `before`, which are, if there are no newer ones."""
+        manifest, weights = await puller.pull(version)
+        if manifest.version < version:
+            detail = f"asked for version {version} or newer, and got {manifest.version}"
+            raise WeightsMismatch(self.name, "pulling weights", detail)
+        if before is not None and before[0].version >= manifest.version:
+            return before
+        await self._engine.stage(weights)
+        return manifest, weights
 
     def close_gate(self) -> None:
         self._gate_open = False
