@@ -68,10 +68,10 @@ class Pipeline:
         producers = [asyncio.create_task(self._produce()) for _ in range(self._queue.capacity)]
         serials, taken_s = [], []
         for version in range(self._load.groups // self._load.at_once):
-            groups = await self._queue.take(version=version, on_stale=_never)
-            taken_s += await self._consumer.read.remote(Parcel.of((g.serial, g.payload) for g in groups))
-            serials += [group.serial for group in groups]
-            self._queue.release(groups, version + 1)
+            rows = await self._queue.take(version=version, on_stale=_never)
+            taken_s += await self._consumer.read.remote(Parcel.of((row.serial, row.group.payload) for row in rows))
+            serials += [row.serial for row in rows]
+            self._queue.release(rows, version + 1)
         for producer in producers:
             producer.cancel()
         return Taken.of([self._submitted_s[serial] for serial in serials], taken_s)
@@ -83,8 +83,9 @@ class Pipeline:
                 permit.open(serial)
                 (submitted_s, group), payload_ref = await self._streams[serial % PRODUCERS].call(serial)
                 self._submitted_s[serial] = submitted_s
-                permit.put(EPISODES, _with_payload(group, payload_ref))
-                permit.put(REWARD, None)
+                group = _with_payload(group, payload_ref)
+                permit.put(EPISODES, group)
+                permit.put(REWARD, group)
 
 
 def _metadata(serial: int, num_episodes: int, num_tokens: int) -> Group:

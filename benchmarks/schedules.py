@@ -1,4 +1,5 @@
-"""Random schedules with faults on the virtual clock: does the staleness bound hold, and is every task trained once?
+"""Random schedules with faults on the virtual clock: does the staleness bound hold, and is every task trained
+once, is no healthy group issued again, and no permit lost or made up?
 
     python -m benchmarks.schedules --count 10000
 
@@ -32,6 +33,8 @@ def main() -> int:
         "bound_exceeded": [seed for seed, o in enumerate(outcomes) if o.staleness > o.bound],
         "not_exactly_once": [seed for seed, o in enumerate(outcomes) if not o.is_exactly_once],
         "dropped_stale": [seed for seed, o in enumerate(outcomes) if o.num_stale],
+        "issued_again_for_nothing": [seed for seed, o in enumerate(outcomes) if o.num_healthy],
+        "permits_miscounted": [seed for seed, o in enumerate(outcomes) if not o.has_all_permits],
     }
     told = {
         "schedules": options.count,

@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from rlsys.deadlines import timeout
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied
 from rlsys.types import PolicyVersion, Ref
 from rlsys.weights import Manifest, with_deadline
 
 T = TypeVar("T")
-FAILURES = (WorkerDied, DeadlineExceeded, WeightsMismatch)
+UNAVAILABLE = (WorkerDied, DeadlineExceeded)
+"""What may be over once a relay has restarted."""
+FAILURES = (*UNAVAILABLE, WeightsMismatch)
 """What makes a relay, or a reader, turn to the next source."""
+TRIES = 4
+"""Waits for one relay that fit into the deadline of a transfer: a relay that hangs uses up one, then others have turns.
+"""
+RESTART_POLL_S = 0.2
+"""Between two questions whether a relay is back: Ray tells nobody when it has restarted a process."""
 
 
 def broadcast_s(num_relays: int, num_bytes: float, num_chunks: int, bytes_per_s: float, hop_s: float) -> float:
@@ -104,13 +112,14 @@ async def broadcast(
 ) -> list[asyncio.Task[None]]:
     """Start sending a version down the chain `relays`, the first of which is the actor's own.
 
-    Returns a task for each relay at once; it ends when that relay holds the version, or with what kept it from that. A
-    relay that cannot even be told is no source for those behind it, and none of them waits for it.
+    Returns a task for each relay at once; it ends when that relay holds the version or was overtaken by newer ones (see
+    `Relay.accept`), or with what kept it from that. A relay that cannot be told within one of `TRIES` parts of
+    `transfer_s` is no source for those behind it; the next one waits for that, and no other.
     """
     version = announcement.manifest.version
     phase = f"hearing of version {version}"
     told = [
-        asyncio.ensure_future(with_deadline(relay.announce(announcement), transfer_s, relay.name, phase))
+        asyncio.ensure_future(with_deadline(relay.announce(announcement), transfer_s / TRIES, relay.name, phase))
         for relay in relays
     ]
 
@@ -128,8 +137,8 @@ async def broadcast(
 
 
 async def first_success(tasks: Sequence[asyncio.Task[T]]) -> T:
-    """What the first task to succeed returned; the others go on. If none does, raises what one failed with: if any is
-    not a `WorkerDied`, such a one."""
+    """What the first task to succeed returned; the others go on. If none does, raises what one failed with: if any
+    failed for good, such a one."""
     waiting = set(tasks)
     while waiting:
         done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -137,4 +146,28 @@ async def first_success(tasks: Sequence[asyncio.Task[T]]) -> T:
             if task.exception() is None:
                 return task.result()
     errors = [error for task in tasks if (error := task.exception()) is not None]
-    raise next((error for error in errors if not isinstance(error, WorkerDied)), errors[0])
+    raise next((error for error in errors if not isinstance(error, UNAVAILABLE)), errors[0])
+
+
+def passing(errors: Sequence[BaseException]) -> BaseException:
+    """One of `errors` that may be over soon, so that asking again is worth it; if there is none, the last."""
+    return next((error for error in errors if isinstance(error, UNAVAILABLE)), errors[-1])
+
+
+async def patiently(ask: Callable[[], Awaitable[T]], seconds: float | None, phase: str) -> T:
+    """What `ask` returns. It is asked again while the relays it needs are restarting or do not answer.
+
+    Raises `DeadlineExceeded` with the last failure in its text after `seconds` (None: never), and at once what else
+    `ask` raises.
+    """
+    last = "none of them answered"
+    try:
+        async with timeout(seconds):
+            while True:
+                try:
+                    return await ask()
+                except UNAVAILABLE as error:
+                    last = str(error)
+                await asyncio.sleep(RESTART_POLL_S)
+    except TimeoutError as error:
+        raise DeadlineExceeded("relays", phase, f"no answer within {seconds:g} s; at last: {last}") from error

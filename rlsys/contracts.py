@@ -53,6 +53,9 @@ class RolledOut:
     busy: Busy
     stats: EngineStats | None = None
     """The engine of the replica when it was done; None if it does not tell."""
+    waited_s: float = 0.0
+    """Seconds between the assignment's arrival at the replica and its start: for weights, and for room to change
+    them."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,13 @@ class Actor(Protocol):
 
     async def publish(self, version: PolicyVersion) -> Published:
         """Hand the weights to the relays; returns once the bytes have left the actor."""
+        ...
+
+    async def announce_again(self, version: PolicyVersion) -> None:
+        """Tell the relays of `version` once more: those that held it may have died. Returns once one of them has it.
+
+        Does nothing if a newer version was published. Raises what kept `version` from the relays.
+        """
         ...
 
     async def save(self, folder: Path) -> None:

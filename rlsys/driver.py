@@ -23,18 +23,20 @@ from pathlib import Path
 from rlsys import deadlines
 from rlsys.algorithm import Algorithm, Assigned, Signal
 from rlsys.batch.plan import plan_batch
-from rlsys.checkpoint import Checkpoints, DriverState, read_state
+from rlsys.checkpoint import Checkpoints
 from rlsys.contracts import Busy, TrainStats, Workers
-from rlsys.errors import CheckpointError, NoProgress, NothingToTrain, PayloadLost, RlsysError, RunAborted, first_of
+from rlsys.errors import NoProgress, NothingToTrain, PayloadLost, first_of
 from rlsys.evaluation import Evaluation
-from rlsys.events import CheckpointSaved, Events, GroupDropped, GroupReissued, StepDone, WorkerFailed, WorkerRestarted
-from rlsys.failures import Abort, Decision, Drop, FailurePolicy
+from rlsys.events import CheckpointSaved, Events, StepDone, WorkerFailed, WorkerRestarted
+from rlsys.failures import FailurePolicy
 from rlsys.ledger import Ledger
-from rlsys.persistence import GivenUp, persist
+from rlsys.losses import Losses
+from rlsys.persistence import GivenUp, Persistence
 from rlsys.queue import LEARNER, Permit, StreamingQueue
 from rlsys.repacking import Repacker
+from rlsys.resumable import Resumable
 from rlsys.stepmetrics import StepClock, step_metrics
-from rlsys.table import EPISODES, REWARD
+from rlsys.table import EPISODES, REWARD, Row
 from rlsys.types import Assignment, Group, PolicyVersion, Task
 from rlsys.weights import WeightSync
 
@@ -74,8 +76,11 @@ class Driver:
     repacker: Repacker | None = None
     """None where nothing is to be gained by moving trajectories."""
     _clock: StepClock = field(default_factory=StepClock)
-    _dropped_in_a_row: int = 0
     _stopping: bool = False
+
+    def __post_init__(self) -> None:
+        self._persistence = Persistence(self.events)
+        self._losses = Losses(self.queue, self.ledger, self.failures, self.events)
 
     async def run(self, start: PolicyVersion) -> PolicyVersion:
         """Train from version `start` to `steps`; returns the version reached, earlier only after `stop`.
@@ -102,23 +107,11 @@ class Driver:
         return version
 
     async def restore(self, checkpoint: Path) -> PolicyVersion:
-        """Load a checkpoint into all parts; returns its version, for `run`, which publishes it before it admits
-        anything.
+        """Load a checkpoint; returns its version, for `run`, which publishes it before it admits anything.
 
-        Finished groups that a smaller queue or a shorter run has no room for are rolled out again when their turn
-        comes. Raises `CheckpointError`, or `DataError` if the tasks have changed since.
+        Raises `CheckpointError`, or `DataError` if the tasks have changed since.
         """
-        state = read_state(checkpoint)
-        await self.workers.actor.load(checkpoint / "actor")
-        num_groups = max(0, self.steps - state.version) * self.queue.groups_per_step
-        fitting = [e.serial for e in state.ledger.pending[: min(self.queue.capacity, num_groups)]]
-        groups = await self.workers.actor.load_groups(checkpoint / "groups.jsonl")
-        finished = [group for group in groups if group.serial in fitting]
-        self.weights.published |= state.published
-        self.ledger.restore(state.ledger, {group.serial for group in finished})
-        self.queue.restore(state.version, num_groups, finished, fitting)
-        self.checkpoints.last_saved = state.version
-        return state.version
+        return await self._resumable.restore(checkpoint, self.steps)
 
     def stop(self) -> None:
         """Finish the step in hand, save, and return from `run`; an evaluation under way is given up."""
@@ -141,59 +134,35 @@ class Driver:
 
     async def _fill(self, permit: Permit, assignment: Assignment) -> None:
         """Roll out and judge a group, or give it up where the failure policy says so."""
-        rewards = self.workers.rewards
+        persist, decide, workers = self._persistence.persist, self._losses.decide, self.workers
         try:
-            group = await persist(
-                self.workers.rollouts, lambda: self._rolled_out(permit, assignment), self._decide, self.events
-            )
-            judged = await persist(rewards, lambda: rewards.score(assignment.task, group), self._decide, self.events)
-            self._clock.add("reward", judged.busy)
-            group = group.with_scores(judged.scores)
-            if not any(True for _ in self.algorithm.advantages(group)):
-                raise NothingToTrain(f"group {group.serial} (task {group.task_id}): {_first_failure(group)}")
-            if permit.put(REWARD, judged.scores):
-                self._dropped_in_a_row = 0
+            row = await persist(workers.rollouts, lambda: self._rolled_out(permit, assignment), decide)
+            await persist(workers.rewards, lambda: self._judge(permit, assignment.task, row), decide)
         except PayloadLost as error:
-            self._issue_again(error)
+            self._losses.issue_again(error, [permit.row] if permit.row else [])
         except GivenUp as given_up:
-            self._give_up(assignment, permit, given_up.decision, given_up.error)
-        except NothingToTrain as error:
-            decision = self._decide(error, 1)
-            if isinstance(decision, Abort):
-                raise RunAborted(decision.message) from error
-            assert isinstance(decision, Drop)
-            self._give_up(assignment, permit, decision, error)
+            self._losses.give_up(permit, assignment, given_up)
 
-    async def _rolled_out(self, permit: Permit, assignment: Assignment) -> Group:
+    async def _rolled_out(self, permit: Permit, assignment: Assignment) -> Row:
         """One attempt at rolling out a group."""
-        permit.open(assignment.serial)
+        row = permit.open(assignment.serial)
         self.ledger.lease(assignment.serial)
         rolled_out = await self.workers.rollouts.run(assignment)
         await self.weights.verify(rolled_out.group)
         self._clock.add("rollout", rolled_out.busy)
-        self._clock.offer(rolled_out.group)
+        self._clock.offer(rolled_out.group, rolled_out.waited_s)
         permit.put(EPISODES, rolled_out.group)
-        return rolled_out.group
+        return row
 
-    def _decide(self, error: RlsysError, attempt: int) -> Decision:
-        return self.failures.decide(error, attempt=attempt, dropped_in_a_row=self._dropped_in_a_row)
-
-    def _give_up(self, assignment: Assignment, permit: Permit, decision: Drop, error: RlsysError) -> None:
-        if permit.is_over:
-            return  # it is being issued again
-        self._dropped_in_a_row += 1
-        self.ledger.drop(assignment.serial)
-        permit.reason = decision.reason
-        self.events.emit(GroupDropped(assignment.serial, assignment.task.id, decision.reason, str(error)))
-
-    def _issue_again(self, error: PayloadLost) -> None:
-        """Issue the groups again whose payload is gone; the next free permits are for them."""
-        for serial in error.serials:
-            decision = self._decide(error, self.ledger.num_attempts(serial))
-            if isinstance(decision, Abort):
-                raise RunAborted(decision.message) from error
-            if self.queue.lose(serial):
-                self.events.emit(GroupReissued(serial, self.ledger.again(serial), str(error)))
+    async def _judge(self, permit: Permit, task: Task, row: Row) -> None:
+        """One attempt at judging it. Raises `NothingToTrain` if no trajectory is given an advantage."""
+        judged = await self.workers.rewards.score(task, row.group)
+        self._clock.add("reward", judged.busy)
+        group = row.group.with_scores(judged.scores)
+        if not permit.is_over and next(iter(self.algorithm.advantages(group)), None) is None:
+            raise NothingToTrain(f"group {group.serial} (task {group.task_id}): {_first_failure(group)}")
+        if permit.put(REWARD, group):
+            self._losses.num_in_a_row = 0
 
     # -------------------------------------------------------------------------------------------------------- annotate
 
@@ -209,8 +178,7 @@ class Driver:
             try:
                 groups = await self.workers.annotators[signal].annotate([row.group for row in rows], signal)
             except PayloadLost as error:
-                self._issue_again(error)
-                self.queue.put_back(signal, _kept([row.serial for row in rows], error))
+                self.queue.put_back(signal, self._losses.issue_again(error, rows))
                 continue
             self._clock.add("annotate", Busy(signal, began, loop.time()))
             for row, group in zip(rows, groups, strict=True):
@@ -230,16 +198,17 @@ class Driver:
         await self._evaluate(version)
         while version < self.steps and not self._stopping:
             with self._clock.span("wait_batch"):
-                groups = await self.queue.take(version=version, on_stale=self._drop_stale)
+                rows = await self.queue.take(version=version, on_stale=self._losses.drop_stale)
+            groups = [row.group for row in rows]
             assigned = [tuple(self.algorithm.advantages(group)) for group in groups]
-            if (stats := await self._trained(groups, assigned)) is None:
+            if (stats := await self._trained(rows, groups, assigned)) is None:
                 continue
             with self._clock.span("publish"):
                 await self.weights.publish(version + 1)
             if self.repacker:
                 self.repacker.published(version + 1)
             tasks = self.ledger.consume(group.serial for group in groups)
-            self.queue.release(groups, version + 1)
+            self.queue.release(rows, version + 1)
             metrics = step_metrics(groups, stats, version, self.queue, self._clock)
             if self.repacker:
                 metrics["async/moved"] = self.repacker.num_moved
@@ -257,19 +226,15 @@ class Driver:
         with self._clock.span("eval_wait"):
             await self.evaluation.begin(version)
 
-    def _drop_stale(self, group: Group) -> None:
-        self.ledger.drop(group.serial)
-        detail = f"tokens of version {group.oldest_version} are older than the staleness bound allows"
-        self.events.emit(GroupDropped(group.serial, group.task_id, "stale", detail))
-
-    async def _trained(self, groups: Sequence[Group], assigned: Sequence[Sequence[Assigned]]) -> TrainStats | None:
+    async def _trained(
+        self, rows: Sequence[Row], groups: Sequence[Group], assigned: Sequence[Sequence[Assigned]]
+    ) -> TrainStats | None:
         """Train one step; None if the payload of some groups is gone: nothing is stepped, the others go back."""
         plan = plan_batch(groups, assigned, num_ranks=self.shape.num_ranks, max_tokens=self.shape.max_tokens)
         try:
             return await self.workers.actor.train_step(groups, plan)
         except PayloadLost as error:
-            self._issue_again(error)
-            self.queue.put_back(LEARNER, _kept([group.serial for group in groups], error))
+            self.queue.put_back(LEARNER, self._losses.issue_again(error, rows))
             return None
 
     async def _record(
@@ -288,25 +253,12 @@ class Driver:
             return
         began = asyncio.get_running_loop().time()
         with self._clock.span("checkpoint"):
-            await self.weights.settled()
-            finished = self.queue.finished
-            state = DriverState(step, dict(self.weights.published), self.ledger.state())
-            path = await self.checkpoints.save(step, state, lambda folder: self._write(folder, finished))
+            path = await self._resumable.save(step, self._losses.issue_again)
         self.events.emit(CheckpointSaved(step, str(path), asyncio.get_running_loop().time() - began))
 
-    async def _write(self, folder: Path, finished: Sequence[Group]) -> None:
-        await self.workers.actor.save(folder / "actor")
-        if not _has_files(folder / "actor"):
-            raise CheckpointError(f"the ranks wrote to {folder}, but not where the driver sees it: share run.folder")
-        await self._save_groups(folder / "groups.jsonl", finished)
-
-    async def _save_groups(self, path: Path, groups: Sequence[Group]) -> None:
-        try:
-            await self.workers.actor.save_groups(path, groups)
-        except PayloadLost as error:
-            self._issue_again(error)
-            kept = _kept([group.serial for group in groups], error)
-            await self._save_groups(path, [group for group in groups if group.serial in kept])
+    @property
+    def _resumable(self) -> Resumable:
+        return Resumable(self.workers.actor, self.queue, self.ledger, self.weights, self.checkpoints)
 
     # --------------------------------------------------------------------------------------------------------- relays
 
@@ -329,18 +281,6 @@ class Driver:
         table = self.ledger.table(self.workers.rollouts.whereabouts(), self.queue.lacking())
         pending = table + self.evaluation.table()
         raise NoProgress(f"nothing moved for {self.no_progress_s:g} s; pending:\n{pending}")
-
-
-def _has_files(folder: Path) -> bool:
-    return any(path.is_file() for path in folder.rglob("*"))
-
-
-def _kept(serials: Sequence[int], error: PayloadLost) -> list[int]:
-    """Those whose payload is still there. Raises the error if it is not about any of these."""
-    kept = [serial for serial in serials if serial not in error.serials]
-    if len(kept) == len(serials):
-        raise error
-    return kept
 
 
 def _first_failure(group: Group) -> str:

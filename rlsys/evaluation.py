@@ -20,7 +20,7 @@ from rlsys.errors import PayloadLost, RlsysError, RunAborted, TaskTooLong, Weigh
 from rlsys.events import EvalDone, Events
 from rlsys.failures import Abort, Decision, FailurePolicy
 from rlsys.measures import Measures, measures_of
-from rlsys.persistence import persist
+from rlsys.persistence import Persistence
 from rlsys.seeds import group_seed
 from rlsys.types import Assignment, Group, PolicyVersion, Task
 from rlsys.weights import WeightSync
@@ -55,6 +55,7 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         self._room = asyncio.Semaphore(self.rules.max_open)
+        self._persistence = Persistence(self.events)
 
     async def measure(
         self, dataset: str, version: PolicyVersion = 0, check: Callable[[Group], Awaitable[None]] | None = None
@@ -102,11 +103,11 @@ class Evaluator:
                 await check(group)
             return group
 
-        group = await persist(self.rollouts, rolled_out, self._decide, self.events)
+        persist, task = self._persistence.persist, assignment.task
+        group = await persist(self.rollouts, rolled_out, self._decide)
         if group is None:
             return None
-        task = assignment.task
-        judged = await persist(self.rewards, lambda: self.rewards.score(task, group), self._decide, self.events)
+        judged = await persist(self.rewards, lambda: self.rewards.score(task, group), self._decide)
         return group.with_scores(judged.scores)
 
     def _decide(self, error: RlsysError, attempt: int) -> Decision:

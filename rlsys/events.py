@@ -313,6 +313,7 @@ METRICS: Mapping[str, Metric] = {
     "time/publish": Metric("s", "handing the weights over; the trainer waits meanwhile"),
     "time/annotate": Metric("s", "the busiest annotator added columns the algorithm asked for, beside everything else"),
     "time/wait_batch": Metric("s", "the trainer waited for groups with all their columns"),
+    "time/weights_wait": Metric("s", "a group waited at its replica for weights, mean over those of the step"),
     "time/wait_permit": Metric("s", "no group was being produced at all: rollouts waited for the trainer"),
     "time/checkpoint": Metric("s", "writing a checkpoint after the step before"),
     "time/eval_wait": Metric(

@@ -50,13 +50,14 @@ class FailurePolicy:
     """Retry what a machine broke, drop what a task broke, abort on what only a person can mend."""
 
     max_attempts: int
-    """Attempts at one group before the run ends."""
+    """Times that rolling out a group or judging it fails, or that its payload is lost, before the run ends. Each is
+    counted apart: a group is not blamed for outliving different failures."""
     max_failed_groups: int
     """Groups dropped one after the other before the run ends: then it is not the task's fault."""
 
     def decide(self, error: RlsysError, *, attempt: int, dropped_in_a_row: int) -> Decision:
-        """`attempt` counts from 1 for the group at hand; `dropped_in_a_row` over all groups since one
-        succeeded."""
+        """`attempt` counts from 1 for the piece of work at hand, or the losses of the group; `dropped_in_a_row` over
+        all groups since one succeeded."""
         if isinstance(error, WorkerDied | DeadlineExceeded | WeightsMismatch | PayloadLost):
             if attempt >= self.max_attempts:
                 return Abort(f"gave up after {attempt} attempts at one group; the last failure: {error}")

@@ -8,6 +8,7 @@ therefore consumes the same multiset of tasks as an uninterrupted one, whatever 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -64,6 +65,7 @@ class Ledger:
     open: dict[int, Entry] = field(default_factory=dict)
     _leases: dict[int, Lease] = field(default_factory=dict)
     """The latest of every open group, kept while the group waits to be issued again."""
+    _num_losses: Counter[int] = field(default_factory=Counter)
     _again: list[tuple[int, Entry]] = field(default_factory=list)
     """Heap of what waits to be issued again, by serial."""
 
@@ -83,17 +85,19 @@ class Ledger:
 
     def lease(self, serial: int) -> Lease:
         """A new attempt at rolling out an open group begins."""
-        lease = self._leases[serial] = Lease(self.num_attempts(serial) + 1, deadlines.now())
+        attempt = self._leases[serial].attempt + 1 if serial in self._leases else 1
+        lease = self._leases[serial] = Lease(attempt, deadlines.now())
         return lease
 
-    def num_attempts(self, serial: int) -> int:
-        """Leases of an open group so far."""
-        return self._leases[serial].attempt if serial in self._leases else 0
+    def num_losses(self, serial: int) -> int:
+        """Times that what was rolled out of a group was gone, in this session and until it is settled."""
+        return self._num_losses[serial]
 
     def again(self, serial: int) -> str:
         """What was rolled out of this group is gone: issue it again; returns its task's id. Raises KeyError if it is
         not open."""
         entry = self.open.pop(serial)
+        self._num_losses[serial] += 1
         heapq.heappush(self._again, (serial, entry))
         return entry.task_id
 
@@ -109,6 +113,7 @@ class Ledger:
 
     def _settle(self, serial: int) -> Entry:
         self._leases.pop(serial, None)
+        self._num_losses.pop(serial, None)
         return self.open.pop(serial)
 
     def table(self, owners: Mapping[int, str], lacking: Mapping[int, Sequence[str]]) -> str:
@@ -148,4 +153,5 @@ class Ledger:
         self.next_serial, self.num_consumed = state.next_serial, state.num_consumed
         self.open = {e.serial: e for e in state.pending if e.serial in finished}
         self._leases = {}
+        self._num_losses.clear()
         self._again = [(e.serial, e) for e in state.pending if e.serial not in finished]  # sorted, so a heap

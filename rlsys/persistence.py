@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol, TypeVar
 
@@ -27,35 +28,46 @@ class GivenUp(Exception):
         self.decision, self.error = decision, error
 
 
-async def persist(
-    pool: Restartable,
-    attempt_once: Callable[[], Awaitable[T]],
-    decide: Callable[[RlsysError, int], Decision],
-    events: Events,
-) -> T:
-    """Attempt until it works; `decide(error, attempt)`, attempts counted from 1, says what to do about a failure.
+@dataclass
+class Persistence:
+    """Attempts pieces of work until they succeed, and has dead workers replaced."""
 
-    A worker of `pool` that is to be replaced is replaced in the background; the next attempt waits for that only if no
-    other worker is alive. Raises `RunAborted`, or `GivenUp` where the decision is to drop. An error that no worker can
-    be blamed for, of data or configuration, and `PayloadLost` pass as they are.
-    """
-    dead: tuple[str, RlsysError] | None = None
-    for attempt in count(1):
-        try:
-            if dead:
-                await _replace(pool, *dead, events)
-            return await attempt_once()
-        except (WorkerError, NothingToTrain) as error:
-            match decide(error, attempt):
-                case Retry(restart=worker):
-                    dead = (worker, error)
-                case Drop() as decision:
-                    raise GivenUp(decision, error) from error
-                case Abort(message=message):
-                    raise RunAborted(message) from error
-    raise AssertionError("unreachable")
+    events: Events
+    """Told once of every worker that failed, however many pieces of work hit it."""
+    _failed: set[str] = field(default_factory=set)
+    """Names of workers. A replacement has a name of its own."""
 
+    async def persist(
+        self,
+        pool: Restartable,
+        attempt_once: Callable[[], Awaitable[T]],
+        decide: Callable[[RlsysError, int], Decision],
+    ) -> T:
+        """Attempt until it works; `decide(error, attempt)`, attempts counted from 1, says what to do about a failure.
 
-async def _replace(pool: Restartable, worker: str, error: RlsysError, events: Events) -> None:
-    events.emit(WorkerFailed(worker, error.phase if isinstance(error, WorkerError) else "", str(error)))
-    await pool.restart(worker, lambda replaced, seconds: events.emit(WorkerRestarted(replaced, seconds)))
+        A worker of `pool` that is to be replaced is replaced in the background; the next attempt waits for that only
+        if no other worker is alive. Raises `RunAborted`, or `GivenUp` where the decision is to drop. An error that no
+        worker can be blamed for, of data or configuration, and `PayloadLost` pass as they are.
+        """
+        dead: tuple[str, RlsysError] | None = None
+        for attempt in count(1):
+            try:
+                if dead:
+                    await self._replace(pool, *dead)
+                return await attempt_once()
+            except (WorkerError, NothingToTrain) as error:
+                match decide(error, attempt):
+                    case Retry(restart=worker):
+                        dead = (worker, error)
+                    case Drop() as decision:
+                        raise GivenUp(decision, error) from error
+                    case Abort(message=message):
+                        raise RunAborted(message) from error
+        raise AssertionError("unreachable")
+
+    async def _replace(self, pool: Restartable, worker: str, error: RlsysError) -> None:
+        if worker not in self._failed:
+            self._failed.add(worker)
+            phase = error.phase if isinstance(error, WorkerError) else ""
+            self.events.emit(WorkerFailed(worker, phase, str(error)))
+        await pool.restart(worker, lambda replaced, seconds: self.events.emit(WorkerRestarted(replaced, seconds)))

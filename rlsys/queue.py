@@ -45,9 +45,10 @@ class Permit:
     reason: str = "failed"
     """Why the group is dropped if it is never judged."""
 
-    def open(self, serial: int) -> None:
+    def open(self, serial: int) -> Row:
         """Begin an attempt at a group, in its place in the order; what comes from an earlier one is refused."""
         self.row = self._queue._attempt(serial)
+        return self.row
 
     def put(self, column: str, value: object) -> bool:
         """Hand in a column of the group. False if the group was lost meanwhile, and is issued again."""
@@ -107,10 +108,15 @@ class StreamingQueue:
         return self._table.num_refused
 
     @property
-    def finished(self) -> list[Group]:
+    def num_permits(self) -> int:
+        """Permits that are free, held, or back a judged group: `capacity` of them, and less only near the end."""
+        return self._free.qsize() + self._num_held + sum(row.has(*PRODUCED) for row in self._table)
+
+    @property
+    def finished(self) -> list[Row]:
         """Judged groups that were not taken yet, oldest first: what a checkpoint keeps. Signals are added again."""
         rows = [row for row in self._table if row.has(*PRODUCED) and LEARNER not in row.taken_by]
-        return [row.group for row in sorted(rows, key=lambda row: row.serial)]
+        return sorted(rows, key=lambda row: row.serial)
 
     def lacking(self) -> dict[int, list[str]]:
         """By serial, what the learner still waits for: columns of the groups in flight."""
@@ -125,9 +131,11 @@ class StreamingQueue:
         Waits for a free permit (and for the run to need another group). Unblocked by `release`, by drops and losses.
         """
         permit = Permit(await self._free.get(), self)
+        self._num_held += 1
         try:
             yield permit
         finally:
+            self._num_held -= 1
             if permit.row is None or not permit.row.has(*PRODUCED):
                 self._leave(permit)
 
@@ -138,12 +146,12 @@ class StreamingQueue:
             self.dropped[permit.reason] += 1
         self._give_back()
 
-    def release(self, groups: Sequence[Group], version: PolicyVersion) -> None:
+    def release(self, rows: Sequence[Row], version: PolicyVersion) -> None:
         """Free the permits of a step whose weights are published as `version`: the next groups are born on them."""
-        for row in self._rows_of(groups):
+        for row in rows:
             self._table.close(row)
         self.version = version
-        self._admit(len(groups))
+        self._admit(len(rows))
 
     def restore(
         self, version: PolicyVersion, num_groups: int, finished: Sequence[Group], pending: Iterable[int]
@@ -153,24 +161,25 @@ class StreamingQueue:
         `pending` are serials that session had issued and not finished: they keep their place in the order, so that
         nothing younger is taken before they are issued again.
         """
-        self._start_over(version, num_groups, {*pending, *(group.serial for group in finished)}, len(finished))
-        for row, group in zip(self._rows_of(finished), finished, strict=True):
+        self._start_over(version, num_groups, len(finished))
+        for serial in {*pending} - {group.serial for group in finished}:
+            self._open(serial)
+        for group in finished:
+            row = self._open(group.serial)
             self.put(row, EPISODES, group)
-            self.put(row, REWARD, None)
+            self.put(row, REWARD, group)
 
-    def _start_over(
-        self, version: PolicyVersion, num_groups: int, serials: Iterable[int] = (), num_finished: int = 0
-    ) -> None:
+    def _start_over(self, version: PolicyVersion, num_groups: int, num_finished: int = 0) -> None:
         self.version, self.num_groups = version, num_groups
         self._table = Table(self._consumers)
         self._places: list[int] = []
         """Heap of serials. One that is in flight and that the learner did not take is in there; others may be."""
         self._free: asyncio.Queue[PolicyVersion] = asyncio.Queue()
+        self._num_held = 0
+        """Permits whose block is not left."""
         self._num_admitted = num_finished
         """Permits handed out for groups that the run will consume; one that is given back is handed out again."""
         self._admit(self.capacity - num_finished)
-        for serial in serials:
-            self._open(serial)
 
     def _admit(self, count: int) -> None:
         for _ in range(min(count, self.num_groups - self._num_admitted)):
@@ -193,15 +202,15 @@ class StreamingQueue:
         """Is this the attempt at its group that counts?"""
         return self._table.holds(row)
 
-    def lose(self, serial: int) -> bool:
-        """Forget what is known of a group whose payload is gone; it keeps its place until it is issued again.
+    def lose(self, row: Row) -> bool:
+        """The payload of this attempt is gone: forget it. The group keeps its place until it is issued again.
 
-        False if there is nothing to forget: it is being issued again, or not in flight any more.
+        False if the attempt is over, with nothing done: another one at the group is not to blame, and a group that was
+        trained or dropped is not issued again.
         """
-        row = self._table.get(serial)
-        if row is None or not row.values:
+        if not self.holds(row):
             return False
-        self._open(serial)
+        self._open(row.serial)
         if row.has(*PRODUCED):
             self._give_back()  # whoever produced it has left
         return True
@@ -221,36 +230,34 @@ class StreamingQueue:
             row = self._table.next(signal)
         return rows
 
-    async def take(self, *, version: PolicyVersion, on_stale: Callable[[Group], None]) -> list[Group]:
+    async def take(self, *, version: PolicyVersion, on_stale: Callable[[Group], None]) -> list[Row]:
         """For the learner: the next step's groups, oldest first.
 
         Waits for a group with all its columns, less than `window` serials past the oldest one in flight. Unblocked by
         producers and annotators handing in columns, and by drops. A group with a token more than `staleness_bound`
         versions behind `version` is dropped as `stale`, and handed to `on_stale`.
         """
-        taken: list[Group] = []
+        taken: list[Row] = []
         while len(taken) < self.groups_per_step:
             row = self._table.next(LEARNER)
             if row is None or row.serial >= self._oldest() + self.window:
                 await self._arrival(LEARNER)
                 continue
             self._table.take(LEARNER, row)
-            group = row.group
-            if version - group.oldest_version > self.staleness_bound:
+            if version - row.group.oldest_version > self.staleness_bound:
                 self._table.close(row)
                 self.dropped["stale"] += 1
                 self._give_back()
-                on_stale(group)
+                on_stale(row.group)
             else:
-                taken.append(group)
+                taken.append(row)
         return taken
 
-    def put_back(self, consumer: str, serials: Iterable[int]) -> None:
-        """Let a consumer take these groups again; those lost meanwhile it gets once they are issued again."""
-        for serial in serials:
-            if (row := self._table.get(serial)) is not None:
-                self._table.put_back(consumer, row)
-                heapq.heappush(self._places, serial)
+    def put_back(self, consumer: str, rows: Iterable[Row]) -> None:
+        """Let a consumer take these rows again; of an attempt that is over, it gets the next one."""
+        for row in rows:
+            self._table.put_back(consumer, row)
+            heapq.heappush(self._places, row.serial)
         self._wake()
 
     def _attempt(self, serial: int) -> Row:
@@ -260,10 +267,6 @@ class StreamingQueue:
     def _open(self, serial: int) -> Row:
         heapq.heappush(self._places, serial)
         return self._table.open(serial)
-
-    def _rows_of(self, groups: Iterable[Group]) -> list[Row]:
-        rows = [self._table.get(group.serial) for group in groups]
-        return [row for row in rows if row is not None]
 
     def _oldest(self) -> int:
         """Serial of the oldest group in flight that the learner did not take."""

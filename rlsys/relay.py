@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from rlsys.broadcast import FAILURES, Announcement, Holding, Neighbour, Peer
+from rlsys.broadcast import FAILURES, TRIES, Announcement, Holding, Neighbour, Peer
 from rlsys.contracts import Arrival
 from rlsys.errors import WeightsMismatch, WorkerDied, WorkerError, first_of
 from rlsys.types import PolicyVersion, Ref
@@ -42,21 +42,29 @@ class Store(Protocol):
 class Relay:
     """The newest `keep` complete versions and the pinned one.
 
-    Every wait ends after `transfer_s` with a `DeadlineExceeded` that names the peer and the phase, except `watch`.
+    A relay that is slower than versions are published skips some: one that waits for its turn when `keep` newer ones
+    are announced is given up. A pull that has begun goes on to its end, so that even the slowest gets somewhere.
+
+    Waiting for a peer's answer or bytes, for a bucket or for a version ends after one of `TRIES` parts of `transfer_s`
+    with a `DeadlineExceeded` that names who was waited for and the phase. `accept` and `refill` may have to wait many
+    times, and for their turn; `watch` waits for ever.
     """
 
     def __init__(self, name: str, place: str, store: Store, transfer_s: float, keep: int = 2) -> None:
         """`place` is the node it serves."""
         self.name = name
-        self._place, self._store, self._transfer_s, self._keep = place, store, transfer_s, keep
+        self._place, self._store, self._keep = place, store, keep
+        self._wait_s = transfer_s / TRIES
         self._buckets: dict[str, Ref] = {}
+        self._borrowed: set[str] = set()
+        """Buckets of which there is no copy of our own, for want of memory."""
         self._known: dict[PolicyVersion, Announcement] = {}
         self._complete: dict[PolicyVersion, Arrival] = {}
         self._expected: dict[PolicyVersion, frozenset[str]] = {}
         """Hashes of the buckets of versions that are announced and not complete."""
         self._announced_s: dict[PolicyVersion, float] = {}
         self._pinned: PolicyVersion | None = None
-        self._turn = asyncio.Lock()
+        self._pulling: PolicyVersion | None = None
         """One version is pulled at a time, so that no bucket of two versions is asked for twice."""
         self._changed = asyncio.Condition()
         self._reports: asyncio.Queue[WorkerError] = asyncio.Queue()
@@ -66,25 +74,28 @@ class Relay:
     # ------------------------------------------------------------------------------------------------------- broadcast
 
     async def announce(self, announcement: Announcement) -> None:
-        """Expect a version: from now `give` waits for its buckets.
+        """Expect a version: from now `give` waits for its buckets, until it is overtaken by `keep` newer ones.
 
         A version that is known already is ignored. Raises `WeightsMismatch` if it was published with another hash.
         """
         manifest = announcement.manifest
         version = manifest.version
-        if version in self._known:
-            known = self._known[version].manifest.hash
-            if known != manifest.hash:
-                detail = f"it was published as {known} before, and as {manifest.hash} this time"
-                raise WeightsMismatch(self.name, f"hearing of version {version}", detail)
-            return
-        self._known[version] = announcement
-        self._expected[version] = frozenset(bucket.hash for bucket in manifest.buckets)
-        self._announced_s[version] = asyncio.get_running_loop().time()
+        async with self._changed:
+            if version in self._known:
+                known = self._known[version].manifest.hash
+                if known != manifest.hash:
+                    detail = f"it was published as {known} before, and as {manifest.hash} this time"
+                    raise WeightsMismatch(self.name, f"hearing of version {version}", detail)
+                return
+            self._known[version] = announcement
+            self._expected[version] = frozenset(bucket.hash for bucket in manifest.buckets)
+            self._announced_s[version] = asyncio.get_running_loop().time()
+            self._let_go(self._keep)
+            self._changed.notify_all()
 
     async def accept(self, version: PolicyVersion, sources: Sequence[Peer]) -> None:
         """Take in an announced version: pull the buckets not held yet, in order, from the first of `sources` that can
-        give them, at last from the actor. Returns once it is complete.
+        give them, at last from the actor. Returns once it is complete, or given up because newer ones overtook it.
 
         Raises `WorkerDied` if it was not announced in the life of this process, or what the last source raised; `watch`
         tells that too, and those who wait for its buckets turn elsewhere.
@@ -120,9 +131,9 @@ class Relay:
         return self._content(max(self._complete))
 
     async def pin(self, version: PolicyVersion) -> tuple[Manifest, list[Ref]]:
-        """Exactly `version`, which is kept from now until another version is pinned.
+        """Exactly `version`, which is kept from then on until another version is pinned.
 
-        Waits for `accept` to complete it. Raises `WeightsMismatch` if it was let go already.
+        Waits for `accept` to complete it. Raises `WeightsMismatch` if it was let go, or given up.
         """
         await self._until_settled(version, f"pinning version {version}")
         self._pinned = version
@@ -131,7 +142,7 @@ class Relay:
     async def arrival(self, version: PolicyVersion) -> tuple[Arrival, Announcement]:
         """How `version` came here, and what a tier that lost everything can be refilled by.
 
-        Waits for `accept` to complete it. Raises `WeightsMismatch` if it was let go already.
+        Waits for `accept` to complete it. Raises `WeightsMismatch` if it was let go, or given up.
         """
         await self._until_settled(version, f"taking in version {version}")
         return self._complete[version], self._known[version]
@@ -143,17 +154,21 @@ class Relay:
         complete = [self._known[v] for v in sorted(self._complete, reverse=True)]
         return Holding((*complete, *(self._known[v] for v in sorted(self._expected))), self._pinned)
 
-    async def refill(self, neighbours: Sequence[Neighbour], last: Announcement | None) -> None:
-        """After having lost everything: take in `last`, the newest version that is known to have arrived somewhere,
-        and what the first neighbour that is not empty itself holds or expects; and pin what is pinned there.
+    async def refill(self, neighbours: Sequence[Neighbour], known: Holding) -> None:
+        """After having lost everything: take in what is `known` to have arrived somewhere and what any neighbour holds
+        or expects, newest first; and pin what is pinned.
 
         Raises what the last source raised.
         """
-        holding = await self._first_holding(neighbours)
-        self._pinned = holding.pinned if self._pinned is None else self._pinned
-        for announcement in (*([last] if last else []), *holding.announcements):
-            await self.announce(announcement)
-            await self._take_in(announcement.manifest.version, neighbours, wait=False)
+        holdings = [known, *await asyncio.gather(*map(self._holding, neighbours))]
+        if self._pinned is None:
+            self._pinned = next((holding.pinned for holding in holdings if holding.pinned is not None), None)
+        announcements = {a.manifest.version: a for holding in holdings for a in holding.announcements}
+        newest_first = sorted(announcements, reverse=True)
+        for version in newest_first:
+            await self.announce(announcements[version])
+        for version in newest_first:
+            await self._take_in(version, neighbours, wait=False)
 
     async def watch(self) -> WorkerError:
         """Waits, without a deadline, for something a person should hear of: a version that could not be taken in, or
@@ -162,38 +177,41 @@ class Relay:
 
     # ------------------------------------------------------------------------------------------------------- internals
 
-    async def _first_holding(self, neighbours: Sequence[Neighbour]) -> Holding:
-        """What the first neighbour holds that answers and has lost nothing."""
-        for neighbour in neighbours:
-            try:
-                holding = await with_deadline(neighbour.held(), self._transfer_s, neighbour.name, "telling what it has")
-            except FAILURES:
-                continue  # whoever supervises it will notice
-            if holding.announcements:
-                return holding
-        return Holding((), None)
+    async def _holding(self, neighbour: Neighbour) -> Holding:
+        """What a neighbour holds; nothing if it does not answer."""
+        try:
+            return await with_deadline(neighbour.held(), self._wait_s, neighbour.name, "telling what it has")
+        except FAILURES:
+            return Holding((), None)  # whoever supervises it will notice
 
     async def _take_in(self, version: PolicyVersion, sources: Sequence[Peer], *, wait: bool) -> None:
-        async with self._turn:
-            if version in self._complete:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._pulling is None or self._is_overtaken(version))
+            if version in self._complete or self._is_overtaken(version):
                 return
             if version not in self._known:
                 detail = "it was not announced here, or the process was restarted since"
                 raise WorkerDied(self.name, f"taking in version {version}", detail)
-            try:
-                await self._pull(self._known[version], list(sources), wait)
-            except BaseException:
-                await self._give_up(version)
-                raise
+            self._pulling = version
+        is_here = False
+        try:
+            await self._pull(self._known[version], list(sources), wait)
+            is_here = True
+        finally:
             async with self._changed:
-                self._complete[version] = self._arrived(version)
+                self._pulling = None
+                if is_here:
+                    self._complete[version] = self._arrived(version)
+                else:
+                    self._forget(version)
                 self._let_go(self._keep)
                 self._changed.notify_all()
 
     async def _pull(self, announcement: Announcement, sources: list[Peer], wait: bool) -> None:
         """Bring what is missing here. `sources` loses those that fail."""
         manifest, origin = announcement.manifest, announcement.origin
-        missing = [bucket for bucket in dict.fromkeys(b.hash for b in manifest.buckets) if bucket not in self._buckets]
+        held = self._buckets.keys() - self._borrowed
+        missing = [bucket for bucket in dict.fromkeys(b.hash for b in manifest.buckets) if bucket not in held]
         if origin.place == self._place:
             for bucket in missing:
                 await self._put(bucket, origin.refs[bucket])
@@ -215,7 +233,7 @@ class Relay:
         while True:
             source = sources[0]
             try:
-                ref = await with_deadline(source.give(bucket, wait=wait), self._transfer_s, source.name, phase)
+                ref = await with_deadline(source.give(bucket, wait=wait), self._wait_s, source.name, phase)
                 ref = await self._copied(ref, bucket, source.name, phase)
             except FAILURES:
                 if source is sources[-1]:
@@ -227,21 +245,25 @@ class Relay:
                 return
 
     async def _copied(self, ref: Ref, bucket: str, source: str, phase: str) -> Ref:
-        """A reference to a copy of our own. With no memory for one the source's is kept, and readers read from there.
+        """A reference to a copy of our own. With no memory for one the source's is borrowed: readers read from there,
+        and the next version that has this bucket tries again.
 
         Raises `WeightsMismatch` if what came is not what the manifest names.
         """
         try:
-            data = await with_deadline(self._store.fetch(ref, source), self._transfer_s, source, phase)
+            data = await with_deadline(self._store.fetch(ref, source), self._wait_s, source, phase)
             came = await self._store.digest(data)
             if came != bucket:
                 raise WeightsMismatch(source, phase, f"bucket {bucket} arrived as {came}")
             try:
-                return await self._store.own(data)
+                own = await self._store.own(data)
             except MemoryError:
                 self._let_go(1)
-                return await self._store.own(data)
+                own = await self._store.own(data)
+            self._borrowed.discard(bucket)
+            return own
         except MemoryError as error:
+            self._borrowed.add(bucket)
             if not self._is_short:
                 self._is_short = True
                 detail = f"no memory for copies of its own, its node reads from others: give the node more ({error})"
@@ -253,12 +275,6 @@ class Relay:
             self._buckets[bucket] = ref
             self._changed.notify_all()
 
-    async def _give_up(self, version: PolicyVersion) -> None:
-        async with self._changed:
-            del self._known[version], self._expected[version], self._announced_s[version]
-            self._let_go(self._keep)
-            self._changed.notify_all()
-
     def _arrived(self, version: PolicyVersion) -> Arrival:
         """What there is to tell of a version that is complete from now."""
         del self._expected[version]
@@ -267,12 +283,23 @@ class Relay:
         return Arrival(version, known.manifest.hash, known.manifest.num_bytes, known.num_sent, seconds)
 
     def _let_go(self, keep: int) -> None:
-        """Forget all but the newest `keep` complete versions and the pinned one, and buckets that nothing needs."""
-        for version in sorted(self._complete)[:-keep]:
-            if version != self._pinned:
-                del self._complete[version], self._known[version]
+        """Forget all but the newest `keep` complete versions and the pinned one, those overtaken while they waited for
+        their turn, and buckets that nothing needs."""
+        old = [version for version in sorted(self._complete)[:-keep] if version != self._pinned]
+        overtaken = [version for version in self._expected if version != self._pulling and self._is_overtaken(version)]
+        for version in (*old, *overtaken):
+            self._forget(version)
         needed = {bucket.hash for known in self._known.values() for bucket in known.manifest.buckets}
         self._buckets = {bucket: ref for bucket, ref in self._buckets.items() if bucket in needed}
+        self._borrowed &= needed
+
+    def _forget(self, version: PolicyVersion) -> None:
+        for table in (self._known, self._complete, self._expected, self._announced_s):
+            table.pop(version, None)
+
+    def _is_overtaken(self, version: PolicyVersion) -> bool:
+        """Are so many newer ones here or announced that it would be let go at once?"""
+        return version != self._pinned and sum(known > version for known in self._known) >= self._keep
 
     def _expects(self, bucket: str) -> bool:
         return any(bucket in expected for expected in self._expected.values())
@@ -288,7 +315,7 @@ class Relay:
         """Return once `version` is complete; raise `WeightsMismatch` if it cannot become that any more."""
 
         def is_settled() -> bool:
-            is_past = bool(self._complete) and max(self._complete) >= version
+            is_past = self._is_overtaken(version) or (bool(self._complete) and max(self._complete) >= version)
             return version in self._complete or (is_past and version not in self._expected)
 
         await self._until(is_settled, phase)
@@ -297,4 +324,4 @@ class Relay:
 
     async def _until(self, condition: Callable[[], bool], phase: str) -> None:
         async with self._changed:
-            await with_deadline(self._changed.wait_for(condition), self._transfer_s, self.name, phase)
+            await with_deadline(self._changed.wait_for(condition), self._wait_s, self.name, phase)

@@ -25,6 +25,7 @@ class StepClock:
         self._spans: dict[str, float] = defaultdict(float)
         self._busy: dict[str, list[Busy]] = defaultdict(list)
         self._offered_lengths: list[int] = []
+        self._waited_s: list[float] = []
         self._offered_versions: set[PolicyVersion] = set()
         self._num_producing = 0
         self._idle_since: float | None = None
@@ -59,8 +60,9 @@ class StepClock:
         """A worker's own account of when it worked."""
         self._busy[phase].append(busy)
 
-    def offer(self, group: Group) -> None:
-        """A group was rolled out, whatever becomes of it."""
+    def offer(self, group: Group, waited_s: float = 0.0) -> None:
+        """A group was rolled out, whatever becomes of it; on its replica it waited `waited_s` for weights."""
+        self._waited_s.append(waited_s)
         self._offered_lengths += _lengths_of([group])
         self._offered_versions |= {span.version for span in group.versions}
 
@@ -91,9 +93,12 @@ class StepClock:
         times |= _distribution("completions/offered_length", self._offered_lengths)
         if self._offered_versions:
             times["async/num_versions"] = len(self._offered_versions)
+        if self._waited_s:
+            times["time/weights_wait"] = fmean(self._waited_s)
         self._spans.clear()
         self._busy.clear()
         self._offered_lengths.clear()
+        self._waited_s.clear()
         self._offered_versions.clear()
         self._producers_idle_s = 0.0
         self._step_began = now

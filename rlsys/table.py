@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import cast
 
-from rlsys.types import Group, Score
+from rlsys.types import Group
 
 EPISODES = "episodes"
 """The rolled-out `Group`."""
 REWARD = "reward"
-"""Its `Score`s, one per episode; None if they are in its metadata already (a group of an earlier session)."""
+"""The same `Group` with its scores written in."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,11 +43,8 @@ class Row:
     @property
     def group(self) -> Group:
         """The group with the scores and signals that are there. Needs `EPISODES`."""
-        group = cast("Group", self.values[EPISODES])
-        scores = cast("tuple[Score, ...] | None", self.values.get(REWARD))
+        group = cast("Group", self.values.get(REWARD, self.values[EPISODES]))
         signals = {name: value for name, value in self.values.items() if name not in (EPISODES, REWARD)}
-        if scores is not None:
-            group = group.with_scores(scores)
         return replace(group, columns={**group.columns, **signals}) if signals else group
 
 
@@ -125,7 +122,8 @@ class Table:
             self._push(consumer, row)
 
     def close(self, row: Row) -> None:
-        """The row leaves the table."""
+        """The row leaves the table, which must hold it."""
+        assert self.holds(row)
         for consumer in self._needs:
             if self._is_ready(consumer, row):
                 self._num_ready[consumer] -= 1

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import Literal, TypeAlias, TypedDict
 
 Json: TypeAlias = "str | int | float | bool | None | list[Json] | dict[str, Json]"
@@ -210,7 +211,7 @@ class EpisodeMeta:
 
     trajectories: tuple[TrajectoryMeta, ...]
 
-    @property
+    @cached_property
     def is_failed(self) -> bool:
         return any(t.outcome.is_failed for t in self.trajectories)
 

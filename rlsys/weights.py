@@ -149,7 +149,8 @@ class WeightSync:
     actor: Actor
     relays: Relays
     transfer_s: float
-    """Deadline of one publish, and of its arrival after that, in seconds."""
+    """Deadline of one publish, and of its arrival after that, in seconds. An arrival gets it twice: if the version does
+    not come, the actor is asked why, or to announce it again."""
     max_age: int
     """Versions that a token may be older than the newest: hashes of older versions are forgotten."""
     published: dict[PolicyVersion, str] = field(default_factory=dict)
@@ -205,15 +206,26 @@ class WeightSync:
                 )
 
     async def _arrive(self, receipt: Published) -> None:
-        """Wait for the relay tier to have it, then write down its hash."""
+        """Wait for the relay tier to have it, then write down its hash.
+
+        The actor knows what kept a version from the relays, and raises it. If nothing did, those that had it died
+        before they could tell, and are told again.
+        """
         version = receipt.version
-        phase = f"taking in version {version}"
-        arrival = await with_deadline(self.relays.arrival(version), self.transfer_s, "relays", phase)
+        try:
+            arrival = await self._arrival(version)
+        except WorkerError:
+            await self.actor.announce_again(version)
+            arrival = await self._arrival(version)
         self.published[version] = arrival.hash
         del self._arriving[version]
         for old in [v for v in self.published if v < version - self.max_age and v not in self.kept]:
             del self.published[old]
         self.on_arrival(receipt, arrival)
+
+    async def _arrival(self, version: PolicyVersion) -> Arrival:
+        phase = f"taking in version {version}"
+        return await with_deadline(self.relays.arrival(version), self.transfer_s, "relays", phase)
 
 
 async def with_deadline(work: Awaitable[T], seconds: float, worker: str, phase: str) -> T:

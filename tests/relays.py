@@ -106,8 +106,8 @@ class Node:
     async def held(self) -> Holding:
         return await self._call(self.relay.held())
 
-    async def refill(self, neighbours: Sequence[Neighbour], last: Announcement | None) -> None:
-        await self._call(self.relay.refill(neighbours, last))
+    async def refill(self, neighbours: Sequence[Neighbour], known: Holding) -> None:
+        await self._call(self.relay.refill(neighbours, known))
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
         if self.is_dead:

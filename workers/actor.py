@@ -111,7 +111,7 @@ class ActorRank:
     def publish(self, version: PolicyVersion) -> Published | None:
         """Copy the weights for the relays, from rank 0; the others take part in gathering them.
 
-        Raises what kept the version before from the relays: `DeadlineExceeded`, `WorkerDied`, `WeightsMismatch`.
+        Raises what kept the version before from the relays, see `ObjectStorePublisher`.
         """
         import torch
 
@@ -123,6 +123,10 @@ class ActorRank:
         self.backend.copy_weights(into)
         probe = self.backend.probe()
         return self._publisher.publish(version, probe, start_s) if self._rank == 0 else None
+
+    def announce_again(self, version: PolicyVersion) -> None:
+        """Rank 0: see `Actor.announce_again`."""
+        self._publisher.announce_again(version)
 
     def save(self, folder: Path) -> None:
         """Raises `CheckpointError`."""

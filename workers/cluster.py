@@ -146,10 +146,10 @@ async def call(ref: Awaitable[T], worker: str, phase: str, deadline_s: float | N
     try:
         async with timeout(deadline_s):
             return await ref
+    except RayTaskError as error:  # comes first: one of a TimeoutError that the worker raised is both
+        raise _translated(error, worker, phase) from error
     except TimeoutError as error:
         raise DeadlineExceeded(worker, phase, f"no answer within {deadline_s:g} s") from error
-    except RayTaskError as error:
-        raise _translated(error, worker, phase) from error
     except RayActorError as error:
         raise WorkerDied(worker, phase, _first_line(error)) from error
     except RayError as error:

@@ -86,6 +86,10 @@ class ActorHandle:
         receipts = await self._all(f"publishing version {version}", lambda rank, _: rank.publish.remote(version))
         return receipts[0]
 
+    async def announce_again(self, version: PolicyVersion) -> None:
+        ref = self._ranks[0].announce_again.remote(version)
+        await call(ref, "actor-0", f"announcing version {version} again", self._deadline_s)
+
     async def save(self, folder: Path) -> None:
         await self._all("saving a checkpoint", lambda rank, _: rank.save.remote(folder))
 

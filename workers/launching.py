@@ -84,11 +84,11 @@ class Crew:
         annotators = {Signal.REFERENCE_LOGPROBS: self.reference} if self.reference else {}
         return Workers(self.rollouts, self.rewards, self.actor, self.relays, annotators, self.evaluation)
 
-    def on_failure(self, tell: Callable[[WorkerError], None]) -> None:
-        """Have `tell` called with each failure to set up a replacement."""
+    def watch(self, on_failure: Callable[[WorkerError], None], on_recovery: Callable[[str, float], None]) -> None:
+        """Have these called with what the pools meet with in the background: see `Pool`."""
         for pool in (self.rollouts, self.rewards, self.evaluation):
             if pool:
-                pool.on_failure = tell
+                pool.on_failure, pool.on_recovery = on_failure, on_recovery
 
     async def close(self) -> None:
         """End every worker, in a cluster that goes on without them too."""

@@ -12,9 +12,10 @@ from typing import Protocol
 
 from rlsys.types import Acknowledged, PolicyVersion
 from workers.engines.base import Completion
+from workers.occupancy import Ticket
 
 ENDED_KEPT = 10_000
-"""Groups that ended last, of which nothing is noted any more: a note may be slower than the word that its group
+"""Attempts that ended last, of which nothing is noted any more: a note may be slower than the word that its group
 ended."""
 
 
@@ -22,7 +23,7 @@ ended."""
 class Note:
     """What one request has sampled since the note before."""
 
-    serial: int
+    ticket: Ticket
     seed: int
     """Of the request; tells those of a group apart."""
     prompt_ids: tuple[int, ...]
@@ -55,8 +56,8 @@ class PartialStore(Protocol):
         """What is kept of a group, by the seed of each request."""
         ...
 
-    async def forget(self, serial: int) -> None:
-        """A group has ended."""
+    async def forget(self, ticket: Ticket) -> None:
+        """A group has ended with this attempt. It may be issued again all the same, if it is lost later."""
         ...
 
 
@@ -65,15 +66,15 @@ class Partials:
 
     def __init__(self) -> None:
         self._kept: dict[int, dict[int, Partial]] = {}
-        self._ended: dict[int, None] = {}
+        self._ended: dict[Ticket, None] = {}
 
     async def record(self, notes: Sequence[Note]) -> list[tuple[int, int]]:
-        return [(note.serial, note.seed) for note in notes if not self._keep(note)]
+        return [(note.ticket.serial, note.seed) for note in notes if not self._keep(note)]
 
     def _keep(self, note: Note) -> bool:
-        if note.serial in self._ended:
+        if note.ticket in self._ended:
             return True
-        requests = self._kept.setdefault(note.serial, {})
+        requests = self._kept.setdefault(note.ticket.serial, {})
         if note.num_before == 0:
             requests[note.seed] = Partial(note.prompt_ids, note.more, note.weights)
             return True
@@ -92,25 +93,37 @@ class Partials:
         spans = [span for partial in self._kept.get(serial, {}).values() for span in partial.done.versions]
         return max((span.version for span in spans), default=None)
 
-    async def forget(self, serial: int) -> None:
-        self._kept.pop(serial, None)
-        self._ended[serial] = None
+    async def forget(self, ticket: Ticket) -> None:
+        self._kept.pop(ticket.serial, None)
+        self._ended[ticket] = None
         if len(self._ended) > ENDED_KEPT:
             del self._ended[next(iter(self._ended))]
 
 
+@dataclass(frozen=True, slots=True)
+class Fits:
+    """Versions that a group may have tokens of."""
+
+    oldest: PolicyVersion
+    newest: PolicyVersion | None = None
+    """None: any from `oldest` on."""
+
+    def __contains__(self, version: PolicyVersion) -> bool:
+        return version >= self.oldest and (self.newest is None or version <= self.newest)
+
+
 def usable(
-    partials: Mapping[int, Partial], own: Mapping[PolicyVersion, Acknowledged], version: PolicyVersion | None
+    partials: Mapping[int, Partial], own: Mapping[PolicyVersion, Acknowledged], versions: Fits
 ) -> dict[int, Partial]:
     """Those of `partials` that a replica which acknowledges `own` can go on with.
 
-    None that was sampled from weights with another hash than its own of that version, and if `version` is given, none
-    with a token of any other.
+    None that was sampled from weights with another hash than its own of that version, and none with a token of a
+    version that is not among `versions`.
     """
 
     def fits(partial: Partial) -> bool:
         others = [a for a in partial.weights if a.version in own and own[a.version].hash != a.hash]
-        return not others and (version is None or _versions(partial.done) <= {version})
+        return not others and all(span.version in versions for span in partial.done.versions)
 
     return {seed: partial for seed, partial in partials.items() if fits(partial)}
 
@@ -118,7 +131,3 @@ def usable(
 def acknowledged_by(partials: Iterable[Partial]) -> dict[PolicyVersion, Acknowledged]:
     """The acknowledgements that came with `partials`, by version."""
     return {a.version: a for partial in partials for a in partial.weights}
-
-
-def _versions(done: Completion) -> set[PolicyVersion]:
-    return {span.version for span in done.versions}

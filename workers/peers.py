@@ -14,6 +14,8 @@ from workers.partials import Note, Partial
 
 ANSWER_S = 30.0
 """Deadline of a question that is answered without sampling anything."""
+QUESTION_S = 2.0
+"""Deadline of a question on which only a choice depends, that can be made without the answer."""
 
 
 class Peer(Protocol):
@@ -68,7 +70,7 @@ class RayPartials:
 
     async def version(self, serial: int) -> PolicyVersion | None:
         """The newest version of what is kept of a group; None if that is nothing."""
-        return await call(self.actor.version.remote(serial), "partials", "recalling a group's version", ANSWER_S)
+        return await call(self.actor.version.remote(serial), "partials", "recalling a group's version", QUESTION_S)
 
-    async def forget(self, serial: int) -> None:
-        await call(self.actor.forget.remote(serial), "partials", "forgetting a group", ANSWER_S)
+    async def forget(self, ticket: Ticket) -> None:
+        await call(self.actor.forget.remote(ticket), "partials", "forgetting a group", ANSWER_S)

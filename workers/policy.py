@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from rlsys.errors import TaskTooLong, WorkerDied
+from rlsys.errors import DeadlineExceeded, TaskTooLong, WeightsMismatch, WorkerDied, WorkerError
 from rlsys.types import Acknowledged, Message, Prompt, Sampling, Turn
 from rlsys.workflow import Workflow
 from workers.codec import TextCodec
@@ -44,6 +44,8 @@ class GroupPolicy:
     """What an earlier attempt at this group has sampled, by the seed of each request."""
     since_s: float = field(default_factory=time.monotonic)
     """On this machine's monotonic clock."""
+    failure: WorkerError | None = None
+    """The first failure of a worker that its sessions met: the group is issued again, whatever they make of it."""
     _num_requests: int = 0
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
@@ -61,7 +63,11 @@ class GroupPolicy:
             )
         done = self._begun(prompt_ids, seed)
         if done is None or done.finish is None:
-            done = await self._sampled(prompt_ids, seed, done)
+            try:
+                done = await self._sampled(prompt_ids, seed, done)
+            except (WorkerDied, DeadlineExceeded, WeightsMismatch) as error:
+                self.failure = self.failure or error
+                raise
         assert done.finish is not None
         text, sampling = self.play.codec.decode(done.output_ids), self.play.sampling
         return Turn(prompt_ids, done.output_ids, done.logprobs, done.versions, done.finish, text, sampling)

@@ -69,7 +69,12 @@ class Pool:
         self._kind, self._phase, self._supply = kind, phase, supply
         self.members = [self._member(i) for i in range(supply.size)]
         self.on_failure: Callable[[WorkerError], None] = lambda error: None
-        """Told of each replacement that cannot be set up; it is tried again."""
+        """Told of each replacement that cannot be set up; it is tried again. And of each death that the pool notices
+        itself."""
+        self.on_recovery: Callable[[str, float], None] = lambda name, seconds: None
+        """Told of each recovery from such a death: see `restart`."""
+        self._replacing: set[int] = set()
+        """Places for which a successor is being set up."""
         self._last_failure = ""
         self._changed = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
@@ -85,9 +90,7 @@ class Pool:
         is none of this pool, or nobody is left.
         """
         if (dead := self._called(worker)) is not None:
-            self._leave(worker)
-            successor = self._succeeded(dead)
-            self._spawn(self._recovered(dead, successor, on_recovery))
+            self._replace(dead, on_recovery)
         elif not worker.startswith(self._kind):
             raise RunAborted(f"{worker} failed, and cannot be replaced in a run; resume with run.resume=auto")
         await self._serving()
@@ -108,6 +111,13 @@ class Pool:
                 raise RunAborted(f"no {self._kind} worker is left; the last failure: {self._last_failure}")
             await self._changed.wait()
 
+    def _replace(self, dead: Member, on_recovery: Callable[[str, float], None]) -> None:
+        """Have a dead member replaced in the background. If it is being set up, that will fail, and be tried again."""
+        self._leave(dead.name)
+        if dead.index not in self._replacing:
+            self._replacing.add(dead.index)
+            self._spawn(self._recovered(dead, self._succeeded(dead), on_recovery))
+
     async def _recovered(self, dead: Member, successor: Member, on_recovery: Callable[[str, float], None]) -> None:
         """Set up the successor of a dead member; if that fails, another, up to the allowed attempts."""
         began_s = asyncio.get_running_loop().time()
@@ -123,8 +133,10 @@ class Pool:
                 if attempt < self._supply.max_attempts:
                     successor = self._succeeded(successor)
             else:
+                self._replacing.discard(dead.index)
                 on_recovery(dead.name, asyncio.get_running_loop().time() - began_s)
                 return
+        self._replacing.discard(dead.index)
         self._kill(successor)
         successor.is_given_up = True
         self._notify()

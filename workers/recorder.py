@@ -10,8 +10,8 @@ from contextlib import suppress
 from rlsys.errors import WorkerError
 from rlsys.types import Acknowledged, PolicyVersion
 from workers.engines.base import Completion, Engine, Request
-from workers.occupancy import Occupancy, Stay
-from workers.partials import Note, Partial, PartialStore, usable
+from workers.occupancy import Occupancy, Stay, Ticket
+from workers.partials import Fits, Note, Partial, PartialStore, usable
 
 
 class Recorder:
@@ -43,25 +43,25 @@ class Recorder:
             return
         unknown = set(await self._store.record([note for _, _, note in notes]))
         for stay, done, note in notes:
-            if (note.serial, note.seed) in unknown:
+            if (note.ticket.serial, note.seed) in unknown:
                 stay.noted.pop(note.seed, None)
                 continue
             stay.noted[note.seed] = len(done.output_ids)
             stay.finished = [(request, other) for request, other in stay.finished if other is not done]
 
     async def recall(
-        self, serial: int, weights: Mapping[PolicyVersion, Acknowledged], version: PolicyVersion | None
+        self, serial: int, weights: Mapping[PolicyVersion, Acknowledged], versions: Fits
     ) -> dict[int, Partial]:
         """What a group that is issued again can begin with, by the seed of each request; see `usable`."""
         try:
-            return usable(await self._store.recall(serial), weights, version)
+            return usable(await self._store.recall(serial), weights, versions)
         except WorkerError:
             return {}
 
-    async def forget(self, serial: int) -> None:
-        """A group has ended."""
+    async def forget(self, ticket: Ticket) -> None:
+        """A group has ended with this attempt."""
         with suppress(WorkerError):
-            await self._store.forget(serial)
+            await self._store.forget(ticket)
 
     def is_due(self, since_s: float) -> bool:
         """Is what began then (monotonic clock) old enough to be noted?"""
@@ -84,7 +84,7 @@ def _notes(
 def _note(stay: Stay, request: Request, done: Completion, weights: Mapping[PolicyVersion, Acknowledged]) -> Note:
     num_before = stay.noted.get(request.seed, 0)
     return Note(
-        serial=stay.ticket.serial,
+        ticket=stay.ticket,
         seed=request.seed,
         prompt_ids=() if num_before else request.prompt_ids,
         num_before=num_before,

@@ -67,8 +67,8 @@ class RelayActor:
     async def held(self) -> Holding:
         return await self._relay.held()
 
-    async def refill(self, neighbours: Sequence[Neighbour], last: Announcement | None) -> None:
-        await self._relay.refill(neighbours, last)
+    async def refill(self, neighbours: Sequence[Neighbour], known: Holding) -> None:
+        await self._relay.refill(neighbours, known)
 
     async def watch(self) -> WorkerError:
         return await self._relay.watch()

@@ -9,7 +9,19 @@ from typing import TypeVar
 
 import ray
 
-from rlsys.broadcast import FAILURES, Announcement, Holding, Neighbour, Peer, first_success
+from rlsys.broadcast import (
+    FAILURES,
+    RESTART_POLL_S,
+    TRIES,
+    UNAVAILABLE,
+    Announcement,
+    Holding,
+    Neighbour,
+    Peer,
+    first_success,
+    passing,
+    patiently,
+)
 from rlsys.contracts import Arrival
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied, WorkerError
 from rlsys.types import PolicyVersion, Ref
@@ -20,8 +32,6 @@ from workers.relay import RelayActor
 T = TypeVar("T")
 NO_MATHS = Resources(num_cpus=0.0)
 """A relay moves bytes and computes nothing."""
-RESTART_POLL_S = 0.2
-"""Between two questions whether a process is back: Ray tells nobody when it has restarted one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,6 +39,9 @@ class RelayHandle:
     """One relay, for the driver, the actor, replicas and other relays. Every method is that of `rlsys.relay.Relay`.
 
     Ray restarts the process if it dies. The handle stays valid; what the relay held is gone.
+
+    A question is answered within one of `TRIES` parts of `transfer_s`, `accept` and `refill`, which wait many times,
+    within all of it; else `DeadlineExceeded` is raised.
     """
 
     node: str
@@ -45,8 +58,8 @@ class RelayHandle:
         await self._call(self.actor.announce.remote(announcement), phase)
 
     async def accept(self, version: PolicyVersion, sources: Sequence[Peer]) -> None:
-        # Its own waits have deadlines, and it may have to try several sources.
-        await call(self.actor.accept.remote(version, sources), self.name, f"taking in version {version}")
+        ref = self.actor.accept.remote(version, sources)
+        await call(ref, self.name, f"taking in version {version}", self.transfer_s)
 
     async def give(self, bucket: str, *, wait: bool) -> Ref:
         return await self._call(self.actor.give.remote(bucket, wait), f"giving bucket {bucket}")
@@ -63,19 +76,27 @@ class RelayHandle:
     async def held(self) -> Holding:
         return await self._call(self.actor.held.remote(), "telling what it has")
 
-    async def refill(self, neighbours: Sequence[Neighbour], last: Announcement | None) -> None:
-        # Its own waits have deadlines.
-        await call(self.actor.refill.remote(neighbours, last), self.name, "being refilled")
+    async def refill(self, neighbours: Sequence[Neighbour], known: Holding) -> None:
+        await call(self.actor.refill.remote(neighbours, known), self.name, "being refilled", self.transfer_s)
 
     async def watch(self) -> WorkerError:
-        """Waits until there is something to tell, or the process is gone."""
+        """Waits until there is something to tell, or the process is gone, or it hangs: it is killed then, so that Ray
+        restarts it."""
+        news = asyncio.ensure_future(call(self.actor.watch.remote(), self.name, "keeping weights"))
         try:
-            return await call(self.actor.watch.remote(), self.name, "keeping weights")
+            while not (await asyncio.wait([news], timeout=self.transfer_s / TRIES))[0]:
+                await self.held()
+            return await news
         except WorkerDied as error:
             return error
+        except DeadlineExceeded as error:
+            ray.kill(self.actor, no_restart=False)
+            return error
+        finally:
+            news.cancel()
 
     async def _call(self, ref: Awaitable[T], phase: str) -> T:
-        return await call(ref, self.name, phase, self.transfer_s)
+        return await call(ref, self.name, phase, self.transfer_s / TRIES)
 
 
 def relay_name(node: str) -> str:
@@ -86,41 +107,54 @@ def relay_name(node: str) -> str:
 class RayRelays:
     """Implements `Relays`."""
 
-    def __init__(self, members: Sequence[RelayHandle]) -> None:
+    def __init__(
+        self, members: Sequence[RelayHandle], transfer_s: float, nodes: Callable[[], Sequence[str]] = node_ids
+    ) -> None:
+        """`nodes` tells which nodes are alive."""
         self.members = list(members)
         """Relays of the nodes that are there; the driver's own first."""
+        self._transfer_s, self._nodes = transfer_s, nodes
         self._last: Announcement | None = None
-        """The newest version that arrived: what a tier that lost everything is refilled by."""
+        """The newest version that arrived."""
+        self._pinned: Announcement | None = None
 
     @classmethod
     def start(cls, transfer_s: float, kind: type[RelayActor] = RelayActor, *args: object) -> RayRelays:
-        """One relay per node. `transfer_s` is the deadline of every wait; `args` go to `kind` after its own."""
-        return cls([_started(node, transfer_s, kind, *args) for node in node_ids()])
+        """One relay per node. `transfer_s` is the deadline of a transfer; `args` go to `kind` after its own."""
+        return cls([_started(node, transfer_s, kind, *args) for node in node_ids()], transfer_s)
 
     async def arrival(self, version: PolicyVersion) -> Arrival:
-        """See `Relays.arrival`. The caller sets the deadline: relays that all died are waited for."""
-        while True:
-            asked = [asyncio.create_task(member.arrival(version)) for member in self.members]
-            try:
-                arrival, announcement = await first_success(asked)
-            except WorkerDied:
-                await asyncio.sleep(RESTART_POLL_S)
-            else:
-                if self._last is None or self._last.manifest.version < version:
-                    self._last = announcement
-                return arrival
-            finally:
-                for task in asked:
-                    task.cancel()
+        """See `Relays.arrival`. The caller sets the deadline: relays that restart or hang are waited for."""
+        arrival, announcement = await patiently(lambda: self._found(version), None, f"taking in version {version}")
+        if self._last is None or self._last.manifest.version < version:
+            self._last = announcement
+        return arrival
 
     async def pin(self, version: PolicyVersion) -> None:
-        """Keep `version` until another is pinned, on every relay that is alive, and on those refilled later.
+        """Keep `version` until another is pinned: on every relay that holds it or has it soon, and on those that are
+        refilled later. Returns once one relay keeps it and each of the others has answered or had its turn.
 
-        Raises what the relays raised if none of them can, `WeightsMismatch` if all let it go already.
+        Relays that restart or hang are waited for. Raises `WeightsMismatch` if all let the version go already,
+        `DeadlineExceeded` after `transfer_s`.
         """
-        pins = [asyncio.create_task(member.pin(version)) for member in self.members]
-        await asyncio.wait(pins)
-        await first_success(pins)
+
+        async def ask() -> None:
+            _, self._pinned = await self._found(version)
+            pins = await asyncio.gather(*(member.pin(version) for member in self.members), return_exceptions=True)
+            errors = [pin for pin in pins if isinstance(pin, BaseException)]
+            if len(errors) == len(pins):
+                raise passing(errors)
+
+        await patiently(ask, self._transfer_s, f"pinning version {version}")
+
+    async def _found(self, version: PolicyVersion) -> tuple[Arrival, Announcement]:
+        """What the first relay says that holds `version`."""
+        asked = [asyncio.create_task(member.arrival(version)) for member in self.members]
+        try:
+            return await first_success(asked)
+        finally:
+            for task in asked:
+                task.cancel()
 
     async def supervise(
         self, on_failure: Callable[[WorkerError], None], on_recovery: Callable[[str, float], None]
@@ -155,13 +189,18 @@ class RayRelays:
 
     async def _restore(self, member: RelayHandle) -> None:
         """Fill a relay again as soon as its process is back; forget it if its node is gone."""
-        while member.node in node_ids():
+        while member.node in self._nodes():
             try:
-                return await member.refill([other for other in self.members if other is not member], self._last)
-            except (WorkerDied, DeadlineExceeded):
+                return await member.refill([other for other in self.members if other is not member], self._known())
+            except UNAVAILABLE:
                 await asyncio.sleep(RESTART_POLL_S)
         self.members.remove(member)
         return None
+
+    def _known(self) -> Holding:
+        """What a tier that lost everything is refilled by."""
+        known = tuple(a for a in (self._last, self._pinned) if a is not None)
+        return Holding(known, self._pinned.manifest.version if self._pinned else None)
 
 
 def _started(node: str, transfer_s: float, kind: type[RelayActor], *args: object) -> RelayHandle:

@@ -95,6 +95,9 @@ class RolloutActor:
     async def load(self) -> ReplicaLoad:
         return self._worker.load()
 
+    async def age_s(self, serial: int) -> float | None:
+        return self._worker.age_s(serial)
+
     async def give_away(self, source: str, to: RayPeer) -> tuple[int, ...]:
         return await self._worker.give_away(source, to)
 
@@ -129,8 +132,8 @@ class PartialsActor:
     async def version(self, serial: int) -> int | None:
         return await self._partials.version(serial)
 
-    async def forget(self, serial: int) -> None:
-        await self._partials.forget(serial)
+    async def forget(self, ticket: Ticket) -> None:
+        await self._partials.forget(ticket)
 
 
 @dataclass(frozen=True, slots=True)

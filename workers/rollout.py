@@ -18,7 +18,7 @@ from rlsys.weights import Manifest, change_weights
 from rlsys.workflow import ContextFull, Session
 from workers.engines.base import Completion, Engine, Request
 from workers.occupancy import Occupancy, Ticket
-from workers.partials import Partial, acknowledged_by
+from workers.partials import Fits, Partial, acknowledged_by
 from workers.peers import Peer
 from workers.policy import GroupPolicy, Play
 from workers.recorder import Recorder
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ACKNOWLEDGEMENTS_KEPT = 64
+"""Of the newest versions; those that running groups may have tokens of are kept, however many there are."""
+REPLACEABLE = (WorkerDied, DeadlineExceeded, WeightsMismatch)
+"""Failures of a worker: it is replaced, and the group issued again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,8 @@ class RolloutWorker:
         self._why_closed: WorkerError | None = None
         self._here = Occupancy(engine)
         self._groups: dict[Ticket, GroupPolicy] = {}
+        self._waiting: list[int] = []
+        """Serials of groups that wait for weights."""
         self._gone: set[str] = set()
         self._num_groups = 0
         self._recording: asyncio.Task[None] | None = None
@@ -85,19 +90,24 @@ class RolloutWorker:
 
         `is_again`: it was given to a replica before, and goes on with what the partial response pool has of it.
         """
-        await self._hold(assignment.version)
+        arrived_s = time.monotonic()
+        self._waiting.append(assignment.serial)
+        try:
+            await self._hold(assignment.version)
+        finally:
+            self._waiting.remove(assignment.serial)
         policy = self._begin(assignment)
         start_s = time.monotonic()
         is_issued_again = False
         try:
             if is_again and self._recorder:
-                policy.recalled = await self._recall(self._recorder, assignment.serial)
+                policy.recalled = await self._recall(self._recorder, assignment)
             episodes = await self._play(assignment, policy)
-        except (WorkerDied, DeadlineExceeded, WeightsMismatch):
+        except REPLACEABLE:
             is_issued_again = True
             raise
         finally:
-            await self._end(policy, keep_partials=is_issued_again)
+            await self._end(policy, is_again=is_again, keep_partials=is_issued_again)
         versions = versions_of(episodes)
         held = acknowledged_by(policy.recalled.values())
         if any(span.version not in {**held, **self._acknowledged} for span in versions):
@@ -114,7 +124,15 @@ class RolloutWorker:
             weights=tuple(held[s.version] for s in versions if s.version in held),
             payload=None,
         )
-        return RolledOut(group, Busy(self.name, start_s, time.monotonic()), self._engine.stats()), episodes
+        busy = Busy(self.name, start_s, time.monotonic())
+        return RolledOut(group, busy, self._engine.stats(), start_s - arrived_s), episodes
+
+    def age_s(self, serial: int) -> float | None:
+        """Seconds for which a group has been running here: 0 while it waits for weights, None if it is not here."""
+        began_s = [policy.since_s for ticket, policy in self._groups.items() if ticket.serial == serial]
+        if began_s:
+            return time.monotonic() - max(began_s)
+        return 0.0 if serial in self._waiting else None
 
     def _begin(self, assignment: Assignment) -> GroupPolicy:
         self._num_groups += 1
@@ -126,19 +144,19 @@ class RolloutWorker:
         self._groups[ticket] = GroupPolicy(ticket, self._plays, place=self, held=self.acknowledged)
         return self._groups[ticket]
 
-    async def _recall(self, recorder: Recorder, serial: int) -> dict[int, Partial]:
+    async def _recall(self, recorder: Recorder, assignment: Assignment) -> dict[int, Partial]:
         """What an earlier attempt at this group sampled, as far as it can be gone on with on the weights held here."""
         held = self.acknowledged
         if held is None:
             return {}
-        version = None if self._change.when == "inflight" else held.version
-        return await recorder.recall(serial, self._acknowledged, version)
+        fits = Fits(assignment.version) if self._change.when == "inflight" else Fits(held.version, held.version)
+        return await recorder.recall(assignment.serial, self._acknowledged, fits)
 
-    async def _end(self, policy: GroupPolicy, *, keep_partials: bool) -> None:
+    async def _end(self, policy: GroupPolicy, *, is_again: bool, keep_partials: bool) -> None:
         del self._groups[policy.ticket]
         await _let_go(policy.place, policy.ticket)
-        if self._recorder and not keep_partials and (policy.recalled or self._recorder.is_due(policy.since_s)):
-            await self._recorder.forget(policy.ticket.serial)
+        if self._recorder and not keep_partials and (is_again or self._recorder.is_due(policy.since_s)):
+            await self._recorder.forget(policy.ticket)
 
     async def _play(self, assignment: Assignment, policy: GroupPolicy) -> tuple[Episode, ...]:
         sessions = [Session(assignment.task, policy, assignment.seed, e) for e in range(assignment.size)]
@@ -146,7 +164,9 @@ class RolloutWorker:
             async with asyncio.TaskGroup() as group:
                 episodes = [group.create_task(self._episode(session)) for session in sessions]
         except ExceptionGroup as errors:
-            raise self._named(errors, assignment) from None
+            raise policy.failure or self._named(errors, assignment) from None
+        if policy.failure:  # the workflow made something of it, which must not be trained
+            raise policy.failure
         return tuple(episode.result() for episode in episodes)
 
     async def _episode(self, session: Session) -> Episode:
@@ -237,9 +257,12 @@ class RolloutWorker:
         """Return once this replica holds weights no older than `version`.
 
         Waits for a change under way, then, if it still holds older ones, changes them itself. Unblocked by the relay
-        getting the version, and (`between`) by running groups ending.
+        getting the version, and (`between`) by running groups ending. Waits for no change that it does not need, but
+        `between`, where a group that starts would hold that change back.
         """
-        if self._puller is None:
+        held = self.acknowledged
+        is_new_enough = self._gate_open and held is not None and held.version >= version
+        if self._puller is None or (is_new_enough and self._change.when != "between"):
             return
         async with self._changing:
             if not self._gate_open:
@@ -252,12 +275,23 @@ class RolloutWorker:
                     manifest, weights = await self._staged(self._puller, version, before=(manifest, weights))
                 held = await change_weights(self, manifest, lambda: self._engine.load(manifest.version, weights))
                 self._acknowledged[held.version] = held
-                while len(self._acknowledged) > ACKNOWLEDGEMENTS_KEPT:
-                    del self._acknowledged[min(self._acknowledged)]
+                self._forget_acknowledged()
+
+    def _forget_acknowledged(self) -> None:
+        begun_on = [policy.held.version for policy in self._groups.values() if policy.held]
+        for version in sorted(self._acknowledged)[:-ACKNOWLEDGEMENTS_KEPT]:
+            if version < min(begun_on, default=version + 1):
+                del self._acknowledged[version]
 
     async def _staged(self, puller: Puller, version: PolicyVersion, before: Pulled | None = None) -> Pulled:
-        """The newest weights, ready to be loaded; those of `before`, which are, if there are no newer ones."""
-        manifest, weights = await puller.pull(version)
+        """The newest weights, ready to be loaded; those of `before`, which are, if there are no newer ones.
+
+        A relay that fails is not the run's end: this replica is named, which can be replaced.
+        """
+        try:
+            manifest, weights = await puller.pull(version)
+        except REPLACEABLE as error:
+            raise type(error)(self.name, f"pulling version {version} or newer", str(error)) from error
         if manifest.version < version:
             detail = f"asked for version {version} or newer, and got {manifest.version}"
             raise WeightsMismatch(self.name, "pulling weights", detail)

@@ -15,13 +15,15 @@ from typing import Any
 from ray._private.object_ref_generator import ObjectRefGenerator
 
 from rlsys.contracts import RolledOut
+from rlsys.deadlines import timeout
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied, WorkerError
 from rlsys.schedule.router import Router, request_weight
 from rlsys.types import Acknowledged, Assignment, PolicyVersion, Prompt, ReplicaLoad
 from workers.cluster import RayActor, call
-from workers.peers import ANSWER_S, RayPartials, RayPeer
+from workers.peers import ANSWER_S, QUESTION_S, RayPartials, RayPeer
 from workers.pools import Member, Pool, Supply
 from workers.relays import RayRelays
+from workers.streams import PayloadRef
 
 CHARACTERS_PER_TOKEN = 4
 """Estimate of a prompt's tokens where there is no tokenizer; it only weighs groups against each other."""
@@ -43,6 +45,8 @@ class RolloutPool(Pool):
     def __init__(self, supply: Supply, kind: str = "rollout", partials: RayPartials | None = None) -> None:
         """`partials` is where replicas keep what groups have sampled, if they do."""
         self._router = Router(supply.size)
+        for place in range(supply.size):
+            self._router.leave(place)  # until it is set up
         self._partials = partials
         self._journeys: set[_Journey] = set()
         self._failed: set[int] = set()
@@ -51,10 +55,11 @@ class RolloutPool(Pool):
 
     async def run(self, assignment: Assignment) -> RolledOut:
         serial, text = assignment.serial, _text(assignment.task.prompt)
-        is_again = serial in self._failed
-        await self._serving()
-        among = await self._holders(serial) if is_again else None
         weight = assignment.size * request_weight(len(text) // CHARACTERS_PER_TOKEN)
+        is_again = serial in self._failed
+        self._failed.discard(serial)
+        among = await self._holders(serial) if is_again else None
+        await self._serving()  # nothing is awaited between this and the choice
         # Groups of one task on the same weights find its prompt cached: a task evaluated again, a group retried.
         owner = self.members[self._router.route(weight, session=hash((assignment.version, text)), among=among)]
         journey = _Journey(serial, owner, owner, weight)
@@ -68,29 +73,48 @@ class RolloutPool(Pool):
             self._journeys.discard(journey)
             self._router.release(journey.place.index, weight)
         assert isinstance(done, RolledOut)
-        self._failed.discard(serial)
         self._router.report(owner.index, done.stats)
         return replace(done, group=replace(done.group, payload=payload))
 
-    async def _holders(self, serial: int) -> set[int] | None:
-        """Places whose replica holds the version that an earlier attempt at this group came to; None if any will do."""
+    async def _sent(self, member: Member, request: object, phase: str) -> tuple[object, PayloadRef]:
+        """Within the lease, which begins when the group does: until then it waits for weights, and those for groups
+        that have leases of their own.
+
+        The replica is asked when that was only once the lease would be over.
+        """
+        assert isinstance(request, tuple)
+        serial, lease_s = request[0].serial, self._supply.lease_s
+        answer, left_s = asyncio.ensure_future(member.calls.call(request)), lease_s
+        try:
+            while left_s > 0:
+                with suppress(TimeoutError):
+                    async with timeout(left_s):
+                        return await asyncio.shield(answer)
+                age_s = await call(member.actor.age_s.remote(serial), member.name, phase, ANSWER_S)
+                left_s = 0.0 if age_s is None else lease_s - age_s
+            raise DeadlineExceeded(member.name, phase, f"no answer within {lease_s:g} s of its start")
+        finally:
+            answer.cancel()
+
+    async def _holders(self, serial: int) -> set[int]:
+        """Places whose replica answers, and holds the version that an earlier attempt at this group came to."""
         version = None
         if self._partials is not None:
             with suppress(WorkerError):  # without the pool the group begins from scratch, anywhere
                 version = await self._partials.version(serial)
-        if version is None:
-            return None
-        return {member.index for member, held in await self._held() if held.version == version}
+        told = await self._held(QUESTION_S)
+        fitting = {member.index for member, held in told if held is not None and held.version == version}
+        return fitting or {member.index for member, _ in told}
 
     async def versions(self) -> Sequence[Acknowledged]:
-        return [held for _, held in await self._held()]
+        return [held for _, held in await self._held(ANSWER_S) if held is not None]
 
-    async def _held(self) -> list[tuple[Member, Acknowledged]]:
-        told = await self._ask_all("telling its version", lambda m: m.actor.held.remote())
-        return [(member, held) for member, held in told if held is not None]
+    async def _held(self, deadline_s: float) -> list[tuple[Member, Acknowledged | None]]:
+        return await self._ask_all("telling its version", lambda m: m.actor.held.remote(), deadline_s)
 
     async def loads(self) -> Sequence[ReplicaLoad]:
-        return [load for _, load in await self._ask_all("telling its load", lambda m: m.actor.load.remote())]
+        told = await self._ask_all("telling its load", lambda m: m.actor.load.remote(), QUESTION_S)
+        return [load for _, load in told]
 
     async def move(self, source: str, to: str) -> int:
         giver, taker = self._called(source), self._called(to)
@@ -100,7 +124,7 @@ class RolloutPool(Pool):
         peer = RayPeer(taker.name, taker.actor)
         phase = f"giving what runs on {source} to {to}"
         asked = [m for m in self.members if m in owners and m.is_live]
-        told = await self._ask(asked, phase, lambda m: m.actor.give_away.remote(source, peer))
+        told = await self._ask(asked, phase, lambda m: m.actor.give_away.remote(source, peer), 3 * ANSWER_S)
         moved = {(owner, serial) for owner, serials in told for serial in serials}
         for journey in self._journeys:
             if journey.place is giver and (journey.owner, journey.serial) in moved:
@@ -111,19 +135,27 @@ class RolloutPool(Pool):
     def whereabouts(self) -> Mapping[int, str]:
         return {journey.serial: journey.owner.name for journey in self._journeys}
 
-    async def _ask_all(self, phase: str, ask: Callable[[Member], Any]) -> list[tuple[Member, Any]]:
-        return await self._ask([member for member in self.members if member.is_live], phase, ask)
+    async def _ask_all(self, phase: str, ask: Callable[[Member], Any], deadline_s: float) -> list[tuple[Member, Any]]:
+        return await self._ask([member for member in self.members if member.is_live], phase, ask, deadline_s)
 
     async def _ask(
-        self, members: Sequence[Member], phase: str, ask: Callable[[Member], Any]
+        self, members: Sequence[Member], phase: str, ask: Callable[[Member], Any], deadline_s: float
     ) -> list[tuple[Member, Any]]:
-        """What each member answers. One that does not is left out: whoever waits for its groups finds out."""
-        calls = [call(ask(member), member.name, phase, 3 * ANSWER_S) for member in members]
+        """What each member answers. One that does not is left out, and one that is dead replaced."""
+        calls = [call(ask(member), member.name, phase, deadline_s) for member in members]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         for answer in answers:
-            if isinstance(answer, BaseException) and not isinstance(answer, WorkerDied | DeadlineExceeded):
+            if isinstance(answer, WorkerDied):
+                self._notice(answer)
+            elif isinstance(answer, BaseException) and not isinstance(answer, DeadlineExceeded):
                 raise answer
         return [(m, a) for m, a in zip(members, answers, strict=True) if not isinstance(a, BaseException)]
+
+    def _notice(self, death: WorkerDied) -> None:
+        """Replace a replica that is dead before a group finds out at the price of an attempt."""
+        if (dead := self._called(death.worker)) is not None and dead.is_live:
+            self.on_failure(death)
+            self._replace(dead, self.on_recovery)
 
     def _joined(self, member: Member) -> None:
         self._router.join(member.index)
@@ -138,7 +170,7 @@ class RolloutPool(Pool):
 
     async def _forgotten(self, dead: Member) -> None:
         """Have the others let go of what they host for a dead replica."""
-        await self._ask_all(f"forgetting {dead.name}", lambda m: m.actor.forget.remote(dead.name))
+        await self._ask_all(f"forgetting {dead.name}", lambda m: m.actor.forget.remote(dead.name), ANSWER_S)
 
     def _send(self, actor: RayActor, requests: list[tuple[Assignment, bool]]) -> ObjectRefGenerator:
         return actor.run.remote(requests)

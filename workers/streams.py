@@ -153,8 +153,7 @@ class CallStream(Generic[Request, Answer]):
             chunks = self._start([request for request, _ in batch])
         except Exception as error:  # noqa: BLE001  (whatever cannot be sent is answered here, not waited for)
             failure = WorkerError(self._worker, self._phase, f"cannot be sent: {type(error).__name__}: {error}")
-            for _, answer in batch:
-                _resolve(answer, failure, None)
+            self._fail((answer for _, answer in batch), failure)
             return
         reading = asyncio.create_task(self._read(chunks, [answer for _, answer in batch]))  # noqa: RUF006  (kept below)
         self._reading.add(reading)
@@ -170,8 +169,13 @@ class CallStream(Generic[Request, Answer]):
                     _resolve(answers[index], answer, PayloadRef(payloads, place))
                 num_left -= len(ready)
         except RlsysError as failure:
-            for answer in answers:
-                _resolve(answer, failure, None)
+            self._fail(answers, failure)
+        except Exception as error:  # noqa: BLE001  (whoever waits is answered, whatever went wrong here)
+            self._fail(answers, WorkerError(self._worker, self._phase, f"{type(error).__name__}: {error}"))
+
+    def _fail(self, answers: Iterable[asyncio.Future], failure: RlsysError) -> None:
+        for answer in answers:
+            _resolve(answer, failure, None)
 
     async def _next_chunk(self, chunks: ObjectRefGenerator) -> tuple[list[tuple[int, Answer | RlsysError]], ObjectRef]:
         """Answers, and the reference to their payloads, never the bytes: Ray would fetch an object to await it.

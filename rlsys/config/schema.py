@@ -122,7 +122,8 @@ class RolloutSection(Section):
     weight_change: Literal["between", "inflight", "beside"] = "between"
     """between: new weights are loaded once no group is running, so a trajectory has one version. inflight: running
     sequences are paused, the weights swapped, and decoding goes on; each token carries its own version. beside: new
-    weights lie beside the old, running sequences end on theirs, and new ones start at once; not with vLLM."""
+    weights lie beside the old, running sequences end on theirs, and new ones start at once; not with vLLM. A turn then
+    has one version, and a trajectory of several turns may mix them from turn to turn; the bound on staleness holds."""
     resident_versions: Annotated[int, Field(ge=2)] | None = None
     """Sets of weights that a replica holds with weight_change `beside`; a further one waits until nothing runs on the
     oldest. None: 2."""
@@ -214,7 +215,8 @@ class LimitsSection(Section):
     """Deadlines, and how much failure is too much."""
 
     lease_s: PositiveFloat = 600.0
-    """Deadline of rolling out one group, seconds; then its replica is replaced and the group issued again."""
+    """Deadline of rolling out one group, seconds; then its replica is replaced and the group issued again. Waiting at
+    the replica for weights does not count. Of a reward worker: deadline of judging one group."""
     transfer_s: PositiveFloat = 120.0
     """Deadline of one weight transfer, seconds."""
     step_s: PositiveFloat = 120.0
@@ -222,7 +224,8 @@ class LimitsSection(Section):
     no_progress_s: PositiveFloat = 900.0
     """Seconds without a finished group or step after which the run ends with a table of what is pending."""
     max_attempts: PositiveInt = 3
-    """Times one group is tried before the run ends."""
+    """Times that rolling out one group or judging it fails, or its payload is lost, before the run ends; each is
+    counted apart."""
     max_failed_groups: PositiveInt = 16
     """Groups dropped in a row, failed or too long, that end the run."""
 

@@ -16,7 +16,16 @@ from rlsys.contracts import Arrival, Published, Rollouts, Workers
 from rlsys.driver import BatchShape, Driver
 from rlsys.errors import Interrupted
 from rlsys.evaluation import Evaluation, EvaluationLane
-from rlsys.events import EngineChosen, Events, PhaseDone, RunEnded, RunStarted, WeightsPublished, WorkerFailed
+from rlsys.events import (
+    EngineChosen,
+    Events,
+    PhaseDone,
+    RunEnded,
+    RunStarted,
+    WeightsPublished,
+    WorkerFailed,
+    WorkerRestarted,
+)
 from rlsys.interrupts import Interruptible
 from rlsys.launch.preparing import (
     Data,
@@ -111,7 +120,10 @@ async def _train_on_cluster(
             await crew.ready()
         for worker, choice in crew.engines():
             events.emit(EngineChosen(worker, choice.engine, choice.reason))
-        crew.on_failure(lambda error: events.emit(WorkerFailed(error.worker, error.phase, str(error))))
+        crew.watch(
+            lambda error: events.emit(WorkerFailed(error.worker, error.phase, str(error))),
+            lambda worker, seconds: events.emit(WorkerRestarted(worker, seconds)),
+        )
         driver = driver_of(config, data, crew.workers(), events)
         start = 0
         if checkpoint is not None:

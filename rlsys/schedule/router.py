@@ -54,10 +54,12 @@ def choose(loads: Sequence[Load], weight: int, home: int | None = None, among: C
     """The replica that a request of `weight` goes to; `home` has its prefix cached.
 
     Home, unless that is overloaded; else the one with the least weight, the first of equals. Full replicas are passed
-    over while another is not, those not `among` the given while one of them lives, dead ones while another lives. If
-    none lives, any will do: the call that follows tells.
+    over while another is not, those not `among` the given while one of them lives, dead ones always. Raises
+    `ValueError` if none lives.
     """
-    live = [i for i, load in enumerate(loads) if load.is_live] or list(range(len(loads)))
+    live = [i for i, load in enumerate(loads) if load.is_live]
+    if not live:
+        raise ValueError("no replica is live: wait for one to join")
     live = [i for i in live if among is not None and i in among] or live
     fit = [i for i in live if not loads[i].is_full] or live
     least = min(fit, key=lambda i: loads[i].weight)

@@ -66,6 +66,9 @@ class SimActor:
         self.stall_s.append(asyncio.get_running_loop().time() - began)
         return Published(version, weights.num_bytes, self.stall_s[-1])
 
+    async def announce_again(self, version: PolicyVersion) -> None:
+        """Relays lose nothing here."""
+
     async def save(self, folder: Path) -> None:
         _write(folder, self.version)
 

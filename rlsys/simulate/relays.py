@@ -15,7 +15,7 @@ from rlsys.weights import Bucket, Manifest
 
 MAX_BUCKETS = 32
 """Buckets of a version, at most: each is an event at every relay."""
-TRANSFER_S = 3600.0
+TRANSFER_S = 4 * 3600.0
 """Deadline of a transfer; nothing hangs here."""
 ACTOR_NODE = "actor"
 

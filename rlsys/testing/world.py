@@ -26,6 +26,7 @@ from rlsys.types import (
     Episode,
     Group,
     PolicyVersion,
+    Ref,
     ReplicaLoad,
     Score,
     Task,
@@ -106,7 +107,9 @@ class FakeWorld:
     reward_faults: Mapping[int, Fault] = field(default_factory=dict)
     payload_losses: Mapping[str, Collection[int]] = field(default_factory=dict)
     """By call (`score`, `annotate`, `train_step`, `save_groups`), which calls of it, counted from 0, find that the
-    payload of every second of their groups is gone."""
+    payload of every second of their groups is gone. It is gone for every later call, too."""
+    notice_s: Callable[[int], float] = lambda number: 0.0
+    """Seconds until the n-th fetch of a payload that is gone is given up, counted from 0 over all calls."""
     num_eval_replicas: int = 1
     """Replicas of the evaluation lane."""
     eval_s: Callable[[int], float] = lambda serial: 1.0
@@ -126,13 +129,20 @@ class FakeWorld:
         self.relay: PolicyVersion = -1
         self._arrived = asyncio.Event()
         self._num_fetches: Counter[str] = Counter()
+        self.gone: dict[int, Ref] = {}
+        """Payloads that were lost, by their `id`; kept, so that no other payload gets it."""
+        self._num_given_up = 0
 
-    def fetch(self, call: str, groups: Sequence[Group]) -> None:
-        """Raise `PayloadLost` if this call is one of `payload_losses`."""
+    async def fetch(self, call: str, groups: Sequence[Group]) -> None:
+        """Raise `PayloadLost` if this call is one of `payload_losses`, or comes after one that found a payload gone."""
         number = self._num_fetches[call]
         self._num_fetches[call] += 1
-        if groups and number in self.payload_losses.get(call, ()):
-            raise PayloadLost(tuple(group.serial for group in groups[::2]))
+        if number in self.payload_losses.get(call, ()):
+            self.gone |= {id(group.payload): group.payload for group in groups[::2]}
+        if gone := tuple(group.serial for group in groups if id(group.payload) in self.gone):
+            self._num_given_up += 1
+            await asyncio.sleep(self.notice_s(self._num_given_up - 1))
+            raise PayloadLost(gone)
 
     def hash(self, version: PolicyVersion) -> str:
         return f"hash-of-{version}"
@@ -305,7 +315,7 @@ class FakeRewards(_FakePool):
     async def score(self, task: Task, group: Group) -> Judged:
         start_s = _now()
         worker, fault = await self._call("judging", group.serial, self.world.reward_s(group.serial))
-        self.world.fetch("score", [group])
+        await self.world.fetch("score", [group])
         values = [
             None if fault is Fault.FAILS else self.world.reward(group.serial, e) for e in range(len(group.episodes))
         ]
@@ -323,7 +333,7 @@ class FakeActor:
     async def train_step(self, groups: Sequence[Group], plan: BatchPlan) -> TrainStats:
         seconds = self.world.train_s(self.version)
         await asyncio.sleep(seconds)
-        self.world.fetch("train_step", groups)
+        await self.world.fetch("train_step", groups)
         for group in groups:
             rewards = tuple(t.reward for _, t in group.trajectories())
             spans = tuple((s.version, s.num_tokens) for s in group.versions)
@@ -338,6 +348,9 @@ class FakeActor:
         await asyncio.sleep(self.world.publish_s)
         asyncio.get_running_loop().call_later(self.world.broadcast_s, self.world.arrive, version)
         return Published(version, 4, self.world.publish_s)
+
+    async def announce_again(self, version: PolicyVersion) -> None:
+        """Relays lose nothing here."""
 
     async def save(self, folder: Path) -> None:
         if self.world.disk_is_full_at is not None and self.world.disk_is_full_at in str(folder):
@@ -362,7 +375,7 @@ class FakeActor:
         write_rollouts(path, [RolloutRecord.of(step, t, g, _payload(g), a) for t, g, a in rows])
 
     async def save_groups(self, path: Path, groups: Sequence[Group]) -> None:
-        self.world.fetch("save_groups", groups)
+        await self.world.fetch("save_groups", groups)
         write_groups(path, [GroupRecord(g, _payload(g)) for g in groups])
 
     async def load_groups(self, path: Path) -> list[Group]:
@@ -398,7 +411,7 @@ class FakeReference:
 
     async def annotate(self, groups: Sequence[Group], signal: Signal) -> list[Group]:
         await asyncio.sleep(sum(self.world.annotate_s(group.serial) for group in groups))
-        self.world.fetch("annotate", groups)
+        await self.world.fetch("annotate", groups)
         return [replace(g, columns={**g.columns, signal: [(-1.0,) * 3] * len(g.episodes)}) for g in groups]
 
 

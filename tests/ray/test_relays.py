@@ -33,6 +33,9 @@ class KillableRelay(RelayActor):
     async def pid(self) -> int:
         return os.getpid()
 
+    async def hang(self) -> None:
+        time.sleep(3600)  # noqa: ASYNC251
+
 
 class Trainer:
     """An actor's process without a model: `body` and `head` change from version to version, `frozen` never."""
@@ -51,6 +54,9 @@ class Trainer:
         for name, tensor in weights.items():
             into[name].copy_(tensor)
         return self._publisher.publish(version, None, start_s)
+
+    def announce_again(self, version: int) -> None:
+        self._publisher.announce_again(version)
 
 
 class Reader:
@@ -80,8 +86,8 @@ def weights_of(version: int) -> dict[str, Tensor]:
 class Tier:
     """The relays, a trainer on the first node and a reader on each."""
 
-    def __init__(self) -> None:
-        self.relays = RayRelays.start(TRANSFER_S, KillableRelay)
+    def __init__(self, transfer_s: float = TRANSFER_S) -> None:
+        self.relays = RayRelays.start(transfer_s, KillableRelay)
         members = self.relays.members
         self.trainer = spawn(Trainer, NO_CPU, members, node=members[0].node)
         self.readers = [spawn(Reader, NO_CPU, members, node=member.node) for member in members]
@@ -164,19 +170,53 @@ def test_a_dead_master_is_passed_over_and_filled_again_and_its_readers_pull_from
     asyncio.run(tier.supervised(scenario()))
 
 
-def test_when_every_relay_dies_they_are_filled_from_the_actor(tier):
+def test_when_every_relay_dies_pins_and_pulls_wait_and_they_are_filled_from_the_actor(tier):
     async def scenario() -> None:
         await tier.publish(0)
-        for i in range(3):
-            await tier.kill(i)
+        await tier.relays.pin(0)
+        for version in (1, 2, 3):
+            await tier.publish(version)
+        await asyncio.gather(*(tier.kill(i) for i in range(3)))
+        pinned, newest = tier.read(0, 0, is_pinned=True), [tier.read(i, 3) for i in range(3)]
+        assert await asyncio.gather(tier.relays.pin(0), pinned, *newest) == [None, 0, 3, 3, 3]
         recovered = {await asyncio.wait_for(tier.recovered.get(), 60) for _ in range(3)}
         assert recovered == {member.name for member in tier.relays.members}
-        assert await asyncio.gather(*(tier.read(i, 0) for i in range(3))) == [0, 0, 0]
 
     asyncio.run(tier.supervised(scenario()))
 
 
-def test_a_version_published_again_with_other_bytes_is_refused_at_the_next_publish(tier):
+def test_a_relay_that_hangs_is_passed_over_then_killed_and_filled_again(three_nodes):
+    tier = Tier()
+
+    async def scenario() -> None:
+        await tier.publish(0)
+        master = tier.relays.members[0]
+        master.actor.hang.remote()
+        await tier.publish(1)
+        assert await asyncio.gather(*(tier.read(i, 1) for i in range(3))) == [1, 1, 1]
+        while await asyncio.wait_for(tier.recovered.get(), 60) != master.name:
+            pass
+        assert 1 in {known.manifest.version for known in (await master.held()).announcements}
+        assert master.name in {failure.worker for failure in tier.failures}
+
+    try:
+        asyncio.run(tier.supervised(scenario()))
+    finally:
+        tier.close()
+
+
+def test_a_version_that_died_with_its_relays_is_announced_again(tier):
+    async def main() -> None:
+        await tier.publish(0)
+        await asyncio.gather(*(tier.kill(i) for i in range(3)))
+        await call(tier.trainer.announce_again.remote(0), "trainer", "announcing again", 60)
+        assert (await asyncio.wait_for(tier.relays.arrival(0), 60)).version == 0
+        assert await tier.read(1, 0) == 0
+
+    asyncio.run(main())
+
+
+def test_a_version_published_again_with_other_bytes_is_refused_whatever_the_trainer_is_asked_next(tier):
     async def main() -> None:
         await tier.publish(0)
         other = spawn(Trainer, NO_CPU, tier.relays.members, node=tier.relays.members[0].node)
@@ -184,8 +224,9 @@ def test_a_version_published_again_with_other_bytes_is_refused_at_the_next_publi
         await call(other.publish.remote(1), "trainer", "publishing", 60)
         await tier.relays.arrival(1)
         await call(other.lie.remote(1), "trainer", "publishing", 60)
-        with pytest.raises(WeightsMismatch, match="hearing of version 1: it was published as"):
-            await call(other.publish.remote(2), "trainer", "publishing", 60)
+        for ask in (other.announce_again.remote(1), other.publish.remote(2)):
+            with pytest.raises(WeightsMismatch, match="hearing of version 1: it was published as"):
+                await call(ask, "trainer", "publishing", 60)
         ray.kill(other)
 
     asyncio.run(main())

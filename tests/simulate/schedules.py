@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,8 +14,7 @@ from rlsys.algorithm import Signal
 from rlsys.checkpoint import find_latest
 from rlsys.data.source import TaskSource
 from rlsys.driver import Driver
-from rlsys.events import Event, StepDone
-from rlsys.failures import FailurePolicy
+from rlsys.events import Event, GroupReissued, StepDone
 from rlsys.testing import FakeWorld, Fault, run_virtual, tasks
 from tests.simulate.world import NUM_TASKS, driver_on
 
@@ -38,12 +37,19 @@ class Outcome:
     num_stale: int
     """Groups dropped as too stale: pacing should leave none."""
     num_reissued: int
+    num_healthy: int
+    """Groups that were issued again although their payload was there."""
     is_exactly_once: bool
     """Were the tasks trained those that an undisturbed run trains, each as often?"""
+    has_all_permits: bool
+    """Were there always as many permits as the bound is made of, or as many as groups that were still to be trained?"""
 
 
 def played(seed: int) -> Outcome:
-    """One run under the schedule of this seed; every fourth is interrupted, and resumed by another driver."""
+    """One run under the schedule of this seed; every fourth is interrupted, and resumed by another driver.
+
+    No group may fail as often as a schedule could make it fail in one way: then the run has to survive.
+    """
     chance = random.Random(seed)
     limits = {
         "steps": STEPS,
@@ -51,33 +57,45 @@ def played(seed: int) -> Outcome:
         "max_staleness": chance.choice(STALENESS),
         "window": chance.choice((1, 1, 2, 5)),
         "checkpoint_every": chance.choice((0, 3)),
-        "signals": frozenset(Signal) if chance.random() < 0.3 else frozenset(),
+        "signals": frozenset(Signal) if chance.random() < 0.6 else frozenset(),
     }
     stop_at = chance.randint(1, STEPS - 1) if chance.random() < 0.25 else STEPS
     with TemporaryDirectory() as folder:
         sessions = [_session(chance, Path(folder), limits, stop) for stop in sorted({stop_at, STEPS})]
-    world, driver = sessions[-1]
+    world, driver, _ = sessions[-1]
     source = TaskSource(tasks(NUM_TASKS), seed=0)
     expected = Counter(source.next().id for _ in range(driver.queue.groups_per_step * STEPS))
     return Outcome(
         max_staleness=driver.queue.max_staleness,
         bound=driver.queue.staleness_bound,
-        staleness=max(staleness for world, _ in sessions for staleness in world.staleness),
-        num_stale=sum(driver.queue.dropped["stale"] for _, driver in sessions),
-        num_reissued=sum(driver.queue.num_reissued for _, driver in sessions),
+        staleness=max(staleness for world, _, _ in sessions for staleness in world.staleness),
+        num_stale=sum(driver.queue.dropped["stale"] for _, driver, _ in sessions),
+        num_reissued=sum(driver.queue.num_reissued for _, driver, _ in sessions),
+        num_healthy=sum(max(0, told.num_reissued - len(world.gone)) for world, _, told in sessions),
         is_exactly_once=world.consumed == expected and not driver.ledger.open,
+        has_all_permits=not any(told.wrong_counts for _, _, told in sessions),
     )
 
 
-def _session(chance: random.Random, folder: Path, limits: Mapping[str, Any], stop: int) -> tuple[FakeWorld, Driver]:
+def _session(
+    chance: random.Random, folder: Path, limits: Mapping[str, Any], stop: int
+) -> tuple[FakeWorld, Driver, Witness]:
     """One driver's part of a run, from the newest checkpoint until step `stop`."""
     world = world_of(chance)
-    driver = driver_on(world, folder, **limits)
-    driver.failures = FailurePolicy(max_attempts=100, max_failed_groups=4)
+    driver = driver_on(world, folder, **limits, max_attempts=most_failures(world) + 1)
+    witness = Witness(driver)
+    driver.events.attach(witness)
     if stop < STEPS:
         driver.events.attach(StopAt(driver, stop))
     assert run_virtual(_run(driver, folder)) == stop
-    return world, driver
+    witness.count_permits()
+    return world, driver, witness
+
+
+def most_failures(world: FakeWorld) -> int:
+    """How often one group can fail in one way, at most: of rolling it out, of judging it, of keeping its payload."""
+    num_losses = sum(len(calls) for calls in world.payload_losses.values())
+    return max(len(world.rollout_faults), len(world.reward_faults), num_losses)
 
 
 def world_of(chance: random.Random) -> FakeWorld:
@@ -97,6 +115,7 @@ def world_of(chance: random.Random) -> FakeWorld:
         relay_deaths_s=sorted(chance.uniform(0, 100) for _ in range(chance.randint(0, 3))),
         rollout_faults=faults(4, MACHINE_FAULTS),
         reward_faults=faults(3, (Fault.DIES, Fault.HANGS)),
+        notice_s=heavy_tailed(chance, chance.choice((5.0, 200.0))),  # it may outlast the group's next attempt
         payload_losses={call: {chance.randrange(12) for _ in range(chance.randint(0, 2))} for call in LOSABLE},
     )
 
@@ -105,6 +124,28 @@ def heavy_tailed(chance: random.Random, longest_s: float) -> Callable[[int], flo
     """Seconds as a pure function of a number."""
     seed = chance.randrange(10**9)
     return lambda number: random.Random(seed * 1_000_003 + number).paretovariate(1.1) % longest_s
+
+
+@dataclass
+class Witness:
+    """Counts the permits whenever something happens, and the groups that are issued again."""
+
+    driver: Driver
+    wrong_counts: list[int] = field(default_factory=list)
+    """Of permits, too many or too few."""
+    num_reissued: int = 0
+
+    def handle(self, event: Event, time_s: float) -> None:
+        self.num_reissued += isinstance(event, GroupReissued)
+        self.count_permits()
+
+    def count_permits(self) -> None:
+        queue = self.driver.queue
+        if queue.num_permits != min(queue.capacity, (STEPS - queue.version) * queue.groups_per_step):
+            self.wrong_counts.append(queue.num_permits)
+
+    def close(self) -> None:
+        pass
 
 
 @dataclass

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from rlsys.algorithm import Signal
 from rlsys.checkpoint import find_latest, read_state
+from rlsys.contracts import Judged, RolledOut
 from rlsys.driver import Driver
 from rlsys.errors import CheckpointError, NoProgress, RunAborted, WorkerDied
 from rlsys.events import Event, GroupDropped, GroupReissued, StepDone, WorkerFailed, WorkerRestarted
-from rlsys.failures import FailurePolicy
-from rlsys.testing import FakeReference, FakeWorld, Fault, VirtualLoop, run_virtual
-from rlsys.types import Group
+from rlsys.testing import FakeReference, FakeRewards, FakeRollouts, FakeWorld, Fault, VirtualLoop, run_virtual
+from rlsys.types import Assignment, Group, Score, Task
 from tests.simulate.world import Recorder, driver_on
 
 
@@ -141,8 +141,7 @@ def test_whatever_dies_the_same_tasks_are_consumed_and_none_is_scored_zero(
     def run(**faults) -> FakeWorld:
         world = FakeWorld(rollout_s=latencies(seed, 9.0), reward=lambda serial, episode: 1.0, **faults)
         with TemporaryDirectory() as folder:
-            driver = driver_on(world, Path(folder), steps=8, max_staleness=max_staleness)
-            driver.failures = type(driver.failures)(max_attempts=10, max_failed_groups=4)
+            driver = driver_on(world, Path(folder), steps=8, max_staleness=max_staleness, max_attempts=10)
             run_virtual(driver.run(0))
         return world
 
@@ -172,8 +171,8 @@ def test_groups_whose_payload_is_lost_are_issued_again_and_the_same_tasks_are_co
                 window=window,
                 checkpoint_every=2,
                 signals=frozenset(Signal),
+                max_attempts=100,
             )
-            driver.failures = FailurePolicy(max_attempts=100, max_failed_groups=4)
             run_virtual(driver.run(0))
         return world, driver
 
@@ -202,6 +201,65 @@ def test_a_payload_that_is_lost_every_time_ends_the_run(tmp_path):
     world = FakeWorld(payload_losses={"train_step": range(1000)})
     with pytest.raises(RunAborted, match=r"gave up after 3 attempts at one group.*the bytes of group 0, 2 are gone"):
         run_virtual(driver_on(world, tmp_path).run(0))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    failures=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=3),
+    kind=st.sampled_from([Fault.DIES, Fault.HANGS]),
+)
+def test_a_group_outlives_failures_of_every_kind_as_long_as_none_comes_three_times(failures, kind):
+    """`failures`: of rolling out and of judging, each time that group 0 is issued; all but the last are lost."""
+    rollout_faults: list[bool] = []
+    reward_faults: list[bool] = []
+    for num_rollout, num_reward in failures:
+        rollout_faults += [*[True] * num_rollout, False]
+        reward_faults += [*[True] * num_reward, False]
+    world = FakeWorld(
+        rollout_faults={call: kind for call, is_broken in enumerate(rollout_faults) if is_broken},
+        reward_faults={call: kind for call, is_broken in enumerate(reward_faults) if is_broken},
+        payload_losses={"train_step": range(len(failures) - 1)},
+    )
+    with TemporaryDirectory() as folder:
+        assert run_virtual(driver_on(world, Path(folder), steps=2, groups_per_step=1, max_attempts=3).run(0)) == 2
+    assert world.consumed.total() == 2
+
+
+def test_a_loss_that_is_noticed_late_is_not_laid_on_the_next_attempt(tmp_path):
+    """Two losses would end the run; the judges notice the annotator's while their groups' next attempts are trained."""
+    recorder = Recorder()
+    world = FakeWorld(
+        rollout_s=lambda serial: 1.0 if serial < 3 else 3.0,
+        reward_s=lambda serial: 1.0,
+        train_s=lambda version: 20.0,
+        payload_losses={"annotate": {1}},
+        notice_s=lambda number: 40.0 if number else 0.0,
+    )
+    signals = frozenset(Signal)
+    driver = driver_on(world, tmp_path, steps=10, max_staleness=1, max_attempts=2, signals=signals, recorder=recorder)
+    run_virtual(driver.run(0))
+    assert [e.serial for e in recorder.of(GroupReissued)] == [3, 5]
+    assert (driver.queue.dropped, driver.queue.num_permits, driver.ledger.open) == ({}, 0, {})
+    assert world.consumed.total() == 30
+
+
+def test_an_attempt_that_is_over_and_gives_nothing_to_train_is_no_reason_to_drop_its_group(tmp_path):
+    class LateAndVoid(FakeRewards):
+        """Has the first payload before it is lost, and takes its time to fail on it."""
+
+        async def score(self, task: Task, group: Group) -> Judged:
+            is_first = self.num_calls == 0
+            judged = await super().score(task, group)
+            if not is_first:
+                return judged
+            await asyncio.sleep(5.0)
+            return replace(judged, scores=tuple(Score(None, "the judge raised") for _ in judged.scores))
+
+    world = FakeWorld(payload_losses={"annotate": {0}}, reward_s=lambda serial: 0.0, annotate_s=lambda serial: 1.0)
+    driver = driver_on(world, tmp_path, groups_per_step=1, signals=frozenset(Signal), max_failed_groups=1)
+    driver.workers = replace(driver.workers, rewards=LateAndVoid(world))
+    assert run_virtual(driver.run(0)) == 6
+    assert (driver.queue.dropped, driver.queue.num_reissued, driver.queue.num_refused) == ({}, 1, 1)
 
 
 def test_signals_are_added_while_other_groups_are_still_rolled_out(tmp_path):
@@ -257,6 +315,24 @@ def test_a_dead_replica_is_replaced_once_and_its_groups_are_issued_again(tmp_pat
     world = FakeWorld(rollout_faults={0: Fault.DIES})
     driver = driver_on(world, tmp_path, recorder=recorder)
     run_virtual(driver.run(0))
+    assert [e.worker for e in recorder.of(WorkerRestarted)] == ["rollout-0"]
+    assert world.consumed.total() == 18
+
+
+def test_a_dead_worker_is_told_once_however_many_groups_hit_it(tmp_path):
+    class Rollouts(FakeRollouts):
+        async def run(self, assignment: Assignment) -> RolledOut:
+            if (owner := self.members[0]) == "rollout-0":
+                await asyncio.sleep(1.0 + assignment.serial)
+                raise WorkerDied(owner, f"rolling out group {assignment.serial}", "the process is gone")
+            return await super().run(assignment)
+
+    recorder, world = Recorder(), FakeWorld(num_replicas=1)
+    driver = driver_on(world, tmp_path, recorder=recorder)
+    driver.workers = replace(driver.workers, rollouts=Rollouts(world))
+    run_virtual(driver.run(0))
+    failures = [(e.worker, e.phase) for e in recorder.of(WorkerFailed)]
+    assert failures == [("rollout-0", "rolling out group 0")], "groups 1 and 2 were there, too"
     assert [e.worker for e in recorder.of(WorkerRestarted)] == ["rollout-0"]
     assert world.consumed.total() == 18
 

@@ -50,11 +50,18 @@ def evaluated(
     every: int = 2,
     steps: int = 6,
     max_staleness: int = 0,
+    max_attempts: int = 3,
     no_progress_s: float = 10_000.0,
 ) -> Driver:
     """A run of `steps` steps, evaluated on two data sets."""
     driver = driver_on(
-        world, folder, steps=steps, max_staleness=max_staleness, no_progress_s=no_progress_s, recorder=recorder
+        world,
+        folder,
+        steps=steps,
+        max_staleness=max_staleness,
+        max_attempts=max_attempts,
+        no_progress_s=no_progress_s,
+        recorder=recorder,
     )
     rollouts = driver.workers.evaluation
     assert rollouts is not None
@@ -221,11 +228,7 @@ def test_whatever_dies_the_measures_are_the_same_and_so_is_the_training(eval_fau
     def run(**faults) -> tuple[dict, int]:
         recorder, world = Recorder(), TellingWorld(num_eval_replicas=replicas, **faults)
         with TemporaryDirectory() as folder:
-            driver = evaluated(world, Path(folder), recorder)
-            lane = driver.evaluation
-            assert isinstance(lane, EvaluationLane)
-            driver.failures = lane.evaluator.failures = replace(driver.failures, max_attempts=10)
-            run_virtual(driver.run(0))
+            run_virtual(evaluated(world, Path(folder), recorder, max_attempts=10).run(0))
         return {(e.step, e.dataset): e.metrics for e in recorder.of(EvalDone)}, world.weights
 
     assert run(eval_faults=eval_faults, reward_faults=reward_faults) == run()

@@ -61,7 +61,7 @@ def cut_and_resumed(folder: Path, *, max_staleness: int, steps: int = 6) -> tupl
     cut = driver_on(OrderedWorld(order), folder, max_staleness=3)
     cut.events.attach(StopAfterFirst(cut))
     assert run_virtual(cut.run(0)) == 1
-    assert {group.serial > SLOW for group in cut.queue.finished} == {True, False}
+    assert {row.serial > SLOW for row in cut.queue.finished} == {True, False}
     resumed = driver_on(OrderedWorld(order), folder, max_staleness=max_staleness, steps=steps)
 
     async def go_on() -> int:

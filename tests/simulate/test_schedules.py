@@ -14,3 +14,5 @@ def test_under_any_schedule_with_faults_the_bound_holds_and_every_task_is_traine
         assert outcome.is_exactly_once, seed
         assert outcome.staleness <= outcome.bound, seed
         assert outcome.num_stale == 0, seed
+        assert outcome.num_healthy == 0, seed
+        assert outcome.has_all_permits, seed

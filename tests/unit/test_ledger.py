@@ -102,7 +102,7 @@ def test_a_resume_issues_what_was_open_first_under_the_same_numbers_and_seeds():
     played(scenario())
 
 
-def test_a_lost_group_is_issued_again_before_new_ones_and_its_attempts_go_on_counting():
+def test_a_lost_group_is_issued_again_before_new_ones_and_its_attempts_and_losses_are_counted():
     async def scenario() -> None:
         ledger = ledger_of()
         issued = [ledger.issue(0) for _ in range(4)]
@@ -113,8 +113,9 @@ def test_a_lost_group_is_issued_again_before_new_ones_and_its_attempts_go_on_cou
         assert [a.serial for a in again] == [1, 3, 4]
         assert [(a.task, a.seed, a.version) for a in again[:2]] == [(issued[s].task, issued[s].seed, 7) for s in (1, 3)]
         assert ledger.lease(1).attempt == 3
+        assert [ledger.num_losses(serial) for serial in (0, 1, 3)] == [0, 1, 1]
         ledger.consume([1])
-        assert ledger.num_attempts(1) == 0
+        assert ledger.num_losses(1) == 0
         with pytest.raises(KeyError):
             ledger.again(1)
 

@@ -402,6 +402,41 @@ def test_a_host_that_dies_is_named_to_whoever_waits_for_the_group():
     played(team.workers, scenario)
 
 
+class Forgiving(Tools):
+    """Takes whatever its second turn raises for a failure of the policy."""
+
+    async def run(self, session: Session) -> None:
+        try:
+            await super().run(session)
+        except Exception:  # noqa: BLE001  (that is what is tested)
+            session.reward(0.0)
+            if session.episode_index == 1:
+                raise ValueError("no second turn") from None
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_death_of_a_host_is_no_reward_of_0_whatever_a_workflow_makes_of_it(size: int):
+    tools = Forgiving()
+    team = Team("ab", tools)
+    a, b = team.workers
+
+    async def scenario() -> None:
+        tools.answer.set()
+        await team.ready()
+        tools.answer.clear()
+        tools.num_waiting = 0
+        group = asyncio.create_task(a.run(assignment(size=size)))
+        await until(lambda: tools.num_waiting == size)
+        assert await a.give_away("a", b) == (3,)
+        await b.close()
+        tools.answer.set()
+        with pytest.raises(WorkerDied) as raised:
+            await group
+        assert raised.value.worker == "b"
+
+    played(team.workers, scenario)
+
+
 def test_guests_move_on_from_a_host_by_the_word_of_their_owner():
     team = Team("abc")
     a, b, c = team.workers

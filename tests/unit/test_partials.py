@@ -17,7 +17,8 @@ from rlsys.workflow import Session, Workflow
 from tests.replicas import Shelf, assignment, hash_of, own_tokens, played, replica_of, scripted, until
 from workers.engines.base import Completion
 from workers.engines.scripted import ScriptedEngine
-from workers.partials import ENDED_KEPT, Note, Partial, Partials
+from workers.occupancy import Ticket
+from workers.partials import ENDED_KEPT, Fits, Note, Partial, Partials, usable
 from workers.recorder import Recorder
 
 NUM_TOKENS = 30
@@ -28,9 +29,11 @@ def completion(ids: Sequence[int], version: int = 0) -> Completion:
     return Completion(tuple(ids), (0.0,) * len(ids), (VersionSpan(version, len(ids)),) if ids else (), None)
 
 
-def note(ids: Sequence[int], num_before: int, *, serial: int = 1, seed: int = 7, version: int = 0) -> Note:
+def note(ids: Sequence[int], num_before: int, *, attempt: int = 1, seed: int = 7, version: int = 0) -> Note:
     prompt = () if num_before else (1, 2)
-    return Note(serial, seed, prompt, num_before, completion(ids, version), (Acknowledged("a", version, "h"),))
+    return Note(
+        Ticket("a", 1, attempt), seed, prompt, num_before, completion(ids, version), (Acknowledged("a", version, "h"),)
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- the pool
@@ -70,15 +73,35 @@ def test_a_group_that_ended_is_forgotten_and_late_notes_of_it_are_not_kept():
     async def main() -> None:
         partials = Partials()
         await partials.record([note([5], 0)])
-        await partials.forget(1)
+        await partials.forget(Ticket("a", 1, 1))
         assert await partials.record([note([6], 0)]) == []
         assert await partials.recall(1) == {}
         assert await partials.version(1) is None
         for serial in range(2, 2 + ENDED_KEPT):
-            await partials.forget(serial)
+            await partials.forget(Ticket("a", serial, 1))
         assert len(partials._ended) == ENDED_KEPT
 
     asyncio.run(main())
+
+
+def test_a_group_that_is_issued_again_after_it_ended_is_noted_again():
+    async def main() -> None:
+        partials = Partials()
+        await partials.record([note([5], 0)])
+        await partials.forget(Ticket("a", 1, 1))
+        await partials.record([note([6, 6], 0, attempt=2)])
+        assert await partials.record([note([5], 1)]) == [], "a late note of the attempt before"
+        assert (await partials.recall(1))[7].done == completion([6, 6])
+
+    asyncio.run(main())
+
+
+def test_nothing_older_than_the_permit_or_newer_than_what_is_held_is_gone_on_with():
+    partials = {v: Partial((1,), completion([5], v), (Acknowledged("a", v, f"h{v}"),)) for v in range(4)}
+    own = {2: Acknowledged("b", 2, "h2")}
+    assert list(usable(partials, own, Fits(1))) == [1, 2, 3]
+    assert list(usable(partials, own, Fits(2, 2))) == [2]
+    assert list(usable(partials, {2: Acknowledged("b", 2, "other")}, Fits(1))) == [1, 3]
 
 
 # ------------------------------------------------------------------------------------------------------ the replicas
@@ -189,6 +212,31 @@ def test_where_weights_change_in_flight_it_goes_on_with_both_versions_acknowledg
     played(pair.workers, scenario)
 
 
+def test_where_weights_change_in_flight_tokens_older_than_the_permit_are_sampled_again():
+    pair = Pair("inflight")
+
+    async def scenario() -> None:
+        await pair.dies_at(20)
+        pair.shelves[1].put(1)
+        done, _ = await pair.workers[1].run(assignment(1), is_again=True)
+        assert done.group.versions == (VersionSpan(1, 2 * NUM_TOKENS),)
+
+    played(pair.workers, scenario)
+
+
+def test_what_is_noted_of_a_group_is_forgotten_though_its_next_attempt_is_over_at_once_and_could_not_use_it():
+    pair = Pair()
+    third = replica_of(pair.shelves[1], scripted("c"), name="c", recorder=Recorder(pair.store, period_s=60.0))
+
+    async def scenario() -> None:
+        await pair.dies_at(20)
+        pair.shelves[1].put(1)
+        await third.run(assignment(1), is_again=True)
+        assert pair.store._kept == {}
+
+    played([*pair.workers, third], scenario)
+
+
 def test_tokens_of_other_bytes_by_the_same_name_are_not_gone_on_with():
     pair = Pair("inflight")
 
@@ -229,9 +277,9 @@ class Dead(Partials):
         self._check()
         return await super().recall(serial)
 
-    async def forget(self, serial: int) -> None:
+    async def forget(self, ticket: Ticket) -> None:
         self._check()
-        await super().forget(serial)
+        await super().forget(ticket)
 
     def _check(self) -> None:
         if self.is_dead:
@@ -312,7 +360,7 @@ def test_of_a_group_shorter_than_the_period_nothing_is_noted_and_nobody_is_asked
         async def record(self, notes: Sequence[Note]) -> list[tuple[int, int]]:
             raise AssertionError("nothing to note")
 
-        async def forget(self, serial: int) -> None:
+        async def forget(self, ticket: Ticket) -> None:
             raise AssertionError("nothing to forget")
 
     worker = replica_of(Shelf(), engine, name="a", recorder=Recorder(Untouched(), period_s=60.0))

@@ -10,9 +10,10 @@ import pytest
 import ray
 
 from rlsys.contracts import Busy, RolledOut
-from rlsys.errors import DeadlineExceeded, ModelError, RlsysError, RunAborted, WorkerDied, WorkerError
+from rlsys.errors import DeadlineExceeded, ModelError, RlsysError, RunAborted, TaskTooLong, WorkerDied, WorkerError
+from rlsys.simulate.clock import run_virtual
 from rlsys.types import Acknowledged, Assignment, EngineStats, ReplicaLoad, Task
-from tests.groups import group
+from tests.groups import group as group_of
 from workers.peers import RayPartials
 from workers.pools import Member, Supply
 from workers.rollouts import RolloutPool
@@ -27,6 +28,8 @@ class Call:
 
     def __await__(self):
         yield from asyncio.sleep(0).__await__()
+        if isinstance(self.answer, asyncio.Event):
+            yield from self.answer.wait().__await__()
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
@@ -53,6 +56,7 @@ class Actor:
     load: Remote = field(default_factory=Remote)
     give_away: Remote = field(default_factory=lambda: Remote(()))
     forget: Remote = field(default_factory=Remote)
+    age_s: Remote = field(default_factory=Remote)
 
 
 class Scripted(RolloutPool):
@@ -60,13 +64,21 @@ class Scripted(RolloutPool):
 
     def __init__(self, size: int = 2, partials: RayPartials | None = None) -> None:
         self.set_ups: Mapping[str, Exception | asyncio.Event] = {}
+        self.set_up_ends: Mapping[str, Exception] = {}
+        """What those that wait for an event end with."""
         self.ends: dict[str, asyncio.Future[None]] = {}
         self.asked: list[tuple[str, int, bool]] = []
         self.killed: list[str] = []
         self.failures: list[WorkerError] = []
+        self.started: list[str] = []
         self.recovered: list[str] = []
-        super().__init__(Supply(size, Actor, lease_s=10.0, max_attempts=2), partials=partials)
+        super().__init__(Supply(size, self._start, lease_s=10.0, max_attempts=2), partials=partials)
         self.on_failure = self.failures.append
+        self.on_recovery = lambda name, seconds: self.recovered.append(name)
+
+    def _start(self, name: str) -> Actor:
+        self.started.append(name)
+        return Actor(name)
 
     async def replaced(self, worker: str) -> None:
         await self.restart(worker, lambda name, seconds: self.recovered.append(name))
@@ -77,6 +89,8 @@ class Scripted(RolloutPool):
                 raise error
             case asyncio.Event() as done:
                 await done.wait()
+                if isinstance(error := self.set_up_ends.get(member.name), Exception):
+                    raise error
         return None
 
     async def _sent(self, member: Member, request: object, phase: str) -> tuple[object, PayloadRef]:
@@ -86,7 +100,9 @@ class Scripted(RolloutPool):
         end = self.ends.setdefault(member.name, asyncio.get_running_loop().create_future())
         await asyncio.shield(end)
         stats = EngineStats(0, 0, 0.0, 0)
-        return RolledOut(group(assignment.serial), Busy(member.name, 0, 1), stats), PayloadRef(ray.ObjectRef.nil(), 0)
+        return RolledOut(group_of(assignment.serial), Busy(member.name, 0, 1), stats), PayloadRef(
+            ray.ObjectRef.nil(), 0
+        )
 
     def _kill(self, member: Member) -> None:
         self.killed.append(member.name)
@@ -235,13 +251,12 @@ def test_the_others_are_told_to_forget_a_dead_replica():
     async def scenario() -> None:
         pool = Scripted(3)
         await pool.ready()
-        pool.members[2].actor.forget.answer = died(
-            "rollout-2"
-        )  # it is dying too: that is not this replacement's matter
+        pool.members[2].actor.forget.answer = died("rollout-2")
         await pool.replaced("rollout-0")
         await settle()
-        assert pool.members[1].actor.forget.asked == [("rollout-0",)]
-        assert pool.recovered == ["rollout-0"]
+        assert pool.members[1].actor.forget.asked[0] == ("rollout-0",)
+        assert [failure.worker for failure in pool.failures] == ["rollout-2"]
+        assert pool.recovered == ["rollout-0", "rollout-2"], "it is replaced too"
 
     asyncio.run(scenario())
 
@@ -319,10 +334,6 @@ def test_loads_are_those_of_the_replicas_that_answer():
 
 
 def test_a_group_issued_again_goes_to_a_replica_that_holds_the_version_it_came_to():
-    @dataclass
-    class Store:
-        version: Remote
-
     async def asked(version: object) -> list[tuple[str, int, bool]]:
         pool = Scripted(3, RayPartials(Store(Remote(version))))
         await pool.ready()
@@ -337,3 +348,178 @@ def test_a_group_issued_again_goes_to_a_replica_that_holds_the_version_it_came_t
     assert asyncio.run(asked(9)) == [("rollout-0", 0, True)]
     assert asyncio.run(asked(None)) == [("rollout-0", 0, True)]
     assert asyncio.run(asked(died("partials"))) == [("rollout-0", 0, True)]
+
+
+@dataclass
+class Store:
+    """Has the methods of the partial response pool's actor that are asked."""
+
+    version: Remote
+
+
+def test_a_retry_waits_for_a_live_replica_though_the_last_one_dies_while_it_is_asked_who_holds_what():
+    async def scenario() -> None:
+        answer = asyncio.Event()
+        pool = Scripted(2, RayPartials(Store(Remote(answer))))
+        await pool.ready()
+        groups = [asyncio.create_task(pool.run(assignment(serial))) for serial in range(2)]
+        await settle()
+        pool.set_ups = {name: asyncio.Event() for name in ("rollout-0.1", "rollout-1.1")}
+        pool.end("rollout-0", died("rollout-0"))
+        await asyncio.gather(groups[0], return_exceptions=True)
+        await pool.replaced("rollout-0")
+        again = asyncio.create_task(pool.run(assignment(0)))
+        await settle()
+        pool.end("rollout-1", died("rollout-1"))
+        await asyncio.gather(groups[1], return_exceptions=True)
+        answer.set()
+        await settle()
+        assert [name for name, _, _ in pool.asked] == ["rollout-0", "rollout-1"], "nobody is live"
+        pool.set_ups["rollout-0.1"].set()
+        await settle()
+        assert pool.asked[-1] == ("rollout-0.1", 0, True)
+        pool.end("rollout-0.1")
+        await again
+
+    asyncio.run(scenario())
+
+
+def test_a_member_that_dies_while_it_is_set_up_has_one_successor_and_no_name_is_given_twice():
+    async def scenario() -> None:
+        pool = Scripted(1)
+        await pool.ready()
+        setting_up = asyncio.Event()
+        pool.set_ups, pool.set_up_ends = {"rollout-0.1": setting_up}, {"rollout-0.1": died("rollout-0.1")}
+        restarts = [asyncio.create_task(pool.replaced(name)) for name in ("rollout-0", "rollout-0.1")]
+        await settle()
+        assert pool.started == ["rollout-0", "rollout-0.1"], "it is being replaced already"
+        setting_up.set()
+        await asyncio.gather(*restarts)
+        assert pool.started == ["rollout-0", "rollout-0.1", "rollout-0.2"]
+        assert pool.killed == ["rollout-0", "rollout-0.1"]
+        await pool.replaced("rollout-0.2")
+        await settle()
+        assert [member.name for member in pool.members] == ["rollout-0.3"]
+
+    asyncio.run(scenario())
+
+
+def test_replicas_that_die_at_once_cost_a_group_one_attempt():
+    async def scenario() -> None:
+        pool = Scripted(4)
+        await pool.ready()
+        group = asyncio.create_task(pool.run(assignment()))
+        await settle()
+        setting_up = asyncio.Event()
+        pool.set_ups = {f"rollout-{i}.1": setting_up for i in range(4)}
+        for member in pool.members:
+            member.actor.held.answer = died(member.name)
+        pool.end("rollout-0", died("rollout-0"))
+        await asyncio.gather(group, return_exceptions=True)
+        await pool.replaced("rollout-0")
+        again = asyncio.create_task(pool.run(assignment()))
+        await settle()
+        assert [failure.worker for failure in pool.failures] == ["rollout-1", "rollout-2", "rollout-3"]
+        setting_up.set()
+        await settle()
+        assert pool.asked == [("rollout-0", 0, False), ("rollout-0.1", 0, True)]
+        assert pool.recovered == [f"rollout-{i}" for i in range(4)], "idle ones are replaced too"
+        pool.end("rollout-0.1")
+        await again
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_that_does_not_say_what_it_holds_is_passed_over_and_not_waited_for():
+    async def scenario() -> float:
+        pool = Scripted(3)
+        await pool.ready()
+        pool.members[0].actor.held.answer = pool.members[0].actor.load.answer = asyncio.Event()
+        pool._failed.add(0)
+        began = asyncio.get_running_loop().time()
+        asyncio.create_task(pool.run(assignment()))  # noqa: RUF006
+        assert len(await pool.loads()) == 2
+        took_s = asyncio.get_running_loop().time() - began
+        await settle()
+        assert pool.asked == [("rollout-1", 0, True)]
+        assert pool.failures == []
+        return took_s
+
+    assert run_virtual(scenario()) == pytest.approx(2.0)
+
+
+def test_nothing_is_remembered_of_a_failed_group_once_it_was_given_to_a_replica_again():
+    async def scenario() -> None:
+        pool = Scripted(1)
+        await pool.ready()
+        pool._failed.add(0)
+        group = asyncio.create_task(pool.run(assignment()))
+        await settle()
+        pool.end("rollout-0", TaskTooLong("rollout-0", "encoding a prompt", "61 tokens"))
+        with pytest.raises(TaskTooLong):
+            await group
+        assert pool._failed == set()
+
+    asyncio.run(scenario())
+
+
+# ------------------------------------------------------------------------------------------------------------- leases
+
+
+class Leased(Scripted):
+    """Its members answer when the test says so, within the lease of 10 s."""
+
+    _sent = RolloutPool._sent
+
+    @dataclass
+    class Calls:
+        answer: asyncio.Future[tuple[object, PayloadRef]]
+
+        async def call(self, request: object) -> tuple[object, PayloadRef]:
+            return await self.answer
+
+    async def running(self, began_s: float | None) -> tuple[asyncio.Future, asyncio.Task[RolledOut]]:
+        """A group on a replica that waits until `began_s` to begin it; for ever if None."""
+        loop = asyncio.get_running_loop()
+        await self.ready()
+        (member,) = self.members
+        answer = loop.create_future()
+        member.calls = Leased.Calls(answer)  # pyright: ignore[reportAttributeAccessIssue]
+        sent_s = loop.time()
+
+        class Age:
+            def remote(self, serial: int) -> Call:
+                age_s = loop.time() - sent_s - (began_s or 0.0)
+                return Call(None if began_s is None else max(0.0, age_s))
+
+        member.actor.age_s = Age()
+        return answer, asyncio.create_task(self.run(assignment()))
+
+
+def test_a_lease_begins_when_the_group_does_and_not_while_its_replica_drains():
+    async def scenario() -> None:
+        pool = Leased(1)
+        answer, group = await pool.running(began_s=25.0)
+        await asyncio.sleep(34.0)
+        assert not group.done()
+        stats = EngineStats(0, 0, 0.0, 0)
+        done = RolledOut(group_of(0), Busy("rollout-0", 25, 34), stats)
+        answer.set_result((done, PayloadRef(ray.ObjectRef.nil(), 0)))
+        assert (await group).busy.end_s == 34
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize(("began_s", "ends_s"), [(0.0, 10.0), (25.0, 35.0), (None, 10.0)])
+def test_a_lease_that_is_over_is_told_and_one_of_a_group_that_is_not_there_is_not_renewed(began_s, ends_s):
+    async def scenario() -> None:
+        pool = Leased(1)
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        _, group = await pool.running(began_s)
+        with pytest.raises(DeadlineExceeded, match=r"no answer within 10 s of its start"):
+            await group
+        assert loop.time() - start == pytest.approx(ends_s)
+        assert not pool.members[0].is_live
+
+    run_virtual(scenario())

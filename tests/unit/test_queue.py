@@ -39,7 +39,7 @@ def queue_of(
 def submit(permit: Permit, done: Group) -> None:
     """Hand in all that a producer has to."""
     permit.put(EPISODES, done)
-    permit.put(REWARD, None)
+    permit.put(REWARD, done)
 
 
 def no_stale(group: Group) -> None:
@@ -103,7 +103,7 @@ def played(queue: StreamingQueue, scenario: Callable[[Producers], Awaitable[None
 
 
 async def taken(queue: StreamingQueue, version: int = 0) -> list[int]:
-    return [g.serial for g in await queue.take(version=version, on_stale=no_stale)]
+    return [row.serial for row in await queue.take(version=version, on_stale=no_stale)]
 
 
 def test_no_more_groups_are_in_the_pipe_than_there_are_permits():
@@ -124,8 +124,7 @@ def test_released_permits_carry_the_version_that_was_published():
 
     async def scenario(producers: Producers) -> None:
         await producers.finish(0, 1)
-        groups = await queue.take(version=0, on_stale=no_stale)
-        queue.release(groups, 1)
+        queue.release(await queue.take(version=0, on_stale=no_stale), 1)
         await settled()
         assert producers.admitted == [0, 0, 1, 1]
 
@@ -224,8 +223,8 @@ def test_tokens_beyond_the_bound_are_dropped_as_stale_and_replaced():
     async def scenario(producers: Producers) -> None:
         await producers.finish(0, versions=(3, 5))
         await producers.finish(1, versions=(4, 5))
-        groups = await queue.take(version=5, on_stale=lambda group: stale.append(group.serial))
-        assert ([g.serial for g in groups], stale, queue.dropped) == ([1], [0], {"stale": 1})
+        rows = await queue.take(version=5, on_stale=lambda group: stale.append(group.serial))
+        assert ([row.serial for row in rows], stale, queue.dropped) == ([1], [0], {"stale": 1})
         await settled()
         assert len(producers.admitted) == 3
 
@@ -244,13 +243,13 @@ def test_the_learner_waits_for_the_columns_that_annotators_add():
     async def main() -> None:
         queue = queue_of(groups_per_step=2, max_staleness=1, signals=SIGNALS)
         await produced(queue, 0, 1, 2)
-        assert (queue.num_finished, [g.serial for g in queue.finished]) == (0, [0, 1, 2])
+        assert (queue.num_finished, [row.serial for row in queue.finished]) == (0, [0, 1, 2])
         assert queue.lacking()[0] == [SIGNAL]
         rows = await queue.take_rows(SIGNAL, max_tokens=30)
         assert [row.serial for row in rows] == [0, 1, 2]
         for row in reversed(rows):
             assert queue.put(row, SIGNAL, f"column of {row.serial}")
-        groups = await queue.take(version=0, on_stale=no_stale)
+        groups = [row.group for row in await queue.take(version=0, on_stale=no_stale)]
         assert [(g.serial, g.columns) for g in groups] == [(n, {SIGNAL: f"column of {n}"}) for n in (0, 1)]
 
     run_virtual(main())
@@ -285,7 +284,7 @@ def test_what_comes_for_an_attempt_that_is_over_is_refused_counted_and_never_tra
         assert not queue.put(first, SIGNAL, "late")
         assert queue.put(row, SIGNAL, "in time")
         (trained,) = await queue.take(version=0, on_stale=no_stale)
-        assert trained.columns == {SIGNAL: "in time"}
+        assert trained.group.columns == {SIGNAL: "in time"}
         queue.release([trained], 1)
         assert not queue.put(row, SIGNAL, "after it was trained")
         assert (queue.num_refused, queue.num_reissued) == (4, 1)
@@ -297,20 +296,38 @@ def test_a_group_that_is_lost_keeps_its_place_and_gives_its_permit_to_the_next_a
     async def main() -> None:
         queue = queue_of(groups_per_step=2)
         await produced(queue, 0, 1)
-        groups = await queue.take(version=0, on_stale=no_stale)
-        assert queue.lose(0)
-        assert not queue.lose(0), "it is lost already"
-        queue.put_back(LEARNER, [1])
+        zero, one = await queue.take(version=0, on_stale=no_stale)
+        assert queue.lose(zero)
+        queue.put_back(LEARNER, [one])
         take = asyncio.create_task(queue.take(version=0, on_stale=no_stale))
         await settled()
         assert not take.done(), "group 0 is older"
         await produced(queue, 0)
         again = await take
-        assert [g.serial for g in again] == [g.serial for g in groups]
+        assert [row.serial for row in again] == [0, 1]
+        assert again[0] is not zero
+        assert again[1] is one
         queue.release(again, 1)
-        assert not queue.lose(0), "it is trained"
         await produced(queue, 2, 3)
         assert (queue.dropped, queue.num_reissued) == ({}, 1)
+
+    run_virtual(main())
+
+
+def test_the_loss_of_an_attempt_that_is_over_changes_nothing():
+    async def main() -> None:
+        queue = queue_of(groups_per_step=1, max_staleness=1)
+        await produced(queue, 0)
+        (first,) = queue.finished
+        assert queue.lose(first)
+        assert not queue.lose(first), "it waits to be issued again"
+        await produced(queue, 0)
+        assert not queue.lose(first), "the next attempt is there"
+        taken = await queue.take(version=0, on_stale=no_stale)
+        assert not queue.lose(first), "the next attempt is being trained"
+        queue.release(taken, 1)
+        assert not any(map(queue.lose, (first, *taken))), "the group is trained"
+        assert (queue.num_permits, queue.dropped) == (queue.capacity, {})
 
     run_virtual(main())
 
@@ -322,9 +339,10 @@ def test_a_group_that_is_lost_while_it_is_judged_leaves_its_permit_when_its_prod
             permit.open(0)
             permit.put(EPISODES, group(0))
             await queue.take_rows(SIGNAL, 100)
-            assert queue.lose(0)
+            assert permit.row is not None
+            assert queue.lose(permit.row)
             assert permit.is_over
-            assert not permit.put(REWARD, None)
+            assert not permit.put(REWARD, group(0))
             again = asyncio.create_task(produced(queue, 0))
             await settled()
             assert not again.done(), "there is one permit"
@@ -353,7 +371,7 @@ def test_ten_thousand_groups_in_flight_cost_no_more_each_than_a_few():
 def test_a_restored_queue_keeps_finished_groups_and_the_places_of_unfinished_ones():
     queue = queue_of(groups_per_step=2, max_staleness=1)
     queue.restore(7, 6, finished=[group(5, versions=(6,)), group(6, versions=(6,))], pending=[4, 5, 6])
-    assert [g.serial for g in queue.finished] == [5, 6]
+    assert [row.serial for row in queue.finished] == [5, 6]
 
     async def main() -> None:
         take = asyncio.create_task(queue.take(version=7, on_stale=no_stale))
@@ -365,7 +383,7 @@ def test_a_restored_queue_keeps_finished_groups_and_the_places_of_unfinished_one
         assert producers.admitted == [7, 7]
         await producers.finish(4, versions=(7,))
         first = await take
-        assert [g.serial for g in first] == [4, 5]
+        assert [row.serial for row in first] == [4, 5]
         queue.release(first, 8)
         await settled()
         assert producers.admitted == [7, 7, 8, 8]
@@ -418,15 +436,16 @@ def test_whatever_the_interleaving_groups_are_ordered_bounded_and_none_is_lost(
     async def learn() -> None:
         nonlocal in_pipe
         for version in range(steps):
-            groups = await queue.take(version=version, on_stale=no_stale)
-            for one in groups:
+            rows = await queue.take(version=version, on_stale=no_stale)
+            for one in rows:
                 assert one.serial < min(unsettled) + window
-                assert version - one.oldest_version <= queue.staleness_bound
+                assert version - one.group.oldest_version <= queue.staleness_bound
                 unsettled.remove(one.serial)
                 consumed.append(one.serial)
             await asyncio.sleep(chance.random() * 3)
-            in_pipe -= len(groups)
-            queue.release(groups, version + 1)
+            in_pipe -= len(rows)
+            queue.release(rows, version + 1)
+            assert queue.num_permits == min(queue.capacity, queue.num_groups - len(consumed))
 
     async def main() -> None:
         producers = [asyncio.create_task(produce()) for _ in range(queue.capacity)]

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Literal, TypeVar
 
 import pytest
+from torch import Tensor
 
-from rlsys.errors import TaskTooLong, WeightsMismatch, WorkerDied, WorkflowError
+from rlsys.errors import DeadlineExceeded, TaskTooLong, WeightsMismatch, WorkerDied, WorkerError, WorkflowError
 from rlsys.types import Acknowledged, Sampling, VersionSpan
-from rlsys.weights import Probe
+from rlsys.weights import Manifest, Probe
 from rlsys.workflow import Session, Workflow
 from tests.replicas import DIGIT, Shelf, assignment, hash_of, replica_of, scripted, until
 from tests.replicas import played as played_on
-from workers.rollout import RolloutWorker
+from workers.rollout import ACKNOWLEDGEMENTS_KEPT, RolloutWorker
 
 T = TypeVar("T")
 REPLY_TOKENS = 6
@@ -117,6 +118,101 @@ def test_weights_that_lie_beside_those_of_running_groups_are_taken_at_once_and_a
         done = [group for group, _ in await asyncio.gather(oldest, newer, newest)]
         assert [each.group.versions for each in done] == [(VersionSpan(version, 12),) for version in range(3)]
         assert [each.group.weights[0].hash for each in done] == [hash_of(version) for version in range(3)]
+
+    played(worker, scenario)
+
+
+def test_a_group_that_needs_no_newer_weights_starts_while_others_wait_for_room_for_them():
+    shelf = Shelf()
+    worker = worker_of(shelf, "beside", resident_versions=2)
+    engine = worker._engine
+
+    async def scenario() -> None:
+        await worker.run(assignment(0))
+        oldest = asyncio.create_task(worker.run(assignment(0)))
+        await until(lambda: engine.stats().num_running == 2)
+        shelf.put(1)
+        older = asyncio.create_task(worker.run(assignment(1, serial=4)))
+        await until(lambda: engine.stats().num_running == 4)
+        await engine.pause()
+        shelf.put(2)
+        newest = asyncio.create_task(worker.run(assignment(2, serial=5)))
+        await until(lambda: 2 in shelf.pulls)
+        assert (worker.age_s(5), worker.age_s(6)) == (0.0, None)
+        fresh = asyncio.create_task(worker.run(assignment(1, serial=6)))
+        await until(lambda: worker.age_s(6) is not None)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert worker._waiting == [5], "room is only for what needs it"
+        await engine.resume()
+        done = [group for group, _ in await asyncio.gather(oldest, older, newest, fresh)]
+        assert [each.group.oldest_version for each in done] == [0, 1, 2, 1]
+
+    played(worker, scenario)
+
+
+def test_a_replica_that_drained_for_long_takes_the_newest_weights_staged_and_without_draining_it_pulls_once():
+    shelf = Shelf()
+    worker = worker_of(shelf)
+    engine = worker._engine
+    staged: list[float] = []
+    stage = engine.stage
+
+    async def noted(weights: Mapping[str, Tensor]) -> None:
+        staged.append(weights["w"][0].item())
+        await stage(weights)
+
+    engine.stage = noted
+
+    async def scenario() -> None:
+        running = asyncio.create_task(worker.run(assignment(0)))
+        await until(lambda: engine.stats().num_tokens == 2)
+        assert (shelf.pulls, staged) == ([0], [0]), "nothing ran"
+        shelf.put(1)
+        waiting = asyncio.create_task(worker.run(assignment(1)))
+        await until(lambda: 1 in shelf.pulls)
+        shelf.put(2)
+        (done, _), _ = await asyncio.gather(waiting, running)
+        assert done.group.versions == (VersionSpan(2, 12),)
+        assert (shelf.pulls, staged) == ([0, 1, 2], [0, 1, 2])
+        assert done.waited_s > 0
+
+    played(worker, scenario)
+
+
+@pytest.mark.parametrize("kind", [WorkerDied, DeadlineExceeded, WeightsMismatch])
+def test_a_relay_that_fails_costs_the_replica_that_pulls_and_not_the_run(kind: type[WorkerError]):
+    class Failing(Shelf):
+        async def pull(self, at_least: int) -> tuple[Manifest, dict[str, Tensor]]:
+            raise kind("relay-0a1b", "giving version 2 or newer", "the process is gone")
+
+    worker = worker_of(Failing())
+    with pytest.raises(kind) as raised:
+        played(worker, lambda: worker.run(assignment(2)))
+    assert str(raised.value) == (
+        "rollout-0 while pulling version 2 or newer: relay-0a1b while giving version 2 or newer: the process is gone"
+    )
+    assert raised.value.worker == "rollout-0"
+
+
+def test_acknowledgements_are_kept_as_long_as_a_running_group_has_tokens_of_them():
+    shelf = Shelf()
+    worker = replica_of(shelf, scripted("rollout-0", num_slots=1), when="inflight", num_tokens=99)
+    num_versions = ACKNOWLEDGEMENTS_KEPT + 9
+
+    async def scenario() -> None:
+        running = asyncio.create_task(worker.run(assignment(0, size=1)))
+        for version in range(1, num_versions):
+            tokens = worker._engine.stats().num_tokens
+            await until(lambda tokens=tokens: worker._engine.stats().num_tokens > tokens)
+            shelf.put(version)
+            await worker.run(assignment(version, size=0))
+        done, _ = await running
+        assert [a.version for a in done.group.weights] == [span.version for span in done.group.versions]
+        assert len(done.group.versions) == num_versions
+        shelf.put(num_versions)
+        await worker.run(assignment(num_versions, size=0))
+        assert len(worker._acknowledged) == ACKNOWLEDGEMENTS_KEPT
 
     played(worker, scenario)
 

@@ -114,6 +114,18 @@ def measured(*groups, version: int = 0, seconds: float = 2.0, dropped: dict[str,
     return run_virtual(main())
 
 
+def test_waiting_for_weights_is_the_mean_over_the_groups_of_the_step():
+    async def main() -> None:
+        clock = StepClock()
+        for seconds in (0.0, 3.0):
+            clock.offer(group(0), seconds)
+        assert clock.lap()["time/weights_wait"] == 1.5
+        assert "time/weights_wait" not in clock.lap()
+        assert undocumented(["time/weights_wait"]) == []
+
+    run_virtual(main())
+
+
 def test_failed_episodes_count_in_no_statistic():
     broken = episode(None, failed("took too long"), num_trained=900)
     metrics = measured(group(0, episodes=[episode(1.0), broken, episode(0.0)]), group(1, episodes=[episode(0.5)]))

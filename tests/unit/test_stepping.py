@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from rlsys import deadlines
 from rlsys.errors import DeadlineExceeded, WorkerDied, WorkerError
+from rlsys.simulate.clock import VirtualLoop, run_virtual
 from rlsys.types import EngineStats, Sampling
 from workers.engines.base import Completion, Request
 from workers.engines.limits import Limits
@@ -29,8 +31,8 @@ class Stuck(SteppingEngine):
         self.jobs: list[Job] = []
         super().__init__("rollout-7", version=4, num_slots=8, limits=Limits(64, 9), step_s=step_s)
 
-    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        super()._watch(loop)
+    def _watch(self) -> None:
+        super()._watch()
         self.looked.put_nowait(None)
 
     def _running(self) -> Sequence[Job]:
@@ -129,7 +131,7 @@ def test_an_idle_engine_is_not_taken_for_a_stuck_one() -> None:
         engine = Stuck(lambda: None, step_s=0.05)
         await engine.pause()
         call = asyncio.create_task(engine.generate(ask("a")))
-        for _ in range(3):
+        for _ in range(12):
             await engine.looked.get()
         assert not call.done()
         engine.abort("a")
@@ -138,3 +140,31 @@ def test_an_idle_engine_is_not_taken_for_a_stuck_one() -> None:
         return done
 
     assert asyncio.run(asyncio.wait_for(main(), 20)).finish == "abort"
+
+
+def test_time_in_which_the_process_was_suspended_is_not_held_against_a_step() -> None:
+    began, let_go = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        began.set()
+        let_go.wait()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        engine = Stuck(hang, step_s=100.0)
+        call = asyncio.create_task(engine.generate(ask("a")))
+        while not began.is_set():  # noqa: ASYNC110  (the step thread tells nobody)
+            await asyncio.sleep(0)
+        start_s = deadlines.now()
+        for _ in range(3):
+            await deadlines.sleep(25.0)
+            loop.jump(3600.0)
+        assert not call.done()
+        with pytest.raises(DeadlineExceeded, match=r"no step ended within 100 s"):
+            await call
+        assert deadlines.now() - start_s <= 130.0
+        let_go.set()
+        await engine.close()
+
+    run_virtual(main())

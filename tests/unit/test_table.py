@@ -143,7 +143,8 @@ def test_a_group_is_assembled_whole_from_its_columns_in_any_order():
     signal = object()
     table = Table({"learner": frozenset({EPISODES, REWARD, "signal"})})
     row = table.open(4)
-    for column, value in (("signal", signal), (REWARD, (Score(1.0), Score(0.5))), (EPISODES, rolled_out)):
+    judged = rolled_out.with_scores((Score(1.0), Score(0.5)))
+    for column, value in (("signal", signal), (REWARD, judged), (EPISODES, rolled_out)):
         assert table.next("learner") is None
         assert table.put(row, column, value)
     assert row.group.columns == {"signal": signal}

@@ -51,8 +51,14 @@ def test_every_event_is_a_line_and_every_step_a_row_of_metrics(tmp_path: Path) -
     sink.handle(StepDone(1, MappingProxyType({"loss": 0.25, "reward/mean": float("nan")})), 11.5)
     assert rows(tmp_path / "run" / "events.jsonl") == [
         {
-            "kind": "weights_published", "time_s": 10.0, "version": 1, "hash": "ab", "num_bytes": 8, "num_sent": 6,
-            "stall_s": 0.5, "seconds": 0.25,
+            "kind": "weights_published",
+            "time_s": 10.0,
+            "version": 1,
+            "hash": "ab",
+            "num_bytes": 8,
+            "num_sent": 6,
+            "stall_s": 0.5,
+            "seconds": 0.25,
         },
         {"kind": "step_done", "time_s": 11.5, "step": 1, "metrics": {"loss": 0.25, "reward/mean": None}},
     ], "lines are there before the sink is closed"

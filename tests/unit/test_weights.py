@@ -188,7 +188,7 @@ def test_weights_that_do_not_arrive_in_time_end_whatever_needs_them(needs_it):
     async def main() -> None:
         await weights.publish(3)
         if needs_it == "the next publish":
-            await asyncio.sleep(2)
+            await asyncio.sleep(3)
             await weights.publish(4)
         elif needs_it == "a verification":
             await weights.verify(group(0, versions=(3,)))
@@ -196,6 +196,55 @@ def test_weights_that_do_not_arrive_in_time_end_whatever_needs_them(needs_it):
             await weights.settled()
 
     with pytest.raises(DeadlineExceeded, match="relays while taking in version 3: no answer within 1 s"):
+        run_virtual(main())
+
+
+@dataclass
+class Loser:
+    """An actor and its relays. The relays lose a version before they tell of it, unless it is announced again."""
+
+    why: WorkerError | None = None
+    """What kept the version from the relays."""
+    asked: list[int] = field(default_factory=list)
+
+    async def publish(self, version: int) -> Published:
+        return Published(version, 4, 0.0)
+
+    async def announce_again(self, version: int) -> None:
+        self.asked.append(version)
+        if self.why is not None:
+            raise self.why
+
+    async def arrival(self, version: int) -> Arrival:
+        if version in self.asked:
+            return Arrival(version, f"hash-of-{version}", 4, 4, 0.0)
+        return await asyncio.get_running_loop().create_future()
+
+
+def losing(loser: Loser) -> WeightSync:
+    return WeightSync(loser, loser, transfer_s=1.0, max_age=2)  # type: ignore[arg-type]
+
+
+def test_a_version_that_the_relays_lost_before_they_told_of_it_is_announced_again():
+    loser = Loser()
+    weights = losing(loser)
+
+    async def main() -> None:
+        await weights.publish(3)
+        assert await weights.arrived(3) == "hash-of-3"
+
+    run_virtual(main())
+    assert loser.asked == [3]
+
+
+def test_what_kept_a_version_from_the_relays_is_told_and_not_that_nobody_has_it():
+    weights = losing(Loser(WorkerError("actor-0", "storing version 3", "no room in Ray's object store")))
+
+    async def main() -> None:
+        await weights.publish(3)
+        await weights.settled()
+
+    with pytest.raises(WorkerError, match="actor-0 while storing version 3: no room"):
         run_virtual(main())
 
 

@@ -9,7 +9,6 @@ Subclasses say what a step is; admission, pausing, abortion, streaming, deadline
 from __future__ import annotations
 
 import threading
-import time
 from abc import ABC, abstractmethod
 from asyncio import AbstractEventLoop, CancelledError, Future, Queue, get_running_loop, to_thread
 from collections import deque
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, TypeVar
 
+from rlsys import deadlines
 from rlsys.errors import DeadlineExceeded, RlsysError, WorkerDied, WorkerError
 from rlsys.types import EngineStats, PolicyVersion, VersionSpan
 from workers.engines.base import Completion, Request
@@ -26,6 +26,8 @@ from workers.engines.limits import Limits
 from workers.engines.streaming import as_sampled
 
 T = TypeVar("T")
+LOOKS = 4
+"""Looks at the step thread within the deadline of a step: one that hangs is found at most a look later."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +66,13 @@ class Job:
         return replace(begun, finish="abort", cache=begun.cache if keep_cache else None)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Turn:
+    """One thing that the step thread does, told from the others by being another object."""
+
+    deadline_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class _End:
     """Why nothing is sampled any more."""
@@ -85,8 +94,10 @@ class SteppingEngine(ABC):
         self._pending: dict[Future, str] = {}
         self._outbox: list[tuple[AbstractEventLoop, Callable[[], object]]] = []
         self._is_paused = self._is_closing = False
-        self._turn_began_s: float | None = None
-        self._turn_s = step_s
+        self._turn: _Turn | None = None
+        """What the step thread does; None while it waits."""
+        self._seen: tuple[_Turn | None, float] = (None, 0.0)
+        """The turn at the last look, and when it was seen first, in seconds that count."""
         self._watched: AbstractEventLoop | None = None
         self._lock = threading.Lock()
         self._end: _End | None = None
@@ -205,21 +216,23 @@ class SteppingEngine(ABC):
             queue.append(item)
         if future and self._watched is not (loop := future.get_loop()):
             self._watched = loop
-            loop.call_later(self._step_s, self._watch, loop)
+            deadlines.ticker().call_later(self._step_s / LOOKS, self._watch)
 
-    def _watch(self, loop: AbstractEventLoop) -> None:
+    def _watch(self) -> None:
         """Give the engine up if its thread has been in one turn for longer than the deadline.
 
-        Waits for the deadline, again and again while anything is pending; unblocked by nothing else.
+        Looks again and again while anything is pending; unblocked by nothing else. Time in which this process was
+        suspended does not count, so a turn's age is that since a look first found it.
         """
-        began_s = self._turn_began_s
-        age_s = 0.0 if began_s is None else time.monotonic() - began_s
-        if age_s >= self._turn_s:
-            self._finish(_End(DeadlineExceeded, f"no step ended within {self._turn_s:g} s; restart the worker"))
+        turn, now_s = self._turn, deadlines.now()
+        if self._seen[0] is not turn:
+            self._seen = (turn, now_s)
+        if turn is not None and now_s - self._seen[1] >= turn.deadline_s:
+            self._finish(_End(DeadlineExceeded, f"no step ended within {turn.deadline_s:g} s; restart the worker"))
         elif self._pending:
-            loop.call_later(self._turn_s - age_s, self._watch, loop)
+            deadlines.ticker().call_later(self._step_s / LOOKS, self._watch)
         else:
-            self._watched = None
+            self._watched, self._seen = None, (None, 0.0)
 
     # ------------------------------------------------------------------------------------------- on the step thread
 
@@ -242,9 +255,9 @@ class SteppingEngine(ABC):
         """
         while not (self._is_closing or self._end):
             if self._is_paused or not (self._waiting or self._is_busy()):
-                self._turn_began_s = None
+                self._turn = None
                 self._wake.wait()
-            self._turn_began_s = time.monotonic()
+            self._turn = _Turn(self._step_s)
             self._wake.clear()
             while self._commands:
                 self._commands.popleft()()
@@ -279,12 +292,12 @@ class SteppingEngine(ABC):
         self._version = version
 
     def _obey(self, work: Callable[[], object], future: Future, deadline_s: float) -> None:
-        self._turn_began_s, self._turn_s = time.monotonic(), deadline_s
+        self._turn = _Turn(deadline_s)
         try:
             self._answer(future, work())
         except RlsysError as refusal:
             self._answer(future, refusal)
-        self._turn_began_s, self._turn_s = time.monotonic(), self._step_s
+        self._turn = _Turn(self._step_s)
 
     def _answer(self, future: Future, outcome: object) -> None:
         """Resolve `future` at the end of this turn: with a value, or an exception to raise."""

@@ -5,19 +5,30 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, cast
 
 import ray
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
-from rlsys.broadcast import FAILURES, Announcement, Origin, best_chunks, broadcast, first_success
+from rlsys.broadcast import (
+    FAILURES,
+    TRIES,
+    Announcement,
+    Origin,
+    best_chunks,
+    broadcast,
+    first_success,
+    passing,
+    patiently,
+)
 from rlsys.contracts import Published
-from rlsys.errors import DeadlineExceeded, WorkerDied, WorkerError
+from rlsys.errors import DeadlineExceeded, WorkerError
 from rlsys.types import PolicyVersion, Ref
-from rlsys.weights import Manifest, Probe, TensorSpec, with_deadline
+from rlsys.weights import Manifest, Probe, TensorSpec
 from workers.cluster import call, node_ids
-from workers.relays import RESTART_POLL_S, RelayHandle
+from workers.relays import RelayHandle
 from workers.transport.tensors import Snapshot, lay_out, padded, unpack
 
 if TYPE_CHECKING:
@@ -42,25 +53,27 @@ def bucket_bytes(num_relays: int, num_bytes: int) -> int:
 class ObjectStorePublisher:
     """The actor's end. A publish is `begin`, writing the tensors it returns, `publish`; the rest happens behind.
 
-    What goes wrong behind is raised by the next `begin`.
+    What goes wrong behind is raised by whatever is called next, and again by every later call: `DeadlineExceeded` if no
+    relay had the version in time, `WeightsMismatch` if it was published before with other bytes or was damaged on every
+    way, another `WorkerError` if there is no memory for it.
     """
 
     def __init__(self, relays: Sequence[RelayHandle], transfer_s: float) -> None:
-        """`transfer_s` is the deadline for a version to reach the first relay."""
+        """`transfer_s` is the deadline for a version to reach the first relay, and for a publish to be over."""
         self._relays, self._transfer_s = relays, transfer_s
         self._snapshot: Snapshot | None = None
-        self._refs: dict[str, Ref] = {}
-        """Buckets of the newest version, by hash."""
+        self._newest: Announcement | None = None
+        """Of the newest version that was stored. Only its buckets are kept."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._handing_over: Future[None] | None = None
 
     def begin(self, specs: Sequence[TensorSpec], *, pin: bool = False) -> Mapping[str, Tensor]:
         """Host tensors to write the next version into, by name; the same memory every time.
 
-        Waits until the version before is with the relays. Raises what kept it from that: `DeadlineExceeded`,
-        `WorkerDied` or `WeightsMismatch` naming the relay and the phase. `pin`: page-locked memory.
+        Waits until the version before is with the relays, but not for all of `transfer_s`: there must be time to copy.
+        `pin`: page-locked memory.
         """
-        self.wait()
+        self._wait()
         if self._snapshot is None:
             num_bytes = sum(padded(piece.num_bytes) for pieces in lay_out(specs, 1 << 62) for piece in pieces)
             self._snapshot = Snapshot(specs, bucket_bytes(len(self._relays), num_bytes), pin=pin)
@@ -72,46 +85,56 @@ class ObjectStorePublisher:
         `probe` lets replicas show that they compute with these weights.
         """
         assert self._snapshot is not None, "begin comes first"
+        ended_s = time.monotonic()
+        self._start(self._hand_over(self._snapshot, version, probe, ended_s))
+        return Published(version, self._snapshot.num_bytes, ended_s - start_s)
+
+    def announce_again(self, version: PolicyVersion) -> None:
+        """Hand over `version` once more, if it is the newest: the relays that had it may all have died since."""
+        self._wait()
+        if self._newest is not None and self._newest.manifest.version == version:
+            self._start(self._reach(self._newest))
+            self._wait()
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        """Run `work` in the publisher's thread."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="publisher", daemon=True).start()
-        ended_s = time.monotonic()
-        work = self._hand_over(self._snapshot, version, probe, ended_s)
         self._handing_over = asyncio.run_coroutine_threadsafe(work, self._loop)
-        return Published(version, self._snapshot.num_bytes, ended_s - start_s)
 
-    def wait(self) -> None:
-        """Return once the version before is with the relays; raises as `begin` does."""
+    def _wait(self) -> None:
+        """Return once what was handed over last is with the relays; raise what kept it from that."""
         if self._handing_over is None:
             return
+        seconds = self._transfer_s * (1 - 1 / TRIES)
         try:
-            self._handing_over.result(2 * self._transfer_s)  # the second half is for hashing and storing
+            self._handing_over.result(seconds)
         except TimeoutError as error:
-            detail = f"not done within {2 * self._transfer_s:g} s"
-            raise DeadlineExceeded("actor-0", "storing the version before", detail) from error
-        self._handing_over = None
+            detail = f"not done after {seconds:g} s more"
+            raise DeadlineExceeded("actor-0", "handing the version before to the relays", detail) from error
 
     async def _hand_over(self, snapshot: Snapshot, version: PolicyVersion, probe: Probe | None, ended_s: float) -> None:
-        """Runs in the publisher's thread: store what changed, tell the relays, wait for the first to have it."""
+        """Store what changed, tell the relays, wait for the first to have it."""
         manifest = snapshot.manifest(version, probe)
+        before = self._newest.origin.refs if self._newest else {}
         refs: dict[str, Ref] = {}
         num_sent = 0
         for i, bucket in enumerate(manifest.buckets):
             if bucket.hash not in refs:
-                num_sent += bucket.num_bytes if bucket.hash not in self._refs else 0
-                refs[bucket.hash] = self._refs.get(bucket.hash) or ray.put(snapshot.bucket(i))
-        self._refs = refs
+                num_sent += bucket.num_bytes if bucket.hash not in before else 0
+                refs[bucket.hash] = before.get(bucket.hash) or _stored(snapshot.bucket(i), version)
         origin = Origin("actor-0", ray.get_runtime_context().get_node_id(), refs)
-        announcement = Announcement(manifest, origin, num_sent, time.monotonic() - ended_s)
-        await with_deadline(self._reach(announcement), self._transfer_s, "relays", f"taking in version {version}")
+        self._newest = Announcement(manifest, origin, num_sent, time.monotonic() - ended_s)
+        await self._reach(self._newest)
 
     async def _reach(self, announcement: Announcement) -> None:
-        """Return once one relay has it; the others go on. Relays that all died are waited for."""
-        while True:
-            try:
-                return await first_success(await broadcast(self._chain(), announcement, self._transfer_s))
-            except WorkerDied:
-                await asyncio.sleep(RESTART_POLL_S)
+        """Return once one relay has it; the others go on. Relays that restart or hang are waited for."""
+
+        async def ask() -> None:
+            await first_success(await broadcast(self._chain(), announcement, self._transfer_s))
+
+        await patiently(ask, self._transfer_s, f"taking in version {announcement.manifest.version}")
 
     def _chain(self) -> list[RelayHandle]:
         """Relays of the nodes that are there, the actor's own first."""
@@ -131,18 +154,34 @@ class ObjectStorePuller:
     async def pull(self, at_least: PolicyVersion) -> tuple[Manifest, Mapping[str, Tensor]]:
         """The newest version of the relay, no older than `at_least`; tensors are read-only views of shared memory.
 
-        Raises what the last relay failed with; `WeightsMismatch` if a pinned version was let go.
+        While relays restart or hang the others are asked, in turn, and all again. Raises `WeightsMismatch` if a pinned
+        version was let go by all of them, `DeadlineExceeded` after `transfer_s`.
         """
+        phase = f"giving version {at_least}{'' if self._is_pinned else ' or newer'}"
+        return await patiently(lambda: self._pull_from_any(at_least), self._transfer_s, phase)
+
+    async def _pull_from_any(self, at_least: PolicyVersion) -> tuple[Manifest, Mapping[str, Tensor]]:
         failures: list[WorkerError] = []
         for relay in self._relays:
             try:
                 return await self._pull_from(relay, at_least)
             except FAILURES as error:
                 failures.append(error)
-        raise failures[-1]
+        raise passing(failures)
 
     async def _pull_from(self, relay: RelayHandle, at_least: PolicyVersion) -> tuple[Manifest, Mapping[str, Tensor]]:
         manifest, refs = await (relay.pin(at_least) if self._is_pinned else relay.newest(at_least))
         phase = f"giving the bytes of version {manifest.version}"
-        fetched = [call(cast("Awaitable[np.ndarray]", ref), relay.name, phase, self._transfer_s) for ref in refs]
+        fetched = [call(cast("Awaitable[np.ndarray]", ref), relay.name, phase, self._transfer_s / 2) for ref in refs]
         return manifest, unpack(manifest, await asyncio.gather(*fetched))
+
+
+def _stored(data: np.ndarray, version: PolicyVersion) -> Ref:
+    try:
+        return ray.put(data)
+    except (ObjectStoreFullError, OutOfDiskError) as error:
+        detail = (
+            f"no room for {data.nbytes} bytes in Ray's object store ({type(error).__name__}): give the actor's node "
+            "more memory (ray start --object-store-memory) or disk to spill to"
+        )
+        raise WorkerError("actor-0", f"storing version {version}", detail) from error
