@@ -81,9 +81,10 @@ class RelayHandle:
 
     async def watch(self) -> WorkerError:
         """Waits until there is something to tell, or the process is gone, or it hangs: it is killed then, so that Ray
-        restarts it."""
+        restarts it. One that is starting is given all the time it takes."""
         news = asyncio.ensure_future(call(self.actor.watch.remote(), self.name, "keeping weights"))
         try:
+            await call(self.actor.held.remote(), self.name, "starting")
             while not (await asyncio.wait([news], timeout=self.transfer_s / TRIES))[0]:
                 await self.held()
             return await news

@@ -16,6 +16,7 @@ from rlsys.broadcast import (
     FAILURES,
     TRIES,
     Announcement,
+    Holding,
     Origin,
     best_chunks,
     broadcast,
@@ -40,6 +41,8 @@ BYTES_PER_S = 1e9
 it, and only by its square root."""
 HOP_S = 5e-3
 """Assumed fixed cost of passing a bucket on: a call to the relay before, a transfer and a put."""
+NUM_STORED = 3
+"""Versions that the publisher keeps: as many as a relay has, two complete and one on its way."""
 BUCKET_BYTES = (1 << 20, 16 << 20)
 """Least and most bytes of a bucket: a small one is all overhead, a big one hides which tensors did not change."""
 
@@ -62,8 +65,11 @@ class ObjectStorePublisher:
         """`transfer_s` is the deadline for a version to reach the first relay, and for a publish to be over."""
         self._relays, self._transfer_s = relays, transfer_s
         self._snapshot: Snapshot | None = None
-        self._newest: Announcement | None = None
-        """Of the newest version that was stored. Only its buckets are kept."""
+        self._stored: dict[PolicyVersion, Announcement] = {}
+        """Versions whose buckets are kept here: Ray counts a reference that was passed on only while whoever passed it
+        on lives, and the relays may all die."""
+        self._pinned: PolicyVersion | None = None
+        """The version that relays were last heard to have pinned."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._handing_over: Future[None] | None = None
 
@@ -92,8 +98,8 @@ class ObjectStorePublisher:
     def announce_again(self, version: PolicyVersion) -> None:
         """Hand over `version` once more, if it is the newest: the relays that had it may all have died since."""
         self._wait()
-        if self._newest is not None and self._newest.manifest.version == version:
-            self._start(self._reach(self._newest))
+        if version == max(self._stored, default=None):
+            self._start(self._reach(self._stored[version]))
             self._wait()
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
@@ -117,7 +123,7 @@ class ObjectStorePublisher:
     async def _hand_over(self, snapshot: Snapshot, version: PolicyVersion, probe: Probe | None, ended_s: float) -> None:
         """Store what changed, tell the relays, wait for the first to have it."""
         manifest = snapshot.manifest(version, probe)
-        before = self._newest.origin.refs if self._newest else {}
+        before = self._stored[max(self._stored)].origin.refs if self._stored else {}
         refs: dict[str, Ref] = {}
         num_sent = 0
         for i, bucket in enumerate(manifest.buckets):
@@ -125,8 +131,18 @@ class ObjectStorePublisher:
                 num_sent += bucket.num_bytes if bucket.hash not in before else 0
                 refs[bucket.hash] = before.get(bucket.hash) or _stored(snapshot.bucket(i), version)
         origin = Origin("actor-0", ray.get_runtime_context().get_node_id(), refs)
-        self._newest = Announcement(manifest, origin, num_sent, time.monotonic() - ended_s)
-        await self._reach(self._newest)
+        self._stored[version] = Announcement(manifest, origin, num_sent, time.monotonic() - ended_s)
+        await self._reach(self._stored[version])
+        await self._let_go()
+
+    async def _let_go(self) -> None:
+        """Drop all but the newest `NUM_STORED` versions and the pinned one; nothing if no relay says which that is."""
+        answers = await asyncio.gather(*(relay.held() for relay in self._chain()), return_exceptions=True)
+        holdings = [answer for answer in answers if isinstance(answer, Holding)]
+        self._pinned = max((h.pinned for h in holdings if h.pinned is not None), default=self._pinned)
+        for version in sorted(self._stored)[:-NUM_STORED] if holdings else []:
+            if version != self._pinned:
+                del self._stored[version]
 
     async def _reach(self, announcement: Announcement) -> None:
         """Return once one relay has it; the others go on. Relays that restart or hang are waited for."""
