@@ -100,10 +100,14 @@ class Driver:
                     self.repacker.published(start)
                     others.append(loops.create_task(self.repacker.run()))
                 version = await self._learn(start)
+                if not self._stopping:  # whoever stops a run may have stopped its cluster too
+                    await self.weights.settled()
                 for loop in others:
                     loop.cancel()
         except BaseExceptionGroup as errors:
             raise first_of(errors) from None
+        finally:
+            self.weights.give_up()
         return version
 
     async def restore(self, checkpoint: Path) -> PolicyVersion:

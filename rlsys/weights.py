@@ -186,6 +186,11 @@ class WeightSync:
         """Return once everything published has arrived. Raises what it failed to arrive for."""
         await asyncio.gather(*(self.arrived(version) for version in list(self._arriving)))
 
+    def give_up(self) -> None:
+        """Wait no more for what is arriving."""
+        for task in self._arriving.values():
+            task.cancel()
+
     async def verify(self, group: Group) -> None:
         """Raise `WeightsMismatch` unless every version in the group is as new as its permit asks for, and was
         acknowledged with the published hash. Waits for those that are arriving."""
