@@ -19,6 +19,7 @@ from rlsys.contracts import Judged, RolledOut
 from rlsys.driver import Driver
 from rlsys.errors import CheckpointError, NoProgress, RunAborted, WorkerDied
 from rlsys.events import Event, GroupDropped, GroupReissued, StepDone, WorkerFailed, WorkerRestarted
+from rlsys.record import read_groups
 from rlsys.testing import FakeReference, FakeRewards, FakeRollouts, FakeWorld, Fault, VirtualLoop, run_virtual
 from rlsys.types import Assignment, Group, Score, Task
 from tests.simulate.world import Recorder, driver_on
@@ -352,12 +353,32 @@ def test_a_relay_that_dies_is_told_and_nobody_waits_for_it(tmp_path):
     assert (took_s, world.weights) == (quiet_s, quiet.weights)
 
 
-def test_a_checkpoint_waits_for_the_hash_of_what_it_holds(tmp_path):
-    driver = driver_on(FakeWorld(broadcast_s=7.0), tmp_path, steps=2, checkpoint_every=1)
+def test_a_checkpoint_holds_the_hash_of_every_version_its_groups_have_and_waits_for_no_other(tmp_path):
+    recorder = Recorder()
+    world = FakeWorld(broadcast_s=7.0, train_s=lambda version: 30.0)
+    driver = driver_on(world, tmp_path, steps=3, max_staleness=2, checkpoint_every=1, recorder=recorder)
     run_virtual(driver.run(0))
-    checkpoint = find_latest(tmp_path)
-    assert checkpoint is not None
-    assert read_state(checkpoint).published[2] == "hash-of-2"
+    state = read_state(tmp_path / "step_000002")
+    versions = {
+        span.version
+        for record in read_groups(tmp_path / "step_000002" / "groups.jsonl")
+        for span in record.group.versions
+    }
+    assert versions
+    assert state.published.items() >= {(version, world.hash(version)) for version in versions}
+    assert 2 not in state.published, "it is still on its way"
+
+
+def test_whoever_stops_a_run_need_not_wait_for_relays_that_are_gone(tmp_path):
+    driver = driver_on(FakeWorld(broadcast_s=20.0), tmp_path, steps=6)
+    driver.events.attach(StopAfter(driver, 1))
+
+    async def seconds() -> float:
+        assert await driver.run(0) == 1
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(seconds()) < 20.0 + 5.0
+    assert find_latest(tmp_path) == tmp_path / "step_000001"
 
 
 def test_a_replica_with_weights_nobody_published_is_caught_before_its_tokens_are_trained(tmp_path):
