@@ -140,11 +140,11 @@ class RayRelays:
         """
 
         async def ask() -> None:
-            _, self._pinned = await self._found(version)
             pins = await asyncio.gather(*(member.pin(version) for member in self.members), return_exceptions=True)
             errors = [pin for pin in pins if isinstance(pin, BaseException)]
             if len(errors) == len(pins):
                 raise passing(errors)
+            _, self._pinned = await self._found(version)
 
         await patiently(ask, self._transfer_s, f"pinning version {version}")
 
