@@ -218,7 +218,8 @@ class LimitsSection(Section):
     """Deadline of rolling out one group, seconds; then its replica is replaced and the group issued again. Waiting at
     the replica for weights does not count. Of a reward worker: deadline of judging one group."""
     transfer_s: PositiveFloat = 120.0
-    """Deadline of one weight transfer, seconds."""
+    """Deadline of one weight transfer, seconds. A single relay has a quarter of it to answer; one that does not is
+    killed, and filled again."""
     step_s: PositiveFloat = 120.0
     """Deadline of one decoding step of an engine, seconds; then its replica is replaced."""
     no_progress_s: PositiveFloat = 900.0

@@ -14,9 +14,9 @@ from rlsys.algorithm import Signal
 from rlsys.checkpoint import find_latest
 from rlsys.data.source import TaskSource
 from rlsys.driver import Driver
-from rlsys.events import Event, GroupReissued, StepDone
+from rlsys.events import Event, GroupReissued
 from rlsys.testing import FakeWorld, Fault, run_virtual, tasks
-from tests.simulate.world import NUM_TASKS, driver_on
+from tests.simulate.world import NUM_TASKS, StopAfter, driver_on
 
 STALENESS = (0, 1, 2, 4, 8)
 STEPS = 12
@@ -86,7 +86,7 @@ def _session(
     witness = Witness(driver)
     driver.events.attach(witness)
     if stop < STEPS:
-        driver.events.attach(StopAt(driver, stop))
+        driver.events.attach(StopAfter(driver, stop))
     assert run_virtual(_run(driver, folder)) == stop
     witness.count_permits()
     return world, driver, witness
@@ -143,21 +143,6 @@ class Witness:
         queue = self.driver.queue
         if queue.num_permits != min(queue.capacity, (STEPS - queue.version) * queue.groups_per_step):
             self.wrong_counts.append(queue.num_permits)
-
-    def close(self) -> None:
-        pass
-
-
-@dataclass
-class StopAt:
-    """A user who presses Ctrl-C during a step."""
-
-    driver: Driver
-    step: int
-
-    def handle(self, event: Event, time_s: float) -> None:
-        if isinstance(event, StepDone) and event.step == self.step:
-            self.driver.stop()
 
     def close(self) -> None:
         pass

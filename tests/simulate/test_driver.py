@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,11 +18,11 @@ from rlsys.checkpoint import find_latest, read_state
 from rlsys.contracts import Judged, RolledOut
 from rlsys.driver import Driver
 from rlsys.errors import CheckpointError, NoProgress, RunAborted, WorkerDied
-from rlsys.events import Event, GroupDropped, GroupReissued, StepDone, WorkerFailed, WorkerRestarted
+from rlsys.events import GroupDropped, GroupReissued, StepDone, WorkerFailed, WorkerRestarted
 from rlsys.record import read_groups
 from rlsys.testing import FakeReference, FakeRewards, FakeRollouts, FakeWorld, Fault, VirtualLoop, run_virtual
 from rlsys.types import Assignment, Group, Score, Task
-from tests.simulate.world import Recorder, driver_on
+from tests.simulate.world import Recorder, StopAfter, driver_on
 
 
 def latencies(seed: int, longest_s: float):
@@ -84,21 +84,6 @@ def test_asynchrony_overlaps_generation_with_training(tmp_path):
         return sum(s.metrics["time/step"] for s in recorder.of(StepDone))
 
     assert duration_s(0) / duration_s(2) > 1.7
-
-
-@dataclass
-class StopAfter:
-    """A user who presses Ctrl-C during a step."""
-
-    driver: Driver
-    step: int
-
-    def handle(self, event: Event, time_s: float) -> None:
-        if isinstance(event, StepDone) and event.step == self.step:
-            self.driver.stop()
-
-    def close(self) -> None:
-        pass
 
 
 @settings(deadline=None, max_examples=40)

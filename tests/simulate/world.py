@@ -10,7 +10,7 @@ from rlsys.algorithm import Signal
 from rlsys.checkpoint import Checkpoints
 from rlsys.data.source import TaskSource
 from rlsys.driver import BatchShape, Driver
-from rlsys.events import Event, Events
+from rlsys.events import Event, Events, StepDone
 from rlsys.failures import FailurePolicy
 from rlsys.ledger import Ledger
 from rlsys.queue import StreamingQueue
@@ -36,6 +36,21 @@ class Recorder:
 
     def of(self, kind: type[E]) -> list[E]:
         return [e for e in self.events if isinstance(e, kind)]
+
+
+@dataclass
+class StopAfter:
+    """A user who presses Ctrl-C during a step."""
+
+    driver: Driver
+    step: int
+
+    def handle(self, event: Event, time_s: float) -> None:
+        if isinstance(event, StepDone) and event.step == self.step:
+            self.driver.stop()
+
+    def close(self) -> None:
+        pass
 
 
 def driver_on(
