@@ -1,7 +1,8 @@
-"""The maths that algorithms share: ratios, clipping, off-policy corrections, KL estimators, group statistics.
+"""The maths that algorithms share: ratios, clipping, group statistics, sums over samples, GAE.
 
 Works on tensors by their methods only, so that importing an algorithm does not import torch. Shape suffixes: `N`
-trained tokens of a micro-batch, `G` members of a group.
+trained tokens of a micro-batch, `S` samples of it, `G` members of a group; inside `discounted_sums`, `R` rows of `C`
+tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this: beyond e^20 a ratio says nothing more and soon overflows."""
+ROW = 64
+"""Tokens that `discounted_sums` sums in one product; any number gives the same sums."""
+
+
+# ------------------------------------------------------------------------------------------------- ratios and clipping
 
 
 def log_ratio(logprobs_N: Tensor, base_logprobs_N: Tensor) -> Tensor:
@@ -47,45 +53,16 @@ def clipped(ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: f
     )
 
 
-def importance_weights(proximal_logprobs_N: Tensor, behavior_logprobs_N: Tensor) -> Tensor:
-    """rho = pi_proximal / mu per token, without gradient: what a token counts that was sampled from mu.
+def dual_floor(advantages_N: Tensor, dual_clip: float) -> Tensor:
+    """c A where A < 0, else 0: the least that dual clip lets an objective be (arXiv:1912.09729, eq. 5).
 
-    Decoupled PPO (arXiv:2110.00641; AReaL, arXiv:2505.24298, eq. 5): the step starts from the proximal policy
-    and is clipped against it, and rho carries over what was sampled elsewhere. Not for a loss whose ratio is against mu
-    already: that would count rho twice.
+    A clipped objective with A >= 0 is never negative, so that `objective.maximum(floor)` changes only tokens with
+    A < 0, as it must: for A > 0 the outer maximum would replace the objective by a constant.
     """
-    return log_ratio(proximal_logprobs_N, behavior_logprobs_N).exp().detach()
+    return dual_clip * advantages_N.clamp(max=0)
 
 
-def truncated(weights_N: Tensor, cap: float) -> Tensor:
-    """min(rho, cap): truncated importance sampling (Ionides, 2008), which bounds the variance at the price of a bias.
-
-    For what lies between engine and trainer: Yao et al., 2025 (https://fengyao.notion.site/off-policy-rl).
-    """
-    return weights_N.clamp(max=cap)
-
-
-def masked(weights_N: Tensor, low: float = 0.5, high: float = 5.0) -> Tensor:
-    """rho where low <= rho <= high, else 0: IcePop (arXiv:2510.18855), with its bounds.
-
-    A token that is left out still counts in the loss's denominator, so that the others do not weigh more. IcePop
-    compares engine and trainer at the version sampled from; here the age of a token counts as well.
-    """
-    return weights_N * ((weights_N >= low) & (weights_N <= high))
-
-
-def kl_penalty(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
-    """KL(policy || reference) per token on tokens sampled from the policy: k3's value with k2's gradient.
-
-    With x = log(p / ref), k3 = e^-x + x - 1 is unbiased, never negative and of low variance, but its gradient is not
-    that of the KL; the gradient of k2 = x² / 2 is, in expectation (http://joschu.net/blog/kl-approx.html). So the value
-    comes from the one and the gradient, x ∇log p, from the other. Tokens sampled from another distribution need their
-    importance weight besides: with rho = p / mu, the mean of rho x ∇log p over mu is that of x ∇log p over the policy.
-    """
-    x_N = log_ratio(logprobs_N, reference_logprobs_N)
-    k2_N = x_N.square() / 2
-    k3_N = (-x_N).exp() + x_N - 1
-    return k2_N + (k3_N - k2_N).detach()
+# ----------------------------------------------------------------------------------------------------- group statistics
 
 
 def centred(rewards_G: Sequence[float], *, std_normalize: bool) -> list[float]:
@@ -97,3 +74,94 @@ def centred(rewards_G: Sequence[float], *, std_normalize: bool) -> list[float]:
     mean = fmean(from_first_G)
     scale = stdev(rewards_G) + 1e-6 if std_normalize else 1.0
     return [(reward - mean) / scale for reward in from_first_G]
+
+
+def left_out(rewards_G: Sequence[float]) -> list[float]:
+    """Each reward minus the mean of the others, n / (n - 1) (R - mean): RLOO (arXiv:2402.14740). Needs two or more."""
+    scale = len(rewards_G) / (len(rewards_G) - 1)
+    return [scale * value for value in centred(rewards_G, std_normalize=False)]
+
+
+# ----------------------------------------------------------------------------------------------------------- samples
+
+
+def sample_totals(values_N: Tensor, lengths_S: Tensor) -> Tensor:
+    """The sum of each sample, one entry per sample.
+
+    Added up in float64. A value that is not finite stays in its own sample.
+    """
+    import torch
+
+    # `unsafe` leaves out a check that would wait for a GPU.
+    totals_S = torch.segment_reduce(values_N.double(), "sum", lengths=lengths_S, unsafe=True, initial=0.0)
+    return totals_S.to(values_N.dtype)
+
+
+def sample_of(lengths_S: Tensor, num_tokens: int) -> Tensor:
+    """Per token, the index of its sample."""
+    return (lengths_S.new_ones(len(lengths_S)).cumsum(0) - 1).repeat_interleave(lengths_S, output_size=num_tokens)
+
+
+def sample_sums(values_N: Tensor, lengths_S: Tensor) -> Tensor:
+    """The sum of each sample, at each of its tokens."""
+    return sample_totals(values_N, lengths_S).repeat_interleave(lengths_S, output_size=len(values_N))
+
+
+def sample_means(values_N: Tensor, lengths_S: Tensor) -> Tensor:
+    """The mean of each sample over its trained tokens, at each of them."""
+    means_S = sample_totals(values_N, lengths_S) / lengths_S.clamp(min=1)
+    return means_S.repeat_interleave(lengths_S, output_size=len(values_N))
+
+
+def is_last(lengths_S: Tensor, num_tokens: int) -> Tensor:
+    """Per token: is it the last trained one of its sample?"""
+    sample_N = sample_of(lengths_S, num_tokens)
+    is_last_N = sample_N != sample_N.roll(-1)
+    is_last_N[-1:] = True
+    return is_last_N
+
+
+def discounted_sums(values_N: Tensor, lengths_S: Tensor, decay: float) -> Tensor:
+    """s_t = v_t + decay s_{t+1} within each sample, for a decay from 0 to 1.
+
+    Without a loop over tokens, in float64: every sample is laid out in rows of `ROW` tokens; one product with the
+    matrix of the powers of `decay` sums within rows, and the rows of a sample are joined by doubling: a row that
+    has summed 2^k rows adds the one 2^k further on, times decay^(ROW 2^k).
+    """
+    rows_S = (lengths_S + (ROW - 1)) // ROW
+    if not len(values_N):
+        return values_N
+    counts_S = rows_S.tolist()  # the only wait for a GPU
+    num_rows, most_rows = sum(counts_S), max(counts_S)
+    padding_S = (rows_S.cumsum(0) - rows_S) * ROW - (lengths_S.cumsum(0) - lengths_S)
+    places_N = padding_S.repeat_interleave(lengths_S, output_size=len(values_N)) + (
+        lengths_S.new_ones(len(values_N)).cumsum(0) - 1
+    )
+    exact_N = values_N.double()
+    padded_RC = exact_N.new_zeros(num_rows * ROW).index_copy_(0, places_N, exact_N).view(-1, ROW)
+
+    columns_C = lengths_S.new_ones(ROW).cumsum(0) - 1
+    powers_CC = (decay ** (columns_C[:, None] - columns_C).clamp(min=0).double()).tril()
+    sums_RC = padded_RC @ powers_CC
+
+    after_R = rows_S.cumsum(0).repeat_interleave(rows_S, output_size=num_rows) - lengths_S.new_ones(num_rows).cumsum(0)
+    joined_R, reach, factor = sums_RC[:, 0], 1, decay**ROW
+    while reach < most_rows:
+        joined_R = joined_R + factor * joined_R.roll(-reach).masked_fill(after_R < reach, 0.0)
+        reach, factor = 2 * reach, factor * factor
+    carried_R = joined_R.roll(-1).masked_fill(after_R < 1, 0.0)
+    sums_RC = sums_RC + carried_R[:, None] * decay ** (ROW - columns_C).double()
+    return sums_RC.flatten()[places_N].to(values_N.dtype)
+
+
+def gae(rewards_N: Tensor, values_N: Tensor, lengths_S: Tensor, gamma: float, lam: float) -> Tensor:
+    """Generalised advantage estimates (arXiv:1506.02438, eq. 16) over the trained tokens of each sample.
+
+    delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}, where t + 1 is the next trained token,
+    and both V and A are 0 after the last. Tokens between turns that the policy did not sample take no part, which is
+    the same as handing V_{t+1} and A_{t+1} back over them unchanged.
+    """
+    values_N = values_N.double()
+    next_N = values_N.roll(-1).masked_fill(is_last(lengths_S, len(values_N)), 0.0)
+    deltas_N = rewards_N + gamma * next_N - values_N
+    return discounted_sums(deltas_N, lengths_S, gamma * lam).to(rewards_N.dtype)

@@ -23,7 +23,7 @@ import torch
 from algorithms.grpo import GRPO
 from benchmarks.measure import print_result
 from examples.smollm.prepare import Recipe, prepare
-from rlsys.algorithm import Assigned
+from rlsys.algorithm import Aggregation, Assigned
 from rlsys.batch.plan import plan_batch
 from rlsys.batch.samples import meta_of, versions_of
 from rlsys.batch.tensors import StepData
@@ -94,10 +94,10 @@ def compared(episodes: tuple[Episode, ...], dtype: Dtype, temperature: float) ->
         versions=versions_of(episodes), weights=(), payload=None,
     )  # fmt: skip
     assigned = [Assigned(e, 0, 1.0) for e in range(len(episodes))]
-    plan = plan_batch([group], [assigned], num_ranks=1, max_tokens=2048)
+    plan = plan_batch([group], [assigned], Aggregation(), num_ranks=1, max_tokens=2048)
     backend = FsdpBackend(str(FOLDER / "model"), OptimizerSettings(lr=1e-6, total_steps=1), Ranks(), dtype=dtype)
     data = StepData([episodes], [{}])
-    metrics = backend.train_step(plan.ranks[0], plan.denominators, data, GRPO(), temperature=temperature)
+    metrics = backend.train_step(plan.of_rank(0), data, GRPO(), temperature=temperature)
     return {
         name.removeprefix("sampler/"): float(f"{value:.3g}")
         for name, value in metrics.items()

@@ -32,6 +32,7 @@ def main() -> int:
     broken = {
         "bound_exceeded": [seed for seed, o in enumerate(outcomes) if o.staleness > o.bound],
         "not_exactly_once": [seed for seed, o in enumerate(outcomes) if not o.is_exactly_once],
+        "stale_while_calibrating": [seed for seed, o in enumerate(outcomes) if not o.is_calibrated],
         "dropped_stale": [seed for seed, o in enumerate(outcomes) if o.num_stale],
         "issued_again_for_nothing": [seed for seed, o in enumerate(outcomes) if o.num_healthy],
         "permits_miscounted": [seed for seed, o in enumerate(outcomes) if not o.has_all_permits],

@@ -13,14 +13,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rlsys.algorithm import Algorithm, Assigned, LossInputs, LossOutput, Signal
+    from rlsys.algorithm import Aggregation, Algorithm, Assigned, LossInputs, LossOutput, Settled, Shaped, Signal
     from rlsys.config import Config
     from rlsys.errors import RlsysError
     from rlsys.launch import TrainResult, evaluate, export, train
+    from rlsys.stabilizer import Stabilizer, StabilizerPlugin, Steered
     from rlsys.workflow import Agent, Session, Workflow
 
 __all__ = [
     "Agent",
+    "Aggregation",
     "Algorithm",
     "Assigned",
     "Config",
@@ -28,7 +30,12 @@ __all__ = [
     "LossOutput",
     "RlsysError",
     "Session",
+    "Settled",
+    "Shaped",
     "Signal",
+    "Stabilizer",
+    "StabilizerPlugin",
+    "Steered",
     "TrainResult",
     "Workflow",
     "evaluate",
@@ -37,10 +44,20 @@ __all__ = [
 ]
 
 _HOMES = {
-    "rlsys.algorithm": ("Algorithm", "Assigned", "LossInputs", "LossOutput", "Signal"),
+    "rlsys.algorithm": (
+        "Aggregation",
+        "Algorithm",
+        "Assigned",
+        "LossInputs",
+        "LossOutput",
+        "Settled",
+        "Shaped",
+        "Signal",
+    ),
     "rlsys.config": ("Config",),
     "rlsys.errors": ("RlsysError",),
     "rlsys.launch": ("TrainResult", "evaluate", "export", "train"),
+    "rlsys.stabilizer": ("Stabilizer", "StabilizerPlugin", "Steered"),
     "rlsys.workflow": ("Agent", "Session", "Workflow"),
 }
 

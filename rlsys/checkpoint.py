@@ -2,8 +2,10 @@
 
     checkpoints/step_000050/
         actor/           weights and optimizer (written by the ranks)
+        critic/          the same of the critic, in a run that has one
         groups.jsonl     groups that were finished and not trained yet
-        driver.json      policy version, task cursor, what was issued and not consumed, hashes of published weights
+        driver.json      policy version, task cursor, what was issued and not consumed, hashes of published weights,
+                         metrics of the step before
         manifest.json    size of every file above; a checkpoint without it, or that does not match it, is not one
     checkpoints/latest   the newest complete one, by name: a text file, since object stores have no links
 
@@ -17,10 +19,10 @@ import json
 import os
 import shutil
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter, with_config
 
 from rlsys.errors import CheckpointError
 from rlsys.ledger import LedgerState
@@ -39,11 +41,14 @@ class DriverState:
     published: dict[PolicyVersion, str]
     """Content hash by version: groups sampled before the interruption are still verified after it."""
     ledger: LedgerState
+    past: dict[str, float] = field(default_factory=dict)
+    """Metrics of the step before, see `Algorithm.settle`; empty in checkpoints that are older than this key."""
     state_v: int = STATE_FORMAT
     """The layout it is written in; one without it is of layout 1."""
 
 
-_STATE = TypeAdapter(DriverState)
+_STATE = TypeAdapter(with_config(ConfigDict(ser_json_inf_nan="constants"))(DriverState))
+"""A metric may be NaN."""
 _OTHERWISE = "go on with the version of rlsys that wrote it, or name another checkpoint with run.resume=PATH"
 
 
@@ -132,6 +137,12 @@ def read_state(checkpoint: Path) -> DriverState:
     except ValueError as error:  # of JSON, and of pydantic
         raise CheckpointError(f"{path} cannot be read: {error}; {_OTHERWISE}") from error
     raise CheckpointError(f"{path} has format {state_v}, and this version of rlsys reads {STATE_FORMAT}; {_OTHERWISE}")
+
+
+def check_written(folder: Path) -> None:
+    """Raise `CheckpointError` if the ranks, which may be on other machines, left no file in `folder`."""
+    if not any(path.is_file() for path in folder.rglob("*")):
+        raise CheckpointError(f"the ranks wrote to {folder}, but not where the driver sees it: share run.folder")
 
 
 def _sizes(folder: Path) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The command line: `rlsys train | eval | export | simulate | config | data | doctor | algorithms`.
+"""The command line: `rlsys train | eval | export | replay | simulate | config | data | doctor | algorithms`.
 
 Every verb is a thin layer over a function that Python can call too. An `RlsysError` becomes its message on stderr and
 its exit code; anything else is a bug and shows its traceback. Verbs import what they need when they run, so that
@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlsys.errors import RlsysError
+from rlsys.errors import ConfigError, RlsysError
 
 if TYPE_CHECKING:
     from rlsys.config import Config
+    from rlsys.config.plugins import PluginKind
 
 app = typer.Typer(
     help="Reinforcement-learning post-training of language models, on Ray.",
@@ -106,6 +107,25 @@ def export(
     typer.echo(str(launch.export(run, to, step)))
 
 
+@app.command()
+def replay(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="RUN/failed/step_N, as the run's error names it.")],
+    as_json: AsJson = False,
+) -> None:
+    """Compute again a step whose numbers were not finite, sample by sample; exit 1 unless all of them are finite here.
+
+    Only for folders you trust: training state is unpickled by torch's checkpoint reader, which can run code.
+    """
+    from rlsys import launch
+
+    replayed = launch.replay(folder)
+    if as_json:
+        typer.echo(json.dumps(replayed.as_json()))
+    else:
+        typer.echo("\n".join(replayed.lines()))
+    raise typer.Exit(not replayed.is_fine)
+
+
 @app.command(context_settings=OVERRIDES)
 def simulate(
     profile: Annotated[
@@ -185,12 +205,24 @@ def inspect_data(
 
 @app.command()
 def algorithms() -> None:
-    """List the installed algorithms: name, class and first line of documentation."""
-    from rlsys.config.algorithms import algorithm_class, installed
+    """List the installed algorithms and stabilizers: name, kind, class and first line of documentation."""
+    from rlsys.config.plugins import KINDS
 
-    for name, point in installed().items():
-        summary = (algorithm_class(name).__doc__ or "").partition("\n")[0]
-        typer.echo(f"{name:<12} {point.value:<28} {summary}")
+    rows = [
+        (name, kind.name, " or ".join(point.value for point in points), _summary(kind, name))
+        for kind in KINDS
+        for name, points in kind.installed().items()
+    ]
+    names, kinds, places = (max(len(row[column]) for row in rows) for column in range(3))
+    for name, kind, place, summary in rows:
+        typer.echo(f"{name:<{names}}  {kind:<{kinds}}  {place:<{places}}  {summary}")
+
+
+def _summary(kind: PluginKind[Any], name: str) -> str:
+    try:
+        return (kind.find(name).__doc__ or "").partition("\n")[0]
+    except ConfigError as error:  # of one package, which is no reason to hide the others
+        return f"does not load: {error}"
 
 
 @app.command()

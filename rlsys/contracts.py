@@ -14,7 +14,7 @@ from typing import Protocol
 from rlsys.algorithm import Assigned, Signal
 from rlsys.batch.plan import BatchPlan
 from rlsys.errors import WorkerError
-from rlsys.types import Acknowledged, Assignment, EngineStats, Group, PolicyVersion, ReplicaLoad, Score, Task
+from rlsys.types import Acknowledged, Assignment, EngineStats, Group, PolicyVersion, Ref, ReplicaLoad, Score, Task
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Published:
 
 @dataclass(frozen=True)
 class TrainStats:
-    """What one optimizer step reports. Keys of `metrics` are full metric names, e.g. `optim/grad_norm`."""
+    """What one step of the actor or the critic reports. Keys of `metrics` are full metric names, e.g.
+    `optim/grad_norm`."""
 
     metrics: Mapping[str, float]
     train_s: float
@@ -130,20 +131,56 @@ class Rewards(Protocol):
 
 
 class Reference(Protocol):
-    """A worker that adds one extra column to groups."""
+    """A worker that adds one extra column to groups as they come."""
 
     async def annotate(self, groups: Sequence[Group], signal: Signal) -> list[Group]:
         """The same groups, each with a reference to the column in `columns[signal]`. Raises `PayloadLost`."""
         ...
 
 
+class StepAnnotator(Protocol):
+    """A worker that makes one extra column of a step that is put together."""
+
+    async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
+        """One reference per rank: for each of its micro-batches, updates in order, the column of its trained tokens, as
+        one array of floats. Raises `PayloadLost`."""
+        ...
+
+
+class Critic(StepAnnotator, Protocol):
+    """The model that expects a return of every state, over all its ranks: as many as the actor has."""
+
+    async def fetch(self, groups: Sequence[Group], plan: BatchPlan) -> None:
+        """Have the data of the next step on every rank, for `annotate_step` and `train_step`. Raises `PayloadLost`,
+        with nothing stepped."""
+        ...
+
+    async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
+        """One step on what was fetched; `columns` as for `Actor.train_step`. Raises `TrainingError` on NaN, with
+        nothing of that update stepped; never `PayloadLost`."""
+        ...
+
+    async def save(self, folder: Path) -> None:
+        """Write weights and optimizer into `folder`."""
+        ...
+
+    async def load(self, folder: Path) -> None:
+        """Restore what `save` wrote, onto any number of ranks."""
+        ...
+
+
 class Actor(Protocol):
     """The policy being trained, over all its ranks."""
 
-    async def train_step(self, groups: Sequence[Group], plan: BatchPlan) -> TrainStats:
-        """One optimizer step on the planned samples.
+    async def fetch(self, groups: Sequence[Group], plan: BatchPlan) -> None:
+        """Have the data of the next step on every rank. Raises `PayloadLost`, with nothing stepped."""
+        ...
 
-        Raises `TrainingError` on NaN and `PayloadLost` if groups cannot be fetched any more, with nothing stepped.
+    async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
+        """One step on what was fetched: every update of the plan, in order.
+
+        `columns[signal][r]` is what `StepAnnotator.annotate_step` made for rank r. Raises `TrainingError` on NaN, with
+        nothing of that update stepped; never `PayloadLost`.
         """
         ...
 
@@ -162,8 +199,12 @@ class Actor(Protocol):
         """Write weights and optimizer into `folder`."""
         ...
 
-    async def load(self, folder: Path) -> None:
-        """Restore what `save` wrote, onto any number of ranks."""
+    async def load(self, folder: Path) -> int:
+        """Restore what `save` wrote, onto any number of ranks.
+
+        Returns the steps that train the policy which its stabilizer, as it is from here on, must still see without
+        staleness: all that one needs which `folder` knows nothing of, and 0 if there is none.
+        """
         ...
 
     async def record(
@@ -228,5 +269,10 @@ class Workers:
     actor: Actor
     relays: Relays
     annotators: Mapping[Signal, Reference] = field(default_factory=dict)
+    """Who makes the signals that are made as groups come."""
     evaluation: PinnedRollouts | None = None
     """Replicas of the evaluation lane; None in a run that measures nothing."""
+    step_annotators: Mapping[Signal, StepAnnotator] = field(default_factory=dict)
+    """Who makes the signals that are made once a step is put together; of `Signal.VALUES` it is the critic."""
+    critic: Critic | None = None
+    """None in a run whose algorithm needs no values."""

@@ -21,14 +21,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlsys import deadlines
-from rlsys.algorithm import Algorithm, Assigned, Signal
-from rlsys.batch.plan import plan_batch
+from rlsys.algorithm import Algorithm, Signal
 from rlsys.checkpoint import Checkpoints
-from rlsys.contracts import Busy, TrainStats, Workers
-from rlsys.errors import NoProgress, NothingToTrain, PayloadLost, first_of
+from rlsys.contracts import Busy, Workers
+from rlsys.errors import DeadlineExceeded, NoProgress, NoSignal, PayloadLost, RunAborted, WorkerDied, first_of
 from rlsys.evaluation import Evaluation
 from rlsys.events import CheckpointSaved, Events, StepDone, WorkerFailed, WorkerRestarted
 from rlsys.failures import FailurePolicy
+from rlsys.learner import BatchShape, Learned, Learner
 from rlsys.ledger import Ledger
 from rlsys.losses import Losses
 from rlsys.persistence import GivenUp, Persistence
@@ -37,20 +37,11 @@ from rlsys.repacking import Repacker
 from rlsys.resumable import Resumable
 from rlsys.stepmetrics import StepClock, step_metrics
 from rlsys.table import EPISODES, REWARD, Row
-from rlsys.types import Assignment, Group, PolicyVersion, Task
+from rlsys.types import Assignment, PolicyVersion, Task
 from rlsys.weights import WeightSync
 
 ANNOTATED_AT_ONCE = 8
 """Micro-batches of tokens that an annotator is handed at once: enough to fill it, and few enough to stream."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchShape:
-    """How a step's groups are laid out over the actor's ranks."""
-
-    num_ranks: int
-    max_tokens: int
-    """Tokens of one micro-batch."""
 
 
 @dataclass
@@ -69,9 +60,11 @@ class Driver:
     steps: int
     """Policy version at which the run is done."""
     no_progress_s: float
-    rollouts_folder: Path
+    run_dir: Path
+    config: str
+    """The configuration of the run as YAML, kept with a step that fails."""
     rollouts_every: int
-    """Steps between two whose groups are written there; 0 writes none."""
+    """Steps between two whose groups are written to `rollouts` in it; 0 writes none."""
     evaluation: Evaluation = field(default_factory=Evaluation)
     repacker: Repacker | None = None
     """None where nothing is to be gained by moving trajectories."""
@@ -81,6 +74,8 @@ class Driver:
     def __post_init__(self) -> None:
         self._persistence = Persistence(self.events)
         self._losses = Losses(self.queue, self.ledger, self.failures, self.events)
+        failed = self.run_dir / "failed"
+        self._learner = Learner(self.workers, self.algorithm, self.shape, self._clock.span, failed, self.config)
 
     async def run(self, start: PolicyVersion) -> PolicyVersion:
         """Train from version `start` to `steps`; returns the version reached, earlier only after `stop`.
@@ -93,7 +88,7 @@ class Driver:
             async with asyncio.TaskGroup() as loops:
                 self.evaluation.attach(loops, self._clock.progress)
                 others = [loops.create_task(self._produce()) for _ in range(self.queue.capacity)]
-                others += [loops.create_task(self._annotate(signal)) for signal in sorted(self.algorithm.signals)]
+                others += [loops.create_task(self._annotate(signal)) for signal in sorted(self.queue.signals)]
                 others.append(loops.create_task(self._watch()))
                 others.append(loops.create_task(self._supervise()))
                 if self.repacker:
@@ -115,7 +110,9 @@ class Driver:
 
         Raises `CheckpointError`, or `DataError` if the tasks have changed since.
         """
-        return await self._resumable.restore(checkpoint, self.steps)
+        state = await self._resumable.restore(checkpoint, self.steps)
+        self._learner.past = state.past
+        return state.version
 
     def stop(self) -> None:
         """Finish the step in hand, save, and return from `run`; an evaluation under way is given up."""
@@ -159,14 +156,14 @@ class Driver:
         return row
 
     async def _judge(self, permit: Permit, task: Task, row: Row) -> None:
-        """One attempt at judging it. Raises `NothingToTrain` if no trajectory is given an advantage."""
+        """One attempt at judging it. Raises `NothingToTrain` and `NoSignal` if it is of no use."""
         judged = await self.workers.rewards.score(task, row.group)
         self._clock.add("reward", judged.busy)
         group = row.group.with_scores(judged.scores)
-        if not permit.is_over and next(iter(self.algorithm.advantages(group)), None) is None:
-            raise NothingToTrain(f"group {group.serial} (task {group.task_id}): {_first_failure(group)}")
+        if not permit.is_over:
+            self._learner.check(group)
         if permit.put(REWARD, group):
-            self._losses.num_in_a_row = 0
+            self._losses.judged()
 
     # -------------------------------------------------------------------------------------------------------- annotate
 
@@ -203,23 +200,21 @@ class Driver:
         while version < self.steps and not self._stopping:
             with self._clock.span("wait_batch"):
                 rows = await self.queue.take(version=version, on_stale=self._losses.drop_stale)
-            groups = [row.group for row in rows]
-            assigned = [tuple(self.algorithm.advantages(group)) for group in groups]
-            if (stats := await self._trained(rows, groups, assigned)) is None:
+            if (learned := await self._learned(rows, version)) is None:
                 continue
             with self._clock.span("publish"):
                 await self.weights.publish(version + 1)
             if self.repacker:
                 self.repacker.published(version + 1)
-            tasks = self.ledger.consume(group.serial for group in groups)
+            tasks = self.ledger.consume(row.serial for row in rows)
             self.queue.release(rows, version + 1)
-            metrics = step_metrics(groups, stats, version, self.queue, self._clock)
+            metrics = step_metrics(learned, version, self.queue, self._clock)
             if self.repacker:
                 metrics["async/moved"] = self.repacker.num_moved
             version += 1
             self.events.emit(StepDone(version, metrics))
             await self._maybe_save(version)
-            await self._record(version, tasks, groups, assigned)
+            await self._record(version, tasks, learned)
             await self._evaluate(version)
         if version > start:
             await self._maybe_save(version)  # it is not saved yet if `stop` came after its turn to be
@@ -230,24 +225,29 @@ class Driver:
         with self._clock.span("eval_wait"):
             await self.evaluation.begin(version)
 
-    async def _trained(
-        self, rows: Sequence[Row], groups: Sequence[Group], assigned: Sequence[Sequence[Assigned]]
-    ) -> TrainStats | None:
-        """Train one step; None if the payload of some groups is gone: nothing is stepped, the others go back."""
-        plan = plan_batch(groups, assigned, num_ranks=self.shape.num_ranks, max_tokens=self.shape.max_tokens)
+    async def _learned(self, rows: Sequence[Row], version: PolicyVersion) -> Learned | None:
+        """Train one step; None if it came to nothing: its groups are put back, issued again, or dropped.
+
+        Raises `RunAborted` if a worker that the step needs is gone: none of them is replaced in a run.
+        """
         try:
-            return await self.workers.actor.train_step(groups, plan)
+            learned = await self._learner.step([row.group for row in rows], version)
         except PayloadLost as error:
             self.queue.put_back(LEARNER, self._losses.issue_again(error, rows))
-            return None
+        except NoSignal as error:
+            self._losses.drop_step(rows, error)
+        except (WorkerDied, DeadlineExceeded) as error:
+            raise RunAborted(f"{error}; go on from the last checkpoint with run.resume=auto") from error
+        else:
+            self._losses.trained()
+            return learned
+        return None
 
-    async def _record(
-        self, step: int, tasks: Sequence[Task], groups: Sequence[Group], assigned: Sequence[Sequence[Assigned]]
-    ) -> None:
+    async def _record(self, step: int, tasks: Sequence[Task], learned: Learned) -> None:
         if self.rollouts_every and step % self.rollouts_every == 0:
-            path = self.rollouts_folder / f"step_{step:06d}.jsonl"
+            path = self.run_dir / "rollouts" / f"step_{step:06d}.jsonl"
             try:
-                await self.workers.actor.record(path, step, tasks, groups, assigned)
+                await self.workers.actor.record(path, step, tasks, learned.groups, learned.assigned)
             except PayloadLost as error:  # they are trained: all that is missing is this file
                 self.events.emit(WorkerFailed("actor-0", f"writing {path.name}", str(error)))
 
@@ -257,12 +257,12 @@ class Driver:
             return
         began = asyncio.get_running_loop().time()
         with self._clock.span("checkpoint"):
-            path = await self._resumable.save(step, self._losses.issue_again)
+            path = await self._resumable.save(step, self._learner.past, self._losses.issue_again)
         self.events.emit(CheckpointSaved(step, str(path), asyncio.get_running_loop().time() - began))
 
     @property
     def _resumable(self) -> Resumable:
-        return Resumable(self.workers.actor, self.queue, self.ledger, self.weights, self.checkpoints)
+        return Resumable(self.workers, self.algorithm, self.queue, self.ledger, self.weights, self.checkpoints)
 
     # --------------------------------------------------------------------------------------------------------- relays
 
@@ -285,8 +285,3 @@ class Driver:
         table = self.ledger.table(self.workers.rollouts.whereabouts(), self.queue.lacking())
         pending = table + self.evaluation.table()
         raise NoProgress(f"nothing moved for {self.no_progress_s:g} s; pending:\n{pending}")
-
-
-def _first_failure(group: Group) -> str:
-    failures = [t.outcome.reason for e in group.episodes for t in e.trajectories if t.outcome.is_failed]
-    return failures[0] if failures else "no trajectory was given an advantage"

@@ -88,12 +88,24 @@ class NothingToTrain(RlsysError):
     counted."""
 
 
+class NoSignal(RlsysError):
+    """Groups were judged, and there is nothing to learn in them. They are dropped and counted, but nothing failed."""
+
+
 class RunAborted(RlsysError):
     """The failure policy ended the run; the message holds the last failure."""
 
 
 class TrainingError(RlsysError):
-    """The step itself went wrong (NaN in a loss or gradient)."""
+    """The step itself went wrong (NaN in a loss or gradient). `update` is the optimizer update of the step in which it
+    did, from 0; None if it was in none."""
+
+    def __init__(self, message: str, update: int | None = None) -> None:
+        super().__init__(message)
+        self.update = update
+
+    def __reduce__(self):  # noqa: ANN204  (exceptions cross process borders)
+        return type(self), (str(self), self.update)
 
 
 class NoProgress(RlsysError):

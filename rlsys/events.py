@@ -82,6 +82,18 @@ class GroupReissued:
 
 
 @dataclass(frozen=True, slots=True)
+class SignalMissing:
+    """So many groups one after the other had nothing to learn in them, a tenth of those that end the run."""
+
+    kind: ClassVar[str] = "signal_missing"
+    num_groups: int
+    limit: int
+    """`limits.max_no_signal_groups`."""
+    detail: str
+    """What was found of the last of them."""
+
+
+@dataclass(frozen=True, slots=True)
 class WeightsPublished:
     """A version that the actor published is in the relay tier."""
 
@@ -171,6 +183,7 @@ Event: TypeAlias = (
     | StepDone
     | GroupDropped
     | GroupReissued
+    | SignalMissing
     | WeightsPublished
     | WorkerFailed
     | WorkerRestarted
@@ -256,7 +269,7 @@ _SAMPLER: Mapping[str, Metric] = {
 
 METRICS: Mapping[str, Metric] = {
     "step": Metric("", "optimizer steps taken, also the version of the weights"),
-    "loss": Metric("", "loss of the step, normalised over the whole batch"),
+    "loss": Metric("", "loss of the policy over the whole batch, as the algorithm averages it; mean over updates"),
     "reward/mean": Metric("", "mean reward of the episodes trained"),
     "reward/std": Metric("", "standard deviation of their rewards"),
     "reward/min": Metric("", "lowest reward"),
@@ -264,13 +277,27 @@ METRICS: Mapping[str, Metric] = {
     "reward/failed_frac": Metric("share", "episodes that could not be judged or played, and so were left out"),
     "reward/by/*": Metric("", "mean of what one reward function gave where it applied, before its weight"),
     "group/frac_zero_std": Metric("share", "groups whose rewards are all equal and teach nothing"),
+    "kto/desirable_frac": Metric("share", "samples whose reward makes them desirable"),
+    "kto/z0": Metric("nats", "reference point: mean log-ratio to the reference over mismatched pairs, at least 0"),
+    "kto/margin": Metric("", "beta (r - z0), negated for undesirable samples; mean over tokens, positive once learned"),
+    "kto/clip_frac": Metric("share", "tokens of samples that moved further than `clip` since they were drawn"),
+    "kto/saturated_frac": Metric("share", "tokens of samples whose gradient is below a tenth of its maximum"),
+    "kto/reward_desirable": Metric("", "implicit reward beta r of desirable samples at the start of the step, mean"),
+    "kto/reward_undesirable": Metric("", "the same of undesirable samples"),
     "policy/kl_ref": Metric("nats", "KL from the policy to the reference, mean over the tokens as sampled, unweighted"),
-    "policy/ratio_mean": Metric("", "mean of the ratio that the loss clips; 1 unless correction is none"),
-    "policy/clip_frac_low": Metric("share", "tokens clipped at the ratio's lower bound; 0 unless correction is none"),
-    "policy/clip_frac_high": Metric("share", "tokens clipped at the ratio's upper bound; 0 unless correction is none"),
+    "policy/ratio_mean": Metric("", "mean of the probability ratio that the loss takes"),
+    "policy/clip_frac_low": Metric("share", "tokens whose ratio was clipped at its lower bound"),
+    "policy/clip_frac_high": Metric("share", "tokens whose ratio was clipped at its upper bound"),
+    "policy/clip_frac_dual": Metric("share", "tokens of negative advantage whose ratio was clipped at dual_clip"),
     "policy/entropy": Metric("nats", "mean entropy of the next-token distribution"),
-    "policy/tis_truncated_frac": Metric("share", "tokens whose importance weight was truncated to the cap"),
-    "policy/icepop_masked_frac": Metric("share", "tokens left out, because their importance weight is out of bounds"),
+    "policy/*_truncated_frac": Metric(
+        "share", "tokens whose importance weight was truncated to the cap, by correction"
+    ),
+    "policy/*_masked_frac": Metric("share", "tokens left out because they are too far off-policy, by correction"),
+    "policy/trains_negatives": Metric(
+        "", "1 if trajectories of negative advantage are trained, 0 if they are left out"
+    ),
+    "batch/samples_left_out": Metric("samples", "left out of the step, so that a multiple of samples_multiple remains"),
     **{f"sampler/{name}": metric for name, metric in _SAMPLER.items()},
     **{
         f"sampler/{bucket}/{name}": Metric(metric.unit, f"{metric.help}; {tokens}")
@@ -298,6 +325,7 @@ METRICS: Mapping[str, Metric] = {
     "async/num_versions": Metric("versions", "versions that groups rolled out during the step were sampled from"),
     "async/dropped": Metric("groups", "groups dropped since the run began, for any reason"),
     "async/dropped_stale": Metric("groups", "those of them that were too stale to train; should read 0"),
+    "async/dropped_no_signal": Metric("groups", "those of them in which the algorithm found nothing to learn"),
     "async/reissued": Metric(
         "", "attempts at groups since the run began, beyond the first of each: what they had was lost"
     ),
@@ -309,7 +337,9 @@ METRICS: Mapping[str, Metric] = {
     "time/step": Metric("s", "wall time of the step"),
     "time/rollout": Metric("s", "the busiest replica was at work on groups that came in during the step"),
     "time/reward": Metric("s", "the busiest reward worker was at work on groups that came in during the step"),
-    "time/train": Metric("s", "the trainer's step, with fetching its data"),
+    "time/fetch": Metric("s", "the ranks of actor and critic fetched the data of the step"),
+    "time/columns": Metric("s", "columns were made that need the whole step: values, mismatched pairs"),
+    "time/train": Metric("s", "the step of the policy, then that of the critic; each on its slowest rank"),
     "time/publish": Metric("s", "handing the weights over; the trainer waits meanwhile"),
     "time/annotate": Metric("s", "the busiest annotator added columns the algorithm asked for, beside everything else"),
     "time/wait_batch": Metric("s", "the trainer waited for groups with all their columns"),
@@ -331,7 +361,32 @@ METRICS: Mapping[str, Metric] = {
     "driver/cpu_share": Metric("share", "CPU time of the driver over the wall time of the step"),
     "perf/tokens_per_s": Metric("tokens/s", "trained tokens per second of wall time"),
     "perf/samples_per_s": Metric("1/s", "trained episodes per second of wall time"),
-    "optim/grad_norm": Metric("", "norm of the gradient before clipping"),
+    "gac/cosine": Metric(
+        "", "cosine of an update's gradient with that of the update before, both raw; 0 for the first"
+    ),
+    "gac/parallel_share": Metric("share", "length of the part along the gradient before, of the whole: |gac/cosine|"),
+    "gac/cosine_after": Metric("", "the same cosine, of the gradient as it goes on to clipping and the optimizer"),
+    "gac/regime": Metric(
+        "",
+        "what it called for: 0 nothing, 1 projection, 2 skipping; only done if stabilizer.enabled, mean over updates",
+    ),
+    "gac/skips_in_a_row": Metric("updates", "skipped without one between them, up to this one"),
+    "gac/c_low": Metric("", "largest |cosine| that is safe; not reported while it is being calibrated"),
+    "gac/c_high": Metric("", "|cosine| above which an update is skipped; not reported while it is being calibrated"),
+    "gac/update_cosine": Metric(
+        "", "cosine of the optimizer's own update, before any projection of it, with the one before; every 10th update"
+    ),
+    "critic/loss": Metric("", "loss of the critic, mean over the updates of the step"),
+    "critic/explained_variance": Metric(
+        "share", "of the returns, by the values before the step: 1 - Var(returns - values) / Var(returns)"
+    ),
+    "critic/value_mean": Metric("", "mean value of the states before trained tokens, before the step"),
+    "critic/grad_norm": Metric("", "norm of the critic's gradient before clipping, mean over the updates of the step"),
+    "critic/clip_frac": Metric(
+        "share", "tokens whose value moved beyond value_clip, so that they teach the critic nothing"
+    ),
+    "critic/lr": Metric("", "learning rate of the critic in the step"),
+    "optim/grad_norm": Metric("", "norm of the gradient before clipping, mean over the updates of the step"),
     "optim/lr": Metric("", "learning rate of the step"),
 }
 """Every metric the framework and its own algorithms report: name -> unit and meaning.

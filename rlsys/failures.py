@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from rlsys.errors import (
     DeadlineExceeded,
+    NoSignal,
     NothingToTrain,
     PayloadLost,
     RlsysError,
@@ -53,11 +54,13 @@ class FailurePolicy:
     """Times that rolling out a group or judging it fails, or that its payload is lost, before the run ends. Each is
     counted apart: a group is not blamed for outliving different failures."""
     max_failed_groups: int
-    """Groups dropped one after the other before the run ends: then it is not the task's fault."""
+    """Groups dropped as failed one after the other before the run ends: then it is not the task's fault."""
+    max_no_signal_groups: int
+    """Groups without a signal one after the other before the run ends: then waiting for another does not help."""
 
     def decide(self, error: RlsysError, *, attempt: int, dropped_in_a_row: int) -> Decision:
         """`attempt` counts from 1 for the piece of work at hand, or the losses of the group; `dropped_in_a_row` over
-        all groups since one succeeded."""
+        all groups dropped for a reason of this kind since one was not."""
         if isinstance(error, WorkerDied | DeadlineExceeded | WeightsMismatch | PayloadLost):
             if attempt >= self.max_attempts:
                 return Abort(f"gave up after {attempt} attempts at one group; the last failure: {error}")
@@ -66,4 +69,15 @@ class FailurePolicy:
             if dropped_in_a_row + 1 < self.max_failed_groups:
                 return Drop("too_long" if isinstance(error, TaskTooLong) else "failed")
             return Abort(f"{self.max_failed_groups} groups were dropped one after the other; the last failure: {error}")
+        if isinstance(error, NoSignal):
+            if dropped_in_a_row + 1 < self.max_no_signal_groups:
+                return Drop("no_signal")
+            return Abort(_NO_SIGNAL.format(count=dropped_in_a_row + 1, error=error))
         return Abort(str(error))
+
+
+_NO_SIGNAL = (
+    "{count} groups one after the other had nothing to learn from, such as equal rewards in every group: the tasks are "
+    "solved, or hopeless for this model, or the reward is constant. Look at rewards and answers, take tasks of another "
+    "difficulty or a finer reward, or raise limits.max_no_signal_groups. The last: {error}"
+)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol, TypeVar
 
-from rlsys.errors import NothingToTrain, RlsysError, RunAborted, WorkerError
+from rlsys.errors import NoSignal, NothingToTrain, RlsysError, RunAborted, WorkerError
 from rlsys.events import Events, WorkerFailed, WorkerRestarted
 from rlsys.failures import Abort, Decision, Drop, Retry
 
@@ -55,7 +55,7 @@ class Persistence:
                 if dead:
                     await self._replace(pool, *dead)
                 return await attempt_once()
-            except (WorkerError, NothingToTrain) as error:
+            except (WorkerError, NothingToTrain, NoSignal) as error:
                 match decide(error, attempt):
                     case Retry(restart=worker):
                         dead = (worker, error)

@@ -11,6 +11,10 @@ keeps its place: it is issued again before any new one is, so the older groups s
 bound nothing if finished groups may overtake slow ones without limit: each place of overtaking costs one more, hence
 W - 1.
 
+Until the version `synchronous_until` is published only P of the permits exist. A step then takes every group there is,
+and all of them were admitted at its version: staleness is 0 whatever the window. The rest of the permits are released
+with that version, as if the run began there; so the bound holds from there as it does from the start.
+
 `take` checks the bound again on version stamps. Its `stale` drop counter should read 0.
 """
 
@@ -76,8 +80,10 @@ class StreamingQueue:
     """Groups the rest of the run will consume: no more are admitted, so the last step leaves nothing unused."""
     signals: frozenset[Signal] = frozenset()
     """Columns the learner needs besides episodes and rewards, each added by an annotator."""
+    synchronous_until: PolicyVersion = 0
+    """Up to this version there is no more in the pipe than one step."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Drops by reason: `stale`, `failed`, `too_long`, ..."""
+    """Drops by reason: `stale`, `failed`, `too_long`, `no_signal`."""
     num_reissued: int = 0
     """Attempts at groups beyond the first of each."""
 
@@ -89,13 +95,28 @@ class StreamingQueue:
 
     @property
     def capacity(self) -> int:
-        """Permits in existence: (max_staleness + 1) * groups_per_step."""
+        """Permits in existence, at most: (max_staleness + 1) * groups_per_step."""
         return (self.max_staleness + 1) * self.groups_per_step
+
+    def permits_at(self, version: PolicyVersion) -> int:
+        """Permits in existence while `version` is the newest."""
+        return self.groups_per_step if version < self.synchronous_until else self.capacity
 
     @property
     def staleness_bound(self) -> int:
         """Versions that no trained token can be behind."""
         return (self.capacity + self.window - 2) // self.groups_per_step
+
+    def bound_at(self, version: PolicyVersion) -> int:
+        """Versions that no token trained by the step of `version` can be behind."""
+        return 0 if version < self.synchronous_until else self.staleness_bound
+
+    def is_in_time(self, group: Group, place: int, version: PolicyVersion) -> bool:
+        """Will a finished group be within the bound if, from `version` on, `place` older ones come before it, and as
+        many younger ones as the window lets overtake it?"""
+        num_before = place if version < self.synchronous_until else place + self.window - 1
+        num_steps = num_before // self.groups_per_step
+        return version + num_steps - group.oldest_version <= self.bound_at(version)
 
     @property
     def num_finished(self) -> int:
@@ -109,7 +130,7 @@ class StreamingQueue:
 
     @property
     def num_permits(self) -> int:
-        """Permits that are free, held, or back a judged group: `capacity` of them, and less only near the end."""
+        """Permits that are free, held, or back a judged group: `permits_at` of them, and less only near the end."""
         return self._free.qsize() + self._num_held + sum(row.has(*PRODUCED) for row in self._table)
 
     @property
@@ -150,8 +171,16 @@ class StreamingQueue:
         """Free the permits of a step whose weights are published as `version`: the next groups are born on them."""
         for row in rows:
             self._table.close(row)
+        num_more = self.permits_at(version) - self.permits_at(self.version)
         self.version = version
-        self._admit(len(rows))
+        self._admit(len(rows) + num_more)
+
+    def drop(self, rows: Iterable[Row], reason: str) -> None:
+        """Give groups up that the learner took: their permits are free for others, of the version there is."""
+        for row in rows:
+            self._table.close(row)
+            self.dropped[reason] += 1
+            self._give_back()
 
     def restore(
         self, version: PolicyVersion, num_groups: int, finished: Sequence[Group], pending: Iterable[int]
@@ -179,7 +208,7 @@ class StreamingQueue:
         """Permits whose block is not left."""
         self._num_admitted = num_finished
         """Permits handed out for groups that the run will consume; one that is given back is handed out again."""
-        self._admit(self.capacity - num_finished)
+        self._admit(self.permits_at(version) - num_finished)
 
     def _admit(self, count: int) -> None:
         for _ in range(min(count, self.num_groups - self._num_admitted)):
@@ -235,8 +264,9 @@ class StreamingQueue:
 
         Waits for a group with all its columns, less than `window` serials past the oldest one in flight. Unblocked by
         producers and annotators handing in columns, and by drops. A group with a token more than `staleness_bound`
-        versions behind `version` is dropped as `stale`, and handed to `on_stale`.
+        versions behind `version` (or any, before `synchronous_until`) is dropped as `stale`, and handed to `on_stale`.
         """
+        bound = self.bound_at(version)
         taken: list[Row] = []
         while len(taken) < self.groups_per_step:
             row = self._table.next(LEARNER)
@@ -244,10 +274,8 @@ class StreamingQueue:
                 await self._arrival(LEARNER)
                 continue
             self._table.take(LEARNER, row)
-            if version - row.group.oldest_version > self.staleness_bound:
-                self._table.close(row)
-                self.dropped["stale"] += 1
-                self._give_back()
+            if version - row.group.oldest_version > bound:
+                self.drop([row], "stale")
                 on_stale(row.group)
             else:
                 taken.append(row)

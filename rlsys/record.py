@@ -1,11 +1,13 @@
 """Episodes and groups as JSON, one group a line: rollouts for people to read, finished groups for checkpoints.
 
 Writing is `orjson` on the dataclasses themselves, so a record holds every field under its own name; most of this module
-is the way back. The round trip is exact, floats included, as long as they are finite: JSON has no NaN.
+is the way back. The round trip is exact, floats included, as long as they are finite: JSON has no NaN. A logprob that
+is not finite comes back as NaN, so that a step which failed on it fails again.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -143,7 +145,8 @@ def _trajectory(f: _Fields) -> Trajectory:
 
 
 def _turn(f: _Fields) -> Turn:
-    columns = {name: tuple(f[name]) for name in ("prompt_ids", "output_ids", "logprobs")}
+    columns = {name: tuple(f[name]) for name in ("prompt_ids", "output_ids")}
+    columns["logprobs"] = tuple(math.nan if logprob is None else logprob for logprob in f["logprobs"])
     return Turn(**{**f, **columns, "versions": _all(_span, f["versions"]), "sampling": Sampling(**f["sampling"])})
 
 

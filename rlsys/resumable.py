@@ -2,44 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlsys.checkpoint import Checkpoints, DriverState, read_state
-from rlsys.contracts import Actor
+from rlsys.algorithm import Algorithm, version_after
+from rlsys.checkpoint import Checkpoints, DriverState, check_written, read_state
+from rlsys.contracts import Workers
 from rlsys.errors import CheckpointError, PayloadLost
+from rlsys.failed import ACTOR, CRITIC, GROUPS
 from rlsys.ledger import Ledger
 from rlsys.queue import StreamingQueue
 from rlsys.table import Row
-from rlsys.types import PolicyVersion
 from rlsys.weights import WeightSync
 
 
 @dataclass(frozen=True, slots=True)
 class Resumable:
-    """Weights and optimizer, groups that are finished and not trained, what is issued, hashes of published weights."""
+    """Weights and optimizers, groups that are finished and not trained, what is issued, hashes of published weights,
+    metrics of the step before."""
 
-    actor: Actor
+    workers: Workers
+    algorithm: Algorithm
     queue: StreamingQueue
     ledger: Ledger
     weights: WeightSync
     checkpoints: Checkpoints
 
-    async def save(self, step: int, on_loss: Callable[[PayloadLost, Sequence[Row]], list[Row]]) -> Path:
-        """Write the checkpoint of `step`; returns its folder. Raises `CheckpointError`; those before it stay.
+    async def save(
+        self, step: int, past: Mapping[str, float], on_loss: Callable[[PayloadLost, Sequence[Row]], list[Row]]
+    ) -> Path:
+        """Write the checkpoint of `step`, whose metrics are `past`; returns its folder.
 
-        Finished groups whose payload is gone are left out: `on_loss` is told, and returns the others.
+        Raises `CheckpointError`; those before it stay. Finished groups whose payload is gone are left out: `on_loss` is
+        told, and returns the others.
         """
         finished = self.queue.finished  # the hashes of all their versions have arrived: they were verified
-        state = DriverState(step, dict(self.weights.published), self.ledger.state())
+        state = DriverState(step, dict(self.weights.published), self.ledger.state(), dict(past))
 
         async def write(folder: Path) -> None:
-            await self.actor.save(folder / "actor")
-            if not _has_files(folder / "actor"):
-                unseen = f"the ranks wrote to {folder}, but not where the driver sees it: share run.folder"
-                raise CheckpointError(unseen)
-            await self._save_groups(folder / "groups.jsonl", finished, on_loss)
+            await save_models(self.workers, folder)
+            await self._save_groups(folder / GROUPS, finished, on_loss)
 
         return await self.checkpoints.save(step, state, write)
 
@@ -47,28 +50,51 @@ class Resumable:
         self, path: Path, rows: Sequence[Row], on_loss: Callable[[PayloadLost, Sequence[Row]], list[Row]]
     ) -> None:
         try:
-            await self.actor.save_groups(path, [row.group for row in rows])
+            await self.workers.actor.save_groups(path, [row.group for row in rows])
         except PayloadLost as error:
             await self._save_groups(path, on_loss(error, rows), on_loss)
 
-    async def restore(self, checkpoint: Path, steps: int) -> PolicyVersion:
-        """Load a checkpoint into all parts, for a run of `steps` in all; returns its version.
+    async def restore(self, checkpoint: Path, steps: int) -> DriverState:
+        """Load a checkpoint into all parts, for a run of `steps` in all; returns what it holds of the driver.
 
-        Finished groups that a smaller queue or a shorter run has no room for are rolled out again when their turn
-        comes. Raises `CheckpointError`, or `DataError` if the tasks have changed since.
+        Finished groups that a smaller queue or a shorter run has no room for, or that would be too stale once it is
+        their turn, are rolled out again. Steps are synchronous for as long as the stabilizer, as it is loaded, needs
+        them to be. Raises `CheckpointError`, or `DataError` if the tasks have changed since.
         """
         state = read_state(checkpoint)
-        await self.actor.load(checkpoint / "actor")
-        num_groups = max(0, steps - state.version) * self.queue.groups_per_step
-        fitting = [e.serial for e in state.ledger.pending[: min(self.queue.capacity, num_groups)]]
-        groups = await self.actor.load_groups(checkpoint / "groups.jsonl")
-        finished = [group for group in groups if group.serial in fitting]
+        queue, version = self.queue, state.version
+        num_synchronous = await self._load(checkpoint)
+        queue.synchronous_until = version_after(self.algorithm, num_synchronous, start=version, end=steps)
+        num_groups = max(0, steps - version) * queue.groups_per_step
+        room = min(queue.permits_at(version), num_groups)
+        places = {entry.serial: place for place, entry in enumerate(state.ledger.pending[:room])}
+        groups = await self.workers.actor.load_groups(checkpoint / GROUPS)
+        finished = [group for group in groups if group.serial in places]
+        finished = [group for group in finished if queue.is_in_time(group, places[group.serial], version)]
         self.weights.published |= state.published
         self.ledger.restore(state.ledger, {group.serial for group in finished})
-        self.queue.restore(state.version, num_groups, finished, fitting)
-        self.checkpoints.last_saved = state.version
-        return state.version
+        queue.restore(version, num_groups, finished, places)
+        self.checkpoints.last_saved = version
+        return state
+
+    async def _load(self, checkpoint: Path) -> int:
+        """Restore the models; returns the steps that the stabilizer must still see without staleness."""
+        critic, folder = self.workers.critic, checkpoint / CRITIC
+        if critic is not None and not folder.is_dir():
+            raise CheckpointError(
+                f"{checkpoint} holds no critic, and the algorithm needs one: resume with the algorithm that saved it, "
+                "or start a new run from its weights, as `rlsys export` writes them"
+            )
+        num_synchronous = await self.workers.actor.load(checkpoint / ACTOR)
+        if critic is not None:
+            await critic.load(folder)
+        return num_synchronous
 
 
-def _has_files(folder: Path) -> bool:
-    return any(path.is_file() for path in folder.rglob("*"))
+async def save_models(workers: Workers, folder: Path) -> None:
+    """Let the actor, and the critic where there is one, write what it is into `folder`. Raises `CheckpointError`."""
+    await workers.actor.save(folder / ACTOR)
+    check_written(folder / ACTOR)
+    if workers.critic is not None:
+        await workers.critic.save(folder / CRITIC)
+        check_written(folder / CRITIC)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import ceil
 from statistics import fmean, pstdev
+from typing import TYPE_CHECKING
 
 from rlsys import deadlines
-from rlsys.contracts import Busy, TrainStats
+from rlsys.contracts import Busy
+from rlsys.errors import ConfigError
 from rlsys.events import STALENESS_BUCKETS
 from rlsys.queue import StreamingQueue
 from rlsys.types import Group, OutcomeKind, PolicyVersion
+
+if TYPE_CHECKING:
+    from rlsys.learner import Learned
 
 
 class StepClock:
@@ -117,24 +122,28 @@ class StepClock:
         self._step_began = _now()
 
 
-def step_metrics(
-    groups: Sequence[Group], stats: TrainStats, version: PolicyVersion, queue: StreamingQueue, clock: StepClock
-) -> dict[str, float]:
-    """The metrics of the step that trained `groups` at `version`."""
-    times = {**clock.lap(), "time/train": stats.train_s, "driver/cpu_share": clock.cpu_share()}
-    tokens = sum(g.num_trained for g in groups)
-    samples = sum(g.num_ok for g in groups)
+def step_metrics(learned: Learned, version: PolicyVersion, queue: StreamingQueue, clock: StepClock) -> dict[str, float]:
+    """The metrics of the step that started from `version`. Raises `ConfigError` if two of them have one name."""
+    groups = learned.groups
+    times = {**clock.lap(), "time/train": learned.stats.train_s, "driver/cpu_share": clock.cpu_share()}
     seconds = times["time/step"] or float("nan")
-    return {
-        **_rewards(groups),
-        **_lengths(groups),
-        **_staleness(groups, version, queue),
-        **_probes(groups),
-        **stats.metrics,
-        **times,
-        "perf/tokens_per_s": tokens / seconds,
-        "perf/samples_per_s": samples / seconds,
+    speeds = {
+        "perf/tokens_per_s": learned.num_tokens / seconds,
+        "perf/samples_per_s": learned.num_episodes / seconds,
     }
+    own = {**_rewards(groups), **_lengths(groups), **_staleness(groups, version, queue), **_probes(groups)}
+    return united(own, times, speeds, learned.stats.metrics)
+
+
+def united(*parts: Mapping[str, float]) -> dict[str, float]:
+    """All metrics of a step. Raises `ConfigError` if two parts report one by the same name: none may hide another."""
+    names = Counter(name for part in parts for name in part)
+    if twice := sorted(name for name, count in names.items() if count > 1):
+        raise ConfigError(
+            f"the metrics {', '.join(twice)} are reported twice in one step; what an algorithm or stabilizer reports "
+            "needs names of its own"
+        )
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def _rewards(groups: Sequence[Group]) -> dict[str, float]:
@@ -188,6 +197,7 @@ def _staleness(groups: Sequence[Group], version: PolicyVersion, queue: Streaming
         "async/staleness_max": max((s for s, _ in tokens), default=0),
         "async/dropped": queue.dropped.total(),
         "async/dropped_stale": queue.dropped["stale"],
+        "async/dropped_no_signal": queue.dropped["no_signal"],
         "async/reissued": queue.num_reissued,
         "async/refused": queue.num_refused,
         "async/queue_depth": queue.num_finished,

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
+from math import isfinite
 from typing import Literal, TypeAlias, TypedDict
 
 Json: TypeAlias = "str | int | float | bool | None | list[Json] | dict[str, Json]"
@@ -301,4 +302,11 @@ def _scored(episode: EpisodeMeta, score: Score) -> EpisodeMeta:
         root = replace(root, outcome=failed(score.failure))
     else:
         root = replace(root, reward=score.value, parts=score.parts)
-    return EpisodeMeta((root, *others))
+    return EpisodeMeta(tuple(map(_finite, (root, *others))))
+
+
+def _finite(trajectory: TrajectoryMeta) -> TrajectoryMeta:
+    """The same, failed if its reward is NaN or infinite."""
+    if trajectory.reward is None or isfinite(trajectory.reward):
+        return trajectory
+    return replace(trajectory, reward=None, outcome=failed(f"its reward is {trajectory.reward}"))

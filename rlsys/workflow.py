@@ -14,13 +14,15 @@ one:
 
 from __future__ import annotations
 
+import math
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from rlsys.errors import ConfigError, TaskTooLong
 from rlsys.seeds import request_seed
-from rlsys.types import OK, TRUNCATED, Episode, Message, Prompt, Task, Trajectory, Turn
+from rlsys.types import OK, TRUNCATED, Episode, Message, Prompt, Task, Trajectory, Turn, failed
 
 
 class ContextFull(Exception):
@@ -45,6 +47,14 @@ class Policy(Protocol):
         """One completion, with its logprobs and versions."""
         ...
 
+    async def recite(self, prompt_ids: tuple[int, ...], reply: str) -> Turn:
+        """A completion that is given, with the logprobs that its tokens have now, and the version these are of."""
+        ...
+
+
+Speaks: TypeAlias = "Callable[[tuple[int, ...]], Awaitable[Turn]]"
+"""From the prompt ids of a turn to the turn."""
+
 
 @dataclass
 class Agent:
@@ -66,39 +76,48 @@ class Agent:
 
         Raises `ContextFull` if the conversation no longer fits; the episode then ends, truncated, unless it is caught.
         """
+        return await self._exchange(prompt, self._sampled)
+
+    async def recite(self, prompt: Prompt, reply: str) -> None:
+        """The same with a reply that is given: it is recorded as the policy's own, and nothing is sampled."""
+        await self._exchange(prompt, lambda prompt_ids: self._session.policy.recite(prompt_ids, reply))
+
+    async def _exchange(self, prompt: Prompt, speak: Speaks) -> str:
         policy = self._session.policy
         if isinstance(prompt, str) and not self._said:
-            return (await self._turn(self._ids + policy.encode(prompt))).text
+            return (await self._turn(self._ids + policy.encode(prompt), speak)).text
         if self.turns and not self._said:
             raise ValueError(f"agent {self.name!r} began with plain text and cannot go on with messages")
         new: tuple[Message, ...] = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
         said = (*self._said, *new)
         ids = policy.extend(self._ids, self._said, new) if self.turns else policy.encode(said)
-        turn = await self._turn(ids)
+        turn = await self._turn(ids, speak)
         self._said = (*said, Message(role="assistant", content=turn.text))
         return turn.text
 
-    async def _turn(self, prompt_ids: tuple[int, ...]) -> Turn:
-        session = self._session
-        key = self.index << 20 | len(self.turns)
-        turn = await self._sampled(prompt_ids, request_seed(session.seed, session.episode_index, key))
-        self.turns.append(turn)
-        self._ids = prompt_ids + turn.output_ids
-        return turn
-
-    async def _sampled(self, prompt_ids: tuple[int, ...], seed: int) -> Turn:
+    async def _turn(self, prompt_ids: tuple[int, ...], speak: Speaks) -> Turn:
         try:
-            return await self._session.policy.sample(prompt_ids, seed)
+            turn = await speak(prompt_ids)
         except TaskTooLong as error:
             if not self.turns:
                 raise
             self.is_full = True
             raise ContextFull(f"{self.name}, turn {len(self.turns) + 1}: {error}") from None
+        self.turns.append(turn)
+        self._ids = prompt_ids + turn.output_ids
+        return turn
+
+    async def _sampled(self, prompt_ids: tuple[int, ...]) -> Turn:
+        session, key = self._session, self.index << 20 | len(self.turns)
+        return await session.policy.sample(prompt_ids, request_seed(session.seed, session.episode_index, key))
 
     def trajectory(self) -> Trajectory:
-        """All this agent said, for training."""
+        """All this agent said, for training. With a reward that is not a finite number it failed."""
         cut = self.is_full or (bool(self.turns) and self.turns[-1].finish == "length")
-        return Trajectory(self.name, tuple(self.turns), TRUNCATED if cut else OK, self.reward, self.parent)
+        outcome = TRUNCATED if cut else OK
+        if self.reward is not None and not math.isfinite(self.reward):
+            outcome = failed(f"the workflow gave agent {self.name!r} the reward {self.reward}")
+        return Trajectory(self.name, tuple(self.turns), outcome, self.reward, self.parent)
 
 
 @dataclass
@@ -137,6 +156,17 @@ class Workflow:
         """Play one episode: make agents, chat. Whatever it raises ends the run at its own line."""
         raise NotImplementedError(f"{type(self).__name__} plays nothing: implement `run`")
 
+    def check(self, tasks: Sequence[Task], *, group_size: int, temperature: float) -> None:
+        """Raise `ConfigError` or `DataError` for what it cannot play, before anything starts.
+
+        `tasks` are those of training, in the order of the file; `group_size` and `temperature` are
+        `algorithm.group_size` and `rollout.temperature`.
+        """
+
+    def in_evaluation(self) -> Workflow:
+        """Who speaks when the policy is measured: the same."""
+        return self
+
 
 class SingleTurn(Workflow):
     """One agent, one answer to the task's prompt."""
@@ -145,16 +175,18 @@ class SingleTurn(Workflow):
         await session.agent("policy").chat(session.task.prompt)
 
 
+BUILTIN = {"single_turn": "rlsys.workflow:SingleTurn", "recorded": "rlsys.recorded:Recorded"}
+"""Workflows that have a name of their own."""
+
+
 def load_workflow(spec: str) -> Workflow:
-    """`single_turn`, or `module:Class`. Raises `ConfigError` naming what was not found."""
-    if spec == "single_turn":
-        return SingleTurn()
-    module, _, name = spec.partition(":")
+    """A built-in by its name, or `module:Class`. Raises `ConfigError` naming what was not found."""
+    module, _, name = BUILTIN.get(spec, spec).partition(":")
     try:
         found = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"rollout.workflow: cannot load {spec!r}: {error}; give `single_turn` or `module:Class`"
+            f"rollout.workflow: cannot load {spec!r}: {error}; give {', '.join(BUILTIN)} or `module:Class`"
         ) from error
     if not (isinstance(found, type) and issubclass(found, Workflow)):
         raise ConfigError(f"rollout.workflow: {spec!r} is not a subclass of rlsys.workflow.Workflow")

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import ray
 
 from rlsys.algorithm import Algorithm, Assigned, Signal
-from rlsys.batch.plan import Denominators, MicroBatchPlan
-from rlsys.checkpoint import flush
+from rlsys.batch.plan import RankPlan
 from rlsys.contracts import Published, TrainStats
-from rlsys.errors import CheckpointError, PayloadLost
 from rlsys.record import GroupRecord, RolloutRecord, read_groups, write_groups, write_rollouts
+from rlsys.stabilizer import Stabilizer, StabilizerPlugin
 from rlsys.types import Episode, Group, PolicyVersion, Task
-from workers.cluster import Resources, free_port
+from workers.cluster import Resources
+from workers.rank import Rank, disk, flushed
 from workers.streams import Parcel
 
 if TYPE_CHECKING:
+    from rlsys.batch.tensors import StepColumn
     from workers.train.base import TrainBackend
     from workers.train.settings import OptimizerSettings
     from workers.transport.object_store import ObjectStorePublisher
 
-T = TypeVar("T")
 Payload: TypeAlias = tuple[Episode, ...]
 
 
@@ -39,23 +38,20 @@ class ActorSpec:
     num_ranks: int
     optimizer: OptimizerSettings
     algorithm: Algorithm
+    stabilizer: StabilizerPlugin | None
     temperature: float
     probe_length: int
     """Tokens of the probe that goes with published weights."""
     resources: Resources
 
 
-class ActorRank:
+class ActorRank(Rank):
     """Rank `rank` of `spec.num_ranks`. Plain class: Ray makes an actor of it, one per rank."""
 
     def __init__(self, rank: int, spec: ActorSpec, publisher: ObjectStorePublisher) -> None:
         self._rank, self._spec, self._publisher = rank, spec, publisher
         self._backend: TrainBackend | None = None
-        self._fetched: list[Any] = []
-
-    def address(self) -> str:
-        """Where this rank can listen for the others, e.g. `tcp://10.0.0.4:41234`."""
-        return f"tcp://{ray.util.get_node_ip_address()}:{free_port()}"
+        self._stabilizer: Stabilizer | None = None
 
     def setup(self, address: str) -> None:
         """Join the other ranks at `address` and load the model. Raises `ModelError`."""
@@ -71,40 +67,23 @@ class ActorRank:
         self._backend = FsdpBackend(
             spec.model_path, spec.optimizer, ranks, dtype=spec.dtype, device=device, probe_length=spec.probe_length
         )
+        if spec.stabilizer:
+            self._stabilizer = spec.stabilizer.start(self._backend.shards())
 
     @property
     def backend(self) -> TrainBackend:
         assert self._backend is not None, "setup comes first"
         return self._backend
 
-    def fetch(self, parcel: Parcel) -> tuple[int, ...]:
-        """Get the data of the next step: payloads, then for each signal the columns. Returns the serials of groups
-        whose data is gone."""
-        try:
-            self._fetched = parcel.open()
-        except PayloadLost as loss:
-            return loss.serials
-        return ()
-
-    def train_step(
-        self,
-        plan: Sequence[MicroBatchPlan],
-        denominators: Denominators,
-        indices: Sequence[int],
-        signals: Sequence[Signal],
-    ) -> TrainStats:
-        """One optimizer step on what was fetched for it: the payloads of the step's groups `indices`, and after them,
-        for each signal, the columns of those groups."""
-        from rlsys.batch.tensors import StepData
-
+    def train_step(self, plan: RankPlan, signals: Sequence[Signal], *columns: StepColumn) -> TrainStats:
+        """One step on what was fetched for it, with this rank's column of each of `signals`."""
         start_s = time.monotonic()
-        data, size = self._fetched, len(indices)
-        self._fetched = []
-        payloads, *rows = (data[i : i + size] for i in range(0, len(data), size))
-        columns = [dict(zip(signals, of_group, strict=True)) for of_group in zip(*rows, strict=True)] or [{}] * size
-        step = StepData(_spread(payloads, indices, ()), _spread(columns, indices, {}))
         metrics = self.backend.train_step(
-            plan, denominators, step, self._spec.algorithm, temperature=self._spec.temperature
+            plan,
+            self.taken(signals, columns),
+            self._spec.algorithm,
+            temperature=self._spec.temperature,
+            stabilizer=self._stabilizer,
         )
         return TrainStats(metrics, time.monotonic() - start_s)
 
@@ -130,13 +109,13 @@ class ActorRank:
 
     def save(self, folder: Path) -> None:
         """Raises `CheckpointError`."""
-        self.backend.save(folder)
-        with _disk(folder):
-            flush(folder, folder.iterdir())
+        self.backend.save(folder, self._stabilizer)
+        flushed(folder)
 
-    def load(self, folder: Path) -> None:
-        """Raises `CheckpointError`."""
-        self.backend.load(folder)
+    def load(self, folder: Path) -> int:
+        """Steps that the stabilizer must still see without staleness: see `Actor.load`. Raises `CheckpointError`."""
+        self.backend.load(folder, self._stabilizer)
+        return self._stabilizer.synchronous_steps_left if self._stabilizer else 0
 
     def export(self, folder: Path) -> None:
         """Hugging Face safetensors with config and tokenizer."""
@@ -156,7 +135,7 @@ class ActorRank:
         Raises `CheckpointError` if the disk will not have it, `PayloadLost` if the payloads are gone.
         """
         rows = zip(tasks, groups, parcel.open(), assigned, strict=True)
-        with _disk(path):
+        with disk(path):
             write_rollouts(path, (RolloutRecord.of(step, t, g, p, a) for t, g, p, a in rows))
 
     def save_groups(self, path: Path, groups: Sequence[Group], parcel: Parcel) -> None:
@@ -165,7 +144,7 @@ class ActorRank:
         Raises `CheckpointError` if the disk will not have them, `PayloadLost` if they are gone.
         """
         payloads = parcel.open()
-        with _disk(path):
+        with disk(path):
             write_groups(path, map(GroupRecord, groups, payloads))
 
     @ray.method(num_returns=2)
@@ -173,18 +152,3 @@ class ActorRank:
         """The groups of a file without payloads, and the payloads."""
         records = read_groups(path)
         return [record.group for record in records], tuple(record.episodes for record in records)
-
-
-@contextmanager
-def _disk(path: Path) -> Iterator[None]:
-    """What the disk refuses becomes a `CheckpointError` that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
-
-
-def _spread(values: Sequence[T], indices: Sequence[int], empty: T) -> list[T]:
-    """A list with `values[k]` at `indices[k]`, and `empty` elsewhere."""
-    places = dict(zip(indices, values, strict=True))
-    return [places.get(i, empty) for i in range(max(indices) + 1)]

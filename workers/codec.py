@@ -67,6 +67,13 @@ class TextCodec:
             rest = rest.removeprefix(self._end[1])
         return ids + self._encode_text(rest)
 
+    def reply(self, text: str) -> tuple[int, ...]:
+        """Token ids of a whole reply that the policy might have given: its text, ended as the policy ends one."""
+        ids = self._encode_text(text)
+        if self._end is None or ids[-1:] == (self._end[0],):
+            return ids
+        return (*ids, self._end[0])
+
     def decode(self, ids: tuple[int, ...]) -> str:
         """Text of `ids`, special tokens left out."""
         return self._backend.decode(ids, skip_special_tokens=True)

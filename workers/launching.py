@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import ray
 
 from rlsys.algorithm import Signal
-from rlsys.contracts import Workers
+from rlsys.contracts import StepAnnotator, Workers
 from rlsys.errors import WorkerError
 from rlsys.types import Sampling
 from workers.actor import ActorRank, ActorSpec
 from workers.cluster import RayActor, Resources, node_ids, spawn
+from workers.critic import CriticRank, CriticSpec
 from workers.engines.base import EngineChoice, EngineSpec
-from workers.handles import ActorHandle, ReferenceHandle
+from workers.handles import ActorHandle, CriticHandle, RanksHandle, ReferenceHandle
 from workers.peers import RayPartials
 from workers.pools import Pool, RewardPool, Supply
 from workers.relays import NO_MATHS, RayRelays, RelayHandle
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 PROBE_TOKENS = 32
 """Tokens on which replicas and trainer compare logprobs after every weight change."""
+REFERENCE_SIGNALS = {Signal.REFERENCE_LOGPROBS, Signal.REFERENCE_MISMATCHED}
+"""What the reference worker makes."""
 
 
 @dataclass
@@ -49,6 +52,7 @@ class Crew:
     relays: RayRelays
     partials: RayPartials
     actor: ActorHandle
+    critic: CriticHandle | None
     rollouts: RolloutPool
     rewards: RewardPool
     reference: ReferenceHandle | None
@@ -58,14 +62,15 @@ class Crew:
     def of(cls, config: Config) -> Crew:
         """Start all of them; each loads while the others do."""
         relays, partials = RayRelays.start(config.limits.transfer_s), start_partials()
-        needs_reference = Signal.REFERENCE_LOGPROBS in config.algorithm.signals
+        signals = config.algorithm.signals
         return cls(
             relays,
             partials,
             start_actor(config, relays),
+            start_critic(config) if Signal.VALUES in signals else None,
             start_rollouts(config, relays, partials),
             start_rewards(config),
-            start_reference(config) if needs_reference else None,
+            start_reference(config) if signals & REFERENCE_SIGNALS else None,
             start_evaluation(config, relays) if config.eval.every else None,
         )
 
@@ -81,8 +86,22 @@ class Crew:
 
     def workers(self) -> Workers:
         """What the driver talks to."""
-        annotators = {Signal.REFERENCE_LOGPROBS: self.reference} if self.reference else {}
-        return Workers(self.rollouts, self.rewards, self.actor, self.relays, annotators, self.evaluation)
+        reference, critic = self.reference, self.critic
+        step_annotators: dict[Signal, StepAnnotator] = {}
+        if reference:
+            step_annotators[Signal.REFERENCE_MISMATCHED] = reference
+        if critic:
+            step_annotators[Signal.VALUES] = critic
+        return Workers(
+            rollouts=self.rollouts,
+            rewards=self.rewards,
+            actor=self.actor,
+            relays=self.relays,
+            annotators={Signal.REFERENCE_LOGPROBS: reference} if reference else {},
+            evaluation=self.evaluation,
+            step_annotators=step_annotators,
+            critic=critic,
+        )
 
     def watch(self, on_failure: Callable[[WorkerError], None], on_recovery: Callable[[str, float], None]) -> None:
         """Have these called with what the pools meet with in the background: see `Pool`."""
@@ -96,8 +115,8 @@ class Crew:
         self.relays.close()
         ray.kill(self.partials.actor)
 
-    def _handles(self) -> list[ActorHandle | Pool | ReferenceHandle]:
-        handles = (self.actor, self.rollouts, self.rewards, self.reference, self.evaluation)
+    def _handles(self) -> list[RanksHandle | Pool | ReferenceHandle]:
+        handles = (self.actor, self.critic, self.rollouts, self.rewards, self.reference, self.evaluation)
         return [handle for handle in handles if handle is not None]
 
 
@@ -116,13 +135,31 @@ def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
         num_ranks=train.ranks,
         optimizer=optimizer_settings(config),
         algorithm=config.algorithm,
+        stabilizer=config.stabilizer,
         temperature=config.rollout.temperature,
         probe_length=_probe_length(config),
         resources=Resources(train.num_cpus, train.num_gpus, train.threads),
     )
     publisher = ObjectStorePublisher(relays.members, config.limits.transfer_s)
     ranks = [spawn(ActorRank, spec.resources, rank, spec, publisher) for rank in range(train.ranks)]
-    return ActorHandle(ranks, config.limits.no_progress_s)
+    has_pairs = Signal.POLICY_MISMATCHED in config.algorithm.signals
+    return ActorHandle(ranks, config.limits.no_progress_s, has_pairs=has_pairs)
+
+
+def start_critic(config: Config) -> CriticHandle:
+    """All ranks of the critic: as many as the actor has, each with the samples of one of the actor's."""
+    section, train = config.critic, config.train
+    spec = CriticSpec(
+        model_path=section.path or config.model.path,
+        policy_path=config.model.path,
+        dtype=config.model.dtype,
+        num_ranks=train.ranks,
+        optimizer=replace(optimizer_settings(config), lr=section.lr),
+        algorithm=config.algorithm,
+        resources=Resources(section.num_cpus, section.num_gpus, section.threads),
+    )
+    ranks = [spawn(CriticRank, spec.resources, rank, spec) for rank in range(train.ranks)]
+    return CriticHandle(ranks, config.limits.no_progress_s)
 
 
 def max_context(config: Config) -> int:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from rlsys.errors import DeadlineExceeded, TaskTooLong, WeightsMismatch, WorkerDied, WorkerError
-from rlsys.types import Acknowledged, Message, Prompt, Sampling, Turn
+from rlsys.types import Acknowledged, Message, PolicyVersion, Prompt, Sampling, Turn, VersionSpan
 from rlsys.workflow import Workflow
 from workers.codec import TextCodec
 from workers.engines.base import Completion, Request
@@ -26,6 +26,14 @@ class Play:
     max_prompt_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Logprobs of all tokens of a sequence but the first, and the version of the weights they are of."""
+
+    logprobs: tuple[float, ...]
+    version: PolicyVersion
+
+
 @dataclass
 class GroupPolicy:
     """Implements `rlsys.workflow.Policy` for the sessions of one group.
@@ -40,6 +48,8 @@ class GroupPolicy:
     """The replica whose engine samples for this group."""
     held: Acknowledged | None
     """The weights it began on; it moves only to a replica that has the same."""
+    score: Callable[[tuple[int, ...]], Awaitable[Scored]]
+    """See `RolloutWorker.score`: by the replica where its sessions are, wherever its tokens are sampled."""
     recalled: Mapping[int, Partial] = field(default_factory=dict)
     """What an earlier attempt at this group has sampled, by the seed of each request."""
     since_s: float = field(default_factory=time.monotonic)
@@ -55,12 +65,7 @@ class GroupPolicy:
         return self.play.codec.extend(ids, said, new)
 
     async def sample(self, prompt_ids: tuple[int, ...], seed: int) -> Turn:
-        if not 0 < len(prompt_ids) <= self.play.max_prompt_tokens:
-            raise TaskTooLong(
-                self.ticket.owner,
-                "encoding a prompt",
-                f"{len(prompt_ids)} tokens, allowed are 1 to data.max_prompt_tokens = {self.play.max_prompt_tokens}",
-            )
+        self._check_prompt(prompt_ids)
         done = self._begun(prompt_ids, seed)
         if done is None or done.finish is None:
             try:
@@ -71,6 +76,39 @@ class GroupPolicy:
         assert done.finish is not None
         text, sampling = self.play.codec.decode(done.output_ids), self.play.sampling
         return Turn(prompt_ids, done.output_ids, done.logprobs, done.versions, done.finish, text, sampling)
+
+    async def recite(self, prompt_ids: tuple[int, ...], reply: str) -> Turn:
+        self._check_prompt(prompt_ids)
+        ids = self._reply_of(prompt_ids, reply)
+        try:
+            scored = await self.score(prompt_ids + ids)
+        except (WorkerDied, DeadlineExceeded) as error:
+            self.failure = self.failure or error
+            raise
+        logprobs, versions = scored.logprobs[-len(ids) :], (VersionSpan(scored.version, len(ids)),)
+        return Turn(prompt_ids, ids, logprobs, versions, "stop", self.play.codec.decode(ids), self.play.sampling)
+
+    def _check_prompt(self, prompt_ids: tuple[int, ...]) -> None:
+        if not 0 < len(prompt_ids) <= self.play.max_prompt_tokens:
+            raise TaskTooLong(
+                self.ticket.owner,
+                "encoding a prompt",
+                f"{len(prompt_ids)} tokens, allowed are 1 to data.max_prompt_tokens = {self.play.max_prompt_tokens}",
+            )
+
+    def _reply_of(self, prompt_ids: tuple[int, ...], reply: str) -> tuple[int, ...]:
+        """Raises `TaskTooLong`: also where prompt and reply together leave no room for the token that scoring needs."""
+        ids, most = self.play.codec.reply(reply), self.play.sampling.max_new_tokens
+        if len(prompt_ids) == self.play.max_prompt_tokens:
+            most -= 1
+        if not 0 < len(ids) <= most:
+            raise TaskTooLong(
+                self.ticket.owner,
+                "encoding a recorded completion",
+                f"{len(ids)} tokens with the one that ends it, allowed are 1 to {most}: rollout.max_new_tokens, one "
+                "less after a prompt of data.max_prompt_tokens",
+            )
+        return ids
 
     def _begun(self, prompt_ids: tuple[int, ...], seed: int) -> Completion | None:
         """What there is of this request: only of exactly this, since what a tool answers may differ from before."""

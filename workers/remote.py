@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import ray
 
+from rlsys.batch.plan import RankPlan
 from rlsys.contracts import Busy, Judged, RolledOut
 from rlsys.errors import PayloadLost
 from rlsys.types import Acknowledged, Assignment, Episode, ReplicaLoad, Sampling, Task
@@ -17,6 +18,7 @@ from workers.engines.base import Completion, Request
 from workers.occupancy import Ticket
 from workers.partials import Note, Partial, Partials
 from workers.peers import RayPartials, RayPeer
+from workers.rank import StepParcel
 from workers.relays import RelayHandle
 from workers.streams import Parcel, answer_in_chunks
 
@@ -72,7 +74,10 @@ class RolloutActor:
         engine = await start_engine(
             spec.engine, choice.engine, stop_token_ids=codec.stop_ids, device=device, worker=self._name
         )
-        play = Play(load_workflow(spec.workflow), codec, spec.sampling, spec.max_prompt_tokens)
+        workflow = load_workflow(spec.workflow)
+        if spec.pulls != "newest":
+            workflow = workflow.in_evaluation()
+        play = Play(workflow, codec, spec.sampling, spec.max_prompt_tokens)
         puller = None
         if spec.pulls != "never":
             puller = ObjectStorePuller(self._relays, spec.transfer_s, is_pinned=spec.pulls == "pinned")
@@ -224,3 +229,8 @@ class ReferenceActor:
         """A receipt, and the column of each group. Raises `PayloadLost`."""
         payloads = parcel.open()
         return len(payloads), tuple(self._worker.logprobs(payload) for payload in payloads)
+
+    def annotate_step(self, parcel: StepParcel, plans: Sequence[RankPlan]) -> tuple[object, ...]:
+        """A receipt, and `Signal.REFERENCE_MISMATCHED` of each rank. Raises `PayloadLost`."""
+        data = parcel.open()
+        return len(plans), *(self._worker.mismatched(plan, data) for plan in plans)

@@ -20,7 +20,7 @@ from workers.engines.base import Completion, Engine, Request
 from workers.occupancy import Occupancy, Ticket
 from workers.partials import Fits, Partial, acknowledged_by
 from workers.peers import Peer
-from workers.policy import GroupPolicy, Play
+from workers.policy import GroupPolicy, Play, Scored
 from workers.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class RolloutWorker:
         if self._recorder and self._recording is None:
             work = self._recorder.run(self._engine, self._here, self._acknowledged)
             self._recording = asyncio.create_task(work)
-        self._groups[ticket] = GroupPolicy(ticket, self._plays, place=self, held=self.acknowledged)
+        self._groups[ticket] = GroupPolicy(ticket, self._plays, place=self, held=self.acknowledged, score=self.score)
         return self._groups[ticket]
 
     async def _recall(self, recorder: Recorder, assignment: Assignment) -> dict[int, Partial]:
@@ -241,6 +241,14 @@ class RolloutWorker:
     async def serve(self, ticket: Ticket, request: Request) -> Completion:
         """See `Peer.serve`."""
         return await self._here.generate(ticket, request)
+
+    async def score(self, token_ids: tuple[int, ...]) -> Scored:
+        """How likely these tokens are, at temperature 1; asked again if the weights changed meanwhile."""
+        while True:
+            version = self._engine.version
+            logprobs = await self._engine.score(token_ids)
+            if self._engine.version == version:
+                return Scored(logprobs, version)
 
     async def let_go(self, ticket: Ticket, *, keep_cache: bool = False) -> None:
         """See `Peer.let_go`."""

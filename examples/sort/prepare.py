@@ -17,6 +17,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -139,11 +140,19 @@ def demonstrations(tokenizer: PreTrainedTokenizerFast, digits_D: Tensor, recipe:
     return symbol[torch.cat([digits_D, 10 * ones, answer_D, 11 * ones], dim=1)]
 
 
-@torch.no_grad()
 def accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, digits_D: Tensor, *, greedy: bool) -> float:
     """Share of exact answers, of one sample each at temperature 1 or of the greedy ones."""
-    generator = torch.Generator().manual_seed(0)
     prompts, answers = zip(*map(row_texts, digits_D.tolist()), strict=True)
+    replies = said(model, tokenizer, prompts, greedy=greedy)
+    return sum(s == a + EOS for s, a in zip(replies, answers, strict=True)) / len(answers)
+
+
+@torch.no_grad()
+def said(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], *, greedy: bool
+) -> list[str]:
+    """One reply to each prompt, with whatever tokens it has: `012358<eos>`."""
+    generator = torch.Generator().manual_seed(0)
     ids_BT = torch.tensor(tokenizer(list(prompts)).input_ids)
     for _ in range(NUM_DIGITS + 1):
         logits_BV = model(input_ids=ids_BT, use_cache=False, logits_to_keep=1).logits[:, -1]
@@ -152,8 +161,7 @@ def accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, digits
         else:
             next_B1 = torch.multinomial(logits_BV.softmax(-1), 1, generator=generator)
         ids_BT = torch.cat([ids_BT, next_B1], dim=1)
-    said = tokenizer.batch_decode(ids_BT[:, NUM_DIGITS + 1 :])
-    return sum(s == a + EOS for s, a in zip(said, answers, strict=True)) / len(answers)
+    return tokenizer.batch_decode(ids_BT[:, NUM_DIGITS + 1 :])
 
 
 def row_texts(digits: list[int]) -> tuple[str, str]:

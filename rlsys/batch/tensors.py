@@ -8,7 +8,8 @@ attends to.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,7 +17,15 @@ from torch import Tensor
 from rlsys.algorithm import LossInputs, Signal
 from rlsys.batch.plan import Load, MicroBatchPlan
 from rlsys.batch.samples import Sample, samples_in
-from rlsys.types import Episode
+from rlsys.types import Episode, PolicyVersion
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    StepColumn: TypeAlias = Sequence[NDArray[np.float32]]
+    """A column made for one rank's part of a step: for each of its micro-batches, updates in order, one float per
+    trained token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,16 +45,20 @@ class MicroBatch:
     """Policy version each trained token was sampled from."""
     behavior_logprobs_N: Tensor
     advantages_N: Tensor
+    weights_N: Tensor
+    """What each trained token counts in the loss of its update."""
     columns_N: Mapping[Signal, Tensor]
 
     @classmethod
     def of(
         cls,
         samples: Sequence[Sample],
-        advantages: Sequence[float],
-        columns: Mapping[Signal, Sequence[Sequence[float]]],
+        advantages: Sequence[float] = (),
+        columns: Mapping[Signal, Sequence[Sequence[float]]] | None = None,
+        token_weights: Sequence[float] = (),
     ) -> MicroBatch:
-        """Pack samples, each with its advantage and, per column, one float per completion token.
+        """Pack samples: each with its advantage, the weight of its tokens (0 where left out, for scoring only) and, per
+        column, one float per completion token.
 
         Raises `ValueError` where a column, or the versions of a sample, do not fit its tokens.
         """
@@ -57,6 +70,10 @@ class MicroBatch:
         def trained(values: Iterator[Sequence[float]]) -> Tensor:
             picked = (v for s, row in zip(samples, values, strict=True) for v in _trained(row, s.is_trained))
             return torch.tensor(list(picked), dtype=torch.float32)
+
+        def spread(values: Sequence[float]) -> Tensor:
+            values_S = torch.tensor(values or [0.0] * len(samples), dtype=torch.float32)
+            return values_S.repeat_interleave(num_trained_S)
 
         return cls(
             prompts_PL=_padded(list(rows), max(map(len, rows))),
@@ -70,16 +87,19 @@ class MicroBatch:
             num_trained_S=num_trained_S,
             versions_N=torch.tensor([version for s in samples for version in _versions(s)]),
             behavior_logprobs_N=trained(s.logprobs for s in samples),
-            advantages_N=torch.tensor(advantages, dtype=torch.float32).repeat_interleave(num_trained_S),
-            columns_N={signal: trained(iter(column)) for signal, column in columns.items()},
+            advantages_N=spread(advantages),
+            weights_N=spread(token_weights),
+            columns_N={signal: trained(iter(column)) for signal, column in (columns or {}).items()},
         )
 
-    def loss_inputs(self, proximal_logprobs_N: Tensor) -> LossInputs:
-        """What `Algorithm.loss` sees, given the trainer's own logprobs at the start of the step."""
+    def loss_inputs(self, version: PolicyVersion, proximal_logprobs_N: Tensor) -> LossInputs:
+        """What an algorithm sees of these samples in the step that starts from `version`, given its logprobs."""
         return LossInputs(
             behavior_logprobs_N=self.behavior_logprobs_N,
             proximal_logprobs_N=proximal_logprobs_N,
             advantages_N=self.advantages_N,
+            staleness_N=version - self.versions_N,
+            lengths_S=self.num_trained_S,
             columns_N=self.columns_N,
         )
 
@@ -96,6 +116,7 @@ class MicroBatch:
             versions_N=self.versions_N.to(device),
             behavior_logprobs_N=self.behavior_logprobs_N.to(device),
             advantages_N=self.advantages_N.to(device),
+            weights_N=self.weights_N.to(device),
             columns_N={signal: column_N.to(device) for signal, column_N in self.columns_N.items()},
         )
 
@@ -104,39 +125,84 @@ class StepData:
     """The payloads of one step, from which a rank builds the micro-batches it was planned.
 
     `payloads[g]` are the episodes of group g, `columns[g][signal]` its extra column: one tuple of floats (one per
-    completion token) per sample, in the order of `samples_in`. Groups of which a rank trains nothing may be empty.
+    completion token) per sample, in the order of `samples_in`. Groups of which a rank needs nothing may be empty.
     """
 
     def __init__(
         self,
         payloads: Sequence[tuple[Episode, ...]],
         columns: Sequence[Mapping[Signal, Sequence[Sequence[float]]]],
+        step_columns: Mapping[Signal, StepColumn] | None = None,
     ) -> None:
-        self._payloads, self._columns = payloads, columns
-        self._places: dict[int, dict[tuple[int, int, int], tuple[int, Sample]]] = {}
+        """`step_columns` are those made for this rank's part of the step."""
+        self._payloads, self._columns, self._step_columns = payloads, columns, step_columns or {}
+        self._samples: dict[int, dict[tuple[int, int, int], tuple[int, Sample]]] = {}
+        self._batches: dict[MicroBatchPlan, MicroBatch] = {}
+        """Built already, without the columns of the step: a critic values them, then trains on them."""
 
-    def micro_batch(self, plan: MicroBatchPlan) -> MicroBatch:
-        """The tensors of one planned micro-batch, on the host."""
+    def with_columns(self, step_columns: Mapping[Signal, StepColumn]) -> StepData:
+        """The same payloads, with columns made for the step."""
+        data = StepData(self._payloads, self._columns, step_columns)
+        data._samples, data._batches = self._samples, self._batches
+        return data
+
+    def micro_batch(self, plan: MicroBatchPlan, place: int = 0) -> MicroBatch:
+        """The tensors of one planned micro-batch, on the host; `place` is its number in the rank's plan.
+
+        Raises `ValueError` where a column does not fit its tokens.
+        """
+        if plan not in self._batches:
+            self._batches[plan] = self._built(plan)
+        batch = self._batches[plan]
+        if not self._step_columns:
+            return batch
+        columns_N = {s: torch.tensor(column[place], dtype=torch.float32) for s, column in self._step_columns.items()}
+        for signal, column_N in columns_N.items():
+            if len(column_N) != len(batch.trained_N):
+                raise ValueError(f"{signal} has {len(column_N)} entries for {len(batch.trained_N)} trained tokens")
+        return replace(batch, columns_N={**batch.columns_N, **columns_N})
+
+    def _built(self, plan: MicroBatchPlan) -> MicroBatch:
         found = [(r.group, *self._group(r.group)[r.episode, r.trajectory, r.sample]) for r in plan.samples]
         return MicroBatch.of(
             samples=[sample for _, _, sample in found],
             advantages=[r.advantage for r in plan.samples],
             columns={
-                signal: [self._columns[group][signal][place] for group, place, _ in found]
+                signal: [self._columns[group][signal][position] for group, position, _ in found]
                 for signal in self._columns[found[0][0]]
             },
+            token_weights=[r.token_weight for r in plan.samples],
         )
 
+    def num_trained(self, plan: MicroBatchPlan) -> int:
+        """Trained tokens of a planned micro-batch."""
+        samples = (self._group(r.group)[r.episode, r.trajectory, r.sample][1] for r in plan.samples)
+        return sum(sum(sample.is_trained) for sample in samples)
+
+    def mismatched(self, plan: MicroBatchPlan, partners: Sequence[int | None]) -> MicroBatch | None:
+        """The same completions, each after the first prompt of its group's partner; for scoring only.
+
+        None if a group has no partner: then all groups of the step have one prompt, and none has a partner.
+        """
+        samples = []
+        for ref in plan.samples:
+            if (partner := partners[ref.group]) is None:
+                return None
+            _, own = self._group(ref.group)[ref.episode, ref.trajectory, ref.sample]
+            _, first = next(iter(self._group(partner).values()))
+            samples.append(replace(own, prompt_ids=first.prompt_ids))
+        return MicroBatch.of(samples)
+
     def _group(self, group: int) -> dict[tuple[int, int, int], tuple[int, Sample]]:
-        """Every sample of a group, with its place in the group's columns."""
-        if group not in self._places:
+        """Every sample of a group, in order, with its position in the group's columns."""
+        if group not in self._samples:
             samples = enumerate(samples_in(self._payloads[group]))
-            self._places[group] = {index: (place, sample) for place, (index, sample) in samples}
-        return self._places[group]
+            self._samples[group] = {index: (position, sample) for position, (index, sample) in samples}
+        return self._samples[group]
 
 
 def packed(samples: Sequence[Sample], max_tokens: int) -> Iterator[MicroBatch]:
-    """Micro-batches of at most `max_tokens` (or one sample) for scoring only: samples stay in order, advantages are 0.
+    """Micro-batches of at most `max_tokens` (or one sample) for scoring only: samples stay in order.
 
     Neighbours with the same prompt run it once, so a group's samples are best passed together.
     """
@@ -147,14 +213,14 @@ def packed(samples: Sequence[Sample], max_tokens: int) -> Iterator[MicroBatch]:
         is_new = sample.prompt_ids not in prompts
         more = Load(1, len(sample.completion_ids), int(is_new), len(sample.prompt_ids))
         if batch and (load + more).num_tokens > max_tokens:
-            yield MicroBatch.of(batch, [0.0] * len(batch), {})
+            yield MicroBatch.of(batch)
             batch, prompts, load = [], set(), Load()
             more = Load(1, len(sample.completion_ids), 1, len(sample.prompt_ids))
         batch.append(sample)
         prompts.add(sample.prompt_ids)
         load += more
     if batch:
-        yield MicroBatch.of(batch, [0.0] * len(batch), {})
+        yield MicroBatch.of(batch)
 
 
 def _versions(sample: Sample) -> list[int]:

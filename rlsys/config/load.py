@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, get_args
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML, MappingNode, Node, SequenceNode
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from rlsys.config.algorithms import DEFAULT, algorithm_class
+from rlsys.config.plugins import KINDS
 from rlsys.config.problems import Location, Problem, dotted, problems_in, unknown_key
 from rlsys.errors import ConfigError
 
@@ -170,17 +170,13 @@ def _source(location: Location, sources: Sources) -> str | None:
 
 
 def _keys(config: type[BaseModel], tree: Tree) -> dict[tuple[str, ...], Sequence[str]]:
-    """The keys of every section, those of the chosen algorithm included, where there is one."""
+    """The keys of every section, those of the chosen plug-ins included."""
     keys = dict(_keys_under(config))
-    if "algorithm" not in config.model_fields:
-        return keys
-    section = tree.get("algorithm")
-    chosen = section.get("type", DEFAULT) if isinstance(section, dict) else DEFAULT
-    try:
-        fields = dataclasses.fields(algorithm_class(str(chosen)))
-    except ConfigError:  # reported already, as a problem of `algorithm.type`
-        return keys
-    return keys | {("algorithm",): ["type", *(f.name for f in fields)]}
+    for kind in KINDS:
+        if kind.name in config.model_fields:
+            with suppress(ConfigError):  # reported already, as a problem of its `type`
+                keys[kind.name,] = kind.keys(tree.get(kind.name))
+    return keys
 
 
 def _keys_under(section: type[BaseModel], at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Sequence[str]]]:

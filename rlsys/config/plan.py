@@ -26,11 +26,11 @@ class Plan:
     run_dir: str
     steps: int
     samples_per_step: int
-    """Episodes of one optimizer step."""
+    """Episodes of one step."""
     permits: int
     """Groups in the pipe at once."""
     max_staleness: int
-    """Most optimizer steps between sampling a token and training it."""
+    """Most steps between sampling a token and training it."""
     num_cpus: float
     """CPUs Ray reserves, over all workers."""
     num_gpus: float
@@ -73,12 +73,14 @@ def needs(roles: Sequence[Role]) -> tuple[float, float]:
 
 
 def _roles(config: Config) -> Iterator[Role]:
-    rollout, train, reference = config.rollout, config.train, config.reference
+    rollout, train, reference, critic = config.rollout, config.train, config.reference, config.critic
     yield Role("rollout", rollout.replicas, rollout.num_cpus, rollout.num_gpus)
     yield _reward(config)
     yield Role("actor rank", train.ranks, train.num_cpus, train.num_gpus)
-    if Signal.REFERENCE_LOGPROBS in config.algorithm.signals:
+    if config.algorithm.signals & {Signal.REFERENCE_LOGPROBS, Signal.REFERENCE_MISMATCHED}:
         yield Role("reference", 1, reference.num_cpus, reference.num_gpus)
+    if Signal.VALUES in config.algorithm.signals:
+        yield Role("critic rank", train.ranks, critic.num_cpus, critic.num_gpus)
     if config.eval.every:
         yield _evaluation(config)
 

@@ -88,4 +88,5 @@ def unknown_key(location: Location, keys: Mapping[tuple[str, ...], Sequence[str]
     elsewhere = {key: where for where, names in keys.items() for key in names if where != section}
     if close := difflib.get_close_matches(name, elsewhere, n=1, cutoff=0.8):
         return f"unknown key; did you mean `{dotted((*elsewhere[close[0]], close[0]))}`?"
-    return f"unknown key; {dotted(location[:-1]) or 'the top level'} has: {', '.join(siblings)}"
+    has = f"; {dotted(location[:-1]) or 'the top level'} has: {', '.join(siblings)}" if siblings else ""
+    return f"unknown key{has}"

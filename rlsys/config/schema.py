@@ -22,12 +22,14 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from rlsys.config.algorithms import AlgorithmSection, algorithm_of
+from rlsys.algorithm import Algorithm, Signal, version_after
 from rlsys.config.evaluation import EvalSection
+from rlsys.config.plugins import ALGORITHMS, STABILIZERS, AlgorithmSection, StabilizerSection
 from rlsys.config.problems import nested
 from rlsys.config.rewards import RewardSection
 from rlsys.config.section import ImportSpec, Section
 from rlsys.data.adapters import Columns
+from rlsys.stabilizer import StabilizerPlugin
 
 
 def _resume(value: str) -> str:
@@ -139,7 +141,8 @@ class RolloutSection(Section):
     """Most that a replica's logprobs may differ from the trainer's own, right after a change, on average over the same
     tokens, in nats; a replica above it is replaced. None: 1e-3 in float32, 0.1 in bfloat16."""
     workflow: ImportSpec = "single_turn"
-    """Who speaks when on a task: a built-in, or `module:Name` of your `Workflow`."""
+    """Who speaks when on a task. single_turn: one answer to the prompt. recorded: nobody; the row's `completion` is
+    trained as it is, with its `label` as reward. Or `module:Name` of your `Workflow`."""
     threads: PositiveInt = 1
     """CPU threads of one replica."""
     num_cpus: NonNegativeFloat = 1.0
@@ -149,10 +152,13 @@ class RolloutSection(Section):
 
 
 class TrainSection(Section):
-    """The worker that learns, and one optimizer step of it (AdamW)."""
+    """The worker that learns, and one step of it (AdamW)."""
 
     groups_per_step: PositiveInt = 32
-    """Groups of one optimizer step; each holds `algorithm.group_size` episodes."""
+    """Groups of one step; each holds `algorithm.group_size` episodes."""
+    updates_per_step: PositiveInt = 1
+    """Optimizer updates of one step, each on other groups of it. Above 1, the later ones train on tokens of the weights
+    before the step."""
     ranks: PositiveInt = 1
     """Data-parallel processes."""
     lr: PositiveFloat = 1e-6
@@ -176,12 +182,20 @@ class TrainSection(Section):
     num_gpus: NonNegativeFloat = 0.0
     """GPUs Ray reserves for one rank."""
 
+    @field_validator("updates_per_step")
+    @classmethod
+    def _has_groups_for_each(cls, updates_per_step: int, info: ValidationInfo) -> int:
+        groups = info.data.get("groups_per_step", updates_per_step)
+        if updates_per_step > groups:
+            raise ValueError(f"{updates_per_step} updates need as many groups, and train.groups_per_step is {groups}")
+        return updates_per_step
+
 
 class AsynchronySection(Section):
     """How far generation may run ahead of learning."""
 
     max_staleness: NonNegativeInt = 0
-    """Most optimizer steps between the weights a trained token was sampled from and those it trains; 0: synchronous."""
+    """Most steps between the weights a trained token was sampled from and those it trains; 0: synchronous."""
     window: PositiveInt = 1
     """How far past the oldest unfinished group the learner may look for a finished one; 1: strictly in order."""
 
@@ -200,6 +214,21 @@ class ReferenceSection(Section):
     """CPUs Ray reserves for the worker."""
     num_gpus: NonNegativeFloat = 0.0
     """GPUs Ray reserves for the worker."""
+
+
+class CriticSection(Section):
+    """The model of values; it runs only where the algorithm asks for values, on `train.ranks` ranks."""
+
+    path: Annotated[str, Field(min_length=1)] | None = None
+    """Model that it begins as, a folder or `org/name` on the hub; None: `model.path`."""
+    lr: PositiveFloat = 1e-5
+    """Peak learning rate; its course over the run is that of the policy."""
+    threads: PositiveInt = 1
+    """CPU threads of one rank."""
+    num_cpus: NonNegativeFloat = 1.0
+    """CPUs Ray reserves for one rank."""
+    num_gpus: NonNegativeFloat = 0.0
+    """GPUs Ray reserves for one rank."""
 
 
 class CheckpointSection(Section):
@@ -229,6 +258,9 @@ class LimitsSection(Section):
     counted apart."""
     max_failed_groups: PositiveInt = 16
     """Groups dropped in a row, failed or too long, that end the run."""
+    max_no_signal_groups: PositiveInt = 1000
+    """Groups in a row with nothing to learn in them, such as equal rewards, that end the run; a tenth of them is
+    told."""
 
 
 class RecordSection(Section):
@@ -254,13 +286,17 @@ class Config(Section):
     run: RunSection
     model: ModelSection
     data: DataSection
-    algorithm: AlgorithmSection = Field(default_factory=lambda: algorithm_of({}))
+    algorithm: AlgorithmSection = Field(default_factory=lambda: ALGORITHMS.read({}))
     """`type` (the name of an installed algorithm, or `module:Name` of yours; grpo) and that algorithm's own keys."""
+    stabilizer: StabilizerSection | None = Field(default_factory=lambda: STABILIZERS.read({}))
+    """`type` (the name of an installed stabilizer, or `module:Name` of yours; gac) and that stabilizer's own keys;
+    null: none."""
     rollout: RolloutSection = RolloutSection()
     reward: RewardSection = RewardSection()
     train: TrainSection = TrainSection()
     asynchrony: AsynchronySection = AsynchronySection()
     reference: ReferenceSection = ReferenceSection()
+    critic: CriticSection = CriticSection()
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     limits: LimitsSection = LimitsSection()
@@ -315,8 +351,40 @@ class Config(Section):
 
     @property
     def samples_per_step(self) -> int:
-        """Episodes of one optimizer step."""
+        """Episodes of one step."""
         return self.train.groups_per_step * self.algorithm.group_size
+
+    @field_validator("algorithm")
+    @classmethod
+    def _asks_for_what_can_be_made(cls, algorithm: Algorithm) -> Algorithm:
+        if unknown := sorted(str(signal) for signal in algorithm.signals if not isinstance(signal, Signal)):
+            asked, known = ", ".join(unknown), ", ".join(Signal)
+            raise ValueError(f"{type(algorithm).__name__} asks for {asked}, which no worker makes; signals are {known}")
+        return algorithm
+
+    @field_validator("algorithm")
+    @classmethod
+    def _trains_the_policy(cls, algorithm: Algorithm, info: ValidationInfo) -> Algorithm:
+        run = info.data.get("run")
+        if run is not None and not any(map(algorithm.trains_policy, range(run.steps))):
+            name = type(algorithm).__name__
+            raise ValueError(
+                f"{name} trains the policy in none of the {run.steps} steps (run.steps): its warm-up is longer"
+            )
+        return algorithm
+
+    @field_validator("stabilizer")
+    @classmethod
+    def _is_done_before_the_end(cls, plugin: StabilizerPlugin | None, info: ValidationInfo) -> StabilizerPlugin | None:
+        run, algorithm = info.data.get("run"), info.data.get("algorithm")
+        if run is None or algorithm is None or plugin is None or not (needed := plugin.synchronous_steps):
+            return plugin
+        if version_after(algorithm, needed, start=0, end=run.steps) < run.steps:
+            return plugin
+        raise ValueError(
+            f"{type(plugin).__name__} needs {needed} synchronous steps that train the policy before it does anything, "
+            f"and the run ends first (run.steps is {run.steps}): make the run longer, or let it need fewer"
+        )
 
     @field_validator("rollout")
     @classmethod

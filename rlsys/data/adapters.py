@@ -170,7 +170,7 @@ def task_of(row: object, layout: Layout) -> Task:
     """The task a row describes. Raises `RowProblem` if it describes none."""
     source = layout.sources
     if not isinstance(row, dict):
-        raise RowProblem(f"the row is {_named(row)}, not an object with a `{source['prompt']}`")
+        raise RowProblem(f"the row is {named(row)}, not an object with a `{source['prompt']}`")
     _check(row, layout)
     prompt = _prompt_of(source["prompt"], value_at(row, source["prompt"]))
     found = value_at(row, source["answer"])
@@ -215,16 +215,16 @@ def _prompt_of(source: str, prompt: Json) -> Prompt:
             raise RowProblem(f"the `{source}` is empty")
         return prompt
     if not isinstance(prompt, list):
-        raise RowProblem(f"`{source}` is {_named(prompt)}; give text or a list of messages")
+        raise RowProblem(f"`{source}` is {named(prompt)}; give text or a list of messages")
     if not prompt:
         raise RowProblem(f"the `{source}` is empty")
-    messages = tuple(_message_of(source, number, message) for number, message in enumerate(prompt, 1))
+    messages = tuple(message_of(source, number, message) for number, message in enumerate(prompt, 1))
     if messages[-1]["role"] == "assistant":
         raise RowProblem(f"the last message of the `{source}` is the assistant's; a prompt ends before it answers")
     return messages
 
 
-def _message_of(source: str, number: int, message: Json) -> Message:
+def message_of(source: str, number: int, message: Json) -> Message:
     """A message with exactly `role` and `content`; keys that hold null (columnar files add them) do not count."""
     given = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
     role, content = given.pop("role", None), given.pop("content", None)
@@ -237,7 +237,7 @@ def _message_of(source: str, number: int, message: Json) -> Message:
 
 def _text_of(source: str, value: Json) -> str | None:
     if isinstance(value, list | dict | bool):
-        raise RowProblem(f"`{source}` is {_named(value)}; give text or a number")
+        raise RowProblem(f"`{source}` is {named(value)}; give text or a number")
     return _as_text(source, value)
 
 
@@ -259,7 +259,7 @@ def _content_id(prompt: Prompt, answer: str | None, info: Mapping[str, Json]) ->
     return xxh3_64_hexdigest(orjson.dumps([prompt, answer, info], option=orjson.OPT_SORT_KEYS))
 
 
-def _named(value: object) -> str:
+def named(value: object) -> str:
     """`null`, or the type in words: `a list`, `an int`."""
     if value is None:
         return "null"

@@ -7,7 +7,8 @@ works from the command line, from a Python script (also one that called `ray.ini
 
 from rlsys.launch.offline import evaluate, export, inspect_data
 from rlsys.launch.preparing import look_up
+from rlsys.launch.replaying import replay
 from rlsys.launch.result import TrainResult
 from rlsys.launch.training import train
 
-__all__ = ["TrainResult", "evaluate", "export", "inspect_data", "look_up", "train"]
+__all__ = ["TrainResult", "evaluate", "export", "inspect_data", "look_up", "replay", "train"]

@@ -11,6 +11,7 @@ from functools import reduce
 from operator import and_
 from pathlib import Path
 
+from rlsys.algorithm import Signal
 from rlsys.checkpoint import STEP, find_latest, is_complete
 from rlsys.config import Config
 from rlsys.contracts import Rewards, Rollouts
@@ -21,13 +22,15 @@ from rlsys.doctor import ensure_not_shadowed
 from rlsys.errors import CheckpointError, ConfigError, DataError, ModelError
 from rlsys.evaluation import EvalRules, Evaluator
 from rlsys.events import Events
+from rlsys.failed import CONFIG
 from rlsys.failures import FailurePolicy
 from rlsys.hub import can_be_hub_name
 from rlsys.rewards.combining import RewardSum
 from rlsys.types import Task
 from rlsys.workflow import load_workflow
 
-RESOLVED = "config.resolved.yaml"
+RESOLVED = CONFIG
+"""The configuration of a run, in its directory."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,12 @@ def check_model(config: Config) -> None:
 
     A cluster at an address of its own may see other folders than this machine.
     """
-    path = config.model.path
-    if config.ray.address is None and not can_be_hub_name(path) and not Path(path).is_dir():
-        raise ModelError(f"model.path: there is no folder {path}; give one, or `org/name` on the hub")
+    paths = {"model.path": config.model.path}
+    if config.critic.path is not None and Signal.VALUES in config.algorithm.signals:
+        paths["critic.path"] = config.critic.path
+    for key, path in paths.items():
+        if config.ray.address is None and not can_be_hub_name(path) and not Path(path).is_dir():
+            raise ModelError(f"{key}: there is no folder {path}; give one, or `org/name` on the hub")
 
 
 def look_up(config: Config) -> Data:
@@ -71,7 +77,8 @@ def task_source(config: Config) -> TaskSource:
     """The run's tasks; reward functions and workflow are looked up now, before anything expensive starts."""
     tasks = _tasks("data.path", config.data.path, config)
     _check_rewards("data.path", tasks, config)
-    load_workflow(config.rollout.workflow)
+    workflow = load_workflow(config.rollout.workflow)
+    workflow.check(tasks, group_size=config.algorithm.group_size, temperature=config.rollout.temperature)
     return TaskSource(tasks, config.run.seed, shuffle=config.data.shuffle)
 
 
@@ -143,15 +150,15 @@ def write_run_dir(config: Config) -> None:
 
 def rooted(config: Config) -> Config:
     """The configuration with absolute paths: workers do not run in this process's folder."""
-    model = Path(config.model.path)
     update: dict[str, object] = {
         "run": config.run.model_copy(update={"folder": config.run.folder.absolute()}),
         "reward": config.reward.rooted(),
         "data": config.data.model_copy(update={"path": _rooted(config.data.path)}),
         "eval": config.eval.model_copy(update={"data": {n: _rooted(path) for n, path in config.eval.data.items()}}),
     }
-    if model.is_dir():
-        update["model"] = config.model.model_copy(update={"path": str(model.absolute())})
+    for name, section in (("model", config.model), ("critic", config.critic)):
+        if section.path is not None and (folder := Path(section.path)).is_dir():
+            update[name] = section.model_copy(update={"path": str(folder.absolute())})
     return config.model_copy(update=update)
 
 
@@ -192,4 +199,5 @@ def evaluator_of(
 
 def failures_of(config: Config) -> FailurePolicy:
     """How much failure is too much."""
-    return FailurePolicy(config.limits.max_attempts, config.limits.max_failed_groups)
+    limits = config.limits
+    return FailurePolicy(limits.max_attempts, limits.max_failed_groups, limits.max_no_signal_groups)

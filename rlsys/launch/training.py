@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rlsys.algorithm import version_after
 from rlsys.checkpoint import Checkpoints
 from rlsys.config import Config
 from rlsys.config.plan import plan_of
 from rlsys.contracts import Arrival, Published, Rollouts, Workers
-from rlsys.driver import BatchShape, Driver
+from rlsys.driver import Driver
 from rlsys.errors import Interrupted
 from rlsys.evaluation import Evaluation, EvaluationLane
 from rlsys.events import (
@@ -39,6 +40,7 @@ from rlsys.launch.preparing import (
     write_run_dir,
 )
 from rlsys.launch.result import FirstStep, Summary, TrainResult
+from rlsys.learner import BatchShape
 from rlsys.ledger import Ledger
 from rlsys.queue import StreamingQueue
 from rlsys.repacking import Repacker
@@ -150,8 +152,7 @@ def driver_of(config: Config, data: Data, workers: Workers, events: Events) -> D
         )
         events.emit(told)
 
-    per_step = config.train.groups_per_step
-    asynchrony, limits = config.asynchrony, config.limits
+    train, asynchrony, limits, stabilizer = config.train, config.asynchrony, config.limits, config.stabilizer
     weights = WeightSync(
         workers.actor, workers.relays, limits.transfer_s, max_age=config.staleness_bound, on_arrival=arrived
     )
@@ -164,22 +165,26 @@ def driver_of(config: Config, data: Data, workers: Workers, events: Events) -> D
         workers=workers,
         algorithm=config.algorithm,
         queue=StreamingQueue(
-            groups_per_step=per_step,
+            groups_per_step=train.groups_per_step,
             max_staleness=asynchrony.max_staleness,
             window=asynchrony.window,
             version=0,
-            num_groups=config.run.steps * per_step,
-            signals=config.algorithm.signals,
+            num_groups=config.run.steps * train.groups_per_step,
+            signals=frozenset(signal for signal in config.algorithm.signals if signal.made == "stream"),
+            synchronous_until=version_after(
+                config.algorithm, stabilizer.synchronous_steps if stabilizer else 0, start=0, end=config.run.steps
+            ),
         ),
         ledger=Ledger(data.train, config.algorithm.group_size, config.run.seed, limits.lease_s),
         weights=weights,
         failures=failures_of(config),
         checkpoints=Checkpoints(config.run_dir / "checkpoints", config.checkpoint.every, config.checkpoint.keep_last),
         events=events,
-        shape=BatchShape(config.train.ranks, config.train.micro_batch_tokens),
+        shape=BatchShape(train.ranks, train.micro_batch_tokens, train.updates_per_step, config.rollout.max_new_tokens),
         steps=config.run.steps,
         no_progress_s=limits.no_progress_s,
-        rollouts_folder=config.run_dir / "rollouts",
+        run_dir=config.run_dir,
+        config=config.to_yaml(),
         rollouts_every=config.record.rollouts_every,
         evaluation=evaluation,
         repacker=_repacker_of(config, workers.rollouts, events),

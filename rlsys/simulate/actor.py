@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlsys.algorithm import Algorithm, Assigned
+from rlsys.algorithm import Algorithm, Assigned, Signal
 from rlsys.batch.plan import BatchPlan
 from rlsys.contracts import Busy, Judged, Published, TrainStats
 from rlsys.simulate.profile import Profile
 from rlsys.simulate.relays import SimRelays
-from rlsys.types import Group, PolicyVersion, Score, Task
+from rlsys.types import Group, PolicyVersion, Ref, Score, Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,7 @@ class SimActor:
     def __init__(self, profile: Profile, relays: SimRelays) -> None:
         self._profile, self._relays = profile, relays
         self.version: PolicyVersion = 0
+        self._fetched: Sequence[Group] = ()
         self.trained: list[Group] = []
         """All groups, in the order they were trained."""
         self.staleness: list[Counter[int]] = []
@@ -43,8 +44,11 @@ class SimActor:
         self.stall_s: list[float] = []
         """Per publish."""
 
-    async def train_step(self, groups: Sequence[Group], plan: BatchPlan) -> TrainStats:
-        train = self._profile.train
+    async def fetch(self, groups: Sequence[Group], plan: BatchPlan) -> None:
+        self._fetched = groups
+
+    async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
+        groups, train = self._fetched, self._profile.train
         num_tokens = sum(group.num_trained for group in groups)
         seconds = train.fixed_s + num_tokens / (train.tokens_per_s * self._profile.train_gpus)
         await asyncio.sleep(seconds + (self._profile.switch_s if self._profile.colocated else 0.0))
@@ -72,8 +76,9 @@ class SimActor:
     async def save(self, folder: Path) -> None:
         _write(folder, self.version)
 
-    async def load(self, folder: Path) -> None:
+    async def load(self, folder: Path) -> int:
         self.version = _read(folder)
+        return 0
 
     async def record(
         self,

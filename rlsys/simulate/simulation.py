@@ -17,9 +17,10 @@ from tempfile import TemporaryDirectory
 from rlsys.checkpoint import Checkpoints
 from rlsys.contracts import Workers
 from rlsys.data.source import TaskSource
-from rlsys.driver import BatchShape, Driver
+from rlsys.driver import Driver
 from rlsys.events import Event, Events, StepDone
 from rlsys.failures import FailurePolicy
+from rlsys.learner import BatchShape
 from rlsys.ledger import Ledger
 from rlsys.queue import StreamingQueue
 from rlsys.repacking import Repacker
@@ -116,13 +117,14 @@ class Simulation:
             queue=queue,
             ledger=Ledger(TaskSource(tasks, seed=profile.seed), profile.group_size, profile.seed, lease_s=inf),
             weights=WeightSync(self.actor, self.relays, TRANSFER_S, max_age=queue.staleness_bound),
-            failures=FailurePolicy(max_attempts=100, max_failed_groups=100),
+            failures=FailurePolicy(max_attempts=100, max_failed_groups=100, max_no_signal_groups=100),
             checkpoints=Checkpoints(folder / "checkpoints", every=0, keep_last=1),
             events=events,
             shape=BatchShape(num_ranks=1, max_tokens=MICRO_BATCH_TOKENS),
             steps=self.steps + profile.max_staleness + 1,
             no_progress_s=1e9,
-            rollouts_folder=folder / "rollouts",
+            run_dir=folder,
+            config="",
             rollouts_every=0,
             repacker=self._repacker(events),
         )

@@ -6,28 +6,19 @@
         run_virtual(driver.run(0))
 
 A fake world keeps its weights as a version number and its payloads as plain objects; latencies are functions of the
-group,
-so that hypothesis can choose them. Faults are scripted: the n-th call of a worker can die, hang or answer with wrong
-weights.
+group, so that hypothesis can choose them. Fakes assert what their contract asks of the caller. Faults are scripted: the
+n-th call of a worker can die, hang or answer with wrong weights.
 """
 
 from rlsys.simulate.clock import VirtualLoop, run_virtual
 from rlsys.testing.policy import ScriptedPolicy
-from rlsys.testing.world import (
-    FakeActor,
-    FakePinnedRollouts,
-    FakeReference,
-    FakeRelays,
-    FakeRewards,
-    FakeRollouts,
-    FakeWorld,
-    Fault,
-    RewardAsAdvantage,
-    tasks,
-)
+from rlsys.testing.pools import FakePinnedRollouts, FakeRewards, FakeRollouts, Fault
+from rlsys.testing.training import FakeActor, FakeCritic, FakeReference, FakeRelays
+from rlsys.testing.world import FakeWorld, RewardAsAdvantage, tasks
 
 __all__ = [
     "FakeActor",
+    "FakeCritic",
     "FakePinnedRollouts",
     "FakeReference",
     "FakeRelays",

@@ -45,6 +45,10 @@ class ScriptedPolicy:
         ids, logprobs = tuple(map(ord, text)), (-1.0,) * len(text)
         return Turn(prompt_ids, ids, logprobs, (VersionSpan(0, len(ids)),), finish, text)
 
+    async def recite(self, prompt_ids: tuple[int, ...], reply: str) -> Turn:
+        ids = tuple(map(ord, reply))
+        return Turn(prompt_ids, ids, (-1.0,) * len(ids), (VersionSpan(0, len(ids)),), "stop", reply)
+
 
 def _written(messages: Sequence[Message]) -> str:
     return "\n".join([*(f"<{m['role']}>{m['content']}" for m in messages), "<assistant>"])

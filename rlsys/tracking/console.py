@@ -20,6 +20,7 @@ from rlsys.events import (
     PhaseDone,
     RunEnded,
     RunStarted,
+    SignalMissing,
     StepDone,
     WorkerFailed,
     WorkerRestarted,
@@ -111,6 +112,9 @@ def note_of(event: Event) -> str | None:
             return f"dropped group {serial} (task {task_id}): {reason}" + (f": {detail}" if detail else "")
         case GroupReissued(serial=serial, task_id=task_id, reason=reason):
             return f"group {serial} (task {task_id}) is issued again: {reason}"
+        case SignalMissing(num_groups=count, limit=limit, detail=detail):
+            what = f"{count} groups one after the other had nothing to learn in them, and {limit} end the run"
+            return f"{what}; look at rewards and tasks. The last: {detail}"
         case WorkerFailed(worker=worker, phase=phase, detail=detail):
             return f"{worker} failed while {phase}: {detail}"
         case WorkerRestarted(worker=worker, seconds=seconds):

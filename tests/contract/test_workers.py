@@ -314,8 +314,9 @@ async def trained(kit: Kit, version: int) -> Arrival:
     await kit.workers.actor.publish(version)
     groups = [await judged(kit, await rolled_out(kit, version=version, serial=s)) for s in range(3)]
     assigned = [tuple(kit.algorithm.advantages(g)) for g in groups]
-    plan = plan_batch(groups, assigned, num_ranks=1, max_tokens=40)
-    stats = await kit.workers.actor.train_step(groups, plan)
+    plan = plan_batch(groups, assigned, kit.algorithm.aggregation, num_ranks=1, max_tokens=40)
+    await kit.workers.actor.fetch(groups, plan)
+    stats = await kit.workers.actor.train_step(plan, {})
     assert stats.train_s >= 0
     assert "loss" in stats.metrics
     return await published(kit, version + 1)

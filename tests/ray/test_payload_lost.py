@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from ray.cluster_utils import Cluster
 
-from rlsys.algorithm import Assigned, Signal
-from rlsys.batch.plan import plan_batch
+from rlsys.algorithm import Aggregation, Assigned, Signal
+from rlsys.batch.plan import BatchPlan, RankPlan, plan_batch
 from rlsys.contracts import TrainStats
 from rlsys.errors import PayloadLost
 from rlsys.record import read_groups
@@ -44,8 +44,9 @@ class Writer:
 class Rank(ActorRank):
     """Has no model."""
 
-    def train_step(self, plan: Any, denominators: Any, indices: Any, signals: Any) -> TrainStats:
-        return TrainStats({"num_groups": len(self._fetched)}, 0.0)
+    def train_step(self, plan: RankPlan, signals: Any, *columns: Any) -> TrainStats:
+        data = self.taken(signals, columns)
+        return TrainStats({"num_tokens": sum(data.num_trained(m) for u in plan.updates for m in u)}, 0.0)
 
 
 class Judge(RewardActor):
@@ -68,6 +69,9 @@ class Reader(ReferenceActor):
 
     def logprobs(self, payload: Payload) -> tuple[float, ...]:
         return (-1.0,)
+
+    def mismatched(self, plan: RankPlan, data: Any) -> list[int]:
+        return [data.num_trained(m) for u in plan.updates for m in u]
 
 
 def payload_of(serial: int) -> Payload:
@@ -93,10 +97,13 @@ def test_the_groups_that_went_with_a_node_are_named_and_the_others_are_trained_j
     reference = ReferenceHandle(spawn(Reader, NO_CPU, "", "float32", 1.0, 1, NO_CPU, node=here), 60.0)
     actor = ActorHandle(ranks, 60.0)
 
-    async def trained(groups: list[Group]) -> TrainStats:
+    def planned(groups: list[Group]) -> BatchPlan:
         assigned = [tuple(Assigned(episode, 0, 1.0) for episode in range(2)) for _ in groups]
-        plan = plan_batch(groups, assigned, num_ranks=2, max_tokens=1000)
-        return await actor.train_step(groups, plan)
+        return plan_batch(groups, assigned, Aggregation(), num_ranks=2, max_tokens=1000)
+
+    async def trained(groups: list[Group]) -> TrainStats:
+        await actor.fetch(groups, planned(groups))
+        return await actor.train_step(planned(groups), {})
 
     async def scenario() -> None:
         await asyncio.gather(rewards.ready(), reference.ready())
@@ -107,6 +114,7 @@ def test_the_groups_that_went_with_a_node_are_named_and_the_others_are_trained_j
         for attempt in (
             lambda: trained(groups),
             lambda: reference.annotate(groups, Signal.REFERENCE_LOGPROBS),
+            lambda: reference.annotate_step(groups, planned(groups), Signal.REFERENCE_MISMATCHED),
             lambda: actor.save_groups(tmp_path / "groups.jsonl", groups),
             lambda: actor.record(tmp_path / "rollouts.jsonl", 1, [task] * 4, groups, [()] * 4),
         ):
@@ -115,8 +123,9 @@ def test_the_groups_that_went_with_a_node_are_named_and_the_others_are_trained_j
             assert set(raised.value.serials) == {3, 4}
         outcomes = await asyncio.gather(*(rewards.score(task, g) for g in groups), return_exceptions=True)
         assert [isinstance(outcome, PayloadLost) for outcome in outcomes] == [False, False, True, True]
-        assert await trained(kept)
+        assert (await trained(kept)).metrics == {"num_tokens": 2}
         assert len(await reference.annotate(kept, Signal.REFERENCE_LOGPROBS)) == 2
+        assert len(await reference.annotate_step(kept, planned(kept), Signal.REFERENCE_MISMATCHED)) == 2
         await actor.save_groups(tmp_path / "groups.jsonl", kept)
         assert [record.group.serial for record in read_groups(tmp_path / "groups.jsonl")] == [1, 2]
         await actor.close()

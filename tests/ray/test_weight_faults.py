@@ -126,7 +126,7 @@ def assert_noticed(config: Config, relays: RayRelays, rollouts: RolloutPool, not
     """Train; the lie is told apart, its replica replaced, and every token trained is of the weights it claims."""
     config.run_dir.mkdir()
     actor, rewards = start_actor(config, relays), start_rewards(config)
-    crew = Crew(relays, start_partials(), actor, rollouts, rewards, None, None)
+    crew = Crew(relays, start_partials(), actor, None, rollouts, rewards, None, None)
     events = Events([JsonlSink(config.run_dir)])
 
     async def main() -> int:

@@ -4,24 +4,43 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rlsys.algorithm import Signal
+from rlsys.algorithm import Settled, Signal
 from rlsys.checkpoint import find_latest
 from rlsys.data.source import TaskSource
 from rlsys.driver import Driver
-from rlsys.events import Event, GroupReissued
-from rlsys.testing import FakeWorld, Fault, run_virtual, tasks
+from rlsys.events import Event, GroupDropped, GroupReissued
+from rlsys.testing import FakeWorld, Fault, RewardAsAdvantage, run_virtual, tasks
+from rlsys.types import Group
 from tests.simulate.world import NUM_TASKS, StopAfter, driver_on
 
 STALENESS = (0, 1, 2, 4, 8)
 STEPS = 12
 MACHINE_FAULTS = (Fault.DIES, Fault.HANGS, Fault.WRONG_WEIGHTS)
-LOSABLE = ("score", "annotate", "train_step", "save_groups")
+LOSABLE = ("score", "annotate", "fetch", "fetch_critic", "annotate_step", "save_groups")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choosy(RewardAsAdvantage):
+    """Finds nothing to learn in some groups, and in some steps, as a pure function of their serials."""
+
+    is_choosy: bool = False
+    """Is there nothing to learn in every fifth group?"""
+    empties: int = 0
+    """Settling leaves nothing of a step whose oldest group's serial is a multiple of this; 0: it leaves all."""
+
+    def has_signal(self, group: Group) -> bool:
+        return not self.is_choosy or group.serial % 5 != 0
+
+    def settle(self, groups: Sequence[Group], past: Mapping[str, float]) -> Settled:
+        settled = super().settle(groups, past)
+        is_emptied = self.empties and min(group.serial for group in groups) % self.empties == 0
+        return Settled(tuple(() for _ in settled.groups)) if is_emptied else settled
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +59,10 @@ class Outcome:
     num_healthy: int
     """Groups that were issued again although their payload was there."""
     is_exactly_once: bool
-    """Were the tasks trained those that an undisturbed run trains, each as often?"""
+    """Was every group that was issued either trained or dropped, once; and were the tasks trained, of a schedule that
+    drops none, those that an undisturbed run trains, each as often?"""
+    is_calibrated: bool
+    """Were the steps that the stabilizer must see without staleness trained without any?"""
     has_all_permits: bool
     """Were there always as many permits as the bound is made of, or as many as groups that were still to be trained?"""
 
@@ -57,14 +79,29 @@ def played(seed: int) -> Outcome:
         "max_staleness": chance.choice(STALENESS),
         "window": chance.choice((1, 1, 2, 5)),
         "checkpoint_every": chance.choice((0, 3)),
-        "signals": frozenset(Signal) if chance.random() < 0.6 else frozenset(),
+        "algorithm": Choosy(
+            needs=frozenset(Signal) if chance.random() < 0.6 else frozenset(),
+            is_choosy=chance.random() < 0.4,
+            empties=chance.choice((0, 0, 7)),
+        ),
+        "synchronous_steps": chance.choice((0, 0, 3)),
     }
+    limits["num_updates"] = chance.randint(1, limits["groups_per_step"])
     stop_at = chance.randint(1, STEPS - 1) if chance.random() < 0.25 else STEPS
     with TemporaryDirectory() as folder:
         sessions = [_session(chance, Path(folder), limits, stop) for stop in sorted({stop_at, STEPS})]
+    return _outcome(sessions, limits)
+
+
+def _outcome(sessions: Sequence[tuple[FakeWorld, Driver, Witness]], limits: Mapping[str, Any]) -> Outcome:
     world, driver, _ = sessions[-1]
+    num_groups = driver.queue.groups_per_step * STEPS
+    trained = [serial for world, _, _ in sessions for serial in world.trained_serials]
+    dropped = [serial for _, _, told in sessions for serial in told.dropped]
     source = TaskSource(tasks(NUM_TASKS), seed=0)
-    expected = Counter(source.next().id for _ in range(driver.queue.groups_per_step * STEPS))
+    expected = Counter(source.next().id for _ in range(num_groups))
+    is_undisturbed = limits["algorithm"] == Choosy(needs=limits["algorithm"].needs)
+    synchronous = [each for world, _, _ in sessions for each in world.staleness_by_version.items()]
     return Outcome(
         max_staleness=driver.queue.max_staleness,
         bound=driver.queue.staleness_bound,
@@ -72,7 +109,13 @@ def played(seed: int) -> Outcome:
         num_stale=sum(driver.queue.dropped["stale"] for _, driver, _ in sessions),
         num_reissued=sum(driver.queue.num_reissued for _, driver, _ in sessions),
         num_healthy=sum(max(0, told.num_reissued - len(world.gone)) for world, _, told in sessions),
-        is_exactly_once=world.consumed == expected and not driver.ledger.open,
+        is_exactly_once=(
+            len(trained) == num_groups
+            and sorted(trained + dropped) == list(range(driver.ledger.next_serial))
+            and not driver.ledger.open
+            and (world.consumed == expected or not is_undisturbed)
+        ),
+        is_calibrated=all(most == 0 for version, most in synchronous if version < limits["synchronous_steps"]),
         has_all_permits=not any(told.wrong_counts for _, _, told in sessions),
     )
 
@@ -81,7 +124,8 @@ def _session(
     chance: random.Random, folder: Path, limits: Mapping[str, Any], stop: int
 ) -> tuple[FakeWorld, Driver, Witness]:
     """One driver's part of a run, from the newest checkpoint until step `stop`."""
-    world = world_of(chance)
+    limits = dict(limits)
+    world = replace(world_of(chance), synchronous_steps=limits.pop("synchronous_steps"))
     driver = driver_on(world, folder, **limits, max_attempts=most_failures(world) + 1)
     witness = Witness(driver)
     driver.events.attach(witness)
@@ -134,14 +178,19 @@ class Witness:
     wrong_counts: list[int] = field(default_factory=list)
     """Of permits, too many or too few."""
     num_reissued: int = 0
+    dropped: list[int] = field(default_factory=list)
+    """Serials, in order."""
 
     def handle(self, event: Event, time_s: float) -> None:
         self.num_reissued += isinstance(event, GroupReissued)
-        self.count_permits()
+        if isinstance(event, GroupDropped):
+            self.dropped.append(event.serial)
+        else:  # of several groups that are dropped at once, each has its event
+            self.count_permits()
 
     def count_permits(self) -> None:
         queue = self.driver.queue
-        if queue.num_permits != min(queue.capacity, (STEPS - queue.version) * queue.groups_per_step):
+        if queue.num_permits != min(queue.permits_at(queue.version), (STEPS - queue.version) * queue.groups_per_step):
             self.wrong_counts.append(queue.num_permits)
 
     def close(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,12 +21,8 @@ from rlsys.events import GroupDropped, GroupReissued, StepDone, WorkerFailed, Wo
 from rlsys.record import read_groups
 from rlsys.testing import FakeReference, FakeRewards, FakeRollouts, FakeWorld, Fault, VirtualLoop, run_virtual
 from rlsys.types import Assignment, Group, Score, Task
-from tests.simulate.world import Recorder, StopAfter, driver_on
-
-
-def latencies(seed: int, longest_s: float):
-    """Heavy-tailed seconds, a pure function of (seed, number)."""
-    return lambda number: random.Random(seed * 1_000_003 + number).paretovariate(1.1) % longest_s
+from tests.simulate.schedules import LOSABLE
+from tests.simulate.world import Recorder, StopAfter, driver_on, latencies
 
 
 @settings(deadline=None, max_examples=60)
@@ -137,9 +132,7 @@ def test_whatever_dies_the_same_tasks_are_consumed_and_none_is_scored_zero(
 @settings(deadline=None, max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
-    losses=st.dictionaries(
-        st.sampled_from(["score", "annotate", "train_step", "save_groups"]), st.sets(st.integers(0, 10), max_size=3)
-    ),
+    losses=st.dictionaries(st.sampled_from(LOSABLE), st.sets(st.integers(0, 10), max_size=3)),
     max_staleness=st.sampled_from([0, 2]),
     window=st.sampled_from([1, 3]),
 )
@@ -168,7 +161,7 @@ def test_groups_whose_payload_is_lost_are_issued_again_and_the_same_tasks_are_co
     assert not driver.queue.dropped
 
 
-@pytest.mark.parametrize("call", ["score", "annotate", "train_step", "save_groups"])
+@pytest.mark.parametrize("call", LOSABLE)
 def test_a_lost_payload_is_told_and_its_group_keeps_its_number_and_its_place(tmp_path, call):
     recorder = Recorder()
     world = FakeWorld(payload_losses={call: {1}})
@@ -184,7 +177,7 @@ def test_a_lost_payload_is_told_and_its_group_keeps_its_number_and_its_place(tmp
 
 
 def test_a_payload_that_is_lost_every_time_ends_the_run(tmp_path):
-    world = FakeWorld(payload_losses={"train_step": range(1000)})
+    world = FakeWorld(payload_losses={"fetch": range(1000)})
     with pytest.raises(RunAborted, match=r"gave up after 3 attempts at one group.*the bytes of group 0, 2 are gone"):
         run_virtual(driver_on(world, tmp_path).run(0))
 
@@ -204,7 +197,7 @@ def test_a_group_outlives_failures_of_every_kind_as_long_as_none_comes_three_tim
     world = FakeWorld(
         rollout_faults={call: kind for call, is_broken in enumerate(rollout_faults) if is_broken},
         reward_faults={call: kind for call, is_broken in enumerate(reward_faults) if is_broken},
-        payload_losses={"train_step": range(len(failures) - 1)},
+        payload_losses={"fetch": range(len(failures) - 1)},
     )
     with TemporaryDirectory() as folder:
         assert run_virtual(driver_on(world, Path(folder), steps=2, groups_per_step=1, max_attempts=3).run(0)) == 2
@@ -242,8 +235,10 @@ def test_an_attempt_that_is_over_and_gives_nothing_to_train_is_no_reason_to_drop
             return replace(judged, scores=tuple(Score(None, "the judge raised") for _ in judged.scores))
 
     world = FakeWorld(payload_losses={"annotate": {0}}, reward_s=lambda serial: 0.0, annotate_s=lambda serial: 1.0)
-    driver = driver_on(world, tmp_path, groups_per_step=1, signals=frozenset(Signal), max_failed_groups=1)
-    driver.workers = replace(driver.workers, rewards=LateAndVoid(world))
+    workers = replace(world.workers(), rewards=LateAndVoid(world))
+    driver = driver_on(
+        world, tmp_path, groups_per_step=1, signals=frozenset(Signal), max_failed_groups=1, workers=workers
+    )
     assert run_virtual(driver.run(0)) == 6
     assert (driver.queue.dropped, driver.queue.num_reissued, driver.queue.num_refused) == ({}, 1, 1)
 
@@ -265,8 +260,9 @@ def test_an_annotator_that_fails_ends_the_run_with_its_words(tmp_path):
         async def annotate(self, groups: Sequence[Group], signal: Signal) -> list[Group]:
             raise WorkerDied("reference", "scoring 1 groups", "the process is gone")
 
-    driver = driver_on(FakeWorld(), tmp_path, signals=frozenset(Signal))
-    driver.workers = replace(driver.workers, annotators={signal: Dead(FakeWorld()) for signal in Signal})
+    world = FakeWorld()
+    workers = replace(world.workers(), annotators={Signal.REFERENCE_LOGPROBS: Dead(world)})
+    driver = driver_on(world, tmp_path, signals=frozenset(Signal), workers=workers)
     with pytest.raises(WorkerDied, match="reference while scoring 1 groups: the process is gone"):
         run_virtual(driver.run(0))
 
@@ -314,8 +310,8 @@ def test_a_dead_worker_is_told_once_however_many_groups_hit_it(tmp_path):
             return await super().run(assignment)
 
     recorder, world = Recorder(), FakeWorld(num_replicas=1)
-    driver = driver_on(world, tmp_path, recorder=recorder)
-    driver.workers = replace(driver.workers, rollouts=Rollouts(world))
+    workers = replace(world.workers(), rollouts=Rollouts(world))
+    driver = driver_on(world, tmp_path, recorder=recorder, workers=workers)
     run_virtual(driver.run(0))
     failures = [(e.worker, e.phase) for e in recorder.of(WorkerFailed)]
     assert failures == [("rollout-0", "rolling out group 0")], "groups 1 and 2 were there, too"

@@ -12,6 +12,7 @@ def test_under_any_schedule_with_faults_the_bound_holds_and_every_task_is_traine
     for seed in range(30 * block, 30 * (block + 1)):
         outcome = played(seed)
         assert outcome.is_exactly_once, seed
+        assert outcome.is_calibrated, seed
         assert outcome.staleness <= outcome.bound, seed
         assert outcome.num_stale == 0, seed
         assert outcome.num_healthy == 0, seed

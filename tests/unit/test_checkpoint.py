@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,8 @@ PARTS = ["actor/weights.bin", "actor/optimizer.bin", "groups.jsonl", "driver.jso
 
 def state_of(step: int) -> DriverState:
     pending = [Entry(serial=7, task_id="a", cursor=Cursor(1, 2))]
-    return DriverState(step, {0: "cafe", step: "beef"}, LedgerState("8 tasks", Cursor(1, 3), 8, 7, pending))
+    ledger = LedgerState("8 tasks", Cursor(1, 3), 8, 7, pending)
+    return DriverState(step, {0: "cafe", step: "beef"}, ledger, past={"policy/entropy": 0.1 + 0.2})
 
 
 async def write(folder: Path) -> None:
@@ -174,3 +177,20 @@ def test_a_state_without_a_format_is_of_the_first(tmp_path):
     del row["state_v"]
     path.write_text(json.dumps(row).ljust(path.stat().st_size))
     assert read_state(tmp_path / "step_000002") == state_of(2)
+
+
+def test_a_state_that_is_older_than_the_metrics_of_the_step_before_has_none(tmp_path):
+    checkpoints_in(tmp_path, 2)
+    path = tmp_path / "step_000002" / "driver.json"
+    row = json.loads(path.read_text())
+    del row["past"]
+    path.write_text(json.dumps(row).ljust(path.stat().st_size))
+    assert read_state(tmp_path / "step_000002") == replace(state_of(2), past={})
+
+
+def test_a_metric_that_is_not_finite_is_read_as_it_was_saved(tmp_path):
+    state = replace(state_of(2), past={"a": math.nan, "b": -math.inf})
+    asyncio.run(Checkpoints(tmp_path, 1, 1).save(2, state, write))
+    past = read_state(tmp_path / "step_000002").past
+    assert math.isnan(past["a"])
+    assert past["b"] == -math.inf

@@ -52,6 +52,7 @@ def test_a_dry_run_says_what_the_job_needs(job: str):
 
 
 JUDGE = "def judge(completion, level): return 0.0\n"
+OFFLINE = ["rollout.workflow=recorded", "algorithm.type=kto", "algorithm.group_size=1"]
 
 
 @pytest.mark.parametrize(
@@ -63,6 +64,8 @@ JUDGE = "def judge(completion, level): return 0.0\n"
         (["reward.fn=HERE/judge.py:none"], ConfigError, r"judge\.py has no function none; it has judge"),
         (["reward.fn=HERE/judge.py:judge"], ConfigError, r"^data\.path: reward .* asks for level, which no"),
         (["rollout.workflow=json:None_"], ConfigError, r"rollout\.workflow: cannot load"),
+        (OFFLINE, DataError, r"data\.path: 1 row cannot be used by .*=recorded\n  row 1: no `label`; .* prompt"),
+        (OFFLINE[:-1], ConfigError, r"algorithm\.group_size: 8 episodes of a row"),
     ],
 )
 def test_a_dry_run_looks_up_what_the_job_needs(job: str, tmp_path: Path, options, kind, words):
@@ -158,8 +161,16 @@ def test_the_schema_is_json_and_holds_the_installed_algorithms():
     assert {"const": "grpo"} in [c["properties"]["type"] for c in choices]
 
 
-def test_installed_algorithms_are_listed():
-    assert "grpo         algorithms.grpo:GRPO" in CliRunner().invoke(app, ["algorithms"]).stdout
+def test_installed_algorithms_and_stabilizers_are_listed_in_columns():
+    lines = CliRunner().invoke(app, ["algorithms"]).stdout.splitlines()
+    assert lines == sorted(lines, key=lambda line: line.split()[1]), "algorithms first"
+    for name, kind, place in (
+        ("grpo", "algorithm", "algorithms.grpo:GRPO"),
+        ("gac", "stabilizer", "algorithms.gac:GAC"),
+    ):
+        (line,) = [line for line in lines if line.startswith(f"{name} ")]
+        assert line.split()[1:3] == [kind, place]
+    assert len({line.index("algorithms.") for line in lines}) == 1
 
 
 def test_an_unknown_option_is_a_usage_error(job: str):
@@ -246,3 +257,9 @@ def test_a_simulation_that_cannot_be_is_refused_with_the_remedy(arguments: list[
 def test_simulate_knows_its_options():
     done = CliRunner().invoke(app, ["simulate", "local", "--stepz", "3"])
     assert done.exit_code == 2
+
+
+def test_a_folder_without_a_failed_step_ends_with_2(tmp_path: Path):
+    done = subprocess.run([RLSYS, "replay", str(tmp_path)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"rlsys: {tmp_path} holds no failed step")

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -9,10 +10,14 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from algorithms.grpo import GRPO
-from rlsys.algorithm import Algorithm
+from rlsys.algorithm import Algorithm, Signal
 from rlsys.config import Config
-from rlsys.config.algorithms import adapter, installed, type_name
-from rlsys.errors import ConfigError
+from rlsys.config.plan import plan_of
+from rlsys.config.plugins import ALGORITHMS, KINDS, PluginKind, adapter
+from rlsys.errors import ConfigError, ModelError
+from rlsys.launch.preparing import check_model
+from rlsys.stabilizer import StabilizerPlugin
+from rlsys.types import PolicyVersion
 
 MINIMAL = """\
 run: {steps: 10}
@@ -39,6 +44,50 @@ class Strict(Algorithm):
 
 
 STRICT = f"{__name__}:Strict"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damp(StabilizerPlugin):
+    """A stabilizer of a user."""
+
+    factor: float = 0.5
+    """Of every gradient."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrating(StabilizerPlugin):
+    """A stabilizer of a user that begins with steps without staleness."""
+
+    needs: int = 4
+    """So many."""
+
+    @property
+    def synchronous_steps(self) -> int:
+        return self.needs
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmsUp(Algorithm):
+    """An algorithm of a user that leaves the policy alone at first."""
+
+    for_steps: int = 0
+    """So long."""
+
+    def trains_policy(self, version: PolicyVersion) -> bool:
+        return version >= self.for_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curious(Algorithm):
+    """An algorithm of a user that asks for whatever it is told to."""
+
+    asks: tuple[str, ...] = ()
+    """Signals, by name."""
+
+    @property
+    def signals(self) -> frozenset[Signal]:
+        known = {str(signal): signal for signal in Signal}
+        return frozenset(known.get(name, name) for name in self.asks)  # type: ignore[misc]
 
 
 def write(folder: Path, text: str, name: str = "job.yaml") -> Path:
@@ -267,10 +316,11 @@ def test_every_key_has_a_docstring_and_there_are_at_most_80():
     assert len(keys) <= 80
 
 
-@pytest.mark.parametrize("name", installed())
-def test_every_installed_algorithm_documents_its_keys(name: str):
-    schema = Config.model_json_schema()["properties"]["algorithm"]["anyOf"]
-    (described,) = [s for s in schema if s["properties"]["type"].get("const") == name]
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in kind.installed()])
+def test_every_installed_plugin_documents_its_keys(kind: PluginKind[Any], name: str):
+    schema = Config.model_json_schema()["properties"][kind.name]["anyOf"]
+    alternatives = [each for one in schema for each in one.get("anyOf", [one])]  # an optional section is nested
+    (described,) = [s for s in alternatives if s.get("properties", {}).get("type", {}).get("const") == name]
     undocumented = [
         key for key, value in described["properties"].items() if key != "type" and "description" not in value
     ]
@@ -278,8 +328,8 @@ def test_every_installed_algorithm_documents_its_keys(name: str):
 
 
 def test_an_algorithm_knows_its_name():
-    assert type_name(GRPO) == "grpo"
-    assert type_name(Strict) == STRICT
+    assert ALGORITHMS.type_name(GRPO) == "grpo"
+    assert ALGORITHMS.type_name(Strict) == STRICT
     assert adapter(GRPO) is adapter(GRPO)
 
 
@@ -310,3 +360,74 @@ def test_two_data_sets_of_one_name_in_a_file_are_refused(tmp_path: Path):
     path = write(tmp_path, MINIMAL + "eval:\n  data:\n    a: x.jsonl\n    a: y.jsonl\n")
     (line,) = refusal(path)
     assert 'job.yaml:8: not valid YAML: found duplicate key "a"' in line
+
+
+def test_a_stabilizer_is_a_plug_in_like_an_algorithm_and_null_is_none(tmp_path: Path):
+    path = write(tmp_path, MINIMAL)
+    assert type(Config.load(path).stabilizer).__name__ == "GAC"
+    assert Config.load(path, ["stabilizer=null"]).stabilizer is None
+    damped = Config.load(path, [f"stabilizer.type={__name__}:Damp", "stabilizer.factor=0.25"])
+    assert damped.stabilizer == Damp(factor=0.25)
+    assert Config.load(write(tmp_path, damped.to_yaml(), "resolved.yaml")) == damped
+    wrong = [f"stabilizer.type={__name__}:Damp", "stabilizer.facto=1"]
+    assert "stabilizer.facto: unknown key; did you mean `stabilizer.factor`?" in refusal(path, overrides=(*wrong,))[1]
+    none = refusal(path, overrides=("stabilizer.type=gca",))[1]
+    assert "stabilizer.type: no stabilizer is named 'gca'; did you mean `gac`?" in none
+    other = refusal(path, overrides=(f"stabilizer.type={STRICT}",))[1]
+    assert "is not a dataclass derived from rlsys.stabilizer.StabilizerPlugin" in other
+
+
+def test_a_run_that_never_trains_the_policy_is_refused(tmp_path: Path):
+    path = write(tmp_path, MINIMAL + f"algorithm: {{type: '{__name__}:WarmsUp', for_steps: 9}}\n")
+    assert Config.load(path).run.steps == 10
+    (_, line) = refusal(path, overrides=("algorithm.for_steps=10",))
+    assert "algorithm: WarmsUp trains the policy in none of the 10 steps (run.steps): its warm-up is longer" in line
+
+
+def test_a_run_that_ends_before_its_stabilizer_is_calibrated_is_refused(tmp_path: Path):
+    keys = f"algorithm: {{type: '{__name__}:WarmsUp', for_steps: 5}}\nstabilizer: {{type: '{__name__}:Calibrating'}}\n"
+    path = write(tmp_path, MINIMAL + keys)
+    assert Config.load(path).stabilizer == Calibrating(needs=4)
+    (_, line) = refusal(path, overrides=("stabilizer.needs=5",))
+    assert "stabilizer: Calibrating needs 5 synchronous steps that train the policy before it does anything" in line
+    assert "run.steps is 10" in line
+    assert len(refusal(path, overrides=("stabilizer.needs=50", "run.steps=6"))) == 2, "one problem, whatever it is"
+
+
+def test_more_updates_than_groups_are_refused(tmp_path: Path):
+    path = write(tmp_path, MINIMAL + "train: {groups_per_step: 4}\n")
+    assert Config.load(path, ["train.updates_per_step=4"]).train.updates_per_step == 4
+    line = refusal(path, overrides=("train.updates_per_step=5",))[1]
+    assert line.endswith("train.updates_per_step: 5 updates need as many groups, and train.groups_per_step is 4")
+
+
+@pytest.mark.parametrize(
+    ("asks", "roles"),
+    [
+        ("[]", {"rollout": 1, "reward": 1, "actor rank": 3}),
+        ("[policy_mismatched]", {"rollout": 1, "reward": 1, "actor rank": 3}),
+        ("[reference_logprobs]", {"rollout": 1, "reward": 1, "actor rank": 3, "reference": 1}),
+        ("[reference_mismatched]", {"rollout": 1, "reward": 1, "actor rank": 3, "reference": 1}),
+        ("[values]", {"rollout": 1, "reward": 1, "actor rank": 3, "critic rank": 3}),
+    ],
+)
+def test_the_workers_that_start_are_those_that_make_the_signals_asked_for(tmp_path: Path, asks: str, roles: object):
+    path = write(tmp_path, MINIMAL + f"train: {{ranks: 3}}\nalgorithm: {{type: '{__name__}:Curious', asks: {asks}}}\n")
+    plan = plan_of(Config.load(path, ["critic.num_cpus=2"]))
+    assert {role.name: role.count for role in plan.roles} == roles
+    assert plan.num_cpus == sum(role.count * (2 if role.name == "critic rank" else 1) for role in plan.roles)
+
+
+def test_a_signal_that_nobody_makes_is_refused_before_anything_starts(tmp_path: Path):
+    path = write(tmp_path, MINIMAL + f"algorithm: {{type: '{__name__}:Curious', asks: [values, moods]}}\n")
+    _, line = refusal(path)
+    assert "algorithm: Curious asks for moods, which no worker makes; signals are reference_logprobs, " in line
+
+
+def test_the_folder_a_critic_begins_as_is_looked_up_only_where_there_is_a_critic(tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    path = write(tmp_path, MINIMAL + f"algorithm: {{type: '{__name__}:Curious'}}\n")
+    gone = (f"model.path={tmp_path / 'model'}", f"critic.path={tmp_path / 'gone'}")
+    check_model(Config.load(path, gone))
+    with pytest.raises(ModelError, match=r"critic\.path: there is no folder .*gone"):
+        check_model(Config.load(path, [*gone, "algorithm.asks=[values]"]))

@@ -60,7 +60,7 @@ def evaluator_on(
     return Evaluator(
         rollouts,
         FakeRewards(rollouts.world),
-        FailurePolicy(max_attempts=3, max_failed_groups=max_failed_groups),
+        FailurePolicy(max_attempts=3, max_failed_groups=max_failed_groups, max_no_signal_groups=4),
         Events([recorder] if recorder else []),
         {name: tasks(count) for name, count in sets.items()},
         EvalRules(samples, temperature=1.0, seed=0, pass_reward=1.0, max_open=3),

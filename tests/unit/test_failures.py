@@ -7,6 +7,7 @@ import pytest
 from rlsys.errors import (
     ConfigError,
     DeadlineExceeded,
+    NoSignal,
     NothingToTrain,
     PayloadLost,
     RlsysError,
@@ -19,7 +20,7 @@ from rlsys.errors import (
 )
 from rlsys.failures import Abort, Drop, FailurePolicy, Reissue, Retry
 
-POLICY = FailurePolicy(max_attempts=3, max_failed_groups=4)
+POLICY = FailurePolicy(max_attempts=3, max_failed_groups=4, max_no_signal_groups=6)
 MACHINE = [kind("rollout-1", "rolling out", "it broke") for kind in (WorkerDied, DeadlineExceeded, WeightsMismatch)]
 TASK = [TaskTooLong("rollout-1", "encoding", "it is long"), NothingToTrain("it is void")]
 
@@ -61,6 +62,23 @@ def test_what_a_task_broke_is_dropped_under_its_reason(error, reason, dropped_in
 def test_too_many_drops_in_a_row_end_the_run(error):
     message = f"4 groups were dropped one after the other; the last failure: {error}"
     assert POLICY.decide(error, attempt=1, dropped_in_a_row=3) == Abort(message)
+
+
+def test_groups_without_a_signal_are_dropped_until_it_is_plain_that_none_will_have_one():
+    error = NoSignal("group 7 (task a) has equal rewards: [1.0]")
+    assert POLICY.decide(error, attempt=1, dropped_in_a_row=4) == Drop("no_signal")
+    for dropped_in_a_row in (5, 8):
+        aborted = POLICY.decide(error, attempt=1, dropped_in_a_row=dropped_in_a_row)
+        assert isinstance(aborted, Abort)
+        for part in (
+            f"{dropped_in_a_row + 1} groups",
+            "solved",
+            "hopeless",
+            "constant",
+            "limits.max_no_signal_groups",
+            "task a",
+        ):
+            assert part in aborted.message
 
 
 @pytest.mark.parametrize(

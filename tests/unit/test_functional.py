@@ -5,14 +5,26 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import tensor
+from torch import Tensor, tensor
 
-from algorithms.functional import centred, clipped, importance_weights, kl_penalty, log_ratio, masked, truncated
+from algorithms.functional import (
+    centred,
+    clipped,
+    discounted_sums,
+    dual_floor,
+    is_last,
+    left_out,
+    log_ratio,
+    sample_means,
+    sample_sums,
+    sample_totals,
+)
 
 
 def test_log_ratios_are_clamped() -> None:
@@ -31,38 +43,8 @@ def test_the_clip_takes_the_worse_of_the_two_objectives() -> None:
     assert ratio_N.grad.tolist() == pytest.approx([2.0, 0.0, 1.0, 0.0, -2.0])  # none where clipped
 
 
-def test_importance_weights_by_hand_numbers_and_without_gradient() -> None:
-    proximal_N = tensor([math.log(0.2), math.log(0.2), 0.0], requires_grad=True)
-    weights_N = importance_weights(proximal_N, tensor([math.log(0.1), math.log(0.4), -50.0]))
-    assert weights_N.tolist() == pytest.approx([2.0, 0.5, math.exp(20)])
-    assert not weights_N.requires_grad
-
-
-def test_truncation_bounds_weights_from_above_only() -> None:
-    assert truncated(tensor([0.1, 1.0, 2.0, 2.5]), cap=2.0).tolist() == pytest.approx([0.1, 1.0, 2.0, 2.0])
-
-
-def test_masking_drops_weights_on_both_sides_and_keeps_the_bounds() -> None:
-    assert masked(tensor([0.49, 0.5, 1.0, 5.0, 5.1])).tolist() == [0.0, 0.5, 1.0, 5.0, 0.0]
-
-
-def test_the_kl_penalty_has_the_value_of_k3() -> None:
-    assert kl_penalty(tensor([-1.0]), tensor([-1.5])).item() == pytest.approx(math.exp(-0.5) + 0.5 - 1)
-    assert kl_penalty(tensor([-1.0]), tensor([-1.0])).item() == 0.0
-
-
-def test_the_kl_penalty_has_in_expectation_the_gradient_of_the_kl() -> None:
-    """Exactly, over all four outcomes of a categorical policy."""
-    logits = tensor([0.3, -0.7, 1.1, 0.0], dtype=torch.float64, requires_grad=True)
-    reference = tensor([0.1, 0.2, -0.3, 0.5], dtype=torch.float64).log_softmax(-1)
-    logprobs = logits.log_softmax(-1)
-    exact = (logprobs.exp() * (logprobs - reference)).sum()
-    (expected,) = torch.autograd.grad(exact, logits, retain_graph=True)
-    penalty = kl_penalty(logprobs, reference)
-    estimate = (logprobs.exp().detach() * penalty).sum()  # tokens drawn from the policy
-    assert estimate.item() == pytest.approx(exact.item())
-    (actual,) = torch.autograd.grad(estimate, logits)
-    torch.testing.assert_close(actual, expected)
+def test_the_floor_of_dual_clip_is_for_negative_advantages_only() -> None:
+    assert dual_floor(tensor([-2.0, 0.0, 3.0]), 3.0).tolist() == [-6.0, 0.0, 0.0]
 
 
 def test_rewards_are_centred_by_hand_numbers() -> None:
@@ -81,6 +63,51 @@ def test_centred_rewards_sum_to_nothing(rewards: list[float], std_normalize: boo
         assert values == [0.0] * len(rewards)
 
 
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.floats(-10, 10), min_size=2, max_size=10))
+def test_leaving_one_out_is_the_reward_less_the_mean_of_the_others(rewards: list[float]) -> None:
+    others = [sum(rewards[:i] + rewards[i + 1 :]) / (len(rewards) - 1) for i in range(len(rewards))]
+    expected = [reward - mean for reward, mean in zip(rewards, others, strict=True)]
+    assert left_out(rewards) == pytest.approx(expected, abs=1e-9)
+
+
+def test_samples_are_summed_apart_empty_ones_included_and_with_gradient() -> None:
+    values_N = tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
+    lengths_S = tensor([1, 0, 3])
+    sums_N = sample_sums(values_N, lengths_S)
+    assert sums_N.tolist() == [1.0, 9.0, 9.0, 9.0]
+    assert sample_means(values_N, lengths_S).tolist() == [1.0, 3.0, 3.0, 3.0]
+    (gradient_N,) = torch.autograd.grad(sums_N[1], values_N)
+    assert gradient_N.tolist() == [0.0, 1.0, 1.0, 1.0]
+    assert is_last(lengths_S, 4).tolist() == [True, False, False, True]
+
+
 def test_algorithms_import_without_torch() -> None:
-    code = "import sys, algorithms.grpo; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
+    code = "import sys, algorithms.ppo; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("sums", [sample_sums, sample_means, lambda v, n: discounted_sums(v, n, 0.9)])
+def test_a_number_that_is_not_finite_stays_in_its_sample(sums: Callable[[Tensor, Tensor], Tensor], bad: float) -> None:
+    """In one of several rows, too: what is beside it in memory belongs to others."""
+    lengths_S = torch.tensor([70, 0, 130, 5])
+    values_N = torch.arange(205.0)
+    expected_N = sums(values_N, lengths_S)
+    values_N[100] = bad
+    found_N = sums(values_N, lengths_S)
+    is_own_N = (torch.arange(205) >= 70) & (torch.arange(205) < 200)
+    assert not found_N[is_own_N].isfinite().all()
+    assert torch.equal(found_N[~is_own_N], expected_N[~is_own_N])
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=6))
+def test_the_last_token_of_each_sample_is_known_and_sums_have_gradients(lengths: list[int]) -> None:
+    lengths_S, num = torch.tensor(lengths), sum(lengths)
+    ends = {sum(lengths[: i + 1]) - 1 for i, length in enumerate(lengths) if length}
+    assert is_last(lengths_S, num).tolist() == [i in ends for i in range(num)]
+    values_N = torch.ones(num, requires_grad=True)
+    sample_totals(values_N, lengths_S).square().sum().backward()
+    assert values_N.grad is not None
+    assert values_N.grad.tolist() == [2.0 * length for length in lengths for _ in range(length)]

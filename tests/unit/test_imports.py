@@ -10,7 +10,9 @@ ROOT = Path(__file__).parents[2]
 def test_the_algorithms_import_without_torch_and_the_core_without_torch_or_ray():
     program = """
 import sys
-import algorithms.grpo, rlsys, rlsys.algorithm, rlsys.batch.plan, rlsys.cli, rlsys.config, rlsys.contracts, rlsys.types
+import rlsys, rlsys.algorithm, rlsys.batch.plan, rlsys.cli, rlsys.config, rlsys.contracts, rlsys.learner, rlsys.types
+from rlsys.config.plugins import KINDS
+plugins = [kind.find(name) for kind in KINDS for name in kind.installed()]
 print([m for m in ("torch", "ray", "transformers", "vllm", "workers") if m in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from rlsys import Config
 from rlsys.data.source import TaskSource
+from rlsys.errors import TrainingError
 from rlsys.events import Events
+from rlsys.failed import CONFIG
 from rlsys.launch.preparing import Data
 from rlsys.launch.training import driver_of
-from rlsys.testing import FakeWorld, tasks
-from rlsys.types import Sampling
+from rlsys.stabilizer import StabilizerPlugin
+from rlsys.testing import FakeActor, FakeWorld, RewardAsAdvantage, run_virtual, tasks
+from rlsys.types import PolicyVersion, Sampling
 from tests.jobs import config_of
 from workers.launching import _replica_spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patient(RewardAsAdvantage):
+    """Trains the policy in every second step, from the fourth on."""
+
+    def trains_policy(self, version: PolicyVersion) -> bool:
+        return version >= 3 and version % 2 == 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrating(StabilizerPlugin):
+    """Needs two synchronous steps."""
+
+    @property
+    def synchronous_steps(self) -> int:
+        return 2
 
 
 def config(folder: Path, *overrides: str) -> Config:
@@ -53,3 +74,45 @@ def test_trajectories_are_moved_where_running_groups_hold_new_weights_back(tmp_p
     data = Data(TaskSource(tasks(3), seed=0), {})
     repacker = driver_of(config(tmp_path, *overrides), data, FakeWorld().workers(), Events([])).repacker
     assert (repacker and repacker.every_s) == every_s
+
+
+def test_a_budget_that_the_algorithm_does_not_name_is_the_longest_completion(tmp_path):
+    overrides = ["algorithm.type=dr_grpo", "rollout.max_new_tokens=100", "run.steps=1", "asynchrony.max_staleness=0"]
+    data, workers = Data(TaskSource(tasks(8), seed=0), {}), replace(FakeWorld().workers(), evaluation=None)
+    assert run_virtual(driver_of(config(tmp_path, *overrides), data, workers, Events([])).run(0)) == 1
+    assert isinstance(workers.actor, FakeActor) and workers.actor.trained
+    plan, _ = workers.actor.trained
+    refs = [ref for rank in plan.updates[0].ranks for part in rank if part.weight for ref in part.samples]
+    assert {ref.token_weight for ref in refs} == {1 / (len(refs) * 100)}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "stabilizer", "version"),
+    [("Patient", "Calibrating", 6), (None, "Calibrating", 2), ("Patient", None, 0)],
+)
+def test_steps_are_synchronous_until_the_stabilizer_saw_as_many_train_the_policy_as_it_needs(
+    tmp_path, algorithm, stabilizer, version
+):
+    """Patient trains the policy at the versions 3, 5, 7: after the second of these the version is 6."""
+    chosen = [f"algorithm={{type: '{__name__}:{algorithm}'}}"] if algorithm else []
+    chosen.append(f"stabilizer={{type: '{__name__}:{stabilizer}'}}" if stabilizer else "stabilizer=null")
+    job = config(tmp_path, "run.steps=9", *chosen)
+
+    async def main() -> int:
+        data = Data(TaskSource(tasks(3), seed=0), {})
+        return driver_of(job, data, FakeWorld().workers(), Events([])).queue.synchronous_until
+
+    assert run_virtual(main()) == version
+
+
+def test_a_run_keeps_its_configuration_with_a_step_that_fails(tmp_path):
+    job = config(tmp_path, "run.steps=1")
+
+    async def main() -> int:
+        data = Data(TaskSource(tasks(3), seed=0), {})
+        workers = replace(FakeWorld(nan_at=0).workers(), evaluation=None)
+        return await driver_of(job, data, workers, Events([])).run(0)
+
+    with pytest.raises(TrainingError):
+        run_virtual(main())
+    assert Config.load(job.run_dir / "failed" / "step_000001" / CONFIG) == job

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from rlsys.config.algorithms import algorithm_class, installed
+from rlsys.config.plugins import KINDS
 from rlsys.doctor.facts import locked, normalised
 
 ROOT = Path(__file__).parents[2]
@@ -60,8 +60,9 @@ def test_what_rlsys_asks_for_is_in_the_lock():
     assert {normalised(r.name) for r in wanted("rlsys")} <= LOCK.keys()
 
 
-def test_every_name_of_the_algorithm_table_loads():
-    assert {name: algorithm_class(name).__module__.partition(".")[0] for name in installed()} == {"grpo": "algorithms"}
+def test_every_installed_plugin_loads_and_is_one_of_ours():
+    found = {kind.name: {kind.find(name).__module__.partition(".")[0] for name in kind.installed()} for kind in KINDS}
+    assert found == {"algorithm": {"algorithms"}, "stabilizer": {"algorithms"}}
 
 
 def test_pip_settings_reach_uv_and_the_environment_wins_over_files():

@@ -9,12 +9,13 @@ import rlsys
 import rlsys.testing
 
 NAMES = [
-    "Agent", "Algorithm", "Assigned", "Config", "LossInputs", "LossOutput", "RlsysError", "Session", "Signal",
-    "TrainResult", "Workflow", "evaluate", "export", "train",
+    "Agent", "Aggregation", "Algorithm", "Assigned", "Config", "LossInputs", "LossOutput", "RlsysError", "Session",
+    "Settled", "Shaped", "Signal", "Stabilizer", "StabilizerPlugin", "Steered", "TrainResult", "Workflow", "evaluate",
+    "export", "train",
 ]  # fmt: skip
 FAKES = [
-    "FakeActor", "FakePinnedRollouts", "FakeReference", "FakeRelays", "FakeRewards", "FakeRollouts", "FakeWorld",
-    "Fault", "RewardAsAdvantage", "ScriptedPolicy", "VirtualLoop", "run_virtual", "tasks",
+    "FakeActor", "FakeCritic", "FakePinnedRollouts", "FakeReference", "FakeRelays", "FakeRewards", "FakeRollouts",
+    "FakeWorld", "Fault", "RewardAsAdvantage", "ScriptedPolicy", "VirtualLoop", "run_virtual", "tasks",
 ]  # fmt: skip
 
 
@@ -37,7 +38,7 @@ def test_an_unknown_name_is_an_attribute_error():
     [
         ("import rlsys", "torch ray pydantic numpy transformers datasets typer rich workers algorithms"),
         (
-            "from rlsys import Algorithm, Workflow, Session, RlsysError",
+            "from rlsys import Algorithm, StabilizerPlugin, Workflow, Session, RlsysError",
             "torch ray pydantic numpy transformers datasets",
         ),
         ("from rlsys import Config", "torch ray numpy transformers datasets workers"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -32,8 +32,9 @@ def queue_of(
     version: int = 0,
     num_groups: int = 100,
     signals: frozenset[Signal] = frozenset(),
+    synchronous_until: int = 0,
 ) -> StreamingQueue:
-    return StreamingQueue(groups_per_step, max_staleness, window, version, num_groups, signals)
+    return StreamingQueue(groups_per_step, max_staleness, window, version, num_groups, signals, synchronous_until)
 
 
 def submit(permit: Permit, done: Group) -> None:
@@ -393,68 +394,183 @@ def test_a_restored_queue_keeps_finished_groups_and_the_places_of_unfinished_one
     run_virtual(main())
 
 
-@settings(deadline=None, max_examples=150)
+@dataclass
+class Played:
+    """Producers that drop or finish groups, and a learner, on one queue after the other."""
+
+    chance: random.Random
+    drop_share: float
+    consumed: list[int] = field(default_factory=list)
+    in_pipe: set[int] = field(default_factory=set)
+    """Serials that were issued, and neither dropped nor released."""
+    again: list[int] = field(default_factory=list)
+    """Serials to issue again, oldest first."""
+    serials: Iterator[int] = field(default_factory=count)
+    num_before: int = 0
+    """Groups consumed on the queues before."""
+
+    @property
+    def unsettled(self) -> list[int]:
+        return sorted(self.in_pipe - {*self.consumed})
+
+    async def produce(self, queue: StreamingQueue) -> None:
+        while True:
+            async with queue.permit() as permit:
+                serial = self.again.pop(0) if self.again else next(self.serials)
+                self.in_pipe.add(serial)
+                assert len(self.in_pipe) <= queue.permits_at(queue.version)
+                permit.open(serial)
+                await asyncio.sleep(self.chance.paretovariate(1.2))
+                if self.chance.random() < self.drop_share:
+                    self.in_pipe.remove(serial)
+                else:
+                    submit(permit, group(serial, versions=(permit.version,)))
+
+    async def learn(self, queue: StreamingQueue, until: int) -> None:
+        for version in range(queue.version, until):
+            bound = 0 if version < queue.synchronous_until else queue.staleness_bound
+            rows = await queue.take(version=version, on_stale=no_stale)
+            for row in rows:
+                assert row.serial < self.unsettled[0] + queue.window
+                assert version - row.group.oldest_version <= bound
+                self.consumed.append(row.serial)
+            await asyncio.sleep(self.chance.random() * 3)
+            self.in_pipe -= {row.serial for row in rows}
+            queue.release(rows, version + 1)
+            assert queue.num_permits == min(queue.permits_at(version + 1), queue.num_groups - len(self.consumed))
+
+    async def run(self, queue: StreamingQueue, until: int) -> None:
+        """Until version `until` is published; then whatever is being produced is cut off."""
+        producers = [asyncio.create_task(self.produce(queue)) for _ in range(queue.capacity)]
+        await self.learn(queue, until)
+        for producer in producers:
+            producer.cancel()
+        await asyncio.gather(*producers, return_exceptions=True)
+
+    def restored(self, before: StreamingQueue, queue: StreamingQueue) -> None:
+        """Let `queue` go on where `before` was cut."""
+        finished = [row.group for row in before.finished]
+        self.again = [serial for serial in self.unsettled if serial not in {g.serial for g in finished}]
+        self.consumed, self.num_before = [], self.num_before + len(self.consumed)
+        queue.restore(before.version, queue.num_groups - self.num_before, finished, self.unsettled)
+
+
+@settings(deadline=None, max_examples=200)
 @given(
     seed=st.integers(0, 10**6),
     groups_per_step=st.integers(1, 4),
     max_staleness=st.integers(0, 3),
     window=st.sampled_from([1, 1, 2, 4]),
     drop_share=st.sampled_from([0.0, 0.3]),
+    synchronous_until=st.sampled_from([0, 0, 1, 3, 5, 99]),
+    cut=st.sampled_from([0, 0, 1, 2, 4, 6]),
 )
 def test_whatever_the_interleaving_groups_are_ordered_bounded_and_none_is_lost(
-    seed, groups_per_step, max_staleness, window, drop_share
+    seed, groups_per_step, max_staleness, window, drop_share, synchronous_until, cut
 ):
     steps = 8
-    chance = random.Random(seed)
-    queue = queue_of(
-        groups_per_step=groups_per_step,
-        max_staleness=max_staleness,
-        window=window,
-        num_groups=steps * groups_per_step,
-    )
-    serials = count()
-    unsettled: set[int] = set()
-    in_pipe = 0
-    consumed: list[int] = []
 
-    async def produce() -> None:
-        nonlocal in_pipe
-        while True:
-            async with queue.permit() as permit:
-                in_pipe += 1
-                assert in_pipe <= queue.capacity
-                serial = next(serials)
-                permit.open(serial)
-                unsettled.add(serial)
-                await asyncio.sleep(chance.paretovariate(1.2))
-                if chance.random() < drop_share:
-                    unsettled.remove(serial)
-                    in_pipe -= 1
-                else:
-                    submit(permit, group(serial, versions=(permit.version,)))
+    def fresh() -> StreamingQueue:
+        return queue_of(
+            groups_per_step=groups_per_step,
+            max_staleness=max_staleness,
+            window=window,
+            num_groups=steps * groups_per_step,
+            synchronous_until=synchronous_until,
+        )
 
-    async def learn() -> None:
-        nonlocal in_pipe
-        for version in range(steps):
-            rows = await queue.take(version=version, on_stale=no_stale)
-            for one in rows:
-                assert one.serial < min(unsettled) + window
-                assert version - one.group.oldest_version <= queue.staleness_bound
-                unsettled.remove(one.serial)
-                consumed.append(one.serial)
-            await asyncio.sleep(chance.random() * 3)
-            in_pipe -= len(rows)
-            queue.release(rows, version + 1)
-            assert queue.num_permits == min(queue.capacity, queue.num_groups - len(consumed))
+    played = Played(random.Random(seed), drop_share)
+    order: list[int] = []
 
     async def main() -> None:
-        producers = [asyncio.create_task(produce()) for _ in range(queue.capacity)]
-        await learn()
-        for producer in producers:
-            producer.cancel()
+        queue = fresh()
+        if cut:
+            await played.run(queue, cut)
+            order.extend(played.consumed)
+            before, queue = queue, fresh()
+            played.restored(before, queue)
+        await played.run(queue, steps)
+        order.extend(played.consumed)
 
     run_virtual(main())
-    assert len(set(consumed)) == len(consumed) == queue.num_groups
-    assert not unsettled
+    assert len(set(order)) == len(order) == steps * groups_per_step
+    assert not played.unsettled
     if window == 1:
-        assert consumed == sorted(consumed)
+        assert order == sorted(order)
+
+
+def test_up_to_a_version_there_is_no_more_in_the_pipe_than_one_step():
+    queue = queue_of(groups_per_step=2, max_staleness=2, synchronous_until=2)
+
+    async def scenario(producers: Producers) -> None:
+        for version, admitted in ((0, [0, 0]), (1, [0, 0, 1, 1])):
+            assert producers.admitted == admitted
+            await producers.finish(2 * version, 2 * version + 1, versions=(version,))
+            queue.release(await queue.take(version=version, on_stale=no_stale), version + 1)
+            await settled()
+        assert producers.admitted == [0, 0, 1, 1] + [2] * 6
+
+    played(queue, scenario, num_producers=12)
+
+
+def test_a_queue_restored_before_that_version_holds_one_step_and_drops_what_is_stale():
+    stale: list[int] = []
+    queue = queue_of(groups_per_step=2, max_staleness=2, synchronous_until=5)
+    queue.restore(3, 20, finished=[group(6, versions=(2,))], pending=[6, 7])
+
+    async def scenario(producers: Producers) -> None:
+        assert producers.admitted == [3], "of two permits, one backs the group that is finished"
+        await producers.finish(7, versions=(3,))
+        take = asyncio.create_task(queue.take(version=3, on_stale=lambda group: stale.append(group.serial)))
+        await settled()
+        await producers.finish(8, versions=(3,))
+        assert ([row.serial for row in await take], stale) == ([7, 8], [6])
+
+    async def main() -> None:
+        producers = Producers(queue)
+        producers.start(range(7, 12))
+        await settled()
+        await scenario(producers)
+        producers.cancel()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("window", "place", "version", "is_in_time"),
+    [
+        (1, 0, 7, True),
+        (1, 0, 8, False),
+        (1, 1, 7, True),
+        (1, 2, 7, False),
+        (1, 2, 6, True),
+        (2, 1, 7, True),
+        (3, 1, 7, True),
+        (3, 3, 7, False),
+        (1, 0, 5, True),
+        (1, 0, 4, False),
+        (3, 1, 4, False),
+        (3, 1, 3, True),
+    ],
+)
+def test_a_finished_group_is_in_time_if_it_is_taken_within_the_bound_whatever_overtakes_it(
+    window, place, version, is_in_time
+):
+    """Two groups a step; a bound of two versions at window 1, of three at 2 and 3; synchronous before version 5. The
+    group is of version 5 from there on, and of version 3 before."""
+    queue = queue_of(groups_per_step=2, max_staleness=2, window=window, synchronous_until=5)
+    one = group(9, versions=(5 if version >= 5 else 3,))
+    assert queue.is_in_time(one, place, version) == is_in_time
+
+
+def test_groups_that_were_taken_and_given_up_make_room_for_others():
+    async def main() -> None:
+        queue = queue_of(groups_per_step=2, num_groups=2)
+        await produced(queue, 0, 1)
+        queue.drop(await queue.take(version=0, on_stale=no_stale), "no_signal")
+        assert queue.dropped == {"no_signal": 2}
+        assert queue.num_permits == 2
+        await produced(queue, 2, 3)
+        assert await taken(queue) == [2, 3]
+
+    run_virtual(main())

@@ -10,6 +10,7 @@ import pytest
 
 from rlsys.contracts import TrainStats
 from rlsys.events import undocumented
+from rlsys.learner import Learned
 from rlsys.queue import StreamingQueue
 from rlsys.record import GroupRecord, RolloutRecord, read_groups, read_rollouts, write_groups, write_rollouts
 from rlsys.stepmetrics import StepClock, step_metrics
@@ -27,7 +28,8 @@ PAYLOAD = (Episode((Trajectory("policy", ()),)),) * 3
 
 def test_each_function_has_a_mean_of_its_own_where_it_applied() -> None:
     async def measured() -> dict[str, float]:
-        return step_metrics([GROUP], TrainStats({}, 1.0), 0, StreamingQueue(2, 1, 1, 0, 100), StepClock())
+        learned = Learned([GROUP], [()], TrainStats({}, 1.0))
+        return step_metrics(learned, 0, StreamingQueue(2, 1, 1, 0, 100), StepClock())
 
     metrics = asyncio.run(measured())
     by_function = {name: value for name, value in metrics.items() if name.startswith("reward/by/")}

@@ -28,7 +28,7 @@ def some_samples(seed: int = 0) -> list[Sample]:
 
 
 def micro_batch(samples: list[Sample]) -> MicroBatch:
-    return MicroBatch.of(samples, [0.0] * len(samples), {})
+    return MicroBatch.of(samples)
 
 
 def plain(model: PreTrainedModel, samples: list[Sample], temperature: float) -> tuple[Tensor, Tensor]:

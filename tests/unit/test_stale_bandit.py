@@ -41,6 +41,8 @@ def learned(staleness: int, seed: int, *, is_blind: bool = False) -> float:
             behavior_logprobs_N=behavior_N,
             proximal_logprobs_N=proximal_N,
             advantages_N=standardised((actions_CS == right_C1).float()),
+            staleness_N=torch.full((len(behavior_N),), staleness),
+            lengths_S=torch.ones(len(behavior_N), dtype=torch.int64),
         )
         optimizer.zero_grad()
         GRPO().loss(logprobs_N, inputs).loss_N.mean().backward()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 
 import pytest
 
 from rlsys.contracts import Busy, TrainStats
+from rlsys.errors import ConfigError
 from rlsys.events import METRICS, STALENESS_BUCKETS, undocumented
+from rlsys.learner import Learned
 from rlsys.queue import StreamingQueue
 from rlsys.stepmetrics import StepClock, step_metrics
-from rlsys.testing import run_virtual
-from rlsys.types import OK, TRUNCATED, failed
+from rlsys.testing import RewardAsAdvantage, run_virtual
+from rlsys.types import OK, TRUNCATED, Group, failed
 from tests.groups import episode, group
 
 
@@ -100,6 +103,15 @@ def test_idleness_is_counted_from_the_last_progress():
     run_virtual(main())
 
 
+def learned_of(
+    groups: Sequence[Group], num_trained: int | None = None, metrics: Mapping[str, float] | None = None
+) -> Learned:
+    """A step of these groups, of which settling left the first `num_trained`; all without it."""
+    every = [tuple(RewardAsAdvantage().advantages(one)) for one in groups]
+    kept = len(groups) if num_trained is None else num_trained
+    return Learned(groups, [*every[:kept], *[()] * (len(groups) - kept)], TrainStats(metrics or {"loss": 0.5}, 1.0))
+
+
 def measured(*groups, version: int = 0, seconds: float = 2.0, dropped: dict[str, int] | None = None, offered=()):
     async def main() -> dict[str, float]:
         clock = StepClock()
@@ -109,7 +121,7 @@ def measured(*groups, version: int = 0, seconds: float = 2.0, dropped: dict[str,
         await asyncio.sleep(seconds)
         queue = StreamingQueue(2, 1, 1, version, 100)
         queue.dropped.update(dropped or {})
-        return step_metrics(groups, TrainStats({"loss": 0.5}, 1.0), version, queue, clock)
+        return step_metrics(learned_of(groups), version, queue, clock)
 
     return run_virtual(main())
 
@@ -122,6 +134,29 @@ def test_waiting_for_weights_is_the_mean_over_the_groups_of_the_step():
         assert clock.lap()["time/weights_wait"] == 1.5
         assert "time/weights_wait" not in clock.lap()
         assert undocumented(["time/weights_wait"]) == []
+
+    run_virtual(main())
+
+
+def test_speed_counts_what_is_trained_and_not_what_settling_left_out():
+    async def main() -> None:
+        clock = StepClock()
+        clock.start()
+        await asyncio.sleep(2.0)
+        learned = learned_of([group(0), group(1)], num_trained=1)
+        metrics = step_metrics(learned, 0, StreamingQueue(2, 1, 1, 0, 100), clock)
+        assert (metrics["perf/samples_per_s"], metrics["perf/tokens_per_s"]) == (1.0, 3.0)
+        assert metrics["reward/mean"] == 0.5, "rewards are those of all groups"
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("name", ["reward/mean", "time/step", "perf/tokens_per_s"])
+def test_no_metric_hides_another_of_the_same_name(name):
+    async def main() -> None:
+        clock = StepClock()
+        with pytest.raises(ConfigError, match=f"the metrics {name} are reported twice in one step"):
+            step_metrics(learned_of([group(0)], metrics={name: 1.0}), 0, StreamingQueue(2, 1, 1, 0, 100), clock)
 
     run_virtual(main())
 
@@ -160,9 +195,10 @@ def test_lengths_are_told_of_what_was_offered_and_of_what_was_trained():
 
 def test_truncation_and_drops_are_counted():
     cut = group(0, episodes=[episode(1.0, OK), episode(0.0, TRUNCATED)])
-    metrics = measured(cut, dropped={"stale": 1, "too_long": 2})
+    metrics = measured(cut, dropped={"stale": 1, "too_long": 2, "no_signal": 4})
     assert metrics["completions/truncated_frac"] == 0.5
-    assert (metrics["async/dropped"], metrics["async/dropped_stale"]) == (3, 1)
+    dropped = [metrics[f"async/{name}"] for name in ("dropped", "dropped_stale", "dropped_no_signal")]
+    assert dropped == [7, 1, 4]
 
 
 def test_every_metric_of_a_step_is_documented():

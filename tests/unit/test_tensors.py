@@ -1,10 +1,10 @@
-"""Micro-batch tensors by hand, and the law that how a step is split leaves its gradient."""
+"""Micro-batch tensors by hand, and the gradient of a step: as the paper's averages say, however it is split."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Literal
 
 import pytest
 import torch
@@ -12,14 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from algorithms.grpo import GRPO
-from rlsys.algorithm import LossOutput, Signal
-from rlsys.batch.plan import Denominators, MicroBatchPlan, SampleRef, plan_batch
-from rlsys.batch.samples import Sample, meta_of, samples_in
+from rlsys.algorithm import Aggregation, Signal
+from rlsys.batch.plan import MicroBatchPlan, SampleRef, plan_batch
+from rlsys.batch.samples import Sample, samples_of
 from rlsys.batch.tensors import MicroBatch, StepData, packed
-from rlsys.types import Episode, Group, VersionSpan
-from tests.models import episode_of, random_group, tiny_qwen3
-from workers.train.fsdp import normalised
+from rlsys.types import Episode, VersionSpan
+from tests.models import episode_of, tiny_qwen3
+from tests.training import PLAIN, data_of, group_of, random_team
 from workers.train.scoring import trained_logprobs
 
 REFERENCE = Signal.REFERENCE_LOGPROBS
@@ -30,7 +29,7 @@ OTHER = Sample((7, 8, 9), (1, 2), (True, True), (-4.0, -5.0), (VersionSpan(2, 2)
 
 def test_the_tensors_by_hand() -> None:
     columns = {REFERENCE: [[0.1], [0.2, 9.0, 0.3], [0.4, 0.5]]}
-    batch = MicroBatch.of([SHORT, LONG, OTHER], [1.0, -1.0, 0.5], columns)
+    batch = MicroBatch.of([SHORT, LONG, OTHER], [1.0, -1.0, 0.5], columns, [0.25, 0.5, 0.125])
     assert batch.prompts_PL.tolist() == [[1, 2, 0], [7, 8, 9]]
     assert batch.prompt_lengths_P.tolist() == [2, 3]
     assert batch.prompt_of_S.tolist() == [0, 0, 1]
@@ -39,11 +38,20 @@ def test_the_tensors_by_hand() -> None:
     assert batch.trained_N.tolist() == [0, 3, 5, 6, 7]
     assert batch.num_trained_S.tolist() == [1, 2, 2]
     assert batch.versions_N.tolist() == [0, 1, 3, 2, 2]
-    inputs = batch.loss_inputs(torch.arange(5.0))
+    assert batch.weights_N.tolist() == [0.25, 0.5, 0.5, 0.125, 0.125]
+    inputs = batch.loss_inputs(4, torch.arange(5.0))
     assert inputs.proximal_logprobs_N.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert inputs.behavior_logprobs_N.tolist() == [-1.0, -2.0, -3.0, -4.0, -5.0]
     assert inputs.advantages_N.tolist() == [1.0, -1.0, -1.0, 0.5, 0.5]
+    assert inputs.staleness_N.tolist() == [4, 3, 1, 2, 2]
+    assert inputs.lengths_S.tolist() == [1, 2, 2]
     assert inputs.columns_N[REFERENCE].tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+
+
+def test_what_is_only_scored_weighs_nothing() -> None:
+    batch = MicroBatch.of([SHORT, LONG])
+    assert batch.advantages_N.tolist() == batch.weights_N.tolist() == [0.0] * 3
+    assert batch.columns_N == {}
 
 
 def test_a_column_of_another_length_is_refused() -> None:
@@ -53,17 +61,47 @@ def test_a_column_of_another_length_is_refused() -> None:
 
 def test_versions_that_do_not_fit_the_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="1 tokens have a version in a sample with 2 trained ones"):
-        MicroBatch.of([replace(LONG, versions=(VersionSpan(1, 1),))], [1.0], {})
+        MicroBatch.of([replace(LONG, versions=(VersionSpan(1, 1),))])
+
+
+PAYLOADS = [(episode_of(SHORT), episode_of(LONG)), (episode_of(OTHER),)]
+PLAN = MicroBatchPlan((SampleRef(1, 0, 0, 0, 0.5, 0.25), SampleRef(0, 1, 0, 0, -1.0, 0.125)))
 
 
 def test_a_plan_finds_its_samples_and_their_columns() -> None:
-    payloads = [(episode_of(SHORT), episode_of(LONG)), (episode_of(OTHER),)]
     columns = [{REFERENCE: [[0.1], [0.2, 9.0, 0.3]]}, {REFERENCE: [[0.4, 0.5]]}]
-    plan = MicroBatchPlan((SampleRef(1, 0, 0, 0, 0.5), SampleRef(0, 1, 0, 0, -1.0)))
-    batch = StepData(payloads, columns).micro_batch(plan)
+    batch = StepData(PAYLOADS, columns).micro_batch(PLAN)
     assert batch.prompts_PL.tolist() == [[7, 8, 9], [1, 2, 0]]
     assert batch.advantages_N.tolist() == [0.5, 0.5, -1.0, -1.0]
+    assert batch.weights_N.tolist() == [0.25, 0.25, 0.125, 0.125]
     assert batch.columns_N[REFERENCE].tolist() == pytest.approx([0.4, 0.5, 0.2, 0.3])
+
+
+def test_a_column_of_the_step_is_found_by_the_number_of_the_micro_batch() -> None:
+    values = [torch.tensor(column).numpy() for column in ([9.0], [1.0, 2.0, 3.0, 4.0])]
+    data = data_of(PAYLOADS).with_columns({Signal.VALUES: values})
+    assert data.micro_batch(PLAN, 1).columns_N[Signal.VALUES].tolist() == [1.0, 2.0, 3.0, 4.0]
+    with pytest.raises(ValueError, match="values has 1 entries for 4 trained tokens"):
+        data.micro_batch(PLAN, 0)
+
+
+def test_a_micro_batch_is_built_once_with_and_without_the_columns_of_the_step() -> None:
+    """A critic values its micro-batches, then trains on them."""
+    data = data_of(PAYLOADS)
+    valued = data.micro_batch(PLAN)
+    trained = data.with_columns({Signal.VALUES: [torch.ones(4).numpy()]}).micro_batch(PLAN)
+    assert trained.prompts_PL is valued.prompts_PL
+    assert Signal.VALUES not in valued.columns_N
+    assert trained.columns_N[Signal.VALUES].tolist() == [1.0] * 4
+
+
+def test_mismatched_pairs_have_the_first_prompt_of_the_partner() -> None:
+    batch = data_of(PAYLOADS).mismatched(PLAN, [1, 0])
+    assert batch is not None
+    assert batch.prompts_PL.tolist() == [[1, 2, 0], [7, 8, 9]]
+    assert batch.completions_ST.tolist() == [[1, 2, 0], [4, 5, 6]]
+    assert batch.num_trained_S.tolist() == [2, 2]
+    assert data_of(PAYLOADS).mismatched(PLAN, [None, None]) is None
 
 
 @pytest.mark.parametrize(
@@ -74,60 +112,96 @@ def test_packing_for_scoring_counts_a_shared_prompt_once(max_tokens: int, sizes:
     assert [len(b.completions_ST) for b in batches] == sizes
 
 
-def groups_of(payloads: list[tuple[Episode, ...]]) -> list[Group]:
-    return [
-        Group(
-            serial=i,
-            task_id=str(i),
-            permit_version=0,
-            replica="r",
-            episodes=meta_of(payload),
-            versions=(),
-            weights=(),
-            payload=payload,
-        )
-        for i, payload in enumerate(payloads)
-    ]
-
-
+AGGREGATIONS = [Aggregation("tokens"), Aggregation("sequences"), Aggregation("budget", 7), Aggregation("agents")]
 MODEL = tiny_qwen3(num_hidden_layers=1, hidden_size=16, intermediate_size=16).double()
 
 
-def step_gradient(payloads: list[tuple[Episode, ...]], algorithm: GRPO, num_ranks: int, max_tokens: int) -> Tensor:
-    """The gradient of one step: of every rank's micro-batches, summed."""
-    groups = groups_of(payloads)
-    assigned = [list(algorithm.advantages(g)) for g in groups]
-    plan = plan_batch(groups, assigned, num_ranks=num_ranks, max_tokens=max_tokens)
-    rng = random.Random(0)
-    columns = [{REFERENCE: [[-rng.random() for _ in s.completion_ids] for _, s in samples_in(p)]} for p in payloads]
-    data = StepData(payloads, columns)
+def gradient_of(losses: Iterable[Tensor]) -> Tensor:
     MODEL.zero_grad()
-    for micro_batch_plan in (m for rank in plan.ranks for m in rank):
-        micro_batch = data.micro_batch(micro_batch_plan)
-        logprobs_N, _ = trained_logprobs(MODEL, micro_batch, 1.0)
-        output = algorithm.loss(logprobs_N, micro_batch.loss_inputs(logprobs_N.detach()))
-        loss = normalised(output, micro_batch, plan.denominators)
-        (micro_batch_plan.weight * loss).backward()
+    for loss in losses:
+        loss.backward()
     return torch.cat([p.grad.flatten() for p in MODEL.parameters() if p.grad is not None])
 
 
-@pytest.mark.parametrize("over", ["tokens", "sequences"])
-@settings(deadline=None, max_examples=15)
-@given(seed=st.integers(0, 10_000), num_ranks=st.integers(1, 3), max_tokens=st.integers(1, 120))
-def test_no_split_changes_the_gradient(
-    over: Literal["tokens", "sequences"], seed: int, num_ranks: int, max_tokens: int
-) -> None:
+def planned_gradient(
+    payloads: list[tuple[Episode, ...]], aggregation: Aggregation, num_ranks: int, max_tokens: int
+) -> Tensor:
+    """Of one update: of every rank's micro-batches, summed."""
+    groups = [group_of(serial, payload) for serial, payload in enumerate(payloads)]
+    assigned = [list(PLAIN.advantages(g)) for g in groups]
+    plan = plan_batch(groups, assigned, aggregation, num_ranks=num_ranks, max_tokens=max_tokens)
+    data, (update,) = data_of(payloads), plan.updates
+
+    def loss(micro_batch_plan: MicroBatchPlan) -> Tensor:
+        batch = data.micro_batch(micro_batch_plan)
+        logprobs_N, _ = trained_logprobs(MODEL, batch, 1.0)
+        output = PLAIN.loss(logprobs_N, batch.loss_inputs(0, logprobs_N.detach()))
+        return micro_batch_plan.weight * (output.loss_N * batch.weights_N).sum()
+
+    return gradient_of(loss(micro_batch) for rank in update.ranks for micro_batch in rank)
+
+
+def token_losses(sample: Sample, advantage: float) -> Tensor:
+    """By a plain forward over the whole sequence."""
+    ids = torch.tensor([sample.prompt_ids + sample.completion_ids])
+    logits_TV = MODEL(input_ids=ids, use_cache=False).logits[0, len(sample.prompt_ids) - 1 : -1]
+    logprobs_T = logits_TV.log_softmax(-1).gather(1, torch.tensor(sample.completion_ids)[:, None])[:, 0]
+    logprobs_N = logprobs_T[torch.tensor(sample.is_trained)]
+    (inputs,) = [MicroBatch.of([sample], [advantage]).loss_inputs(0, logprobs_N.detach())]
+    return PLAIN.loss(logprobs_N, inputs).loss_N
+
+
+def by_hand(payloads: list[tuple[Episode, ...]], aggregation: Aggregation) -> Tensor:
+    """The loss of the update as a mean of means, or sums over a constant, over plain forwards."""
+    episodes: list[list[list[Tensor]]] = []
+    for serial, payload in enumerate(payloads):
+        advantages = {(a.episode, a.trajectory): a.advantage for a in PLAIN.advantages(group_of(serial, payload))}
+        episodes += [
+            [
+                [token_losses(sample, advantages[e, t]) for sample in samples_of(trajectory)]
+                for t, trajectory in enumerate(episode.trajectories)
+            ]
+            for e, episode in enumerate(payload)
+        ]
+    trajectories = [trajectory for episode in episodes for trajectory in episode]
+    samples = [sample for trajectory in trajectories for sample in trajectory]
+    match aggregation.over:
+        case "tokens":
+            return torch.cat(samples).mean()
+        case "sequences":
+            return mean(sample.mean() for sample in samples)
+        case "budget":
+            assert aggregation.budget is not None
+            return mean(sample.sum() / aggregation.budget for sample in samples)
+        case "agents":
+            return mean(mean(torch.cat(trajectory).mean() for trajectory in episode) for episode in episodes)
+
+
+def mean(losses: Iterable[Tensor]) -> Tensor:
+    return torch.stack(list(losses)).mean()
+
+
+def teams(seed: int) -> list[tuple[Episode, ...]]:
     rng = random.Random(seed)
-    payloads = [random_group(rng, 3) for _ in range(3)]
-    algorithm = GRPO(group_size=3, over=over, kl_coef=0.1)
-    whole = step_gradient(payloads, algorithm, 1, 10_000)
-    split = step_gradient(payloads, algorithm, num_ranks, max_tokens)
-    assert (split - whole).norm() <= 2e-6 * whole.norm()
+    return [random_team(rng, 3) for _ in range(3)]
 
 
-def test_normalisation_by_hand_numbers() -> None:
-    """Three tokens in two samples, of a step with 6 tokens in 4 samples."""
-    batch = MicroBatch.of([SHORT, LONG], [1.0, 1.0], {})
-    loss_N, denominators = torch.tensor([1.0, 2.0, 4.0]), Denominators(tokens=6, sequences=4)
-    assert normalised(LossOutput(loss_N, over="tokens"), batch, denominators).item() == pytest.approx(7 / 6)
-    assert normalised(LossOutput(loss_N, over="sequences"), batch, denominators).item() == pytest.approx((1 + 3) / 4)
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    assert (actual - expected).norm() <= 2e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda a: a.over)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_gradient_is_that_of_the_declared_average(aggregation: Aggregation, seed: int) -> None:
+    payloads = teams(seed)
+    expected = gradient_of([by_hand(payloads, aggregation)])
+    assert_same(planned_gradient(payloads, aggregation, num_ranks=2, max_tokens=30), expected)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda a: a.over)
+@settings(deadline=None, max_examples=10)
+@given(seed=st.integers(0, 10_000), num_ranks=st.integers(1, 3), max_tokens=st.integers(1, 120))
+def test_no_split_changes_the_gradient(aggregation: Aggregation, seed: int, num_ranks: int, max_tokens: int) -> None:
+    payloads = teams(seed)
+    whole = planned_gradient(payloads, aggregation, 1, 10_000)
+    assert_same(planned_gradient(payloads, aggregation, num_ranks, max_tokens), whole)

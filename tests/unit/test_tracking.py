@@ -17,6 +17,7 @@ from rlsys.events import (
     PhaseDone,
     RunEnded,
     RunStarted,
+    SignalMissing,
     StepDone,
     WeightsPublished,
     WorkerRestarted,
@@ -129,6 +130,7 @@ def test_what_a_person_should_know_is_said_at_once() -> None:
     sink.handle(PhaseDone("load_model", 1.25), 1.0)
     sink.handle(GroupDropped(3, "t9", "too_long"), 2.0)
     sink.handle(GroupReissued(4, "t8", "its node is gone"), 2.0)
+    sink.handle(SignalMissing(100, 1000, "group 9 has equal rewards: [0.0]"), 2.0)
     sink.handle(CheckpointSaved(8, "runs/7/checkpoints/step_8", 0.1), 3.0)
     sink.handle(WeightsPublished(8, "ab", 8, 8, 0.5, 0.25), 3.0)
     measures = {"mean": 0.5, "mean_ci95": 0.125, "pass@1": 0.5, "pass@4": 0.75, "failed_frac": 0.0}
@@ -140,6 +142,10 @@ def test_what_a_person_should_know_is_said_at_once() -> None:
         "   1.2 s  load model",
         "dropped group 3 (task t9): too_long",
         "group 4 (task t8) is issued again: its node is gone",
+        (
+            "100 groups one after the other had nothing to learn in them, and 1000 end the run; look at rewards and "
+            "tasks. The last: group 9 has equal rewards: [0.0]"
+        ),
         "checkpoint of step 8: runs/7/checkpoints/step_8",
         "step 8 on hard: mean 0.500 ± 0.125, pass@1 0.500, pass@4 0.750 (1.5 s)",
         "step 8 on one: mean 1.000 (1.5 s)",

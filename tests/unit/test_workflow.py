@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from rlsys.batch.samples import samples_of
 from rlsys.errors import ConfigError
 from rlsys.testing import ScriptedPolicy
-from rlsys.types import OK, TRUNCATED, Episode, Task
+from rlsys.types import OK, TRUNCATED, Episode, Task, failed
 from rlsys.workflow import Session, SingleTurn, Workflow, load_workflow
 
 TASK = Task(id="t", prompt="2+3?", answer="5")
@@ -156,3 +157,42 @@ def test_a_workflow_without_a_run_says_so():
 
     with pytest.raises(NotImplementedError, match="Empty plays nothing: implement `run`"):
         played(Empty(), ScriptedPolicy())
+
+
+class Judged(Workflow):
+    """A lead and a helper, of whom one is given a reward."""
+
+    def __init__(self, lead: float | None = None, helper: float | None = None) -> None:
+        self.rewards = (lead, helper)
+
+    async def run(self, session: Session) -> None:
+        agents = [session.agent("lead"), session.agent("helper")]
+        for agent, reward in zip(agents, self.rewards, strict=True):
+            await agent.chat("go")
+            if reward is not None:
+                session.reward(reward, agent)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_reward_that_is_not_a_finite_number_fails_the_trajectory_it_was_given_to(value: float):
+    lead, helper = played(Judged(lead=1.0, helper=value), ScriptedPolicy()).trajectories
+    assert lead.outcome == OK
+    assert helper.outcome == failed(f"the workflow gave agent 'helper' the reward {value}")
+
+
+class Recited(Workflow):
+    """A conversation whose first reply is given and whose second one is not."""
+
+    async def run(self, session: Session) -> None:
+        agent = session.agent("policy")
+        await agent.recite(user("a"), "given")
+        await agent.chat("b")
+
+
+def test_a_reply_that_is_given_is_recorded_like_any_other_and_the_conversation_goes_on_from_it():
+    policy = ScriptedPolicy(lambda prompt: "own")
+    (trajectory,) = played(Recited(), policy).trajectories
+    assert [turn.text for turn in trajectory.turns] == ["given", "own"]
+    assert [prompt for prompt, _ in policy.asked] == ["<user>a\n<assistant>given\n<user>b\n<assistant>"]
+    (sample,) = samples_of(trajectory)
+    assert sum(sample.is_trained) == len("given") + len("own")

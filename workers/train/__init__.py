@@ -1,5 +1,7 @@
-"""How the policy is trained: one rank of a data-parallel group, without Ray.
+"""How policy and critic are trained: one rank of a data-parallel group, without Ray.
 
-`base` is the contract, `fsdp` the implementation. `model` loads the policy, `scoring` runs it, `optim` steps it,
-`checkpoint` saves it; `ranks` is the group of processes, `metrics` what a step reports.
+`base` is the contract, `fsdp` the policy, `values` the critic. Both stand on `sharded` (weights, optimizer, updates)
+and `step` (a step's micro-batches, as an algorithm sees them). `model` loads, `scoring` runs, `optim` steps,
+`checkpoint` saves; `ranks` is the group of processes, `metrics` what a step reports. `replay` computes a step that
+failed once more, in one process.
 """

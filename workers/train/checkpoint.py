@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.tensor import DTensor
 
 from rlsys.errors import CheckpointError
 
@@ -22,6 +24,18 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     for name, parameter in model.named_parameters():
         state[f"optimizer.{name}"] = optimizer.state[parameter]
     return state
+
+
+def as_sharded(tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The same memory, a shard under a parameter's name as part of a whole that is sharded like the parameter."""
+    return {name: _like(tensor, parameters.get(name)) for name, tensor in tensors.items()}
+
+
+def _like(tensor: Tensor, parameter: Tensor | None) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return tensor
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(tensor, mesh, placements, shape=parameter.shape, stride=parameter.stride())
 
 
 def save(state: dict[str, dict[str, Tensor]], folder: Path, *, num_ranks: int) -> None:
@@ -35,9 +49,30 @@ def save(state: dict[str, dict[str, Tensor]], folder: Path, *, num_ranks: int) -
 
 def load(state: dict[str, dict[str, Tensor]], folder: Path, *, num_ranks: int) -> None:
     """Read into live tensors, in place."""
+    with _readable(folder), _knowingly_alone():
+        dcp_load(state, checkpoint_id=folder, no_dist=num_ranks == 1)
+
+
+def names_in(folder: Path, part: str) -> set[str]:
+    """Names of the tensors that one part of the state was saved with; none if it was not saved."""
+    with _readable(folder):
+        saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {name.removeprefix(f"{part}.") for name in saved if name.startswith(f"{part}.")}
+
+
+def check_same(stabilizer: Iterable[str], saved: set[str], folder: Path) -> None:
+    """Raises `CheckpointError` unless a stabilizer's state has the names it was saved with."""
+    if differing := saved.symmetric_difference(stabilizer):
+        raise CheckpointError(
+            f"{folder} holds the state of another stabilizer, they differ in {len(differing)} tensors, as "
+            f"{min(differing)!r}: go on with the one it was saved with, or with `stabilizer: null`"
+        )
+
+
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
     try:
-        with _knowingly_alone():
-            dcp_load(state, checkpoint_id=folder, no_dist=num_ranks == 1)
+        yield
     except (OSError, CheckpointException) as error:
         raise CheckpointError(f"cannot read training state from {folder}: {_cause(error)}") from error
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rlsys.batch.plan import Denominators
 from rlsys.events import STALENESS_BUCKETS
 from workers.train.ranks import Ranks
 
@@ -27,29 +26,21 @@ PERCENTILES = {"ratio_p01": 0.01, "ratio_p50": 0.5, "ratio_p99": 0.99}
 class StepMetrics:
     """Sums over the micro-batches of one rank, on the device; nothing waits for them until `reduced`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.mismatch = Mismatch(device)
+    def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
-        self._loss = torch.zeros((), device=device)
 
-    def add(self, loss: Tensor, metrics_N: Mapping[str, Tensor], weight: float) -> None:
-        """One micro-batch: its share of the step's loss, and other values per token."""
-        self._loss += loss
+    def add(self, metrics_N: Mapping[str, Tensor], weight: float) -> None:
+        """One micro-batch: values per token."""
         for name, value_N in metrics_N.items():
             value = value_N.sum() * weight
             self._sums[name] = self._sums[name] + value if name in self._sums else value
 
-    def reduced(self, ranks: Ranks, denominators: Denominators, grad_norm: Tensor) -> dict[str, float]:
-        """The step's figures, equal on all ranks: means over its trained tokens."""
-        sums = ranks.sum(torch.stack([self._loss, *self._sums.values()]))
-        sums[1:] /= denominators.tokens
-        loss, *means, norm = torch.cat([sums, grad_norm[None]]).tolist()
-        return {
-            "loss": loss,
-            **dict(zip(self._sums, means, strict=True)),
-            **self.mismatch.reduced(ranks),
-            "optim/grad_norm": norm,
-        }
+    def reduced(self, ranks: Ranks, num_tokens: int) -> dict[str, float]:
+        """Means over the step's tokens, of which all ranks together have `num_tokens`; equal on all ranks."""
+        if not self._sums:
+            return {}
+        means = ranks.sum(torch.stack([*self._sums.values()])) / num_tokens
+        return dict(zip(self._sums, means.tolist(), strict=True))
 
 
 class Mismatch:

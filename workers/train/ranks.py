@@ -42,6 +42,18 @@ class Ranks:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor
 
+    def gather(self, values_N: Tensor) -> Tensor:
+        """The entries of all ranks in one tensor, in rank order; ranks may have different numbers of them."""
+        if self.num_ranks == 1:
+            return values_N
+        lengths = [torch.zeros(1, dtype=torch.int64, device=values_N.device) for _ in range(self.num_ranks)]
+        dist.all_gather(lengths, torch.tensor([len(values_N)], device=values_N.device))
+        sizes = [int(length) for length in lengths]
+        padded_N = torch.cat([values_N, values_N.new_zeros(max(sizes) - len(values_N))])
+        gathered = [torch.empty_like(padded_N) for _ in sizes]
+        dist.all_gather(gathered, padded_N)
+        return torch.cat([of_rank_N[:size] for of_rank_N, size in zip(gathered, sizes, strict=True)])
+
     def close(self) -> None:
         """Leave the group; idempotent."""
         if dist.is_initialized():

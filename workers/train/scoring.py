@@ -44,7 +44,7 @@ def trained_logprobs(
     At most `max_logits` logits are alive at once, or one token's.
     Raises `ModelError` if the model's sliding window is shorter than prompt and completion together.
     """
-    hidden_NH = _hidden_states(model, micro_batch)
+    hidden_NH = hidden_states(model, micro_batch)
     tokens_N = micro_batch.completions_ST.flatten()[micro_batch.trained_N]
     head = cast("nn.Linear", model.get_output_embeddings())
     rows = max(1, max_logits // head.out_features)
@@ -68,7 +68,7 @@ def score(model: PreTrainedModel, micro_batches: Iterable[MicroBatch], temperatu
     return rows
 
 
-def _hidden_states(model: PreTrainedModel, mb: MicroBatch) -> Tensor:
+def hidden_states(model: PreTrainedModel, mb: MicroBatch) -> Tensor:
     """The last hidden state *before* each trained token, `(N, H)`: what its logits are computed from."""
     (P, L), (S, T) = mb.prompts_PL.shape, mb.completions_ST.shape
     _check_window(model, L + T)

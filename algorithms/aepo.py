@@ -1,0 +1,50 @@
+"""Adaptive entropy-controlled policy optimisation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from pydantic import NonNegativeFloat
+from pydantic.dataclasses import dataclass
+
+from algorithms.fields import RULES
+from algorithms.grpo import GRPO
+from rlsys.algorithm import Settled
+from rlsys.types import Group
+
+ENTROPY = "policy/entropy"
+TRAINS_NEGATIVES = "policy/trains_negatives"
+
+
+@dataclass(frozen=True, kw_only=True, config=RULES)
+class AEPO(GRPO):
+    """AEPO (QwenLong-L1.5, arXiv:2512.12967): GRPO that keeps the policy's entropy in a band.
+
+    When the entropy of a step exceeds `entropy_high`, trajectories of negative advantage, which push it up, are left
+    out of the steps that follow; once it falls below `entropy_low` they are back. In between nothing changes. The
+    entropy is that of the step before, the mean over its trained tokens (the paper's: over sequences, of means over
+    tokens). So while negative advantages are out, it is the entropy of the other trajectories only, which may be lower
+    than that of all. The state is in that step's metrics, and so in the checkpoint.
+    """
+
+    entropy_low: NonNegativeFloat = 0.2
+    """Nats per token below which negative advantages are trained again. The paper gives no numbers: set both from
+    `policy/entropy` of your own run."""
+    entropy_high: NonNegativeFloat = 0.5
+    """Nats per token above which negative advantages are left out."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.entropy_low >= self.entropy_high:
+            yield f"entropy_low: should be less than entropy_high, {self.entropy_high:g} (got {self.entropy_low:g})"
+
+    def settle(self, groups: Sequence[Group], past: Mapping[str, float]) -> Settled:
+        """Without negative advantages if the band says so, unless nothing would be left to train."""
+        every = super().settle(groups, past).groups
+        entropy, is_on = past.get(ENTROPY), past.get(TRAINS_NEGATIVES, 1.0) > 0
+        if entropy is not None and entropy > self.entropy_high:
+            is_on = False
+        elif entropy is not None and entropy < self.entropy_low:
+            is_on = True
+        kept = every if is_on else tuple(tuple(a for a in assigned if a.advantage >= 0) for assigned in every)
+        return Settled(kept if any(kept) else every, {TRAINS_NEGATIVES: float(is_on)})

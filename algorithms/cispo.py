@@ -1,0 +1,57 @@
+"""Clipped importance-sampling-weight policy optimisation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pydantic import NonNegativeFloat
+from pydantic.dataclasses import dataclass
+
+from algorithms.corrections import Corrections
+from algorithms.fields import RULES, Fraction
+from algorithms.functional import centred, log_ratio
+from algorithms.policy_gradient import PolicyGradient
+from rlsys.algorithm import LossInputs, LossOutput
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, config=RULES)
+class CISPO(PolicyGradient):
+    """CISPO (MiniMax-M1, arXiv:2506.13585, eq. 4): -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log p per token.
+
+    It is averaged over tokens. The weight is clipped, not the gradient: every token keeps teaching.
+
+    The paper's ratio is against the sampler, so that the default has no correction; with a weight among `correction` it
+    is against the policy the step starts from.
+    """
+
+    clip_low: Fraction = 1.0
+    """A token's weight is at least 1 - this. From 0 to 1. The default is no lower bound, as in the paper."""
+    clip_high: NonNegativeFloat = 4.0
+    """A token's weight is at most 1 + this. At least 0. The paper gives no number; ScaleRL (arXiv:2510.13786) found
+    caps of 4 to 8 equally good."""
+    correction: Corrections = ()
+    std_normalize: bool = True
+    """Divide advantages by the group's standard deviation."""
+
+    def compare(self, rewards_G: Sequence[float]) -> list[float]:
+        return centred(rewards_G, std_normalize=self.std_normalize)
+
+    @property
+    def max_safe_staleness(self) -> int | None:
+        """Any: the weight is against the sampler, and at most 1 + clip_high, whatever the age and the advantage of a
+        token. The bound is a bias that grows with age."""
+        return None
+
+    def surrogate(self, logprobs_N: Tensor, base_logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
+        ratio_N = log_ratio(logprobs_N.detach(), base_logprobs_N).exp()
+        weights_N = ratio_N.clamp(1 - self.clip_low, 1 + self.clip_high)
+        metrics_N = {
+            "policy/ratio_mean": ratio_N,
+            "policy/clip_frac_low": (ratio_N < 1 - self.clip_low).float(),
+            "policy/clip_frac_high": (ratio_N > 1 + self.clip_high).float(),
+        }
+        return LossOutput(-(weights_N * batch.advantages_N) * logprobs_N, metrics_N)

@@ -1,0 +1,317 @@
+"""Off-policy corrections: what makes up for tokens sampled elsewhere than from the policy a step starts from.
+
+rho = p_proximal / mu is a token's importance ratio: the trainer's policy at the start of the step over the one it was
+sampled from, which had older weights, or an engine that computes differently. A correction is a factor per token,
+without gradient, on the whole loss. Some are weights, which carry rho; the loss then takes its own ratio against the
+proximal policy, so that rho counts once. Others only mask; alone they leave the loss's ratio against the sampler.
+In a configuration:
+
+    correction: tis
+    correction: {type: tis, cap: 5}
+    correction: [geometric, tis]
+    correction: none
+
+A masked token still counts in the loss's denominator, so that the others do not weigh more. Shape suffixes: `N` trained
+tokens of a micro-batch, `S` its samples.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass as plain_dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, Union
+
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    NonNegativeFloat,
+    Tag,
+    TypeAdapter,
+    WithJsonSchema,
+)
+from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
+
+from algorithms.fields import RULES, AtLeastOne, AtMostOne
+from algorithms.functional import MAX_LOG_RATIO, log_ratio, sample_means, sample_sums
+from rlsys.algorithm import LossInputs, LossOutput
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@plain_dataclass(frozen=True, slots=True)
+class Drift:
+    """How far the tokens of a micro-batch are from the policy they were sampled from; without gradient."""
+
+    log_rho_N: Tensor
+    """Proximal over sampler."""
+    log_ratio_N: Tensor
+    """Current policy over sampler."""
+    advantages_N: Tensor
+    lengths_S: Tensor
+
+    @classmethod
+    def of(cls, logprobs_N: Tensor, proximal_logprobs_N: Tensor, batch: LossInputs) -> Drift:
+        behavior_N = batch.behavior_logprobs_N
+        return cls(
+            log_rho_N=log_ratio(proximal_logprobs_N.detach(), behavior_N),
+            log_ratio_N=log_ratio(logprobs_N.detach(), behavior_N),
+            advantages_N=batch.advantages_N,
+            lengths_S=batch.lengths_S,
+        )
+
+
+@plain_dataclass(frozen=True, slots=True)
+class Factor:
+    """What a correction does to each token."""
+
+    weights_N: Tensor
+    """The factor, or a mask."""
+    is_touched_N: Tensor
+    """Was the token's weight truncated, or the token masked?"""
+
+
+@dataclass(frozen=True, kw_only=True, config=RULES)
+class Correction:
+    """Base of every correction."""
+
+    type: str
+    is_weight: ClassVar[bool] = False
+    """Does it carry rho, or only mask?"""
+
+    @property
+    def metric(self) -> str:
+        """Name of the share of tokens it touched."""
+        return f"policy/{self.type}_masked_frac"
+
+    def factor(self, drift: Drift) -> Factor:
+        """The factor of each token."""
+        raise NotImplementedError(f"{type(self).__name__} gives no factor: implement `factor`")
+
+
+@dataclass(frozen=True, kw_only=True, config=RULES)
+class Tis(Correction):
+    """min(rho, cap): truncated importance sampling (Ionides, 2008), which bounds the variance at the price of a bias.
+
+    With one update per step it makes the clipped surrogate AIPO (arXiv:2505.24034); for what lies between engine and
+    trainer it is due to Yao et al., 2025 (https://fengyao.notion.site/off-policy-rl). With a surrogate that is clipped
+    against the proximal policy it is decoupled PPO (arXiv:2110.00641; AReaL, arXiv:2505.24298, eq. 5).
+    """
+
+    type: Literal["tis"] = "tis"
+    cap: AtLeastOne = 2.0
+    """Largest importance weight of a token. At least 1, which is the weight of an on-policy token."""
+    is_weight: ClassVar[bool] = True
+
+    @property
+    def metric(self) -> str:
+        return f"policy/{self.type}_truncated_frac"
+
+    def factor(self, drift: Drift) -> Factor:
+        rho_N = drift.log_rho_N.exp()
+        return Factor(rho_N.clamp(max=self.cap), rho_N > self.cap)
+
+
+@dataclass(frozen=True, kw_only=True, config=RULES)
+class SequenceTis(Correction):
+    """min(rho of the sample, cap), the product over its trained tokens, for each of them.
+
+    The weight that is unbiased for a whole sequence, below the cap; its variance grows with the length.
+    """
+
+    type: Literal["sequence_tis"] = "sequence_tis"
+    cap: AtLeastOne = 5.0
+    """Largest importance weight of a sample. At least 1; from 2 to 10 are in use."""
+    is_weight: ClassVar[bool] = True
+
+    @property
+    def metric(self) -> str:
+        return f"policy/{self.type}_truncated_frac"
+
+    def factor(self, drift: Drift) -> Factor:
+        rho_N = sequence_rho(drift)
+        return Factor(rho_N.clamp(max=self.cap), rho_N > self.cap)
+
+
+@dataclass(frozen=True, kw_only=True, config=RULES)
+class IcePop(Correction):
+    """rho where low <= rho <= high, else 0: IcePop (arXiv:2510.18855), with its bounds.
+
+    IcePop compares engine and trainer at the version sampled from; here the age of a token counts as well.
+    """
+
+    type: Literal["icepop"] = "icepop"
+    low: AtMostOne = 0.5
+    """Least importance ratio of a token that is trained. More than 0, at most 1."""
+    high: AtLeastOne = 5.0
+    """Largest importance ratio of a token that is trained. At least 1."""
+    is_weight: ClassVar[bool] = True
+
+    def factor(self, drift: Drift) -> Factor:
+        rho_N = drift.log_rho_N.exp()
+        is_kept_N = (rho_N >= self.low) & (rho_N <= self.high)
+        return Factor(rho_N * is_kept_N, ~is_kept_N)
+
+
+@dataclass(frozen=True, kw_only=True, config=RULES)
+class Geometric(Correction):
+    """Keeps a sample if the geometric mean of its tokens' rho is within bounds: whatever its length, unlike a product.
+
+    Geometric rejection (Geo-RS) of verl's rollout correction (docs/algo/rollout_corr_math.md). Goes well with `tis`.
+    """
+
+    type: Literal["geometric"] = "geometric"
+    low: AtMostOne = 0.999
+    """Least geometric mean of a sample that is trained. More than 0, at most 1."""
+    high: AtLeastOne = 1.001
+    """Largest geometric mean of a sample that is trained. At least 1. The defaults are for what lies between engine and
+    trainer; older weights need more room."""
+
+    def factor(self, drift: Drift) -> Factor:
+        mean_N = sample_means(drift.log_rho_N, drift.lengths_S).exp()
+        is_kept_N = (mean_N >= self.low) & (mean_N <= self.high)
+        return Factor(is_kept_N, ~is_kept_N)
+
+
+@dataclass(frozen=True, kw_only=True, config=RULES)
+class SequenceMis(Correction):
+    """Keeps a sample if the product of its tokens' rho is at most `cap`: masked importance sampling
+    (https://yingru.notion.site/When-Speed-Kills-Stability). `[sequence_mis, sequence_tis]` weights what is kept by the
+    product as well, as there; `sequence_mis` alone leaves the ratio to the loss."""
+
+    type: Literal["sequence_mis"] = "sequence_mis"
+    cap: AtLeastOne = 5.0
+    """Largest importance ratio of a sample that is trained. At least 1."""
+
+    def factor(self, drift: Drift) -> Factor:
+        is_kept_N = sequence_rho(drift) <= self.cap
+        return Factor(is_kept_N, ~is_kept_N)
+
+
+@dataclass(frozen=True, kw_only=True, config=RULES)
+class TokenMis(Correction):
+    """Keeps a token if its rho is within bounds; the mask of `icepop` without its weight."""
+
+    type: Literal["token_mis"] = "token_mis"
+    low: AtMostOne = 0.6
+    """Least importance ratio of a token that is trained. More than 0, at most 1."""
+    high: AtLeastOne = 1.4
+    """Largest importance ratio of a token that is trained. At least 1."""
+
+    def factor(self, drift: Drift) -> Factor:
+        rho_N = drift.log_rho_N.exp()
+        is_kept_N = (rho_N >= self.low) & (rho_N <= self.high)
+        return Factor(is_kept_N, ~is_kept_N)
+
+
+@dataclass(frozen=True, kw_only=True, config=RULES)
+class OffPolicyMask(Correction):
+    """Leaves out tokens of negative advantage in samples that the policy has moved away from: where the mean of
+    log(mu / p) over the sample, p being the current policy, exceeds `delta` (DeepSeek-V3.2, arXiv:2512.02556)."""
+
+    type: Literal["off_policy_mask"] = "off_policy_mask"
+    delta: NonNegativeFloat = 1e-4
+    """Nats per token. At least 0. The paper gives no number; this one is the default of slime."""
+
+    def factor(self, drift: Drift) -> Factor:
+        is_far_N = sample_means(-drift.log_ratio_N, drift.lengths_S) > self.delta
+        is_masked_N = is_far_N & (drift.advantages_N < 0)
+        return Factor(~is_masked_N, is_masked_N)
+
+
+def corrected(
+    corrections: Sequence[Correction], loss_N: Tensor, logprobs_N: Tensor, proximal_N: Tensor, batch: LossInputs
+) -> LossOutput:
+    """The loss of each token times the factors of all corrections, and for each the share of tokens it touched."""
+    metrics_N: dict[str, Tensor] = {}
+    if corrections:
+        drift = Drift.of(logprobs_N, proximal_N, batch)
+        for correction in corrections:
+            factor = correction.factor(drift)
+            loss_N = factor.weights_N * loss_N
+            metrics_N[correction.metric] = factor.is_touched_N.float()
+    return LossOutput(loss_N, metrics_N)
+
+
+def sequence_rho(drift: Drift) -> Tensor:
+    """The product of rho over each sample, at each of its tokens; its logarithm is clamped to ±20."""
+    return sample_sums(drift.log_rho_N, drift.lengths_S).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+# ----------------------------------------------------------------------------------------------------- configuration
+
+_KINDS: dict[str, type[Correction]] = {
+    "tis": Tis,
+    "sequence_tis": SequenceTis,
+    "icepop": IcePop,
+    "geometric": Geometric,
+    "sequence_mis": SequenceMis,
+    "token_mis": TokenMis,
+    "off_policy_mask": OffPolicyMask,
+}
+
+
+def _listed(section: object) -> object:
+    """Every form of the key as a list of sections or of corrections; `none` is an empty one."""
+    if section == "none":
+        return ()
+    parts = section if isinstance(section, list | tuple) else (section,)
+    listed = tuple({"type": part} if isinstance(part, str) else part for part in parts)
+    for part in listed:
+        if (name := _name(part)) not in _KINDS:
+            close = difflib.get_close_matches(str(name), _KINDS, n=1)
+            remedy = f"did you mean `{close[0]}`?" if close else f"there are: {', '.join(_KINDS)}, or `none` alone"
+            text = f"no correction is named {name!r}; {remedy}"
+            raise PydanticCustomError("correction", "{text}", {"text": text})
+    return listed
+
+
+def _name(part: object) -> object:
+    if isinstance(part, Mapping):
+        return part.get("type")
+    return part.type if isinstance(part, Correction) else part
+
+
+def _tag(part: object) -> str:
+    """Which correction is meant, in brackets, which our messages leave out of the location."""
+    return f"<{_name(part)}>"
+
+
+def _json_schema() -> dict[str, Any]:
+    """A name, a section, or a list of them; a section may have any bound, which keeps the schema short."""
+    bounds: dict[str, Any] = {}
+    for kind in _KINDS.values():
+        for name, bound in TypeAdapter(kind).json_schema()["properties"].items():
+            bounds.setdefault(name, {key: bound[key] for key in bound if key not in ("default", "title", "const")})
+    section = {"type": "object", "properties": {**bounds, "type": {"enum": list(_KINDS)}}, "required": ["type"]}
+    one = {"anyOf": [{"enum": list(_KINDS)}, section]}
+    return {"anyOf": [{"const": "none"}, *one["anyOf"], {"type": "array", "items": one}]}
+
+
+if TYPE_CHECKING:
+    Corrections: TypeAlias = tuple[Correction, ...]
+else:
+    _Any = Annotated[
+        Union[tuple(Annotated[kind, Tag(f"<{name}>")] for name, kind in _KINDS.items())],  # noqa: UP007
+        Discriminator(_tag),
+    ]
+    Corrections = Annotated[tuple[_Any, ...], BeforeValidator(_listed), WithJsonSchema(_json_schema())]
+
+
+def problems_of(corrections: Sequence[Correction], *, takes_weights: bool) -> list[str]:
+    """What is wrong with these corrections together. `takes_weights`: can the loss leave its ratio to a weight?"""
+    names = [correction.type for correction in corrections]
+    weights = [correction.type for correction in corrections if correction.is_weight]
+    found = []
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        found.append(f"correction: {', '.join(twice)} is named twice")
+    elif len(weights) > 1:
+        found.append(f"correction: {' and '.join(weights)} would each count the importance ratio; name one of them")
+    if weights and not takes_weights:
+        found.append(
+            f"correction: {weights[0]} would count the importance ratio a second time, because this loss takes it "
+            "against the sampler itself; name masks only, or none"
+        )
+    return found

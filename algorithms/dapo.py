@@ -1,0 +1,49 @@
+"""Decoupled clip and dynamic sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import NonNegativeInt
+from pydantic.dataclasses import dataclass
+
+from algorithms.fields import RULES
+from algorithms.grpo import GRPO
+from rlsys.types import Group, TrajectoryMeta
+
+
+@dataclass(frozen=True, kw_only=True, config=RULES)
+class DAPO(GRPO):
+    """DAPO (arXiv:2503.14476): clip-higher, the mean over tokens, no KL, dynamic sampling, soft overlong punishment.
+
+    Dynamic sampling: a group whose rewards are all equal, agent by agent, teaches nothing; it is dropped, and another
+    one is rolled out in its place.
+
+    With the default `tis` and one update per step the clip is idle, as r is 1: it acts with `train.updates_per_step`
+    above 1 (the paper: 16), with `proximal: interpolated`, or against the sampler with `correction: none`.
+    """
+
+    max_length: NonNegativeInt = 0
+    """Tokens of a trajectory, as sampled by the policy, at which the overlong penalty is largest (the paper: 20480).
+    0: no penalty."""
+    overlong_tokens: NonNegativeInt = 0
+    """Tokens before `max_length` over which the penalty rises from 0 to 1 (the paper: 4096)."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.max_length and not 1 <= self.overlong_tokens <= self.max_length:
+            yield f"overlong_tokens: should be from 1 to max_length, {self.max_length} (got {self.overlong_tokens})"
+        if self.overlong_tokens and not self.max_length:
+            yield "max_length: required with overlong_tokens"
+
+    def has_signal(self, group: Group) -> bool:
+        """Do the rewards of any agent differ, before any penalty for length?"""
+        return any(len({peer.reward for peer in peers}) > 1 for peers in self.peers(group))
+
+    def reward(self, meta: TrajectoryMeta, reward: float) -> float:
+        """With the penalty of eq. 13: 0 up to `max_length - overlong_tokens` tokens, then linear to -1 at
+        `max_length`."""
+        if self.max_length == 0:
+            return reward
+        excess = sum(sample.num_trained for sample in meta.samples) - (self.max_length - self.overlong_tokens)
+        return reward - min(1.0, max(0.0, excess / self.overlong_tokens))

@@ -1,0 +1,21 @@
+"""How the fields of our algorithms are checked: by pydantic, so that all wrong ones are listed at once.
+
+A class with `@dataclass(frozen=True, kw_only=True, config=RULES)`, the decorator being pydantic's, refuses wrong fields
+with a `ValueError` wherever it is built: by a configuration, or as `GRPO(clip_low=2)`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
+
+RULES = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+"""From 0 to 1, both included."""
+ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
+"""At least 0 and less than 1."""
+AtLeastOne = Annotated[float, Field(ge=1)]
+AtMostOne = Annotated[float, Field(gt=0, le=1)]
+"""More than 0 and at most 1."""

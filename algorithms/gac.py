@@ -1,0 +1,283 @@
+"""Gradient alignment control: damps, or leaves out, what a gradient shares with the one before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+from math import copysign, sqrt
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+
+from pydantic import Field, PositiveInt, ValidationInfo, field_validator
+from pydantic.dataclasses import dataclass
+
+from algorithms.fields import RULES, Fraction
+from rlsys.errors import CheckpointError
+from rlsys.stabilizer import StabilizerPlugin, Steered, Updates, inner_product
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlsys.stabilizer import AllReduce, Gradients
+
+QUANTILE = 0.95
+"""Share of a synchronous stretch's |cosines| that a calibrated `c_low` leaves safe."""
+MIN_STEPS, MAX_STEPS = 10, 1000
+"""Fewest steps that thresholds are set from, and most. The record has room for the most, so that a checkpoint loads
+whatever `calibrate_steps` is."""
+
+
+@dataclass(frozen=True, kw_only=True, config=RULES)
+class GAC(StabilizerPlugin):
+    """Gradient alignment control (arXiv:2603.01501), off by default: it then only measures.
+
+    Training on stale samples makes consecutive gradients point the same way, where synchronous ones are nearly
+    orthogonal; the policy then overshoots. With c the cosine of a gradient g and the raw one before it, p:
+
+        safe        |c| <= c_low             g as it is
+        projected   c_low < |c| <= c_high    the part of g along p is shortened to c_low |g|
+        skipped     |c| > c_high             no update at all: weights and optimizer stay as they are
+
+    It acts after gradients were summed over micro-batches and ranks, and before they are clipped, so that clipping does
+    not scale a shortened gradient up again. The paper's thresholds are its own; those of a run should come from
+    `calibrate_steps`.
+    """
+
+    enabled: bool = False
+    """Act on gradients. If not, the same is measured and reported, and nothing is changed."""
+    c_low: Fraction = 0.05
+    """Largest |cosine| of consecutive gradients that is safe. From 0 to `c_high`. Not read with `calibrate_steps`."""
+    c_high: Fraction = 0.3
+    """|Cosine| above which an update is skipped. From `c_low` to 1, at which nothing is. Not read with
+    `calibrate_steps`."""
+    max_skips: Annotated[int, Field(ge=0)] = 1
+    """Updates skipped in a row at most; the next one is projected. Weights that do not change give the same gradient
+    again, so that skipping without a bound never ends. 0 skips none."""
+    where: Literal["gradient", "update"] = "gradient"
+    """What is projected. `gradient`: the gradient, along the one before. Adam's second moment then shrinks along it,
+    which takes back part of the effect. `update`: Adam's own update, along the one before it, whose part is shortened
+    by the same factor, c_low / |c|; the moments see raw gradients. Either way it is the gradients' cosine that decides,
+    and that is skipped by."""
+    calibrate_steps: Annotated[int, Field(ge=0, le=MAX_STEPS)] = 0
+    """Steps at the start that are run synchronously and only measured; 10 to 1000. Of each but the first, which has
+    nothing to be compared with, the largest |cosine| of its updates counts. `c_low` is then the 95th percentile of
+    these, and `c_high` its square root, half way to 1 on a logarithmic scale, or their maximum if that is larger: no
+    synchronous step would have been skipped. Thresholds once found stay when a run is resumed, unless this is 0 then.
+    0: the thresholds are those given."""
+
+    update_every: PositiveInt = 10
+    """The update's own cosine is measured every so many updates, from the first on: it takes several passes over
+    weights and moments, the gradients' three."""
+
+    @field_validator("c_high")
+    @classmethod
+    def _is_the_larger(cls, c_high: float, info: ValidationInfo) -> float:
+        if c_high < info.data.get("c_low", 0.0):
+            raise ValueError(f"{c_high:g} is less than c_low, which is {info.data['c_low']:g}")
+        return c_high
+
+    @field_validator("calibrate_steps")
+    @classmethod
+    def _is_enough_for_a_quantile(cls, calibrate_steps: int) -> int:
+        if 0 < calibrate_steps < MIN_STEPS:
+            raise ValueError(f"{calibrate_steps} are too few to set thresholds from; take {MIN_STEPS} or more, or 0")
+        return calibrate_steps
+
+    @property
+    def synchronous_steps(self) -> int:
+        return self.calibrate_steps
+
+    def start(self, shapes: Mapping[str, Tensor]) -> Alignment:
+        return Alignment(self, shapes)
+
+
+class Regime(IntEnum):
+    """What a cosine calls for; the value of the metric `gac/regime`."""
+
+    SAFE = 0
+    PROJECTED = 1
+    SKIPPED = 2
+
+
+class Thresholds(NamedTuple):
+    """The bounds on |cosine| in force."""
+
+    low: float
+    high: float
+
+    @classmethod
+    def calibrated(cls, cosines: Tensor) -> Thresholds:
+        """Those of a stretch with these |cosines|, as `GAC.calibrate_steps` says."""
+        low = float(cosines.quantile(QUANTILE))
+        return cls(low, max(sqrt(low), float(cosines.max())))
+
+    def regime(self, cosine: float) -> Regime:
+        """What this cosine calls for."""
+        if abs(cosine) <= self.low:
+            return Regime.SAFE
+        return Regime.PROJECTED if abs(cosine) <= self.high else Regime.SKIPPED
+
+    def projected(self, cosine: float) -> float:
+        """The cosine that is left of a larger one: the part along is `low` of the length that the whole had."""
+        length = sqrt(1 - cosine**2 + self.low**2)
+        return copysign(self.low, cosine) / length if length else 0.0
+
+
+class Alignment:
+    """One rank's gradient alignment control: a `Stabilizer`. Holds one copy of the gradient, in fp32.
+
+    A parameter without a gradient counts as one whose gradient is 0. So does the gradient before the first; the cosine
+    with a gradient of 0 is 0.
+    """
+
+    def __init__(self, config: GAC, shapes: Mapping[str, Tensor]) -> None:
+        import torch
+
+        def zero(dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros((), dtype=dtype)
+
+        self._config = config
+        self._previous = {n: torch.zeros_like(shard, dtype=torch.float32) for n, shard in shapes.items()}
+        self._previous_square = zero(torch.float64)
+        self._num_seen, self._skips_in_a_row = zero(), zero()
+        self._num_recorded, self._num_wanted = zero(), zero()
+        """Steps of the calibration that were seen, and its length; both 0 before it begins."""
+        self._record = torch.zeros(MAX_STEPS, dtype=torch.float64)
+        """The largest |cosine| of each of these steps."""
+        self._largest = 0.0
+        """That of the step under way."""
+        self._excess = 0.0
+        """Share of the part along the update before that `correct` takes out."""
+
+    @property
+    def synchronous_steps_left(self) -> int:
+        """See `Stabilizer.synchronous_steps_left`."""
+        wanted = int(self._num_wanted) or self._config.calibrate_steps
+        return max(0, wanted - int(self._num_recorded)) if self._config.calibrate_steps else 0
+
+    def steer(self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce) -> Steered:
+        """See `Stabilizer.steer`. One all-reduce of one number."""
+        self._excess = 0.0
+        pairs = ((gradients[n], p) for n, p in self._previous.items() if n in gradients)
+        product, previous_square = all_reduce(inner_product(pairs)).item(), float(self._previous_square)
+        cosine = _cosine(product, squared_norm, previous_square)
+        thresholds = self._thresholds()
+        self._largest = max(self._largest, abs(cosine))
+        self._num_seen += 1
+        regime = thresholds.regime(cosine) if thresholds else Regime.SAFE
+        metrics = {"gac/cosine": cosine, "gac/parallel_share": abs(cosine), "gac/cosine_after": cosine}
+        removed = 0.0
+        if self._config.enabled:
+            regime = self._bounded(regime)
+            if thresholds and regime is Regime.PROJECTED:
+                excess = 1 - thresholds.low / abs(cosine)
+                if self._config.where == "update":
+                    self._excess = excess
+                else:
+                    removed = excess * product / previous_square
+                    metrics["gac/cosine_after"] = thresholds.projected(cosine)
+        self._remember(gradients, squared_norm, removed)
+        metrics |= {"gac/regime": float(regime), "gac/skips_in_a_row": float(self._skips_in_a_row)}
+        if thresholds:
+            metrics |= {"gac/c_low": thresholds.low, "gac/c_high": thresholds.high}
+        is_skipped = self._config.enabled and regime is Regime.SKIPPED
+        return Steered(is_skipped, is_edited=removed != 0, metrics=metrics)
+
+    def correct(self, updates: Updates, all_reduce: AllReduce) -> Mapping[str, float]:
+        """See `Stabilizer.correct`. One all-reduce of three numbers, where there is anything to measure or to do."""
+        is_measured = (self._num_seen - 1) % self._config.update_every == 0
+        if not (is_measured or self._excess):
+            return {}
+        product, square, previous_square = all_reduce(_products(updates)).tolist()
+        if self._excess and previous_square:
+            scale = -self._excess * product / previous_square
+            for piece in updates.pieces():
+                piece.add(piece.before(), scale)
+        return {"gac/update_cosine": _cosine(product, square, previous_square)}
+
+    def end_step(self) -> None:
+        """See `Stabilizer.end_step`."""
+        if self.synchronous_steps_left:
+            self._num_wanted.fill_(self._config.calibrate_steps)
+            self._record[self._num_recorded] = self._largest
+            self._num_recorded += 1
+        self._largest = 0.0
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The gradient before, by parameter, and its square; how many were seen; the skips in a row; the record of the
+        calibration, of which the thresholds are a function."""
+        others = {
+            "previous_square": self._previous_square,
+            "num_seen": self._num_seen,
+            "skips_in_a_row": self._skips_in_a_row,
+            "num_recorded": self._num_recorded,
+            "num_wanted": self._num_wanted,
+            "record": self._record,
+        }
+        return {**self._previous, **{f"gac.{name}": tensor for name, tensor in others.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `state_dict` gave, in place.
+
+        Raises `CheckpointError` if that is in the middle of a calibration of another length.
+        """
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(state[name])
+        wanted, configured = int(self._num_wanted), self._config.calibrate_steps
+        if int(self._num_recorded) >= wanted:
+            return
+        if not configured:  # it is given up
+            self._num_recorded.zero_()
+            self._num_wanted.zero_()
+        elif configured != wanted:
+            raise CheckpointError(
+                f"stabilizer.calibrate_steps is {configured}, and the checkpoint is amid a calibration over {wanted} "
+                f"steps, of which {int(self._num_recorded)} are done: go on with {wanted}, or with 0 and "
+                "c_low and c_high of your own"
+            )
+
+    def _thresholds(self) -> Thresholds | None:
+        """Those in force; None while they are being measured."""
+        config = self._config
+        if not config.calibrate_steps:
+            return Thresholds(config.c_low, config.c_high)
+        if self.synchronous_steps_left:
+            return None
+        return Thresholds.calibrated(self._record[1 : int(self._num_recorded)])
+
+    def _bounded(self, regime: Regime) -> Regime:
+        """The regime, but for a skip that would be one too many."""
+        if regime is Regime.SKIPPED and self._skips_in_a_row < self._config.max_skips:
+            self._skips_in_a_row += 1
+            return Regime.SKIPPED
+        self._skips_in_a_row.zero_()
+        return min(regime, Regime.PROJECTED)
+
+    def _remember(self, gradients: Gradients, squared_norm: float, removed: float) -> None:
+        """Store raw gradients, and take `removed` times the previous ones out of them, both in place."""
+        self._previous_square.fill_(squared_norm)
+        for name, previous in self._previous.items():
+            gradient = gradients.get(name)
+            if gradient is None:
+                previous.zero_()
+            elif removed:
+                gradient.add_(previous, alpha=-removed)
+                previous.mul_(removed).add_(gradient)  # what was taken out and what is left: the raw one again
+            else:
+                previous.copy_(gradient)
+
+
+def _products(updates: Updates) -> Tensor:
+    """<now, before>, <now, now> and <before, before> in fp64, of the optimizer's updates."""
+    import torch
+
+    products: list[Tensor] = []
+    for piece in updates.pieces():
+        now, before = piece.now(), piece.before()
+        products += (now.dot(before), now.dot(now), before.dot(before))  # pieces are small enough for fp32
+    return torch.stack(products).double().view(-1, 3).sum(0) if products else torch.zeros(3, dtype=torch.float64)
+
+
+def _cosine(product: float, square: float, other_square: float) -> float:
+    """Of two vectors, by their products; 0 if one of them is 0."""
+    length = sqrt(square) * sqrt(other_square)
+    return max(-1.0, min(1.0, product / length)) if length else 0.0

@@ -1,0 +1,66 @@
+"""Estimators of KL(policy || reference) from the tokens sampled, and what each is good for.
+
+With x = log(p / ref) of a sampled token (http://joschu.net/blog/kl-approx.html):
+
+    k1    x               unbiased, high variance. As a loss its expected gradient is zero, so it is only for rewards.
+    k2    x² / 2          biased a little; as a loss its expected gradient is exactly that of the KL.
+    k3    e^-x + x - 1    unbiased, never negative, low variance. As a loss (GRPO, arXiv:2402.03300, eq. 4) its expected
+                          gradient is that of KL(reference || policy) instead.
+    k3+                   the value of k3 with the gradient of k2: right in both; the default as a loss.
+
+Here "the KL" is that of the next token, at the prefixes that were sampled, summed over them. As a loss its gradient
+leaves out that a token also decides which prefixes come after it. The gradient of the whole sequence's KL needs the KL
+in the reward, k1 of every token (`rewards_to_go`): a token then answers for the KL of all tokens after it.
+
+x is clamped to ±20 and the value of k3 to 10, as is usual, so that one token that the reference finds absurd does not
+swamp the loss of the others: where the clamp acts, k3 has no gradient, and k2 and k3+ have one of x, at most 20.
+
+All of this is for tokens sampled from the policy. Others need their importance weight besides: with rho = p / mu, the
+mean of rho x ∇log p over mu is that of x ∇log p over the policy. Shape suffix: `N` trained tokens.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from algorithms.functional import discounted_sums, is_last, log_ratio
+from rlsys.algorithm import LossInputs, Signal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Estimator: TypeAlias = Literal["k1", "k2", "k3", "k3+"]
+MAX_K3 = 10.0
+"""Largest k3 of a token, in nats."""
+
+
+def kl_estimate(estimator: Estimator, logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
+    """The estimate of each token, in nats, with the gradient of that estimator."""
+    x_N = log_ratio(logprobs_N, reference_logprobs_N)
+    if estimator == "k1":
+        return x_N
+    if estimator == "k2":
+        return x_N.square() / 2
+    k3_N = ((-x_N).expm1() + x_N).clamp(max=MAX_K3)
+    if estimator == "k3":
+        return k3_N
+    k2_N = x_N.square() / 2
+    return k2_N + (k3_N - k2_N).detach()
+
+
+def penalised_rewards(inputs: LossInputs, kl_coef: float, estimator: Estimator) -> Tensor:
+    """The reward of each token: the trajectory's at the last token of a sample, minus `kl_coef` KL at every token
+    (arXiv:1909.08593, eq. 2; per token as in arXiv:2203.02155).
+
+    `inputs.advantages_N` holds the trajectory's reward. The KL is that of the policy the tokens were sampled from.
+    """
+    rewards_N = inputs.advantages_N * is_last(inputs.lengths_S, len(inputs.advantages_N))
+    if kl_coef == 0:
+        return rewards_N
+    reference_N = inputs.columns_N[Signal.REFERENCE_LOGPROBS]
+    return rewards_N - kl_coef * kl_estimate(estimator, inputs.behavior_logprobs_N, reference_N)
+
+
+def rewards_to_go(inputs: LossInputs, kl_coef: float, estimator: Estimator) -> Tensor:
+    """The sum of `penalised_rewards` from each token to the end of its sample: what a token can still change."""
+    return discounted_sums(penalised_rewards(inputs, kl_coef, estimator), inputs.lengths_S, 1.0)

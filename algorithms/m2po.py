@@ -1,0 +1,75 @@
+"""Second-moment trust policy optimisation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import NonNegativeFloat
+from pydantic.dataclasses import dataclass
+
+from algorithms.corrections import Corrections
+from algorithms.fields import RULES
+from algorithms.functional import centred, log_ratio
+from algorithms.policy_gradient import PolicyGradient
+from rlsys.algorithm import LossInputs, LossOutput, Ranks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LARGEST_KEPT = "m2po/largest_kept"
+
+
+@dataclass(frozen=True, kw_only=True, config=RULES)
+class M2PO(PolicyGradient):
+    """M2PO (arXiv:2510.01161): -r A per token, unclipped, r = p / mu, without the tokens that have drifted furthest.
+
+    The tokens of the largest (log r)² of the step are masked until the mean of (log r)² over the others is at most
+    `tau`. It is taken at the start of the step, over all ranks, so that no split of the step changes the mask; tokens
+    that tie are kept or masked together. Masked tokens stay in the denominator. With several updates per step, all
+    of them have the mask of the step's start.
+    """
+
+    tau: NonNegativeFloat = 0.04
+    """Largest mean of (log r)² over the tokens that are trained, in nats². At least 0, which keeps on-policy tokens
+    only."""
+    correction: Corrections = ()
+    """Masks only, such as `geometric`: the ratio against the sampler is the algorithm's own."""
+    std_normalize: bool = True
+    """Divide advantages by the group's standard deviation."""
+
+    takes_weights: ClassVar[bool] = False
+
+    @property
+    def max_safe_staleness(self) -> int | None:
+        """Any: made for it, and measured by its authors up to 256 updates. The second moment of log r is bounded for
+        the step as a whole, at the price of leaving out more of older data."""
+        return None
+
+    @property
+    def measures(self) -> bool:
+        return True
+
+    def compare(self, rewards_G: Sequence[float]) -> list[float]:
+        return centred(rewards_G, std_normalize=self.std_normalize)
+
+    def measure(self, step: LossInputs, ranks: Ranks) -> Mapping[str, float]:
+        """The largest (log r)² that is kept; -1 where none is."""
+        squares_N = ranks.gather(_drift(step)).sort().values
+        if len(squares_N) == 0:
+            return {LARGEST_KEPT: -1.0}
+        counts_N = squares_N.new_ones(len(squares_N)).double().cumsum(0)
+        is_small_N = squares_N.double().cumsum(0) <= self.tau * counts_N
+        is_small_N[:-1] &= squares_N[:-1] < squares_N[1:]
+        return {LARGEST_KEPT: squares_N.masked_fill(~is_small_N, -1.0).max().item()}
+
+    def surrogate(self, logprobs_N: Tensor, base_logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
+        ratio_N = log_ratio(logprobs_N, base_logprobs_N).exp()
+        is_kept_N = _drift(batch) <= batch.facts[LARGEST_KEPT]
+        metrics_N = {"policy/ratio_mean": ratio_N.detach(), "policy/m2po_masked_frac": (~is_kept_N).float()}
+        return LossOutput(-(is_kept_N * batch.advantages_N) * ratio_N, metrics_N)
+
+
+def _drift(inputs: LossInputs) -> Tensor:
+    """(log r)² of each token at the start of the step."""
+    return log_ratio(inputs.proximal_logprobs_N, inputs.behavior_logprobs_N).square()

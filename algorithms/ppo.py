@@ -1,0 +1,93 @@
+"""Proximal policy optimisation with a critic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic.dataclasses import dataclass
+
+from algorithms.fields import RULES, Fraction
+from algorithms.functional import gae
+from algorithms.kl import penalised_rewards
+from algorithms.policy_gradient import ClippedPolicyGradient
+from rlsys.algorithm import LossInputs, LossOutput, Shaped, Signal
+from rlsys.types import PolicyVersion
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, config=RULES)
+class PPO(ClippedPolicyGradient):
+    """PPO (arXiv:1707.06347) as for language models: the reward at the last token, minus the KL of every token
+    (arXiv:2203.02155), advantages by GAE (arXiv:1506.02438) over trained tokens, whitened over the step.
+
+    A trajectory that was cut into several samples has its reward at the end of each of them: a sample is an episode of
+    its own, because what its first token would hand back to the sample before it is not the state that one ended in.
+    A trajectory cut by length ends in the reward it was judged with, not in a value.
+    """
+
+    group_size: Annotated[int, Field(ge=1)] = 8
+    """Episodes per task. They are not compared, so that 1 is allowed."""
+    clip_high: NonNegativeFloat = 0.2
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """How the KL in the reward is estimated from a token: `k1`, log p - log ref, is unbiased."""
+    gamma: Fraction = 1.0
+    """Discount per trained token. From 0 to 1."""
+    gae_lambda: Fraction = 0.95
+    """Decay of GAE per trained token: 0 trusts the critic, 1 the rewards. From 0 to 1."""
+    whiten: bool = True
+    """Normalise advantages to mean 0 and standard deviation 1 over all trained tokens of the step."""
+    value_clip: PositiveFloat | None = 0.2
+    """How far a value may move from the one the step began with before its gradient stops; None: any."""
+    critic_warmup: NonNegativeInt = 0
+    """Steps at the start of a run in which the critic learns alone. They are steps of the run: they count in
+    `run.steps` and in `train.warmup_steps`, of which the policy gets only what is left."""
+
+    needs_peers: ClassVar[bool] = False
+    kl_in_reward: ClassVar[bool] = True
+
+    @property
+    def signals(self) -> frozenset[Signal]:
+        return super().signals | {Signal.VALUES}
+
+    @property
+    def max_safe_staleness(self) -> int | None:
+        """8, which is our choice: AReaL (arXiv:2505.24298) measured decoupled PPO at 8 and beyond, but had no critic.
+        The policy's loss corrects for any age; the critic's targets do not: they are returns of the policies that
+        sampled, and the critic learns their mixture. The older they are, the further advantages are from those of the
+        policy that is trained."""
+        return 8
+
+    @property
+    def whitens(self) -> bool:
+        return self.whiten
+
+    def trains_policy(self, version: PolicyVersion) -> bool:
+        return version >= self.critic_warmup
+
+    def compare(self, rewards_G: Sequence[float]) -> list[float]:
+        """Nothing: a trajectory's number is its reward."""
+        return list(rewards_G)
+
+    def shape(self, inputs: LossInputs) -> Shaped:
+        """GAE; the critic's target is A + V."""
+        values_N = inputs.columns_N[Signal.VALUES]
+        rewards_N = penalised_rewards(inputs, self.kl_coef, self.kl_estimator)
+        advantages_N = gae(rewards_N, values_N, inputs.lengths_S, self.gamma, self.gae_lambda)
+        return Shaped(advantages_N, advantages_N + values_N)
+
+    def value_loss(self, values_N: Tensor, batch: LossInputs) -> LossOutput:
+        """max((V - R)², (clip(V, V_old ± value_clip) - R)²) / 2 per token."""
+        if batch.returns_N is None:
+            raise ValueError("the critic's loss needs the returns that `shape` gives")
+        errors_N = (values_N - batch.returns_N).square()
+        if self.value_clip is None:
+            return LossOutput(errors_N / 2)
+        old_N = batch.columns_N[Signal.VALUES]
+        clipped_N = old_N + (values_N - old_N).clamp(-self.value_clip, self.value_clip)
+        clipped_errors_N = (clipped_N - batch.returns_N).square()
+        metrics_N = {"critic/clip_frac": (clipped_errors_N > errors_N).float()}
+        return LossOutput(errors_N.maximum(clipped_errors_N) / 2, metrics_N)

@@ -1,0 +1,208 @@
+"""What gradient alignment control costs: its share of a training step, and its memory.
+
+    python -m benchmarks.gac [--quick]
+
+In one process, steps of the same back-end on the same batch take turns without a stabilizer, with one that observes
+(the default of every run), with one that projects every gradient, and with one that projects every update. For the tiny
+sorter at the batch of `examples/sort`, and for a random Llama of the shape of SmolLM2-135M at a small batch, 1,280
+positions: what the stabilizer costs depends on the parameters alone, so that its share falls with the tokens of a step.
+
+`gac_ms` is the CPU time inside the stabilizer in a step, `share` all of it over that of all steps: every tenth step
+measures the update's cosine as well, so that steps are counted in tens. `over_none` compares the medians of whole steps
+instead: it has everything in it, noise too. `--quick` leaves the Llama out, which takes ten minutes.
+
+Progress goes to stderr, and one JSON object to the last line of stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from algorithms.gac import GAC
+from algorithms.grpo import GRPO
+from benchmarks.measure import print_result, spread
+from examples.sort.prepare import Recipe, prepare
+from rlsys.batch.plan import BatchPlan, plan_batch
+from rlsys.batch.samples import meta_of
+from rlsys.batch.tensors import StepData
+from rlsys.stabilizer import Stabilizer, Steered, Updates
+from rlsys.types import Episode, Group, Trajectory, Turn, VersionSpan
+from workers.train.fsdp import FsdpBackend
+from workers.train.ranks import Ranks
+from workers.train.settings import OptimizerSettings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlsys.stabilizer import AllReduce, Gradients
+
+ALWAYS = {"enabled": True, "c_low": 0.0, "c_high": 1.0}
+STABILIZERS = {
+    "none": None,
+    "observing": GAC(),
+    "projecting gradients": GAC(**ALWAYS),
+    "projecting updates": GAC(**ALWAYS, where="update"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model, and the batch of a step."""
+
+    name: str
+    path: Path
+    num_vocab: int
+    groups: int
+    group_size: int
+    num_prompt: int
+    num_output: int
+    num_steps: int
+    """Measured steps of each kind."""
+
+
+class Timed:
+    """A stabilizer that counts the CPU seconds spent in it."""
+
+    def __init__(self, stabilizer: Stabilizer) -> None:
+        self._stabilizer, self.cpu_s = stabilizer, 0.0
+
+    @property
+    def synchronous_steps_left(self) -> int:
+        return self._stabilizer.synchronous_steps_left
+
+    def end_step(self) -> None:
+        self._stabilizer.end_step()
+
+    def steer(self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce) -> Steered:
+        began = time.process_time()
+        steered = self._stabilizer.steer(gradients, squared_norm, all_reduce)
+        self.cpu_s += time.process_time() - began
+        return steered
+
+    def correct(self, updates: Updates, all_reduce: AllReduce) -> Mapping[str, float]:
+        began = time.process_time()
+        metrics = self._stabilizer.correct(updates, all_reduce)
+        self.cpu_s += time.process_time() - began
+        return metrics
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self._stabilizer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._stabilizer.load_state_dict(state)
+
+
+def main() -> None:
+    """Measure both models and print the closing line."""
+    parser = argparse.ArgumentParser(description="Cost of gradient alignment control.")
+    parser.add_argument("--quick", action="store_true", help="the tiny model alone")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    print_result({case.name: measured(case) for case in cases(quick=arguments.quick)})
+
+
+def cases(*, quick: bool) -> list[Case]:
+    """What is measured; models are made where they are missing."""
+    sorter = Path(".cache/sort/seed0")
+    prepare(sorter, Recipe(seed=0))
+    tiny = Case(
+        name="sorter, 0.44 M", path=sorter / "model", num_vocab=90,
+        groups=32, group_size=8, num_prompt=7, num_output=7, num_steps=30,
+    )  # fmt: skip
+    if quick:
+        return [tiny]
+    llama = Case(
+        name="llama, 135 M", path=random_llama(Path(".cache/gac/llama")), num_vocab=49152,
+        groups=4, group_size=4, num_prompt=64, num_output=64, num_steps=10,
+    )  # fmt: skip
+    return [tiny, llama]
+
+
+def random_llama(folder: Path) -> Path:
+    """A model of the shape of SmolLM2-135M, without what it knows."""
+    if not (folder / "model.safetensors").exists():
+        config = LlamaConfig(
+            vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+            num_key_value_heads=3, max_position_embeddings=2048, tie_word_embeddings=True,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def measured(case: Case) -> dict[str, object]:
+    """The figures of one model."""
+    backend = FsdpBackend(str(case.path), OptimizerSettings(lr=1e-6, total_steps=10**6), Ranks())
+    algorithm = GRPO(group_size=case.group_size)
+    plan, data = batch(case, algorithm)
+    shards = backend.shards()
+    timed = {name: Timed(gac.start(shards)) for name, gac in STABILIZERS.items() if gac}
+    step_s: dict[str, list[float]] = {name: [] for name in STABILIZERS}
+    gac_s: dict[str, list[float]] = {name: [] for name in timed}
+    for round_ in range(case.num_steps + 1):
+        for name in STABILIZERS:
+            stabilizer = timed.get(name)
+            began_gac, began = stabilizer.cpu_s if stabilizer else 0.0, time.process_time()
+            backend.train_step(plan.of_rank(0), data, algorithm, temperature=1.0, stabilizer=stabilizer)
+            if round_:  # the first one takes memory that later ones reuse
+                step_s[name].append(time.process_time() - began)
+                if stabilizer:
+                    gac_s[name].append(stabilizer.cpu_s - began_gac)
+        print(f"{case.name}: round {round_} of {case.num_steps}", file=sys.stderr, flush=True)
+    gradient_bytes = sum(4 * shard.numel() for shard in shards.values())
+    figures: dict[str, object] = {"tokens": tokens_of(case), "gradient_bytes": gradient_bytes}
+    figures["step_ms"] = {name: spread([1e3 * s for s in found]) for name, found in step_s.items()}
+    for name, stabilizer in timed.items():
+        figures[name] = {
+            "gac_ms": spread([1e3 * s for s in gac_s[name]]),
+            "share": round(sum(gac_s[name]) / sum(step_s[name]), 4),
+            "over_none": round(median(step_s[name]) / median(step_s["none"]) - 1, 4),
+            "state_over_gradient": sum(t.nbytes for t in stabilizer.state_dict().values()) / gradient_bytes,
+        }
+    return figures
+
+
+def tokens_of(case: Case) -> int:
+    """Positions the model computes in a step."""
+    return case.groups * (case.num_prompt + case.group_size * case.num_output)
+
+
+def batch(case: Case, algorithm: GRPO) -> tuple[BatchPlan, StepData]:
+    """Random prompts, completions and rewards."""
+    chance = random.Random(0)
+    groups: list[Group] = []
+    payloads: list[tuple[Episode, ...]] = []
+    for serial in range(case.groups):
+        prompt = tuple(chance.randrange(2, case.num_vocab) for _ in range(case.num_prompt))
+        payloads.append(tuple(_episode(chance, case, prompt) for _ in range(case.group_size)))
+        groups.append(
+            Group(
+                serial=serial, task_id=str(serial), permit_version=0, replica="none", episodes=meta_of(payloads[-1]),
+                versions=(VersionSpan(0, case.group_size * case.num_output),), weights=(), payload=payloads[-1],
+            )
+        )  # fmt: skip
+    assigned = algorithm.settle(groups, {}).groups
+    plan = plan_batch(groups, assigned, algorithm.aggregation, num_ranks=1, max_tokens=8192)
+    return plan, StepData(payloads, [{} for _ in groups])
+
+
+def _episode(chance: random.Random, case: Case, prompt: tuple[int, ...]) -> Episode:
+    output = tuple(chance.randrange(2, case.num_vocab) for _ in range(case.num_output))
+    logprobs = tuple(-5 - chance.random() for _ in output)
+    turn = Turn(prompt, output, logprobs, (VersionSpan(0, len(output)),), "length", "")
+    return Episode((Trajectory("policy", (turn,), reward=chance.random()),))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,446 @@
+"""What our loss and advantage code costs, beside what one would write first: padded (B, T) matrices with a mask, and a
+Python loop over tokens for GAE.
+
+For 32 k and 256 k trained tokens: the loss with its metrics, averaged, and its backward to the logprobs, M2PO's and
+KTO's `measure` included; the critic's loss with its backward to the values; advantages of groups; rewards to go with
+the KL (REINFORCE++); GAE; whitening. Both sides compute the same, on the same numbers, in
+turn, in one thread; figures are medians of CPU time. `difference` is the largest one between the results (gradients by
+the logprobs; advantages), over the largest result. Lengths of samples are spread evenly from 1 to twice their mean, so
+that about half of a padded matrix is padding.
+
+    python -m benchmarks.losses --repeats 15
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from algorithms.cispo import CISPO
+from algorithms.corrections import Geometric, Tis
+from algorithms.dapo import DAPO
+from algorithms.functional import gae
+from algorithms.grpo import GRPO
+from algorithms.gspo import GSPO
+from algorithms.kto import KTO
+from algorithms.m2po import M2PO
+from algorithms.ppo import PPO
+from algorithms.reinforce_pp import ReinforcePP
+from benchmarks.measure import print_result, spread
+from rlsys.algorithm import Algorithm, LossInputs, Signal
+from rlsys.batch.tensors import MicroBatch
+from rlsys.types import OK, EpisodeMeta, Group, SampleMeta, TrajectoryMeta
+from workers.train.ranks import Ranks
+from workers.train.step import Part, whiten
+
+SIZES = {"32k": (64, 512), "256k": (256, 1024)}
+"""Samples, and mean trained tokens of each."""
+KL_COEF = 0.1
+MEAN_BOUND = 1.005
+"""Of geometric means: some samples are beyond it."""
+
+
+@dataclass(frozen=True)
+class Both:
+    """The same tokens in both layouts. Ours is flat; `mask_BT` says which entries of a padded matrix count."""
+
+    batch: LossInputs
+    logprobs_N: Tensor
+    mask_BT: Tensor
+
+    def padded(self, values_N: Tensor) -> Tensor:
+        result_BT = values_N.new_zeros(self.mask_BT.shape)
+        result_BT[self.mask_BT] = values_N
+        return result_BT
+
+
+def tokens(num_samples: int, mean_length: int) -> Both:
+    """Tokens of slightly drifted policies, always the same."""
+    rng = torch.Generator().manual_seed(0)
+    lengths_S = torch.linspace(1, 2 * mean_length - 1, num_samples).round().long()
+    lengths_S = lengths_S[torch.randperm(num_samples, generator=rng)]
+    num_tokens = int(lengths_S.sum())
+
+    def noise(scale: float) -> Tensor:
+        return scale * torch.randn(num_tokens, generator=rng)
+
+    behavior_N = -torch.rand(num_tokens, generator=rng) * 3
+    proximal_N = behavior_N + noise(0.1)
+    advantages_S = torch.randn(num_samples, generator=rng)
+    batch = LossInputs(
+        behavior_logprobs_N=behavior_N,
+        proximal_logprobs_N=proximal_N,
+        advantages_N=advantages_S.repeat_interleave(lengths_S),
+        staleness_N=torch.zeros(num_tokens, dtype=torch.int64),
+        lengths_S=lengths_S,
+        columns_N={
+            Signal.VALUES: noise(0.5),
+            Signal.REFERENCE_LOGPROBS: behavior_N + noise(0.1),
+            Signal.REFERENCE_MISMATCHED: behavior_N + noise(0.2),
+            Signal.POLICY_MISMATCHED: behavior_N + noise(0.2),
+        },
+        returns_N=noise(1.0),
+    )
+    mask_BT = torch.arange(int(lengths_S.max()))[None] < lengths_S[:, None]
+    return Both(batch, proximal_N + noise(0.05), mask_BT)
+
+
+# --------------------------------------------------------------------------------------------------------------- ours
+
+
+def ours(algorithm: Algorithm, both: Both) -> Callable[[], Tensor]:
+    """One call: the gradient by the logprobs, of the loss averaged over tokens or sequences."""
+    lengths_S = both.batch.lengths_S
+    if algorithm.aggregation.over == "sequences":
+        weights_N = (1 / (len(lengths_S) * lengths_S)).repeat_interleave(lengths_S)
+    else:
+        weights_N = torch.full_like(both.logprobs_N, 1 / len(both.logprobs_N))
+
+    def run() -> Tensor:
+        logprobs_N = both.logprobs_N.clone().requires_grad_()
+        batch = both.batch
+        if algorithm.measures:
+            batch = replace(batch, facts=algorithm.measure(batch, Ranks()))
+        output = algorithm.loss(logprobs_N, batch)
+        (output.loss_N * weights_N).sum().backward()
+        for value_N in output.metrics_N.values():
+            value_N.mean()
+        assert logprobs_N.grad is not None
+        return logprobs_N.grad
+
+    return run
+
+
+def value_loss(both: Both) -> Callable[[], Tensor]:
+    """One call: the gradient by the values, of the critic's loss averaged over tokens."""
+
+    def run() -> Tensor:
+        values_N = both.logprobs_N.clone().requires_grad_()
+        output = PPO().value_loss(values_N, both.batch)
+        output.loss_N.mean().backward()
+        for value_N in output.metrics_N.values():
+            value_N.mean()
+        assert values_N.grad is not None
+        return values_N.grad
+
+    return run
+
+
+def group_of(serial: int, rewards: Sequence[float]) -> Group:
+    """A judged group, an episode of three tokens for each reward."""
+    sample = SampleMeta(num_prompt=2, num_completion=3, num_trained=3, prompt_key=0)
+    return Group(
+        serial=serial,
+        task_id=f"task-{serial}",
+        permit_version=0,
+        replica="rollout-0",
+        episodes=tuple(EpisodeMeta((TrajectoryMeta("policy", None, OK, reward, (sample,)),)) for reward in rewards),
+        versions=(),
+        weights=(),
+        payload=None,
+    )
+
+
+def advantages(groups: Sequence[Group]) -> Tensor:
+    """GRPO's, of all members of all groups."""
+    return torch.tensor([a.advantage for assigned in GRPO().settle(groups, {}).groups for a in assigned])
+
+
+def whitened(batch: LossInputs, values_N: Tensor) -> Tensor:
+    """The trainer's own, for one micro-batch of one rank."""
+    part = Part(cast("MicroBatch", None), 1.0, replace(batch, advantages_N=values_N), is_scored=True)
+    whiten([part], Ranks())
+    return part.inputs.advantages_N
+
+
+# ----------------------------------------------------------------------------------------------- what one writes first
+
+
+def masked_mean(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Over the entries that count."""
+    return (values_BT * mask_BT).sum() / mask_BT.sum()
+
+
+def clipped_reference(
+    logprobs_BT: Tensor, old_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, low: float, high: float
+) -> Tensor:
+    """PPO's surrogate and its clip fractions."""
+    ratio_BT = (logprobs_BT - old_BT).clamp(-20, 20).exp()
+    first_BT = -advantages_BT * ratio_BT
+    second_BT = -advantages_BT * ratio_BT.clamp(1 - low, 1 + high)
+    masked_mean(ratio_BT.detach(), mask_BT)
+    masked_mean((second_BT > first_BT).float() * (advantages_BT > 0), mask_BT)
+    masked_mean((second_BT > first_BT).float() * (advantages_BT < 0), mask_BT)
+    return torch.maximum(first_BT, second_BT)
+
+
+@dataclass(frozen=True)
+class Padded:
+    """The inputs of the references."""
+
+    logprobs: Tensor
+    behavior: Tensor
+    proximal: Tensor
+    advantages: Tensor
+    mask: Tensor
+    columns: Mapping[Signal, Tensor]
+    returns: Tensor
+
+    @classmethod
+    def of(cls, both: Both) -> Padded:
+        batch = both.batch
+        assert batch.returns_N is not None
+        return cls(
+            both.padded(both.logprobs_N),
+            both.padded(batch.behavior_logprobs_N),
+            both.padded(batch.proximal_logprobs_N),
+            both.padded(batch.advantages_N),
+            both.mask_BT,
+            {signal: both.padded(column_N) for signal, column_N in batch.columns_N.items()},
+            both.padded(batch.returns_N),
+        )
+
+
+def grpo_reference(logprobs_BT: Tensor, x: Padded, low: float, high: float) -> Tensor:
+    """Clipped against the proximal policy, truncated importance weights, mean over tokens."""
+    loss_BT = clipped_reference(logprobs_BT, x.proximal, x.advantages, x.mask, low, high)
+    rho_BT = (x.proximal - x.behavior).clamp(-20, 20).exp()
+    masked_mean((rho_BT > 2.0).float(), x.mask)
+    return masked_mean(loss_BT * rho_BT.clamp(max=2.0), x.mask)
+
+
+def grpo_kl_reference(logprobs_BT: Tensor, x: Padded, low: float, high: float, kl_coef: float) -> Tensor:
+    """The same with the KL: value of k3, gradient of k2, weighted by the ratio."""
+    loss_BT = clipped_reference(logprobs_BT, x.proximal, x.advantages, x.mask, low, high)
+    x_BT = (logprobs_BT - x.columns[Signal.REFERENCE_LOGPROBS]).clamp(-20, 20)
+    k2_BT, k3_BT = x_BT.square() / 2, ((-x_BT).exp() + x_BT - 1).clamp(-10, 10)
+    kl_BT = k2_BT - k2_BT.detach() + k3_BT.detach()
+    masked_mean(kl_BT.detach(), x.mask)
+    ratio_BT = (logprobs_BT.detach() - x.proximal).clamp(-20, 20).exp().clamp(max=2.0)
+    rho_BT = (x.proximal - x.behavior).clamp(-20, 20).exp()
+    masked_mean((rho_BT > 2.0).float(), x.mask)
+    return masked_mean((loss_BT + kl_coef * ratio_BT * kl_BT) * rho_BT.clamp(max=2.0), x.mask)
+
+
+def masked_grpo_reference(logprobs_BT: Tensor, x: Padded, low: float, high: float, bound: float) -> Tensor:
+    """GRPO's without samples whose geometric mean of importance weights is out of bounds."""
+    loss_BT = clipped_reference(logprobs_BT, x.proximal, x.advantages, x.mask, low, high)
+    log_rho_BT = (x.proximal - x.behavior).clamp(-20, 20)
+    mean_B1 = ((log_rho_BT * x.mask).sum(-1, keepdim=True) / x.mask.sum(-1, keepdim=True)).exp()
+    kept_B1 = ((mean_B1 >= 1 / bound) & (mean_B1 <= bound)).float()
+    rho_BT = log_rho_BT.exp()
+    masked_mean((rho_BT > 2.0).float(), x.mask)
+    masked_mean((1 - kept_B1).expand_as(rho_BT), x.mask)
+    return masked_mean(loss_BT * rho_BT.clamp(max=2.0) * kept_B1, x.mask)
+
+
+def value_loss_reference(values_BT: Tensor, x: Padded, clip: float) -> Tensor:
+    """Clipped squared errors, mean over tokens."""
+    old_BT = x.columns[Signal.VALUES]
+    clipped_BT = old_BT + (values_BT - old_BT).clamp(-clip, clip)
+    errors_BT, clipped_errors_BT = (values_BT - x.returns).square(), (clipped_BT - x.returns).square()
+    masked_mean((clipped_errors_BT > errors_BT).float(), x.mask)
+    return masked_mean(torch.maximum(errors_BT, clipped_errors_BT), x.mask) / 2
+
+
+def rewards_to_go_reference(x: Padded, kl_coef: float) -> Tensor:
+    """The reward at the last token less the KL of each, summed from the right."""
+    rewards_BT = -kl_coef * (x.behavior - x.columns[Signal.REFERENCE_LOGPROBS]) * x.mask
+    rows_B, last_B = torch.arange(len(x.mask)), x.mask.sum(-1) - 1
+    rewards_BT[rows_B, last_B] += x.advantages[rows_B, last_B]
+    return rewards_BT.flip(-1).cumsum(-1).flip(-1) * x.mask
+
+
+def gspo_reference(logprobs_BT: Tensor, x: Padded, low: float, high: float) -> Tensor:
+    """Sequence ratios, mean over sequences."""
+    lengths_B1 = x.mask.sum(-1, keepdim=True)
+    means_B1 = ((logprobs_BT - x.behavior) * x.mask).sum(-1, keepdim=True) / lengths_B1
+    log_ratio_BT = (logprobs_BT - logprobs_BT.detach() + means_B1.detach()).clamp(max=10)
+    ratio_BT = log_ratio_BT.exp()
+    first_BT, second_BT = -x.advantages * ratio_BT, -x.advantages * ratio_BT.clamp(1 - low, 1 + high)
+    masked_mean(ratio_BT.detach(), x.mask)
+    masked_mean((second_BT > first_BT).float() * (x.advantages > 0), x.mask)
+    masked_mean((second_BT > first_BT).float() * (x.advantages < 0), x.mask)
+    return ((torch.maximum(first_BT, second_BT) * x.mask).sum(-1, keepdim=True) / lengths_B1).mean()
+
+
+def cispo_reference(logprobs_BT: Tensor, x: Padded, low: float, high: float) -> Tensor:
+    """Clipped weights, mean over tokens."""
+    ratio_BT = (logprobs_BT - x.behavior).clamp(-20, 20).exp()
+    weights_BT = ratio_BT.clamp(1 - low, 1 + high).detach()
+    masked_mean(ratio_BT.detach(), x.mask)
+    masked_mean((ratio_BT.detach() > 1 + high).float(), x.mask)
+    masked_mean((ratio_BT.detach() < 1 - low).float(), x.mask)
+    return masked_mean(-weights_BT * x.advantages * logprobs_BT, x.mask)
+
+
+def m2po_reference(logprobs_BT: Tensor, x: Padded, tau: float) -> Tensor:
+    """The largest drifts masked, mean over tokens."""
+    squares_BT = (x.proximal - x.behavior).square()
+    squares_N, order_N = squares_BT[x.mask].sort(descending=True)
+    kept_mean_N = squares_N.flip(0).cumsum(0).flip(0) / torch.arange(len(squares_N), 0, -1)
+    is_small_N = kept_mean_N <= tau
+    num_masked = int(is_small_N.float().argmax()) if is_small_N.any() else len(squares_N)
+    kept_N = torch.ones(len(squares_N))
+    kept_N[order_N[:num_masked]] = 0
+    kept_BT = torch.zeros(x.mask.shape)
+    kept_BT[x.mask] = kept_N
+    ratio_BT = (logprobs_BT - x.behavior).clamp(-20, 20).exp()
+    masked_mean(ratio_BT.detach(), x.mask)
+    masked_mean(1 - kept_BT, x.mask)
+    return masked_mean(-kept_BT * ratio_BT * x.advantages, x.mask)
+
+
+def kto_reference(logprobs_BT: Tensor, x: Padded, beta: float, full_length: int | None, clip: float | None) -> Tensor:
+    """Sums of log-ratios by row, mean over sequences."""
+    lengths_B = x.mask.sum(-1)
+    scale_B = (full_length / lengths_B).clamp(max=1) if full_length else torch.ones(len(lengths_B))
+
+    def r(policy_BT: Tensor, reference_BT: Tensor) -> Tensor:
+        return ((policy_BT - reference_BT) * x.mask).sum(-1) * scale_B
+
+    z0 = r(x.columns[Signal.POLICY_MISMATCHED], x.columns[Signal.REFERENCE_MISMATCHED]).mean().clamp(min=0)
+    r(x.proximal, x.columns[Signal.REFERENCE_LOGPROBS])
+    r_B = r(logprobs_BT, x.columns[Signal.REFERENCE_LOGPROBS])
+    weights_B = x.advantages[:, 0]
+    miss_B = 1 - (weights_B.sign() * beta * (r_B - z0)).sigmoid()
+    if clip is not None:
+        is_clipped_B = weights_B.sign() * r(logprobs_BT.detach(), x.behavior) > clip
+        is_clipped_B.float().mean()
+        miss_B = torch.where(is_clipped_B, miss_B.detach(), miss_B)
+    (4 * miss_B * (1 - miss_B) < 0.1).float().mean()
+    return (weights_B.abs() * miss_B).mean()
+
+
+def gae_reference(rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float) -> Tensor:
+    """A loop over tokens, in the form common trainers have it."""
+    next_value_B, last_B, reversed_advantages = torch.zeros(len(mask_BT)), torch.zeros(len(mask_BT)), []
+    for t in reversed(range(mask_BT.shape[1])):
+        is_on_B = mask_BT[:, t].float()
+        delta_B = rewards_BT[:, t] + gamma * next_value_B - values_BT[:, t]
+        advantage_B = delta_B + gamma * lam * last_B
+        next_value_B = values_BT[:, t] * is_on_B + next_value_B * (1 - is_on_B)
+        last_B = advantage_B * is_on_B + last_B * (1 - is_on_B)
+        reversed_advantages.append(last_B)
+    return torch.stack(reversed_advantages[::-1], 1)
+
+
+def advantages_reference(rewards: Sequence[float], serials: Sequence[int]) -> Tensor:
+    """By a dictionary of the rewards of each group, and small tensors."""
+    by_group: dict[int, list[float]] = defaultdict(list)
+    for serial, reward in zip(serials, rewards, strict=True):
+        by_group[serial].append(reward)
+    means = {serial: torch.tensor(members).mean() for serial, members in by_group.items()}
+    stds = {serial: torch.tensor(members).std() for serial, members in by_group.items()}
+    return torch.stack([(r - means[s]) / (stds[s] + 1e-6) for r, s in zip(rewards, serials, strict=True)])
+
+
+def whitening_reference(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Mean 0 and standard deviation 1 over the entries that count."""
+    mean = masked_mean(values_BT, mask_BT)
+    variance = masked_mean((values_BT - mean).square(), mask_BT)
+    return (values_BT - mean) / (variance.sqrt() + 1e-8) * mask_BT
+
+
+def reference(loss: Callable[..., Tensor], both: Both, *bounds: float | None) -> Callable[[], Tensor]:
+    """One call: the gradient by the logprobs, padded."""
+    x = Padded.of(both)
+
+    def run() -> Tensor:
+        logprobs_BT = x.logprobs.clone().requires_grad_()
+        loss(logprobs_BT, x, *bounds).backward()
+        assert logprobs_BT.grad is not None
+        return logprobs_BT.grad
+
+    return run
+
+
+# ---------------------------------------------------------------------------------------------------------- measuring
+
+
+def compared(
+    run_ours: Callable[[], Tensor], run_reference: Callable[[], Tensor], mask_BT: Tensor, repeats: int
+) -> dict[str, object]:
+    """Times in milliseconds; one warm-up each, then in turn."""
+    own_N, other_N = run_ours(), run_reference()
+    if other_N.shape == mask_BT.shape:
+        other_N = other_N[mask_BT]
+    times: dict[str, list[float]] = {"ours_ms": [], "reference_ms": []}
+    for _ in range(repeats):
+        for name, run in (("ours_ms", run_ours), ("reference_ms", run_reference)):
+            start_s = time.process_time()
+            run()
+            times[name].append((time.process_time() - start_s) * 1e3)
+    return {
+        **{name: spread(values) for name, values in times.items()},
+        "reference_over_ours": median(times["reference_ms"]) / median(times["ours_ms"]),
+        "difference": ((own_N - other_N).abs().max() / other_N.abs().max()).item(),
+    }
+
+
+def cases(both: Both) -> dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]]:
+    """What is compared: ours, and the reference."""
+    x, batch = Padded.of(both), both.batch
+    values_N, values_BT = batch.columns_N[Signal.VALUES], x.columns[Signal.VALUES]
+    rewards_N, rewards_BT = batch.advantages_N, x.advantages
+    rewards = [float(value) for value in torch.rand(both.batch.lengths_S.shape)]
+    serials = [place // 8 for place in range(len(rewards))]
+    groups = [group_of(s, rewards[8 * s : 8 * s + 8]) for s in range(len(rewards) // 8)]
+    masked = GRPO(correction=(Geometric(low=1 / MEAN_BOUND, high=MEAN_BOUND), Tis()))
+    grpo, dapo, gspo, cispo, m2po, ppo, kto = GRPO(), DAPO(), GSPO(), CISPO(), M2PO(), PPO(), KTO()
+    return {
+        "grpo": (ours(grpo, both), reference(grpo_reference, both, grpo.clip_low, grpo.clip_high)),
+        "grpo + kl": (
+            ours(replace(grpo, kl_coef=KL_COEF), both),
+            reference(grpo_kl_reference, both, grpo.clip_low, grpo.clip_high, KL_COEF),
+        ),
+        "[geometric, tis]": (
+            ours(masked, both),
+            reference(masked_grpo_reference, both, grpo.clip_low, grpo.clip_high, MEAN_BOUND),
+        ),
+        "dapo": (ours(dapo, both), reference(grpo_reference, both, dapo.clip_low, dapo.clip_high)),
+        "gspo": (ours(gspo, both), reference(gspo_reference, both, gspo.clip_low, gspo.clip_high)),
+        "cispo": (ours(cispo, both), reference(cispo_reference, both, cispo.clip_low, cispo.clip_high)),
+        "ppo": (ours(ppo, both), reference(grpo_reference, both, ppo.clip_low, ppo.clip_high)),
+        "ppo, critic": (value_loss(both), reference(value_loss_reference, both, ppo.value_clip)),
+        "reinforce_pp": (
+            lambda: ReinforcePP(kl_coef=KL_COEF).shape(batch).advantages_N,
+            lambda: rewards_to_go_reference(x, KL_COEF),
+        ),
+        "m2po": (ours(m2po, both), reference(m2po_reference, both, m2po.tau)),
+        "kto": (ours(kto, both), reference(kto_reference, both, kto.beta, kto.full_length, kto.clip)),
+        "gae": (
+            lambda: gae(rewards_N, values_N, batch.lengths_S, 1.0, 0.95),
+            lambda: gae_reference(rewards_BT, values_BT, x.mask, 1.0, 0.95),
+        ),
+        "advantages": (lambda: advantages(groups), lambda: advantages_reference(rewards, serials)),
+        "whitening": (lambda: whitened(batch, values_N), lambda: whitening_reference(values_BT, x.mask)),
+    }
+
+
+def main() -> None:
+    """Print a line per comparison, then all figures as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=15)
+    repeats = parser.parse_args().repeats
+    torch.set_num_threads(1)
+    figures: dict[str, object] = {}
+    for name, (num_samples, mean_length) in SIZES.items():
+        both = tokens(num_samples, mean_length)
+        results = {case: compared(*runs, both.mask_BT, repeats) for case, runs in cases(both).items()}
+        figures[name] = {"tokens": len(both.logprobs_N), "positions": both.mask_BT.numel(), **results}
+        for case, result in results.items():
+            print(f"{name:>5} {case:<16} {result['reference_over_ours']:6.2f}x  {result['difference']:.1e}")
+    print_result(figures)
+
+
+if __name__ == "__main__":
+    main()

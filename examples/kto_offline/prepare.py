@@ -1,0 +1,57 @@
+"""Record what the tiny policy says and whether it is right: `python -m examples.kto_offline.prepare --seed N`.
+
+The folder is that of `examples.sort.prepare`, which is filled first if it is not there. Adds `labelled.jsonl` to it:
+TRL's unpaired preferences, one completion of the untrained policy for each training prompt.
+
+    {"prompt": "385120>", "completion": "853210", "label": false}
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, Qwen3ForCausalLM
+
+from examples.sort.prepare import Recipe, prepare, said
+from examples.sort.reward import exact_sort
+from examples.sort.tokenizer import EOS
+
+
+def label(folder: Path) -> Path:
+    """Write `labelled.jsonl` beside the rows of `train.jsonl`; returns its path. Answers without an end are left
+    out."""
+    torch.set_num_threads(1)
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    path = folder / "labelled.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in _labelled(folder, rows)))
+    return path
+
+
+def _labelled(folder: Path, rows: list[dict[str, str]]) -> Iterator[dict[str, str | bool]]:
+    model = Qwen3ForCausalLM.from_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    answers = said(model, tokenizer, [row["prompt"] for row in rows], greedy=False)
+    for row, answer in zip(rows, answers, strict=True):
+        completion, end, _ = answer.partition(EOS)
+        if completion and end:
+            is_right = bool(exact_sort(completion, row["answer"]))
+            yield {"prompt": row["prompt"], "completion": completion, "label": is_right}
+
+
+def main() -> None:
+    """Fill the folder of a seed."""
+    parser = argparse.ArgumentParser(description="Record and label answers of the tiny policy.")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    folder = Path(".cache/sort") / f"seed{arguments.seed}"
+    folder.mkdir(parents=True, exist_ok=True)
+    prepare(folder, Recipe(seed=arguments.seed))
+    print(json.dumps({"out": str(label(folder))}))
+
+
+if __name__ == "__main__":
+    main()

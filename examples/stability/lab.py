@@ -1,0 +1,229 @@
+"""One training run whose samples are exactly so many versions old, in one process and without Ray.
+
+Everything is what a real run uses: the FSDP back-end, the algorithm, the local engine, gradient alignment control. Only
+the asynchrony is made by hand, so that it is exact and repeatable: the engine is given the weights of `staleness`
+versions ago before each step. At the end it is given the final weights, and answers tasks that were never trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from algorithms.gac import GAC
+from examples.sort.prepare import Recipe, prepare
+from examples.sort.reward import exact_sort
+from examples.stability.algorithms import ALGORITHMS, DEFAULT
+from rlsys.batch.plan import plan_batch
+from rlsys.batch.samples import meta_of, versions_of
+from rlsys.batch.tensors import StepData
+from rlsys.seeds import group_seed, request_seed
+from rlsys.types import Episode, Group, PolicyVersion, Sampling, Trajectory, Turn
+from workers.engines.base import Request
+from workers.engines.local import LocalEngine
+from workers.train.fsdp import FsdpBackend
+from workers.train.model import load_model, load_tokenizer
+from workers.train.ranks import Ranks
+from workers.train.settings import OptimizerSettings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SAMPLING = Sampling(temperature=1.0, max_new_tokens=7)
+MAX_CONTEXT = 16
+MAX_TOKENS = 16384
+"""Of a micro-batch; every batch here fits in one."""
+EDITION = 2
+"""Of what a run does: raise it with any change to this folder, an algorithm or the trainer that changes its outcome, so
+that runs of before are not taken for runs of now."""
+EXAM_GROUPS, EXAM_SIZE, EXAM_SEED = 32, 8, 1_000_003
+"""Held-out tasks that the final weights answer, how often each, and the seed they are sampled with in every run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is run. The recipe is that of `examples/sort` at half its batch."""
+
+    seed: int = 0
+    staleness: int = 0
+    algorithm: str = DEFAULT
+    """One of `ALGORITHMS`: what the loss makes of the age of a token."""
+    gac: GAC = field(default_factory=GAC)
+    groups: int = 16
+    group_size: int = 8
+    lr: float = 3e-4
+    steps: int = 160
+    edition: int = EDITION
+
+    def sampled_from(self, version: PolicyVersion) -> PolicyVersion:
+        """The version that samples what `version` trains on: itself in the steps that calibrate; afterwards
+        `staleness` versions ago, but none from before."""
+        first = self.gac.synchronous_steps
+        return version if version < first else max(first, version - self.staleness)
+
+    @property
+    def key(self) -> str:
+        """Tells runs apart, also those read from a file."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a run reports."""
+
+    rewards: list[float] = field(default_factory=list)
+    """Mean reward of the samples that each step trains on: of the version that sampled, `Run.sampled_from`."""
+    metrics: dict[str, list[float | None]] = field(default_factory=dict)
+    """Those of `KEPT`, by step; None where a step has none."""
+    final_reward: float = 0.0
+    """Mean reward of the final weights on held-out tasks."""
+    cpu_s: float = 0.0
+
+
+KEPT = (
+    "gac/cosine",
+    "gac/regime",
+    "gac/update_cosine",
+    "gac/c_low",
+    "gac/c_high",
+    "policy/entropy",
+    "sampler/ess",
+    "optim/grad_norm",
+)
+
+
+def train(run: Run) -> Outcome:
+    """Train the tiny policy as `run` says; the same run gives the same outcome, bit for bit."""
+    torch.set_num_threads(1)
+    disable_progress_bar()
+    began = time.process_time()
+    folder = Path(".cache/sort") / f"seed{run.seed}"
+    prepare(folder, Recipe(seed=run.seed))
+    outcome = asyncio.run(_trained(run, folder))
+    return replace(outcome, cpu_s=round(time.process_time() - began, 2))
+
+
+async def _trained(run: Run, folder: Path) -> Outcome:
+    outcome = Outcome(metrics={name: [] for name in KEPT})
+    algorithm = replace(ALGORITHMS[run.algorithm], group_size=run.group_size)
+    settings = OptimizerSettings(lr=run.lr, warmup_steps=5, total_steps=run.steps, final_lr_fraction=0.1)
+    backend = FsdpBackend(str(folder / "model"), settings, Ranks())
+    stabilizer = run.gac.start(backend.shards())
+    snapshots = {0: backend.full_weights(torch.float32)}
+    sampler = Sampler(run, folder)
+    metrics: Mapping[str, float] = {}
+    try:
+        for version in range(run.steps):
+            source = run.sampled_from(version)
+            await sampler.take(source, snapshots[source])
+            groups = await sampler.groups_of(version)
+            settled = algorithm.settle(groups, metrics)
+            plan = plan_batch(groups, settled.groups, algorithm.aggregation, num_ranks=1, max_tokens=MAX_TOKENS)
+            data = StepData([group.payload for group in groups], [{} for _ in groups])  # type: ignore[misc]
+            metrics = backend.train_step(plan.of_rank(0), data, algorithm, temperature=1.0, stabilizer=stabilizer)
+            snapshots[version + 1] = backend.full_weights(torch.float32)
+            for old in [old for old in snapshots if old < run.sampled_from(version + 1)]:
+                del snapshots[old]
+            outcome.rewards.append(_reward_of(groups))
+            for name in KEPT:
+                outcome.metrics[name].append(round(metrics[name], 5) if name in metrics else None)
+        await sampler.take(run.steps, snapshots[run.steps])
+        return replace(outcome, final_reward=_reward_of(await sampler.exam()))
+    finally:
+        await sampler.close()
+
+
+class Task(NamedTuple):
+    """A row of the task, tokenised."""
+
+    prompt_ids: tuple[int, ...]
+    answer: str
+
+
+class Sampler:
+    """The local engine, and the tasks in the order in which they are issued."""
+
+    def __init__(self, run: Run, folder: Path) -> None:
+        self._run = run
+        self._tokenizer = load_tokenizer(str(folder / "model"))
+        self._tasks = self._read(folder / "train.jsonl")
+        self._held_out = self._read(folder / "eval.jsonl")[:EXAM_GROUPS]
+        stop = self._tokenizer.eos_token_id
+        assert isinstance(stop, int)
+        self._engine = LocalEngine(
+            load_model(str(folder / "model"), torch.float32),
+            num_slots=run.groups * run.group_size,
+            max_context=MAX_CONTEXT,
+            stop_token_ids=frozenset({stop}),
+            name="sampler",
+        )
+
+    async def take(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> None:
+        """Sample from these weights from here on."""
+        if version != self._engine.version:
+            await self._engine.pause()
+            await self._engine.load(version, weights)
+            await self._engine.resume()
+
+    async def groups_of(self, step: int) -> list[Group]:
+        """The groups that step number `step` trains, judged; their payloads are in them."""
+        run = self._run
+        serials = range(step * run.groups, (step + 1) * run.groups)
+        tasks = {serial: self._tasks[serial % len(self._tasks)] for serial in serials}
+        return await self._groups(tasks, run.group_size, run.seed)
+
+    async def exam(self) -> list[Group]:
+        """Groups of held-out tasks, judged; the same tasks and seeds whatever was trained."""
+        return await self._groups(dict(enumerate(self._held_out)), EXAM_SIZE, EXAM_SEED)
+
+    async def close(self) -> None:
+        """Free the engine."""
+        await self._engine.close()
+
+    def _read(self, path: Path) -> list[Task]:
+        rows = map(json.loads, path.read_text().splitlines())
+        return [Task(tuple(self._tokenizer(row["prompt"]).input_ids), row["answer"]) for row in rows]
+
+    async def _groups(self, tasks: Mapping[int, Task], group_size: int, seed: int) -> list[Group]:
+        """One group for each task, by its serial."""
+        places = [(serial, member) for serial in tasks for member in range(group_size)]
+        episodes = await asyncio.gather(*(self._episode(tasks[s], f"{s}/{m}", seeded(seed, s, m)) for s, m in places))
+        payloads = [tuple(episodes[i : i + group_size]) for i in range(0, len(episodes), group_size)]
+        return [self._group(serial, payload) for serial, payload in zip(tasks, payloads, strict=True)]
+
+    async def _episode(self, task: Task, name: str, seed: int) -> Episode:
+        done = await self._engine.generate(Request(name, task.prompt_ids, SAMPLING, seed))
+        assert done.finish is not None
+        (text,) = self._tokenizer.batch_decode([list(done.output_ids)], skip_special_tokens=True)
+        turn = Turn(task.prompt_ids, done.output_ids, done.logprobs, done.versions, done.finish, text, SAMPLING)
+        return Episode((Trajectory("policy", (turn,), reward=exact_sort(text, task.answer)),))
+
+    def _group(self, serial: int, payload: tuple[Episode, ...]) -> Group:
+        return Group(
+            serial=serial,
+            task_id=str(serial % len(self._tasks)),
+            permit_version=self._engine.version,
+            replica="sampler",
+            episodes=meta_of(payload),
+            versions=versions_of(payload),
+            weights=(),
+            payload=payload,
+        )
+
+
+def seeded(seed: int, serial: int, member: int) -> int:
+    """The seed that one member of a group is sampled with."""
+    return request_seed(group_seed(seed, serial), member, 0)
+
+
+def _reward_of(groups: Sequence[Group]) -> float:
+    return round(fmean(t.reward for group in groups for _, t in group.trajectories() if t.reward is not None), 5)

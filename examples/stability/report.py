@@ -1,0 +1,207 @@
+"""Tables and pictures of runs that are done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, median
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from algorithms.gac import GAC
+from examples.curve import running_mean
+from examples.stability.lab import Outcome, Run
+from examples.stability.quadratic import CONTROL, Problem, boundary_cosine, descend, growth, stability_limit
+from examples.stability.results import outcomes_of
+from examples.stability.studies import Row
+
+EARLY = 40
+"""Asynchronous steps at the start that the early cosine is the mean of."""
+HEADER = (
+    "| batch | algorithm | staleness | GAC | final reward | collapse at version | cosine, first 40 asynchronous steps "
+    "| safe / projected / skipped | update cosine |\n|---|---|---|---|---|---|---|---|---|\n"
+)
+COLOURS = ("#636363", "#9ecae1", "#d94801", "#08519c", "#31a354", "#756bb1", "#e7298a", "#000000")
+CALIBRATED = GAC(enabled=True, calibrate_steps=100)
+QUADRATIC = {
+    "none": GAC(),
+    "projection": replace(CONTROL, max_skips=0),
+    "projection and skips": CONTROL,
+    "calibrated, 100 steps": CALIBRATED,
+}
+
+
+def table(rows: Sequence[Row], done: dict[str, Outcome]) -> str:
+    """Markdown: one line per row with any run done, medians over seeds."""
+    lines = [_line(row, outcomes) for row in rows if (outcomes := outcomes_of(row.runs, done))]
+    return HEADER + "".join(lines)
+
+
+def final_reward(row: Row, done: dict[str, Outcome]) -> float:
+    """Of the final weights on held-out tasks, median over seeds."""
+    return median(outcome.final_reward for outcome in outcomes_of(row.runs, done))
+
+
+def learning_curve(run: Run, rewards: Sequence[float]) -> tuple[list[int], list[float]]:
+    """Versions that sampled, and the mean reward of what they sampled; the last versions of a stale run are not among
+    them."""
+    by_version: dict[int, list[float]] = {}
+    for step, reward in enumerate(rewards):
+        by_version.setdefault(run.sampled_from(step), []).append(reward)
+    return list(by_version), [fmean(values) for values in by_version.values()]
+
+
+def collapse_version(run: Run, outcome: Outcome) -> int | None:
+    """The version from which the mean reward of ten stays below half of what it had reached; None if it does not."""
+    versions, rewards = learning_curve(run, outcome.rewards)
+    peak, fell = 0.0, None
+    for version, mean in zip(versions, running_mean(rewards), strict=True):
+        peak = max(peak, mean)
+        if mean >= peak / 2:
+            fell = None
+        elif fell is None:
+            fell = version
+    return fell
+
+
+def _line(row: Row, outcomes: Sequence[Outcome]) -> str:
+    run, finals = row.run, [o.final_reward for o in outcomes]
+    collapses = [str(version) for o in outcomes if (version := collapse_version(run, o)) is not None]
+    start = max(1, run.gac.synchronous_steps)  # the first gradient has none before it
+    cells = (
+        f"{run.groups} x {run.group_size}",
+        run.algorithm,
+        str(run.staleness),
+        row.label,
+        f"{median(finals):.3f} ({min(finals):.3f} to {max(finals):.3f})" if len(finals) > 1 else f"{finals[0]:.3f}",
+        f"{', '.join(collapses)} ({len(collapses)} of {len(outcomes)})" if collapses else "none",
+        f"{median(_mean(o.metrics['gac/cosine'][start : start + EARLY]) for o in outcomes):.2f}",
+        " / ".join(f"{share:.0%}" for share in _regimes(run, outcomes)),
+        f"{median(_mean(o.metrics['gac/update_cosine'][start:]) for o in outcomes):.2f}",
+    )
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _regimes(run: Run, outcomes: Sequence[Outcome]) -> list[float]:
+    """Share of asynchronous steps in each regime; what a cosine called for, where nothing was done."""
+    first = run.gac.synchronous_steps
+    found = [value for o in outcomes for value in o.metrics["gac/regime"][first:]]
+    return [found.count(regime) / max(1, len(found)) for regime in range(3)]
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    """Of those steps that have a value; 0 if none has."""
+    given = [value for value in values if value is not None]
+    return fmean(given) if given else 0.0
+
+
+# ------------------------------------------------------------------------------------------------------------ pictures
+
+REWARD = "reward of the version that sampled, mean of ten and of all seeds;\ndot: final weights on held-out tasks"
+COSINE = "cosine of consecutive gradients,\nmean of ten steps and of all seeds"
+
+
+def draw_grid(rows: Sequence[Row], done: dict[str, Outcome], folder: Path) -> None:
+    """The pictures of the grid, as PNG files in `folder`: a panel for each algorithm and staleness, a line for each
+    control."""
+    panels: dict[str, dict[int, list[tuple[str, Row]]]] = {}
+    for row in rows:
+        line = (f"GAC {row.label}", row)
+        panels.setdefault(row.run.algorithm, {}).setdefault(row.run.staleness, []).append(line)
+    _draw_lines(panels, done, folder / "stability_reward.png", REWARD, _draw_rewards)
+    _draw_lines(panels, done, folder / "stability_cosine.png", COSINE, _draw_cosines)
+    draw_quadratic(folder / "stability_quadratic.png")
+
+
+def draw_corrections(rows: Sequence[Row], done: dict[str, Outcome], folder: Path) -> None:
+    """The picture of the comparison: a panel for each staleness, a line for each algorithm."""
+    panels: dict[int, list[tuple[str, Row]]] = {}
+    for row in rows:
+        panels.setdefault(row.run.staleness, []).append((row.run.algorithm, row))
+    _draw_lines({"": panels}, done, folder / "stability_corrections.png", REWARD, _draw_rewards)
+
+
+def _draw_rewards(axes: Axes, row: Row, outcomes: Sequence[Outcome], colour: str, label: str) -> None:
+    curves = [learning_curve(row.run, outcome.rewards) for outcome in outcomes]
+    versions, means = curves[0][0], [fmean(column) for column in zip(*(c[1] for c in curves), strict=True)]
+    axes.plot(versions, running_mean(means), color=colour, label=label)
+    axes.plot(row.run.steps, fmean(o.final_reward for o in outcomes), "o", color=colour, markersize=4)
+
+
+def _draw_cosines(axes: Axes, row: Row, outcomes: Sequence[Outcome], colour: str, label: str) -> None:
+    means = [_mean(of_step) for of_step in zip(*(o.metrics["gac/cosine"] for o in outcomes), strict=True)]
+    axes.plot(range(1, len(means) + 1), running_mean(means), color=colour, label=label)
+
+
+def _draw_lines(
+    panels: Mapping[str, Mapping[int, Sequence[tuple[str, Row]]]],
+    done: dict[str, Outcome],
+    path: Path,
+    what: str,
+    draw: Callable[[Axes, Row, Sequence[Outcome], str, str], None],
+) -> None:
+    """Panels by name, downwards, and staleness, to the right."""
+    width = max(map(len, panels.values()))
+    figure = Figure(figsize=(3.2 * width, 2.7 * len(panels) + 0.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(len(panels), width, sharex=True, sharey=True, squeeze=False)
+    for axes_row, (name, of_row) in zip(grid, panels.items(), strict=True):
+        for axes, (staleness, lines) in zip(axes_row, of_row.items(), strict=True):
+            for label, row in lines:
+                if outcomes := outcomes_of(row.runs, done):
+                    draw(axes, row, outcomes, _colour(panels, label), label)
+            axes.set_title(f"staleness {staleness}{', ' if name else ''}{name}", fontsize=9)
+            axes.grid(alpha=0.3)
+    grid[0][-1].legend(fontsize=7)
+    figure.supxlabel("version of the weights", fontsize=9)
+    figure.suptitle(what, fontsize=10)
+    figure.savefig(path, dpi=120)
+
+
+def _colour(panels: Mapping[str, Mapping[int, Sequence[tuple[str, Row]]]], label: str) -> str:
+    """The same for a label in every panel."""
+    labels = dict.fromkeys(label for of_row in panels.values() for lines in of_row.values() for label, _ in lines)
+    return COLOURS[list(labels).index(label)]
+
+
+def draw_quadratic(path: Path) -> None:
+    """The limit of stability, the cosine there, and noisy descent at staleness 16."""
+    figure = Figure(figsize=(12, 3.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    limits, cosines, losses = figure.subplots(1, 3)
+    ages = (0, 1, 2, 4, 8, 16, 32)
+    for staleness, colour in zip((0, 4, 16), COLOURS[1:], strict=False):
+        sizes = [0.01 * i for i in range(1, 221)]
+        limits.plot(sizes, [growth(size, staleness) for size in sizes], color=colour, label=f"staleness {staleness}")
+        limits.axvline(stability_limit(staleness), color=colour, linestyle=":")
+    limits.axhline(1, color="black", linewidth=0.5)
+    limits.set(xscale="log", ylim=(0.7, 1.5), xlabel="learning rate x curvature", title="growth of a step")
+    cosines.plot(ages, [boundary_cosine(s) for s in ages], "o-", color=COLOURS[3])
+    cosines.set(xlabel="staleness", title="cosine of gradients at the limit")
+    for (label, control), colour in zip(QUADRATIC.items(), COLOURS[1:], strict=False):
+        losses.plot(descend(Problem(), 16, control).losses, color=colour, label=label)
+    losses.set(yscale="log", ylim=(0.1, 1e4), xlabel="step", title="loss, 200 noisy coordinates, staleness 16")
+    for axes in (limits, cosines, losses):
+        axes.grid(alpha=0.3)
+    for axes in (limits, losses):
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def quadratic_table(staleness: Iterable[int] = (0, 1, 2, 4, 8, 16, 32)) -> str:
+    """Markdown: the closed form, and the mean loss and cosine of the last 100 steps of noisy descent."""
+    lines = [
+        f"| staleness | limit of η λ | cosine there | {' | '.join(f'{name}: loss, cosine' for name in QUADRATIC)} |"
+    ]
+    lines.append("|" + "---|" * (3 + len(QUADRATIC)))
+    for s in staleness:
+        found = [descend(Problem(), s, control) for control in QUADRATIC.values()]
+        cells = [
+            f"diverged at {len(d.losses)}" if d.has_diverged else f"{d.final():.3g}, {fmean(d.cosines[-100:]):.2f}"
+            for d in found
+        ]
+        lines.append(f"| {s} | {stability_limit(s):.3f} | {boundary_cosine(s):.3f} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,109 @@
+"""What is compared: the grid of the lab, the algorithms, and the search for settings in which control pays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from algorithms.gac import GAC
+from examples.stability.algorithms import ALGORITHMS, BLIND, DEFAULT
+from examples.stability.lab import Run
+
+CALIBRATED_ON = 20
+"""Synchronous steps that thresholds are set from."""
+WATCHED_AFTER_THEM = GAC(calibrate_steps=CALIBRATED_ON)
+"""The same synchronous start, and nothing done: what a calibrated control is to be compared with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a table: the same run on several seeds."""
+
+    label: str
+    """What is done about gradients."""
+    runs: tuple[Run, ...]
+
+    @property
+    def run(self) -> Run:
+        """The first of them, for what they share."""
+        return self.runs[0]
+
+    def on(self, seeds: Sequence[int]) -> Row:
+        """The same on other seeds."""
+        return _row(self.label, self.run, seeds)
+
+
+ARMS: Mapping[str, GAC] = {
+    "off": GAC(),
+    "off, synchronous start": WATCHED_AFTER_THEM,
+    "on": GAC(enabled=True),
+    "calibrated": GAC(enabled=True, calibrate_steps=CALIBRATED_ON),
+}
+
+
+def grid(seeds: Sequence[int], steps: int = 160, staleness: Sequence[int] = (0, 4, 16, 32)) -> list[Row]:
+    """Staleness x correction x control."""
+    return [
+        _row(label, Run(staleness=s, algorithm=algorithm, gac=gac, steps=steps), seeds)
+        for algorithm in (DEFAULT, BLIND)
+        for s in staleness
+        for label, gac in ARMS.items()
+        if s or label != "off, synchronous start"  # at 0 every step is
+    ]
+
+
+def corrections(seeds: Sequence[int], staleness: Sequence[int] = (0, 4, 16)) -> list[Row]:
+    """What losses make of age, against staleness, without control."""
+    return [_row("off", Run(staleness=s, algorithm=algorithm), seeds) for s in staleness for algorithm in ALGORITHMS]
+
+
+def search(seeds: Sequence[int]) -> list[Row]:
+    """At staleness 8 and 16: thresholds, placement, skips, with and without the correction, in a small batch and a
+    large one; and at 0 without control. The large batch is eight times the work, and comes last."""
+    small, large = Run(), Run(groups=64, group_size=16, lr=6e-4)
+    rows = []
+    for base, controls in ((small, SEARCHED), (large, SEARCHED_LARGE)):
+        for algorithm in (BLIND, DEFAULT):
+            rows.append(_row("off", replace(base, algorithm=algorithm), seeds))
+            rows += [
+                _row(label, replace(base, algorithm=algorithm, staleness=s, gac=gac), seeds)
+                for s in (8, 16)
+                for label, gac in controls.items()
+            ]
+    return rows
+
+
+def confirmed(searched: Sequence[Row], reward_of: Callable[[Row], float], seeds: Sequence[int]) -> list[Row]:
+    """For each setting of a search its runs without control and the one that did best with it, on seeds that had no
+    part in choosing it."""
+    rows = []
+    for _, of_setting in groupby(searched, key=lambda row: (row.run.groups, row.run.algorithm, row.run.staleness)):
+        listed = list(of_setting)
+        controlled = [row for row in listed if row.run.gac.enabled]
+        rows += [row for row in listed if not row.run.gac.enabled]
+        rows += [max(controlled, key=reward_of)] if controlled else []
+    return [row.on(seeds) for row in rows]
+
+
+_CALIBRATED = ARMS["calibrated"]
+SEARCHED: Mapping[str, GAC] = {
+    **ARMS,
+    "wide, .2 and .6": GAC(enabled=True, c_low=0.2, c_high=0.6),
+    "projection alone, .05": GAC(enabled=True, max_skips=0),
+    "projection alone, 0": GAC(enabled=True, max_skips=0, c_low=0.0),
+    "skips alone, .2": GAC(enabled=True, c_low=0.2, c_high=0.2),
+    "calibrated, no skips": replace(_CALIBRATED, max_skips=0),
+    "calibrated, 4 skips": replace(_CALIBRATED, max_skips=4),
+    "calibrated, on the update": replace(_CALIBRATED, where="update"),
+    "on the update": GAC(enabled=True, where="update"),
+    "on the update, no skips": GAC(enabled=True, where="update", max_skips=0),
+}
+SEARCHED_LARGE: Mapping[str, GAC] = {
+    label: SEARCHED[label]
+    for label in ("off", "off, synchronous start", "on", "calibrated", "calibrated, no skips", "on the update")
+}
+
+
+def _row(label: str, run: Run, seeds: Sequence[int]) -> Row:
+    return Row(label, tuple(replace(run, seed=seed) for seed in seeds))

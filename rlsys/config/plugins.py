@@ -1,0 +1,162 @@
+"""The sections that describe a plug-in, `algorithm` and `stabilizer`: a name or `module:Name`, and the fields of that
+plug-in's dataclass.
+
+Ours and yours come through one door: the entry point groups `rlsys.algorithms` and `rlsys.stabilizers`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Annotated, Any, Generic, TypeVar, cast
+
+from pydantic import ConfigDict, GetJsonSchemaHandler, TypeAdapter, ValidationError, with_config
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
+
+from rlsys.algorithm import Algorithm
+from rlsys.config.problems import Location, nested, problems_in
+from rlsys.errors import ConfigError
+from rlsys.stabilizer import StabilizerPlugin
+
+P = TypeVar("P")
+
+
+@dataclasses.dataclass(frozen=True)
+class PluginKind(Generic[P]):
+    """One kind of plug-in, and how a section of it is read, written and described to pydantic."""
+
+    name: str
+    """What its section is called, e.g. `algorithm`; its entry point group is `rlsys.algorithms`."""
+    base: type[P]
+    default: str
+    """The `type` of a section that names none."""
+
+    def installed(self) -> dict[str, list[EntryPoint]]:
+        """Every installed one by name, ours and yours; more than one where packages disagree about a name."""
+        by_name: dict[str, dict[str, EntryPoint]] = {}
+        for point in sorted(entry_points(group=f"rlsys.{self.name}s")):
+            by_name.setdefault(point.name, {}).setdefault(point.value, point)
+        return {name: [*points.values()] for name, points in by_name.items()}
+
+    def find(self, name: str) -> type[P]:
+        """The class behind an installed name or a `module:Name`. Raises `ConfigError` naming what is missing, or the
+        packages that both call theirs by this name."""
+        points = self.installed()
+        if name in points:
+            first, *others = points[name]
+            if others:
+                claims = " and ".join(f"{point.value} of {_package(point)}" for point in (first, *others))
+                raise ConfigError(f"the {self.name} {name!r} is {claims}: uninstall one, or name it by `module:Name`")
+            return self._imported(first.value)
+        if ":" in name:
+            return self._imported(name)
+        close = difflib.get_close_matches(name, points, n=1)
+        remedy = (
+            f"did you mean `{close[0]}`?" if close else f"installed: {', '.join(points) or 'none'}; or `module:Name`"
+        )
+        raise ConfigError(f"no {self.name} is named {name!r}; {remedy}")
+
+    def _imported(self, spec: str) -> type[P]:
+        module, _, attribute = spec.partition(":")
+        try:
+            found = getattr(import_module(module), attribute, None)
+        except Exception as error:  # what a module does when it is imported is its author's
+            raise ConfigError(f"cannot import {self.name} {spec!r}: {type(error).__name__}: {error}") from error
+        if found is None:
+            raise ConfigError(f"module {module!r} has no {attribute!r}")
+        if not (isinstance(found, type) and issubclass(found, self.base) and dataclasses.is_dataclass(found)):
+            base = f"{self.base.__module__}.{self.base.__qualname__}"
+            raise ConfigError(f"{spec!r} is not a dataclass derived from {base}")
+        return found
+
+    def type_name(self, plugin: type[P]) -> str:
+        """What `type` calls this class: its installed name, else `module:Name`."""
+        spec = f"{plugin.__module__}:{plugin.__qualname__}"
+        mine = (name for name, points in self.installed().items() if [point.value for point in points] == [spec])
+        return next(mine, spec)
+
+    def read(self, section: object) -> P:
+        """The plug-in that a section like `{"type": "grpo", "clip_high": 0.3}` describes.
+
+        One that exists already is passed through, as `Config(algorithm=GRPO())` hands it in. Raises one pydantic error
+        that holds every problem of the section.
+        """
+        if isinstance(section, self.base):
+            return section
+        if not isinstance(section, Mapping):
+            raise nested([((), f"should be a section with a `type` and keys of its own (got {section!r})")])
+        fields = {str(key): value for key, value in section.items() if key != "type"}
+        try:
+            return adapter(self.find(str(section.get("type", self.default)))).validate_python(fields)
+        except ConfigError as error:
+            raise nested([(("type",), str(error))]) from None
+        except ValidationError as error:
+            found: list[tuple[Location, str]] = [(p.location, p.text) for p in problems_in(error)]
+            raise nested(found) from None
+
+    def written(self, plugin: P) -> dict[str, Any]:
+        """The section that describes this plug-in: its type and every field."""
+        fields = adapter(type(plugin)).dump_python(plugin, mode="json")
+        return {"type": self.type_name(type(plugin)), **fields}
+
+    def keys(self, section: object) -> list[str]:
+        """The keys that a section like this one may have. Raises `ConfigError` if there is no such type."""
+        chosen = section.get("type", self.default) if isinstance(section, Mapping) else self.default
+        return ["type", *(f.name for f in dataclasses.fields(cast("Any", self.find(str(chosen)))))]
+
+    def __get_pydantic_core_schema__(self, source: object, handler: object) -> CoreSchema:
+        written = core_schema.plain_serializer_function_ser_schema(self.written)
+        return core_schema.no_info_plain_validator_function(self.read, serialization=written)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        outside = {
+            "description": f"Another {self.name}, by import path.",
+            "type": "object",
+            "properties": {"type": {"type": "string", "pattern": ":"}},
+            "required": ["type"],
+        }
+        described = [self._described(name, plugin) for name, plugin in self.loading().items()]
+        return {"anyOf": [*described, outside]}
+
+    def loading(self) -> dict[str, type[P]]:
+        """The installed ones that load, by name: one broken package is no reason to hide the others."""
+        found: dict[str, type[P]] = {}
+        for name in self.installed():
+            with suppress(ConfigError):  # told by `rlsys algorithms`, and to whoever names it
+                found[name] = self.find(name)
+        return found
+
+    def _described(self, name: str, plugin: type[P]) -> JsonSchemaValue:
+        schema = adapter(plugin).json_schema()
+        for base in filter(dataclasses.is_dataclass, plugin.__mro__):  # pydantic reads a class's own docstrings only
+            for key, field in adapter(base).json_schema().get("properties", {}).items():
+                if "description" in field:
+                    schema["properties"][key].setdefault("description", field["description"])
+        schema["properties"] = {"type": {"const": name}, **schema.get("properties", {})}
+        schema["required"] = ["type", *schema.get("required", [])]
+        return cast("JsonSchemaValue", schema)
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist else "a package without a name"
+
+
+@cache
+def adapter(plugin: type[P]) -> TypeAdapter[P]:
+    """Reads the fields of one plug-in, unknown ones refused."""
+    rules = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    return TypeAdapter(with_config(rules)(plugin))
+
+
+ALGORITHMS = PluginKind("algorithm", Algorithm, "grpo")
+STABILIZERS = PluginKind("stabilizer", StabilizerPlugin, "gac")
+KINDS: tuple[PluginKind[Any], ...] = (ALGORITHMS, STABILIZERS)
+
+AlgorithmSection = Annotated[Algorithm, ALGORITHMS]
+StabilizerSection = Annotated[StabilizerPlugin, STABILIZERS]

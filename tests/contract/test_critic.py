@@ -1,0 +1,267 @@
+"""The critic: values of the states before trained tokens, learned over ranks, updates and micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor, tensor
+from transformers import PreTrainedTokenizerFast
+
+from rlsys.algorithm import LossInputs, LossOutput, Shaped, Signal
+from rlsys.batch.plan import RankPlan
+from rlsys.batch.tensors import StepData
+from rlsys.errors import ModelError, TrainingError
+from rlsys.events import undocumented
+from tests.models import VOCAB, save_model, tiny_llama, tiny_qwen3
+from tests.training import SETTINGS, Surrogate, TwoRanks, data_of, differing, everything_in, planned
+from workers.train.ranks import Ranks
+from workers.train.values import CriticBackend, Fit, ValueModel, check_vocabulary
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Valued(Surrogate):
+    """The return of every token is its trajectory's advantage, and 1 more where it is the last of its sample."""
+
+    @property
+    def signals(self) -> frozenset[Signal]:
+        return frozenset({Signal.VALUES})
+
+    def shape(self, inputs: LossInputs) -> Shaped:
+        returns_N = inputs.advantages_N.clone()
+        returns_N[inputs.lengths_S.cumsum(0) - 1] += 1
+        return Shaped(returns_N - inputs.columns_N[Signal.VALUES], returns_N)
+
+    def value_loss(self, values_N: Tensor, batch: LossInputs) -> LossOutput:
+        assert batch.returns_N is not None
+        errors_N = (values_N - batch.returns_N).square()
+        return LossOutput(errors_N, {"critic/error": errors_N.detach()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nan(Valued):
+    def value_loss(self, values_N: Tensor, batch: LossInputs) -> LossOutput:
+        return LossOutput(super().value_loss(values_N, batch).loss_N * float("nan"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aimless(Valued):
+    def shape(self, inputs: LossInputs) -> Shaped:
+        return Shaped(inputs.advantages_N)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("qwen3"), tiny_qwen3())
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoRanks]:
+    ranks = TwoRanks(tmp_path_factory.mktemp("rendezvous"))
+    yield ranks
+    ranks.close()
+
+
+def step_of(ranks: Ranks, algorithm: Valued, num_updates: int = 1, max_tokens: int = 40) -> tuple[RankPlan, StepData]:
+    plan, payloads = planned(0, ranks.num_ranks, algorithm, num_updates, max_tokens)
+    return plan.of_rank(ranks.rank), data_of(payloads)
+
+
+def train_step(
+    critic: CriticBackend, ranks: Ranks, algorithm: Valued, num_updates: int = 1, max_tokens: int = 40
+) -> dict[str, float]:
+    plan, data = step_of(ranks, algorithm, num_updates, max_tokens)
+    columns = {Signal.VALUES: critic.values(plan, data)}
+    return critic.train_step(plan, data.with_columns(columns), algorithm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    model_path: str
+    folder: Path
+    algorithm: Valued = Valued()
+    num_steps: int = 3
+    num_updates: int = 1
+    max_tokens: int = 40
+    dtype: Dtype = "float32"
+    load: Path | None = None
+
+
+def do(job: Job, ranks: Ranks) -> list[dict[str, float]]:
+    critic = CriticBackend(job.model_path, SETTINGS, ranks, dtype=job.dtype)
+    if job.load:
+        critic.load(job.load)
+    steps = range(job.num_steps)
+    metrics = [train_step(critic, ranks, job.algorithm, job.num_updates, job.max_tokens) for _ in steps]
+    assert job.load or critic.step == job.num_steps
+    critic.save(job.folder)
+    return metrics
+
+
+def weights_in(folder: Path) -> dict[str, Tensor]:
+    return {name: t for name, t in everything_in(folder).items() if name.startswith("model.")}
+
+
+@pytest.mark.parametrize("make", [tiny_qwen3, tiny_llama])
+def test_a_value_is_the_head_on_the_hidden_state_before_its_token(make) -> None:
+    """By one forward over each whole sequence alone, in value and in gradient."""
+    model = ValueModel(make().base_model)
+    torch.nn.init.normal_(model.head.weight)
+    plan, data = step_of(Ranks(), Valued(), max_tokens=10_000)
+    ((micro_batch,),) = plan.updates
+    batch = data.micro_batch(micro_batch)
+    values_N = model(batch)
+    prompts = [batch.prompts_PL[p, : batch.prompt_lengths_P[p]] for p in batch.prompt_of_S.tolist()]
+    completions = [row[:length] for row, length in zip(batch.completions_ST, batch.completion_lengths_S, strict=True)]
+    by_hand = []
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        hidden_TH = model.base(input_ids=torch.cat([prompt, completion])[None]).last_hidden_state[0]
+        width = batch.completions_ST.shape[1]
+        trained = [i - row * width for i in batch.trained_N.tolist() if i // width == row]
+        by_hand.append(model.head(hidden_TH[[len(prompt) + t - 1 for t in trained]])[:, 0])
+    expected_N = torch.cat(by_hand)
+    torch.testing.assert_close(values_N, expected_N, rtol=1e-4, atol=1e-5)
+    towards_N = torch.linspace(-1, 1, len(values_N))
+    gradients = [torch.autograd.grad((v_N * towards_N).sum(), model.head.weight)[0] for v_N in (values_N, expected_N)]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+
+
+def test_a_critic_that_has_learned_nothing_values_everything_at_zero(model_path: str) -> None:
+    critic = CriticBackend(model_path, SETTINGS, Ranks())
+    plan, data = step_of(Ranks(), Valued(), 2)
+    columns = critic.values(plan, data)
+    assert [len(c) for c in columns] == [data.num_trained(m) for u in plan.updates for m in u]
+    assert {str(column.dtype) for column in columns} == {"float32"}
+    assert all((column == 0).all() for column in columns)
+
+
+def test_it_learns_what_its_states_tell_of_the_returns(model_path: str) -> None:
+    critic = CriticBackend(model_path, replace(SETTINGS, lr=3e-2, total_steps=100), Ranks())
+    metrics = [train_step(critic, Ranks(), Valued()) for _ in range(15)]
+    assert undocumented(metrics[0]) == ["critic/error"]
+    assert metrics[0]["critic/explained_variance"] == pytest.approx(0, abs=1e-6)
+    assert metrics[0]["critic/value_mean"] == 0
+    assert metrics[-1]["critic/explained_variance"] > 0.5
+    assert metrics[-1]["critic/loss"] < 0.5 * metrics[0]["critic/loss"]
+    assert metrics[0]["critic/loss"] == pytest.approx(metrics[0]["critic/error"], rel=1e-5)
+    assert metrics[2]["critic/lr"] == 3e-2
+
+
+@pytest.mark.parametrize("over", ["tokens", "sequences", "agents"])
+def test_two_ranks_and_any_micro_batches_learn_what_one_does(
+    over: Literal["tokens", "sequences", "agents"], model_path: str, two_ranks: TwoRanks, tmp_path: Path
+) -> None:
+    job = Job(model_path=model_path, folder=tmp_path / "one", algorithm=Valued(over=over), num_updates=2)
+    one = do(job, Ranks())
+    two, other = two_ranks(do, replace(job, folder=tmp_path / "two"))
+    split = do(replace(job, folder=tmp_path / "split", max_tokens=1), Ranks())
+    assert two == other
+    for a, b, c in zip(one, two, split, strict=True):
+        assert b == pytest.approx(a, rel=1e-3, abs=1e-5)
+        assert c == pytest.approx(a, rel=1e-3, abs=1e-5)
+    expected = weights_in(tmp_path / "one")
+    for folder in ("two", "split"):
+        for name, weight in weights_in(tmp_path / folder).items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=5e-3 * SETTINGS.lr)
+
+
+def test_a_checkpoint_moves_between_numbers_of_ranks_bit_for_bit(
+    model_path: str, two_ranks: TwoRanks, tmp_path: Path
+) -> None:
+    a, b, c = (tmp_path / name for name in "abc")
+    two_ranks(do, Job(model_path=model_path, folder=a))
+    do(Job(model_path=model_path, folder=b, num_steps=0, load=a), Ranks())
+    two_ranks(do, Job(model_path=model_path, folder=c, num_steps=0, load=b))
+    saved = everything_in(a)
+    assert saved["model.head.weight"].any()
+    assert differing(saved, everything_in(b)) == differing(saved, everything_in(c)) == []
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_in_bfloat16_head_and_values_are_float32(
+    num_ranks: int, model_path: str, two_ranks: TwoRanks, tmp_path: Path
+) -> None:
+    exact = do(Job(model_path=model_path, folder=tmp_path / "exact"), Ranks())
+    job = Job(model_path=model_path, folder=tmp_path / "rough", dtype="bfloat16")
+    rough = do(job, Ranks()) if num_ranks == 1 else two_ranks(do, job)[0]
+    assert rough[2]["critic/loss"] == pytest.approx(exact[2]["critic/loss"], rel=0.1)
+    head = weights_in(tmp_path / "rough")["model.head.weight"]
+    assert head.dtype is torch.float32
+    assert not torch.equal(head, head.bfloat16().float())
+
+
+def test_a_loss_that_is_not_finite_names_the_critic_and_steps_nothing(model_path: str) -> None:
+    critic = CriticBackend(model_path, SETTINGS, Ranks())
+    with pytest.raises(TrainingError, match="the critic's step 1: loss is nan, and nothing of it was stepped"):
+        train_step(critic, Ranks(), Nan())
+    assert critic.step == 0
+    plan, data = step_of(Ranks(), Valued())
+    assert not any(column.any() for column in critic.values(plan, data))
+
+
+def test_an_algorithm_without_returns_is_named(model_path: str) -> None:
+    with pytest.raises(ValueError, match=r"Aimless\.shape gives no returns"):
+        train_step(CriticBackend(model_path, SETTINGS, Ranks()), Ranks(), Aimless())
+
+
+def test_a_model_that_is_not_there_is_named() -> None:
+    with pytest.raises(ModelError, match=r"critic.path '/no/such/model' does not exist"):
+        CriticBackend("/no/such/model", SETTINGS, Ranks())
+
+
+def fit(*micro_batches: Sequence[tuple[float, float]]) -> Fit:
+    result = Fit(torch.device("cpu"))
+    for micro_batch in micro_batches:
+        returns, values = zip(*micro_batch, strict=True)
+        result.add(tensor(returns), tensor(values))
+    return result
+
+
+def test_explained_variance_by_hand() -> None:
+    """Var of 1, 2, 3, 6 is 3.5; of the errors 1, 0, 0, 1 it is 0.25."""
+    figures = fit([(1.0, 0.0), (2.0, 2.0)], [(3.0, 3.0), (6.0, 5.0)]).reduced(Ranks())
+    assert figures["critic/explained_variance"] == pytest.approx(1 - 0.25 / 3.5)
+    assert figures["critic/value_mean"] == 2.5
+    assert fit([(1.0, 4.0), (2.0, 5.0)]).reduced(Ranks())["critic/explained_variance"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, -1e6])
+def test_equal_returns_have_no_variance_to_explain(value: float) -> None:
+    assert fit([(value, 1.0), (value, 2.0), (value, 0.5)]).reduced(Ranks())["critic/explained_variance"] == 0
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.integers(-9, 9), st.integers(-9, 9)), min_size=2, max_size=30), st.data())
+def test_no_split_changes_the_fit(step: list[tuple[int, int]], data) -> None:
+    cut = data.draw(st.integers(1, len(step) - 1))
+    whole, split = fit(step), fit(step[:cut], step[cut:])
+    assert split.reduced(Ranks()) == pytest.approx(whole.reduced(Ranks()), rel=1e-9, abs=1e-9)
+
+
+def test_a_critic_that_reads_other_token_ids_than_the_policy_writes_is_refused(model_path: str, tmp_path: Path) -> None:
+    check_vocabulary(save_model(tmp_path / "same", tiny_llama()), model_path)
+    for name, words, message in (
+        ("fewer", {"0": 0}, r"token '1' is 1 to the policy, and does not exist to the critic"),
+        (
+            "moved",
+            {chr(48 + i): VOCAB - 1 - i for i in range(VOCAB)},
+            rf"'0' is 0 to the policy, and is {VOCAB - 1} to",
+        ),
+    ):
+        folder = tmp_path / name
+        save_model(folder, tiny_qwen3())
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="0")))
+        tokenizer.save_pretrained(folder)
+        with pytest.raises(ModelError, match=message) as refusal:
+            check_vocabulary(str(folder), model_path)
+        assert f"critic.path '{folder}'" in str(refusal.value)

@@ -1,0 +1,317 @@
+"""One step of training: updates, what depends on the whole of it, and what is not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlsys.algorithm import LossInputs, LossOutput, Signal
+from rlsys.batch.plan import BatchPlan
+from rlsys.batch.tensors import StepData
+from rlsys.errors import TrainingError
+from rlsys.types import PolicyVersion
+from tests.models import save_model, tiny_qwen3
+from tests.training import (
+    PLAIN,
+    SETTINGS,
+    Measuring,
+    Surrogate,
+    TwoRanks,
+    data_of,
+    differing,
+    everything_in,
+    planned,
+)
+from workers.train.fsdp import FsdpBackend
+from workers.train.model import load_model
+from workers.train.ranks import Ranks
+from workers.train.scoring import trained_logprobs
+from workers.train.settings import learning_rate
+from workers.train.step import Part, Step
+
+CPU = torch.device("cpu")
+MODEL = tiny_qwen3()
+
+
+@dataclass(frozen=True, kw_only=True)
+class NanAtLowest(Surrogate):
+    """NaN where the advantage is the lowest: in one micro-batch of one rank."""
+
+    lowest: float
+
+    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
+        output = super().loss(logprobs_N, batch)
+        is_lowest_N = batch.advantages_N <= self.lowest + 1e-6
+        return replace(output, loss_N=output.loss_N.masked_fill(is_lowest_N, float("nan")))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmingUp(Surrogate):
+    """The policy is trained from version 2 on."""
+
+    def trains_policy(self, version: PolicyVersion) -> bool:
+        return version >= 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paired(Surrogate):
+    """Shows the mean of a column of mismatched pairs."""
+
+    @property
+    def signals(self) -> frozenset[Signal]:
+        return frozenset({Signal.POLICY_MISMATCHED})
+
+    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
+        output = super().loss(logprobs_N, batch)
+        return replace(output, metrics_N={"mismatched": batch.columns_N[Signal.POLICY_MISMATCHED]})
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("qwen3"), tiny_qwen3())
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoRanks]:
+    ranks = TwoRanks(tmp_path_factory.mktemp("rendezvous"))
+    yield ranks
+    ranks.close()
+
+
+def trained(
+    model_path: str, algorithm: Surrogate, num_updates: int, ranks: Ranks, num_steps: int = 1
+) -> tuple[FsdpBackend, dict[str, float]]:
+    backend, metrics = FsdpBackend(model_path, SETTINGS, ranks), {}
+    for _ in range(num_steps):
+        plan, payloads = planned(0, ranks.num_ranks, algorithm, num_updates)
+        mine = plan.of_rank(ranks.rank)
+        metrics = backend.train_step(mine, data_of(payloads), algorithm, temperature=0.9)
+    return backend, metrics
+
+
+def step_of(plan: BatchPlan, data: StepData, algorithm: Surrogate, rank: int = 0) -> Step:
+    return Step(plan=plan.of_rank(rank), data=data, algorithm=algorithm, version=3, device=CPU)
+
+
+def score(batch) -> Tensor:
+    with torch.no_grad():
+        return trained_logprobs(MODEL, batch, 0.9)[0]
+
+
+def parts_of(step: Step, ranks: Ranks | None = None) -> list[Part]:
+    return [part for update in step.whole(score, ranks or Ranks()) for part in update]
+
+
+def test_updates_are_adamw_steps_on_parts_of_the_batch_against_the_policy_before_the_step(model_path: str) -> None:
+    """By hand: every ratio is against the logprobs at the start, each update has denominators of its own."""
+    backend, metrics = trained(model_path, PLAIN, 2, Ranks())
+    plan, payloads = planned(0, 1, PLAIN, 2, max_tokens=10_000)
+    model, data = load_model(model_path, torch.float32), data_of(payloads)
+    s = SETTINGS
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=learning_rate(0, s), betas=s.betas, eps=s.eps, weight_decay=s.weight_decay
+    )
+    batches = [data.micro_batch(micro_batch) for update in plan.updates for micro_batch in update.ranks[0]]
+    assert len(batches) == len(plan.updates) == 2
+    proximal = [trained_logprobs(model, batch, 0.9)[0].detach() for batch in batches]
+    losses = []
+    for batch, proximal_N in zip(batches, proximal, strict=True):
+        optimizer.zero_grad()
+        logprobs_N, _ = trained_logprobs(model, batch, 0.9)
+        loss = PLAIN.loss(logprobs_N, batch.loss_inputs(0, proximal_N)).loss_N.mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), s.clip_norm)
+        optimizer.step()
+        losses.append(loss.item())
+    assert metrics["loss"] == pytest.approx(sum(losses) / 2, rel=1e-4)
+    assert metrics["policy/ratio_mean"] != pytest.approx(1, abs=1e-3)
+    weights = backend.full_weights(torch.float32)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-4, atol=5e-3 * SETTINGS.lr)
+
+
+def test_the_only_update_of_a_step_starts_from_the_policy_it_is_taken_by(model_path: str) -> None:
+    _, metrics = trained(model_path, PLAIN, 1, Ranks(), num_steps=2)
+    assert metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "num_updates", "passes"), [(PLAIN, 1, 1), (PLAIN, 2, 2), (Measuring(), 1, 2), (Paired(), 1, 2)]
+)
+def test_a_pass_over_the_step_is_made_before_it_only_where_something_needs_it(
+    algorithm: Surrogate, num_updates: int, passes: int, model_path: str
+) -> None:
+    backend, forwards = FsdpBackend(model_path, SETTINGS, Ranks()), []
+    backend._scorer.register_forward_hook(lambda *_: forwards.append(1))
+    plan, payloads = planned(0, 1, algorithm, num_updates)
+    backend.train_step(plan.of_rank(0), data_of(payloads), algorithm, temperature=0.9)
+    assert len(forwards) == passes * sum(len(update.ranks[0]) for update in plan.updates)
+
+
+def test_advantages_are_whitened_over_all_tokens_of_the_step_but_not_over_fillers() -> None:
+    algorithm = Measuring()
+    plan, payloads = planned(0, 2, algorithm, 2)
+    parts = parts_of(step_of(plan, data_of(payloads), algorithm, 0)) + parts_of(
+        step_of(plan, data_of(payloads), algorithm, 1)
+    )
+    assert any(not part.weight for part in parts), "no filler to leave out"
+    one, payloads = planned(0, 1, algorithm, 2)
+    whole = [part for part in parts_of(step_of(one, data_of(payloads), algorithm)) if part.weight]
+    white_N = torch.cat([part.inputs.advantages_N for part in whole]).double()
+    assert len(white_N) == one.num_tokens
+    assert white_N.mean().item() == pytest.approx(0, abs=1e-6)
+    assert white_N.std(correction=0).item() == pytest.approx(1, abs=1e-6)
+
+
+def test_equal_advantages_are_whitened_to_zero() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Equal(Measuring):
+        def advantages(self, group):
+            yield from (replace(assigned, advantage=0.1) for assigned in super().advantages(group))
+
+    plan, payloads = planned(0, 1, Equal())
+    parts = parts_of(step_of(plan, data_of(payloads), Equal()))
+    assert torch.cat([part.inputs.advantages_N for part in parts]).abs().max() < 1e-6
+
+
+def test_what_is_measured_is_of_every_sample_once_and_reaches_every_loss(model_path: str, two_ranks: TwoRanks) -> None:
+    _, metrics = trained(model_path, Measuring(), 2, Ranks())
+    plan, _ = planned(0, 1, Measuring(), 2)
+    num_samples = sum(len(m.samples) for update in plan.updates for m in update.ranks[0])
+    assert metrics["num_samples"] == pytest.approx(num_samples)
+    assert metrics["kept"] == pytest.approx(0.5, abs=1 / plan.num_tokens)
+    assert two_ranks(measured, model_path) == [pytest.approx(metrics["num_samples"])] * 2
+
+
+def measured(model_path: str, ranks: Ranks) -> float:
+    return trained(model_path, Measuring(), 2, ranks)[1]["num_samples"]
+
+
+def test_values_of_ranks_with_different_numbers_of_them_are_gathered_in_order(two_ranks: TwoRanks) -> None:
+    assert two_ranks(gathered, 3) == [[0.0, 0.0, 0.0, 1.0]] * 2
+    assert two_ranks(gathered, 0) == [[1.0]] * 2
+    assert gathered(2, Ranks()) == [0.0, 0.0]
+
+
+def gathered(num_first: int, ranks: Ranks) -> list[float]:
+    return ranks.gather(torch.full((1 if ranks.rank else num_first,), float(ranks.rank))).tolist()
+
+
+def test_shape_sees_no_proximal_logprobs_and_loss_sees_them_with_all_else() -> None:
+    seen: dict[str, LossInputs] = {}
+
+    @dataclass(frozen=True, kw_only=True)
+    class Looking(Surrogate):
+        def shape(self, inputs):
+            seen["shape"] = inputs
+            shaped = super().shape(inputs)
+            return replace(shaped, advantages_N=shaped.advantages_N + 1, returns_N=shaped.advantages_N)
+
+    plan, payloads = planned(0, 1, Looking(), 2)
+    part = parts_of(step_of(plan, data_of(payloads), Looking()))[-1]
+    before, after = seen["shape"], part.inputs
+    assert before.proximal_logprobs_N.isnan().all()
+    torch.testing.assert_close(after.proximal_logprobs_N, score(part.batch))
+    torch.testing.assert_close(after.advantages_N, before.advantages_N + 1)
+    assert after.returns_N is not None and torch.equal(after.returns_N, before.advantages_N)
+    assert after.staleness_N.tolist() == [3] * len(before.advantages_N)
+    assert int(after.lengths_S.sum()) == len(before.advantages_N)
+
+
+def test_a_step_in_which_the_policy_is_not_trained_counts_and_changes_nothing(model_path: str, tmp_path: Path) -> None:
+    fresh, _ = trained(model_path, WarmingUp(), 2, Ranks(), num_steps=0)
+    fresh.save(tmp_path / "fresh")
+    backend, metrics = trained(model_path, WarmingUp(), 2, Ranks(), num_steps=2)
+    backend.save(tmp_path / "warm")
+    assert metrics == {}
+    assert backend.step == 2
+    assert differing(everything_in(tmp_path / "fresh"), everything_in(tmp_path / "warm")) == ["progress.step"]
+    backend, metrics = trained(model_path, WarmingUp(), 2, Ranks(), num_steps=3)
+    assert metrics["optim/lr"] == SETTINGS.lr
+    assert differing(fresh.full_weights(torch.float32), backend.full_weights(torch.float32)) != []
+
+
+def test_nan_on_one_rank_fails_all_and_steps_none(model_path: str, two_ranks: TwoRanks) -> None:
+    plan, _ = planned(0, 1, PLAIN)
+    lowest = min(ref.advantage for m in plan.updates[0].ranks[0] for ref in m.samples)
+    fresh = FsdpBackend(model_path, SETTINGS, Ranks()).full_weights(torch.float32)
+    (after, step), _ = two_ranks(failed, model_path, NanAtLowest(lowest=lowest))
+    assert step == 0
+    assert differing(fresh, after) == []
+
+
+def failed(model_path: str, algorithm: NanAtLowest, ranks: Ranks) -> tuple[dict[str, Tensor], int]:
+    """A step that fails on both ranks; the weights afterwards."""
+    backend = FsdpBackend(model_path, SETTINGS, ranks)
+    plan, payloads = planned(0, ranks.num_ranks, algorithm)
+    with pytest.raises(TrainingError, match="step 1: loss is nan, and nothing of it was stepped"):
+        backend.train_step(plan.of_rank(ranks.rank), data_of(payloads), algorithm, temperature=0.9)
+    return backend.full_weights(torch.float32), backend.step
+
+
+def test_nan_in_a_later_update_names_it_and_leaves_the_earlier_ones(model_path: str) -> None:
+    backend = FsdpBackend(model_path, SETTINGS, Ranks())
+    plan, payloads = planned(0, 1, PLAIN, 2)
+    lowest = [min(ref.advantage for m in update.ranks[0] for ref in m.samples) for update in plan.updates]
+    later = replace(plan, updates=tuple(sorted(plan.updates, key=lambda u: -lowest[plan.updates.index(u)])))
+    algorithm = NanAtLowest(lowest=min(lowest))
+    with pytest.raises(TrainingError, match="step 1, update 2 of 2: loss is nan, and nothing of it was stepped"):
+        backend.train_step(later.of_rank(0), data_of(payloads), algorithm, temperature=0.9)
+    assert backend.step == 0
+    fresh = FsdpBackend(model_path, SETTINGS, Ranks())
+    assert differing(fresh.full_weights(torch.float32), backend.full_weights(torch.float32)) != []
+
+
+def test_a_failed_step_leaves_no_trace_in_the_next(model_path: str) -> None:
+    plan, payloads = planned(0, 1, PLAIN)
+    backend = FsdpBackend(model_path, SETTINGS, Ranks())
+    with pytest.raises(TrainingError, match="loss is nan"):
+        backend.train_step(plan.of_rank(0), data_of(payloads), NanAtLowest(lowest=9.0), temperature=0.9)
+    backend.train_step(plan.of_rank(0), data_of(payloads), PLAIN, temperature=0.9)
+    once, _ = trained(model_path, PLAIN, 1, Ranks())
+    assert differing(backend.full_weights(torch.float32), once.full_weights(torch.float32)) == []
+
+
+def test_mismatched_pairs_are_scored_by_the_policy_before_the_step(model_path: str, two_ranks: TwoRanks) -> None:
+    """Each completion after the first prompt of the next group, by whole sequences; with one rank or two."""
+    plan, payloads = planned(0, 1, Paired(), 2)
+    data, model = data_of(payloads), load_model(model_path, torch.float32)
+    total = 0.0
+    for micro_batch in (m for update in plan.updates for m in update.ranks[0]):
+        pairs = data.mismatched(micro_batch, plan.partners)
+        assert pairs is not None
+        with torch.no_grad():
+            total += float(trained_logprobs(model, pairs, 0.9)[0].sum())
+    _, metrics = trained(model_path, Paired(), 2, Ranks())
+    assert metrics["mismatched"] == pytest.approx(total / plan.num_tokens, rel=1e-4)
+    assert two_ranks(paired, model_path) == [pytest.approx(metrics["mismatched"], rel=1e-4)] * 2
+
+
+def paired(model_path: str, ranks: Ranks) -> float:
+    return trained(model_path, Paired(), 2, ranks)[1]["mismatched"]
+
+
+def test_without_another_prompt_in_the_step_no_pair_differs(model_path: str) -> None:
+    plan, payloads = planned(0, 1, Paired())
+    alone = replace(plan, partners=(None,) * len(payloads))
+    backend = FsdpBackend(model_path, SETTINGS, Ranks())
+    metrics = backend.train_step(alone.of_rank(0), data_of(payloads), Paired(), temperature=0.9)
+    assert metrics["mismatched"] == 0.0
+
+
+def test_step_columns_reach_the_loss_beside_those_of_groups() -> None:
+    plan, payloads = planned(0, 1, PLAIN, 2)
+    columns, place = [], 0
+    for update in plan.updates:
+        for micro_batch in update.ranks[0]:
+            num = data_of(payloads).num_trained(micro_batch)
+            columns.append(torch.full((num,), float(place)).numpy())
+            place += 1
+    data = data_of(payloads).with_columns({Signal.VALUES: columns})
+    for place, part in enumerate(parts_of(step_of(plan, data, PLAIN))):
+        assert part.inputs.columns_N[Signal.VALUES].unique().tolist() == [place]

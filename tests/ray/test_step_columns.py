@@ -1,0 +1,127 @@
+"""Actor, critic and reference on Ray: a step whose columns they make for each other, on two ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import ray
+from torch import Tensor
+
+from rlsys.algorithm import LossInputs, LossOutput, Shaped, Signal
+from tests.training import SETTINGS, Surrogate, group_of, planned
+from workers.actor import ActorRank, ActorSpec
+from workers.cluster import Resources, spawn
+from workers.critic import CriticRank, CriticSpec
+from workers.handles import ActorHandle, CriticHandle, ReferenceHandle
+from workers.remote import ReferenceActor
+from workers.streams import PayloadRef
+
+SMALL = Resources(num_cpus=0.1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Everything(Surrogate):
+    """Asks for every signal, and shows what it is given."""
+
+    @property
+    def signals(self) -> frozenset[Signal]:
+        return frozenset(Signal)
+
+    def shape(self, inputs: LossInputs) -> Shaped:
+        returns_N = inputs.advantages_N + 2
+        return Shaped(returns_N - inputs.columns_N[Signal.VALUES], returns_N)
+
+    def value_loss(self, values_N: Tensor, batch: LossInputs) -> LossOutput:
+        assert batch.returns_N is not None
+        return LossOutput((values_N - batch.returns_N).square())
+
+    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
+        columns_N = batch.columns_N
+        metrics_N = {
+            "matched": logprobs_N.detach() - columns_N[Signal.REFERENCE_LOGPROBS],
+            "mismatched": columns_N[Signal.POLICY_MISMATCHED] - columns_N[Signal.REFERENCE_MISMATCHED],
+            "pair": columns_N[Signal.POLICY_MISMATCHED] - logprobs_N.detach(),
+            "value": columns_N[Signal.VALUES],
+        }
+        return LossOutput(super().loss(logprobs_N, batch).loss_N, metrics_N)
+
+
+ALGORITHM = Everything()
+
+
+@dataclass
+class Trainers:
+    actor: ActorHandle
+    critic: CriticHandle
+    reference: ReferenceHandle
+
+    @classmethod
+    def start(cls, model_path: Path, num_ranks: int) -> Trainers:
+        actor = ActorSpec(
+            model_path=str(model_path),
+            dtype="float32",
+            num_ranks=num_ranks,
+            optimizer=SETTINGS,
+            algorithm=ALGORITHM,
+            stabilizer=None,
+            temperature=1.0,
+            probe_length=0,
+            resources=SMALL,
+        )
+        critic = CriticSpec(
+            model_path=str(model_path),
+            policy_path=str(model_path),
+            dtype="float32",
+            num_ranks=num_ranks,
+            optimizer=replace(SETTINGS, lr=0.1),
+            algorithm=ALGORITHM,
+            resources=SMALL,
+        )
+        ranks = range(num_ranks)
+        return cls(
+            ActorHandle([spawn(ActorRank, SMALL, rank, actor, None) for rank in ranks], 60.0, has_pairs=True),
+            CriticHandle([spawn(CriticRank, SMALL, rank, critic) for rank in ranks], 60.0),
+            ReferenceHandle(spawn(ReferenceActor, SMALL, str(model_path), "float32", 1.0, 64, SMALL), 60.0),
+        )
+
+    async def step(self, num_ranks: int) -> Mapping[str, float]:
+        plan, payloads = planned(0, num_ranks, ALGORITHM, num_updates=2)
+        bare = [replace(group_of(i, p), payload=PayloadRef(ray.put((p,)), 0)) for i, p in enumerate(payloads)]
+        groups = await self.reference.annotate(bare, Signal.REFERENCE_LOGPROBS)
+        await asyncio.gather(self.actor.fetch(groups, plan), self.critic.fetch(groups, plan))
+        columns = {
+            Signal.VALUES: await self.critic.annotate_step(groups, plan, Signal.VALUES),
+            Signal.REFERENCE_MISMATCHED: await self.reference.annotate_step(groups, plan, Signal.REFERENCE_MISMATCHED),
+        }
+        both = await asyncio.gather(self.actor.train_step(plan, columns), self.critic.train_step(plan, columns))
+        return {name: value for stats in both for name, value in stats.metrics.items()}
+
+    async def close(self) -> None:
+        await asyncio.gather(self.actor.close(), self.critic.close(), self.reference.close())
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("cluster")
+def test_every_column_reaches_the_rank_it_is_of(model_path: Path, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        trainers = Trainers.start(model_path, 2)
+        await asyncio.gather(*(t.ready() for t in (trainers.actor, trainers.critic, trainers.reference)))
+        first = await trainers.step(2)
+        await asyncio.gather(trainers.actor.save(tmp_path / "actor"), trainers.critic.save(tmp_path / "critic"))
+        second = await trainers.step(2)
+        await asyncio.gather(trainers.actor.load(tmp_path / "actor"), trainers.critic.load(tmp_path / "critic"))
+        again = await trainers.step(2)
+        await trainers.close()
+        assert first["mismatched"] == pytest.approx(0, abs=1e-5)
+        assert abs(first["pair"]) > 1e-3
+        assert first["value"] == first["critic/value_mean"] == 0
+        assert abs(second["mismatched"]) > 1e-3 and abs(second["matched"]) > 1e-3
+        assert second["value"] == pytest.approx(second["critic/value_mean"], rel=1e-5)
+        assert second["value"] > 0.05
+        assert again == pytest.approx(second, rel=1e-6, abs=1e-9)
+
+    asyncio.run(asyncio.wait_for(scenario(), 290))

@@ -1,0 +1,493 @@
+"""A step of learning in the real driver: what is worth training, what settling decides, who trains, what is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlsys.algorithm import Algorithm, Settled, Signal
+from rlsys.batch.plan import BatchPlan
+from rlsys.checkpoint import find_latest
+from rlsys.contracts import TrainStats, Workers
+from rlsys.driver import Driver
+from rlsys.errors import CheckpointError, ConfigError, RunAborted, TrainingError, WorkerDied
+from rlsys.events import GroupDropped, SignalMissing, StepDone, undocumented
+from rlsys.failed import read_failed
+from rlsys.record import read_groups
+from rlsys.testing import FakeActor, FakeCritic, FakeReference, FakeWorld, RewardAsAdvantage, run_virtual
+from rlsys.types import Group, Ref
+from tests.simulate.world import Recorder, StopAfter, driver_on, latencies
+
+ALL = frozenset(Signal)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contrast(RewardAsAdvantage):
+    """Learns from groups whose rewards differ."""
+
+    def has_signal(self, group: Group) -> bool:
+        return len({t.reward for _, t in group.trajectories()}) > 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remembering(Contrast):
+    """Reports the number of steps, which it knows from what it reported before."""
+
+    seen: list[Mapping[str, float]] = field(default_factory=list)
+
+    def settle(self, groups: Sequence[Group], past: Mapping[str, float]) -> Settled:
+        self.seen.append(past)
+        return replace(super().settle(groups, past), metrics={"policy/entropy": past.get("policy/entropy", 0.0) + 1})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Without(RewardAsAdvantage):
+    """Takes all advantages from groups of some serials, once it sees a whole step."""
+
+    serials: range
+
+    def settle(self, groups: Sequence[Group], past: Mapping[str, float]) -> Settled:
+        settled = super().settle(groups, past).groups
+        kept = [() if group.serial in self.serials else of for group, of in zip(groups, settled, strict=True)]
+        return Settled(tuple(kept))
+
+
+def equal_in_every_third(serial: int, episode: int) -> float:
+    return 1.0 if serial % 3 == 0 else float(episode)
+
+
+def go_on(driver: Driver, folder: Path) -> int:
+    async def main() -> int:
+        checkpoint = find_latest(folder)
+        assert checkpoint is not None
+        return await driver.run(await driver.restore(checkpoint))
+
+    return run_virtual(main())
+
+
+# ---------------------------------------------------------------------------------- dynamic sampling
+
+
+def test_a_group_without_a_signal_is_dropped_replaced_and_no_failure(tmp_path):
+    recorder, world = Recorder(), FakeWorld(reward=equal_in_every_third)
+    driver = driver_on(
+        world, tmp_path, algorithm=Contrast(), max_failed_groups=1, max_no_signal_groups=4, recorder=recorder
+    )
+    assert run_virtual(driver.run(0)) == 6
+    dropped = recorder.of(GroupDropped)
+    assert [(e.serial % 3, e.reason) for e in dropped] == [(0, "no_signal")] * len(dropped)
+    assert "equal rewards: [1.0]" in dropped[0].detail
+    assert world.consumed.total() == 18
+    assert driver.ledger.next_serial == 18 + len(dropped) == 27
+    assert not driver.ledger.open
+    assert recorder.of(StepDone)[-1].metrics["async/dropped_no_signal"] == len(dropped)
+
+
+def test_another_group_takes_the_place_of_one_without_a_signal_while_the_trainer_is_busy(tmp_path):
+    def duration_s(num_void: int) -> float:
+        recorder = Recorder()
+        world = FakeWorld(reward=lambda serial, episode: 1.0 if 2 <= serial < 2 + num_void else float(episode))
+        world.train_s = lambda version: 20.0
+        driver = driver_on(
+            world,
+            tmp_path / str(num_void),
+            steps=3,
+            groups_per_step=2,
+            max_staleness=1,
+            algorithm=Contrast(),
+            recorder=recorder,
+        )
+        run_virtual(driver.run(0))
+        return sum(e.metrics["time/step"] for e in recorder.of(StepDone))
+
+    assert duration_s(6) == pytest.approx(duration_s(0))
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0, -3.5])
+def test_a_constant_reward_ends_the_run_with_what_it_may_mean(tmp_path, reward):
+    driver = driver_on(FakeWorld(reward=lambda s, e: reward), tmp_path, algorithm=Contrast(), max_no_signal_groups=8)
+    with pytest.raises(
+        RunAborted, match=r"8 groups one after the other.*solved, or hopeless.*constant.*\[" + str(reward)
+    ):
+        run_virtual(driver.run(0))
+
+
+def test_many_groups_without_a_signal_are_told_once_and_long_before_they_end_the_run(tmp_path):
+    recorder, world = Recorder(), FakeWorld(reward=lambda serial, episode: float(serial >= 7 and episode))
+    driver = driver_on(world, tmp_path, algorithm=Contrast(), max_no_signal_groups=50, recorder=recorder)
+    assert run_virtual(driver.run(0)) == 6
+    (told,) = recorder.of(SignalMissing)
+    assert (told.num_groups, told.limit) == (5, 50)
+    assert "equal rewards: [0.0]" in told.detail
+    assert len(recorder.of(GroupDropped)) == 7
+
+
+def test_steps_that_settling_empties_are_told_too(tmp_path):
+    recorder, algorithm = Recorder(), Without(serials=range(12))
+    run_virtual(driver_on(FakeWorld(), tmp_path, algorithm=algorithm, recorder=recorder).run(0))
+    assert [told.num_groups for told in recorder.of(SignalMissing)] == [6]
+
+
+def test_failed_groups_in_between_do_not_start_the_count_of_those_without_a_signal_anew(tmp_path):
+    world = FakeWorld(reward=lambda serial, episode: None if serial % 4 == 0 else 1.0)
+    driver = driver_on(world, tmp_path, algorithm=Contrast(), max_failed_groups=4, max_no_signal_groups=30)
+    with pytest.raises(RunAborted, match="30 groups one after the other"):
+        run_virtual(driver.run(0))
+    assert driver.queue.dropped["failed"] >= 8
+
+
+# ---------------------------------------------------------------------------------- settling
+
+
+def test_a_step_that_settling_empties_is_dropped_whole_and_makes_no_version(tmp_path):
+    recorder, world = Recorder(), FakeWorld()
+    driver = driver_on(world, tmp_path, max_staleness=1, algorithm=Without(serials=range(3, 6)), recorder=recorder)
+    assert run_virtual(driver.run(0)) == 6
+    assert [(e.serial, e.reason) for e in recorder.of(GroupDropped)] == [(n, "no_signal") for n in (3, 4, 5)]
+    assert [e.step for e in recorder.of(StepDone)] == [1, 2, 3, 4, 5, 6]
+    assert world.consumed.total() == 18
+    assert (driver.ledger.next_serial, driver.ledger.open, driver.queue.num_permits) == (21, {}, 0)
+
+
+def test_a_group_that_settling_empties_is_trained_with_its_step(tmp_path):
+    world = FakeWorld()
+    driver = driver_on(world, tmp_path, algorithm=Without(serials=range(3, 5)))
+    run_virtual(driver.run(0))
+    assert (world.consumed.total(), driver.queue.dropped, driver.ledger.next_serial) == (18, {}, 18)
+
+
+def test_settling_that_empties_every_step_ends_the_run(tmp_path):
+    driver = driver_on(FakeWorld(), tmp_path, algorithm=Without(serials=range(1000)), max_no_signal_groups=7)
+    with pytest.raises(RunAborted, match=r"9 groups one after the other(.|\n)*of a step of 3 groups nothing is left"):
+        run_virtual(driver.run(0))
+
+
+def test_settling_sees_the_metrics_of_the_step_before_and_its_own_are_reported(tmp_path):
+    recorder, algorithm = Recorder(), Remembering()
+    run_virtual(driver_on(FakeWorld(), tmp_path, algorithm=algorithm, recorder=recorder).run(0))
+    reported = [e.metrics for e in recorder.of(StepDone)]
+    assert [m["policy/entropy"] for m in reported] == [1, 2, 3, 4, 5, 6]
+    assert algorithm.seen[0] == {}
+    for past, metrics in zip(algorithm.seen[1:], reported, strict=False):
+        assert past.items() <= metrics.items()
+        assert {"loss", "policy/entropy"} <= past.keys()
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 10**6), stop_at=st.integers(1, 8), max_staleness=st.sampled_from([0, 2]))
+def test_an_interrupted_run_settles_and_samples_as_an_uninterrupted_one_does(seed, stop_at, max_staleness):
+    def session(folder: Path) -> tuple[FakeWorld, Remembering, Driver]:
+        world = FakeWorld(rollout_s=latencies(seed, 9.0), train_s=latencies(seed + 1, 3.0), reward=equal_in_every_third)
+        algorithm = Remembering(needs=ALL)
+        return world, algorithm, driver_on(world, folder, steps=9, max_staleness=max_staleness, algorithm=algorithm)
+
+    with TemporaryDirectory() as name:
+        whole, uncut, driver = session(Path(name) / "whole")
+        run_virtual(driver.run(0))
+        _, before, driver = session(Path(name) / "cut")
+        driver.events.attach(StopAfter(driver, stop_at))
+        assert run_virtual(driver.run(0)) == stop_at
+        second, after, driver = session(Path(name) / "cut")
+        assert go_on(driver, Path(name) / "cut") == 9
+    assert whole.consumed == second.consumed
+    if max_staleness == 0:
+        assert whole.weights == second.weights
+        assert uncut.seen == before.seen + after.seen
+
+
+def test_settling_may_not_report_what_another_part_reports(tmp_path):
+    class Loud(RewardAsAdvantage):
+        def settle(self, groups: Sequence[Group], past: Mapping[str, float]) -> Settled:
+            return replace(super().settle(groups, past), metrics={"loss": 0.0})
+
+    with pytest.raises(ConfigError, match="the metrics loss are reported twice"):
+        run_virtual(driver_on(FakeWorld(), tmp_path, algorithm=Loud()).run(0))
+
+
+# ---------------------------------------------------------------------------------- who trains
+
+
+def actor_of(driver: Driver) -> FakeActor:
+    assert isinstance(driver.workers.actor, FakeActor)
+    return driver.workers.actor
+
+
+def test_the_critic_trains_after_the_actor_and_both_report(tmp_path):
+    recorder = Recorder()
+    world = FakeWorld(train_s=lambda version: 2.0, critic_s=lambda step: 5.0)
+    driver = driver_on(world, tmp_path, signals=ALL, recorder=recorder)
+    run_virtual(driver.run(0))
+    for step in recorder.of(StepDone):
+        assert {"loss", "critic/loss"} <= step.metrics.keys()
+        assert step.metrics["time/train"] == 2.0 + 5.0
+        assert step.metrics["time/step"] >= 7.0
+
+
+def test_a_step_tells_how_long_fetching_and_its_columns_took(tmp_path):
+    class Slow(FakeReference):
+        async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
+            await asyncio.sleep(3.0)
+            return await super().annotate_step(groups, plan, signal)
+
+    class SlowToFetch(FakeActor):
+        async def fetch(self, groups: Sequence[Group], plan: BatchPlan) -> None:
+            await asyncio.sleep(4.0)
+            await super().fetch(groups, plan)
+
+    recorder, world = Recorder(), FakeWorld()
+    workers = world.workers()
+    made = {**workers.step_annotators, Signal.REFERENCE_MISMATCHED: Slow(world)}
+    workers = replace(workers, actor=SlowToFetch(world), step_annotators=made)
+    run_virtual(driver_on(world, tmp_path, signals=ALL, recorder=recorder, workers=workers).run(0))
+    for step in recorder.of(StepDone):
+        assert (step.metrics["time/fetch"], step.metrics["time/columns"]) == pytest.approx((4.0, 3.0))
+        assert not undocumented(step.metrics)
+
+
+def test_columns_of_a_step_are_made_for_each_rank_and_micro_batch(tmp_path):
+    driver = driver_on(FakeWorld(), tmp_path, signals=ALL, num_updates=3)
+    run_virtual(driver.run(0))
+    assert actor_of(driver).trained is not None
+    plan, columns = actor_of(driver).trained or (None, {})
+    assert plan is not None
+    assert len(plan.updates) == 3
+    assert columns.keys() == {Signal.REFERENCE_MISMATCHED, Signal.VALUES}
+    for column in columns.values():
+        shape = [[len(values) for values in of_rank] for of_rank in column]  # type: ignore[union-attr]
+        assert shape == [
+            [3 * len(batch.samples) for of_update in plan.of_rank(rank).updates for batch in of_update]
+            for rank in range(2)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("taken", "missing"),
+    [
+        ({"annotators": {}}, "reference_logprobs"),
+        ({"step_annotators": {}}, "reference_mismatched, values"),
+        ({"critic": None}, "values"),
+    ],
+)
+def test_a_signal_without_a_worker_is_named_before_anything_runs(tmp_path, taken, missing):
+    class Less(FakeWorld):
+        def workers(self) -> Workers:
+            return replace(super().workers(), **taken)
+
+    with pytest.raises(ConfigError, match=f"RewardAsAdvantage asks for {missing}, and this run has no worker"):
+        driver_on(Less(), tmp_path, signals=ALL)
+
+
+class NoCritic(FakeWorld):
+    def workers(self) -> Workers:
+        return replace(super().workers(), critic=None, step_annotators={})
+
+
+def test_the_critic_is_resumed_with_the_actor(tmp_path):
+    driver = driver_on(FakeWorld(), tmp_path, steps=3, signals=ALL)
+    run_virtual(driver.run(0))
+    resumed = driver_on(FakeWorld(), tmp_path, steps=5, signals=ALL)
+    assert go_on(resumed, tmp_path) == 5
+    critic = resumed.workers.critic
+    assert isinstance(critic, FakeCritic)
+    assert critic.num_steps == 5
+
+
+def test_a_checkpoint_without_a_critic_is_refused_where_one_is_needed(tmp_path):
+    run_virtual(driver_on(NoCritic(), tmp_path, steps=3).run(0))
+    with pytest.raises(CheckpointError, match=r"step_000003 holds no critic, .* `rlsys export`"):
+        go_on(driver_on(FakeWorld(), tmp_path, steps=5, signals=ALL), tmp_path)
+
+
+def fast_rollouts(synchronous_steps: int, warmup_steps: int = 0) -> FakeWorld:
+    return FakeWorld(
+        rollout_s=lambda serial: 0.1,
+        train_s=lambda version: 10.0,
+        synchronous_steps=synchronous_steps,
+        warmup_steps=warmup_steps,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmsUp(RewardAsAdvantage):
+    """Leaves the policy alone in its first steps."""
+
+    warmup_steps: int = 0
+
+    def trains_policy(self, version: int) -> bool:
+        return version >= self.warmup_steps
+
+
+def staleness_by_step(*worlds: FakeWorld) -> list[int]:
+    """The most of each step of three groups."""
+    staleness = [each for world in worlds for each in world.staleness]
+    return [max(staleness[at : at + 3]) for at in range(0, len(staleness), 3)]
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 3])
+@pytest.mark.parametrize("stop_at", [2, 4])
+def test_a_stabilizer_sees_its_steps_that_train_the_policy_without_staleness_resumed_or_not(
+    tmp_path, warmup_steps, stop_at
+):
+    def session() -> tuple[FakeWorld, Driver]:
+        world, algorithm = fast_rollouts(5, warmup_steps), WarmsUp(warmup_steps=warmup_steps)
+        return world, driver_on(world, tmp_path, steps=12, max_staleness=3, window=2, algorithm=algorithm)
+
+    first, driver = session()
+    driver.events.attach(StopAfter(driver, stop_at))
+    assert run_virtual(driver.run(0)) == stop_at
+    second, driver = session()
+    assert go_on(driver, tmp_path) == 12
+    num_synchronous = warmup_steps + 5
+    assert staleness_by_step(first, second) == [0] * num_synchronous + [0, 1, 2, 3, 3, 3, 3][: 12 - num_synchronous]
+
+
+def test_a_stabilizer_that_begins_at_a_resume_sees_its_steps_without_staleness_too(tmp_path):
+    first = fast_rollouts(0)
+    driver = driver_on(first, tmp_path, steps=12, max_staleness=2)
+    driver.events.attach(StopAfter(driver, 5))
+    assert run_virtual(driver.run(0)) == 5
+    assert staleness_by_step(first) == [0, 1, 2, 2, 2]
+    assert driver.queue.finished, "groups of older weights, which the checkpoint keeps"
+    recorder, second = Recorder(), fast_rollouts(3)
+    driver = driver_on(second, tmp_path, steps=12, max_staleness=2, recorder=recorder)
+    assert go_on(driver, tmp_path) == 12
+    assert staleness_by_step(second) == [0, 0, 0, 0, 1, 2, 2]
+    assert (recorder.of(GroupDropped), driver.queue.dropped) == ([], {}), "they are rolled out again instead"
+    assert second.trained_serials == list(range(15, 36))
+
+
+# ---------------------------------------------------------------------------------- what is kept
+
+
+def test_a_trainer_that_dies_in_a_step_ends_the_run_with_how_to_go_on(tmp_path):
+    class Dies(FakeActor):
+        async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
+            raise WorkerDied("actor-1", "training a step", "a column is gone with its node")
+
+    world = FakeWorld()
+    workers = replace(world.workers(), actor=Dies(world))
+    with pytest.raises(RunAborted, match=r"actor-1 while training a step: .*; go on .* with run\.resume=auto"):
+        run_virtual(driver_on(world, tmp_path, workers=workers).run(0))
+
+
+def kept_of(folder: Path) -> dict[str, object]:
+    """What a step that failed left of the models, by file."""
+    return {path.name: json.loads(path.read_text()) for path in folder.glob("*/*.json")}
+
+
+def test_a_step_whose_numbers_are_not_finite_is_kept_and_the_error_says_how_to_replay_it(tmp_path):
+    driver = driver_on(FakeWorld(nan_at=2), tmp_path, signals=ALL, num_updates=2, checkpoint_every=1)
+    folder = tmp_path / "failed" / "step_000003"
+    with pytest.raises(TrainingError, match=rf"the loss of step 3 is nan\n(.|\n)*rlsys replay {folder}") as raised:
+        run_virtual(driver.run(0))
+    failed = read_failed(folder)
+    assert (failed.version, failed.num_updates, failed.error) == (2, 2, "the loss of step 3 is nan")
+    assert (failed.model, failed.update, raised.value.update) == ("actor", 1, 1)
+    assert set(failed.signals) == ALL
+    groups = [record.group for record in read_groups(folder / "groups.jsonl")]
+    assert [group.serial for group in groups] == [6, 7, 8]
+    assert [[a.advantage for a in of_group] for of_group in failed.assigned] == [[0, 1], [1, 0], [0, 1]]
+    names = {"actor", "critic", "groups.jsonl", "config.resolved.yaml", "step.json"}
+    assert {path.name for path in folder.iterdir()} == names
+    assert (folder / "config.resolved.yaml").read_text() == driver.config != ""
+    saved = find_latest(tmp_path)
+    assert saved is not None
+    assert kept_of(folder) == kept_of(saved), "both models are as they were before the step"
+    resumed = driver_on(FakeWorld(), tmp_path, signals=ALL, num_updates=2)
+    assert go_on(resumed, tmp_path) == 6
+    whole = FakeWorld()
+    run_virtual(driver_on(whole, tmp_path / "whole", signals=ALL, num_updates=2).run(0))
+    assert actor_of(resumed).world.weights == whole.weights, "a resumed run issues the groups again"
+
+
+def test_where_the_critic_fails_the_policy_has_taken_the_step_and_what_is_kept_says_so(tmp_path):
+    driver = driver_on(FakeWorld(critic_nan_at=2), tmp_path, signals=ALL, checkpoint_every=1)
+    with pytest.raises(TrainingError, match="the critic's loss of step 3 is nan"):
+        run_virtual(driver.run(0))
+    folder = tmp_path / "failed" / "step_000003"
+    failed, kept = read_failed(folder), kept_of(folder)
+    assert (failed.version, failed.model, failed.update) == (2, "critic", 0)
+    saved = find_latest(tmp_path)
+    assert saved is not None
+    assert kept["critic.json"] == kept_of(saved)["critic.json"]
+    assert kept["weights.json"] != kept_of(saved)["weights.json"]
+
+
+class Elsewhere:
+    """Writes to another machine's disk."""
+
+    async def save(self, folder: Path) -> None:
+        pass
+
+
+class ActorElsewhere(Elsewhere, FakeActor): ...
+
+
+class CriticElsewhere(Elsewhere, FakeCritic): ...
+
+
+@pytest.mark.parametrize("model", ["actor", "critic"])
+def test_a_model_that_is_written_where_nobody_sees_it_is_no_checkpoint_and_no_kept_step(tmp_path, model):
+    def driver(world: FakeWorld, folder: Path) -> Driver:
+        part = {"actor": ActorElsewhere, "critic": CriticElsewhere}[model](world)
+        return driver_on(world, folder, signals=ALL, workers=replace(world.workers(), **{model: part, **made(part)}))
+
+    def made(part: FakeActor | FakeCritic) -> dict[str, object]:
+        reference = FakeReference(part.world)
+        annotators = {Signal.REFERENCE_MISMATCHED: reference, Signal.VALUES: part}
+        return {"step_annotators": annotators} if isinstance(part, FakeCritic) else {}
+
+    unseen = rf"the ranks wrote to .*{model}, but not where the driver sees it: share run\.folder"
+    with pytest.raises(CheckpointError, match=unseen):
+        run_virtual(driver(FakeWorld(), tmp_path / "checkpoint").run(0))
+    with pytest.raises(TrainingError, match=rf"step 1 is nan\nthe step could not be kept .*{unseen}"):
+        run_virtual(driver(FakeWorld(nan_at=0), tmp_path / "failed").run(0))
+
+
+def test_a_step_that_cannot_be_kept_ends_the_run_with_its_own_error_all_the_same(tmp_path):
+    driver = driver_on(FakeWorld(nan_at=2, disk_is_full_at="failed"), tmp_path)
+    with pytest.raises(TrainingError, match=r"step 3 is nan\nthe step could not be kept .*No space left"):
+        run_virtual(driver.run(0))
+
+
+# ---------------------------------------------------------------------------------- bad input
+
+
+def test_a_group_of_one_is_trained_by_an_algorithm_that_compares_nothing(tmp_path):
+    world = FakeWorld()
+    run_virtual(driver_on(world, tmp_path, algorithm=RewardAsAdvantage(group_size=1)).run(0))
+    assert world.consumed.total() == 18
+
+
+def test_groups_of_one_have_nothing_to_compare_and_the_run_says_so(tmp_path):
+    driver = driver_on(FakeWorld(), tmp_path, algorithm=Contrast(group_size=1))
+    with pytest.raises(RunAborted, match=r"50 groups one after the other had nothing to learn from"):
+        run_virtual(driver.run(0))
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, None])
+@pytest.mark.parametrize("algorithm", [RewardAsAdvantage(), Contrast()], ids=lambda a: type(a).__name__)
+def test_a_reward_that_is_no_number_fails_its_episode_and_no_other(tmp_path, reward, algorithm: Algorithm):
+    recorder = Recorder()
+    world = FakeWorld(reward=lambda serial, episode: reward if serial == episode == 1 else float(episode))
+    driver = driver_on(world, tmp_path, algorithm=replace(algorithm, group_size=3), recorder=recorder)
+    run_virtual(driver.run(0))
+    first = recorder.of(StepDone)[0].metrics
+    assert first["reward/failed_frac"] == pytest.approx(1 / 9)
+    assert first["reward/mean"] == pytest.approx((3 * 3 - 1) / 8)
+
+
+@pytest.mark.parametrize("reward", [math.nan, -math.inf])
+def test_rewards_that_are_never_a_number_end_the_run_with_the_number_they_are(tmp_path, reward):
+    driver = driver_on(FakeWorld(reward=lambda serial, episode: reward), tmp_path)
+    with pytest.raises(RunAborted, match=f"4 groups were dropped one after the other.*its reward is {reward}"):
+        run_virtual(driver.run(0))

@@ -1,0 +1,185 @@
+"""Steps to train, on one rank and on two; and small algorithms whose losses show what reached them.
+
+Two ranks are two processes over gloo.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from rlsys.algorithm import Aggregation, Algorithm, Assigned, LossInputs, LossOutput
+from rlsys.algorithm import Ranks as Collectives
+from rlsys.batch.plan import BatchPlan, plan_batch
+from rlsys.batch.samples import Sample, meta_of
+from rlsys.batch.tensors import StepData
+from rlsys.types import Episode, Group, Trajectory
+from tests.models import episode_of, random_prompt, random_sample
+from workers.train.ranks import Ranks
+from workers.train.settings import OptimizerSettings
+
+T = TypeVar("T")
+SETTINGS = OptimizerSettings(lr=1e-2, eps=1e-4, weight_decay=0.1, warmup_steps=2, total_steps=10, final_lr_fraction=0.1)
+"""AdamW divides a gradient by its size: with a small `eps`, rounding of one near 0 is a share of the learning rate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surrogate(Algorithm):
+    """Reward less the group's mean; an importance-weighted loss, against both policies it is given."""
+
+    group_size: int = 4
+    over: Literal["tokens", "sequences", "budget", "agents"] = "tokens"
+
+    @property
+    def aggregation(self) -> Aggregation:
+        return Aggregation(self.over, 7 if self.over == "budget" else 0)
+
+    def advantages(self, group: Group) -> Iterator[Assigned]:
+        rewards = [episode.trajectories[0].reward or 0.0 for episode in group.episodes]
+        mean = sum(rewards) / len(rewards)
+        for (e, t), _ in group.trajectories():
+            yield Assigned(e, t, rewards[e] - mean)
+
+    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
+        ratio_N = (logprobs_N - batch.proximal_logprobs_N).exp()
+        weights_N = (batch.proximal_logprobs_N - batch.behavior_logprobs_N).exp().clamp(max=2)
+        return LossOutput(-weights_N * ratio_N * batch.advantages_N, {"policy/ratio_mean": ratio_N.detach()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measuring(Surrogate):
+    """Whitened, and leaves out the half of the step's tokens that drifted most."""
+
+    over: Literal["tokens", "sequences", "budget", "agents"] = "sequences"
+
+    @property
+    def whitens(self) -> bool:
+        return True
+
+    @property
+    def measures(self) -> bool:
+        return True
+
+    def measure(self, step: LossInputs, ranks: Collectives) -> Mapping[str, float]:
+        own_N = (step.proximal_logprobs_N - step.behavior_logprobs_N).abs()
+        sorted_N = ranks.gather(own_N).sort().values
+        middle = len(sorted_N) // 2
+        num_samples = ranks.sum(torch.tensor([float(len(step.lengths_S))]))
+        return {"bound": float(sorted_N[middle - 1 : middle + 1].mean()), "num_samples": num_samples.item()}
+
+    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
+        output = super().loss(logprobs_N, batch)
+        drift_N = (batch.proximal_logprobs_N - batch.behavior_logprobs_N).abs()
+        is_kept_N = (drift_N < batch.facts["bound"]).float()
+        num_samples_N = torch.full_like(drift_N, batch.facts["num_samples"])
+        return LossOutput(output.loss_N * is_kept_N, {"kept": is_kept_N, "num_samples": num_samples_N})
+
+
+PLAIN = Surrogate()
+
+
+def random_team(rng: random.Random, size: int) -> tuple[Episode, ...]:
+    """Episodes of a lead, some with a subagent beside, some of whose context was rewritten: two samples."""
+    prompt, other = random_prompt(rng), random_prompt(rng)
+    return tuple(_team(rng, prompt, other, i) for i in range(size))
+
+
+def _team(rng: random.Random, prompt: tuple[int, ...], other: tuple[int, ...], i: int) -> Episode:
+    (lead,) = episode_of(random_sample(rng, prompt, 1 + (i % 3 == 2)), rng.random()).trajectories
+    if i % 2:
+        return Episode((lead,))
+    runs = [episode_of(_fresh(rng, start)).trajectories[0].turns for start in (other, (7, *other))]
+    return Episode((lead, Trajectory("subagent", tuple(turn for run in runs for turn in run), parent=0)))
+
+
+def _fresh(rng: random.Random, prompt: tuple[int, ...]) -> Sample:
+    return random_sample(rng, prompt)
+
+
+def group_of(serial: int, payload: tuple[Episode, ...]) -> Group:
+    return Group(
+        serial=serial,
+        task_id=str(serial),
+        permit_version=0,
+        replica="r0",
+        episodes=meta_of(payload),
+        versions=(),
+        weights=(),
+        payload=payload,
+    )
+
+
+def planned(
+    step: int, num_ranks: int, algorithm: Algorithm, num_updates: int = 1, max_tokens: int = 40
+) -> tuple[BatchPlan, list[tuple[Episode, ...]]]:
+    """Five groups of random samples, in micro-batches so small that ranks differ in number and one runs fillers."""
+    rng = random.Random(step)
+    payloads = [random_team(rng, 4) for _ in range(5)]
+    groups = [group_of(serial, payload) for serial, payload in enumerate(payloads)]
+    assigned = [list(algorithm.advantages(g)) for g in groups]
+    aggregation = algorithm.aggregation
+    plan = plan_batch(
+        groups, assigned, aggregation, num_ranks=num_ranks, max_tokens=max_tokens, num_updates=num_updates
+    )
+    return plan, payloads
+
+
+def data_of(payloads: list[tuple[Episode, ...]]) -> StepData:
+    return StepData(payloads, [{} for _ in payloads])
+
+
+class TwoRanks:
+    """Two processes that have joined each other, and stay for the whole module: starting one costs seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self._pools = [
+            ProcessPoolExecutor(1, get_context("spawn"), initializer=_join, initargs=(rank, f"file://{folder}/ranks"))
+            for rank in range(2)
+        ]
+
+    def __call__(self, function: Callable[..., T], *arguments: object) -> list[T]:
+        """What `function(..., its ranks)` returned on each rank."""
+        return [f.result(timeout=100) for f in [pool.submit(_run, function, *arguments) for pool in self._pools]]
+
+    def close(self) -> None:
+        for pool in self._pools:
+            pool.submit(_leave)
+        for pool in self._pools:
+            pool.shutdown()
+
+
+_joined: list[Ranks] = []
+
+
+def _join(rank: int, address: str) -> None:
+    torch.set_num_threads(1)
+    _joined.append(Ranks(rank, 2, address=address, timeout_s=90))
+
+
+def _run(function: Callable[..., T], *arguments: object) -> T:
+    return function(*arguments, _joined[0])
+
+
+def _leave() -> None:
+    _joined.pop().close()
+
+
+def everything_in(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint by their path in it."""
+    file = folder.with_suffix(".pt")
+    dcp_to_torch_save(folder, file)
+    return {f"{part}.{name}": t for part, tensors in torch.load(file).items() for name, t in tensors.items()}
+
+
+def differing(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[str]:
+    """Names of tensors that are not equal bit for bit, or not in both."""
+    return sorted((a.keys() ^ b.keys()) | {name for name in a.keys() & b.keys() if not torch.equal(a[name], b[name])})

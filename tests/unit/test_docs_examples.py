@@ -1,0 +1,65 @@
+"""The pages about algorithms and stability show what the code does: their table, their configurations, their class."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlsys.algorithm import Algorithm
+from rlsys.config import Config
+
+DOCS = Path(__file__).parents[2] / "docs"
+ROW = re.compile(r"^\| `(\w+)` \|.*\| (\w+) \| ([\w ]+) \| (\w+) \|$", re.MULTILINE)
+ROWS = ROW.findall((DOCS / "algorithms.md").read_text())
+
+
+def blocks(language: str) -> list[str]:
+    pages = [(DOCS / name).read_text() for name in ("algorithms.md", "stability.md")]
+    return [block for page in pages for block in re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)]
+
+
+def configured(**sections: Any) -> Config:
+    needed = {
+        "run": {"steps": 100},
+        "model": {"path": "m"},
+        "data": {"path": "d.jsonl"},
+        "reward": {"fn": "r.py:reward"},
+    }
+    return Config.model_validate({**needed, **sections})
+
+
+def algorithm_of(name: str) -> Algorithm:
+    return configured(algorithm={"type": name}).algorithm
+
+
+def test_every_installed_algorithm_has_a_row() -> None:
+    from importlib.metadata import entry_points
+
+    assert {row[0] for row in ROWS} == set(entry_points(group="rlsys.algorithms").names)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_a_row_says_what_the_defaults_are(row: tuple[str, str, str, str]) -> None:
+    name, over, correction, staleness = row
+    algorithm = algorithm_of(name)
+    assert algorithm.aggregation.over == over
+    assert str(algorithm.max_safe_staleness or "any") == staleness
+    if correction != "its own":
+        names = ", ".join(part.type for part in getattr(algorithm, "correction"))  # noqa: B009
+        assert (names or "none") == correction
+
+
+@pytest.mark.parametrize("block", blocks("yaml"))
+def test_every_configuration_shown_is_read(block: str) -> None:
+    configured(**yaml.safe_load(block))
+
+
+def test_the_algorithm_shown_assigns_and_takes_a_loss() -> None:
+    namespace: dict[str, Any] = {}
+    (block,) = blocks("python")
+    exec(compile(block, "algorithms.md", "exec"), namespace)
+    assert namespace["Reinforce"](baseline=0.3).max_safe_staleness == 0

@@ -1,0 +1,197 @@
+"""A model that is trained over ranks, policy or critic: sharded with FSDP2, stepped with AdamW, saved and loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
+
+from rlsys.errors import TrainingError
+from rlsys.stabilizer import Stabilizer, Steered
+from workers.train import checkpoint
+from workers.train.optim import AdamUpdates, adamw, clip, local, local_gradients, squared_norm
+from workers.train.ranks import Ranks
+from workers.train.settings import OptimizerSettings, learning_rate
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """One optimizer update that was taken, or skipped by a stabilizer."""
+
+    loss: float
+    grad_norm: float
+    """Before clipping, as the stabilizer left the gradient."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The stabilizer's."""
+
+
+class Sharded:
+    """Master weights and AdamW are fp32; `dtype` is what the model computes in.
+
+    Sharding a fp32 model over one rank would be the identity and cost its hooks, so there it is left out.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        root: nn.Module,
+        settings: OptimizerSettings,
+        ranks: Ranks,
+        dtype: Literal["float32", "bfloat16"],
+        *,
+        in_float32: Sequence[nn.Module] = (),
+    ) -> None:
+        """`module` gives parameters their names; `root` is what is called, and holds no others.
+
+        Submodules `in_float32` compute in it whatever the rest does.
+        """
+        self._module, self._root, self._settings, self._ranks = module, root, settings, ranks
+        self.dtype = torch.float32 if dtype == "float32" else torch.bfloat16
+        if ranks.num_ranks > 1 or self.dtype is not torch.float32:
+            self._shard(in_float32)
+        self._optimizer = adamw(module, settings)
+        self._step = torch.zeros((), dtype=torch.int64)
+
+    @property
+    def step(self) -> int:
+        """Train steps behind the weights: their version, however many updates a step has."""
+        return int(self._step)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of this step."""
+        return learning_rate(self.step, self._settings)
+
+    def end_step(self) -> None:
+        """Count the step."""
+        self._step += 1
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Live parameters by name, tied ones once; those of a sharded model are `DTensor`s."""
+        return dict(self._module.named_parameters())
+
+    def shards(self) -> dict[str, Tensor]:
+        """This rank's live shard of every parameter."""
+        return {name: local(parameter.detach()) for name, parameter in self.parameters().items()}
+
+    def begin_update(self) -> None:
+        """Forget the gradients there are."""
+        self._optimizer.zero_grad()
+
+    def update(self, loss: Tensor, what: str, index: int, stabilizer: Stabilizer | None = None) -> Updated:
+        """One update on the gradients there are, the step's number `index`. `loss` is this rank's share of its loss.
+
+        Raises `TrainingError`, which calls the update `what`, on all ranks and with nothing stepped, if the loss or
+        the gradient's norm is not finite. A stabilizer never sees such a gradient.
+        """
+        gradients, all_reduce = local_gradients(self._module), self._ranks.sum
+        total, squares = all_reduce(torch.stack([loss.double(), squared_norm(gradients)])).tolist()
+        _check_finite({"loss": total, "grad_norm": squares}, what, index)
+        steered = stabilizer.steer(gradients, squares, all_reduce) if stabilizer else Steered()
+        if steered.is_edited:
+            squares = all_reduce(squared_norm(gradients)).item()
+            _check_finite({f"grad_norm after {type(stabilizer).__name__}": squares}, what, index)
+        norm = math.sqrt(squares)
+        updated = Updated(total, norm, steered.metrics)
+        if steered.is_skipped:
+            return updated
+        clip(gradients, norm, self._settings.clip_norm)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.lr
+        if stabilizer:
+            corrected = stabilizer.correct(AdamUpdates(self.parameters(), self._optimizer), all_reduce)
+            updated = replace(updated, metrics={**steered.metrics, **corrected})
+        self._optimizer.step()
+        return updated
+
+    def reshard(self) -> None:
+        """Give up gathered weights, which a forward leaves to a backward: else parameters are not the optimizer's."""
+        for module in self._root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def save(self, folder: Path, stabilizer: Stabilizer | None = None) -> None:
+        """Write weights, optimizer, step and the stabilizer's state, each rank its share. Raises `CheckpointError`."""
+        state = self._state()
+        if stabilizer:
+            state["stabilizer"] = checkpoint.as_sharded(stabilizer.state_dict(), self.parameters())
+        checkpoint.save(state, folder, num_ranks=self._ranks.num_ranks)
+
+    def load(self, folder: Path, stabilizer: Stabilizer | None = None) -> None:
+        """Restore what any number of ranks saved.
+
+        A stabilizer whose state is not in the checkpoint stays as it is; state without a stabilizer is left unread.
+        Raises `CheckpointError`, also for another stabilizer's state.
+        """
+        state = self._state()
+        if stabilizer and (saved := checkpoint.names_in(folder, "stabilizer")):
+            live = stabilizer.state_dict()
+            checkpoint.check_same(live, saved, folder)
+            state["stabilizer"] = checkpoint.as_sharded(live, self.parameters())
+            checkpoint.load(state, folder, num_ranks=self._ranks.num_ranks)
+            stabilizer.load_state_dict(live)
+        else:
+            checkpoint.load(state, folder, num_ranks=self._ranks.num_ranks)
+
+    def load_weights(self, folder: Path) -> None:
+        """The weights alone of what `save` wrote. Raises `CheckpointError`."""
+        weights: dict[str, dict[str, Tensor]] = {"model": {**self.parameters()}}
+        checkpoint.load(weights, folder, num_ranks=self._ranks.num_ranks)
+
+    def _state(self) -> dict[str, dict[str, Tensor]]:
+        return {**checkpoint.training_state(self._module, self._optimizer), "progress": {"step": self._step}}
+
+    def _shard(self, in_float32: Sequence[nn.Module]) -> None:
+        """One all-gather per decoder layer, the rest (embeddings, output matrix) with the root.
+
+        Gradients are summed over ranks, not averaged: the weight of a token is that in the loss of all ranks.
+        """
+        mesh = self._ranks.mesh(next(self._module.parameters()).device)
+        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
+        models = [module for module in self._root.modules() if isinstance(module, PreTrainedModel)]
+        layers = {name for model in models for name in model._no_split_modules or ()}
+        for module in list(self._root.modules()):
+            if module in in_float32:
+                fully_shard(module, mesh=mesh)
+            elif type(module).__name__ in layers:
+                fully_shard(module, mesh=mesh, mp_policy=policy)
+        # The root is given a batch whose logprobs must stay fp32.
+        root_policy = MixedPrecisionPolicy(
+            param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+        fully_shard(self._root, mesh=mesh, mp_policy=root_policy)
+        for module in self._root.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+
+
+def _check_finite(figures: Mapping[str, float], what: str, index: int) -> None:
+    for name, figure in figures.items():
+        if not math.isfinite(figure):
+            raise TrainingError(
+                f"{what}: {name} is {figure}, and nothing of it was stepped. If rewards and logprobs are finite, lower "
+                "the learning rate, or train in float32 if this was bfloat16",
+                index,
+            )
+
+
+def mean_of(updates: Sequence[Updated]) -> Updated:
+    """Of the updates of a step: means, those of a stabilizer's metric over the updates that report it."""
+    reported: dict[str, list[float]] = {}
+    for update in updates:
+        for name, value in update.metrics.items():
+            reported.setdefault(name, []).append(value)
+    return Updated(
+        fmean(update.loss for update in updates),
+        fmean(update.grad_norm for update in updates),
+        {name: fmean(values) for name, values in reported.items()},
+    )
