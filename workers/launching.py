@@ -154,7 +154,7 @@ def start_critic(config: Config) -> CriticHandle:
         policy_path=config.model.path,
         dtype=config.model.dtype,
         num_ranks=train.ranks,
-        optimizer=replace(optimizer_settings(config), lr=section.lr),
+        optimizer=replace(optimizer_settings(config), lr=section.lr or 10 * train.lr),
         algorithm=config.algorithm,
         resources=Resources(section.num_cpus, section.num_gpus, section.threads),
     )

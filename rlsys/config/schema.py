@@ -221,8 +221,9 @@ class CriticSection(Section):
 
     path: Annotated[str, Field(min_length=1)] | None = None
     """Model that it begins as, a folder or `org/name` on the hub; None: `model.path`."""
-    lr: PositiveFloat = 1e-5
-    """Peak learning rate; its course over the run is that of the policy."""
+    lr: PositiveFloat | None = None
+    """Peak learning rate; its course over the run is that of the policy. None: ten times `train.lr`, because its head
+    begins at 0."""
     threads: PositiveInt = 1
     """CPU threads of one rank."""
     num_cpus: NonNegativeFloat = 1.0
