@@ -1,6 +1,6 @@
 """What asynchrony buys, and what it costs: the same samples at several bounds of staleness, on real workers.
 
-    python -m benchmarks.async_vs_sync [--quick]
+    python -m benchmarks.async_vs_sync [--quick] [--steps 40] [--bounds 0 1 2 4] [--correction tis]
 
 The tiny sorter with tools that take 50 to 500 ms a turn and episodes of 1 to 12 turns (`benchmarks.slow_tools`), one
 replica, weights changed in flight, because an episode lasts longer than a step; `max_staleness` 0, 1, 2 and 4 in
@@ -50,18 +50,22 @@ def main() -> None:
     """Measure every bound for every seed and print the closing line."""
     parser = argparse.ArgumentParser(description="Asynchronous against synchronous training, equal samples.")
     parser.add_argument("--quick", action="store_true", help="one seed and 20 steps")
-    quick = parser.parse_args().quick
-    seeds, steps = (range(1), 20) if quick else (range(3), 40)
-    runs: dict[int, list[Run]] = {bound: [] for bound in BOUNDS}
+    parser.add_argument("--steps", type=int, default=40, help="of each run; its learning rate decays over all of them")
+    parser.add_argument("--bounds", type=int, nargs="+", default=BOUNDS, help="max_staleness; 0 is compared against")
+    parser.add_argument("--correction", default="tis", help="algorithm.correction")
+    arguments = parser.parse_args()
+    seeds, steps = (range(1), 20) if arguments.quick else (range(3), arguments.steps)
+    bounds = sorted({0, *arguments.bounds})
+    runs: dict[int, list[Run]] = {bound: [] for bound in bounds}
     for seed in seeds:
         prepare(Path(f".cache/sort/seed{seed}"), Recipe(seed=seed))
-        for bound in BOUNDS:
-            runs[bound].append(run(seed, bound, steps))
+        for bound in bounds:
+            runs[bound].append(run(seed, bound, steps, arguments.correction))
             print(f"seed {seed}, max_staleness {bound}: {runs[bound][-1]}", file=sys.stderr, flush=True)
     print_result(
         {
-            "speedup_at_4": speedups(runs, 4)["median"],
-            "speedup": {str(bound): speedups(runs, bound) for bound in BOUNDS},
+            "speedup_at_4": speedups(runs, 4)["median"] if 4 in runs else None,
+            "speedup": {str(bound): speedups(runs, bound) for bound in bounds},
             "reward": {str(bound): spread([r.reward for r in of_bound]) for bound, of_bound in runs.items()},
             "seconds_per_step": {
                 str(bound): spread([r.wall_s / (steps - SKIPPED_STEPS) for r in of_bound])
@@ -73,6 +77,7 @@ def main() -> None:
                 str(bound): spread([r.wait_batch_share for r in of_bound]) for bound, of_bound in runs.items()
             },
             "steps": steps,
+            "correction": arguments.correction,
         }
     )
 
@@ -87,7 +92,7 @@ def averaged(histograms: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {bucket: fmean(h[bucket] for h in histograms) for bucket in histograms[0]}
 
 
-def run(seed: int, max_staleness: int, steps: int) -> Run:
+def run(seed: int, max_staleness: int, steps: int, correction: str) -> Run:
     """Train the tiny policy for `steps` steps and read its metrics."""
     prepared = Path(f".cache/sort/seed{seed}")
     with tempfile.TemporaryDirectory(prefix="async_vs_sync_") as folder:
@@ -96,7 +101,7 @@ def run(seed: int, max_staleness: int, steps: int) -> Run:
         command += [f"model.path={prepared / 'model'}", f"data.path={prepared / 'train.jsonl'}"]
         command += [f"eval.data.held_out={prepared / 'eval.jsonl'}", "checkpoint.every=0", "record.rollouts_every=0"]
         command += ["rollout.workflow=benchmarks.slow_tools:SlowTools", "rollout.replicas=1", "rollout.slots=512"]
-        command += ["rollout.weight_change=inflight"]
+        command += ["rollout.weight_change=inflight", f"algorithm.correction={correction}"]
         command += ["train.groups_per_step=16", f"asynchrony.max_staleness={max_staleness}"]
         done = subprocess.run(command, env=ENV, capture_output=True, text=True, check=False)
         if done.returncode:

@@ -10,7 +10,10 @@ publisher of a run. Every figure is the median of repeats; every row follows one
                    process right before, is `memcpy_ms`; `stall_over_memcpy` compares the two of each repeat.
 `all_relays_ms`    from the end of the publish until every relay holds the version.
 `all_readers_ms`   until a reader on every node, asking all the while, has the tensors.
-`delta`            the same after a change of 1 % of the tensors only, and the share of bytes that travelled.
+`changed`          share of the tensors that differ from the version before: all, or 1 %; `sent_share` is that of the
+                   bytes that travelled.
+`is_first`         where a version and the one that comes do not fit this machine's memory at every node, nothing was
+                   there before, on a fresh cluster for each repeat; and there is no row for 1 %.
 
 `stall_over_memcpy` of the whole is the worst row at 270 MB and above; `flatness` is, for each size, the largest stall
 over the smallest, over the number of relays. All nodes are on this one machine: they share its cores and its memory's
@@ -27,8 +30,9 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import ray
 import torch
@@ -51,7 +55,10 @@ NUM_LAYERS = 30
 DEADLINE_S = 300.0
 KEEP = 1
 """Versions a relay keeps, so that 1 GB on 8 relays fits a machine of 24 GB."""
+ROOM = 0.6
+"""Share of the machine's memory that versions at all nodes may take; the rest is for processes and the trainer."""
 NO_CPU = Resources(num_cpus=0.0)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +83,11 @@ class Trainer:
         self._specs = [TensorSpec(name, "bfloat16", (size,)) for name in names]
         self._source = flat[: len(flat) // 2]  # as many bytes as are published
         self._target = torch.ones_like(self._source)
+
+    def warm(self) -> None:
+        """Write into the host buffer once: its memory is there before the first publish."""
+        for name, tensor in self._publisher.begin(self._specs).items():
+            tensor.copy_(self._parameters[name])
 
     def publish(self, version: int, changed: float) -> Stalls:
         """Change this share of the parameters, and publish all."""
@@ -148,12 +160,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="10 MB only")
     parser.add_argument("--megabytes", type=int, help="this size only")
+    parser.add_argument("--relays", type=int, help="this number of relays only")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     sizes = SIZES[:1] if arguments.quick else SIZES
     sizes = (arguments.megabytes * MEGABYTE,) if arguments.megabytes else sizes
+    numbers = (arguments.relays,) if arguments.relays else NUM_RELAYS
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    rows = [row for size in sizes for n in NUM_RELAYS for row in measured(size, n, arguments.repeats)]
+    rows = [row for size in sizes for n in numbers for row in measured(size, n, arguments.repeats)]
     full = [row for row in rows if row["changed"] == 1.0]
     print_result(
         {
@@ -168,7 +182,21 @@ def main() -> None:
 
 
 def measured(num_bytes: int, num_relays: int, repeats: int) -> list[dict]:
-    """Two rows on a fresh cluster: everything changed, and 1 %."""
+    """Two rows, everything changed and 1 %; or one of first publishes, where the machine has no memory for more."""
+    if 2 * num_relays * num_bytes > ROOM * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+        firsts = [_on_cluster(num_bytes, num_relays, lambda tier: _publishes(tier, (1.0,))) for _ in range(repeats)]
+        return [_row(num_bytes, num_relays, 1.0, [publish for (publish,) in firsts], is_first=True)]
+    schedule = [changed for changed in (1.0, 0.01) for _ in range(repeats)]
+    # The first one stores what the others replace.
+    _, *publishes = _on_cluster(num_bytes, num_relays, lambda tier: _publishes(tier, [1.0, *schedule]))
+    return [
+        _row(num_bytes, num_relays, changed, [p for c, p in zip(schedule, publishes, strict=True) if c == changed])
+        for changed in (1.0, 0.01)
+    ]
+
+
+def _on_cluster(num_bytes: int, num_relays: int, work: Callable[[Tier], Coroutine[None, None, T]]) -> T:
+    """Run `work` on a fresh cluster of so many nodes."""
     memory = 2 * num_bytes + max(100 * MEGABYTE, num_bytes // 3)  # a version, the one that comes, buckets on their way
     cluster = Cluster(
         initialize_head=True,
@@ -179,26 +207,29 @@ def measured(num_bytes: int, num_relays: int, repeats: int) -> list[dict]:
     ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
     tier = Tier.start(num_bytes)
     try:
-        return asyncio.run(_rows(tier, num_bytes, num_relays, repeats))
+        return asyncio.run(work(tier))
     finally:
         tier.close()
         ray.shutdown()
         cluster.shutdown()
 
 
-async def _rows(tier: Tier, num_bytes: int, num_relays: int, repeats: int) -> list[dict]:
-    rows, version = [], 0
-    for changed in (1.0, 0.01):
-        publishes = []
-        for repeat in range(repeats + 1):
-            publishes.append(await tier.published(version, changed))
-            version += 1
-            if repeat:  # the first one allocates what the others reuse
-                print(num_bytes // MEGABYTE, "MB", num_relays, "relays", changed, publishes[-1], file=sys.stderr)
-        names = list(publishes[0])
-        figures = {name: spread([round(publish[name], 4) for publish in publishes[1:]]) for name in names}
-        rows.append({"megabytes": num_bytes // MEGABYTE, "relays": num_relays, "changed": changed, **figures})
-    return rows
+async def _publishes(tier: Tier, schedule: Sequence[float]) -> list[dict[str, float]]:
+    """One publish after the other, each with the share that changed before it."""
+    await call(tier.trainer.warm.remote(), "trainer", "allocating", DEADLINE_S)
+    publishes = []
+    for version, changed in enumerate(schedule):
+        publishes.append(await tier.published(version, changed))
+        print(len(tier.readers), "relays", changed, publishes[-1], file=sys.stderr)
+    return publishes
+
+
+def _row(
+    num_bytes: int, num_relays: int, changed: float, publishes: Sequence[dict[str, float]], *, is_first: bool = False
+) -> dict:
+    figures = {name: spread([round(publish[name], 4) for publish in publishes]) for name in publishes[0]}
+    where = {"megabytes": num_bytes // MEGABYTE, "relays": num_relays, "changed": changed, "is_first": is_first}
+    return {**where, **figures}
 
 
 def _flatness(rows: Sequence[dict], megabytes: int) -> float:
