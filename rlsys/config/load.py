@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
-from ruamel.yaml import YAML, MappingNode, Node, SequenceNode
+from ruamel.yaml import YAML, MappingNode, Node, SafeRepresenter, ScalarNode, SequenceNode
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from rlsys.config.plugins import KINDS
@@ -50,8 +50,22 @@ def dump(tree: Mapping[str, object]) -> str:
     stream = io.StringIO()
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style, yaml.sort_base_mapping_type_on_output = False, False  # type: ignore[assignment]
+    yaml.Representer = _Representer
     yaml.dump(tree, stream)
     return stream.getvalue()
+
+
+class _Representer(SafeRepresenter):
+    """Writes YAML that reads back as the same text."""
+
+
+def _text(representer: _Representer, value: str) -> ScalarNode:
+    """In double quotes, which escape it, where there is a line break that YAML would fold."""
+    style = '"' if any(mark in value for mark in "\x85\u2028\u2029") else None
+    return representer.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Representer.add_representer(str, _text)
 
 
 # ------------------------------------------------------------------------------------------------------------ reading

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
@@ -279,6 +279,7 @@ def test_more_staleness_than_the_algorithm_is_safe_for_is_refused_with_the_remed
     address=st.none() | st.text(max_size=20),
     beta=st.floats(1e-9, 1e9),
 )
+@example(lr=1e-3, seed=0, name="run", address="next\x85line\u2028", beta=1.0)
 @settings(deadline=None, max_examples=30)
 def test_the_resolved_configuration_loads_back_as_the_same(
     tmp_path_factory: pytest.TempPathFactory, lr: float, seed: int, name: str, address: str | None, beta: float
