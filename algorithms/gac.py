@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 QUANTILE = 0.95
 """Share of a synchronous stretch's |cosines| that a calibrated `c_low` leaves safe."""
+SMALLEST = 1e-30
+"""Length of a gradient below which it counts as 0: its direction is lost in the last bits of fp32."""
 MIN_STEPS, MAX_STEPS = 10, 1000
 """Fewest steps that thresholds are set from, and most. The record has room for the most, so that a checkpoint loads
 whatever `calibrate_steps` is."""
@@ -126,7 +128,7 @@ class Alignment:
     """One rank's gradient alignment control: a `Stabilizer`. Holds one copy of the gradient, in fp32.
 
     A parameter without a gradient counts as one whose gradient is 0. So does the gradient before the first; the cosine
-    with a gradient of 0 is 0.
+    with a gradient of 0, or shorter than `SMALLEST`, is 0.
     """
 
     def __init__(self, config: GAC, shapes: Mapping[str, Tensor]) -> None:
@@ -278,6 +280,7 @@ def _products(updates: Updates) -> Tensor:
 
 
 def _cosine(product: float, square: float, other_square: float) -> float:
-    """Of two vectors, by their products; 0 if one of them is 0."""
-    length = sqrt(square) * sqrt(other_square)
-    return max(-1.0, min(1.0, product / length)) if length else 0.0
+    """Of two vectors, by their products; 0 if one of them is as good as 0."""
+    if min(square, other_square) < SMALLEST**2:
+        return 0.0
+    return max(-1.0, min(1.0, product / (sqrt(square) * sqrt(other_square))))

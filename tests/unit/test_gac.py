@@ -10,7 +10,7 @@ from math import sqrt
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -158,10 +158,18 @@ def test_identical_gradients_with_nothing_safe_are_projected_to_nothing() -> Non
     assert steered.metrics["gac/cosine_after"] == 0
 
 
+def test_a_gradient_that_is_as_good_as_nothing_has_no_direction() -> None:
+    stabilizer = started(GAC(enabled=True, c_low=0.0, c_high=1.0), {"w": torch.zeros(2)})
+    steer(stabilizer, 0.0, 1e-44)
+    gradient, steered = steer(stabilizer, 0.0, 1.0)
+    assert (gradient, steered.metrics["gac/cosine"]) == ([0.0, 1.0], 0)
+
+
 vectors = st.lists(st.floats(-10, 10, width=32), min_size=4, max_size=4).map(torch.tensor)
 
 
 @settings(deadline=None)
+@example(torch.tensor([0.0, 0.0, 0.0, 8.4e-45]), torch.tensor([0.0, 0.0, 0.0, 1.0]), 0.0, 1.0)
 @given(vectors, vectors, st.floats(0.0, 0.9), st.sampled_from([1e-6, 1.0, 1e6]))
 def test_what_is_left_is_the_orthogonal_part_and_c_low_of_the_length_whatever_the_scale(
     before: Tensor, now: Tensor, c_low: float, scale: float
