@@ -12,8 +12,7 @@ publisher of a run. Every figure is the median of repeats; every row follows one
 `all_readers_ms`   until a reader on every node, asking all the while, has the tensors.
 `changed`          share of the tensors that differ from the version before: all, or 1 %; `sent_share` is that of the
                    bytes that travelled.
-`is_first`         where a version and the one that comes do not fit this machine's memory at every node, nothing was
-                   there before, on a fresh cluster for each repeat; and there is no row for 1 %.
+`left_out`         rows for which this machine has no memory: a version and the one that comes, at every node.
 
 `stall_over_memcpy` of the whole is the worst row at 270 MB and above; `flatness` is, for each size, the largest stall
 over the smallest, over the number of relays. All nodes are on this one machine: they share its cores and its memory's
@@ -167,7 +166,8 @@ def main() -> None:
     sizes = (arguments.megabytes * MEGABYTE,) if arguments.megabytes else sizes
     numbers = (arguments.relays,) if arguments.relays else NUM_RELAYS
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    rows = [row for size in sizes for n in numbers for row in measured(size, n, arguments.repeats)]
+    asked = [(size, n) for size in sizes for n in numbers]
+    rows = [row for size, n in asked if fits(size, n) for row in measured(size, n, arguments.repeats)]
     full = [row for row in rows if row["changed"] == 1.0]
     print_result(
         {
@@ -175,17 +175,20 @@ def main() -> None:
                 (row["stall_over_memcpy"]["median"] for row in full if row["megabytes"] * MEGABYTE >= WORST_FROM),
                 default=None,
             ),
-            "flatness": {size // MEGABYTE: _flatness(full, size // MEGABYTE) for size in sizes},
+            "flatness": {megabytes: _flatness(full, megabytes) for megabytes in {row["megabytes"] for row in full}},
+            "left_out": [f"{size // MEGABYTE} MB, {n} relays" for size, n in asked if not fits(size, n)],
             "rows": rows,
         }
     )
 
 
+def fits(num_bytes: int, num_relays: int) -> bool:
+    """Has this machine the memory for so many nodes?"""
+    return 2 * num_relays * num_bytes <= ROOM * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def measured(num_bytes: int, num_relays: int, repeats: int) -> list[dict]:
-    """Two rows, everything changed and 1 %; or one of first publishes, where the machine has no memory for more."""
-    if 2 * num_relays * num_bytes > ROOM * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
-        firsts = [_on_cluster(num_bytes, num_relays, lambda tier: _publishes(tier, (1.0,))) for _ in range(repeats)]
-        return [_row(num_bytes, num_relays, 1.0, [publish for (publish,) in firsts], is_first=True)]
+    """Two rows: everything changed, and 1 %."""
     schedule = [changed for changed in (1.0, 0.01) for _ in range(repeats)]
     # The first one stores what the others replace.
     _, *publishes = _on_cluster(num_bytes, num_relays, lambda tier: _publishes(tier, [1.0, *schedule]))
@@ -224,12 +227,9 @@ async def _publishes(tier: Tier, schedule: Sequence[float]) -> list[dict[str, fl
     return publishes
 
 
-def _row(
-    num_bytes: int, num_relays: int, changed: float, publishes: Sequence[dict[str, float]], *, is_first: bool = False
-) -> dict:
+def _row(num_bytes: int, num_relays: int, changed: float, publishes: Sequence[dict[str, float]]) -> dict:
     figures = {name: spread([round(publish[name], 4) for publish in publishes]) for name in publishes[0]}
-    where = {"megabytes": num_bytes // MEGABYTE, "relays": num_relays, "changed": changed, "is_first": is_first}
-    return {**where, **figures}
+    return {"megabytes": num_bytes // MEGABYTE, "relays": num_relays, "changed": changed, **figures}
 
 
 def _flatness(rows: Sequence[dict], megabytes: int) -> float:
