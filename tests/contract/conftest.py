@@ -1,4 +1,4 @@
-"""The fixture of the engine contract."""
+"""The fixtures of the engine contract, and of the training contract."""
 
 from __future__ import annotations
 
@@ -10,9 +10,25 @@ from tests.contract.engines import (
     ALL,
     Kit,
 )
+from tests.models import save_model, tiny_qwen3
+from tests.training import TwoRanks
 
 
 @pytest.fixture(scope="session", params=ALL)
 def kit(request: pytest.FixtureRequest) -> Iterator[Kit]:
     yield request.param
     request.param.end()
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model to train."""
+    return save_model(tmp_path_factory.mktemp("qwen3"), tiny_qwen3())
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoRanks]:
+    """Two processes that have joined each other."""
+    ranks = TwoRanks(tmp_path_factory.mktemp("rendezvous"))
+    yield ranks
+    ranks.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -58,18 +58,6 @@ class Nan(Valued):
 class Aimless(Valued):
     def shape(self, inputs: LossInputs) -> Shaped:
         return Shaped(inputs.advantages_N)
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("qwen3"), tiny_qwen3())
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoRanks]:
-    ranks = TwoRanks(tmp_path_factory.mktemp("rendezvous"))
-    yield ranks
-    ranks.close()
 
 
 def step_of(ranks: Ranks, algorithm: Valued, num_updates: int = 1, max_tokens: int = 40) -> tuple[RankPlan, StepData]:

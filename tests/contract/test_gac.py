@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,25 +14,12 @@ from algorithms.gac import GAC, Regime
 from rlsys.errors import CheckpointError
 from rlsys.events import undocumented
 from rlsys.stabilizer import CHUNK
-from tests.models import save_model, tiny_qwen3
 from tests.training import PLAIN, SETTINGS, TwoRanks, data_of, differing, everything_in, planned
 from workers.train.fsdp import FsdpBackend
 from workers.train.optim import squared_norm
 from workers.train.ranks import Ranks
 
 ON = GAC(enabled=True, c_low=0.01, c_high=1.0, update_every=1)
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("qwen3"), tiny_qwen3())
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoRanks]:
-    ranks = TwoRanks(tmp_path_factory.mktemp("rendezvous"))
-    yield ranks
-    ranks.close()
 
 
 def large_gradients(step: int) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -78,18 +78,6 @@ def do(job: Job, ranks: Ranks) -> Outcome:
 
 def on_one_rank(job: Job) -> Outcome:
     return do(job, Ranks())
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("qwen3"), tiny_qwen3())
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoRanks]:
-    ranks = TwoRanks(tmp_path_factory.mktemp("rendezvous"))
-    yield ranks
-    ranks.close()
 
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from rlsys.errors import CheckpointError, TrainingError
 from rlsys.stabilizer import Steered, Updates
-from tests.models import save_model, tiny_qwen3
 from tests.training import PLAIN, SETTINGS, TwoRanks, data_of, differing, everything_in, planned
 from workers.train.fsdp import FsdpBackend
 from workers.train.optim import CPU_PIECE, AdamUpdates, adamw
@@ -112,18 +111,6 @@ class Remember(Quiet):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         for name, tensor in self.state_dict().items():
             tensor.copy_(state[name])
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("qwen3"), tiny_qwen3())
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoRanks]:
-    ranks = TwoRanks(tmp_path_factory.mktemp("rendezvous"))
-    yield ranks
-    ranks.close()
 
 
 def backend_of(model_path: str, ranks: Ranks) -> FsdpBackend:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from rlsys.batch.plan import BatchPlan
 from rlsys.batch.tensors import StepData
 from rlsys.errors import TrainingError
 from rlsys.types import PolicyVersion
-from tests.models import save_model, tiny_qwen3
+from tests.models import tiny_qwen3
 from tests.training import (
     PLAIN,
     SETTINGS,
@@ -69,18 +68,6 @@ class Paired(Surrogate):
     def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
         output = super().loss(logprobs_N, batch)
         return replace(output, metrics_N={"mismatched": batch.columns_N[Signal.POLICY_MISMATCHED]})
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("qwen3"), tiny_qwen3())
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoRanks]:
-    ranks = TwoRanks(tmp_path_factory.mktemp("rendezvous"))
-    yield ranks
-    ranks.close()
 
 
 def trained(
