@@ -56,9 +56,14 @@ class Command:
         stdout, stderr = self._process.communicate(timeout=DEADLINE_S)
         return Ended(self._process.returncode, stdout, stderr)
 
-    def press(self, number: signal.Signals) -> None:
-        """Send a signal to every process of the group, as a terminal does."""
-        os.killpg(self._process.pid, number)
+    def interrupt(self) -> None:
+        """Ctrl-C: every process of the group gets it, as from a terminal."""
+        os.killpg(self._process.pid, signal.SIGINT)
+
+    def terminate(self) -> None:
+        """SIGTERM to the command alone, as from `kill`, Docker and Kubernetes. The processes of a local Ray cluster
+        end at once when they get it too, and no step can be finished then."""
+        os.kill(self._process.pid, signal.SIGTERM)
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
         """Return once it is so, while the command runs."""

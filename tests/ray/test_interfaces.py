@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,12 +48,12 @@ class Job:
         assert latest is not None
         return int(latest.name.removeprefix("step_"))
 
-    def interrupted(self, number: signal.Signals, *keys: str) -> Ended:
-        """Train, and press `number` once a step is done."""
+    def interrupted(self, how: Callable[[Command], None], *keys: str) -> Ended:
+        """Train, and end it once a step is done."""
         before = len(self.steps)
         with self.train(ENDLESS, "checkpoint.every=0", *keys) as command:
             command.wait_until(lambda: len(self.steps) > before)
-            command.press(number)
+            how(command)
             return command.end()
 
 
@@ -80,9 +79,9 @@ class History:
 @pytest.fixture(scope="module")
 def history(model_path: Path, data_path: Path, tmp_path_factory: pytest.TempPathFactory) -> History:
     job = job_in(tmp_path_factory.mktemp("runs"), model_path, data_path)
-    by_ctrl_c = job.interrupted(signal.SIGINT)
+    by_ctrl_c = job.interrupted(Command.interrupt)
     first = job.saved
-    terminated = job.interrupted(signal.SIGTERM, "run.resume=must")
+    terminated = job.interrupted(Command.terminate, "run.resume=must")
     second = job.saved
     with job.train(second + 2, "run.resume=must", "--json") as command:
         finished = command.end()
@@ -147,8 +146,8 @@ def test_ctrl_c_twice_exits_at_once_and_leaves_no_process(model_path: Path, data
     job = job_in(tmp_path, model_path, data_path)
     with job.train(ENDLESS, "train.groups_per_step=64", "rollout.max_new_tokens=48") as command:
         command.wait_until(lambda: bool(job.steps))
-        command.press(signal.SIGINT)
-        command.press(signal.SIGINT)
+        command.interrupt()
+        command.interrupt()
         assert command.end().code == 130
         wait_until(lambda: not command.processes())
 
