@@ -19,8 +19,7 @@ class DAPO(GRPO):
     Dynamic sampling: a group whose rewards are all equal, agent by agent, teaches nothing; it is dropped, and another
     one is rolled out in its place.
 
-    With the default `tis` and one update per step the clip is idle, as r is 1: it acts with `train.updates_per_step`
-    above 1 (the paper: 16), with `proximal: interpolated`, or against the sampler with `correction: none`.
+    The paper takes 16 updates per step (`train.updates_per_step`), its ratio being against the policy before the first.
     """
 
     max_length: NonNegativeInt = 0

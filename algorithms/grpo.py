@@ -17,8 +17,8 @@ class GRPO(ClippedPolicyGradient):
 
     A = (R - mean) / (std + 1e-6) over the group, std unbiased; `over: sequences` is the original paper's mean.
 
-    With one update per step, the default's gradient is min(rho, cap) A ∇log pi, rho being the importance ratio of the
-    token: AIPO (arXiv:2505.24034). Its clip acts only with several updates.
+    With one update per step and `correction: tis` its gradient is min(rho, cap) A ∇log pi, rho being the importance
+    ratio of the token: AIPO (arXiv:2505.24034). The clip then acts only with several updates.
     """
 
     std_normalize: bool = True

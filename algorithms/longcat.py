@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from algorithms.corrections import Corrections, Tis
 from algorithms.fields import RULES
 from algorithms.grpo import GRPO
 
@@ -23,6 +24,7 @@ class LongCat(GRPO):
     `train.updates_per_step` above 1 or `proximal: interpolated`. With `correction: none` r is against the sampler.
     """
 
+    correction: Corrections = (Tis(),)
     dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
     mask_truncated: bool = True
     over: Literal["tokens", "sequences", "budget", "agents"] = "budget"

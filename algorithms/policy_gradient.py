@@ -67,8 +67,8 @@ class PolicyGradient(Algorithm):
     """What makes up for tokens sampled elsewhere than from the policy the step starts from: by older weights, or by an
     engine that computes differently. One or several of `tis`, `sequence_tis` and `icepop`, which weight by the
     importance ratio and of which there can be one, and `geometric`, `sequence_mis`, `token_mis` and `off_policy_mask`,
-    which leave out; each also as a section with its bounds, `{type: tis, cap: 5}`. `none`: the loss's own ratio is
-    against the sampler."""
+    which leave out; each also as a section with its bounds, `{type: tis, cap: 5}`. `none`, the default of a loss that
+    clips: its own ratio is against the sampler."""
     mask_truncated: bool = False
     """Leave trajectories that were cut by length out of the loss; they still count in the baseline."""
     over: Literal["tokens", "sequences", "budget", "agents"] = "tokens"
@@ -182,10 +182,12 @@ class PolicyGradient(Algorithm):
 class ClippedPolicyGradient(PolicyGradient):
     """The family with PPO's clipped surrogate (arXiv:1707.06347, eq. 7).
 
-    With a weight among its corrections it is decoupled PPO (arXiv:2110.00641; AReaL, arXiv:2505.24298, eq. 5):
-    -rho · min(u A, clip(u) A) with u against the proximal policy.
+    By default its ratio is against the sampler, so that the clip bounds what an old token can do. With a weight among
+    its corrections it is decoupled PPO (arXiv:2110.00641; AReaL, arXiv:2505.24298, eq. 5): -rho · min(u A, clip(u) A)
+    with u against the proximal policy.
     """
 
+    correction: Corrections = ()
     clip_low: ShareBelowOne = 0.2
     """A token's probability ratio may fall to 1 - this before its gradient stops. At least 0, less than 1. With a
     weight among `correction` the ratio is against the policy the step starts from, so that with one update per step it

@@ -1,6 +1,6 @@
 """What asynchrony buys, and what it costs: the same samples at several bounds of staleness, on real workers.
 
-    python -m benchmarks.async_vs_sync [--quick] [--steps 40] [--bounds 0 1 2 4] [--correction tis]
+    python -m benchmarks.async_vs_sync [--quick] [--steps 40] [--bounds 0 1 2 4] [--correction none]
 
 The tiny sorter with tools that take 50 to 500 ms a turn and episodes of 1 to 12 turns (`benchmarks.slow_tools`), one
 replica, weights changed in flight, because an episode lasts longer than a step; `max_staleness` 0, 1, 2 and 4 in
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one seed and 20 steps")
     parser.add_argument("--steps", type=int, default=40, help="of each run; its learning rate decays over all of them")
     parser.add_argument("--bounds", type=int, nargs="+", default=BOUNDS, help="max_staleness; 0 is compared against")
-    parser.add_argument("--correction", default="tis", help="algorithm.correction")
+    parser.add_argument("--correction", default="none", help="algorithm.correction")
     arguments = parser.parse_args()
     seeds, steps = (range(1), 20) if arguments.quick else (range(3), arguments.steps)
     bounds = sorted({0, *arguments.bounds})

@@ -20,8 +20,8 @@ from rlsys.algorithm import LossInputs, LossOutput
 if TYPE_CHECKING:
     from torch import Tensor
 
-DEFAULT = "tis"
-"""GRPO as it comes."""
+DEFAULT = "none"
+"""GRPO as it comes: no correction, because its ratio, clipped, is against the sampler."""
 BLIND = "age ignored"
 
 
@@ -36,7 +36,7 @@ class Blind(GRPO):
 
 ALGORITHMS: Mapping[str, PolicyGradient] = {
     DEFAULT: GRPO(),
-    "none": GRPO(correction=()),
+    "tis": GRPO(correction=(Tis(),)),
     "sequence_tis": GRPO(correction=(SequenceTis(),)),
     "geometric .8 to 1.25, tis": GRPO(correction=(Geometric(low=0.8, high=1.25), Tis())),
     "cispo": CISPO(),

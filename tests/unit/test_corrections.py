@@ -147,7 +147,8 @@ def test_the_older_a_token_the_more_of_its_drift_is_weighted() -> None:
 
 def test_a_fresh_token_is_clipped_against_the_sampler_if_interpolated() -> None:
     batch = tokens([-1.0 - math.log(4)], [1.0], proximal=[-1.0], staleness=[0])
-    assert loss_of(GRPO(proximal="interpolated"), [-1.0], batch) == ([-1.28], [0.0])
+    algorithm = GRPO(proximal="interpolated", correction=(Tis(),))
+    assert loss_of(algorithm, [-1.0], batch) == ([-1.28], [0.0])
     with pytest.raises(ValueError, match="interpolated acts only with a weight"):
         GRPO(proximal="interpolated", correction=())
 

@@ -209,9 +209,9 @@ def test_dual_clip_closes_the_case_that_the_clip_leaves_open() -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(rho=st.floats(0.01, 20), advantage=st.floats(-3, 3), clip=st.floats(0, 0.9))
-def test_with_one_update_the_default_is_aipo_whatever_its_clip(rho: float, advantage: float, clip: float) -> None:
+def test_with_one_update_and_tis_it_is_aipo_whatever_its_clip(rho: float, advantage: float, clip: float) -> None:
     batch = tokens([-2.0], [advantage], proximal=[-2.0 + math.log(rho)])
-    algorithm = GRPO(clip_low=clip, clip_high=clip)
+    algorithm = GRPO(correction=(Tis(),), clip_low=clip, clip_high=clip)
     assert loss_of(algorithm, [-2.0 + math.log(rho)], batch)[1][0] == pytest.approx(-min(rho, 2.0) * advantage)
     metrics_N = algorithm.loss(column([-2.0 + math.log(rho)]), batch).metrics_N
     assert metrics_N["policy/ratio_mean"].item() == 1.0
