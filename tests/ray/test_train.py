@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -158,6 +159,28 @@ def test_a_kl_term_starts_a_reference_and_is_zero_before_the_first_step(model_pa
     kl = [row["policy/kl_ref"] for row in rows_of(config.run_dir, "metrics.jsonl")]
     assert kl[0] == pytest.approx(0.0, abs=1e-9)
     assert kl[-1] > 0
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "measured"), [("ppo", "critic/explained_variance"), ("kto", "kto/z0")], ids=["ppo", "kto"]
+)
+def test_with_a_critic_or_pairs_it_trains_and_resumes_bit_for_bit_too(
+    algorithm, measured, model_path, data_path, tmp_path
+):
+    def run(name: str, *overrides: str) -> Path:
+        keys = [f"run.name={name}", "run.steps=3", f"algorithm.type={algorithm}", *overrides]
+        config = config_of(model_path, data_path, tmp_path, keys)
+        train(config, progress=False)
+        return config.run_dir
+
+    whole = run("whole")
+    rows = rows_of(whole, "metrics.jsonl")
+    assert all(math.isfinite(row[measured]) for row in rows)
+    assert undocumented(name for row in rows for name in row if name != "time_s") == []
+    shutil.copytree(whole / "checkpoints" / "step_000002", tmp_path / "cut" / "checkpoints" / "step_000002")
+    cut = run("cut", "run.resume=must")
+    assert are_equal(weights_of(cut), weights_of(whole))
+    assert rows_of(cut, "metrics.jsonl")[-1][measured] == rows[-1][measured]
 
 
 def test_the_driver_never_deserialises_a_payload(model_path, data_path, tmp_path):
