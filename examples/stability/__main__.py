@@ -2,7 +2,7 @@
 
     python -m examples.stability                the grid: 90 runs of about 15 CPU-seconds
     python -m examples.stability --corrections  eight ways to account for age at staleness 0, 4 and 16: 72 such runs
-    python -m examples.stability --search       54 such runs, 26 of 2 CPU-minutes; then the winners, on two seeds that
+    python -m examples.stability --search       54 such runs, 10 of 2 CPU-minutes; then the winners, on two seeds that
                                                 had no part in choosing them: 28 and 28
     python -m examples.stability --quick        a few short runs, to see that all of it works
 

@@ -161,6 +161,7 @@ def test_a_kl_term_starts_a_reference_and_is_zero_before_the_first_step(model_pa
     assert kl[-1] > 0
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("algorithm", "measured"), [("ppo", "critic/explained_variance"), ("kto", "kto/z0")], ids=["ppo", "kto"]
 )
