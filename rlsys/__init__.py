@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rlsys.algorithm import Aggregation, Algorithm, Assigned, LossInputs, LossOutput, Settled, Shaped, Signal
     from rlsys.config import Config
-    from rlsys.errors import RlsysError
+    from rlsys.environment import Environment, Step
+    from rlsys.errors import RlsysError, ToolError
     from rlsys.launch import TrainResult, evaluate, export, train
     from rlsys.stabilizer import Stabilizer, StabilizerPlugin, Steered
+    from rlsys.tools import Tool, Toolbox, tool
     from rlsys.workflow import Agent, Session, Workflow
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "Algorithm",
     "Assigned",
     "Config",
+    "Environment",
     "LossInputs",
     "LossOutput",
     "RlsysError",
@@ -36,10 +39,15 @@ __all__ = [
     "Stabilizer",
     "StabilizerPlugin",
     "Steered",
+    "Step",
+    "Tool",
+    "ToolError",
+    "Toolbox",
     "TrainResult",
     "Workflow",
     "evaluate",
     "export",
+    "tool",
     "train",
 ]
 
@@ -55,9 +63,11 @@ _HOMES = {
         "Signal",
     ),
     "rlsys.config": ("Config",),
-    "rlsys.errors": ("RlsysError",),
+    "rlsys.environment": ("Environment", "Step"),
+    "rlsys.errors": ("RlsysError", "ToolError"),
     "rlsys.launch": ("TrainResult", "evaluate", "export", "train"),
     "rlsys.stabilizer": ("Stabilizer", "StabilizerPlugin", "Steered"),
+    "rlsys.tools": ("Tool", "Toolbox", "tool"),
     "rlsys.workflow": ("Agent", "Session", "Workflow"),
 }
 

@@ -79,6 +79,15 @@ class WorkflowError(WorkerError):
     """The user's workflow, or code it called, raised. A bug to fix, not a failure to retry."""
 
 
+class ToolError(RlsysError):
+    """A tool or an environment cannot go on, for a reason that is not the policy's (its server is gone, for instance).
+    The episode fails, and is left out of training; others go on. For users' tools and environments too."""
+
+
+class SandboxError(RlsysError):
+    """A program cannot be run in the guards asked for on this machine: nothing was run. A setting to change."""
+
+
 class TaskTooLong(WorkerError):
     """A prompt does not fit the limit. The task is dropped and counted."""
 

@@ -101,7 +101,8 @@ def read_groups(path: Path) -> list[GroupRecord]:
 
 def _judged(episode: Episode, meta: EpisodeMeta) -> Episode:
     pairs = zip(episode.trajectories, meta.trajectories, strict=True)
-    return Episode(tuple(replace(t, reward=m.reward, outcome=m.outcome) for t, m in pairs))
+    judged = tuple(replace(t, reward=m.reward, outcome=m.outcome) for t, m in pairs)
+    return replace(episode, trajectories=judged)
 
 
 def _write(path: Path, records: Iterable[object]) -> None:
@@ -137,7 +138,7 @@ def _task(f: _Fields) -> Task:
 
 
 def _episode(f: _Fields) -> Episode:
-    return Episode(_all(_trajectory, f["trajectories"]))
+    return Episode(**{**f, "trajectories": _all(_trajectory, f["trajectories"])})
 
 
 def _trajectory(f: _Fields) -> Trajectory:
@@ -170,7 +171,9 @@ def _group(f: _Fields) -> Group:
 
 
 def _episode_meta(f: _Fields) -> EpisodeMeta:
-    return EpisodeMeta(_all(_trajectory_meta, f["trajectories"]))
+    """orjson writes what a cached property holds as well, and files of older versions lack the counts."""
+    trajectories = _all(_trajectory_meta, f["trajectories"])
+    return EpisodeMeta(trajectories, f.get("num_tool_calls", 0), f.get("num_sequential", 0))
 
 
 def _trajectory_meta(f: _Fields) -> TrajectoryMeta:

@@ -19,9 +19,15 @@ def group_seed(run_seed: int, serial: int) -> int:
     return _mixed(b"group", run_seed, serial)
 
 
-def request_seed(group_seed: int, episode: int, turn_key: int) -> int:
-    """The seed of one policy call: `turn_key` tells the calls of one episode apart."""
-    return _mixed(b"request", group_seed, episode, turn_key)
+def request_seed(group_seed: int, episode: int, number: int, *path: int) -> int:
+    """The seed of the n-th policy call of one agent of an episode; `path` is the agent's, see `Agent.path`."""
+    return _mixed(b"request", group_seed, episode, number, *path)
+
+
+def environment_seed(group_seed: int, number: int, *path: int) -> int:
+    """The seed of the n-th environment that an agent enters: the same for all episodes of a group, which are
+    compared. `path` is the agent's, see `Agent.path`."""
+    return _mixed(b"world", group_seed, number, *path)
 
 
 def continuation_seed(request_seed: int, position: int) -> int:

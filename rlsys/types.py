@@ -17,9 +17,12 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from math import isfinite
-from typing import Literal, TypeAlias, TypedDict
+from typing import Literal, NotRequired, TypeAlias, TypedDict
 
 Json: TypeAlias = "str | int | float | bool | None | list[Json] | dict[str, Json]"
+
+POLICY = "policy"
+"""Name of the policy in a run that has one."""
 
 PolicyVersion: TypeAlias = int
 """Optimizer steps behind a set of weights. Only grows; starts at the resumed value."""
@@ -33,6 +36,11 @@ class Message(TypedDict):
 
     role: str
     content: str
+    tool_calls: NotRequired[list[Json]]
+    """Of an assistant's message that somebody else wrote; what a policy says here stays text, in `content`."""
+    tool_call_id: NotRequired[str]
+    """Of a message of role `tool`: the call that it answers."""
+    name: NotRequired[str]
 
 
 Prompt: TypeAlias = "str | tuple[Message, ...]"
@@ -64,6 +72,12 @@ class Assignment:
     """Version the permit was released at: no token may be sampled from older weights."""
     seed: int
     """Sampling seed of the group; same seed and weights, same tokens, whatever replica runs it."""
+    versions: Mapping[str, PolicyVersion] = field(default_factory=dict)
+    """In a run of several policies: of each trained one by name, what `version` is for it."""
+
+    def version_of(self, policy: str) -> PolicyVersion:
+        """The version that no token of this policy may be older than."""
+        return self.versions.get(policy, self.version)
 
 
 @dataclass(frozen=True)
@@ -143,6 +157,8 @@ class Trajectory:
     """What the workflow assigned; None leaves it to the reward worker."""
     parent: int | None = None
     """Index of the trajectory that spawned this one; None for the root."""
+    policy: str = POLICY
+    """Name of the policy that spoke."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +166,11 @@ class Episode:
     """All trajectories of one session: a tree with the lead at index 0."""
 
     trajectories: tuple[Trajectory, ...]
+    num_tool_calls: int = 0
+    """Calls of tools, of all its agents."""
+    num_sequential: int = 0
+    """Sampled tokens on its longest chain, in which each had to wait for the one before: what its time depends on where
+    agents that run side by side have engines enough."""
 
 
 # ----------------------------------------------------------------------------------------------------------- metadata
@@ -204,6 +225,8 @@ class TrajectoryMeta:
     samples: tuple[SampleMeta, ...]
     parts: Mapping[str, float] = field(default_factory=dict)
     """`Score.parts` of the judgement; empty where the workflow gave the reward."""
+    policy: str = POLICY
+    """Name of the policy that spoke."""
 
 
 @dataclass(frozen=True)
@@ -211,10 +234,13 @@ class EpisodeMeta:
     """What the driver knows of an Episode."""
 
     trajectories: tuple[TrajectoryMeta, ...]
+    num_tool_calls: int = 0
+    num_sequential: int = 0
 
     @cached_property
     def is_failed(self) -> bool:
-        return any(t.outcome.is_failed for t in self.trajectories)
+        """Did its root fail? A failed subagent is left out by itself, and the rest of the episode is used."""
+        return self.trajectories[0].outcome.is_failed
 
 
 @dataclass(frozen=True)
@@ -249,6 +275,8 @@ class Group:
     """Reference to `tuple[Episode, ...]`."""
     columns: Mapping[str, Ref] = field(default_factory=dict)
     """Signal name -> reference to the extra per-token column (one tuple of floats per sample, in sample order)."""
+    policy: str = POLICY
+    """Name of the policy that is trained on it; `versions` and `weights` are of this policy alone."""
 
     @property
     def oldest_version(self) -> PolicyVersion:
@@ -262,8 +290,10 @@ class Group:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all samples, prompts included, over all episodes: what one pass over the group has to read."""
-        samples = (s for e in self.episodes for t in e.trajectories for s in t.samples)
+        """Tokens of all samples of its policy, prompts included, over all episodes: what one pass over the group has to
+        read."""
+        own = (t for e in self.episodes for t in e.trajectories if t.policy == self.policy)
+        samples = (s for t in own for s in t.samples)
         return sum(s.num_prompt + s.num_completion for s in samples)
 
     @property
@@ -272,11 +302,17 @@ class Group:
         return sum(not e.is_failed for e in self.episodes)
 
     def trajectories(self) -> Iterator[tuple[tuple[int, int], TrajectoryMeta]]:
-        """Every trajectory of every episode that did not fail, with its (episode, trajectory) index."""
+        """What the policy of this group said: every trajectory of it that did not fail of every episode that did not,
+        with its (episode, trajectory) index."""
+        return (found for found in self.everyone() if found[1].policy == self.policy)
+
+    def everyone(self) -> Iterator[tuple[tuple[int, int], TrajectoryMeta]]:
+        """The same of all policies: whom an agent may be compared with, and its root, who may be another policy's."""
         for e, episode in enumerate(self.episodes):
             if not episode.is_failed:
                 for t, trajectory in enumerate(episode.trajectories):
-                    yield (e, t), trajectory
+                    if not trajectory.outcome.is_failed:
+                        yield (e, t), trajectory
 
     def with_scores(self, scores: tuple[Score, ...]) -> Group:
         """This group with one score per episode written into its root trajectory (and its failures marked)."""
@@ -302,7 +338,7 @@ def _scored(episode: EpisodeMeta, score: Score) -> EpisodeMeta:
         root = replace(root, outcome=failed(score.failure))
     else:
         root = replace(root, reward=score.value, parts=score.parts)
-    return EpisodeMeta(tuple(map(_finite, (root, *others))))
+    return replace(episode, trajectories=tuple(map(_finite, (root, *others))))
 
 
 def _finite(trajectory: TrajectoryMeta) -> TrajectoryMeta:

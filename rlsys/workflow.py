@@ -1,156 +1,78 @@
 """The workflow door: who speaks when on a task, in ordinary async Python.
 
-A workflow's author sees messages and text, never a token, a mask, a logprob or a version, and cannot forget to record
-one:
-`Agent.chat` is the only road to the policy, and it records every turn.
-
+    @dataclass(frozen=True, kw_only=True)
     class Retry(Workflow):
+        times: int = 2
+
         async def run(self, session: Session) -> None:
             solver = session.agent("solver")
             answer = await solver.chat(session.task.prompt)
-            if "?" in answer:
-                await solver.chat("Decide.")
+            for _ in range(self.times):
+                if "?" in answer:
+                    answer = await solver.chat("Decide.")
+
+Its fields are its configuration, `rollout.workflow: {type: my.module:Retry, times: 3}`. Authors see messages and text;
+`Agent` (rlsys/agent.py) records tokens, logprobs and versions.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from importlib import import_module
-from typing import Protocol, TypeAlias
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from rlsys.errors import ConfigError, TaskTooLong
-from rlsys.seeds import request_seed
-from rlsys.types import OK, TRUNCATED, Episode, Message, Prompt, Task, Trajectory, Turn, failed
+from pydantic import PositiveInt
 
+from rlsys import session as sessions
+from rlsys.errors import RlsysError, WorkflowError, first_of
+from rlsys.session import (
+    Agent,
+    AgentStopped,
+    Budget,
+    BudgetSpent,
+    ContextFull,
+    Policy,
+    Reply,
+    Session,
+    settled_episode,
+)
+from rlsys.types import POLICY, Episode, Task
 
-class ContextFull(Exception):
-    """A conversation outgrew `data.max_prompt_tokens`. Ends the episode where it stands; what was said is trained."""
+__all__ = [
+    "POLICY",
+    "Agent",
+    "AgentStopped",
+    "Budget",
+    "BudgetSpent",
+    "ContextFull",
+    "Policy",
+    "Reply",
+    "Session",
+    "SingleTurn",
+    "Workflow",
+    "play",
+]
 
-
-class Policy(Protocol):
-    """The one seam between a session and an engine."""
-
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids of plain text, or of messages in the chat template with the assistant's turn opened."""
-        ...
-
-    def extend(self, ids: tuple[int, ...], said: tuple[Message, ...], new: tuple[Message, ...]) -> tuple[int, ...]:
-        """Prompt ids of the next turn. `ids` are the tokens of `said`, whose last message is the policy's own.
-
-        Starts with `ids` wherever the chat template allows, so that nothing the policy said is tokenized again.
-        """
-        ...
-
-    async def sample(self, prompt_ids: tuple[int, ...], seed: int) -> Turn:
-        """One completion, with its logprobs and versions."""
-        ...
-
-    async def recite(self, prompt_ids: tuple[int, ...], reply: str) -> Turn:
-        """A completion that is given, with the logprobs that its tokens have now, and the version these are of."""
-        ...
-
-
-Speaks: TypeAlias = "Callable[[tuple[int, ...]], Awaitable[Turn]]"
-"""From the prompt ids of a turn to the turn."""
+_SHOWN_MESSAGES = 20
+"""Of the transcript, in the report of a bug."""
 
 
-@dataclass
-class Agent:
-    """A named speaker in a session. Made by `Session.agent`."""
-
-    name: str
-    index: int
-    parent: int | None
-    _session: Session
-    _said: tuple[Message, ...] = ()
-    _ids: tuple[int, ...] = ()
-    turns: list[Turn] = field(default_factory=list)
-    reward: float | None = None
-    is_full: bool = False
-    """Did a later turn no longer fit the context? The trajectory is then truncated."""
-
-    async def chat(self, prompt: Prompt) -> str:
-        """Say `prompt` (text, or messages) after all that was said so far; returns the policy's reply.
-
-        Raises `ContextFull` if the conversation no longer fits; the episode then ends, truncated, unless it is caught.
-        """
-        return await self._exchange(prompt, self._sampled)
-
-    async def recite(self, prompt: Prompt, reply: str) -> None:
-        """The same with a reply that is given: it is recorded as the policy's own, and nothing is sampled."""
-        await self._exchange(prompt, lambda prompt_ids: self._session.policy.recite(prompt_ids, reply))
-
-    async def _exchange(self, prompt: Prompt, speak: Speaks) -> str:
-        policy = self._session.policy
-        if isinstance(prompt, str) and not self._said:
-            return (await self._turn(self._ids + policy.encode(prompt), speak)).text
-        if self.turns and not self._said:
-            raise ValueError(f"agent {self.name!r} began with plain text and cannot go on with messages")
-        new: tuple[Message, ...] = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
-        said = (*self._said, *new)
-        ids = policy.extend(self._ids, self._said, new) if self.turns else policy.encode(said)
-        turn = await self._turn(ids, speak)
-        self._said = (*said, Message(role="assistant", content=turn.text))
-        return turn.text
-
-    async def _turn(self, prompt_ids: tuple[int, ...], speak: Speaks) -> Turn:
-        try:
-            turn = await speak(prompt_ids)
-        except TaskTooLong as error:
-            if not self.turns:
-                raise
-            self.is_full = True
-            raise ContextFull(f"{self.name}, turn {len(self.turns) + 1}: {error}") from None
-        self.turns.append(turn)
-        self._ids = prompt_ids + turn.output_ids
-        return turn
-
-    async def _sampled(self, prompt_ids: tuple[int, ...]) -> Turn:
-        session, key = self._session, self.index << 20 | len(self.turns)
-        return await session.policy.sample(prompt_ids, request_seed(session.seed, session.episode_index, key))
-
-    def trajectory(self) -> Trajectory:
-        """All this agent said, for training. With a reward that is not a finite number it failed."""
-        cut = self.is_full or (bool(self.turns) and self.turns[-1].finish == "length")
-        outcome = TRUNCATED if cut else OK
-        if self.reward is not None and not math.isfinite(self.reward):
-            outcome = failed(f"the workflow gave agent {self.name!r} the reward {self.reward}")
-        return Trajectory(self.name, tuple(self.turns), outcome, self.reward, self.parent)
-
-
-@dataclass
-class Session:
-    """One live run of a workflow on a task: hands out agents and records everything."""
-
-    task: Task
-    policy: Policy
-    seed: int
-    """Sampling seed of the group."""
-    episode_index: int
-    agents: list[Agent] = field(default_factory=list)
-
-    def agent(self, name: str, *, system: str | None = None, parent: Agent | None = None) -> Agent:
-        """A new speaker with a context of its own, opened by the system message if one is given."""
-        said = () if system is None else (Message(role="system", content=system),)
-        agent = Agent(name, len(self.agents), parent.index if parent else None, self, said)
-        self.agents.append(agent)
-        return agent
-
-    def reward(self, value: float, agent: Agent | None = None) -> None:
-        """Judge the episode here (or one agent of it); the reward worker then leaves it alone."""
-        (agent or self.agents[0]).reward = float(value)
-
-    def episode(self) -> Episode:
-        """What was recorded. Raises `ValueError` if nobody was there to speak."""
-        if not self.agents:
-            raise ValueError("the workflow made no agent: call session.agent(...) in it")
-        return Episode(tuple(agent.trajectory() for agent in self.agents))
-
-
+@dataclass(frozen=True, kw_only=True)
 class Workflow:
-    """Base of every workflow: implement `run`. One instance serves many sessions at once, so keep state in locals."""
+    """Base of every workflow: implement `run`. One instance serves many sessions at once, so keep state in locals.
+
+    A subclass with fields of its own is a frozen keyword-only dataclass too; one without needs no decorator.
+    """
+
+    max_turns: PositiveInt = 64
+    """Turns of each agent; a further one ends the episode, truncated."""
+    max_episode_tokens: PositiveInt | None = None
+    """Sampled tokens of an episode, over all agents; None: any. The last turn is cut to fit. Agents that run side by
+    side have equal shares of what is left."""
+    max_tool_calls: PositiveInt | None = None
+    """Tool calls of an episode, over all agents; None: any. More end the episode, truncated. Shared as tokens are."""
+    max_calls_per_turn: PositiveInt = 32
+    """Tool calls of one reply that are run; of more the last are refused, which is told to the model."""
 
     async def run(self, session: Session) -> None:
         """Play one episode: make agents, chat. Whatever it raises ends the run at its own line."""
@@ -167,27 +89,46 @@ class Workflow:
         """Who speaks when the policy is measured: the same."""
         return self
 
+    def session(
+        self, task: Task, policies: Mapping[str, Policy], seed: int, episode_index: int, bindings: Mapping[str, str]
+    ) -> Session:
+        """A session for one episode, with this workflow's budget."""
+        budget = Budget(self.max_turns, self.max_episode_tokens, self.max_tool_calls, self.max_calls_per_turn)
+        return Session(task, policies, seed, episode_index, bindings, budget)
+
+    async def play(self, session: Session) -> Episode:
+        """Run it in a session of it: what was recorded, however an agent was stopped. Raises what `run` raises."""
+        return await settled_episode(session, self.run(session))
+
 
 class SingleTurn(Workflow):
     """One agent, one answer to the task's prompt."""
 
     async def run(self, session: Session) -> None:
-        await session.agent("policy").chat(session.task.prompt)
+        await session.agent(POLICY).chat(session.task.prompt)
 
 
-BUILTIN = {"single_turn": "rlsys.workflow:SingleTurn", "recorded": "rlsys.recorded:Recorded"}
-"""Workflows that have a name of their own."""
+async def play(workflow: Workflow, session: Session, worker: str) -> Episode:
+    """Run a workflow in a session of it: what was recorded, however an agent was stopped.
 
-
-def load_workflow(spec: str) -> Workflow:
-    """A built-in by its name, or `module:Class`. Raises `ConfigError` naming what was not found."""
-    module, _, name = BUILTIN.get(spec, spec).partition(":")
+    A bug in it becomes a `WorkflowError` of this worker, with the way from the author's line to it and with what was
+    said; a `RlsysError` passes as it is.
+    """
     try:
-        found = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"rollout.workflow: cannot load {spec!r}: {error}; give {', '.join(BUILTIN)} or `module:Class`"
-        ) from error
-    if not (isinstance(found, type) and issubclass(found, Workflow)):
-        raise ConfigError(f"rollout.workflow: {spec!r} is not a subclass of rlsys.workflow.Workflow")
-    return found()
+        return await workflow.play(session)
+    except Exception as raised:  # noqa: BLE001  (raised again, with what was said)
+        error = first_of(raised) if isinstance(raised, ExceptionGroup) else raised
+        if isinstance(error, RlsysError):
+            raise error from None
+        phase = f"running {type(workflow).__name__} on task {session.task.id}"
+        raise WorkflowError(worker, phase, _report_of(error, session)) from None
+
+
+def _report_of(error: BaseException, session: Session) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [i for i, f in enumerate(frames, 1) if f.filename == sessions.__file__ and "settled" in f.name]
+    own = frames[max(ours, default=0) :]
+    parts = [f"{type(error).__name__}: {error}", "".join(traceback.format_list(own))]
+    if session.log:
+        parts.append(f"what was said:\n{session.transcript(_SHOWN_MESSAGES)}")
+    return "\n".join(part.rstrip() for part in parts if part)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rlsys.errors import DeadlineExceeded, TaskTooLong, WeightsMismatch, WorkerDied, WorkerError
+from rlsys.tools import ToolSchema
 from rlsys.types import Acknowledged, Message, PolicyVersion, Prompt, Sampling, Turn, VersionSpan
-from rlsys.workflow import Workflow
 from workers.codec import TextCodec
 from workers.engines.base import Completion, Request
 from workers.occupancy import Ticket
@@ -17,10 +17,9 @@ from workers.peers import Peer
 
 
 @dataclass(frozen=True, slots=True)
-class Play:
-    """What a replica plays: who speaks when, how prompts become tokens, and how replies are drawn."""
+class Speech:
+    """How a policy speaks: how prompts become tokens, and how replies are drawn."""
 
-    workflow: Workflow
     codec: TextCodec
     sampling: Sampling
     max_prompt_tokens: int
@@ -43,13 +42,13 @@ class GroupPolicy:
     """
 
     ticket: Ticket
-    play: Play
+    speech: Speech
     place: Peer
     """The replica whose engine samples for this group."""
     held: Acknowledged | None
     """The weights it began on; it moves only to a replica that has the same."""
     score: Callable[[tuple[int, ...]], Awaitable[Scored]]
-    """See `RolloutWorker.score`: by the replica where its sessions are, wherever its tokens are sampled."""
+    """See `Generator.score`: by the replica where its sessions are, wherever its tokens are sampled."""
     recalled: Mapping[int, Partial] = field(default_factory=dict)
     """What an earlier attempt at this group has sampled, by the seed of each request."""
     since_s: float = field(default_factory=time.monotonic)
@@ -58,23 +57,36 @@ class GroupPolicy:
     """The first failure of a worker that its sessions met: the group is issued again, whatever they make of it."""
     _num_requests: int = 0
 
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        return self.play.codec.encode(prompt)
+    @property
+    def max_new_tokens(self) -> int:
+        return self.speech.sampling.max_new_tokens
 
-    def extend(self, ids: tuple[int, ...], said: tuple[Message, ...], new: tuple[Message, ...]) -> tuple[int, ...]:
-        return self.play.codec.extend(ids, said, new)
+    def encode(self, prompt: Prompt, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
+        return self.speech.codec.encode(prompt, tools)
 
-    async def sample(self, prompt_ids: tuple[int, ...], seed: int) -> Turn:
+    def extend(
+        self,
+        ids: tuple[int, ...],
+        said: tuple[Message, ...],
+        new: tuple[Message, ...],
+        tools: Sequence[ToolSchema] = (),
+    ) -> tuple[int, ...]:
+        return self.speech.codec.extend(ids, said, new, tools)
+
+    async def sample(self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None) -> Turn:
         self._check_prompt(prompt_ids)
-        done = self._begun(prompt_ids, seed)
+        sampling = self.speech.sampling
+        if max_new_tokens is not None and max_new_tokens < sampling.max_new_tokens:
+            sampling = replace(sampling, max_new_tokens=max_new_tokens)
+        done = self._begun(prompt_ids, sampling, seed)
         if done is None or done.finish is None:
             try:
-                done = await self._sampled(prompt_ids, seed, done)
+                done = await self._sampled(prompt_ids, sampling, seed, done)
             except (WorkerDied, DeadlineExceeded, WeightsMismatch) as error:
                 self.failure = self.failure or error
                 raise
         assert done.finish is not None
-        text, sampling = self.play.codec.decode(done.output_ids), self.play.sampling
+        text = self.speech.codec.decode(done.output_ids)
         return Turn(prompt_ids, done.output_ids, done.logprobs, done.versions, done.finish, text, sampling)
 
     async def recite(self, prompt_ids: tuple[int, ...], reply: str) -> Turn:
@@ -86,20 +98,20 @@ class GroupPolicy:
             self.failure = self.failure or error
             raise
         logprobs, versions = scored.logprobs[-len(ids) :], (VersionSpan(scored.version, len(ids)),)
-        return Turn(prompt_ids, ids, logprobs, versions, "stop", self.play.codec.decode(ids), self.play.sampling)
+        return Turn(prompt_ids, ids, logprobs, versions, "stop", self.speech.codec.decode(ids), self.speech.sampling)
 
     def _check_prompt(self, prompt_ids: tuple[int, ...]) -> None:
-        if not 0 < len(prompt_ids) <= self.play.max_prompt_tokens:
+        if not 0 < len(prompt_ids) <= self.speech.max_prompt_tokens:
             raise TaskTooLong(
                 self.ticket.owner,
                 "encoding a prompt",
-                f"{len(prompt_ids)} tokens, allowed are 1 to data.max_prompt_tokens = {self.play.max_prompt_tokens}",
+                f"{len(prompt_ids)} tokens, allowed are 1 to data.max_prompt_tokens = {self.speech.max_prompt_tokens}",
             )
 
     def _reply_of(self, prompt_ids: tuple[int, ...], reply: str) -> tuple[int, ...]:
         """Raises `TaskTooLong`: also where prompt and reply together leave no room for the token that scoring needs."""
-        ids, most = self.play.codec.reply(reply), self.play.sampling.max_new_tokens
-        if len(prompt_ids) == self.play.max_prompt_tokens:
+        ids, most = self.speech.codec.reply(reply), self.speech.sampling.max_new_tokens
+        if len(prompt_ids) == self.speech.max_prompt_tokens:
             most -= 1
         if not 0 < len(ids) <= most:
             raise TaskTooLong(
@@ -110,16 +122,25 @@ class GroupPolicy:
             )
         return ids
 
-    def _begun(self, prompt_ids: tuple[int, ...], seed: int) -> Completion | None:
-        """What there is of this request: only of exactly this, since what a tool answers may differ from before."""
+    def _begun(self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int) -> Completion | None:
+        """What there is of this request: only of exactly this, since what a tool answers, and what is left of a
+        budget, may differ from before."""
         partial = self.recalled.get(seed)
-        return partial.done if partial is not None and partial.prompt_ids == prompt_ids else None
+        if partial is None or partial.prompt_ids != prompt_ids:
+            return None
+        done, most = partial.done, sampling.max_new_tokens
+        num = len(done.output_ids)
+        if num > most or (done.finish == "length" and num < most):
+            return None
+        return replace(done, finish="length") if done.finish is None and num == most else done
 
-    async def _sampled(self, prompt_ids: tuple[int, ...], seed: int, begun: Completion | None) -> Completion:
+    async def _sampled(
+        self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int, begun: Completion | None
+    ) -> Completion:
         self._num_requests += 1
         owner, serial, number = self.ticket
         request_id = f"{owner}/{serial}.{number}/{self._num_requests}"
-        request = Request(request_id, prompt_ids, self.play.sampling, seed, begun)
+        request = Request(request_id, prompt_ids, sampling, seed, begun)
         while True:
             place = self.place
             done = await place.serve(self.ticket, request)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from rlsys.types import Episode, EpisodeMeta, SampleMeta, Trajectory, TrajectoryMeta, Turn, VersionSpan
+from rlsys.types import POLICY, Episode, EpisodeMeta, SampleMeta, Trajectory, TrajectoryMeta, Turn, VersionSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,20 +82,24 @@ def meta_of(episodes: tuple[Episode, ...]) -> tuple[EpisodeMeta, ...]:
     return tuple(
         EpisodeMeta(
             tuple(
-                TrajectoryMeta(t.agent, t.parent, t.outcome, t.reward, tuple(s.meta for s in samples_of(t)))
+                TrajectoryMeta(
+                    t.agent, t.parent, t.outcome, t.reward, tuple(s.meta for s in samples_of(t)), policy=t.policy
+                )
                 for t in episode.trajectories
-            )
+            ),
+            episode.num_tool_calls,
+            episode.num_sequential,
         )
         for episode in episodes
     )
 
 
-def versions_of(episodes: tuple[Episode, ...]) -> tuple[VersionSpan, ...]:
-    """Sampled tokens by policy version over all episodes, oldest first."""
+def versions_of(episodes: tuple[Episode, ...], policy: str = POLICY) -> tuple[VersionSpan, ...]:
+    """Tokens that this policy sampled by its version, over all episodes, oldest first."""
     tokens: dict[int, int] = {}
-    for episode in episodes:
-        for trajectory in episode.trajectories:
-            for turn in trajectory.turns:
-                for span in turn.versions:
-                    tokens[span.version] = tokens.get(span.version, 0) + span.num_tokens
+    spoken = (t for episode in episodes for t in episode.trajectories if t.policy == policy)
+    for trajectory in spoken:
+        for turn in trajectory.turns:
+            for span in turn.versions:
+                tokens[span.version] = tokens.get(span.version, 0) + span.num_tokens
     return tuple(VersionSpan(v, tokens[v]) for v in sorted(tokens))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rlsys.types import (
-    Message,
-    Prompt,
-    Turn,
-    VersionSpan,
-)
+from rlsys.session import Policy
+from rlsys.toolcalls import described
+from rlsys.tools import ToolSchema
+from rlsys.types import Episode, Message, Prompt, Sampling, Task, Turn, VersionSpan
+from rlsys.workflow import Workflow
 
 
 @dataclass
@@ -19,7 +18,8 @@ class ScriptedPolicy:
     """Implements `rlsys.workflow.Policy` without a model: a token is a character, and `reply` says what comes next.
 
     Messages are written as `<role>content`, each on a line of its own, and the assistant's turn is opened by
-    `<assistant>`; so that what was said before is always kept as it is.
+    `<assistant>`; so that what was said before is always kept as it is. Tools are described in a line `<tools>` before
+    the first of them; `extend` offers no others, as a tokenizer's does not.
     """
 
     reply: Callable[[str], str] = lambda prompt: "ok"
@@ -29,21 +29,32 @@ class ScriptedPolicy:
     asked: list[tuple[str, int]] = field(default_factory=list)
     """Prompt and seed of every request, in order."""
 
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        return tuple(map(ord, prompt if isinstance(prompt, str) else _written(prompt)))
+    def encode(self, prompt: Prompt, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return tuple(map(ord, prompt))
+        offer = f"<tools>{described(tools)}\n" if tools else ""
+        return tuple(map(ord, offer + _written(prompt)))
 
-    def extend(self, ids: tuple[int, ...], said: tuple[Message, ...], new: tuple[Message, ...]) -> tuple[int, ...]:
+    def extend(
+        self,
+        ids: tuple[int, ...],
+        said: tuple[Message, ...],
+        new: tuple[Message, ...],
+        tools: Sequence[ToolSchema] = (),
+    ) -> tuple[int, ...]:
         return ids + self.encode("\n" + _written(new))
 
-    async def sample(self, prompt_ids: tuple[int, ...], seed: int) -> Turn:
+    async def sample(self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None) -> Turn:
         prompt = "".join(map(chr, prompt_ids))
         self.asked.append((prompt, seed))
         await asyncio.sleep(0)
         reply = self.reply(prompt)
-        text = reply[: self.max_new_tokens]
+        most = min(self.max_new_tokens, max_new_tokens or self.max_new_tokens)
+        text = reply[:most]
         finish = "stop" if text == reply else "length"
         ids, logprobs = tuple(map(ord, text)), (-1.0,) * len(text)
-        return Turn(prompt_ids, ids, logprobs, (VersionSpan(0, len(ids)),), finish, text)
+        sampling = Sampling(max_new_tokens=most)
+        return Turn(prompt_ids, ids, logprobs, (VersionSpan(0, len(ids)),), finish, text, sampling)
 
     async def recite(self, prompt_ids: tuple[int, ...], reply: str) -> Turn:
         ids = tuple(map(ord, reply))
@@ -52,3 +63,24 @@ class ScriptedPolicy:
 
 def _written(messages: Sequence[Message]) -> str:
     return "\n".join([*(f"<{m['role']}>{m['content']}" for m in messages), "<assistant>"])
+
+
+def played(
+    workflow: Workflow,
+    task: Task,
+    reply: Callable[[str], str] | Policy | Mapping[str, Policy],
+    *,
+    seed: int = 1,
+    episode_index: int = 0,
+    bindings: Mapping[str, str] | None = None,
+) -> Episode:
+    """What a workflow makes of a task: one session, without an engine.
+
+    `reply` is what a scripted policy says to the text of everything said so far; or a policy, or several by name.
+    """
+    if isinstance(reply, Mapping):
+        policies = reply
+    else:
+        policies = {"policy": ScriptedPolicy(reply) if callable(reply) else reply}
+    session = workflow.session(task, policies, seed, episode_index, bindings or {})
+    return asyncio.run(workflow.play(session))
