@@ -17,7 +17,7 @@ class DAPO(GRPO):
     """DAPO (arXiv:2503.14476): clip-higher, the mean over tokens, no KL, dynamic sampling, soft overlong punishment.
 
     Dynamic sampling: a group whose rewards are all equal, agent by agent, teaches nothing; it is dropped, and another
-    one is rolled out in its place.
+    one is rolled out in its place. Rewards count that an agent in training is compared by, or takes a share of.
 
     The paper takes 16 updates per step (`train.updates_per_step`), its ratio being against the policy before the first.
     """
@@ -36,8 +36,16 @@ class DAPO(GRPO):
             yield "max_length: required with overlong_tokens"
 
     def has_signal(self, group: Group) -> bool:
-        """Do the rewards of any agent differ, before any penalty for length?"""
-        return any(len({peer.reward for peer in peers}) > 1 for peers in self.peers(group))
+        """Do rewards differ, before any penalty for length, that something trained goes by?"""
+        differ = {
+            (peer.episode, peer.trajectory)
+            for peers in self.peers(group)
+            if len({peer.reward for peer in peers}) > 1
+            for peer in peers
+        }
+        trained = dict(group.trajectories())
+        places = {(a.episode, a.trajectory) for a in self.assign(group)}
+        return any(of in differ for place in places for of, _ in self.credit(*place, trained[place]))
 
     def reward(self, meta: TrajectoryMeta, reward: float) -> float:
         """With the penalty of eq. 13: 0 up to `max_length - overlong_tokens` tokens, then linear to -1 at

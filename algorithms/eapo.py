@@ -20,8 +20,8 @@ class EAPO(GSPO):
 
     A round is a sample: a workflow that rewrites its context at every round gives one sample per round. Its reward is
     compared with those of all rounds of all peers, so that of two successes the shorter one is better, and of one
-    success the later rounds. A trajectory that said nothing counts as one round. One without a reward of its own takes
-    in all its rounds the advantage of its root's last.
+    success the later rounds. A trajectory that said nothing counts as one round. Of its root a trajectory takes, in all
+    its rounds, the advantage of the root's last.
 
     Only a reward above 0 is discounted. A penalty, which the paper does not have, is the same for every round:
     discounted it would be less, and the longest failure the best.
@@ -42,10 +42,12 @@ class EAPO(GSPO):
             for peer, rounds in zip(peers, rewards, strict=True):
                 found[peer.episode, peer.trajectory] = [next(values) for _ in rounds]
         for (e, t), meta in group.trajectories():
-            own, root = found.get((e, t), []), found.get((e, 0), [])
-            values_R = own if meta.reward is not None else root[-1:] * len(meta.samples)
-            if self.trains(meta):
-                yield from (Assigned(e, t, value, s) for s, value in enumerate(values_R[: len(meta.samples)]))
+            parts = [(found.get(place, []), share, place == (e, t)) for place, share in self.credit(e, t, meta)]
+            if not self.trains(meta) or not all(values_R for values_R, _, _ in parts):
+                continue
+            for s in range(len(meta.samples)):
+                value = sum(share * (values_R[s] if is_own else values_R[-1]) for values_R, share, is_own in parts)
+                yield Assigned(e, t, value, s)
 
     def _by_round(self, peer: Rewarded) -> list[float]:
         """The reward of each round."""

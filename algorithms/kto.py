@@ -39,6 +39,7 @@ class KTO(Algorithm):
     Labels come from rewards, one by one: no member of a group is compared with another, and a group whose members are
     all alike teaches as well. A trajectory without a reward of its own has its episode's, the root's, so that all turns
     of all agents share one label, as in ToolSelf (arXiv:2602.07883); what tools said is not trained and counts in no r.
+    What frozen agents said is in no balance either.
     """
 
     group_size: PositiveInt = 8
@@ -104,7 +105,7 @@ class KTO(Algorithm):
 
     def settle(self, groups: Sequence[Group], past: Mapping[str, float]) -> Settled:
         """The same weights, balanced, and the share of desirable samples."""
-        assigned = [tuple(self.advantages(group)) for group in groups]
+        assigned = [self.assign(group) for group in groups]
         num_desirable, num_undesirable = _counted(groups, assigned)
         num = num_desirable + num_undesirable
         metrics = {"kto/desirable_frac": num_desirable / num} if num else {}

@@ -16,7 +16,7 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from algorithms.corrections import Corrections, Tis, corrected, problems_of
-from algorithms.fields import RULES, ShareBelowOne
+from algorithms.fields import RULES, Fraction, ShareBelowOne
 from algorithms.functional import clipped, dual_floor, log_ratio
 from algorithms.kl import Estimator, kl_estimate
 from rlsys.algorithm import Aggregation, Algorithm, Assigned, LossInputs, LossOutput, Signal
@@ -45,8 +45,8 @@ class PolicyGradient(Algorithm):
 
     A trajectory's reward is compared with those of its peers: a root's with those of the group's other roots, any
     other's with those of the same agent name. One without a reward of its own takes its root's advantage, and counts as
-    nobody's peer, so that how many agents an episode has changes no baseline (WideSeek-R1, arXiv:2602.04634). Failed
-    episodes are in no statistic.
+    nobody's peer, so that how many agents an episode has changes no baseline (WideSeek-R1, arXiv:2602.04634); one with
+    a reward of its own takes a share of the root's, `team_share`. Failed episodes are in no statistic.
 
     The importance ratio counts once: the surrogate's is against the proximal policy where a correction carries it, and
     against the sampler where none does. The KL term takes the same ratio and the corrections too: it is an expectation
@@ -71,6 +71,9 @@ class PolicyGradient(Algorithm):
     clips: its own ratio is against the sampler."""
     mask_truncated: bool = False
     """Leave trajectories that were cut by length out of the loss; they still count in the baseline."""
+    team_share: Fraction = 0.0
+    """How much of its root's advantage an agent with a reward of its own is trained on; the rest is its own. From 0,
+    its own alone, to 1, the root's alone."""
     over: Literal["tokens", "sequences", "budget", "agents"] = "tokens"
     """What the loss is averaged over: every token weighs the same; or every sample; or every sample's sum is divided by
     `budget`; or every episode weighs the same, and in it every agent."""
@@ -126,16 +129,24 @@ class PolicyGradient(Algorithm):
         return reward
 
     def advantages(self, group: Group) -> Iterator[Assigned]:
-        """Of those with a reward of their own by comparing peers, of the others their root's. Where peers are needed,
-        what has none in another episode has no baseline, and is assigned nothing."""
+        """Of those with a reward of their own by comparing peers, of the others their root's, and mixed as `team_share`
+        says. Where peers are needed, what has none in another episode has no baseline, and is assigned nothing."""
         found: dict[tuple[int, int], float] = {}
         for peers in self.peers(group):
             values = self.compare([self.reward(peer.meta, peer.reward) for peer in peers])
             found |= {(peer.episode, peer.trajectory): value for peer, value in zip(peers, values, strict=True)}
         for (e, t), meta in group.trajectories():
-            value = found.get((e, t) if meta.reward is not None else (e, 0))
-            if value is not None and self.trains(meta):
-                yield Assigned(e, t, value)
+            parts = [(found.get(place), share) for place, share in self.credit(e, t, meta)]
+            if self.trains(meta) and all(value is not None for value, _ in parts):
+                yield Assigned(e, t, sum(value * share for value, share in parts if value is not None))
+
+    def credit(self, episode: int, trajectory: int, meta: TrajectoryMeta) -> list[tuple[tuple[int, int], float]]:
+        """Whose advantages a trajectory is trained on, by (episode, trajectory) index, and how much of each; the shares
+        sum to 1."""
+        if meta.reward is None or trajectory == 0:
+            return [((episode, 0), 1.0)]
+        shares = [((episode, 0), self.team_share), ((episode, trajectory), 1 - self.team_share)]
+        return [(place, share) for place, share in shares if share]
 
     def trains(self, meta: TrajectoryMeta) -> bool:
         """Is this trajectory in the loss?"""
@@ -143,9 +154,10 @@ class PolicyGradient(Algorithm):
 
     def peers(self, group: Group) -> Iterator[list[Rewarded]]:
         """Those with a finite reward of their own that are compared with each other: roots, and the others by agent
-        name. Where peers are needed they are of two episodes at least."""
+        name. Where peers are needed they are of two episodes at least. Those of other policies are among them: an agent
+        may take the advantage of a root that another policy speaks for."""
         by_kind: defaultdict[str | None, list[Rewarded]] = defaultdict(list)
-        for (e, t), meta in group.trajectories():
+        for (e, t), meta in group.everyone():
             if meta.reward is not None and isfinite(meta.reward):
                 by_kind[meta.agent if t else None].append(Rewarded(e, t, meta, meta.reward))
         for peers in by_kind.values():

@@ -26,7 +26,8 @@ class PPO(ClippedPolicyGradient):
 
     A trajectory that was cut into several samples has its reward at the end of each of them: a sample is an episode of
     its own, because what its first token would hand back to the sample before it is not the state that one ended in.
-    A trajectory cut by length ends in the reward it was judged with, not in a value.
+    A trajectory cut by length ends in the reward it was judged with, not in a value. An agent without a reward of its
+    own ends in its root's; one that has one, in the two mixed by `team_share`.
     """
 
     group_size: Annotated[int, Field(ge=1)] = 8

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from rlsys.errors import ConfigError
 from rlsys.types import Group, PolicyVersion
 
 if TYPE_CHECKING:
@@ -159,6 +160,9 @@ class Algorithm:
 
     group_size: int = 8
     """Episodes rolled out per task and compared with each other."""
+    frozen_agents: tuple[str, ...] = ()
+    """Names of agents that are not trained, such as `lead`, though the policy that is trained speaks for them. Their
+    rewards count as those of any other: in baselines, and as what agents without a reward of their own go by."""
 
     @property
     def signals(self) -> frozenset[Signal]:
@@ -199,14 +203,31 @@ class Algorithm:
         statistic."""
         raise NotImplementedError(f"{type(self).__name__} gives no advantages: implement `advantages`")
 
+    def assign(self, group: Group) -> tuple[Assigned, ...]:
+        """`advantages`, without those of frozen agents: what `settle` goes by, and whether a group is of use.
+
+        What failed, or another policy said, is never trained, and left out too. Raises `ConfigError` for a trajectory
+        that is not there.
+        """
+        places = {(e, t) for e, episode in enumerate(group.episodes) for t in range(len(episode.trajectories))}
+        trained = {place for place, meta in group.trajectories() if meta.agent not in self.frozen_agents}
+        assigned = tuple(self.advantages(group))
+        if strange := next((a for a in assigned if (a.episode, a.trajectory) not in places), None):
+            raise ConfigError(
+                f"{type(self).__name__} gives an advantage to trajectory {strange.trajectory} of episode "
+                f"{strange.episode}, which group {group.serial} does not have: go by `group.trajectories()`"
+            )
+        return tuple(a for a in assigned if (a.episode, a.trajectory) in trained)
+
     def settle(self, groups: Sequence[Group], past: Mapping[str, float]) -> Settled:
         """The advantages of a step's groups, for what depends on all of them.
 
         `past` are the metrics of the step before, by their full names, that the actor, the critic and this method
         reported, and none of the others, such as rewards and times; empty at first. They are in the checkpoint, so what
-        is reported here is remembered. A name that another part of rlsys reports is refused.
+        is reported here is remembered. A name that another part of rlsys reports is refused. Whoever overrides it asks
+        `assign`, or this method, for advantages.
         """
-        return Settled(tuple(tuple(self.advantages(group)) for group in groups))
+        return Settled(tuple(self.assign(group) for group in groups))
 
     def shape(self, inputs: LossInputs) -> Shaped:
         """Advantages per token; samples are whole. Without gradient, and before any whitening.

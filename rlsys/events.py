@@ -82,6 +82,19 @@ class GroupReissued:
 
 
 @dataclass(frozen=True, slots=True)
+class EpisodeGrafted:
+    """All episodes of a group failed: a stored success of the same task took the place of one of them."""
+
+    kind: ClassVar[str] = "episode_grafted"
+    serial: int
+    task_id: str
+    episode: int
+    """Which one, from 0."""
+    donor: int
+    """Serial of the group that the success is from."""
+
+
+@dataclass(frozen=True, slots=True)
 class SignalMissing:
     """So many groups one after the other had nothing to learn in them, a tenth of those that end the run."""
 
@@ -183,6 +196,7 @@ Event: TypeAlias = (
     | StepDone
     | GroupDropped
     | GroupReissued
+    | EpisodeGrafted
     | SignalMissing
     | WeightsPublished
     | WorkerFailed
@@ -276,6 +290,13 @@ METRICS: Mapping[str, Metric] = {
     "reward/max": Metric("", "highest reward"),
     "reward/failed_frac": Metric("share", "episodes that could not be judged or played, and so were left out"),
     "reward/by/*": Metric("", "mean of what one reward function gave where it applied, before its weight"),
+    "agents/per_episode": Metric("agents", "mean over the episodes trained, the root and failed ones counted"),
+    "agents/failed_frac": Metric("share", "agents besides the root that failed alone, so that they were left out"),
+    "agents/tool_calls": Metric("calls", "calls of tools in an episode, by all its agents, mean"),
+    "agents/sequential_tokens": Metric(
+        "tokens", "sampled on the longest chain of an episode, in which each waits for the one before, mean"
+    ),
+    "agents/reward/*": Metric("", "mean reward of the agents of one name besides the root, where they have their own"),
     "group/frac_zero_std": Metric("share", "groups whose rewards are all equal and teach nothing"),
     "kto/desirable_frac": Metric("share", "samples whose reward makes them desirable"),
     "kto/z0": Metric("nats", "reference point: mean log-ratio to the reference over mismatched pairs, at least 0"),
@@ -325,7 +346,6 @@ METRICS: Mapping[str, Metric] = {
     "async/num_versions": Metric("versions", "versions that groups rolled out during the step were sampled from"),
     "async/dropped": Metric("groups", "groups dropped since the run began, for any reason"),
     "async/dropped_stale": Metric("groups", "those of them that were too stale to train; should read 0"),
-    "async/dropped_no_signal": Metric("groups", "those of them in which the algorithm found nothing to learn"),
     "async/reissued": Metric(
         "", "attempts at groups since the run began, beyond the first of each: what they had was lost"
     ),
@@ -334,6 +354,18 @@ METRICS: Mapping[str, Metric] = {
     ),
     "async/moved": Metric("groups", "groups moved between replicas since the run began; see rollout.repack_s"),
     "async/queue_depth": Metric("groups", "groups that waited to be trained when the step ended"),
+    "curation/no_signal": Metric(
+        "groups", "dropped since the run began, and replaced: the algorithm found nothing to learn in them"
+    ),
+    "curation/smaller_groups": Metric(
+        "groups", "given fewer episodes since the run began, because their task mostly succeeds"
+    ),
+    "curation/passed_over": Metric("tasks", "passed over since the run began; one counts each time"),
+    "curation/grafted": Metric("groups", "that failed altogether since the run began, and got a stored success"),
+    "curation/too_old": Metric(
+        "groups", "that failed altogether since the run began, with a stored success too old for the staleness bound"
+    ),
+    "curation/stored": Metric("", "successes that are stored"),
     "time/step": Metric("s", "wall time of the step"),
     "time/rollout": Metric("s", "the busiest replica was at work on groups that came in during the step"),
     "time/reward": Metric("s", "the busiest reward worker was at work on groups that came in during the step"),

@@ -95,9 +95,16 @@ class Learner:
 
     def check(self, group: Group) -> None:
         """Raise `NothingToTrain` if no trained token of a judged group is given an advantage, `NoSignal` if there is
-        nothing to learn in them."""
+        nothing to learn in them, or only frozen agents or other policies spoke, or its policy where there is nobody to
+        compare it with."""
         name = f"group {group.serial} (task {group.task_id})"
-        if not num_trained(group, tuple(self.algorithm.advantages(group))):
+        if _is_silent(group):
+            raise NoSignal(f"{name}: only other policies than {group.policy} spoke in it")
+        if not num_trained(group, self.algorithm.assign(group)):
+            if num_trained(group, tuple(self.algorithm.advantages(group))):
+                raise NoSignal(f"{name}: all that was said is of algorithm.frozen_agents")
+            if group.num_trained and not _own_failures(group):
+                raise NoSignal(f"{name}: there is nobody to compare what {group.policy} said with")
             raise NothingToTrain(f"{name}: {_first_failure(group)}")
         if not self.algorithm.has_signal(group):
             raise NoSignal(f"{name} has {_rewards(group)}")
@@ -198,11 +205,25 @@ async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
     return [result for result in results if not isinstance(result, BaseException)]
 
 
+def _is_silent(group: Group) -> bool:
+    """Did other policies speak in it, and its own in no episode that did not fail?"""
+    everyone = (t for e in group.episodes if not e.is_failed for t in e.trajectories)
+    spoke = {t.policy for t in everyone if t.samples or t.outcome.is_failed}
+    return bool(spoke) and group.policy not in spoke
+
+
+def _own_failures(group: Group) -> list[str]:
+    """Why something that its policy said is left out of training."""
+    own = [(e.trajectories[0], t) for e in group.episodes for t in e.trajectories if t.policy == group.policy]
+    return [each.outcome.reason for both in own for each in both if each.outcome.is_failed]
+
+
 def _first_failure(group: Group) -> str:
     failures = [t.outcome.reason for e in group.episodes for t in e.trajectories if t.outcome.is_failed]
     return failures[0] if failures else "no trained token was given an advantage"
 
 
 def _rewards(group: Group) -> str:
-    rewards = sorted({t.reward for _, t in group.trajectories() if t.reward is not None})
+    own = {t.reward for _, t in group.trajectories() if t.reward is not None}
+    rewards = sorted(own or {t.reward for _, t in group.everyone() if t.reward is not None})
     return f"rewards from {rewards[0]:g} to {rewards[-1]:g}" if len(rewards) > 1 else f"equal rewards: {rewards}"

@@ -22,11 +22,32 @@ if TYPE_CHECKING:
     from rlsys.learner import Learned
 
 
+class Progress:
+    """When something last moved, as `rlsys.deadlines` counts seconds. Drivers of one run share it: each may wait for
+    another, and all is well as long as any of them gets on."""
+
+    def __init__(self) -> None:
+        self._last_s: float | None = None
+
+    def moved(self) -> None:
+        """Something moved."""
+        self._last_s = deadlines.now()
+
+    def idle_s(self) -> float:
+        """Seconds since something last moved, or since this was first asked."""
+        if self._last_s is None:
+            self.moved()
+        assert self._last_s is not None
+        return deadlines.now() - self._last_s
+
+
 class StepClock:
     """Seconds by phase since the last step, on the event loop's clock (virtual in simulations), and what rollouts
     offered meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Progress | None = None) -> None:
+        """`progress` is told of what moves; None: one of its own."""
+        self._progress = progress or Progress()
         self._spans: dict[str, float] = defaultdict(float)
         self._busy: dict[str, list[Busy]] = defaultdict(list)
         self._offered_lengths: list[int] = []
@@ -36,7 +57,6 @@ class StepClock:
         self._idle_since: float | None = None
         self._producers_idle_s = 0.0
         self._step_began: float | None = None
-        self._last_progress: float | None = None
         self._cpu_mark = (time.process_time(), time.monotonic())
 
     @contextmanager
@@ -73,13 +93,11 @@ class StepClock:
 
     def progress(self) -> None:
         """Something moved."""
-        self._last_progress = deadlines.now()
+        self._progress.moved()
 
     def idle_s(self) -> float:
-        """Seconds since something last moved, as `rlsys.deadlines` counts them."""
-        if self._last_progress is None:
-            self._last_progress = deadlines.now()
-        return deadlines.now() - self._last_progress
+        """See `Progress.idle_s`."""
+        return self._progress.idle_s()
 
     def lap(self) -> dict[str, float]:
         """`time/*` of the step that ends now, and what was offered during it; starts the next one.
@@ -132,6 +150,7 @@ def step_metrics(learned: Learned, version: PolicyVersion, queue: StreamingQueue
         "perf/samples_per_s": learned.num_episodes / seconds,
     }
     own = {**_rewards(groups), **_lengths(groups), **_staleness(groups, version, queue), **_probes(groups)}
+    own |= _agents(groups)
     return united(own, times, speeds, learned.stats.metrics)
 
 
@@ -147,11 +166,11 @@ def united(*parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def _rewards(groups: Sequence[Group]) -> dict[str, float]:
-    by_group = [[t.reward for (_, i), t in g.trajectories() if i == 0 and t.reward is not None] for g in groups]
+    by_group = [_rewards_of(group) for group in groups]
     rewards = [r for group in by_group for r in group]
     by_part: dict[str, list[float]] = defaultdict(list)
     for group in groups:
-        for _, trajectory in group.trajectories():
+        for _, trajectory in group.everyone():
             for part, value in trajectory.parts.items():
                 by_part[part].append(value)
     return {
@@ -165,6 +184,33 @@ def _rewards(groups: Sequence[Group]) -> dict[str, float]:
     }
 
 
+def _rewards_of(group: Group) -> list[float]:
+    """Of the episodes. To a policy that speaks for others than the root, its own rewards are, where it has any."""
+    roots = [t for (_, i), t in group.everyone() if i == 0]
+    own = [t for _, t in group.trajectories() if t.reward is not None]
+    judged = roots if not own or any(t.policy == group.policy for t in roots) else own
+    return [t.reward for t in judged if t.reward is not None]
+
+
+def _agents(groups: Sequence[Group]) -> dict[str, float]:
+    """Of the episodes that did not fail; shares and rewards only where there are agents besides the roots."""
+    episodes = [episode for group in groups for episode in group.episodes if not episode.is_failed]
+    if not episodes:
+        return {}
+    others = [t for episode in episodes for t in episode.trajectories[1:]]
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for agent in others:
+        if agent.reward is not None and not agent.outcome.is_failed:
+            rewards[agent.agent].append(agent.reward)
+    return {
+        "agents/per_episode": fmean(len(episode.trajectories) for episode in episodes),
+        "agents/tool_calls": fmean(episode.num_tool_calls for episode in episodes),
+        "agents/sequential_tokens": fmean(episode.num_sequential for episode in episodes),
+        **({"agents/failed_frac": fmean(agent.outcome.is_failed for agent in others)} if others else {}),
+        **{f"agents/reward/{name}": fmean(values) for name, values in rewards.items()},
+    }
+
+
 def _lengths(groups: Sequence[Group]) -> dict[str, float]:
     truncated = [t.outcome.kind is OutcomeKind.TRUNCATED for g in groups for _, t in g.trajectories()]
     lengths = _distribution("completions/length", _lengths_of(groups))
@@ -172,8 +218,8 @@ def _lengths(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _lengths_of(groups: Sequence[Group]) -> list[int]:
-    """Tokens sampled in each trajectory."""
-    return [sum(s.num_trained for s in t.samples) for g in groups for _, t in g.trajectories()]
+    """Tokens sampled in each trajectory of which there are any."""
+    return [sum(s.num_trained for s in t.samples) for g in groups for _, t in g.trajectories() if t.samples]
 
 
 def _distribution(name: str, lengths: Sequence[int]) -> dict[str, float]:
@@ -197,10 +243,10 @@ def _staleness(groups: Sequence[Group], version: PolicyVersion, queue: Streaming
         "async/staleness_max": max((s for s, _ in tokens), default=0),
         "async/dropped": queue.dropped.total(),
         "async/dropped_stale": queue.dropped["stale"],
-        "async/dropped_no_signal": queue.dropped["no_signal"],
         "async/reissued": queue.num_reissued,
         "async/refused": queue.num_refused,
         "async/queue_depth": queue.num_finished,
+        "curation/no_signal": queue.dropped["no_signal"],
     }
 
 

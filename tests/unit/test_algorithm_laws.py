@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -20,6 +20,7 @@ from rlsys.batch.plan import SampleRef, num_trained, plan_batch
 from rlsys.batch.samples import Sample
 from rlsys.batch.tensors import MicroBatch
 from rlsys.config.plugins import ALGORITHMS
+from rlsys.errors import ConfigError
 from rlsys.events import undocumented
 from rlsys.types import OK, TRUNCATED, EpisodeMeta, Group, Outcome, SampleMeta, TrajectoryMeta, VersionSpan, failed
 from tests.groups import group
@@ -251,6 +252,26 @@ def test_the_order_of_a_groups_members_does_not_matter(algorithm: Algorithm, ser
     assert {(order[e], t, s): value for (e, t, s), value in shuffled.items()} == pytest.approx(straight, abs=1e-12)
 
 
+@every_default
+@settings(deadline=None, max_examples=20)
+@given(serial=st.integers(0, 10_000), frozen=st.sampled_from([("sub",), ("lead",), ("sub", "lead"), ("other",)]))
+def test_frozen_agents_are_not_trained_and_change_nothing_for_the_others(
+    algorithm: Algorithm, serial: int, frozen: tuple[str, ...]
+) -> None:
+    judged = some_group(serial)
+    partly = replace(algorithm, frozen_agents=frozen)
+
+    def agent(a: Assigned) -> str:
+        return judged.episodes[a.episode].trajectories[a.trajectory].agent
+
+    expected = tuple(a for a in algorithm.advantages(judged) if agent(a) not in frozen)
+    assert partly.assign(judged) == expected
+    (settled,) = partly.settle([judged], {}).groups
+    assert all(agent(a) not in frozen for a in settled)
+    if algorithm.assign(judged) == expected:
+        assert (settled,) == algorithm.settle([judged], {}).groups
+
+
 @every
 def test_tokens_that_the_policy_did_not_sample_have_no_influence(algorithm: Algorithm) -> None:
     """Two turns with a tool's answer between them, whatever the columns say about that answer, and without it."""
@@ -321,6 +342,32 @@ def test_extreme_ratios_stay_finite(algorithm: Algorithm) -> None:
 
 def member(reward: float | None, outcome: Outcome = OK, num_samples: int = 1) -> EpisodeMeta:
     return EpisodeMeta((TrajectoryMeta("lead", None, outcome, reward, (SampleMeta(2, 3, 3, 0),) * num_samples),))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToAll(Algorithm):
+    """Gives every trajectory that there is an advantage, asked for or not, and those of `more`."""
+
+    more: tuple[Assigned, ...] = ()
+
+    def advantages(self, group: Group) -> Iterator[Assigned]:
+        for e, episode in enumerate(group.episodes):
+            yield from (Assigned(e, t, 1.0) for t in range(len(episode.trajectories)))
+        yield from self.more
+
+
+def test_what_failed_or_is_another_policys_is_not_trained_whatever_an_algorithm_gives_it() -> None:
+    rng = random.Random(1)
+    lead, broken, other = (trajectory(rng, name, OK, 1.0) for name in ("lead", "broken", "other"))
+    members = EpisodeMeta((lead, replace(broken, outcome=failed("gone")), replace(other, policy="another")))
+    lost = EpisodeMeta((replace(lead, outcome=failed("gone")),))
+    assert ToAll().assign(group(0, episodes=[members, lost])) == (Assigned(0, 0, 1.0),)
+
+
+@pytest.mark.parametrize(("e", "t"), [(0, 1), (2, 0), (-1, 0)])
+def test_an_advantage_for_a_trajectory_that_is_not_there_is_an_error_that_names_the_algorithm(e: int, t: int) -> None:
+    with pytest.raises(ConfigError, match=f"ToAll .* trajectory {t} of episode {e}, which group 7"):
+        ToAll(more=(Assigned(e, t, 1.0),)).assign(group(7))
 
 
 def assigned_to(algorithm: Algorithm, *members: EpisodeMeta) -> list[Assigned]:

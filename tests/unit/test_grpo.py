@@ -19,6 +19,7 @@ from algorithms.eapo import EAPO
 from algorithms.grpo import GRPO
 from algorithms.m2po import LARGEST_KEPT, M2PO
 from algorithms.policy_gradient import PolicyGradient
+from algorithms.ppo import PPO
 from algorithms.rloo import RLOO
 from rlsys.algorithm import Algorithm, Assigned, Signal
 from rlsys.events import undocumented
@@ -90,6 +91,52 @@ def test_a_root_is_compared_with_roots_even_where_its_children_have_its_name() -
     second = EpisodeMeta((trajectory(reward=0.0), replace(trajectory(reward=0.4), parent=0)))
     assigned = by_place(list(GRPO(std_normalize=False).advantages(group(first, second))))
     assert assigned == pytest.approx({(0, 0): 0.5, (1, 0): -0.5, (0, 1): -0.1, (1, 1): 0.1})
+
+
+def team(root: float, *subs: float | None) -> EpisodeMeta:
+    return EpisodeMeta((trajectory(reward=root), *(trajectory("sub", reward=sub) for sub in subs)))
+
+
+@pytest.mark.parametrize(
+    ("share", "second", "third"), [(0.0, -0.25, 0.25), (0.2, -0.1, 0.1), (0.5, 0.125, -0.125), (1.0, 0.5, -0.5)]
+)
+def test_an_agent_with_a_reward_takes_a_share_of_its_roots_advantage(share: float, second: float, third: float) -> None:
+    """Roots .5 and -.5; the two subagents with rewards of their own -.25 and .25; one has none."""
+    algorithm = GRPO(std_normalize=False, team_share=share)
+    assigned = by_place(list(algorithm.advantages(group(team(1.0, None, 0.0), team(0.0, 0.5)))))
+    expected = {(0, 0): 0.5, (1, 0): -0.5, (0, 1): 0.5, (0, 2): second, (1, 1): third}
+    assert assigned == pytest.approx(expected)
+
+
+def test_the_roots_advantage_alone_needs_no_peer_of_ones_own() -> None:
+    without_peer = group(team(1.0, 0.3), team(0.0))
+    shares = {share: by_place(list(GRPO(team_share=share).advantages(without_peer))) for share in (0.0, 0.5, 1.0)}
+    assert [(0, 1) in assigned for assigned in shares.values()] == [False, False, True]
+    assert shares[1.0][0, 1] == shares[1.0][0, 0]
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=5), st.floats(0, 1))
+def test_of_agents_judged_as_their_team_any_share_is_the_same(rewards: list[float], share: float) -> None:
+    judged = group(*(team(reward, reward) for reward in rewards))
+    assigned = by_place(list(RLOO(team_share=share).advantages(judged)))
+    for (e, _), value in assigned.items():
+        assert value == pytest.approx(assigned[e, 0], abs=1e-12)
+
+
+def test_ppo_mixes_rewards_as_others_mix_advantages() -> None:
+    assigned = by_place(list(PPO(team_share=0.25).advantages(group(team(1.0, 0.0, None)))))
+    assert assigned == {(0, 0): 1.0, (0, 1): 0.25, (0, 2): 1.0}
+
+
+def test_in_eapo_a_share_of_the_roots_is_of_its_last_round() -> None:
+    """Root rounds .25 .5 1 against 0: mean .4375, last .5625; the subagents' own 1 against 0: .5."""
+    three = SampleMeta(1, 1, 1, 0)
+    root = replace(trajectory(reward=1.0), samples=(three,) * 3)
+    judged = group(EpisodeMeta((root, trajectory("sub", reward=1.0))), team(0.0, 0.0))
+    algorithm = EAPO(gamma=0.5, std_normalize=False, team_share=0.5)
+    assigned = {(a.episode, a.trajectory, a.sample): a.advantage for a in algorithm.advantages(judged)}
+    assert assigned[0, 1, 0] == (0.5625 + 0.5) / 2
+    assert assigned[1, 1, 0] == (-0.4375 - 0.5) / 2
 
 
 @pytest.mark.parametrize("algorithm", [GRPO(), DAPO(), RLOO(), EAPO()], ids=lambda a: type(a).__name__)

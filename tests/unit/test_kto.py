@@ -333,6 +333,14 @@ def test_without_balance_weights_are_those_of_the_configuration() -> None:
     assert [a.advantage for (a,) in settled.groups] == [1.0] * 5 + [-1.0]
 
 
+def test_what_frozen_agents_said_is_not_counted() -> None:
+    """Two agents of one success and one of a failure; without the frozen one there are as many of each."""
+    kto = KTO(frozen_agents=("a1",))
+    settled = kto.settle([group(0, episodes=[agents(1.0, None), agents(0.0)])], {})
+    assert [(a.episode, a.trajectory, a.advantage) for a in settled.groups[0]] == [(0, 0, 1.0), (1, 0, -1.0)]
+    assert settled.metrics == {"kto/desirable_frac": 0.5}
+
+
 def test_samples_are_counted_not_trajectories_and_those_without_a_trained_token_are_not() -> None:
     """Two agents of two samples each are wanted, one sample is not, and one said nothing: 4 to 1."""
     groups = [group(0, episodes=[agents(1.0, None)]), group(1, episodes=[episode(0.0), episode(0.0, num_trained=0)])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,7 @@ from rlsys.learner import Learned
 from rlsys.queue import StreamingQueue
 from rlsys.stepmetrics import StepClock, step_metrics
 from rlsys.testing import RewardAsAdvantage, run_virtual
-from rlsys.types import OK, TRUNCATED, Group, failed
+from rlsys.types import OK, TRUNCATED, EpisodeMeta, Group, Outcome, SampleMeta, TrajectoryMeta, failed
 from tests.groups import episode, group
 
 
@@ -170,6 +171,39 @@ def test_failed_episodes_count_in_no_statistic():
     assert (metrics["perf/samples_per_s"], metrics["perf/tokens_per_s"]) == (1.5, 4.5)
 
 
+def test_of_a_failed_subagent_and_of_one_that_never_spoke_nothing_counts_but_the_episode_does():
+    def subagent(outcome: Outcome, num_samples: int) -> TrajectoryMeta:
+        return TrajectoryMeta("helper", 0, outcome, None, (SampleMeta(2, 900, 900, 0),) * num_samples)
+
+    root = episode(1.0).trajectories[0]
+    whole = EpisodeMeta((root, subagent(failed("its index was empty"), 1), subagent(OK, 0)))
+    metrics = measured(group(0, episodes=[whole, episode(0.0)]))
+    assert (metrics["reward/mean"], metrics["reward/failed_frac"]) == (0.5, 0.0)
+    assert (metrics["completions/length_mean"], metrics["completions/length_max"]) == (3, 3)
+
+
+def test_agents_are_counted_by_episode_and_failed_ones_shown():
+    def agent(name: str, reward: float | None, outcome: Outcome = OK) -> TrajectoryMeta:
+        return TrajectoryMeta(name, 0, outcome, reward, (SampleMeta(2, 3, 3, 0),))
+
+    root = episode(1.0).trajectories[0]
+    wide = EpisodeMeta((root, agent("solver", 0.5), agent("solver", 9.0, failed("gone")), agent("critic", None)), 6, 90)
+    lone = EpisodeMeta((root, agent("solver", 1.0)), 1, 40)
+    lost = EpisodeMeta((replace(root, outcome=failed("hung")), agent("solver", 7.0)), 99, 9000)
+    metrics = measured(group(0, episodes=[wide, lost]), group(1, episodes=[lone, episode(0.0)]))
+    found = {name: value for name, value in metrics.items() if name.startswith("agents/")}
+    assert found == pytest.approx(
+        {
+            "agents/per_episode": (4 + 2 + 1) / 3,
+            "agents/tool_calls": (6 + 1 + 0) / 3,
+            "agents/sequential_tokens": (90 + 40 + 0) / 3,
+            "agents/failed_frac": 1 / 4,
+            "agents/reward/solver": (0.5 + 1.0) / 2,
+        }
+    )
+    assert undocumented(found) == []
+
+
 def test_staleness_is_a_mean_over_tokens():
     metrics = measured(group(0, versions=(1, 3)), group(1, versions=(3,)), version=3)
     assert metrics["async/staleness_mean"] == pytest.approx(2 * 3 / 9)
@@ -197,7 +231,7 @@ def test_truncation_and_drops_are_counted():
     cut = group(0, episodes=[episode(1.0, OK), episode(0.0, TRUNCATED)])
     metrics = measured(cut, dropped={"stale": 1, "too_long": 2, "no_signal": 4})
     assert metrics["completions/truncated_frac"] == 0.5
-    dropped = [metrics[f"async/{name}"] for name in ("dropped", "dropped_stale", "dropped_no_signal")]
+    dropped = [metrics[name] for name in ("async/dropped", "async/dropped_stale", "curation/no_signal")]
     assert dropped == [7, 1, 4]
 
 
