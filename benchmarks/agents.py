@@ -1,0 +1,245 @@
+"""What agents wait for: tools, each other, and the gateway.
+
+    python -m benchmarks.agents [--quick]
+
+* `streamed`: episodes of 8 turns whose tool takes 100 ms with a long tail, 256 at a time on one replica; as one ends,
+  the next begins. The same work `by_batch`: the next 256 begin once all have ended; and in `lock_step` besides: all
+  reply, then all wait for the slowest tool, turn by turn. `speedup_batch` and `speedup_lock_step` are sessions per
+  second of `streamed` over those of either: what it is worth not to wait for the slowest session, and for the slowest
+  tool of every turn as well. `environment_wait_share` is the part of a session's life in which a tool runs,
+  `engine_busy_share` the part of the engine's slots that are taken, over the wall time, `engine_load` how many requests
+  it has, those that wait for a slot included. The engine is scripted: 64 slots, a token a tick of 1 ms.
+* `subagents`: the wall time of 8 subagents in parallel against the longest of them, and against their sum.
+* `gateway_ms`: what a reply through the gateway takes longer than one asked for in the session itself, at 64 clients
+  that ask again at once, each turn 50 to 150 ms; clients are another process with a raw HTTP client that keeps its
+  connections. `openai_client_ms` is the same with the `openai` client, at 8 clients (more would keep a core busy by
+  themselves): mostly its own cost.
+
+Progress goes to stderr, and one JSON object to the last line of stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import random
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from string import printable
+from typing import Literal, TypeAlias, cast
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks.gateway_load import overhead_of_gateway
+from benchmarks.measure import print_result, spread
+from rlsys.session import POLICY, Agent, Policy, Session
+from rlsys.testing import ScriptedPolicy
+from rlsys.tools import Tool, Toolbox
+from rlsys.types import Assignment, Sampling, Task
+from rlsys.workflow import Workflow
+from workers.codec import TextCodec
+from workers.engines.base import Request
+from workers.engines.scripted import ScriptedEngine
+from workers.generator import Generator, WeightChange
+from workers.policy import Speech
+from workers.rollout import RolloutWorker
+
+NUM_SESSIONS, GROUP_SIZE, NUM_TURNS = 256, 8, 8
+MEDIAN_S, SPREAD, LONGEST_S = 0.1, 0.8, 3.0
+"""Of a tool call, lognormal: one in ten takes 0.28 s or more, one in a hundred 0.64 s."""
+SLOTS, TICK_S = 64, 0.001
+Pace: TypeAlias = Literal["streamed", "by_batch", "lock_step"]
+END = "<eos>"
+CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+NUM_SUBAGENTS = 8
+
+
+@dataclass
+class Meter:
+    """How the time of many sessions is spent."""
+
+    session_s: float = 0.0
+    tool_s: float = 0.0
+    slot_s: float = 0.0
+    """Summed over the slots of the engine while they are taken."""
+    request_s: float = 0.0
+    """Summed over requests."""
+    _num_requests: int = 0
+    _since_s: float = 0.0
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """While the engine has one more."""
+        self._change(1)
+        try:
+            yield
+        finally:
+            self._change(-1)
+
+    def _change(self, num: int) -> None:
+        at_s = time.perf_counter()
+        self.slot_s += (at_s - self._since_s) * min(self._num_requests, SLOTS)
+        self.request_s += (at_s - self._since_s) * self._num_requests
+        self._since_s = at_s
+        self._num_requests += num
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lookups(Workflow):
+    """A turn, a tool, a turn, a tool; in lock-step with all other sessions if there is a barrier."""
+
+    meter: Meter = field(default_factory=Meter)
+    barrier: asyncio.Barrier | None = None
+
+    async def run(self, session: Session) -> None:
+        """Look things up, `NUM_TURNS` times."""
+        began_s = time.perf_counter()
+        chance = random.Random(f"{session.task.id}/{session.episode_index}")
+        tools = Toolbox(Tool("look", "Look around.", {"type": "object"}, partial(self._look, chance)))
+        agent, prompt = session.agent(POLICY, system="Look."), session.task.prompt
+        for _ in range(NUM_TURNS):
+            with self.meter.request():
+                reply = await agent.act(prompt, tools)
+            await self._together()
+            prompt = await agent.answer(reply.calls, tools)
+            await self._together()
+        self.meter.session_s += time.perf_counter() - began_s
+
+    async def _look(self, chance: random.Random) -> str:
+        seconds = latency_s(chance)
+        await asyncio.sleep(seconds)
+        self.meter.tool_s += seconds
+        return "nothing"
+
+    async def _together(self) -> None:
+        if self.barrier:
+            await self.barrier.wait()
+
+
+def latency_s(chance: random.Random) -> float:
+    """Seconds of one tool call."""
+    return min(LONGEST_S, chance.lognormvariate(math.log(MEDIAN_S), SPREAD))
+
+
+def main() -> None:
+    """Measure all and print the closing line."""
+    parser = argparse.ArgumentParser(description="What agents wait for.")
+    parser.add_argument("--quick", action="store_true", help="one repeat; under two minutes")
+    repeats = 1 if parser.parse_args().quick else 3
+    runs: dict[Pace, list[dict[str, float]]] = {"streamed": [], "by_batch": [], "lock_step": []}
+    for repeat in range(repeats):
+        for pace, figures in runs.items():
+            figures.append(asyncio.run(rollouts(num_batches=3, pace=pace)))
+            print(f"{repeat + 1}, {pace}: {figures[-1]}", file=sys.stderr)
+    subagents = [asyncio.run(parallel_subagents()) for _ in range(repeats)]
+    gateway = [overhead_of_gateway("raw", num_clients=64) for _ in range(repeats)]
+    clients = [overhead_of_gateway("openai", num_clients=8) for _ in range(repeats)]
+    print_result(
+        {
+            "speedup_batch": spread(ratios(runs["streamed"], runs["by_batch"])),
+            "speedup_lock_step": spread(ratios(runs["streamed"], runs["lock_step"])),
+            **{pace: spreads(figures) for pace, figures in runs.items()},
+            "subagents": spreads(subagents),
+            "gateway_ms": spread([run["overhead_ms"] for run in gateway]),
+            "gateway_p95_ms": spread([run["overhead_p95_ms"] for run in gateway]),
+            "session_ms": spread([run["direct_ms"] for run in gateway]),
+            "openai_client_ms": spread([run["overhead_ms"] for run in clients]),
+        }
+    )
+
+
+def ratios(of: Sequence[Mapping[str, float]], to: Sequence[Mapping[str, float]]) -> list[float]:
+    """Sessions per second of some runs over those of others, repeat by repeat."""
+    return [a["sessions_per_s"] / b["sessions_per_s"] for a, b in zip(of, to, strict=True)]
+
+
+def spreads(runs: Sequence[Mapping[str, float]]) -> dict[str, object]:
+    """Every figure over all repeats."""
+    return {name: spread([run[name] for run in runs]) for name in runs[0]}
+
+
+async def rollouts(num_batches: int, *, pace: Pace) -> dict[str, float]:
+    """Figures of `num_batches` times `NUM_SESSIONS` episodes on one replica."""
+    meter = Meter()
+    worker = replica(Lookups(meter=meter, barrier=asyncio.Barrier(NUM_SESSIONS) if pace == "lock_step" else None))
+    groups = NUM_SESSIONS // GROUP_SIZE
+    room = asyncio.Semaphore(groups)
+
+    async def group(serial: int) -> None:
+        async with room:
+            await worker.run(Assignment(serial, Task(id=str(serial), prompt="Look."), GROUP_SIZE, 0, seed=serial))
+
+    began_s = time.perf_counter()
+    if pace != "streamed":
+        for batch in range(num_batches):
+            await asyncio.gather(*(group(batch * groups + i) for i in range(groups)))
+    else:
+        await asyncio.gather(*(group(serial) for serial in range(num_batches * groups)))
+    wall_s = time.perf_counter() - began_s
+    await worker.close()
+    return {
+        "sessions_per_s": num_batches * NUM_SESSIONS / wall_s,
+        "environment_wait_share": meter.tool_s / meter.session_s,
+        "engine_busy_share": meter.slot_s / wall_s / SLOTS,
+        "engine_load": meter.request_s / wall_s,
+    }
+
+
+def replica(workflow: Workflow) -> RolloutWorker:
+    """A rollout worker whose engine calls the tool, whatever it is told."""
+    codec = TextCodec(tokenizer())
+    said = codec.reply(CALL)
+
+    def reply(request: Request) -> Sequence[int]:
+        return said
+
+    engine = ScriptedEngine(reply, num_slots=SLOTS, tick_s=TICK_S, max_context=4096)
+    speech = Speech(codec, Sampling(max_new_tokens=len(said)), max_prompt_tokens=4000)
+    return RolloutWorker("rollout-0", workflow, {POLICY: Generator("rollout-0", engine, speech, None, NO_CHANGE)})
+
+
+NO_CHANGE = WeightChange("between", tolerance=0.0)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A token is a character; messages in ChatML."""
+    vocabulary = {symbol: index for index, symbol in enumerate([END, *printable])}
+    core = Tokenizer(models.WordLevel(vocabulary))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END, clean_up_tokenization_spaces=False)
+    made.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}"
+        + END
+        + "{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    return made
+
+
+async def parallel_subagents() -> dict[str, float]:
+    """Wall time of subagents that take from 100 to 800 ms each."""
+    session = Session(Task(id="t", prompt=""), {POLICY: cast("Policy", ScriptedPolicy())}, seed=0)
+    lead = session.agent("lead")
+
+    async def subagent(number: int) -> float:
+        began_s = time.perf_counter()
+        agent: Agent = session.agent("subagent", parent=lead)
+        await agent.chat("Look.")
+        await asyncio.sleep(0.1 * (number + 1))
+        await agent.chat("And?")
+        return time.perf_counter() - began_s
+
+    began_s = time.perf_counter()
+    took_s = [each for each in await session.gather(*map(subagent, range(NUM_SUBAGENTS))) if isinstance(each, float)]
+    wall_s = time.perf_counter() - began_s
+    return {"wall_over_longest": wall_s / max(took_s), "wall_over_sum": wall_s / sum(took_s)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Clients of the gateway in a process of their own, for `benchmarks.agents`.
+
+Each client has a session, and asks for turn after turn of one conversation, then of the next. A turn takes 50 to 150
+ms, and its text says how long it took, so that what a reply took besides is known for every single one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from statistics import fmean, quantiles
+from typing import Literal, TypeAlias
+
+from rlsys.gateway import shared_gateway
+from rlsys.session import POLICY, Session
+from rlsys.testing import ScriptedPolicy
+from rlsys.types import Message, Task, Turn, VersionSpan
+
+NUM_TURNS, NUM_CONVERSATIONS = 8, 5
+SHORTEST_S, LONGEST_S = 0.05, 0.15
+Ask: TypeAlias = Callable[[Sequence[Message]], Awaitable[str]]
+"""From a conversation to the reply."""
+
+
+@dataclass
+class SlowPolicy(ScriptedPolicy):
+    """Takes its time, and says how much."""
+
+    chance: random.Random = field(default_factory=lambda: random.Random(0))
+
+    async def sample(self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None) -> Turn:
+        began_s = time.perf_counter()
+        await asyncio.sleep(self.chance.uniform(SHORTEST_S, LONGEST_S))
+        text = f"{time.perf_counter() - began_s:.7f}"
+        ids = tuple(map(ord, text))
+        return Turn(prompt_ids, ids, (-1.0,) * len(ids), (VersionSpan(0, len(ids)),), "stop", text)
+
+
+def overhead_of_gateway(client: Literal["raw", "openai"], num_clients: int) -> dict[str, float]:
+    """Milliseconds a reply takes through the gateway beyond what it takes in the session itself."""
+    return asyncio.run(_overhead(client, num_clients))
+
+
+async def _overhead(client: str, num_clients: int) -> dict[str, float]:
+    policy = SlowPolicy()
+    sessions = [Session(Task(id=str(n), prompt=""), {POLICY: policy}, seed=n) for n in range(num_clients)]
+    direct = [ms for all_ms in await asyncio.gather(*map(_in_session, sessions)) for ms in all_ms]
+    async with AsyncExitStack() as stack:
+        gateway = await stack.enter_async_context(shared_gateway())
+        endpoints = [await stack.enter_async_context(gateway.serve(session)) for session in sessions]
+        where = json.dumps([[endpoint.base_url, endpoint.api_key] for endpoint in endpoints])
+        command = [sys.executable, "-m", "benchmarks.gateway_load", client]
+        process = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        told, _ = await process.communicate(where.encode())
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)}: exit code {process.returncode}")
+    through = json.loads(told)
+    return {
+        "overhead_ms": fmean(through) - fmean(direct),
+        "overhead_p95_ms": quantiles(through, n=20)[-1] - quantiles(direct, n=20)[-1],
+        "direct_ms": fmean(direct),
+    }
+
+
+async def _in_session(session: Session) -> list[float]:
+    agents = iter([session.agent(POLICY) for _ in range(NUM_CONVERSATIONS)])
+    agent = None
+
+    async def ask(messages: Sequence[Message]) -> str:
+        nonlocal agent
+        agent = next(agents) if len(messages) == 1 else agent
+        assert agent is not None
+        return await agent.chat((messages[-1],))
+
+    return await converse(ask)
+
+
+async def converse(ask: Ask) -> list[float]:
+    """Milliseconds of every turn besides those of the policy; the first conversation, in which connections are made,
+    is not counted."""
+    all_ms = []
+    for number in range(NUM_CONVERSATIONS):
+        said: list[Message] = []
+        for turn in range(NUM_TURNS):
+            said.append(Message(role="user", content=f"{number}.{turn}"))
+            began_s = time.perf_counter()
+            reply = await ask(said)
+            all_ms.append(1000 * (time.perf_counter() - began_s - float(reply)))
+            said.append(Message(role="assistant", content=reply))
+    return all_ms[NUM_TURNS:]
+
+
+# ---------------------------------------------------------------------------------------------- in a process of its own
+
+
+async def raw(base_url: str, api_key: str) -> list[float]:
+    """HTTP by hand, one connection that is kept."""
+    host, path = base_url.removeprefix("http://").split("/", 1)
+    reader, writer = await asyncio.open_connection(*host.split(":"))
+    head = f"POST /{path}/chat/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {api_key}\r\n"
+
+    async def ask(messages: Sequence[Message]) -> str:
+        body = json.dumps({"model": POLICY, "messages": messages}).encode()
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        headers = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        assert headers.startswith("http/1.1 200"), headers
+        length = int(headers.split("content-length:")[1].split("\r\n")[0])
+        return json.loads(await reader.readexactly(length))["choices"][0]["message"]["content"]
+
+    try:
+        return await converse(ask)
+    finally:
+        writer.close()
+
+
+async def openai(base_url: str, api_key: str) -> list[float]:
+    """The client that everybody uses."""
+    from openai import AsyncOpenAI
+
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+
+        async def ask(messages: Sequence[Message]) -> str:
+            reply = await client.chat.completions.create(model=POLICY, messages=[*messages])  # pyright: ignore
+            return reply.choices[0].message.content or ""
+
+        return await converse(ask)
+
+
+async def _clients() -> None:
+    client = {"raw": raw, "openai": openai}[sys.argv[1]]
+    all_ms = await asyncio.gather(*(client(*where) for where in json.load(sys.stdin)))
+    print(json.dumps([ms for each in all_ms for ms in each]))
+
+
+if __name__ == "__main__":
+    asyncio.run(_clients())
