@@ -1,0 +1,346 @@
+"""What every environment promises, run against the fake and each adapter; then what each adapter adds."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+import pytest
+
+from rlsys.environment import Environment, Step
+from rlsys.environments import make
+from rlsys.environments.mcp import mcp_toolbox
+from rlsys.environments.openenv import OpenEnv
+from rlsys.errors import ConfigError, ToolError
+from rlsys.testing import FakeEnvironment
+from rlsys.tools import ToolCall
+from rlsys.types import Json, Message, Prompt, Task
+from tests.processes import is_gone
+from tests.worlds import openenv_server
+
+PLAIN = Task(id="t", prompt="Rules.")
+CHAT = Task(id="t", prompt=(Message(role="system", content="S"), Message(role="user", content="Rules.")))
+MCP_SERVER = f"{sys.executable} -m tests.mcp_server"
+HAS_GYM = importlib.util.find_spec("reasoning_gym") is not None
+
+
+@dataclass(frozen=True)
+class Case:
+    """An environment by its name; `SERVER` in it is the address of an OpenEnv server."""
+
+    spec: str
+    args: dict[str, Json]
+    replies: tuple[str, ...] = tuple(map(str, range(1, 11)))
+    """One of them, in this order, ends it with its best reward."""
+    best: float | None = 1.0
+    bad: str = "I do not know."
+
+    @asynccontextmanager
+    async def server(self) -> AsyncIterator[Callable[[], Environment]]:
+        """What makes a new one, while its server is up."""
+        async with openenv_server() as url:
+            yield lambda: make(self.spec.replace("SERVER", url), self.args)
+
+
+CASES = [
+    Case("rlsys.testing:FakeEnvironment", {}),
+    Case("gymnasium:tests/Guess-v0", {}),
+    Case("openenv:SERVER", {"action": "guess"}),
+    Case(f"mcp:{MCP_SERVER}", {}, ("42",), best=None),
+    pytest.param(
+        Case("reasoning_gym:basic_arithmetic", {"min_terms": 2, "max_terms": 2}, tuple(map(str, range(-9999, 9999)))),
+        marks=pytest.mark.skipif(not HAS_GYM, reason="reasoning-gym is not installed"),
+    ),
+]
+
+
+def play(case: Case, script: Callable[[Callable[[], Environment]], Coroutine[object, object, object]]) -> None:
+    async def run() -> None:
+        async with case.server() as new:
+            await script(new)
+
+    asyncio.run(run())
+
+
+async def last_step(world: Environment, replies: Iterable[str]) -> Step:
+    for reply in replies:
+        step = await world.step(reply)
+        if step.is_done or step.is_truncated:
+            return step
+    raise AssertionError("it never ends")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.spec.partition(":")[0])
+class TestEveryEnvironment:
+    def test_it_opens_with_the_tasks_prompt_in_the_prompts_own_form(self, case: Case):
+        async def script(new: Callable[[], Environment]) -> None:
+            world, other = new(), new()
+            plain, chat = await world.reset(PLAIN, 1), await other.reset(CHAT, 1)
+            assert isinstance(plain, str) and plain.startswith("Rules.")
+            assert isinstance(chat, tuple) and [message["role"] for message in chat] == ["system", "user"]
+            assert chat[-1]["content"].startswith("Rules.")
+            await other.close()
+            await world.close()
+
+        play(case, script)
+
+    def test_a_seed_decides_what_happens_and_no_two_share_anything(self, case: Case):
+        async def script(new: Callable[[], Environment]) -> None:
+            first, second = new(), new()
+            assert await first.reset(PLAIN, 7) == await second.reset(PLAIN, 7)
+            assert await first.step(case.replies[0]) == await second.step(case.replies[0])
+            await second.close()
+            await first.close()
+
+        play(case, script)
+
+    def test_it_can_be_played_to_its_end(self, case: Case):
+        if case.spec.startswith("reasoning_gym"):
+            pytest.skip("one reply ends it; see below")
+
+        async def script(new: Callable[[], Environment]) -> None:
+            world = new()
+            await world.reset(PLAIN, 3)
+            step = await last_step(world, case.replies)
+            assert (step.is_done, step.reward) == (True, case.best)
+            await world.close()
+
+        play(case, script)
+
+    def test_a_reply_that_makes_no_sense_is_answered(self, case: Case):
+        async def script(new: Callable[[], Environment]) -> None:
+            world = new()
+            await world.reset(PLAIN, 3)
+            step = await world.step(case.bad)
+            assert isinstance(step.observation, str) and (step.reward or 0.0) <= 0.01
+            await world.close()
+
+        play(case, script)
+
+    def test_it_can_be_closed_before_it_began(self, case: Case):
+        async def script(new: Callable[[], Environment]) -> None:
+            await new().close()
+
+        play(case, script)
+
+
+def test_the_fake_is_cut_short_when_its_tries_are_used_up():
+    async def script() -> Step:
+        world = FakeEnvironment(tries=2)
+        await world.reset(PLAIN, 1)
+        return await last_step(world, ["no", "neither"])
+
+    assert asyncio.run(script()).is_truncated
+
+
+# ------------------------------------------------------------------------------------------------------- by their names
+
+
+@pytest.mark.parametrize(
+    ("spec", "args", "said"),
+    [
+        ("gymnasium:", {}, "environment 'gymnasium:': say which one after the colon"),
+        ("gymnasium:No-v0", {}, "environment 'gymnasium:No-v0': Environment `No` doesn't exist."),
+        ("gymnasium:CartPole-v1", {"render": 1}, "environment 'gymnasium:CartPole-v1': "),
+        ("gymnasium:Pendulum-v1", {}, "environment 'gymnasium:Pendulum-v1' takes actions in Box("),
+        ("gymnasium:tests/Guess-v0", {"actions": ["a"]}, "1 names of actions do not fit Discrete(10, start=1)"),
+        ("openenv:nowhere", {}, "environment 'openenv:nowhere': give the server's address"),
+        ("openenv:http://a", {"actoin": 1}, "args: got an unexpected keyword argument 'actoin'; it takes url, action"),
+        ("rlsys.nothing:A", {}, "No module named 'rlsys.nothing'; give `gymnasium:...`, `reasoning_gym:...`"),
+        ("rlsys.testing:FakeWorld", {}, "is not a subclass of rlsys.environment.Environment"),
+    ],
+)
+def test_what_cannot_be_made_is_a_configuration_error(spec: str, args: dict[str, Json], said: str):
+    with pytest.raises(ConfigError) as caught:
+        make(spec, args)
+    assert said in str(caught.value)
+
+
+@pytest.mark.skipif(HAS_GYM, reason="reasoning-gym is installed")
+def test_a_missing_package_is_named_with_its_extra():
+    with pytest.raises(ConfigError, match=r"No module named 'reasoning_gym'; pip install rlsys\[gym\]"):
+        make("reasoning_gym:leg_counting", {})
+
+
+# ------------------------------------------------------------------------------------------------------------ gymnasium
+
+
+def first_observation(spec: str, prompt: Prompt = "", **args: Json) -> tuple[Prompt, Environment]:
+    world = make(spec, args)
+    return asyncio.run(world.reset(Task(id="t", prompt=prompt), 0)), world
+
+
+def test_gymnasiums_own_environments_are_written_out():
+    opening, _ = first_observation("gymnasium:FrozenLake-v1", "Walk.", render_mode="ansi", is_slippery=False)
+    assert isinstance(opening, str)
+    assert opening.startswith("Walk.\n") and opening.endswith("FFFH\nHFFG")
+    assert first_observation("gymnasium:FrozenLake-v1")[0] == "0"
+
+
+@pytest.mark.parametrize(
+    ("reply", "then"), [("down", "4"), ("First left, or rather: RIGHT!", "1"), ("leftmost or uptown: right.", "1")]
+)
+def test_the_last_word_for_an_action_counts(reply: str, then: str):
+    actions: Json = ["left", "down", "right", "up"]
+    _, world = first_observation("gymnasium:FrozenLake-v1", is_slippery=False, actions=actions)
+    assert asyncio.run(world.step(reply)).observation == then
+
+
+@pytest.mark.parametrize("reply", ["", "1.5", "x2", "4", "-1"])
+def test_a_reply_without_an_action_is_told_those_there_are_and_moves_nothing(reply: str):
+    _, world = first_observation("gymnasium:FrozenLake-v1", is_slippery=False)
+    assert asyncio.run(world.step(reply)) == Step("No action is named in your reply. The actions are 0, 1, 2, 3.")
+    assert asyncio.run(world.step("2")).observation == "1"
+
+
+# -------------------------------------------------------------------------------------------------------- reasoning-gym
+
+
+@pytest.mark.skipif(not HAS_GYM, reason="reasoning-gym is not installed")
+def test_reasoning_gym_scores_the_answer_in_its_tags():
+    import reasoning_gym  # type: ignore[import-not-found]
+
+    entry = reasoning_gym.create_dataset("basic_arithmetic", size=1, seed=5)[0]
+
+    async def script(reply: str) -> tuple[Prompt, Step]:
+        world = make("reasoning_gym:basic_arithmetic", {})
+        return await world.reset(PLAIN, 5), await world.step(reply)
+
+    opening, step = asyncio.run(script(f"So <answer>{entry['answer']}</answer>."))
+    assert opening == f"Rules.\n{entry['question']}"
+    assert step == Step("", reward=1.0, is_done=True)
+    with pytest.raises(ConfigError, match=r"there is no such task; there are .*basic_arithmetic"):
+        make("reasoning_gym:basic_arithmetics", {})
+
+
+# -------------------------------------------------------------------------------------------------------------- OpenEnv
+
+
+async def openenv(fault: str, *replies: str, action: str | None = "guess") -> list[Step]:
+    async with openenv_server(fault) as url:
+        world = OpenEnv(url, action=action)
+        try:
+            await world.reset(PLAIN, 3)
+            return [await world.step(reply) for reply in replies]
+        finally:
+            await world.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("garbage", r"gave no answer to 'step': JSONDecodeError"),
+        ("leave", r"gave no answer to 'step': ConnectionClosed"),
+        ("full", r"answers to 'reset': no room for another session \(CAPACITY_REACHED\)"),
+        ("broken", r"answers to 'step': division by zero \(EXECUTION_ERROR\)"),
+    ],
+)
+def test_a_server_that_fails_is_not_the_policys_fault(fault: str, said: str):
+    with pytest.raises(ToolError, match=said):
+        asyncio.run(openenv(fault, "1"))
+
+
+def test_a_server_that_is_not_there_is_named():
+    with pytest.raises(ToolError, match=r"cannot reach ws://127.0.0.1:9/ws: "):
+        asyncio.run(OpenEnv("http://127.0.0.1:9/").reset(PLAIN, 1))
+
+
+def test_without_a_field_the_reply_is_the_whole_action():
+    text, wrong, right = asyncio.run(openenv("", "7", '{"number": 7}', '{"guess": 1}', action=None))
+    assert text.observation == "Your reply is not an action: give one JSON object, and nothing else."
+    assert wrong.observation == "Your action is refused: guess: Field required (VALIDATION_ERROR)"
+    assert right.observation in ("right", "higher")
+
+
+@pytest.mark.parametrize(
+    "reply",
+    ["[" * 100_000, '{"guess": ' * 100_000, '{"guess": NaN}', '{"guess": 1e999}', r'{"guess": "\ud800"}', "[1]"],
+)
+def test_a_reply_that_is_no_json_is_told_so(reply: str):
+    (step,) = asyncio.run(openenv("", reply, action=None))
+    assert step == Step("Your reply is not an action: give one JSON object, and nothing else.")
+
+
+def test_an_answer_nested_too_deeply_is_the_servers_fault():
+    with pytest.raises(ToolError, match="gave no answer to 'step': RecursionError"):
+        asyncio.run(openenv("deep", "1"))
+
+
+def test_the_state_of_a_session_can_be_asked_for():
+    async def script() -> object:
+        async with openenv_server() as url:
+            world = OpenEnv(url, action="guess")
+            await world.reset(PLAIN, 3)
+            await world.step("0")
+            state = await world.state()
+            await world.close()
+            return state
+
+    assert asyncio.run(script()) == {"episode_id": "e", "step_count": 1}
+
+
+# ------------------------------------------------------------------------------------------------------------------ MCP
+
+
+def call(name: str, **arguments: Json) -> ToolCall:
+    return ToolCall(name, arguments, "1")
+
+
+def test_tools_of_an_mcp_server_are_offered_and_called_with_a_deadline():
+    async def script() -> None:
+        async with mcp_toolbox(MCP_SERVER) as tools:
+            schema = tools.tools["add"].schema["function"]
+            assert isinstance(schema, dict) and schema["description"] == "The sum of two numbers."
+            parameters = schema["parameters"]
+            assert isinstance(parameters, dict) and parameters["required"] == ["a", "b"]
+            added, wrong, failed = await tools.run([call("add", a=1, b=2), call("add", a="x"), call("fail", why="no")])
+            assert (added.content, added.outcome) == ("3", "ok")
+            assert (wrong.outcome, failed.outcome) == ("error", "error")
+            assert "valid integer" in wrong.content and "fail" in failed.content
+
+    asyncio.run(script())
+
+
+def test_a_tool_that_hangs_is_given_up_and_the_server_goes_on():
+    async def script() -> None:
+        async with mcp_toolbox(MCP_SERVER, timeout_s=10) as tools:
+            quick = type(tools)(*(replace(each, timeout_s=0.2) for each in tools.tools.values()))
+            (hung,) = await quick.run([call("hang")])
+            assert hung.outcome == "timeout"
+            assert (await tools.run([call("add", a=1, b=1)]))[0].content == "2"
+
+    asyncio.run(script())
+
+
+def test_a_server_that_ends_fails_the_episode_and_its_children_end_with_it():
+    children: list[int] = []
+
+    async def script() -> None:
+        async with mcp_toolbox(MCP_SERVER) as tools:
+            children.append(int((await tools.run([call("start_child")]))[0].content))
+            await tools.run([call("leave")])
+
+    with pytest.raises(ToolError, match="is gone"):
+        asyncio.run(script())
+    assert is_gone(children[0])
+
+
+def test_a_server_is_closed_with_its_children():
+    async def script() -> int:
+        async with mcp_toolbox(MCP_SERVER) as tools:
+            return int((await tools.run([call("start_child")]))[0].content)
+
+    assert is_gone(asyncio.run(script()))
+
+
+def test_a_server_that_cannot_be_started_is_named():
+    async def script() -> None:
+        async with mcp_toolbox("/no/such/server", timeout_s=5):
+            pass
+
+    with pytest.raises(ToolError, match="the MCP server '/no/such/server' does not answer"):
+        asyncio.run(script())
