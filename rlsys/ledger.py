@@ -13,7 +13,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlsys import deadlines
+from rlsys.curation import Curation, CurationState
 from rlsys.data.source import Cursor, TaskSource
+from rlsys.errors import RunAborted
 from rlsys.seeds import group_seed
 from rlsys.types import Assignment, PolicyVersion, Task
 
@@ -26,6 +28,8 @@ class Entry:
     task_id: str
     cursor: Cursor
     """Where the task was drawn, so that it can be drawn again."""
+    size: int | None = None
+    """Episodes, where curation gave it fewer than the group size; it keeps them when it is issued again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,8 @@ class LedgerState:
     num_consumed: int
     pending: list[Entry]
     """Issued, and neither consumed nor dropped, oldest first."""
+    curation: CurationState = field(default_factory=CurationState)
+    """Empty in checkpoints that are older than this key."""
 
 
 @dataclass
@@ -60,6 +66,8 @@ class Ledger:
     seed: int
     lease_s: float
     """Deadline of one attempt at rolling out a group, in seconds; the rollout pool ends it then."""
+    curation: Curation = field(default_factory=Curation)
+    """What decides which tasks are issued, and how large their groups are."""
     next_serial: int = 0
     num_consumed: int = 0
     open: dict[int, Entry] = field(default_factory=dict)
@@ -71,17 +79,42 @@ class Ledger:
 
     def issue(self, version: PolicyVersion) -> Assignment:
         """The next assignment: what was lost or an interrupted session left open first, oldest first, then new
-        tasks."""
+        tasks.
+
+        Raises `RunAborted` if curation leaves no task to issue.
+        """
         if self._again:
             serial, entry = heapq.heappop(self._again)
             task = self.source.at(entry.cursor)
         else:
-            serial, cursor = self.next_serial, self.source.cursor
+            cursor, task = self._draw()
+            serial = self.next_serial
             self.next_serial += 1
-            task = self.source.next()
-            entry = Entry(serial, task.id, cursor)
+            entry = Entry(serial, task.id, cursor, self.curation.size_of(task.id, self.group_size))
         self.open[serial] = entry
-        return Assignment(serial, task, self.group_size, version, group_seed(self.seed, serial))
+        return Assignment(serial, task, entry.size or self.group_size, version, group_seed(self.seed, serial))
+
+    def _draw(self) -> tuple[Cursor, Task]:
+        """The next task that curation does not pass over, and where it was drawn. Raises `RunAborted`.
+
+        An epoch may begin anywhere in these draws, so that every task comes up `look_again` + 1 times at least: only
+        where it is 0 can all be passed over each time.
+        """
+        for _ in range((self.curation.rules.look_again + 2) * len(self.source)):
+            cursor = self.source.cursor
+            task = self.source.next()
+            if not self.curation.passes_over(task.id):
+                return cursor, task
+        low, high = self.curation.rules.within
+        raise RunAborted(
+            f"the success rate of every task ({len(self.source)} of them) is below {low:g} or above {high:g}, so that "
+            "curation.success_within leaves none to roll out: the policy has learned them all, or they are beyond it. "
+            "Take tasks of another difficulty, widen curation.success_within, or set curation.look_again above 0"
+        )
+
+    def will_issue(self, serial: int) -> bool:
+        """Is this group still to be handed out, for the first time or again?"""
+        return serial >= self.next_serial or any(serial == waiting for waiting, _ in self._again)
 
     def lease(self, serial: int) -> Lease:
         """A new attempt at rolling out an open group begins."""
@@ -98,13 +131,16 @@ class Ledger:
         not open."""
         entry = self.open.pop(serial)
         self._num_losses[serial] += 1
+        self.curation.lose(serial, entry.task_id)
         heapq.heappush(self._again, (serial, entry))
         return entry.task_id
 
     def consume(self, serials: Iterable[int]) -> list[Task]:
-        """These groups were trained; returns their tasks. Raises KeyError for one that is not open."""
+        """These groups were trained, and what came of it is published; returns their tasks. Raises KeyError for one
+        that is not open."""
         entries = [self._settle(serial) for serial in serials]
         self.num_consumed += len(entries)
+        self.curation.publish()
         return [self.source.at(entry.cursor) for entry in entries]
 
     def drop(self, serial: int) -> None:
@@ -114,6 +150,7 @@ class Ledger:
     def _settle(self, serial: int) -> Entry:
         self._leases.pop(serial, None)
         self._num_losses.pop(serial, None)
+        self.curation.settle(serial)
         return self.open.pop(serial)
 
     def table(self, owners: Mapping[int, str], lacking: Mapping[int, Sequence[str]]) -> str:
@@ -141,7 +178,14 @@ class Ledger:
         """For the checkpoint, at one moment."""
         entries = [*self.open.values(), *(entry for _, entry in self._again)]
         pending = sorted(entries, key=lambda e: e.serial)
-        return LedgerState(self.source.fingerprint, self.source.cursor, self.next_serial, self.num_consumed, pending)
+        return LedgerState(
+            self.source.fingerprint,
+            self.source.cursor,
+            self.next_serial,
+            self.num_consumed,
+            pending,
+            self.curation.state(),
+        )
 
     def restore(self, state: LedgerState, finished: Collection[int]) -> None:
         """Go on from `state`: the groups `finished` are in the queue again, all other open ones will be issued again.
@@ -152,6 +196,7 @@ class Ledger:
         self.source.seek(state.cursor)
         self.next_serial, self.num_consumed = state.next_serial, state.num_consumed
         self.open = {e.serial: e for e in state.pending if e.serial in finished}
+        self.curation.restore(state.curation, finished)
         self._leases = {}
         self._num_losses.clear()
         self._again = [(e.serial, e) for e in state.pending if e.serial not in finished]  # sorted, so a heap

@@ -61,6 +61,15 @@ class Permit:
             raise ValueError(f"permit of group {self.row.serial} was handed group {value.serial}")
         return self._queue.put(self.row, column, value)
 
+    def renew(self, group: Group) -> None:
+        """Hand in `group`, with another payload, in place of what was rolled out: columns made of that are refused.
+
+        Nothing to do if the group was lost meanwhile.
+        """
+        if self.row is not None and not self.is_over:
+            self.row = self._queue._open(self.row.serial)
+            self.put(EPISODES, group)
+
     @property
     def is_over(self) -> bool:
         """Was the group lost meanwhile? Another permit has it then, or will."""
@@ -114,9 +123,17 @@ class StreamingQueue:
     def is_in_time(self, group: Group, place: int, version: PolicyVersion) -> bool:
         """Will a finished group be within the bound if, from `version` on, `place` older ones come before it, and as
         many younger ones as the window lets overtake it?"""
+        return group.oldest_version >= self._oldest_in_time(place, version)
+
+    def oldest_in_time(self, serial: int) -> PolicyVersion:
+        """Version of the oldest token that this group, which is in flight, may hold: whenever it is taken, that is
+        within the bound."""
+        place = sum(row.serial < serial for row in self._table)
+        return self._oldest_in_time(place, self.version)
+
+    def _oldest_in_time(self, place: int, version: PolicyVersion) -> PolicyVersion:
         num_before = place if version < self.synchronous_until else place + self.window - 1
-        num_steps = num_before // self.groups_per_step
-        return version + num_steps - group.oldest_version <= self.bound_at(version)
+        return version + num_before // self.groups_per_step - self.bound_at(version)
 
     @property
     def num_finished(self) -> int:

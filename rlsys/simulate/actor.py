@@ -11,6 +11,7 @@ from pathlib import Path
 from rlsys.algorithm import Algorithm, Assigned, Signal
 from rlsys.batch.plan import BatchPlan
 from rlsys.contracts import Busy, Judged, Published, TrainStats
+from rlsys.curation import Graft
 from rlsys.simulate.profile import Profile
 from rlsys.simulate.relays import SimRelays
 from rlsys.types import Group, PolicyVersion, Ref, Score, Task
@@ -117,6 +118,9 @@ class SimRewards:
         await asyncio.sleep(self._seconds)
         scores = tuple(Score(float((group.serial + e) % 2)) for e in range(len(group.episodes)))
         return Judged(scores, Busy("reward", start_s, start_s + self._seconds))
+
+    async def graft(self, graft: Graft) -> Group:
+        raise AssertionError("nothing is curated here, so no success is stored")
 
     async def restart(self, worker: str, on_recovery: Callable[[str, float], None]) -> None:
         """Nobody dies here."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -56,9 +56,14 @@ class Play:
             Session(e, workload.episode(assignment.serial, e), self.num_prompt) for e in range(assignment.size)
         ]
         self._num_open = assignment.size
+        self._environments, self._num_held = home.environments, 0
 
     def begin(self) -> None:
-        """Submit the first turn of every episode."""
+        """Submit the first turn of every episode, of each once it has an environment."""
+        if self._environments is not None:
+            for session in self._sessions:
+                self._environments.take(lambda session=session: self._begin_in_environment(session))
+            return
         self.home.rounds.enter(len(self._sessions))
         if self._turns is not None:
             for session in self._sessions:
@@ -72,6 +77,22 @@ class Play:
         """It ends here, with `error`."""
         if not self.done.done():
             self.done.set_exception(error)
+            for _ in range(self._num_held):
+                self._let_environment_go()
+
+    def _begin_in_environment(self, session: Session) -> None:
+        assert self._environments is not None
+        if self.done.done():  # it failed while it waited
+            self._environments.give_back()
+            return
+        self._num_held += 1
+        self.home.rounds.enter(1)
+        self._next_turn(session)
+
+    def _let_environment_go(self) -> None:
+        if self._environments is not None and self._num_held:  # not if all were given back as it failed
+            self._num_held -= 1
+            self._environments.give_back()
 
     def _next_turn(self, session: Session) -> None:
         if self.done.done():
@@ -107,6 +128,7 @@ class Play:
             self.home.rounds.rest(step.environment_s, lambda: self._next_turn(session))
             return
         self.home.rounds.leave()
+        self._let_environment_go()
         self._num_open -= 1
         if not self._num_open and not self.done.done():
             self.done.set_result(None)
@@ -126,6 +148,29 @@ class Play:
         return EpisodeMeta((TrajectoryMeta("policy", None, OK, None, (sample,)),))
 
 
+class Environments:
+    """A fixed number of environments, for whoever comes first."""
+
+    def __init__(self, count: int) -> None:
+        self._num_free = count
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def take(self, begin: Callable[[], None]) -> None:
+        """Call `begin` once an environment is free for it; unblocked by `give_back`."""
+        if self._num_free:
+            self._num_free -= 1
+            begin()
+        else:
+            self._waiting.append(begin)
+
+    def give_back(self) -> None:
+        """Whoever had one has no use for it any more."""
+        if self._waiting:
+            self._waiting.popleft()()
+        else:
+            self._num_free += 1
+
+
 class Rounds:
     """When the next turns of a replica's episodes begin: each when its environment is done, or all together."""
 
@@ -134,6 +179,8 @@ class Rounds:
         self._num_out = 0
         """Episodes that sample, or whose environment is at work."""
         self._resting: list[Callable[[], None]] = []
+        self.environment_s = 0.0
+        """Seconds that environments were told to work."""
 
     def enter(self, num_episodes: int) -> None:
         """So many episodes begin."""
@@ -141,6 +188,7 @@ class Rounds:
 
     def rest(self, seconds: float, go_on: Callable[[], None]) -> None:
         """The environment of an episode works for so long; `go_on` with it when it is time."""
+        self.environment_s += seconds
         loop = asyncio.get_running_loop()
         loop.call_later(seconds, (lambda: self._arrive(go_on)) if self._together else go_on)
 

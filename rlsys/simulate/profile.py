@@ -174,6 +174,9 @@ class Profile(Section):
     """Turns of an episode, rounded; at least 1."""
     environment_s: Spread | None = None
     """Seconds the environment takes after each turn but the last. None: nothing, and there is no observation."""
+    environments: PositiveInt | None = None
+    """Environments in all: an episode holds one from its first turn to its last, and waits for one that is free. None:
+    there is one for every episode."""
     observation_tokens: NonNegativeInt = 0
     """Tokens the environment says after a turn."""
     reward_s: NonNegativeFloat = 0.0

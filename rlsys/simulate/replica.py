@@ -10,7 +10,7 @@ from dataclasses import replace
 from rlsys.contracts import Busy, RolledOut
 from rlsys.errors import WorkerDied
 from rlsys.simulate.engine import SimEngine
-from rlsys.simulate.playing import Play, Rounds, TurnRouter
+from rlsys.simulate.playing import Environments, Play, Rounds, TurnRouter
 from rlsys.simulate.profile import Profile
 from rlsys.simulate.work import Workload
 from rlsys.types import Acknowledged, Assignment, Group, PolicyVersion, ReplicaLoad
@@ -23,10 +23,19 @@ class SimReplica:
     """Plays groups; takes in weights when a group asks for newer ones than it holds."""
 
     def __init__(
-        self, name: str, profile: Profile, workload: Workload, pull: Pull, hashes: dict[PolicyVersion, str]
+        self,
+        name: str,
+        profile: Profile,
+        workload: Workload,
+        pull: Pull,
+        hashes: dict[PolicyVersion, str],
+        environments: Environments | None = None,
     ) -> None:
-        """`hashes`: of every version that any replica holds or held; a turn may be sampled elsewhere."""
-        self.name, self.engine = name, SimEngine(profile)
+        """`hashes`: of every version that any replica holds or held; a turn may be sampled elsewhere.
+
+        `environments` are shared by all replicas; None: there is one for every episode.
+        """
+        self.name, self.engine, self.environments = name, SimEngine(profile), environments
         self.rounds = Rounds(together=profile.tools == "together")
         self.observation_tokens = profile.observation_tokens
         self.cache_age = 0

@@ -37,6 +37,8 @@ class Report:
     """Share of the cache in use, mean over the time in which a replica runs something."""
     cached_share: float
     """Share of the context whose keys and values were in the cache when a request began."""
+    environments_busy: float
+    """Environments at work, mean over time; one that waits for its next turn is not."""
     moved_groups: float
     """Groups moved in a step, by repacking."""
     staleness: Mapping[str, float]

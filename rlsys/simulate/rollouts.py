@@ -6,11 +6,12 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from rlsys.contracts import RolledOut
 from rlsys.errors import WorkerDied
 from rlsys.schedule.router import Router, request_weight
-from rlsys.simulate.playing import TurnRouter
+from rlsys.simulate.playing import Environments, TurnRouter
 from rlsys.simulate.profile import Profile
 from rlsys.simulate.relays import SimRelays
 from rlsys.simulate.replica import SimReplica
@@ -34,6 +35,7 @@ class SimRollouts:
         self._profile, self._relays = profile, relays
         self._workload = Workload(profile)
         self._hashes: dict[PolicyVersion, str] = {}
+        self._environments = Environments(profile.environments) if profile.environments else None
         self._router = Router(profile.num_replicas)
         self._generations: Counter[int] = Counter()
         """Replicas that had each place so far."""
@@ -110,7 +112,8 @@ class SimRollouts:
         self._generations[place] += 1
         name = f"rollout-{place}" + (f".{generation}" if generation else "")
         node = place // self._profile.replicas_per_node
-        return SimReplica(name, self._profile, self._workload, lambda v: self._relays.pull(node, v), self._hashes)
+        pull = partial(self._relays.pull, node)
+        return SimReplica(name, self._profile, self._workload, pull, self._hashes, self._environments)
 
     def _leave(self, worker: str) -> list[int]:
         places = [place for place, replica in enumerate(self.replicas) if replica.name == worker]

@@ -29,6 +29,7 @@ ROWS: tuple[tuple[str, str, Callable[[Report], str]], ...] = (
     ("weights at every relay after", "s", lambda r: f"{r.broadcast_s:.2f}"),
     ("cache in use", "share", lambda r: f"{r.kv_used:.0%}"),
     ("context found cached", "share", lambda r: f"{r.cached_share:.0%}"),
+    ("environments at work", "", lambda r: f"{r.environments_busy:,.1f}"),
     ("groups moved", "1/step", lambda r: f"{r.moved_groups:.1f}"),
     ("staleness, mean", "versions", lambda r: f"{r.staleness_mean:.2f}"),
     ("staleness, most of bound", "versions", lambda r: f"{r.staleness_max} of {r.staleness_bound}"),

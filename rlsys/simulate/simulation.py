@@ -58,6 +58,7 @@ class _Mark:
     time_s: float
     used: Used
     exposed_s: float
+    environment_s: float
     num_trained: int
     """Groups."""
     num_moved: int
@@ -76,7 +77,7 @@ class Simulation:
     def __post_init__(self) -> None:
         self._num_measured = self.steps - self.steps // 4
         """The report leaves out the first quarter, in which the pipe fills."""
-        self.marks = [_Mark(0.0, Used(), 0.0, 0, 0, 0)]
+        self.marks = [_Mark(0.0, Used(), 0.0, 0.0, 0, 0, 0)]
         """One before the first step, and one after each."""
 
     def run(self) -> Report:
@@ -147,15 +148,15 @@ class Simulation:
         """Nothing is left open."""
 
     def _mark(self) -> _Mark:
-        used, exposed_s = Used(), 0.0
+        used, exposed_s, environment_s = Used(), 0.0, 0.0
         for replica in (*self.rollouts.replicas, *self.rollouts.ended):
             replica.engine.busy_s()
             used += replica.engine.used
             exposed_s += replica.exposed_s
+            environment_s += replica.rounds.environment_s
         now = asyncio.get_running_loop().time()
-        return _Mark(
-            now, used, exposed_s, len(self.actor.trained), self.rollouts.num_moved, self.driver.queue.dropped.total()
-        )
+        num_dropped = self.driver.queue.dropped.total()
+        return _Mark(now, used, exposed_s, environment_s, len(self.actor.trained), self.rollouts.num_moved, num_dropped)
 
     def _report(self, wall_s: float) -> Report:
         first, last = self.marks[self.steps - self._num_measured], self.marks[self.steps]
@@ -180,6 +181,7 @@ class Simulation:
             broadcast_s=fmean(self.relays.arrived_s.values()),
             kv_used=used.cache_s / used.busy_s,
             cached_share=used.num_cached / ((used.num_cached + used.num_prefilled) or 1),
+            environments_busy=(last.environment_s - first.environment_s) / seconds,
             moved_groups=(last.num_moved - first.num_moved) / num_steps,
             staleness={str(versions): behind[versions] / num_tokens for versions in sorted(behind)},
             staleness_max=max(behind),

@@ -1,0 +1,284 @@
+"""Which tasks are worth rolling out, and how often, by what their earlier episodes came to (DART, arXiv:2509.23866).
+
+    a task that mostly succeeds is given fewer episodes                       `fewer_above`
+    one that nearly always or nearly never does is passed over for a while    `within`, `look_again`
+    a stored success takes the place of one episode of a group that failed    `stored_successes`
+
+Decisions rest on what was known when the newest step was published: on the groups that were judged, and trained or
+dropped, by then. Where all that is issued is settled before the next step (`max_staleness: 0`), they depend on nobody's
+speed. A group that is issued again keeps the size it was first given.
+
+The history of a task is two counts, and is in the checkpoint. Stored successes are references to payloads, and begin
+anew with a resume.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from rlsys.types import Group, PolicyVersion, Ref, VersionSpan
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What is curated, and how; by default nothing. The section `curation` of a configuration says more on each."""
+
+    success_reward: float = 1.0
+    """An episode with this reward or more is a success."""
+    fewer_above: float | None = None
+    """Success rate above which a task is given half the episodes."""
+    within: tuple[float, float] = (0.0, 1.0)
+    """Least and greatest success rate of a task that is issued."""
+    min_episodes: int = 8
+    """Judged episodes before a task's success rate counts."""
+    look_again: int = 4
+    """Times a task is passed over before it is issued with its history forgotten; 0: it never is."""
+    stored_successes: int = 0
+    """Most successes that are kept, one per task; 0 keeps none."""
+
+    @property
+    def is_selective(self) -> bool:
+        """May a task be passed over?"""
+        return self.within != (0.0, 1.0)
+
+    @property
+    def needs_history(self) -> bool:
+        """Does anything depend on success rates?"""
+        return self.is_selective or self.fewer_above is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What a task's earlier episodes came to."""
+
+    num_successes: int
+    num_episodes: int
+    """Judged ones: an episode that failed for another reason than the policy's is in no rate."""
+    num_passed: int = 0
+    """Times the task was passed over since it was last rolled out."""
+
+    @property
+    def rate(self) -> float:
+        """Success rate, 0 to 1."""
+        return self.num_successes / self.num_episodes
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What the judging of one group adds to the tally of its task."""
+
+    task_id: str
+    num_successes: int
+    num_episodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CurationState:
+    """What a checkpoint keeps of curation."""
+
+    tallies: dict[str, Tally] = field(default_factory=dict)
+    """By task id."""
+    judged: dict[int, Judgement] = field(default_factory=dict)
+    """By serial of a group that is not settled."""
+    settled: list[Judgement] = field(default_factory=list)
+    """Of groups dropped since the newest step was published."""
+
+
+@dataclass(frozen=True, slots=True)
+class Graft:
+    """One episode of a group gives its place to one of another group of the same task."""
+
+    group: Group
+    episode: int
+    donor: Group
+    donor_episode: int
+
+    def applied(self, payload: Ref, versions: tuple[VersionSpan, ...]) -> Group:
+        """The group as it is then; `payload` refers to the episodes that `with_episode` composed, `versions` are
+        theirs. What the donor's episode was rewarded with, sampled from and acknowledged by stays its own; columns
+        were made of other episodes, and are gone."""
+        episodes = with_episode(self.group.episodes, self.episode, self.donor.episodes[self.donor_episode])
+        held = {span.version for span in versions}
+        weights = dict.fromkeys(a for a in (*self.group.weights, *self.donor.weights) if a.version in held)
+        return replace(
+            self.group, episodes=episodes, versions=versions, weights=tuple(weights), payload=payload, columns={}
+        )
+
+
+def with_episode(episodes: Sequence[T], index: int, episode: T) -> tuple[T, ...]:
+    """The same episodes, or what is known of them, with `episode` in the place of number `index`."""
+    return (*episodes[:index], episode, *episodes[index + 1 :])
+
+
+@dataclass(frozen=True, slots=True)
+class _Success:
+    """The best episode of a group, kept with all of the group's payload."""
+
+    group: Group
+    episode: int
+    moment: int
+    """Steps that were published when it was judged."""
+
+
+class Curation:
+    """Keeps histories and successes, and answers what to issue. Belongs to one ledger; does no I/O."""
+
+    def __init__(self, rules: Rules | None = None) -> None:
+        """Without rules nothing is curated, and nothing kept."""
+        self.rules = rules or Rules()
+        self.num_smaller = 0
+        """Groups that were given fewer episodes."""
+        self.num_passed_over = 0
+        """Times that a task was passed over."""
+        self.num_grafted = 0
+        """Groups that were given a stored success."""
+        self.num_too_old = 0
+        """Groups that failed altogether, and whose stored success is older than the bound on staleness allows."""
+        self._tallies: dict[str, Tally] = {}
+        self._judged: dict[int, Judgement] = {}
+        self._settled: list[Judgement] = []
+        self._successes: OrderedDict[str, _Success] = OrderedDict()
+        """By task id, the least recently stored or used first."""
+        self._moment = 0
+        """Steps published in this session."""
+
+    # ----------------------------------------------------------------------------------------------------------- issue
+
+    def passes_over(self, task_id: str) -> bool:
+        """Is this task, whose turn it is, left out this time? Counted."""
+        rules, tally = self.rules, self._known(task_id)
+        low, high = rules.within
+        if tally is None or low <= tally.rate <= high:
+            return False
+        if rules.look_again and tally.num_passed >= rules.look_again:
+            del self._tallies[task_id]
+            return False
+        self._tallies[task_id] = replace(tally, num_passed=tally.num_passed + 1)
+        self.num_passed_over += 1
+        return True
+
+    def size_of(self, task_id: str, group_size: int) -> int | None:
+        """Episodes of a new group of this task if they are fewer than `group_size`; else None. Counted."""
+        tally, bound = self._known(task_id), self.rules.fewer_above
+        if tally is None or bound is None or tally.rate <= bound:
+            return None
+        self.num_smaller += 1
+        return fewer(group_size)
+
+    def _known(self, task_id: str) -> Tally | None:
+        """The tally of a task whose success rate counts."""
+        tally = self._tallies.get(task_id)
+        return tally if tally is not None and tally.num_episodes >= self.rules.min_episodes else None
+
+    # ----------------------------------------------------------------------------------------------------------- judge
+
+    def judged(self, group: Group) -> None:
+        """This attempt at an open group was judged. What an earlier attempt came to is forgotten."""
+        rewards = _rewards(group)
+        if self.rules.needs_history:
+            num_successes = sum(self._is_success(reward) for reward in rewards.values())
+            self._judged[group.serial] = Judgement(group.task_id, num_successes, len(rewards))
+        if self.rules.stored_successes and rewards:
+            best = max(rewards, key=lambda episode: rewards[episode])
+            if self._is_success(rewards[best]):
+                self._store(_Success(replace(group, columns={}), best, self._moment))
+
+    def graft_for(self, group: Group, oldest_in_time: Callable[[int], PolicyVersion]) -> Graft | None:
+        """What to do about a judged group that failed altogether; None if it did not, or nothing can be done.
+
+        The success is one that was judged before the newest step was published, and takes the place of an episode that
+        could not be judged, or else of the first with the lowest reward. At least one judged episode remains beside
+        it. No token may be of a version before `oldest_in_time(serial)`: a success from a group with such a token is
+        counted as too old, and left for others.
+        """
+        success, rewards = self._successes.get(group.task_id), _rewards(group)
+        if success is None or success.moment == self._moment or any(map(self._is_success, rewards.values())):
+            return None
+        lost = [episode for episode in range(len(group.episodes)) if episode not in rewards]
+        if not rewards or (not lost and len(rewards) < 2):
+            return None
+        if success.group.oldest_version < oldest_in_time(group.serial):
+            self.num_too_old += 1
+            return None
+        self._successes.move_to_end(group.task_id)
+        worst = lost[0] if lost else min(rewards, key=lambda episode: rewards[episode])
+        return Graft(group, worst, success.group, success.episode)
+
+    def lose(self, serial: int, task_id: str) -> None:
+        """The payload of this open group is gone, and it is issued again: what it came to never counts."""
+        self._judged.pop(serial, None)
+        self.forget(serial, task_id)
+
+    def forget(self, serial: int, task_id: str) -> None:
+        """The payload of this group is gone: its success is no longer kept."""
+        success = self._successes.get(task_id)
+        if success is not None and success.group.serial == serial:
+            del self._successes[task_id]
+
+    def _store(self, success: _Success) -> None:
+        self._successes[success.group.task_id] = success
+        self._successes.move_to_end(success.group.task_id)
+        if len(self._successes) > self.rules.stored_successes:
+            self._successes.popitem(last=False)
+
+    def _is_success(self, reward: float) -> bool:
+        return reward >= self.rules.success_reward
+
+    # ---------------------------------------------------------------------------------------------------------- settle
+
+    def settle(self, serial: int) -> None:
+        """This group was trained or dropped: what it came to counts from the next published step on."""
+        if (judgement := self._judged.pop(serial, None)) is not None:
+            self._settled.append(judgement)
+
+    def publish(self) -> None:
+        """A step was published: decisions rest on all that is settled by now."""
+        for judgement in self._settled:
+            before = self._tallies.get(judgement.task_id, Tally(0, 0))
+            self._tallies[judgement.task_id] = Tally(
+                before.num_successes + judgement.num_successes, before.num_episodes + judgement.num_episodes
+            )
+        self._settled.clear()
+        self._moment += 1
+
+    # ----------------------------------------------------------------------------------------------- metrics and state
+
+    def metrics(self) -> dict[str, float]:
+        """Counters of what is switched on, by their full names."""
+        found: dict[str, float] = {}
+        if self.rules.fewer_above is not None:
+            found["curation/smaller_groups"] = self.num_smaller
+        if self.rules.is_selective:
+            found["curation/passed_over"] = self.num_passed_over
+        if self.rules.stored_successes:
+            found["curation/grafted"] = self.num_grafted
+            found["curation/too_old"] = self.num_too_old
+            found["curation/stored"] = len(self._successes)
+        return found
+
+    def state(self) -> CurationState:
+        """For the checkpoint, at one moment."""
+        return CurationState(dict(self._tallies), dict(self._judged), list(self._settled))
+
+    def restore(self, state: CurationState, finished: Collection[int]) -> None:
+        """Go on from `state`; of the groups judged before, only `finished` are not rolled out again."""
+        if not self.rules.needs_history:
+            state = CurationState()
+        self._tallies, self._settled = dict(state.tallies), list(state.settled)
+        self._judged = {serial: judgement for serial, judgement in state.judged.items() if serial in finished}
+
+
+def fewer(group_size: int) -> int:
+    """Episodes of a smaller group: half, rounded up."""
+    return (group_size + 1) // 2
+
+
+def _rewards(group: Group) -> dict[int, float]:
+    """Of each episode that was judged, by its number."""
+    roots = {e: episode.trajectories[0] for e, episode in enumerate(group.episodes) if not episode.is_failed}
+    return {e: root.reward for e, root in roots.items() if root.reward is not None}

@@ -1,0 +1,354 @@
+"""The real driver curates its tasks: on fake workers and a virtual clock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlsys.algorithm import Signal
+from rlsys.batch.plan import BatchPlan
+from rlsys.checkpoint import find_latest
+from rlsys.contracts import Judged, TrainStats, Workers
+from rlsys.curation import Curation, Graft, Rules
+from rlsys.driver import Driver
+from rlsys.errors import RunAborted, WorkerDied
+from rlsys.events import EpisodeGrafted, GroupReissued, StepDone
+from rlsys.testing import FakeActor, FakeReference, FakeRewards, FakeWorld, RewardAsAdvantage, run_virtual
+from rlsys.types import Episode, Group, Ref, Score, Task
+from tests.simulate.world import NUM_TASKS, Recorder, StopAfter, driver_on, latencies
+
+SIZE = 4
+EASY, HARD = "task-0", "task-1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picky(RewardAsAdvantage):
+    """Learns nothing from equal rewards."""
+
+    group_size: int = SIZE
+
+    def has_signal(self, group: Group) -> bool:
+        return len({t.reward for _, t in group.trajectories()}) > 1
+
+
+class ByTask(FakeRewards):
+    """One task always succeeds and one never does; of the others, every second episode."""
+
+    async def score(self, task: Task, group: Group) -> Judged:
+        judged = await super().score(task, group)
+        scores = (Score(self._reward(task, group.serial, e)) for e in range(len(judged.scores)))
+        return replace(judged, scores=tuple(scores))
+
+    def _reward(self, task: Task, serial: int, episode: int) -> float:
+        known = {EASY: 1.0, HARD: 0.0}
+        return known.get(task.id, float(episode % 2))
+
+
+class Remembering(FakeActor):
+    """Keeps what it trained."""
+
+    def __init__(self, world: FakeWorld) -> None:
+        super().__init__(world)
+        self.groups: list[Group] = []
+
+    async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
+        self.groups += self.fetched
+        return await super().train_step(plan, columns)
+
+
+def curated(world: FakeWorld, folder: Path, rules: Rules, **limits: Any) -> tuple[Driver, Remembering, Recorder]:
+    """A driver whose rewards are `ByTask`, its actor, and what it says."""
+    actor, recorder = Remembering(world), Recorder()
+    workers = limits.pop("workers", None) or replace(world.workers(), rewards=ByTask(world))
+    driver = driver_on(
+        world,
+        folder,
+        workers=replace(workers, actor=actor),
+        recorder=recorder,
+        curation=Curation(rules),
+        **{"algorithm": RewardAsAdvantage(group_size=SIZE), **limits},
+    )
+    return driver, actor, recorder
+
+
+def counted(recorder: Recorder, name: str) -> list[float]:
+    return [e.metrics[f"curation/{name}"] for e in recorder.of(StepDone)]
+
+
+def test_a_task_that_mostly_succeeds_is_given_fewer_episodes_from_the_next_step_on(tmp_path):
+    driver, actor, recorder = curated(FakeWorld(), tmp_path, Rules(fewer_above=0.9, min_episodes=SIZE), steps=14)
+    run_virtual(driver.run(0))
+    sizes = {task: [len(g.episodes) for g in actor.groups if g.task_id == task] for task in (EASY, HARD)}
+    assert sizes == {EASY: [4, 2, 2, 2, 2, 2], HARD: [4] * 6}
+    assert counted(recorder, "smaller_groups")[-1] == 5
+    assert {len(g.episodes) for g in actor.groups if g.task_id not in (EASY, HARD)} == {4}
+    assert "curation/passed_over" not in recorder.of(StepDone)[-1].metrics
+
+
+def test_solved_and_hopeless_tasks_are_passed_over_and_looked_at_again(tmp_path):
+    rules = Rules(within=(0.05, 0.95), min_episodes=SIZE, look_again=2)
+    driver, actor, recorder = curated(FakeWorld(), tmp_path, rules, steps=41, groups_per_step=1)
+    run_virtual(driver.run(0))
+    trained = [g.task_id for g in actor.groups]
+    assert trained.count(EASY) == trained.count(HARD) == 3, "in the 1st, the 4th and the 7th epoch"
+    assert min(trained.count(f"task-{i}") for i in range(2, NUM_TASKS)) == 7
+    assert counted(recorder, "passed_over")[-1] == 2 * 4
+
+
+def test_a_run_whose_tasks_are_all_solved_ends_with_the_remedy(tmp_path):
+    world = FakeWorld(reward=lambda serial, episode: 1.0)
+    rules = Rules(within=(0.0, 0.9), min_episodes=SIZE, look_again=0)
+    driver, _, _ = curated(world, tmp_path, rules, workers=world.workers(), steps=14)
+    with pytest.raises(
+        RunAborted, match=r"every task \(7 of them\) is below 0 or above 0\.9.*curation\.success_within"
+    ):
+        run_virtual(driver.run(0))
+
+
+def test_groups_dropped_for_want_of_a_signal_are_in_the_history_and_shown_beside_it(tmp_path):
+    rules = Rules(within=(0.05, 0.95), min_episodes=SIZE, look_again=0)
+    driver, actor, recorder = curated(FakeWorld(), tmp_path, rules, steps=14, algorithm=Picky())
+    run_virtual(driver.run(0))
+    assert {g.task_id for g in actor.groups}.isdisjoint({EASY, HARD})
+    tallies = driver.ledger.curation.state().tallies
+    assert {task: (tallies[task].num_successes, tallies[task].num_episodes) for task in (EASY, HARD)} == {
+        EASY: (SIZE, SIZE),
+        HARD: (0, SIZE),
+    }
+    assert counted(recorder, "no_signal")[-1] == driver.queue.dropped["no_signal"] >= 2
+    assert counted(recorder, "passed_over")[-1] >= 2 * 6
+
+
+EVERYTHING = Rules(fewer_above=0.4, within=(0.1, 0.9), min_episodes=SIZE, look_again=2, stored_successes=3)
+
+
+@settings(deadline=None, max_examples=25)
+@given(seed=st.integers(0, 10**6), stop_at=st.integers(1, 11))
+def test_synchronous_training_is_the_same_whoever_is_quicker_and_wherever_it_is_interrupted(seed, stop_at):
+    def driver(folder: Path, number: int) -> tuple[Driver, Remembering]:
+        world = FakeWorld(
+            rollout_s=latencies(seed + number, 9.0),
+            reward_s=latencies(seed + number + 1, 4.0),
+            train_s=latencies(seed + number + 2, 3.0),
+        )
+        driver, actor, _ = curated(world, folder, EVERYTHING, steps=12, algorithm=Picky())
+        return driver, actor
+
+    with TemporaryDirectory() as folder:
+        whole, trained = driver(Path(folder) / "whole", 0)
+        run_virtual(whole.run(0))
+        cut, _ = driver(Path(folder) / "cut", 100)
+        cut.events.attach(StopAfter(cut, stop_at))
+        run_virtual(cut.run(0))
+        resumed, trained_too = driver(Path(folder) / "cut", 200)
+
+        async def go_on() -> int:
+            checkpoint = find_latest(Path(folder) / "cut")
+            assert checkpoint is not None
+            return await resumed.run(await resumed.restore(checkpoint))
+
+        assert run_virtual(go_on()) == 12
+    assert trained_too.world.weights == trained.world.weights
+    assert resumed.ledger.state() == whole.ledger.state()
+    assert whole.ledger.curation.num_passed_over > 0
+
+
+# ------------------------------------------------------------------------------------------------------------- grafts
+
+
+class MostlyFailing(ByTask):
+    """Every third group of every task succeeds, in its last episode."""
+
+    def _reward(self, task: Task, serial: int, episode: int) -> float:
+        return float(serial % 3 == 0 and episode == SIZE - 1)
+
+
+class Attentive(FakeReference):
+    """Its column says which payload it was made of."""
+
+    async def annotate(self, groups: Sequence[Group], signal: Signal) -> list[Group]:
+        annotated = await super().annotate(groups, signal)
+        return [replace(g, columns={**g.columns, signal: g.payload}) for g in annotated]
+
+
+def grafting_workers(world: FakeWorld) -> Workers:
+    return replace(
+        world.workers(),
+        rewards=MostlyFailing(world),
+        annotators={Signal.REFERENCE_LOGPROBS: Attentive(world)},
+    )
+
+
+def grafted(world: FakeWorld, folder: Path, **limits: Any) -> tuple[Driver, Remembering, Recorder]:
+    driver, actor, recorder = curated(
+        world,
+        folder,
+        Rules(stored_successes=5),
+        workers=grafting_workers(world),
+        **{
+            "steps": 20,
+            "max_staleness": 8,
+            "algorithm": RewardAsAdvantage(group_size=SIZE, needs=frozenset({Signal.REFERENCE_LOGPROBS})),
+            **limits,
+        },
+    )
+    run_virtual(driver.run(0))
+    return driver, actor, recorder
+
+
+UNEVEN: dict[str, Any] = {"rollout_s": lambda serial: 2.0 + 7.0 * (serial % 5)}
+
+
+def payload_of(group: Group) -> tuple[Episode, ...]:
+    assert isinstance(group.payload, tuple)
+    return group.payload
+
+
+@pytest.mark.parametrize("annotate_s", [0.0, 0.01, 5.0], ids=["before it is judged", "while", "after"])
+def test_a_group_that_failed_altogether_is_trained_with_a_stored_success(tmp_path, annotate_s):
+    driver, actor, recorder = grafted(FakeWorld(**UNEVEN, annotate_s=lambda serial: annotate_s), tmp_path)
+    events = recorder.of(EpisodeGrafted)
+    by_serial = {group.serial: group for group in actor.groups}
+    assert events and len(by_serial) == len(actor.groups) == 60
+    for told in events:
+        group, donor = by_serial[told.serial], by_serial[told.donor]
+        assert payload_of(group)[told.episode] == payload_of(donor)[SIZE - 1], "its tokens, logprobs and versions"
+        assert group.episodes[told.episode] == donor.episodes[SIZE - 1], "its reward"
+        assert (group.task_id, group.num_ok) == (donor.task_id, SIZE)
+        acknowledged = {a.version: a.hash for a in group.weights}
+        assert acknowledged == {span.version: f"hash-of-{span.version}" for span in group.versions}
+    sampled = [turn for g in actor.groups for e in payload_of(g) for t in e.trajectories for turn in t.turns]
+    assert sum(s.num_tokens for g in actor.groups for s in g.versions) == sum(len(turn.output_ids) for turn in sampled)
+    assert all(group.columns == {Signal.REFERENCE_LOGPROBS: group.payload} for group in actor.groups)
+    assert counted(recorder, "grafted")[-1] == len(events)
+    assert max(actor.world.staleness) <= 8
+    assert (driver.queue.dropped, driver.queue.num_reissued, driver.ledger.open) == ({}, 0, {})
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 10**6),
+    max_staleness=st.sampled_from([1, 2, 4, 8]),
+    window=st.sampled_from([1, 1, 3, 6]),
+    losses=st.sets(st.integers(0, 6), max_size=3),
+    num_replicas=st.integers(1, 8),
+)
+def test_no_stored_success_is_staler_than_the_bound_when_it_is_trained(
+    seed, max_staleness, window, losses, num_replicas
+):
+    world = FakeWorld(
+        num_replicas=num_replicas,
+        rollout_s=latencies(seed, 30.0),
+        reward_s=latencies(seed + 1, 5.0),
+        train_s=latencies(seed + 2, 4.0),
+        weight_change="inflight" if seed % 2 else "between",
+        payload_losses={"graft": losses},
+    )
+    with TemporaryDirectory() as folder:
+        driver, _, _ = grafted(world, Path(folder), max_staleness=max_staleness, window=window, max_attempts=9)
+    assert max(world.staleness) <= driver.queue.staleness_bound
+    assert driver.queue.dropped == {}
+    assert world.consumed.total() == 60
+    assert sorted(world.trained_serials) == list(range(60))
+
+
+def test_a_tight_bound_leaves_successes_unused_and_counts_them(tmp_path):
+    _, actor, recorder = grafted(FakeWorld(**UNEVEN), tmp_path, max_staleness=1)
+    assert counted(recorder, "too_old")[-1] > 0
+    assert max(actor.world.staleness) <= 1
+
+
+def test_a_success_whose_payload_is_lost_is_forgotten_and_the_group_trained_as_it_is(tmp_path):
+    world = FakeWorld(**UNEVEN, payload_losses={"graft": {0}})
+    driver, _, recorder = grafted(world, tmp_path)
+    assert recorder.of(EpisodeGrafted)
+    assert not recorder.of(GroupReissued)
+    assert (driver.queue.num_reissued, world.consumed.total()) == (0, 60)
+
+
+class DiesAtAGraft(MostlyFailing):
+    """Dies at its first graft, and counts what it judges."""
+
+    def __init__(self, world: FakeWorld) -> None:
+        super().__init__(world)
+        self.judged: Counter[int] = Counter()
+        self.num_grafts = 0
+
+    async def score(self, task: Task, group: Group) -> Judged:
+        self.judged[group.serial] += 1
+        return await super().score(task, group)
+
+    async def graft(self, graft: Graft) -> Group:
+        self.num_grafts += 1
+        if self.num_grafts == 1:
+            raise WorkerDied("reward-0", "grafting", "the process is gone")
+        return await super().graft(graft)
+
+
+def test_a_graft_that_fails_is_made_again_and_the_group_not_judged_again(tmp_path):
+    world = FakeWorld(**UNEVEN)
+    rewards = DiesAtAGraft(world)
+    workers = replace(world.workers(), rewards=rewards)
+    driver, _, recorder = curated(
+        world, tmp_path, Rules(stored_successes=5), workers=workers, steps=20, max_staleness=8
+    )
+    run_virtual(driver.run(0))
+    events = recorder.of(EpisodeGrafted)
+    assert set(rewards.judged.values()) == {1}
+    assert len(events) == rewards.num_grafts - 1 == counted(recorder, "grafted")[-1]
+    assert rewards.restarted == ["reward-0"]
+
+
+def test_a_grafted_group_survives_a_resume_and_stored_successes_do_not(tmp_path):
+    def driver() -> tuple[Driver, Remembering, Recorder]:
+        world = FakeWorld(**UNEVEN)
+        workers = replace(world.workers(), rewards=MostlyFailing(world))
+        return curated(world, tmp_path, Rules(stored_successes=5), workers=workers, steps=20, max_staleness=8)
+
+    cut, _, told = driver()
+    cut.events.attach(StopAfter(cut, 4))
+    assert run_virtual(cut.run(0)) == 4
+    grafted = {event.serial for event in told.of(EpisodeGrafted)}
+    waiting = {row.serial: row.group for row in cut.queue.finished if row.serial in grafted}
+    resumed, actor, _ = driver()
+
+    async def go_on() -> int:
+        checkpoint = find_latest(tmp_path)
+        assert checkpoint is not None
+        version = await resumed.restore(checkpoint)
+        assert resumed.ledger.curation.metrics()["curation/stored"] == 0
+        return await resumed.run(version)
+
+    assert run_virtual(go_on()) == 20
+    assert waiting
+    assert {group.serial: group for group in actor.groups if group.serial in waiting} == waiting
+
+
+def test_the_history_of_an_asynchronous_run_that_was_interrupted_is_that_of_everything_it_trained(tmp_path):
+    rules = Rules(fewer_above=0.9, min_episodes=SIZE, stored_successes=2)
+    parts = [curated(FakeWorld(**UNEVEN), tmp_path, rules, steps=14, max_staleness=3) for _ in range(2)]
+    (cut, first, _), (resumed, second, _) = parts
+    cut.events.attach(StopAfter(cut, 6))
+    assert run_virtual(cut.run(0)) == 6
+    assert cut.ledger.state().curation.judged, "groups were judged and not trained"
+
+    async def go_on() -> int:
+        checkpoint = find_latest(tmp_path)
+        assert checkpoint is not None
+        return await resumed.run(await resumed.restore(checkpoint))
+
+    assert run_virtual(go_on()) == 14
+    trained = [*first.groups, *second.groups]
+    episodes = {task: sum(len(g.episodes) for g in trained if g.task_id == task) for task in (EASY, HARD)}
+    tallies = resumed.ledger.curation.state().tallies
+    assert {task: tallies[task].num_episodes for task in (EASY, HARD)} == episodes
+    assert {task: tallies[task].rate for task in (EASY, HARD)} == {EASY: 1.0, HARD: 0.0}
+    assert any(len(g.episodes) == SIZE // 2 for g in second.groups if g.task_id == EASY)
