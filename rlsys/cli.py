@@ -1,4 +1,4 @@
-"""The command line: `rlsys train | eval | export | replay | simulate | config | data | doctor | algorithms`.
+"""The command line: `rlsys train | eval | export | replay | simulate | config | data | workflow | doctor | algorithms`.
 
 Every verb is a thin layer over a function that Python can call too. An `RlsysError` becomes its message on stderr and
 its exit code; anything else is a bug and shows its traceback. Verbs import what they need when they run, so that
@@ -33,6 +33,8 @@ config_app = typer.Typer(help="Check, show or describe a configuration.", no_arg
 app.add_typer(config_app, name="config")
 data_app = typer.Typer(help="Look at data before training on it.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
+workflow_app = typer.Typer(help="Look at a workflow before training with it.", no_args_is_help=True)
+app.add_typer(workflow_app, name="workflow")
 
 OVERRIDES = {"ignore_unknown_options": True}
 """Lets `--train.lr=1e-5` through to the overrides."""
@@ -203,9 +205,32 @@ def inspect_data(
     typer.echo(json.dumps(asdict(found)) if as_json else text_of(found))
 
 
+@workflow_app.command("try", context_settings=OVERRIDES)
+def try_workflow(
+    job: Annotated[
+        list[str],
+        typer.Argument(metavar="FILE...|WORKFLOW [SECTION.KEY=VALUE]...", help="Configuration files or one workflow."),
+    ],
+    task: Annotated[str, typer.Option(help="Number of a row of data.path from 0, its id, or a row as JSON.")] = "0",
+    policy: Annotated[
+        str | None, typer.Option(metavar="scripted:REPLY|MODULE:FUNCTION", help="Who speaks, instead of the model.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Instead of run.seed.")] = None,
+    reward: Annotated[bool, typer.Option("--reward", help="Judge it with the reward functions.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Play one session of a workflow and print it, in this process: with the configuration's model, or a script."""
+    _refuse_unknown_options(job)
+    from rlsys import launch
+
+    config = launch.config_to_try([j for j in job if "=" not in j], [j for j in job if "=" in j])
+    tried = launch.try_workflow(config, task, policy=policy, seed=seed, with_reward=reward)
+    typer.echo(json.dumps(tried.as_json()) if as_json else "\n".join(tried.lines()))
+
+
 @app.command()
 def algorithms() -> None:
-    """List the installed algorithms and stabilizers: name, kind, class and first line of documentation."""
+    """List the installed algorithms, stabilizers and workflows: name, kind, class and first line of documentation."""
     from rlsys.config.plugins import KINDS
 
     rows = [
@@ -281,7 +306,11 @@ def _show(result: Mapping[str, Any], *, as_json: bool) -> None:
         typer.echo(json.dumps(result))
         return
     for key, value in result.items():
-        typer.echo(f"{key:<16} {value}")
+        if key != "policies":
+            typer.echo(f"{key:<16} {value}")
+    for policy, own in result.get("policies", {}).items():
+        typer.echo(f"policy {policy}:")
+        _show(own, as_json=False)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from rlsys.algorithm import Assigned, Signal
 from rlsys.batch.plan import BatchPlan
+from rlsys.curation import Graft
 from rlsys.errors import WorkerError
 from rlsys.types import Acknowledged, Assignment, EngineStats, Group, PolicyVersion, Ref, ReplicaLoad, Score, Task
 
@@ -57,6 +58,8 @@ class RolledOut:
     waited_s: float = 0.0
     """Seconds between the assignment's arrival at the replica and its start: for weights, and for room to change
     them."""
+    others: tuple[Group, ...] = ()
+    """In a run of several policies: the same group as each further one that is trained sees it."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,11 @@ class Rewards(Protocol):
 
     async def score(self, task: Task, group: Group) -> Judged:
         """Judge each episode. A judge that raises or hangs is a Score without a value. Raises `PayloadLost`."""
+        ...
+
+    async def graft(self, graft: Graft) -> Group:
+        """The group with another's episode in it, as `Graft.applied` has it: composed here, because the driver holds no
+        payload. Raises `PayloadLost` naming whichever of the two is gone."""
         ...
 
     async def restart(self, worker: str, on_recovery: Callable[[str, float], None]) -> None:

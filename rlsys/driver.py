@@ -24,9 +24,10 @@ from rlsys import deadlines
 from rlsys.algorithm import Algorithm, Signal
 from rlsys.checkpoint import Checkpoints
 from rlsys.contracts import Busy, Workers
+from rlsys.curation import Graft
 from rlsys.errors import DeadlineExceeded, NoProgress, NoSignal, PayloadLost, RunAborted, WorkerDied, first_of
 from rlsys.evaluation import Evaluation
-from rlsys.events import CheckpointSaved, Events, StepDone, WorkerFailed, WorkerRestarted
+from rlsys.events import CheckpointSaved, EpisodeGrafted, Events, StepDone, WorkerFailed, WorkerRestarted
 from rlsys.failures import FailurePolicy
 from rlsys.learner import BatchShape, Learned, Learner
 from rlsys.ledger import Ledger
@@ -35,9 +36,9 @@ from rlsys.persistence import GivenUp, Persistence
 from rlsys.queue import LEARNER, Permit, StreamingQueue
 from rlsys.repacking import Repacker
 from rlsys.resumable import Resumable
-from rlsys.stepmetrics import StepClock, step_metrics
+from rlsys.stepmetrics import Progress, StepClock, step_metrics
 from rlsys.table import EPISODES, REWARD, Row
-from rlsys.types import Assignment, PolicyVersion, Task
+from rlsys.types import Assignment, Group, PolicyVersion, Task
 from rlsys.weights import WeightSync
 
 ANNOTATED_AT_ONCE = 8
@@ -68,10 +69,12 @@ class Driver:
     evaluation: Evaluation = field(default_factory=Evaluation)
     repacker: Repacker | None = None
     """None where nothing is to be gained by moving trajectories."""
-    _clock: StepClock = field(default_factory=StepClock)
+    progress: Progress = field(default_factory=Progress)
+    """What the no-progress limit goes by."""
     _stopping: bool = False
 
     def __post_init__(self) -> None:
+        self._clock = StepClock(self.progress)
         self._persistence = Persistence(self.events)
         self._losses = Losses(self.queue, self.ledger, self.failures, self.events)
         failed = self.run_dir / "failed"
@@ -90,7 +93,7 @@ class Driver:
                 others = [loops.create_task(self._produce()) for _ in range(self.queue.capacity)]
                 others += [loops.create_task(self._annotate(signal)) for signal in sorted(self.queue.signals)]
                 others.append(loops.create_task(self._watch()))
-                others.append(loops.create_task(self._supervise()))
+                others.append(loops.create_task(self.supervise()))
                 if self.repacker:
                     self.repacker.published(start)
                     others.append(loops.create_task(self.repacker.run()))
@@ -138,7 +141,11 @@ class Driver:
         persist, decide, workers = self._persistence.persist, self._losses.decide, self.workers
         try:
             row = await persist(workers.rollouts, lambda: self._rolled_out(permit, assignment), decide)
-            await persist(workers.rewards, lambda: self._judge(permit, assignment.task, row), decide)
+            group = await persist(workers.rewards, lambda: self._judged(assignment.task, row), decide)
+            graft = self._graft_for(permit, group)
+            if graft is not None:
+                group = await persist(workers.rewards, lambda: self._grafted(graft), decide)
+            await persist(workers.rewards, lambda: self._hand_in(permit, group, graft), decide)
         except PayloadLost as error:
             self._losses.issue_again(error, [permit.row] if permit.row else [])
         except GivenUp as given_up:
@@ -155,13 +162,38 @@ class Driver:
         permit.put(EPISODES, rolled_out.group)
         return row
 
-    async def _judge(self, permit: Permit, task: Task, row: Row) -> None:
-        """One attempt at judging it. Raises `NothingToTrain` and `NoSignal` if it is of no use."""
+    async def _judged(self, task: Task, row: Row) -> Group:
+        """One attempt at judging it."""
         judged = await self.workers.rewards.score(task, row.group)
         self._clock.add("reward", judged.busy)
-        group = row.group.with_scores(judged.scores)
+        return row.group.with_scores(judged.scores)
+
+    def _graft_for(self, permit: Permit, group: Group) -> Graft | None:
+        """What curation makes of a judged group: a stored success for it if it failed altogether and there is one."""
+        if permit.is_over:
+            return None
+        self.ledger.curation.judged(group)
+        return self.ledger.curation.graft_for(group, self.queue.oldest_in_time)
+
+    async def _grafted(self, graft: Graft) -> Group:
+        """One attempt at a graft; the group as it was if the stored success is gone."""
+        try:
+            return await self.workers.rewards.graft(graft)
+        except PayloadLost as error:
+            donor = graft.donor
+            if donor.serial not in error.serials:
+                raise
+            self.ledger.curation.forget(donor.serial, donor.task_id)
+            return graft.group
+
+    async def _hand_in(self, permit: Permit, group: Group, graft: Graft | None) -> None:
+        """Give a judged group to the learner. Raises `NothingToTrain` and `NoSignal` if it is of no use."""
         if not permit.is_over:
             self._learner.check(group)
+            if graft is not None and group is not graft.group:
+                permit.renew(group)
+                self.ledger.curation.num_grafted += 1
+                self.events.emit(EpisodeGrafted(group.serial, group.task_id, graft.episode, graft.donor.serial))
         if permit.put(REWARD, group):
             self._losses.judged()
 
@@ -211,6 +243,7 @@ class Driver:
             metrics = step_metrics(learned, version, self.queue, self._clock)
             if self.repacker:
                 metrics["async/moved"] = self.repacker.num_moved
+            metrics |= self.ledger.curation.metrics()
             version += 1
             self.events.emit(StepDone(version, metrics))
             await self._maybe_save(version)
@@ -266,8 +299,11 @@ class Driver:
 
     # --------------------------------------------------------------------------------------------------------- relays
 
-    async def _supervise(self) -> None:
-        """Let dead relays be replaced, and tell it. Waits for one to die; cancelled at the end."""
+    async def supervise(self) -> None:
+        """Let dead relays be replaced, and tell it. Waits for one to die; cancelled at the end.
+
+        `run` does it as long as it lasts; after that whoever still needs this policy's weights.
+        """
         await self.workers.relays.supervise(
             lambda error: self.events.emit(WorkerFailed(error.worker, error.phase, str(error))),
             lambda worker, seconds: self.events.emit(WorkerRestarted(worker, seconds)),

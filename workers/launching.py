@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import ray
-
 from rlsys.algorithm import Signal
-from rlsys.contracts import StepAnnotator, Workers
-from rlsys.errors import WorkerError
-from rlsys.types import Sampling
+from rlsys.types import POLICY, Sampling
 from workers.actor import ActorRank, ActorSpec
 from workers.cluster import RayActor, Resources, node_ids, spawn
 from workers.critic import CriticRank, CriticSpec
-from workers.engines.base import EngineChoice, EngineSpec
-from workers.handles import ActorHandle, CriticHandle, RanksHandle, ReferenceHandle
+from workers.engines.base import EngineSpec
+from workers.generator import WeightChange
+from workers.handles import ActorHandle, CriticHandle, ReferenceHandle
 from workers.peers import RayPartials
-from workers.pools import Pool, RewardPool, Supply
+from workers.pools import RewardPool, Supply
 from workers.relays import NO_MATHS, RayRelays, RelayHandle
 from workers.remote import (
+    GeneratorSpec,
     PartialsActor,
     ReferenceActor,
     RewardActor,
@@ -31,7 +28,6 @@ from workers.remote import (
     RolloutActor,
     RolloutSpec,
 )
-from workers.rollout import WeightChange
 from workers.rollouts import PinnedRolloutPool, RolloutPool
 from workers.train.settings import OptimizerSettings
 from workers.transport.object_store import ObjectStorePublisher
@@ -39,85 +35,11 @@ from workers.transport.object_store import ObjectStorePublisher
 if TYPE_CHECKING:
     from rlsys.config import Config
 
+VLLM_MEMORY = 0.9
+"""Share of a GPU's memory that all engines of a replica take together, where `rollout.vllm_args` does not say what each
+takes."""
 PROBE_TOKENS = 32
 """Tokens on which replicas and trainer compare logprobs after every weight change."""
-REFERENCE_SIGNALS = {Signal.REFERENCE_LOGPROBS, Signal.REFERENCE_MISMATCHED}
-"""What the reference worker makes."""
-
-
-@dataclass
-class Crew:
-    """Every worker of a run."""
-
-    relays: RayRelays
-    partials: RayPartials
-    actor: ActorHandle
-    critic: CriticHandle | None
-    rollouts: RolloutPool
-    rewards: RewardPool
-    reference: ReferenceHandle | None
-    evaluation: PinnedRolloutPool | None
-
-    @classmethod
-    def of(cls, config: Config) -> Crew:
-        """Start all of them; each loads while the others do."""
-        relays, partials = RayRelays.start(config.limits.transfer_s), start_partials()
-        signals = config.algorithm.signals
-        return cls(
-            relays,
-            partials,
-            start_actor(config, relays),
-            start_critic(config) if Signal.VALUES in signals else None,
-            start_rollouts(config, relays, partials),
-            start_rewards(config),
-            start_reference(config) if signals & REFERENCE_SIGNALS else None,
-            start_evaluation(config, relays) if config.eval.every else None,
-        )
-
-    async def ready(self) -> None:
-        """Return once all are set up. Raises what the first to fail raised, `ModelError` for instance."""
-        await asyncio.gather(*(worker.ready() for worker in self._handles()))
-
-    def engines(self) -> Iterator[tuple[str, EngineChoice]]:
-        """What each replica generates with, by its name; once all are ready."""
-        for member in [*self.rollouts.members, *(self.evaluation.members if self.evaluation else [])]:
-            assert isinstance(member.ready, EngineChoice)
-            yield member.name, member.ready
-
-    def workers(self) -> Workers:
-        """What the driver talks to."""
-        reference, critic = self.reference, self.critic
-        step_annotators: dict[Signal, StepAnnotator] = {}
-        if reference:
-            step_annotators[Signal.REFERENCE_MISMATCHED] = reference
-        if critic:
-            step_annotators[Signal.VALUES] = critic
-        return Workers(
-            rollouts=self.rollouts,
-            rewards=self.rewards,
-            actor=self.actor,
-            relays=self.relays,
-            annotators={Signal.REFERENCE_LOGPROBS: reference} if reference else {},
-            evaluation=self.evaluation,
-            step_annotators=step_annotators,
-            critic=critic,
-        )
-
-    def watch(self, on_failure: Callable[[WorkerError], None], on_recovery: Callable[[str, float], None]) -> None:
-        """Have these called with what the pools meet with in the background: see `Pool`."""
-        for pool in (self.rollouts, self.rewards, self.evaluation):
-            if pool:
-                pool.on_failure, pool.on_recovery = on_failure, on_recovery
-
-    async def close(self) -> None:
-        """End every worker, in a cluster that goes on without them too."""
-        await asyncio.gather(*(worker.close() for worker in self._handles()))
-        self.relays.close()
-        ray.kill(self.partials.actor)
-
-    def _handles(self) -> list[RanksHandle | Pool | ReferenceHandle]:
-        handles = (self.actor, self.critic, self.rollouts, self.rewards, self.reference, self.evaluation)
-        return [handle for handle in handles if handle is not None]
 
 
 def start_partials() -> RayPartials:
@@ -199,22 +121,40 @@ def export_checkpoint(config: Config, folder: Path, to: Path) -> None:
 
 def start_rollouts(config: Config, relays: RayRelays, partials: RayPartials | None = None) -> RolloutPool:
     """The replicas that generate for training; what groups have sampled is kept in `partials`."""
-    rollout = config.rollout
-    sampling = Sampling(temperature=rollout.temperature, max_new_tokens=rollout.max_new_tokens)
-    spec = _replica_spec(config, config.model.path, sampling, "newest")
-    return RolloutPool(_replicas(config, rollout.replicas, spec, relays.members, partials), partials=partials)
+    spec = _replica_spec(config, {POLICY: _generator_spec(config, config.model.path, "newest")}, _sampling(config))
+    supply = _replicas(config, config.rollout.replicas, spec, {POLICY: relays.members}, partials)
+    return RolloutPool(supply, partials=partials)
+
+
+def start_joint_rollouts(config: Config, relays: Mapping[str, RayRelays]) -> RolloutPool:
+    """The replicas that generate for several policies; `relays` are those of the trained ones.
+
+    They keep nothing of what groups have sampled: a group that is lost with its replica begins anew.
+    """
+    generators: dict[str, GeneratorSpec] = {}
+    num_policies = len(config.policies)
+    for name in config.policies:
+        own = config.of(name)
+        generators[name] = _generator_spec(own, own.model.path, "newest" if name in relays else "never", num_policies)
+    spec = replace(_replica_spec(config, generators, _sampling(config)), bindings=config.agents)
+    lines = {name: of_policy.members for name, of_policy in relays.items()}
+    return RolloutPool(_replicas(config, config.rollout.replicas, spec, lines))
 
 
 def start_evaluation(config: Config, relays: RayRelays) -> PinnedRolloutPool:
     """The replicas of the evaluation lane."""
-    spec = _replica_spec(config, config.model.path, _eval_sampling(config), "pinned")
-    return PinnedRolloutPool(_replicas(config, config.eval.replicas, spec, relays.members), relays)
+    spec = _replica_spec(config, {POLICY: _generator_spec(config, config.model.path, "pinned")}, _eval_sampling(config))
+    return PinnedRolloutPool(_replicas(config, config.eval.replicas, spec, {POLICY: relays.members}), relays)
 
 
 def start_fixed_rollouts(config: Config, model_path: str) -> RolloutPool:
     """Replicas of a model that nobody trains, for `rlsys eval`."""
-    spec = _replica_spec(config, model_path, _eval_sampling(config), "never")
-    return RolloutPool(_replicas(config, config.eval.replicas, spec, relays=()), kind="eval")
+    spec = _replica_spec(config, {POLICY: _generator_spec(config, model_path, "never")}, _eval_sampling(config))
+    return RolloutPool(_replicas(config, config.eval.replicas, spec, relays={}), kind="eval")
+
+
+def _sampling(config: Config) -> Sampling:
+    return Sampling(temperature=config.rollout.temperature, max_new_tokens=config.rollout.max_new_tokens)
 
 
 def _eval_sampling(config: Config) -> Sampling:
@@ -225,7 +165,7 @@ def _replicas(
     config: Config,
     size: int,
     spec: RolloutSpec,
-    relays: Sequence[RelayHandle],
+    relays: Mapping[str, Sequence[RelayHandle]],
     partials: RayPartials | None = None,
 ) -> Supply:
     def start(name: str) -> RayActor:
@@ -238,9 +178,22 @@ def _supply(config: Config, size: int, start: Callable[[str], RayActor]) -> Supp
     return Supply(size, start, config.limits.lease_s, config.limits.max_attempts)
 
 
-def _replica_spec(
-    config: Config, model_path: str, sampling: Sampling, pulls: Literal["newest", "pinned", "never"]
-) -> RolloutSpec:
+def _replica_spec(config: Config, generators: Mapping[str, GeneratorSpec], sampling: Sampling) -> RolloutSpec:
+    rollout = config.rollout
+    return RolloutSpec(
+        generators=generators,
+        sampling=sampling,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        workflow=rollout.workflow,
+        transfer_s=config.limits.transfer_s,
+        resources=Resources(rollout.num_cpus, rollout.num_gpus, rollout.threads),
+    )
+
+
+def _generator_spec(
+    config: Config, model_path: str, pulls: Literal["newest", "pinned", "never"], num_engines: int = 1
+) -> GeneratorSpec:
+    """`num_engines` share the replica's GPUs."""
     rollout = config.rollout
     is_trained = pulls == "newest"
     engine = EngineSpec(
@@ -254,18 +207,15 @@ def _replica_spec(
         step_s=config.limits.step_s,
         load_s=config.limits.transfer_s,
         resident_versions=config.resident_versions if is_trained else 1,
-        vllm_args=rollout.vllm_args,
+        vllm_args=_share_of_memory(num_engines) | rollout.vllm_args,
     )
-    return RolloutSpec(
-        engine=engine,
-        sampling=sampling,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        workflow=rollout.workflow,
-        change=WeightChange(rollout.weight_change if is_trained else "between", config.probe_tolerance),
-        transfer_s=config.limits.transfer_s,
-        pulls=pulls,
-        resources=Resources(rollout.num_cpus, rollout.num_gpus, rollout.threads),
-    )
+    change = WeightChange(rollout.weight_change if is_trained else "between", config.probe_tolerance)
+    return GeneratorSpec(engine=engine, change=change, pulls=pulls)
+
+
+def _share_of_memory(num_engines: int) -> dict[str, float]:
+    """Arguments of vLLM for one of several engines at the same GPU, which would each take nearly all of its memory."""
+    return {"gpu_memory_utilization": VLLM_MEMORY / num_engines} if num_engines > 1 else {}
 
 
 def start_rewards(config: Config) -> RewardPool:
@@ -281,8 +231,8 @@ def start_rewards(config: Config) -> RewardPool:
     return RewardPool(_supply(config, reward.workers, lambda name: spawn(RewardActor, spec.resources, name, spec)))
 
 
-def start_reference(config: Config) -> ReferenceHandle:
-    """The frozen initial model."""
+def start_reference(config: Config, policy: str = POLICY) -> ReferenceHandle:
+    """The frozen initial model of a policy."""
     section = config.reference
     resources = Resources(section.num_cpus, section.num_gpus, section.threads)
     actor = spawn(
@@ -293,5 +243,6 @@ def start_reference(config: Config) -> ReferenceHandle:
         config.rollout.temperature,
         config.train.micro_batch_tokens,
         resources,
+        policy,
     )
     return ReferenceHandle(actor, config.limits.no_progress_s)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ import ray
 from ray._private.object_ref_generator import ObjectRefGenerator
 
 from rlsys.contracts import Judged
+from rlsys.curation import Graft
 from rlsys.errors import DeadlineExceeded, RlsysError, RunAborted, WeightsMismatch, WorkerDied, WorkerError
 from rlsys.types import Group, Task
 from rlsys.weights import with_deadline
@@ -200,9 +201,15 @@ class Pool:
 
     async def _do(self, member: Member, request: object, phase: str) -> tuple[object, PayloadRef]:
         """Let a member answer one request, within the lease. Whoever fails at it, is given nothing more."""
+        with self._at_work(member):
+            return await self._sent(member, request, phase)
+
+    @contextmanager
+    def _at_work(self, member: Member) -> Iterator[None]:
+        """A member has one more thing to do inside the block. Whoever fails in it is given nothing more."""
         member.num_running += 1
         try:
-            return await self._sent(member, request, phase)
+            yield
         except (WorkerDied, DeadlineExceeded, WeightsMismatch) as error:
             self._leave(error.worker)
             raise
@@ -220,13 +227,24 @@ class RewardPool(Pool):
         super().__init__("reward", "judging", supply)
 
     async def score(self, task: Task, group: Group) -> Judged:
-        await self._serving()
-        live = [member for member in self.members if member.is_live]
-        least_busy = min(live, key=lambda m: (m.num_running, m.index))
         request = (task, group.serial, group.payload)
-        judged, _ = await self._do(least_busy, request, f"judging group {group.serial}")
+        judged, _ = await self._do(await self._least_busy(), request, f"judging group {group.serial}")
         assert isinstance(judged, Judged)
         return judged
+
+    async def graft(self, graft: Graft) -> Group:
+        group, member = graft.group, await self._least_busy()
+        parcel = Parcel.of((g.serial, g.payload) for g in (group, graft.donor))
+        with self._at_work(member):
+            versions, chunk = member.actor.graft.remote(parcel, graft.episode, graft.donor_episode, group.policy)
+            phase = f"grafting into group {group.serial}"
+            held = await call(versions, member.name, phase, self._supply.lease_s)
+        return graft.applied(PayloadRef(chunk, 0), held)
+
+    async def _least_busy(self) -> Member:
+        await self._serving()
+        live = [member for member in self.members if member.is_live]
+        return min(live, key=lambda m: (m.num_running, m.index))
 
     def _send(self, actor: RayActor, requests: list[tuple[Task, int, object]]) -> ObjectRefGenerator:
         parcel = Parcel.of((serial, payload) for _, serial, payload in requests)

@@ -10,7 +10,7 @@ from torch import Tensor
 from rlsys.batch.plan import RankPlan
 from rlsys.batch.samples import samples_in
 from rlsys.batch.tensors import MicroBatch, StepData, packed
-from rlsys.types import Episode
+from rlsys.types import POLICY, Episode
 from workers.train.model import load_model
 from workers.train.scoring import score, trained_logprobs
 from workers.train.step import mismatched
@@ -31,15 +31,23 @@ class ReferenceWorker:
         temperature: float,
         max_tokens: int,
         device: torch.device,
+        policy: str = POLICY,
     ) -> None:
-        """`temperature` is that of sampling: both sides of the KL are tempered alike. Raises `ModelError`."""
+        """`temperature` is that of sampling: both sides of the KL are tempered alike. Of several policies it scores
+        what `policy` said. Raises `ModelError`."""
+        self._policy = policy
         self._model: PreTrainedModel = load_model(model_path, getattr(torch, dtype), device)
         self._temperature, self._max_tokens, self._device = temperature, max_tokens, device
 
     def logprobs(self, payload: tuple[Episode, ...]) -> list[tuple[float, ...]]:
         """One row per sample, in the order of `samples_in`: a logprob per completion token, 0.0 where not trained."""
-        samples = [sample for _, sample in samples_in(payload)]
-        return score(self._model, packed(samples, self._max_tokens), self._temperature)
+        samples = list(samples_in(payload))
+        own = [sample for (e, t, _), sample in samples if payload[e].trajectories[t].policy == self._policy]
+        rows = iter(score(self._model, packed(own, self._max_tokens), self._temperature) if own else ())
+        return [
+            next(rows) if payload[e].trajectories[t].policy == self._policy else (0.0,) * len(sample.completion_ids)
+            for (e, t, _), sample in samples
+        ]
 
     def mismatched(self, plan: RankPlan, data: StepData) -> StepColumn:
         """`Signal.REFERENCE_MISMATCHED` for a rank: logprobs of its trained tokens after another task's prompt."""

@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from rlsys.errors import ModelError
 from rlsys.types import Message, Prompt
-from workers.codec import rendered
+from workers.templates import rendered
 from workers.train.model import load_tokenizer, on_device, pretrained
 
 if TYPE_CHECKING:

@@ -1,58 +1,20 @@
-"""The rollout worker: an engine, a workflow, and weights that change between or under running groups."""
+"""The rollout worker: plays workflows, with a generator for every policy that speaks in them."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from contextlib import AsyncExitStack
 
 from rlsys.batch.samples import meta_of, versions_of
 from rlsys.contracts import Busy, RolledOut
-from rlsys.errors import DeadlineExceeded, RlsysError, WeightsMismatch, WorkerDied, WorkerError, WorkflowError
-from rlsys.types import Acknowledged, Assignment, Episode, Group, PolicyVersion, ReplicaLoad
-from rlsys.weights import Manifest, change_weights
-from rlsys.workflow import ContextFull, Session
-from workers.engines.base import Completion, Engine, Request
-from workers.occupancy import Occupancy, Ticket
-from workers.partials import Fits, Partial, acknowledged_by
-from workers.peers import Peer
-from workers.policy import GroupPolicy, Play, Scored
-from workers.recorder import Recorder
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-ACKNOWLEDGEMENTS_KEPT = 64
-"""Of the newest versions; those that running groups may have tokens of are kept, however many there are."""
-REPLACEABLE = (WorkerDied, DeadlineExceeded, WeightsMismatch)
-"""Failures of a worker: it is replaced, and the group issued again."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightChange:
-    """How a replica takes in new weights."""
-
-    when: Literal["between", "inflight", "beside"]
-    """Once no group is running; or under running groups; or beside the weights that those go on with."""
-    tolerance: float
-    """Mean |difference| of logprobs to the trainer's own, in nats, above which the engine does not compute with the
-    weights it was given."""
-
-
-Pulled: TypeAlias = "tuple[Manifest, Mapping[str, Tensor]]"
-"""One version: what it consists of, and its tensors by name."""
-
-
-class Puller(Protocol):
-    """Where a replica gets weights from."""
-
-    async def pull(self, at_least: PolicyVersion) -> Pulled:
-        """The newest published weights, no older than `at_least`. Raises `DeadlineExceeded`."""
-        ...
+from rlsys.errors import first_of
+from rlsys.types import Acknowledged, Assignment, EngineStats, Episode, Group, ReplicaLoad
+from rlsys.workflow import Workflow, play
+from workers.generator import REPLACEABLE, Generator
+from workers.occupancy import Ticket
+from workers.policy import GroupPolicy
 
 
 class RolloutWorker:
@@ -61,29 +23,25 @@ class RolloutWorker:
     def __init__(
         self,
         name: str,
-        engine: Engine,
-        play: Play,
-        puller: Puller | None,
-        change: WeightChange,
-        recorder: Recorder | None = None,
+        workflow: Workflow,
+        generators: Mapping[str, Generator],
+        bindings: Mapping[str, str] | None = None,
     ) -> None:
-        """Without a `puller` the replica keeps the weights its engine was built with; without a `recorder` what it
-        samples is lost with it."""
+        """`generators` are by policy name, of this replica's `name`; `bindings` say which policy speaks for an agent,
+        see `Session`."""
         self.name = name
-        self._engine, self._plays, self._puller = engine, play, puller
-        self._change, self._recorder = change, recorder
-        self._acknowledged: dict[PolicyVersion, Acknowledged] = {}
-        self._changing = asyncio.Lock()
-        self._gate_open = True
-        self._is_loading = False
-        self._why_closed: WorkerError | None = None
-        self._here = Occupancy(engine)
-        self._groups: dict[Ticket, GroupPolicy] = {}
+        self._workflow, self._generators, self._bindings = workflow, generators, bindings or {}
         self._waiting: list[int] = []
         """Serials of groups that wait for weights."""
-        self._gone: set[str] = set()
+        self._began_s: dict[Ticket, float] = {}
+        """Of every group being played, on this machine's monotonic clock."""
         self._num_groups = 0
-        self._recording: asyncio.Task[None] | None = None
+
+    @property
+    def generator(self) -> Generator:
+        """The only one, in a run of one policy. Groups move between replicas only there."""
+        (only,) = self._generators.values()
+        return only
 
     async def run(self, assignment: Assignment, *, is_again: bool = False) -> tuple[RolledOut, tuple[Episode, ...]]:
         """Roll out one group: its metadata, and its payload apart.
@@ -93,273 +51,121 @@ class RolloutWorker:
         arrived_s = time.monotonic()
         self._waiting.append(assignment.serial)
         try:
-            await self._hold(assignment.version)
+            await self._hold(assignment)
         finally:
             self._waiting.remove(assignment.serial)
-        policy = self._begin(assignment)
-        start_s = time.monotonic()
-        is_issued_again = False
+        self._num_groups += 1
+        ticket = Ticket(self.name, assignment.serial, self._num_groups)
+        policies = {name: generator.begin(ticket) for name, generator in self._generators.items()}
+        self._began_s[ticket] = start_s = time.monotonic()
         try:
-            if is_again and self._recorder:
-                policy.recalled = await self._recall(self._recorder, assignment)
-            episodes = await self._play(assignment, policy)
-        except REPLACEABLE:
-            is_issued_again = True
-            raise
+            episodes = await self._attempt(assignment, policies, is_again=is_again)
         finally:
-            await self._end(policy, is_again=is_again, keep_partials=is_issued_again)
-        versions = versions_of(episodes)
-        held = acknowledged_by(policy.recalled.values())
-        if any(span.version not in {**held, **self._acknowledged} for span in versions):
-            async with self._changing:  # a change under way will tell whether its tokens can be vouched for
-                pass
-        held |= self._acknowledged
-        group = Group(
-            serial=assignment.serial,
-            task_id=assignment.task.id,
-            permit_version=assignment.version,
-            replica=self.name,
-            episodes=meta_of(episodes),
-            versions=versions,
-            weights=tuple(held[s.version] for s in versions if s.version in held),
-            payload=None,
-        )
+            del self._began_s[ticket]
+        views = [await self._view(name, policies[name], assignment, episodes) for name in self._trained(assignment)]
         busy = Busy(self.name, start_s, time.monotonic())
-        return RolledOut(group, busy, self._engine.stats(), start_s - arrived_s), episodes
+        return RolledOut(views[0], busy, self._stats(), start_s - arrived_s, tuple(views[1:])), episodes
+
+    def held(self) -> dict[str, Acknowledged]:
+        """By policy: the weights that it speaks with here, of those that have pulled any."""
+        told = {name: generator.acknowledged for name, generator in self._generators.items()}
+        return {name: held for name, held in told.items() if held is not None}
+
+    def load(self, policy: str) -> ReplicaLoad:
+        """What runs here of this policy."""
+        return self._generators[policy].load()
+
+    async def forget(self, owner: str) -> None:
+        """Replica `owner` is gone for good."""
+        await asyncio.gather(*(generator.forget(owner) for generator in self._generators.values()))
 
     def age_s(self, serial: int) -> float | None:
         """Seconds for which a group has been running here: 0 while it waits for weights, None if it is not here."""
-        began_s = [policy.since_s for ticket, policy in self._groups.items() if ticket.serial == serial]
+        began_s = [since_s for ticket, since_s in self._began_s.items() if ticket.serial == serial]
         if began_s:
             return time.monotonic() - max(began_s)
         return 0.0 if serial in self._waiting else None
 
-    def _begin(self, assignment: Assignment) -> GroupPolicy:
-        self._num_groups += 1
-        ticket = Ticket(self.name, assignment.serial, self._num_groups)
-        self._here.enter(ticket)
-        if self._recorder and self._recording is None:
-            work = self._recorder.run(self._engine, self._here, self._acknowledged)
-            self._recording = asyncio.create_task(work)
-        self._groups[ticket] = GroupPolicy(ticket, self._plays, place=self, held=self.acknowledged, score=self.score)
-        return self._groups[ticket]
+    async def close(self) -> None:
+        """Free the engines."""
+        for generator in self._generators.values():
+            await generator.close()
 
-    async def _recall(self, recorder: Recorder, assignment: Assignment) -> dict[int, Partial]:
-        """What an earlier attempt at this group sampled, as far as it can be gone on with on the weights held here."""
-        held = self.acknowledged
-        if held is None:
-            return {}
-        fits = Fits(assignment.version) if self._change.when == "inflight" else Fits(held.version, held.version)
-        return await recorder.recall(assignment.serial, self._acknowledged, fits)
+    async def _hold(self, assignment: Assignment) -> None:
+        """Return once every generator holds weights no older than the assignment asks for, all at the same moment.
 
-    async def _end(self, policy: GroupPolicy, *, is_again: bool, keep_partials: bool) -> None:
-        del self._groups[policy.ticket]
-        await _let_go(policy.place, policy.ticket)
-        if self._recorder and not keep_partials and (is_again or self._recorder.is_due(policy.since_s)):
-            await self._recorder.forget(policy.ticket)
+        Waits for each of them in turn, see `Generator.hold`, holding nothing meanwhile. While it waits for one, the
+        weights of another may begin to change: it then waits for that one again. Ends because a change is for a
+        version that was published, and groups that run wait for nobody who waits here.
+        """
+        needed = [(each, assignment.version_of(name)) for name, each in self._generators.items()]
+        while True:
+            for generator, version in needed:
+                await generator.hold(version)
+            if all(generator.is_ready(version) for generator, version in needed):
+                return
 
-    async def _play(self, assignment: Assignment, policy: GroupPolicy) -> tuple[Episode, ...]:
-        sessions = [Session(assignment.task, policy, assignment.seed, e) for e in range(assignment.size)]
+    async def _attempt(
+        self, assignment: Assignment, policies: Mapping[str, GroupPolicy], *, is_again: bool
+    ) -> tuple[Episode, ...]:
+        is_issued_again = False
+        try:
+            if is_again:
+                for name, policy in policies.items():
+                    await self._generators[name].recall(policy, assignment.version_of(name))
+            return await self._play(assignment, policies)
+        except REPLACEABLE:
+            is_issued_again = True
+            raise
+        finally:
+            async with AsyncExitStack() as ends:  # one that fails keeps none of the others
+                for name, policy in policies.items():
+                    end = self._generators[name].end
+                    ends.push_async_callback(end, policy, is_again=is_again, keep_partials=is_issued_again)
+
+    async def _play(self, assignment: Assignment, policies: Mapping[str, GroupPolicy]) -> tuple[Episode, ...]:
+        def failed() -> Exception | None:
+            return next((policy.failure for policy in policies.values() if policy.failure), None)
+
+        task, seed = assignment.task, assignment.seed
+        sessions = [self._workflow.session(task, policies, seed, e, self._bindings) for e in range(assignment.size)]
         try:
             async with asyncio.TaskGroup() as group:
-                episodes = [group.create_task(self._episode(session)) for session in sessions]
+                episodes = [group.create_task(play(self._workflow, session, self.name)) for session in sessions]
         except ExceptionGroup as errors:
-            raise policy.failure or self._named(errors, assignment) from None
-        if policy.failure:  # the workflow made something of it, which must not be trained
-            raise policy.failure
+            raise failed() or first_of(errors) from None
+        if failure := failed():  # the workflow made something of it, which must not be trained
+            raise failure
         return tuple(episode.result() for episode in episodes)
 
-    async def _episode(self, session: Session) -> Episode:
-        with suppress(ContextFull):
-            await self._plays.workflow.run(session)
-        return session.episode()
+    def _trained(self, assignment: Assignment) -> Sequence[str]:
+        """The policies that a view of the group is made for: all that are trained, or the only one."""
+        return list(assignment.versions or self._generators)
 
-    def _named(self, error: Exception, assignment: Assignment) -> RlsysError:
-        """A user's bug becomes a `WorkflowError` that shows the way from the workflow to it; ours pass as they are."""
-        while isinstance(error, ExceptionGroup):
-            error = error.exceptions[0]
-        if isinstance(error, RlsysError):
-            return error
-        frames = "".join(traceback.format_tb(error.__traceback__))
-        what = f"{type(error).__name__}: {error}\n{frames}"
-        return WorkflowError(
-            self.name, f"running {type(self._plays.workflow).__name__} on task {assignment.task.id}", what
+    async def _view(
+        self, name: str, policy: GroupPolicy, assignment: Assignment, episodes: tuple[Episode, ...]
+    ) -> Group:
+        """The group as this policy sees it, without the payload."""
+        versions = versions_of(episodes, name)
+        return Group(
+            serial=assignment.serial,
+            task_id=assignment.task.id,
+            permit_version=assignment.version_of(name),
+            replica=self.name,
+            episodes=meta_of(episodes),
+            versions=versions,
+            weights=await self._generators[name].vouched(policy, versions),
+            payload=None,
+            policy=name,
         )
 
-    # -------------------------------------------------------------------------------------------------- moving groups
-
-    def load(self) -> ReplicaLoad:
-        """What runs here now. A group that waits on its tools counts, though its engine has nothing to do for it."""
-        held, stats = self.acknowledged, self._engine.stats()
-        version = self._engine.version if held is None else held.version
-        stats = replace(stats, num_running=max(stats.num_running, len(self._here)))
-        return ReplicaLoad(self.name, version, stats, self._is_loading)
-
-    async def give_away(self, source: str, to: Peer) -> tuple[int, ...]:
-        """Let `to` go on with all groups of this replica whose tokens are sampled at `source`, here or as guests.
-
-        Returns their serials, once nothing of them runs at `source`; none if `to` refuses.
-        """
-        moving = [policy for policy in self._groups.values() if policy.place.name == source]
-        if not moving or not await self._are_hosted(moving, to):
-            return ()
-        left, ended = [], []
-        for policy in moving:
-            is_there = policy.ticket in self._groups and policy.place.name == source
-            (left if is_there else ended).append(policy)
-        places = [policy.place for policy in left]
-        for policy in left:
-            policy.place = to
-        await asyncio.gather(
-            *(_let_go(place, policy.ticket, keep_cache=True) for place, policy in zip(places, left, strict=True)),
-            *(_let_go(to, policy.ticket) for policy in ended),
+    def _stats(self) -> EngineStats:
+        """Of all engines together."""
+        stats = [generator.stats() for generator in self._generators.values()]
+        return EngineStats(
+            num_running=sum(s.num_running for s in stats),
+            num_waiting=sum(s.num_waiting for s in stats),
+            kv_used=max(s.kv_used for s in stats),
+            num_tokens=sum(s.num_tokens for s in stats),
+            num_cached_tokens=sum(s.num_cached_tokens for s in stats),
         )
-        return tuple(policy.ticket.serial for policy in left)
-
-    async def _are_hosted(self, moving: Sequence[GroupPolicy], to: Peer) -> bool:
-        """Does `to` take them? All that is at one place is of one version."""
-        if (held := moving[0].held) is None:
-            return False
-        tickets = [policy.ticket for policy in moving]
-        try:
-            return await to.host(tickets, held)
-        except WorkerError:  # it may have taken them, and only its answer is missing
-            await asyncio.gather(*(_let_go(to, ticket) for ticket in tickets))
-            raise
-
-    async def host(self, tickets: Sequence[Ticket], held: Acknowledged) -> bool:
-        """See `Peer.host`. Weights change neither while guests are here, nor under them."""
-        mine = self.acknowledged
-        same = mine is not None and (mine.version, mine.hash) == (held.version, held.hash)
-        is_gone = any(ticket.owner in self._gone for ticket in tickets)
-        if not same or is_gone or self._is_loading or self._change.when != "between":
-            return False
-        for ticket in tickets:
-            self._here.enter(ticket)
-        return True
-
-    async def serve(self, ticket: Ticket, request: Request) -> Completion:
-        """See `Peer.serve`."""
-        return await self._here.generate(ticket, request)
-
-    async def score(self, token_ids: tuple[int, ...]) -> Scored:
-        """How likely these tokens are, at temperature 1; asked again if the weights changed meanwhile."""
-        while True:
-            version = self._engine.version
-            logprobs = await self._engine.score(token_ids)
-            if self._engine.version == version:
-                return Scored(logprobs, version)
-
-    async def let_go(self, ticket: Ticket, *, keep_cache: bool = False) -> None:
-        """See `Peer.let_go`."""
-        await self._here.leave(ticket, keep_cache=keep_cache)
-
-    async def forget(self, owner: str) -> None:
-        """Replica `owner` is gone for good: nobody waits for its groups any more."""
-        self._gone.add(owner)
-        await asyncio.gather(*(self._here.leave(stay.ticket) for stay in self._here if stay.ticket.owner == owner))
-
-    # ------------------------------------------------------------------------------------------------ changing weights
-
-    async def _hold(self, version: PolicyVersion) -> None:
-        """Return once this replica holds weights no older than `version`.
-
-        Waits for a change under way, then, if it still holds older ones, changes them itself. Unblocked by the relay
-        getting the version, and (`between`) by running groups ending. Waits for no change that it does not need, but
-        `between`, where a group that starts would hold that change back.
-        """
-        held = self.acknowledged
-        is_new_enough = self._gate_open and held is not None and held.version >= version
-        if self._puller is None or (is_new_enough and self._change.when != "between"):
-            return
-        async with self._changing:
-            if not self._gate_open:
-                detail = f"an earlier weight change failed, restart the replica: {self._why_closed}"
-                raise WeightsMismatch(self.name, "starting a group", detail)
-            if not self._acknowledged or max(self._acknowledged) < version:
-                manifest, weights = await self._staged(self._puller, version)
-                if self._change.when == "between" and len(self._here):
-                    await self._here.empty()  # which may take long
-                    manifest, weights = await self._staged(self._puller, version, before=(manifest, weights))
-                held = await change_weights(self, manifest, lambda: self._engine.load(manifest.version, weights))
-                self._acknowledged[held.version] = held
-                self._forget_acknowledged()
-
-    def _forget_acknowledged(self) -> None:
-        begun_on = [policy.held.version for policy in self._groups.values() if policy.held]
-        for version in sorted(self._acknowledged)[:-ACKNOWLEDGEMENTS_KEPT]:
-            if version < min(begun_on, default=version + 1):
-                del self._acknowledged[version]
-
-    async def _staged(self, puller: Puller, version: PolicyVersion, before: Pulled | None = None) -> Pulled:
-        """The newest weights, ready to be loaded; those of `before`, which are, if there are no newer ones.
-
-        A relay that fails is not the run's end: this replica is named, which can be replaced.
-        """
-        try:
-            manifest, weights = await puller.pull(version)
-        except REPLACEABLE as error:
-            raise type(error)(self.name, f"pulling version {version} or newer", str(error)) from error
-        if manifest.version < version:
-            detail = f"asked for version {version} or newer, and got {manifest.version}"
-            raise WeightsMismatch(self.name, "pulling weights", detail)
-        if before is not None and before[0].version >= manifest.version:
-            return before
-        await self._engine.stage(weights)
-        return manifest, weights
-
-    def close_gate(self) -> None:
-        self._gate_open = False
-
-    async def pause(self) -> None:
-        if self._change.when == "between":
-            await self._here.empty()
-        self._is_loading = True  # from here no guest comes in
-        await self._engine.pause()
-
-    async def resume(self) -> None:
-        await self._engine.resume()
-
-    async def prove(self, manifest: Manifest) -> float | None:
-        """The hash says which bytes came; this, that the engine computes with them and not with something far off.
-
-        It cannot tell weights apart whose logprobs differ by less than the tolerance.
-        """
-        if manifest.probe is None:
-            return None
-        difference = manifest.probe.difference(await self._engine.score(manifest.probe.token_ids))
-        if not difference <= self._change.tolerance:
-            before = self.acknowledged
-            raise WeightsMismatch(
-                self.name,
-                f"proving version {manifest.version}",
-                f"its logprobs differ by {difference:.4g} on average from the trainer's own of version "
-                f"{manifest.version}, {self._change.tolerance:g} is tolerated (rollout.probe_tolerance); before the "
-                f"change it held {'no version' if before is None else f'version {before.version}'}",
-            )
-        return difference
-
-    async def stop(self, why: WorkerError) -> None:
-        """End every request; what was rolled out here so far is not returned."""
-        self._why_closed = why
-        await self._engine.close()
-
-    def open_gate(self) -> None:
-        self._gate_open, self._is_loading = True, False
-
-    @property
-    def acknowledged(self) -> Acknowledged | None:
-        """What this replica holds now; None before its first pull."""
-        return self._acknowledged[max(self._acknowledged)] if self._acknowledged else None
-
-    async def close(self) -> None:
-        """Free the engine."""
-        if self._recording:
-            self._recording.cancel()
-        await self._engine.close()
-
-
-async def _let_go(place: Peer, ticket: Ticket, *, keep_cache: bool = False) -> None:
-    """A place that is gone has let go of everything; who waits for a group there hears of it from its requests."""
-    with suppress(WorkerError):
-        await place.let_go(ticket, keep_cache=keep_cache)

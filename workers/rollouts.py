@@ -18,7 +18,7 @@ from rlsys.contracts import RolledOut
 from rlsys.deadlines import timeout
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied, WorkerError
 from rlsys.schedule.router import Router, request_weight
-from rlsys.types import Acknowledged, Assignment, PolicyVersion, Prompt, ReplicaLoad
+from rlsys.types import POLICY, Acknowledged, Assignment, PolicyVersion, Prompt, ReplicaLoad
 from workers.cluster import RayActor, call
 from workers.peers import ANSWER_S, QUESTION_S, RayPartials, RayPeer
 from workers.pools import Member, Pool, Supply
@@ -74,7 +74,8 @@ class RolloutPool(Pool):
             self._router.release(journey.place.index, weight)
         assert isinstance(done, RolledOut)
         self._router.report(owner.index, done.stats)
-        return replace(done, group=replace(done.group, payload=payload))
+        group, *others = (replace(view, payload=payload) for view in (done.group, *done.others))
+        return replace(done, group=group, others=tuple(others))
 
     async def _sent(self, member: Member, request: object, phase: str) -> tuple[object, PayloadRef]:
         """Within the lease, which begins when the group does: until then it waits for weights, and those for groups
@@ -97,23 +98,26 @@ class RolloutPool(Pool):
             answer.cancel()
 
     async def _holders(self, serial: int) -> set[int]:
-        """Places whose replica answers, and holds the version that an earlier attempt at this group came to."""
+        """Places whose replica answers, and holds the version that an earlier attempt at this group came to; with
+        several policies, which keep nothing of attempts, any that answers."""
         version = None
         if self._partials is not None:
             with suppress(WorkerError):  # without the pool the group begins from scratch, anywhere
                 version = await self._partials.version(serial)
         told = await self._held(QUESTION_S)
-        fitting = {member.index for member, held in told if held is not None and held.version == version}
+        fitting = {member.index for member, held in told if POLICY in held and held[POLICY].version == version}
         return fitting or {member.index for member, _ in told}
 
-    async def versions(self) -> Sequence[Acknowledged]:
-        return [held for _, held in await self._held(ANSWER_S) if held is not None]
+    async def versions(self, policy: str = POLICY) -> Sequence[Acknowledged]:
+        """See `Rollouts.versions`; in a run of several policies, of this one."""
+        return [held[policy] for _, held in await self._held(ANSWER_S) if policy in held]
 
-    async def _held(self, deadline_s: float) -> list[tuple[Member, Acknowledged | None]]:
-        return await self._ask_all("telling its version", lambda m: m.actor.held.remote(), deadline_s)
+    async def _held(self, deadline_s: float) -> list[tuple[Member, Mapping[str, Acknowledged]]]:
+        return await self._ask_all("telling its versions", lambda m: m.actor.held.remote(), deadline_s)
 
-    async def loads(self) -> Sequence[ReplicaLoad]:
-        told = await self._ask_all("telling its load", lambda m: m.actor.load.remote(), QUESTION_S)
+    async def loads(self, policy: str = POLICY) -> Sequence[ReplicaLoad]:
+        """See `Rollouts.loads`; in a run of several policies, of this one."""
+        told = await self._ask_all("telling its load", lambda m: m.actor.load.remote(policy), QUESTION_S)
         return [load for _, load in told]
 
     async def move(self, source: str, to: str) -> int:

@@ -15,12 +15,14 @@ from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML, MappingNode, Node, SafeRepresenter, ScalarNode, SequenceNode
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from rlsys.config.plugins import KINDS
+from rlsys.config.plugins import PluginKind
+from rlsys.config.policies import OWN, PolicySection
 from rlsys.config.problems import Location, Problem, dotted, problems_in, unknown_key
 from rlsys.errors import ConfigError
 
 Tree: TypeAlias = dict[str, Any]
 Sources: TypeAlias = dict[tuple[str, ...], str]
+Plugin: TypeAlias = "PluginKind[Any]"
 C = TypeVar("C", bound=BaseModel)
 
 
@@ -34,8 +36,10 @@ class Layer:
 
 def load(config: type[C], paths: Sequence[str | Path], overrides: Sequence[str]) -> C:
     """Read, merge and validate. Raises `ConfigError` with every problem, each with its key and source."""
-    merged = Layer({})
+    merged, plugins = Layer({}), dict(_plugins_under(config))
     for layer in [*(_read(Path(p)) for p in paths), *(_override(o) for o in overrides)]:
+        for at in plugins:
+            _write_out(layer, at)
         _merge(merged.tree, layer.tree, merged.sources)
         merged.sources |= layer.sources
     try:
@@ -158,6 +162,15 @@ def _merge(into: Tree, tree: Tree, sources: Sources, at: tuple[str, ...] = ()) -
             _forget(sources, here)
 
 
+def _write_out(layer: Layer, at: tuple[str, ...]) -> None:
+    """A plug-in's name in place of its section is its `type`."""
+    around, name = _at(layer.tree, at[:-1]), _at(layer.tree, at)
+    if isinstance(around, dict) and isinstance(name, str):
+        around[at[-1]] = {"type": name}
+        if at in layer.sources:
+            layer.sources[*at, "type"] = layer.sources[at]
+
+
 def _forget(sources: Sources, at: tuple[str, ...]) -> None:
     for inside in [source for source in sources if source[: len(at)] == at]:
         del sources[inside]
@@ -186,11 +199,44 @@ def _source(location: Location, sources: Sources) -> str | None:
 def _keys(config: type[BaseModel], tree: Tree) -> dict[tuple[str, ...], Sequence[str]]:
     """The keys of every section, those of the chosen plug-ins included."""
     keys = dict(_keys_under(config))
-    for kind in KINDS:
-        if kind.name in config.model_fields:
-            with suppress(ConfigError):  # reported already, as a problem of its `type`
-                keys[kind.name,] = kind.keys(tree.get(kind.name))
+    for at, kind in _plugins_under(config):
+        with suppress(ConfigError):  # reported already, as a problem of its `type`
+            keys[at] = kind.keys(_at(tree, at))
+    for policy in _names(_at(tree, ("policies",))):
+        keys["policies", policy] = tuple(PolicySection.model_fields)
+        keys |= {("policies", policy, name): keys[name,] for name in OWN if (name,) in keys}
+        for at, kind in _plugins_under(config):
+            own = _at(tree, ("policies", policy, *at))
+            with suppress(ConfigError):
+                if isinstance(own, dict) and "type" in own:
+                    keys["policies", policy, *at] = kind.keys(own)
     return keys
+
+
+def _names(tree: object) -> list[str]:
+    return [str(name) for name in tree] if isinstance(tree, dict) else []
+
+
+def _plugins_under(section: type[BaseModel], at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Plugin]]:
+    """Where a section, and the sections in it, have one that describes a plug-in."""
+    for name, info in section.model_fields.items():
+        parts = [*info.metadata, *_parts_of(info.annotation)]
+        yield from (((*at, name), part) for part in parts if isinstance(part, PluginKind))
+        for inner in _sections_in(info.annotation):
+            yield from _plugins_under(inner, (*at, name))
+
+
+def _parts_of(annotation: object) -> Iterator[object]:
+    for part in get_args(annotation):
+        yield part
+        yield from _parts_of(part)
+
+
+def _at(tree: object, at: tuple[str, ...]) -> object:
+    """What is there; None if nothing is."""
+    for part in at:
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
 
 
 def _keys_under(section: type[BaseModel], at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Sequence[str]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlsys.algorithm import Signal
 from rlsys.config.schema import Config
@@ -35,20 +35,30 @@ class Plan:
     """CPUs Ray reserves, over all workers."""
     num_gpus: float
     roles: tuple[Role, ...]
+    policies: tuple[tuple[str, Plan | None], ...] = ()
+    """Of several: the name of each, with what it does; None of a frozen one. The figures above are then of none."""
 
     def lines(self) -> Iterator[str]:
         """The plan as text, one fact a line."""
         yield f"run directory {self.run_dir}"
-        yield f"{self.steps} steps of {self.samples_per_step} samples"
-        yield f"{self.permits} groups in the pipe at most, so no token is more than {self.max_staleness} steps stale"
+        for name, plan in self.policies:
+            yield f"policy {name}: " + ("frozen" if plan is None else ", ".join(plan.pace()))
+        if not self.policies:
+            yield from self.pace()
         yield f"{self.num_cpus:g} CPUs and {self.num_gpus:g} GPUs reserved:"
         for role in self.roles:
             yield f"  {role.count} x {role.name}: {role.num_cpus:g} CPUs, {role.num_gpus:g} GPUs each"
+
+    def pace(self) -> Iterator[str]:
+        """What is trained, and how stale it may be."""
+        yield f"{self.steps} steps of {self.samples_per_step} samples"
+        yield f"{self.permits} groups in the pipe at most, so no token is more than {self.max_staleness} steps stale"
 
 
 def plan_of(config: Config) -> Plan:
     """The figures of this configuration."""
     roles = tuple(_roles(config))
+    trained = config.trained
     num_cpus, num_gpus = needs(roles)
     return Plan(
         run_dir=str(config.run_dir),
@@ -59,6 +69,7 @@ def plan_of(config: Config) -> Plan:
         num_cpus=num_cpus,
         num_gpus=num_gpus,
         roles=roles,
+        policies=tuple((name, plan_of(trained[name]) if name in trained else None) for name in config.policies),
     )
 
 
@@ -73,16 +84,25 @@ def needs(roles: Sequence[Role]) -> tuple[float, float]:
 
 
 def _roles(config: Config) -> Iterator[Role]:
-    rollout, train, reference, critic = config.rollout, config.train, config.reference, config.critic
+    rollout = config.rollout
     yield Role("rollout", rollout.replicas, rollout.num_cpus, rollout.num_gpus)
     yield _reward(config)
+    if not config.policies:
+        yield from _learning(config)
+    for name, own in config.trained.items():
+        yield from (replace(role, name=f"{role.name} of {name}") for role in _learning(own))
+    if config.eval.every:
+        yield _evaluation(config)
+
+
+def _learning(config: Config) -> Iterator[Role]:
+    """The workers that train one policy."""
+    train, reference, critic = config.train, config.reference, config.critic
     yield Role("actor rank", train.ranks, train.num_cpus, train.num_gpus)
     if config.algorithm.signals & {Signal.REFERENCE_LOGPROBS, Signal.REFERENCE_MISMATCHED}:
         yield Role("reference", 1, reference.num_cpus, reference.num_gpus)
     if Signal.VALUES in config.algorithm.signals:
         yield Role("critic rank", train.ranks, critic.num_cpus, critic.num_gpus)
-    if config.eval.every:
-        yield _evaluation(config)
 
 
 def _evaluation(config: Config) -> Role:

@@ -1,17 +1,18 @@
-"""The sections that describe a plug-in, `algorithm` and `stabilizer`: a name or `module:Name`, and the fields of that
-plug-in's dataclass.
+"""The sections that describe a plug-in, `algorithm`, `stabilizer` and `rollout.workflow`: a name or `module:Name`, and
+the fields of that plug-in's dataclass.
 
-Ours and yours come through one door: the entry point groups `rlsys.algorithms` and `rlsys.stabilizers`.
+Ours and yours come through one door: the entry point groups `rlsys.algorithms`, `rlsys.stabilizers` and
+`rlsys.workflows`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from copy import deepcopy
 from functools import cache
-from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated, Any, Generic, TypeVar, cast
 
@@ -22,7 +23,9 @@ from pydantic_core import CoreSchema, core_schema
 from rlsys.algorithm import Algorithm
 from rlsys.config.problems import Location, nested, problems_in
 from rlsys.errors import ConfigError
+from rlsys.importing import imported
 from rlsys.stabilizer import StabilizerPlugin
+from rlsys.workflow import Workflow
 
 P = TypeVar("P")
 
@@ -63,16 +66,18 @@ class PluginKind(Generic[P]):
         raise ConfigError(f"no {self.name} is named {name!r}; {remedy}")
 
     def _imported(self, spec: str) -> type[P]:
-        module, _, attribute = spec.partition(":")
         try:
-            found = getattr(import_module(module), attribute, None)
-        except Exception as error:  # what a module does when it is imported is its author's
-            raise ConfigError(f"cannot import {self.name} {spec!r}: {type(error).__name__}: {error}") from error
-        if found is None:
-            raise ConfigError(f"module {module!r} has no {attribute!r}")
+            found = imported(self.name, spec)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         if not (isinstance(found, type) and issubclass(found, self.base) and dataclasses.is_dataclass(found)):
             base = f"{self.base.__module__}.{self.base.__qualname__}"
             raise ConfigError(f"{spec!r} is not a dataclass derived from {base}")
+        if undeclared := next(_undeclared(found), None):
+            raise ConfigError(
+                f"{spec!r} has the field {undeclared!r}, but is no dataclass: decorate it with "
+                "@dataclass(frozen=True, kw_only=True)"
+            )
         return found
 
     def type_name(self, plugin: type[P]) -> str:
@@ -82,15 +87,17 @@ class PluginKind(Generic[P]):
         return next(mine, spec)
 
     def read(self, section: object) -> P:
-        """The plug-in that a section like `{"type": "grpo", "clip_high": 0.3}` describes.
+        """The plug-in that a section like `{"type": "grpo", "clip_high": 0.3}` describes; `"grpo"` is one too.
 
         One that exists already is passed through, as `Config(algorithm=GRPO())` hands it in. Raises one pydantic error
         that holds every problem of the section.
         """
         if isinstance(section, self.base):
             return section
+        if isinstance(section, str):
+            section = {"type": section}
         if not isinstance(section, Mapping):
-            raise nested([((), f"should be a section with a `type` and keys of its own (got {section!r})")])
+            raise nested([((), f"should be a name, or a section with a `type` and keys of its own (got {section!r})")])
         fields = {str(key): value for key, value in section.items() if key != "type"}
         try:
             return adapter(self.find(str(section.get("type", self.default)))).validate_python(fields)
@@ -107,7 +114,8 @@ class PluginKind(Generic[P]):
 
     def keys(self, section: object) -> list[str]:
         """The keys that a section like this one may have. Raises `ConfigError` if there is no such type."""
-        chosen = section.get("type", self.default) if isinstance(section, Mapping) else self.default
+        named = section if isinstance(section, str) else self.default
+        chosen = section.get("type", self.default) if isinstance(section, Mapping) else named
         return ["type", *(f.name for f in dataclasses.fields(cast("Any", self.find(str(chosen)))))]
 
     def __get_pydantic_core_schema__(self, source: object, handler: object) -> CoreSchema:
@@ -121,8 +129,9 @@ class PluginKind(Generic[P]):
             "properties": {"type": {"type": "string", "pattern": ":"}},
             "required": ["type"],
         }
-        described = [self._described(name, plugin) for name, plugin in self.loading().items()]
-        return {"anyOf": [*described, outside]}
+        named = {"description": f"A {self.name} by its name or import path, with its defaults.", "type": "string"}
+        described = [self._described(name, plugin, handler) for name, plugin in self.loading().items()]
+        return {"anyOf": [*described, outside, named]}
 
     def loading(self) -> dict[str, type[P]]:
         """The installed ones that load, by name: one broken package is no reason to hide the others."""
@@ -132,8 +141,8 @@ class PluginKind(Generic[P]):
                 found[name] = self.find(name)
         return found
 
-    def _described(self, name: str, plugin: type[P]) -> JsonSchemaValue:
-        schema = adapter(plugin).json_schema()
+    def _described(self, name: str, plugin: type[P], handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        schema = deepcopy(handler.resolve_ref_schema(handler(adapter(plugin).core_schema)))
         for base in filter(dataclasses.is_dataclass, plugin.__mro__):  # pydantic reads a class's own docstrings only
             for key, field in adapter(base).json_schema().get("properties", {}).items():
                 if "description" in field:
@@ -141,6 +150,16 @@ class PluginKind(Generic[P]):
         schema["properties"] = {"type": {"const": name}, **schema.get("properties", {})}
         schema["required"] = ["type", *schema.get("required", [])]
         return cast("JsonSchemaValue", schema)
+
+
+def _undeclared(plugin: type[object]) -> Iterator[str]:
+    """Annotated names of a plug-in that are no fields of it, because a class between it and its base is no
+    dataclass."""
+    fields = {field.name for field in dataclasses.fields(cast("Any", plugin))}
+    for base in plugin.__mro__:
+        for name, annotation in vars(base).get("__annotations__", {}).items():
+            if name not in fields and "ClassVar" not in str(annotation):
+                yield name
 
 
 def _package(point: EntryPoint) -> str:
@@ -156,7 +175,9 @@ def adapter(plugin: type[P]) -> TypeAdapter[P]:
 
 ALGORITHMS = PluginKind("algorithm", Algorithm, "grpo")
 STABILIZERS = PluginKind("stabilizer", StabilizerPlugin, "gac")
-KINDS: tuple[PluginKind[Any], ...] = (ALGORITHMS, STABILIZERS)
+WORKFLOWS = PluginKind("workflow", Workflow, "single_turn")
+KINDS: tuple[PluginKind[Any], ...] = (ALGORITHMS, STABILIZERS, WORKFLOWS)
 
 AlgorithmSection = Annotated[Algorithm, ALGORITHMS]
 StabilizerSection = Annotated[StabilizerPlugin, STABILIZERS]
+WorkflowSection = Annotated[Workflow, WORKFLOWS]

@@ -23,11 +23,20 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from rlsys.algorithm import Algorithm, Signal, version_after
+from rlsys.config.curation import CurationSection
 from rlsys.config.evaluation import EvalSection
-from rlsys.config.plugins import ALGORITHMS, STABILIZERS, AlgorithmSection, StabilizerSection
+from rlsys.config.plugins import (
+    ALGORITHMS,
+    STABILIZERS,
+    WORKFLOWS,
+    AlgorithmSection,
+    StabilizerSection,
+    WorkflowSection,
+)
+from rlsys.config.policies import PolicyName, PolicySection, problems_of, unbound
 from rlsys.config.problems import nested
 from rlsys.config.rewards import RewardSection
-from rlsys.config.section import ImportSpec, Section
+from rlsys.config.section import Section
 from rlsys.data.adapters import Columns
 from rlsys.stabilizer import StabilizerPlugin
 
@@ -140,9 +149,9 @@ class RolloutSection(Section):
     probe_tolerance: PositiveFloat | None = None
     """Most that a replica's logprobs may differ from the trainer's own, right after a change, on average over the same
     tokens, in nats; a replica above it is replaced. None: 1e-3 in float32, 0.1 in bfloat16."""
-    workflow: ImportSpec = "single_turn"
-    """Who speaks when on a task. single_turn: one answer to the prompt. recorded: nobody; the row's `completion` is
-    trained as it is, with its `label` as reward. Or `module:Name` of your `Workflow`."""
+    workflow: WorkflowSection = Field(default_factory=lambda: WORKFLOWS.read({}))
+    """Who speaks when on a task: `type` (the name of an installed workflow, or `module:Name` of yours; single_turn) and
+    that workflow's own keys. `workflow: NAME` is short for `workflow: {type: NAME}`."""
     threads: PositiveInt = 1
     """CPU threads of one replica."""
     num_cpus: NonNegativeFloat = 1.0
@@ -296,6 +305,7 @@ class Config(Section):
     reward: RewardSection = RewardSection()
     train: TrainSection = TrainSection()
     asynchrony: AsynchronySection = AsynchronySection()
+    curation: CurationSection = CurationSection()
     reference: ReferenceSection = ReferenceSection()
     critic: CriticSection = CriticSection()
     eval: EvalSection = EvalSection()
@@ -303,6 +313,12 @@ class Config(Section):
     limits: LimitsSection = LimitsSection()
     record: RecordSection = RecordSection()
     ray: RaySection = RaySection()
+    policies: dict[PolicyName, PolicySection] = Field(default={})
+    """Several policies by name, each with the keys in which it differs from the sections above: `{proposer: {}, solver:
+    {train: {lr: 1e-5}}, judge: {is_frozen: true, model: {path: ...}}}`. None: one, which all agents speak with."""
+    agents: dict[str, str] = Field(default={})
+    """Which policy speaks for an agent, by its name in the workflow; for one that is not here, the policy of its
+    name."""
 
     @classmethod
     def load(cls, paths: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()) -> Self:
@@ -324,6 +340,20 @@ class Config(Section):
     def run_dir(self) -> Path:
         """The directory of this run: `run.folder/run.name`."""
         return self.run.folder / self.run.name
+
+    def of(self, policy: str) -> Config:
+        """The run of one of several policies by itself, in the directory `policies/NAME` of this one."""
+        run, resume = self.run, self.run.resume
+        sections = {name: getattr(self, name) for name in type(self).model_fields if name not in ("policies", "agents")}
+        resume = f"{resume}/policies/{policy}" if "/" in resume else resume
+        sections["run"] = run.model_copy(update={"folder": self.run_dir / "policies", "name": policy, "resume": resume})
+        sections["rollout"] = self.rollout.model_copy(update={"repack_s": 0.0})  # its groups stay where they are
+        return type(self).model_validate(self.policies[policy].over(sections))
+
+    @property
+    def trained(self) -> dict[str, Config]:
+        """By name the run of every policy that is trained, of several."""
+        return {name: self.of(name) for name, policy in self.policies.items() if not policy.is_frozen}
 
     @property
     def probe_tolerance(self) -> float:
@@ -387,6 +417,25 @@ class Config(Section):
             f"and the run ends first (run.steps is {run.steps}): make the run longer, or let it need fewer"
         )
 
+    @field_validator("policies")
+    @classmethod
+    def _can_be_trained_together(
+        cls, policies: dict[str, PolicySection], info: ValidationInfo
+    ) -> dict[str, PolicySection]:
+        sections = {name: info.data[name] for name in info.data if name not in ("policies", "agents")}
+        if len(sections) + 2 < len(cls.model_fields):  # one of them is wrong, which is told
+            return policies
+        if problems := list(problems_of(cls, policies, sections)):
+            raise nested(problems)
+        return policies
+
+    @field_validator("agents")
+    @classmethod
+    def _are_bound(cls, agents: dict[str, str], info: ValidationInfo) -> dict[str, str]:
+        if problems := list(unbound(agents, info.data.get("policies", dict.fromkeys(agents.values())))):
+            raise nested(problems)
+        return agents
+
     @field_validator("rollout")
     @classmethod
     def _fits_the_engine(cls, rollout: RolloutSection) -> RolloutSection:
@@ -404,6 +453,16 @@ class Config(Section):
         if problems:
             raise nested(problems)
         return rollout
+
+    @field_validator("curation")
+    @classmethod
+    def _goes_with_the_rest(cls, curation: CurationSection, info: ValidationInfo) -> CurationSection:
+        algorithm, asynchrony = info.data.get("algorithm"), info.data.get("asynchrony")
+        if algorithm is None:
+            return curation
+        if problems := curation.problems(algorithm, asynchrony and asynchrony.max_staleness):
+            raise nested(problems)
+        return curation
 
     @field_validator("asynchrony")
     @classmethod

@@ -10,5 +10,17 @@ from rlsys.launch.preparing import look_up
 from rlsys.launch.replaying import replay
 from rlsys.launch.result import TrainResult
 from rlsys.launch.training import train
+from rlsys.launch.trying import Tried, config_to_try, try_workflow
 
-__all__ = ["TrainResult", "evaluate", "export", "inspect_data", "look_up", "replay", "train"]
+__all__ = [
+    "TrainResult",
+    "Tried",
+    "config_to_try",
+    "evaluate",
+    "export",
+    "inspect_data",
+    "look_up",
+    "replay",
+    "train",
+    "try_workflow",
+]

@@ -16,6 +16,7 @@ from rlsys.data.inspect import Inspection, Rendering, inspect
 from rlsys.errors import CheckpointError, ConfigError, first_of
 from rlsys.events import Events
 from rlsys.launch.preparing import (
+    POLICIES,
     RESOLVED,
     check_model,
     checkpoint_of,
@@ -24,11 +25,11 @@ from rlsys.launch.preparing import (
     local_cpus,
     prepare_imports,
     rooted,
+    whole_of,
 )
 from rlsys.measures import Measures
 from rlsys.tracking.console import ConsoleSink
 from rlsys.types import Task
-from rlsys.workflow import load_workflow
 
 
 def evaluate(
@@ -54,6 +55,7 @@ def evaluate(
     if data is not None:
         overrides += [_override("eval.data", None), _override("eval.data", data)]  # else they would be merged
     if is_run:
+        _check_has_one_policy(run)
         config = Config.load(run / RESOLVED, overrides)
     else:
         needed = {"run.steps": 1, "model.path": target, "data.path": "none is read"}
@@ -63,13 +65,23 @@ def evaluate(
     if not config.eval.data:
         raise ConfigError("eval.data: there is nothing to evaluate on; give a file with --data [NAME=]PATH")
     config = rooted(config)
-    load_workflow(config.rollout.workflow)
     sets = eval_sets(config)
     checkpoint = checkpoint_of(run.absolute(), "latest") if is_run else None
     try:
         return asyncio.run(_evaluate(config, checkpoint, sets))
     except BaseExceptionGroup as errors:
         raise first_of(errors) from None
+
+
+def _check_has_one_policy(run: Path) -> None:
+    """Raise `ConfigError` for a run of several policies, or one of them: alone it would play both sides of a game."""
+    whole = run if (run / POLICIES).is_dir() else whole_of(run)
+    if whole is not None:
+        policy = "NAME" if whole is run else run.name
+        raise ConfigError(
+            f"{run}: the episodes of the run {whole} need all of its policies, and one is measured at a time; write "
+            f"its model with `rlsys export {whole / POLICIES / policy} --to FOLDER`, and evaluate FOLDER"
+        )
 
 
 def _check_target(config: Config) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -14,6 +13,7 @@ from pathlib import Path
 from rlsys.algorithm import Signal
 from rlsys.checkpoint import STEP, find_latest, is_complete
 from rlsys.config import Config
+from rlsys.config.policies import PolicySection
 from rlsys.contracts import Rewards, Rollouts
 from rlsys.data.opening import Place
 from rlsys.data.rows import load_tasks
@@ -25,12 +25,14 @@ from rlsys.events import Events
 from rlsys.failed import CONFIG
 from rlsys.failures import FailurePolicy
 from rlsys.hub import can_be_hub_name
+from rlsys.importing import import_from_here
 from rlsys.rewards.combining import RewardSum
 from rlsys.types import Task
-from rlsys.workflow import load_workflow
 
 RESOLVED = CONFIG
 """The configuration of a run, in its directory."""
+POLICIES = "policies"
+"""Folder in the directory of a run of several policies; holds a run directory for each that is trained."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,7 @@ class Data:
 def prepare_imports() -> None:
     """Let `module:name` in a configuration mean the user's own folder, as `python -m` would, in workers too."""
     ensure_not_shadowed()
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    import_from_here()
 
 
 def check_model(config: Config) -> None:
@@ -69,16 +69,17 @@ def look_up(config: Config) -> Data:
     Raises the `RlsysError` that the run would end on.
     """
     prepare_imports()
-    check_model(config)
+    for own in [config.of(name) for name in config.policies] or [config]:
+        check_model(own)
     return Data(task_source(config), eval_sets(config) if config.eval.every else {})
 
 
 def task_source(config: Config) -> TaskSource:
-    """The run's tasks; reward functions and workflow are looked up now, before anything expensive starts."""
+    """The run's tasks; reward functions are looked up, and the workflow asked, before anything expensive starts."""
     tasks = _tasks("data.path", config.data.path, config)
     _check_rewards("data.path", tasks, config)
-    workflow = load_workflow(config.rollout.workflow)
-    workflow.check(tasks, group_size=config.algorithm.group_size, temperature=config.rollout.temperature)
+    group_size, temperature = config.algorithm.group_size, config.rollout.temperature
+    config.rollout.workflow.check(tasks, group_size=group_size, temperature=temperature)
     return TaskSource(tasks, config.run.seed, shuffle=config.data.shuffle)
 
 
@@ -119,7 +120,7 @@ def checkpoint_to_resume(config: Config) -> Path | None:
     """Where to start from, by `run.resume`; None is the beginning. A run that never took a step may begin again."""
     own = find_latest(config.run_dir / "checkpoints")
     if config.run.resume == "never":
-        if own is not None or _has_content(config.run_dir / "metrics.jsonl"):
+        if _holds_run(config.run_dir):
             raise ConfigError(
                 f"run.name: {config.run_dir} holds a run already; choose another run.name, "
                 "go on with run.resume=auto, or remove the folder"
@@ -133,6 +134,31 @@ def checkpoint_to_resume(config: Config) -> Path | None:
     if other is None:
         raise CheckpointError(f"run.resume: {config.run.resume} has no complete checkpoint")
     return own or other
+
+
+def check_run_dir(config: Config) -> None:
+    """Raise `ConfigError` if another kind of run is in the run directory: one of several policies, or one of one, or
+    the policy of a run that has others too."""
+    run = config.run_dir
+    remedy = "choose another run.name, or remove the folder"
+    if (whole := whole_of(run)) is not None:
+        raise ConfigError(f"run.name: {run} is one policy of the run {whole}, which trains all of them: train {whole}")
+    if not config.policies and (run / POLICIES).is_dir():
+        raise ConfigError(f"run.name: {run} holds a run of several policies, and this is one of a single one; {remedy}")
+    if config.policies and _holds_run(run):
+        raise ConfigError(f"run.name: {run} holds a run of one policy, and this is one of several; {remedy}")
+
+
+def whole_of(run: Path) -> Path | None:
+    """The run of several policies that this is one policy of; None if it is a run of its own."""
+    folder = run.absolute().parent
+    is_part = folder.name == POLICIES and (folder.parent / RESOLVED).is_file()
+    return folder.parent if is_part else None
+
+
+def _holds_run(run: Path) -> bool:
+    """Did a run of one policy take a step here?"""
+    return find_latest(run / "checkpoints") is not None or _has_content(run / "metrics.jsonl")
 
 
 def _has_content(path: Path) -> bool:
@@ -157,9 +183,22 @@ def rooted(config: Config) -> Config:
         "eval": config.eval.model_copy(update={"data": {n: _rooted(path) for n, path in config.eval.data.items()}}),
     }
     for name, section in (("model", config.model), ("critic", config.critic)):
-        if section.path is not None and (folder := Path(section.path)).is_dir():
-            update[name] = section.model_copy(update={"path": str(folder.absolute())})
+        if section.path is not None:
+            update[name] = section.model_copy(update={"path": _rooted_folder(section.path)})
+    update["policies"] = {name: _rooted_policy(policy) for name, policy in config.policies.items()}
     return config.model_copy(update=update)
+
+
+def _rooted_policy(policy: PolicySection) -> PolicySection:
+    own = {name: getattr(policy, name) for name in ("model", "critic")}
+    paths = {name: _rooted_folder(keys["path"]) for name, keys in own.items() if keys.get("path") is not None}
+    return policy.model_copy(update={name: {**own[name], "path": path} for name, path in paths.items()})
+
+
+def _rooted_folder(path: str) -> str:
+    """Of a model; a hub name stays as it is."""
+    folder = Path(path)
+    return str(folder.absolute()) if folder.is_dir() else path
 
 
 def _rooted(path: str) -> str:
@@ -178,6 +217,8 @@ def checkpoint_of(run: Path, step: str) -> Path:
     """
     if not (run / RESOLVED).is_file():
         raise ConfigError(f"{run} is not a run directory: it has no {RESOLVED}")
+    if (run / POLICIES).is_dir():
+        raise ConfigError(f"{run} is a run of several policies: name the folder of one, {run / POLICIES / 'NAME'}")
     checkpoints = run / "checkpoints"
     if not (step == "latest" or step.isdigit()):
         raise ConfigError(f"step {step!r} is neither a number nor `latest`")

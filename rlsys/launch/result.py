@@ -25,6 +25,8 @@ class TrainResult:
     """Mean reward of the last 10."""
     seconds: dict[str, float] = field(default_factory=dict)
     """By phase: start-up phases by name, then the sum of each `time/*` metric over the steps."""
+    policies: dict[str, TrainResult] = field(default_factory=dict)
+    """Of several policies: what each came to. `steps` is then the least of theirs, and rewards are theirs alone."""
 
     def as_json(self) -> dict[str, object]:
         """One JSON object, as the command line prints it."""
@@ -34,6 +36,11 @@ class TrainResult:
             "reward_first": self.reward_first,
             "reward_last": self.reward_last,
             "seconds": {phase: round(s, 3) for phase, s in self.seconds.items()},
+            **(
+                {"policies": {name: result.as_json() for name, result in self.policies.items()}}
+                if self.policies
+                else {}
+            ),
         }
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from rlsys.algorithm import version_after
 from rlsys.checkpoint import Checkpoints
 from rlsys.config import Config
 from rlsys.config.plan import plan_of
 from rlsys.contracts import Arrival, Published, Rollouts, Workers
+from rlsys.curation import Curation
 from rlsys.driver import Driver
 from rlsys.errors import Interrupted
 from rlsys.evaluation import Evaluation, EvaluationLane
@@ -30,6 +32,7 @@ from rlsys.events import (
 from rlsys.interrupts import Interruptible
 from rlsys.launch.preparing import (
     Data,
+    check_run_dir,
     checkpoint_to_resume,
     evaluator_of,
     failures_of,
@@ -44,13 +47,21 @@ from rlsys.learner import BatchShape
 from rlsys.ledger import Ledger
 from rlsys.queue import StreamingQueue
 from rlsys.repacking import Repacker
+from rlsys.stepmetrics import Progress
 from rlsys.tracking.console import ConsoleSink
 from rlsys.tracking.jsonl import JsonlSink
 from rlsys.weights import WeightSync
 
+if TYPE_CHECKING:
+    from workers.crew import Crew
+
+
+Trains: TypeAlias = "Callable[[Data, Interruptible], Awaitable[None]]"
+"""Starts the workers on the cluster there is, trains, ends them."""
+
 
 def train(config: Config, *, progress: bool = True) -> TrainResult:
-    """Run one training job to its end and return what it came to.
+    """Run one training job, of one policy or several, to its end and return what it came to.
 
     `progress` shows it on stderr. Ctrl-C once finishes the step, saves, and raises `Interrupted`; twice exits at once.
     Raises the `RlsysError` that ended the run, after writing it to the run directory.
@@ -58,37 +69,59 @@ def train(config: Config, *, progress: bool = True) -> TrainResult:
     began = time.monotonic()
     prepare_imports()
     config = rooted(config)
+    check_run_dir(config)
+    if config.policies:
+        from rlsys.launch.joint import train_policies  # it needs this module
+
+        return train_policies(config, began, progress=progress)
     checkpoint = checkpoint_to_resume(config)
     write_run_dir(config)
     result = TrainResult(str(config.run_dir))
     sinks = [JsonlSink(config.run_dir), Summary(result), *([ConsoleSink(config.run.steps)] if progress else [])]
     events = Events(sinks)
     events.attach(FirstStep(events, began))
-    try:
-        asyncio.run(_train(config, checkpoint, events, began))
-        events.emit(RunEnded(result.steps, "finished"))
-    except Interrupted:
-        events.emit(RunEnded(result.steps, "interrupted"))
-        raise
-    except KeyboardInterrupt:
-        events.emit(RunEnded(result.steps, "interrupted"))
-        raise Interrupted("interrupted before the first step", signal.SIGINT) from None
-    except BaseException as error:
-        events.emit(RunEnded(result.steps, "failed", f"{type(error).__name__}: {error}"))
-        raise
-    finally:
-        events.close()
+
+    async def trains(data: Data, interruptible: Interruptible) -> None:
+        await _train_on_cluster(config, data, checkpoint, events, began, interruptible)
+
+    with ends_told([(events, result)]):
+        asyncio.run(train_in_cluster(config, events, trains))
     return result
 
 
-async def _train(config: Config, checkpoint: Path | None, events: Events, began: float) -> None:
-    """Start everything, train, stop everything; `began` is when the command was given (monotonic clock)."""
+@contextmanager
+def ends_told(runs: Sequence[tuple[Events, TrainResult]]) -> Iterator[None]:
+    """Tell each of these how the block ended, and close them."""
+
+    def tell(reason: Literal["finished", "interrupted", "failed"], detail: str = "") -> None:
+        for events, result in runs:
+            events.emit(RunEnded(result.steps, reason, detail))
+
+    try:
+        yield
+        tell("finished")
+    except Interrupted:
+        tell("interrupted")
+        raise
+    except KeyboardInterrupt:
+        tell("interrupted")
+        raise Interrupted("interrupted before the first step", signal.SIGINT) from None
+    except BaseException as error:
+        tell("failed", f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        for events, _ in runs:
+            events.close()
+
+
+async def train_in_cluster(config: Config, events: Events, trains: Trains) -> None:
+    """Look everything up, join or start a cluster, train there."""
     from workers import cluster as ray_cluster
 
-    with _phase(events, "load_data"):
+    with phase(events, "load_data"):
         data = look_up(config)
     plan = plan_of(config)
-    with _phase(events, "start_ray"):
+    with phase(events, "start_ray"):
         cluster = ray_cluster.connect(config.ray.address, local_cpus(config, plan.num_cpus))
     this = asyncio.current_task()
     assert this is not None
@@ -96,7 +129,7 @@ async def _train(config: Config, checkpoint: Path | None, events: Events, began:
         try:
             ray_cluster.check_capacity(plan.num_cpus, plan.num_gpus)
             _link_logs(config.run_dir, ray_cluster.log_folder())
-            await _train_on_cluster(config, data, checkpoint, events, began, interruptible)
+            await trains(data, interruptible)
         except asyncio.CancelledError:
             if interruptible.signal is None:
                 raise
@@ -114,22 +147,15 @@ async def _train_on_cluster(
     interruptible: Interruptible,
 ) -> None:
     """Start the workers, train, end them. Raises `Interrupted` if the user stopped any of it."""
-    from workers.launching import Crew
+    from workers.crew import Crew
 
     crew = Crew.of(config)
     try:
-        with _phase(events, "start_workers"):
-            await crew.ready()
-        for worker, choice in crew.engines():
-            events.emit(EngineChosen(worker, choice.engine, choice.reason))
-        crew.watch(
-            lambda error: events.emit(WorkerFailed(error.worker, error.phase, str(error))),
-            lambda worker, seconds: events.emit(WorkerRestarted(worker, seconds)),
-        )
+        await crew_ready(crew, events)
         driver = driver_of(config, data, crew.workers(), events)
         start = 0
         if checkpoint is not None:
-            with _phase(events, "load_checkpoint"):
+            with phase(events, "load_checkpoint"):
                 start = await driver.restore(checkpoint)
         events.emit(RunStarted(str(config.run_dir), start, config.run.steps))
         events.emit(PhaseDone("start_up", time.monotonic() - began))
@@ -143,7 +169,19 @@ async def _train_on_cluster(
         raise Interrupted(f"interrupted {saved if reached else 'before the first step'}", interruptible.signal)
 
 
-def driver_of(config: Config, data: Data, workers: Workers, events: Events) -> Driver:
+async def crew_ready(crew: Crew, events: Events) -> None:
+    """Return once all workers are set up; tell what their pools meet with from then on."""
+    with phase(events, "start_workers"):
+        await crew.ready()
+    for worker, choice in crew.engines():
+        events.emit(EngineChosen(worker, choice.engine, choice.reason))
+    crew.watch(
+        lambda error: events.emit(WorkerFailed(error.worker, error.phase, str(error))),
+        lambda worker, seconds: events.emit(WorkerRestarted(worker, seconds)),
+    )
+
+
+def driver_of(config: Config, data: Data, workers: Workers, events: Events, progress: Progress | None = None) -> Driver:
     """The driver of a run with these workers, and an evaluation lane if they include replicas for one."""
 
     def arrived(receipt: Published, arrival: Arrival) -> None:
@@ -175,7 +213,9 @@ def driver_of(config: Config, data: Data, workers: Workers, events: Events) -> D
                 config.algorithm, stabilizer.synchronous_steps if stabilizer else 0, start=0, end=config.run.steps
             ),
         ),
-        ledger=Ledger(data.train, config.algorithm.group_size, config.run.seed, limits.lease_s),
+        ledger=Ledger(
+            data.train, config.algorithm.group_size, config.run.seed, limits.lease_s, Curation(config.curation.rules())
+        ),
         weights=weights,
         failures=failures_of(config),
         checkpoints=Checkpoints(config.run_dir / "checkpoints", config.checkpoint.every, config.checkpoint.keep_last),
@@ -188,6 +228,7 @@ def driver_of(config: Config, data: Data, workers: Workers, events: Events) -> D
         rollouts_every=config.record.rollouts_every,
         evaluation=evaluation,
         repacker=_repacker_of(config, workers.rollouts, events),
+        progress=progress or Progress(),
     )
 
 
@@ -201,7 +242,8 @@ def _repacker_of(config: Config, rollouts: Rollouts, events: Events) -> Repacker
 
 
 @contextmanager
-def _phase(events: Events, name: str) -> Iterator[None]:
+def phase(events: Events, name: str) -> Iterator[None]:
+    """Tell how long the block took."""
     began = time.monotonic()
     yield
     events.emit(PhaseDone(name, time.monotonic() - began))

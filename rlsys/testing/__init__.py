@@ -11,7 +11,9 @@ n-th call of a worker can die, hang or answer with wrong weights.
 """
 
 from rlsys.simulate.clock import VirtualLoop, run_virtual
-from rlsys.testing.policy import ScriptedPolicy
+from rlsys.testing.environment import FakeEnvironment
+from rlsys.testing.joint import FakeJointRollouts
+from rlsys.testing.policy import ScriptedPolicy, played
 from rlsys.testing.pools import FakePinnedRollouts, FakeRewards, FakeRollouts, Fault
 from rlsys.testing.training import FakeActor, FakeCritic, FakeReference, FakeRelays
 from rlsys.testing.world import FakeWorld, RewardAsAdvantage, tasks
@@ -19,6 +21,8 @@ from rlsys.testing.world import FakeWorld, RewardAsAdvantage, tasks
 __all__ = [
     "FakeActor",
     "FakeCritic",
+    "FakeEnvironment",
+    "FakeJointRollouts",
     "FakePinnedRollouts",
     "FakeReference",
     "FakeRelays",
@@ -29,6 +33,7 @@ __all__ = [
     "RewardAsAdvantage",
     "ScriptedPolicy",
     "VirtualLoop",
+    "played",
     "run_virtual",
     "tasks",
 ]

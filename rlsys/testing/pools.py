@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from rlsys.batch.samples import meta_of
+from rlsys.batch.samples import meta_of, versions_of
 from rlsys.contracts import Busy, Judged, RolledOut
+from rlsys.curation import Graft, with_episode
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied
 from rlsys.types import (
     Acknowledged,
@@ -111,7 +112,7 @@ class FakeRollouts(_FakePool):
 
     async def run(self, assignment: Assignment) -> RolledOut:
         first = await self._pull(assignment.version)
-        start_s = _now()
+        start_s = now()
         self._versions[assignment.serial] = first
         try:
             worker, fault = await self._call("rolling out", assignment.serial, self._rollout_s(assignment.serial))
@@ -132,7 +133,7 @@ class FakeRollouts(_FakePool):
             weights=tuple(Acknowledged(worker, s.version, wrong + self.world.hash(s.version)) for s in spans),
             payload=episodes,
         )
-        return RolledOut(group, Busy(worker, start_s, _now()))
+        return RolledOut(group, Busy(worker, start_s, now()))
 
     async def versions(self) -> Sequence[Acknowledged]:
         held = await self._pull(-1)
@@ -189,14 +190,22 @@ class FakeRewards(_FakePool):
         super().__init__(world, "reward", 1, world.reward_faults)
 
     async def score(self, task: Task, group: Group) -> Judged:
-        start_s = _now()
+        start_s = now()
         worker, fault = await self._call("judging", group.serial, self.world.reward_s(group.serial))
         await self.world.fetch("score", [group])
         values = [
             None if fault is Fault.FAILS else self.world.reward(group.serial, e) for e in range(len(group.episodes))
         ]
         scores = tuple(Score(v) if v is not None else Score(None, "the judge raised") for v in values)
-        return Judged(scores, Busy(worker, start_s, _now()))
+        return Judged(scores, Busy(worker, start_s, now()))
+
+    async def graft(self, graft: Graft) -> Group:
+        group, donor = graft.group, graft.donor
+        await self._call("grafting into", group.serial, 0.0)
+        await self.world.fetch("graft", [donor, group])
+        assert isinstance(group.payload, tuple) and isinstance(donor.payload, tuple)
+        episodes = with_episode(group.payload, graft.episode, donor.payload[graft.donor_episode])
+        return graft.applied(episodes, versions_of(episodes, group.policy))
 
 
 def _episode(assignment: Assignment, index: int, spans: tuple[VersionSpan, ...]) -> Episode:
@@ -205,5 +214,6 @@ def _episode(assignment: Assignment, index: int, spans: tuple[VersionSpan, ...])
     return Episode((Trajectory("policy", (turn,)),))
 
 
-def _now() -> float:
+def now() -> float:
+    """Seconds of the event loop."""
     return asyncio.get_running_loop().time()

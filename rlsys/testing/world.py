@@ -76,7 +76,7 @@ class FakeWorld:
     """Fault of the n-th rollout call, counted from 0 over all replicas."""
     reward_faults: Mapping[int, Fault] = field(default_factory=dict)
     payload_losses: Mapping[str, Collection[int]] = field(default_factory=dict)
-    """By call (`score`, `annotate`, `fetch`, `fetch_critic`, `annotate_step`, `save_groups`),
+    """By call (`score`, `graft`, `annotate`, `fetch`, `fetch_critic`, `annotate_step`, `save_groups`),
     which calls of it, counted from 0, find that the payload of every second of their groups is gone. It is gone for
     every later call, too."""
     notice_s: Callable[[int], float] = lambda number: 0.0

@@ -46,13 +46,15 @@ class Screen(Protocol):
 class ConsoleSink:
     """Turns events into lines a person can follow."""
 
-    def __init__(self, total_steps: int, stream: TextIO | None = None, every_s: float = 5.0) -> None:
+    def __init__(self, total_steps: int, stream: TextIO | None = None, every_s: float = 5.0, policy: str = "") -> None:
         """`every_s`: seconds between two plain progress lines, where `stream` (stderr) is not a terminal.
 
-        With no steps (`total_steps` 0) there is no progress to show, only what happens.
+        With no steps (`total_steps` 0) there is no progress to show, only what happens. Of several policies, lines
+        begin with the name of this one, and are plain everywhere: there is one terminal for all.
         """
         self._total = total_steps
-        self._screen = _screen(stream or sys.stderr, total_steps, every_s)
+        shown: TextIO = stream or sys.stderr
+        self._screen = PlainScreen(shown, every_s, f"{policy}: ") if policy else _screen(shown, total_steps, every_s)
         self._step_times_s: deque[float] = deque(maxlen=_STEPS_FOR_ETA + 1)
 
     def handle(self, event: Event, time_s: float) -> None:
@@ -147,8 +149,8 @@ def duration(seconds: float) -> str:
 class PlainScreen:
     """One line after the other: every note, and progress at most every `every_s` seconds."""
 
-    def __init__(self, stream: TextIO, every_s: float) -> None:
-        self._stream, self._every_s = stream, every_s
+    def __init__(self, stream: TextIO, every_s: float, prefix: str = "") -> None:
+        self._stream, self._every_s, self._prefix = stream, every_s, prefix
         self._shown_s = float("-inf")
         self._held_back = ""
 
@@ -159,7 +161,7 @@ class PlainScreen:
             self._show_progress()
 
     def note(self, line: str) -> None:
-        self._stream.write(line + "\n")
+        self._stream.write(f"{self._prefix}{line}\n")
         self._stream.flush()
 
     def close(self) -> None:

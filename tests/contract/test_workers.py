@@ -15,12 +15,13 @@ from algorithms.grpo import GRPO
 from rlsys.algorithm import Algorithm
 from rlsys.batch.plan import plan_batch
 from rlsys.contracts import Arrival, PinnedRollouts, Rewards, Rollouts, Workers
+from rlsys.curation import Graft
 from rlsys.errors import WeightsMismatch, WorkerDied
 from rlsys.record import read_rollouts
 from rlsys.testing import FakePinnedRollouts, FakeRewards, FakeRollouts, FakeWorld, Fault, RewardAsAdvantage
 from rlsys.types import Assignment, Group, Task, Turn
 from tests.jobs import config_of
-from workers.launching import Crew
+from workers.crew import Crew
 
 T = TypeVar("T")
 SIZE = 4
@@ -277,6 +278,47 @@ def test_a_dead_reward_worker_is_named_and_replaced_and_judges_the_same(kit):
         after = await rewards.score(TASK, group)
         assert after.scores == before
         assert after.busy.worker != dead
+
+    kit.play(scenario())
+
+
+def test_an_episode_of_one_group_takes_the_place_of_one_of_another_with_all_that_is_its_own(kit, tmp_path):
+    async def scenario() -> None:
+        await published(kit, 9)
+        donor = await judged(kit, await rolled_out(kit, version=9, serial=41))
+        await published(kit, 10)
+        group = await judged(kit, await rolled_out(kit, version=10, serial=42))
+        grafted = await kit.workers.rewards.graft(Graft(group, 1, donor, 3))
+        before, given = [await turns_of(kit, g, tmp_path) for g in (group, donor)]
+        expected = [*before[:1], given[3], *before[2:]]
+        assert await turns_of(kit, replace(grafted, replica="composed"), tmp_path) == expected
+        assert grafted.episodes == (*group.episodes[:1], donor.episodes[3], *group.episodes[2:])
+        assert {(a.replica, a.version) for a in grafted.weights} == {(donor.replica, 9), (group.replica, 10)}
+        num_given = len(given[3].output_ids)
+        assert [(s.version, s.num_tokens) for s in grafted.versions] == [
+            (9, num_given),
+            (10, sum(len(turn.output_ids) for turn in expected) - num_given),
+        ]
+        assert (grafted.serial, grafted.columns) == (42, {})
+        assert (await judged(kit, grafted)).num_ok == SIZE, "it is a group like any other"
+
+    kit.play(scenario())
+
+
+def test_a_reward_worker_that_died_grafts_nothing_and_another_does_the_same(kit, tmp_path):
+    async def scenario() -> None:
+        rewards = kit.workers.rewards
+        await kit.workers.actor.publish(11)
+        group, donor = [await judged(kit, await rolled_out(kit, version=11, serial=s)) for s in (43, 44)]
+        before = await rewards.graft(Graft(group, 0, donor, 0))
+        kit.kill_reward()
+        with pytest.raises(WorkerDied) as raised:
+            await rewards.graft(Graft(group, 0, donor, 0))
+        await replaced(rewards, raised.value.worker)
+        after = await rewards.graft(Graft(group, 0, donor, 0))
+        assert replace(after, payload=None) == replace(before, payload=None)
+        turns = [await turns_of(kit, replace(g, replica=n), tmp_path) for n, g in (("a", before), ("b", after))]
+        assert turns[0] == turns[1]
 
     kit.play(scenario())
 

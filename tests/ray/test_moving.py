@@ -11,9 +11,9 @@ import ray
 
 from rlsys.contracts import RolledOut
 from rlsys.errors import WorkerDied
-from rlsys.types import Assignment, Episode, Task
+from rlsys.types import POLICY, Assignment, Episode, Task
 from tests.jobs import config_of
-from workers.launching import Crew
+from workers.crew import Crew
 from workers.streams import PayloadRef
 
 
@@ -30,7 +30,7 @@ def assignment(serial: int, answer: Path, version: int = 0) -> Assignment:
 def played(crew: Crew, scenario: Callable[[], Awaitable[None]]) -> None:
     async def main() -> None:
         await crew.ready()
-        await crew.actor.publish(0)
+        await crew.lines[POLICY].actor.publish(0)
         try:
             await scenario()
         finally:
@@ -66,7 +66,7 @@ def test_a_group_moves_the_replica_it_left_takes_new_weights_and_a_host_that_die
         group, source = await running(crew, assignment(5, answer))
         (host,) = {each.group.replica for each in others} - {source}
         assert await rollouts.move(source, host) == 1
-        await crew.actor.publish(1)
+        await crew.lines[POLICY].actor.publish(1)
         loads = {load.replica: load for load in await rollouts.loads()}
         assert (loads[source].stats.num_running, loads[host].stats.num_running) == (0, 1)
         newer = await rollouts.run(assignment(7, done, version=1))

@@ -14,6 +14,7 @@ from ray.cluster_utils import Cluster
 from rlsys.algorithm import Aggregation, Assigned, Signal
 from rlsys.batch.plan import BatchPlan, RankPlan, plan_batch
 from rlsys.contracts import TrainStats
+from rlsys.curation import Graft
 from rlsys.errors import PayloadLost
 from rlsys.record import read_groups
 from rlsys.types import Episode, Group, Score, Task, Trajectory, Turn, VersionSpan
@@ -123,6 +124,11 @@ def test_the_groups_that_went_with_a_node_are_named_and_the_others_are_trained_j
             assert set(raised.value.serials) == {3, 4}
         outcomes = await asyncio.gather(*(rewards.score(task, g) for g in groups), return_exceptions=True)
         assert [isinstance(outcome, PayloadLost) for outcome in outcomes] == [False, False, True, True]
+        for graft, lost in ((Graft(kept[0], 0, gone[0], 1), {3}), (Graft(gone[1], 0, gone[0], 1), {3, 4})):
+            with pytest.raises(PayloadLost) as raised:
+                await rewards.graft(graft)
+            assert set(raised.value.serials) == lost
+        assert (await rewards.graft(Graft(kept[0], 0, kept[1], 1))).serial == 1
         assert (await trained(kept)).metrics == {"num_tokens": 2}
         assert len(await reference.annotate(kept, Signal.REFERENCE_LOGPROBS)) == 2
         assert len(await reference.annotate_step(kept, planned(kept), Signal.REFERENCE_MISMATCHED)) == 2

@@ -8,9 +8,9 @@ import ray
 
 from rlsys.contracts import RolledOut
 from rlsys.errors import WorkerDied
-from rlsys.types import Assignment, Task
+from rlsys.types import POLICY, Assignment, Task
 from tests.jobs import config_of
-from workers.launching import Crew
+from workers.crew import Crew
 
 TASK = Task(id="t", prompt="312>", answer="123")
 
@@ -32,7 +32,7 @@ def test_groups_that_lost_their_only_replica_are_all_rolled_out_by_its_successor
 
     async def main() -> list[tuple[str, RolledOut]]:
         await crew.ready()
-        await crew.actor.publish(0)
+        await crew.lines[POLICY].actor.publish(0)
         ray.kill(rollouts.members[0].actor)
         ends = await asyncio.gather(*(group(serial) for serial in range(5)))
         await crew.close()

@@ -17,17 +17,19 @@ from rlsys.events import Events
 from rlsys.launch.preparing import Data, task_source
 from rlsys.launch.training import driver_of
 from rlsys.tracking.jsonl import JsonlSink
-from rlsys.types import Sampling
+from rlsys.types import POLICY, Sampling
 from rlsys.weights import Manifest
+from rlsys.workflow import SingleTurn
 from tests.jobs import config_of
 from workers.cluster import RayActor, Resources, spawn
+from workers.crew import Crew, Line
 from workers.engines.base import EngineChoice, EngineSpec
-from workers.launching import Crew, start_actor, start_partials, start_rewards, start_rollouts
+from workers.generator import WeightChange
+from workers.launching import start_actor, start_rewards, start_rollouts
 from workers.pools import Supply
 from workers.relay import RelayActor
 from workers.relays import RayRelays
-from workers.remote import RolloutActor, RolloutSpec
-from workers.rollout import WeightChange
+from workers.remote import GeneratorSpec, RolloutActor, RolloutSpec
 from workers.rollouts import RolloutPool
 from workers.transport.hashing import content_hash
 
@@ -86,17 +88,18 @@ def test_an_engine_that_does_not_use_the_weights_it_acknowledged_is_noticed_by_i
 ):
     config = config_of(model_path, data_path, tmp_path, ["checkpoint.every=0", "train.lr=1e-2"])
     relays = RayRelays.start(60.0)
+    engine = EngineSpec(
+        engine="local", model_path=str(model_path), dtype="float32", slots=16, max_context=16, kv_cache="keep",
+        tensor_parallel=1, step_s=60.0, load_s=60.0,
+    )  # fmt: skip
+    generator = GeneratorSpec(engine=engine, change=WeightChange("between", tolerance=1e-3), pulls="newest")
     spec = RolloutSpec(
-        engine=EngineSpec(
-            engine="local", model_path=str(model_path), dtype="float32", slots=16, max_context=16, kv_cache="keep",
-            tensor_parallel=1, step_s=60.0, load_s=60.0,
-        ),
-        sampling=Sampling(max_new_tokens=8), max_prompt_tokens=8, workflow="single_turn", transfer_s=60.0,
-        change=WeightChange("between", tolerance=1e-3), pulls="newest", resources=Resources(),
+        generators={POLICY: generator}, sampling=Sampling(max_new_tokens=8), max_prompt_tokens=8,
+        workflow=SingleTurn(), transfer_s=60.0, resources=Resources(),
     )  # fmt: skip
 
     def start(name: str) -> RayActor:
-        return spawn(LazyActor, spec.resources, name, spec, relays.members, None)
+        return spawn(LazyActor, spec.resources, name, spec, {POLICY: relays.members}, None)
 
     rollouts = RolloutPool(Supply(2, start, 60.0, max_attempts=3))
     assert_noticed(config, relays, rollouts, "rollout.probe_tolerance); before the change it held version 1")
@@ -105,9 +108,9 @@ def test_an_engine_that_does_not_use_the_weights_it_acknowledged_is_noticed_by_i
 class LazyActor(RolloutActor):
     """A replica whose engine says it took version `FAULTY` in, and goes on with the one before; its successor works."""
 
-    async def setup(self) -> EngineChoice:
+    async def setup(self) -> dict[str, EngineChoice]:
         choice = await super().setup()
-        engine = self._worker._engine
+        engine = self._worker.generator._engine
         honest = engine.load
         used: list[Mapping[str, Tensor]] = []
 
@@ -126,7 +129,7 @@ def assert_noticed(config: Config, relays: RayRelays, rollouts: RolloutPool, not
     """Train; the lie is told apart, its replica replaced, and every token trained is of the weights it claims."""
     config.run_dir.mkdir()
     actor, rewards = start_actor(config, relays), start_rewards(config)
-    crew = Crew(relays, start_partials(), actor, None, rollouts, rewards, None, None)
+    crew = Crew({POLICY: Line(relays, actor)}, rollouts, rewards)
     events = Events([JsonlSink(config.run_dir)])
 
     async def main() -> int:

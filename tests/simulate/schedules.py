@@ -12,6 +12,7 @@ from typing import Any
 
 from rlsys.algorithm import Settled, Signal
 from rlsys.checkpoint import find_latest
+from rlsys.curation import Curation, Rules
 from rlsys.data.source import TaskSource
 from rlsys.driver import Driver
 from rlsys.events import Event, GroupDropped, GroupReissued
@@ -65,6 +66,9 @@ class Outcome:
     """Were the steps that the stabilizer must see without staleness trained without any?"""
     has_all_permits: bool
     """Were there always as many permits as the bound is made of, or as many as groups that were still to be trained?"""
+    num_grafted: int
+    num_passed_over: int
+    num_smaller: int
 
 
 def played(seed: int) -> Outcome:
@@ -87,6 +91,7 @@ def played(seed: int) -> Outcome:
         "synchronous_steps": chance.choice((0, 0, 3)),
     }
     limits["num_updates"] = chance.randint(1, limits["groups_per_step"])
+    limits["rules"] = rules_of(seed)
     stop_at = chance.randint(1, STEPS - 1) if chance.random() < 0.25 else STEPS
     with TemporaryDirectory() as folder:
         sessions = [_session(chance, Path(folder), limits, stop) for stop in sorted({stop_at, STEPS})]
@@ -100,7 +105,8 @@ def _outcome(sessions: Sequence[tuple[FakeWorld, Driver, Witness]], limits: Mapp
     dropped = [serial for _, _, told in sessions for serial in told.dropped]
     source = TaskSource(tasks(NUM_TASKS), seed=0)
     expected = Counter(source.next().id for _ in range(num_groups))
-    is_undisturbed = limits["algorithm"] == Choosy(needs=limits["algorithm"].needs)
+    is_undisturbed = limits["algorithm"] == Choosy(needs=limits["algorithm"].needs) and limits["rules"] == Rules()
+    curations = [driver.ledger.curation for _, driver, _ in sessions]
     synchronous = [each for world, _, _ in sessions for each in world.staleness_by_version.items()]
     return Outcome(
         max_staleness=driver.queue.max_staleness,
@@ -117,6 +123,9 @@ def _outcome(sessions: Sequence[tuple[FakeWorld, Driver, Witness]], limits: Mapp
         ),
         is_calibrated=all(most == 0 for version, most in synchronous if version < limits["synchronous_steps"]),
         has_all_permits=not any(told.wrong_counts for _, _, told in sessions),
+        num_grafted=sum(curation.num_grafted for curation in curations),
+        num_passed_over=sum(curation.num_passed_over for curation in curations),
+        num_smaller=sum(curation.num_smaller for curation in curations),
     )
 
 
@@ -126,7 +135,11 @@ def _session(
     """One driver's part of a run, from the newest checkpoint until step `stop`."""
     limits = dict(limits)
     world = replace(world_of(chance), synchronous_steps=limits.pop("synchronous_steps"))
-    driver = driver_on(world, folder, **limits, max_attempts=most_failures(world) + 1)
+    rules: Rules = limits.pop("rules")
+    if rules != Rules():
+        world.reward = lambda serial, episode: float(random.Random(serial * 97 + episode).random() < 0.35)
+        world.payload_losses = {**world.payload_losses, "graft": {chance.randrange(6)}}
+    driver = driver_on(world, folder, **limits, max_attempts=most_failures(world) + 1, curation=Curation(rules))
     witness = Witness(driver)
     driver.events.attach(witness)
     if stop < STEPS:
@@ -134,6 +147,20 @@ def _session(
     assert run_virtual(_run(driver, folder)) == stop
     witness.count_permits()
     return world, driver, witness
+
+
+def rules_of(seed: int) -> Rules:
+    """Every second schedule curates its tasks."""
+    chance = random.Random(f"rules {seed}")
+    if chance.random() < 0.5:
+        return Rules()
+    return Rules(
+        fewer_above=chance.choice((None, 0.3)),
+        within=chance.choice(((0.0, 1.0), (0.2, 0.6))),
+        min_episodes=2,
+        look_again=chance.choice((1, 2)),
+        stored_successes=chance.choice((0, 3, 8)),
+    )
 
 
 def most_failures(world: FakeWorld) -> int:

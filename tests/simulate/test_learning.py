@@ -89,7 +89,7 @@ def test_a_group_without_a_signal_is_dropped_replaced_and_no_failure(tmp_path):
     assert world.consumed.total() == 18
     assert driver.ledger.next_serial == 18 + len(dropped) == 27
     assert not driver.ledger.open
-    assert recorder.of(StepDone)[-1].metrics["async/dropped_no_signal"] == len(dropped)
+    assert recorder.of(StepDone)[-1].metrics["curation/no_signal"] == len(dropped)
 
 
 def test_another_group_takes_the_place_of_one_without_a_signal_while_the_trainer_is_busy(tmp_path):
@@ -118,6 +118,13 @@ def test_a_constant_reward_ends_the_run_with_what_it_may_mean(tmp_path, reward):
     with pytest.raises(
         RunAborted, match=r"8 groups one after the other.*solved, or hopeless.*constant.*\[" + str(reward)
     ):
+        run_virtual(driver.run(0))
+
+
+def test_a_group_in_which_only_frozen_agents_spoke_has_no_signal_and_did_not_fail(tmp_path):
+    frozen = RewardAsAdvantage(frozen_agents=("policy",))
+    driver = driver_on(FakeWorld(), tmp_path, algorithm=frozen, max_failed_groups=1, max_no_signal_groups=3)
+    with pytest.raises(RunAborted, match=r"3 groups one after the other.*all that was said is of algorithm\.frozen"):
         run_virtual(driver.run(0))
 
 

@@ -17,3 +17,10 @@ def test_under_any_schedule_with_faults_the_bound_holds_and_every_task_is_traine
         assert outcome.num_stale == 0, seed
         assert outcome.num_healthy == 0, seed
         assert outcome.has_all_permits, seed
+
+
+def test_some_schedules_pass_over_tasks_give_fewer_episodes_and_use_stored_successes():
+    outcomes = [played(seed) for seed in (1, 76, 124, 163)]
+    assert all(outcome.num_grafted for outcome in outcomes)
+    assert sum(outcome.num_passed_over for outcome in outcomes) > 10
+    assert sum(outcome.num_smaller for outcome in outcomes) > 5

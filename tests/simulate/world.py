@@ -11,6 +11,7 @@ from typing import TypeVar
 from rlsys.algorithm import Algorithm, Signal, version_after
 from rlsys.checkpoint import Checkpoints
 from rlsys.contracts import Workers
+from rlsys.curation import Curation
 from rlsys.data.source import TaskSource
 from rlsys.driver import Driver
 from rlsys.events import Event, Events, StepDone
@@ -18,6 +19,7 @@ from rlsys.failures import FailurePolicy
 from rlsys.learner import BatchShape
 from rlsys.ledger import Ledger
 from rlsys.queue import StreamingQueue
+from rlsys.stepmetrics import Progress
 from rlsys.testing import FakeWorld, RewardAsAdvantage, tasks
 from rlsys.weights import WeightSync
 
@@ -80,6 +82,8 @@ def driver_on(
     algorithm: Algorithm | None = None,
     recorder: Recorder | None = None,
     workers: Workers | None = None,
+    curation: Curation | None = None,
+    progress: Progress | None = None,
 ) -> Driver:
     """A run of `steps` steps over `NUM_TASKS` tasks; checkpoints go under `folder`."""
     workers = workers or world.workers()
@@ -91,7 +95,13 @@ def driver_on(
         workers=workers,
         algorithm=algorithm,
         queue=StreamingQueue(groups_per_step, max_staleness, window, 0, num_groups, streamed, synchronous_until),
-        ledger=Ledger(TaskSource(tasks(NUM_TASKS), seed=0), algorithm.group_size, seed=0, lease_s=world.lease_s),
+        ledger=Ledger(
+            TaskSource(tasks(NUM_TASKS), seed=0),
+            algorithm.group_size,
+            seed=0,
+            lease_s=world.lease_s,
+            curation=curation or Curation(),
+        ),
         weights=WeightSync(workers.actor, workers.relays, transfer_s=60.0, max_age=max_staleness + window),
         failures=FailurePolicy(max_attempts, max_failed_groups, max_no_signal_groups),
         checkpoints=Checkpoints(folder, every=checkpoint_every, keep_last=100),
@@ -102,4 +112,5 @@ def driver_on(
         run_dir=folder,
         config="run: {name: fake}\n",
         rollouts_every=0,
+        progress=progress or Progress(),
     )

@@ -1,0 +1,104 @@
+"""Two policies trained in one run on Ray: each with weights, metrics and checkpoints of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import ray
+
+from rlsys import train
+from rlsys.config import Config
+from rlsys.errors import WorkerDied
+from rlsys.record import read_rollouts
+from rlsys.types import Assignment, Episode, Task
+from tests.jobs import config_of
+from workers.crew import Crew
+
+POLICIES = "policies={first: {}, second: {train: {groups_per_step: 2, lr: 1e-2}}, third: {is_frozen: true}}"
+
+
+def pair(model_path: Path, data_path: Path, folder: Path, *overrides: str) -> Config:
+    keys = [
+        "rollout.replicas=1",
+        "rollout.workflow=tests.ray.pairs:AskAndAnswer",
+        "agents={asker: first, answerer: second}",
+        POLICIES,
+    ]
+    return config_of(model_path, data_path, folder, ["asynchrony.max_staleness=1", *keys, *overrides])
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def trained_by(run: Path) -> list[tuple[int, Episode]]:
+    """Serial and episodes of all that a policy trained."""
+    records = [record for path in sorted((run / "rollouts").iterdir()) for record in read_rollouts(path)]
+    return [(record.serial, episode) for record in records for episode in record.episodes]
+
+
+@pytest.mark.usefixtures("cluster")
+def test_two_policies_are_trained_and_resumed_each_by_itself(model_path, data_path, tmp_path):
+    result = train(pair(model_path, data_path, tmp_path, "run.steps=2"), progress=False)
+    assert (result.steps, {name: own.steps for name, own in result.policies.items()}) == (2, {"first": 2, "second": 2})
+    resumed = pair(model_path, data_path, tmp_path, "run.steps=4", "run.resume=must")
+    assert train(resumed, progress=False).steps == 4
+    run = tmp_path / "run"
+    whole = Config.load(run / "config.resolved.yaml")
+    assert (whole.policies, whole.agents) == (resumed.policies, resumed.agents)
+    assert not (run / "policies" / "third").exists()
+    for policy, num_groups in (("first", 16), ("second", 8)):
+        own = run / "policies" / policy
+        metrics = {row["step"]: row for row in rows(own / "metrics.jsonl")}
+        assert sorted(metrics) == [1, 2, 3, 4]
+        assert max(row["async/staleness_max"] for row in metrics.values()) <= 1
+        assert max(row["sampler/probe_diff"] for row in metrics.values()) < 1e-3, "each computes with its own weights"
+        fresh = [row["sampler/logp_diff_max"] for row in metrics.values() if row["async/staleness_max"] == 0]
+        assert fresh
+        assert max(fresh) < 1e-4
+        trained = trained_by(own)
+        serials = [serial for serial, _ in trained]
+        assert len(set(serials)) == num_groups
+        assert {serials.count(serial) for serial in serials} == {4}, "each group once, with four episodes"
+        assert {(t.policy, t.agent) for _, e in trained for t in e.trajectories} == {
+            ("first", "asker"),
+            ("second", "answerer"),
+        }
+        assert (own / "checkpoints" / "step_000004").is_dir()
+        assert Config.load(own / "config.resolved.yaml").run_dir == own
+    assert {row["kind"] for row in rows(run / "events.jsonl")} >= {"engine_chosen", "run_ended"}
+
+
+def test_groups_that_lost_a_replica_of_several_policies_are_rolled_out_again(cluster, model_path, data_path, tmp_path):
+    crew = Crew.of(pair(model_path, data_path, tmp_path, "rollout.replicas=2"))
+    rollouts, recovered = crew.rollouts, asyncio.Event()
+
+    async def group(serial: int) -> set[str]:
+        """The replicas that were given it."""
+        assignment = Assignment(serial, Task(id="t", prompt="312>"), 2, 0, serial, {"first": 0, "second": 0})
+        try:
+            return {(await rollouts.run(assignment)).group.replica}
+        except WorkerDied as death:
+            await rollouts.restart(death.worker, lambda worker, seconds: recovered.set())
+            done = await rollouts.run(assignment)
+            assert [view.policy for view in (done.group, *done.others)] == ["first", "second"]
+            return {death.worker, done.group.replica}
+
+    async def main() -> list[set[str]]:
+        await crew.ready()
+        for line in crew.lines.values():
+            await line.actor.publish(0)
+        ray.kill(rollouts.members[0].actor)
+        ends = await asyncio.gather(*(group(serial) for serial in range(4)))
+        await recovered.wait()
+        await group(4)
+        assert {held.version for policy in crew.lines for held in await rollouts.versions(policy)} == {0}
+        assert {load.replica for load in await rollouts.loads("second")} == {"rollout-0.1", "rollout-1"}
+        await crew.close()
+        return ends
+
+    ends = asyncio.run(asyncio.wait_for(main(), 150))
+    assert any("rollout-0" in given for given in ends)

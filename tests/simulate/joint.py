@@ -1,0 +1,141 @@
+"""Several drivers on the same fake replicas, for the tests of `rlsys.joint`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlsys.checkpoint import find_latest
+from rlsys.contracts import Workers
+from rlsys.driver import Driver
+from rlsys.events import Event, GroupDropped, GroupReissued, StepDone, WorkerFailed
+from rlsys.joint import Joint, train_jointly
+from rlsys.stepmetrics import Progress
+from rlsys.testing import FakeActor, FakeJointRollouts, FakeRelays, FakeRewards, FakeWorld, run_virtual
+from rlsys.types import PolicyVersion
+from tests.simulate.schedules import MACHINE_FAULTS, Choosy, heavy_tailed, most_failures
+from tests.simulate.world import driver_on
+
+STEPS = 8
+
+
+@dataclass
+class Diary:
+    """What became of the groups of one policy."""
+
+    dropped: list[tuple[int, str]] = field(default_factory=list)
+    """Serial and reason."""
+    reissued: list[int] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    """Workers."""
+
+    def handle(self, event: Event, time_s: float) -> None:
+        if isinstance(event, GroupDropped):
+            self.dropped.append((event.serial, event.reason))
+        elif isinstance(event, GroupReissued):
+            self.reissued.append(event.serial)
+        elif isinstance(event, WorkerFailed):
+            self.failed.append(event.worker)
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class StopAll:
+    """A user who presses Ctrl-C once one policy has done so many steps in this session."""
+
+    drivers: Mapping[str, Driver]
+    left: int
+
+    def handle(self, event: Event, time_s: float) -> None:
+        self.left -= isinstance(event, StepDone)
+        if self.left == 0:
+            for driver in self.drivers.values():
+                driver.stop()
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Session:
+    """One process of a run of several policies: each with a world, so a relay line and an actor, of its own."""
+
+    worlds: Mapping[str, FakeWorld]
+    folder: Path
+    limits: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """By policy: arguments of `driver_on`."""
+    speaks: Callable[[str, int], bool] = lambda policy, serial: True
+    rewards: FakeWorld | None = None
+    """Whose judges they share; None: those of the first world."""
+
+    def __post_init__(self) -> None:
+        first = next(iter(self.worlds.values()))
+        self.pool = FakeJointRollouts(self.worlds, self.speaks)
+        self.judges = FakeRewards(self.rewards or first)
+        self.joint = Joint(self.pool, self.judges)
+        progress = Progress()
+        self.diaries = {name: Diary() for name in self.worlds}
+        self.drivers: dict[str, Driver] = {}
+        for name, world in self.worlds.items():
+            workers = Workers(self.joint.rollouts(name), self.joint.rewards(name), FakeActor(world), FakeRelays(world))
+            options = {"steps": STEPS, "progress": progress, **self.limits.get(name, {})}
+            driver = driver_on(world, self.folder / name, workers=workers, **options)
+            driver.events.attach(self.diaries[name])
+            self.drivers[name] = driver
+
+    def run(self, *, stop: tuple[str, int] | None = None) -> dict[str, PolicyVersion]:
+        """Go on from the checkpoints there are; `stop` all once a policy has done so many steps."""
+        if stop is not None:
+            self.drivers[stop[0]].events.attach(StopAll(self.drivers, stop[1]))
+        return run_virtual(self._run())
+
+    async def _run(self) -> dict[str, PolicyVersion]:
+        starts: dict[str, PolicyVersion] = {}
+        for name, driver in self.drivers.items():
+            checkpoint = find_latest(self.folder / name)
+            starts[name] = 0 if checkpoint is None else await driver.restore(checkpoint)
+        return await train_jointly(self.joint, self.drivers, starts)
+
+
+def random_session(chance: random.Random, folder: Path, limits: Mapping[str, Mapping[str, Any]]) -> Session:
+    """Two policies under latencies with long tails, and faults of all that they share and of what is theirs."""
+    worlds = {name: _world(chance) for name in limits}
+    most = sum(most_failures(world) for world in worlds.values()) + 1
+    limits = {name: {**own, "max_attempts": most} for name, own in limits.items()}
+    quiet = chance.choice((0, 0, 4))
+    return Session(worlds, folder, limits, lambda policy, serial: not quiet or serial % quiet != 0)
+
+
+def random_limits(chance: random.Random) -> dict[str, dict[str, Any]]:
+    """Of two policies, which need have nothing in common."""
+    return {
+        name: {
+            "steps": chance.randint(1, STEPS),
+            "groups_per_step": chance.randint(1, 4),
+            "max_staleness": chance.choice((0, 0, 1, 2, 4)),
+            "window": chance.choice((1, 1, 2, 5)),
+            "checkpoint_every": chance.choice((0, 3)),
+            "algorithm": Choosy(is_choosy=chance.random() < 0.4, empties=chance.choice((0, 0, 7))),
+        }
+        for name in ("proposer", "solver")
+    }
+
+
+def _world(chance: random.Random) -> FakeWorld:
+    return FakeWorld(
+        num_replicas=chance.randint(1, 4),
+        rollout_s=heavy_tailed(chance, 40.0),
+        reward_s=heavy_tailed(chance, 5.0),
+        train_s=heavy_tailed(chance, 8.0),
+        broadcast_s=chance.choice((0.0, 0.7, 5.0)),
+        rollout_faults={chance.randrange(60): chance.choice(MACHINE_FAULTS) for _ in range(chance.randint(0, 4))},
+        reward_faults={chance.randrange(60): chance.choice(MACHINE_FAULTS[:2]) for _ in range(chance.randint(0, 3))},
+        notice_s=heavy_tailed(chance, chance.choice((5.0, 200.0))),
+        payload_losses={
+            call: {chance.randrange(12) for _ in range(chance.randint(0, 2))}
+            for call in ("score", "fetch", "save_groups")
+        },
+    )

@@ -1,0 +1,144 @@
+"""Several policies in one run: each consumes every group at most once, within its bound, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlsys.errors import NoProgress, RunAborted, TrainingError
+from rlsys.testing import FakeWorld, Fault
+from tests.simulate.joint import STEPS, Session, random_limits, random_session
+from tests.simulate.schedules import Choosy
+
+
+def worlds(**options: object) -> dict[str, FakeWorld]:
+    return {name: FakeWorld(**options) for name in ("proposer", "solver")}  # type: ignore[arg-type]
+
+
+@settings(deadline=None, max_examples=150)
+@given(seed=st.integers(0, 10**6))
+def test_under_any_faults_each_policy_trains_every_group_once_and_within_its_bound(seed: int):
+    chance = random.Random(seed)
+    limits = random_limits(chance)
+    stop = (chance.choice(list(limits)), chance.randint(1, STEPS)) if chance.random() < 0.4 else None
+    with TemporaryDirectory() as folder:
+        sessions = [random_session(chance, Path(folder), limits)]
+        sessions[0].run(stop=stop)
+        if stop is not None:
+            sessions.append(random_session(chance, Path(folder), limits))
+            sessions[1].run()
+    for policy, own in limits.items():
+        last = sessions[-1].drivers[policy]
+        trained = [serial for session in sessions for serial in session.worlds[policy].trained_serials]
+        dropped = {serial for session in sessions for serial, _ in session.diaries[policy].dropped}
+        assert len(trained) == len(set(trained)) == own["steps"] * own["groups_per_step"]
+        assert dropped.union(trained) == set(range(last.ledger.next_serial)), "what is issued is settled"
+        assert not last.ledger.open
+        behind = [s for session in sessions for s in session.worlds[policy].staleness]
+        assert max(behind) <= last.queue.staleness_bound
+        assert not any(reason == "stale" for session in sessions for _, reason in session.diaries[policy].dropped)
+
+
+def test_an_episode_is_rolled_out_and_judged_once_for_all_policies(tmp_path: Path):
+    session = Session(worlds(), tmp_path)
+    assert session.run() == {"proposer": STEPS, "solver": STEPS}
+    assert [a.serial for a in session.pool.assignments] == list(range(3 * STEPS))
+    assert session.judges.num_calls == 3 * STEPS
+
+
+def test_every_policy_is_rolled_out_on_weights_no_older_than_its_own_permit(tmp_path: Path):
+    session = Session(worlds(), tmp_path, {"solver": {"groups_per_step": 1, "steps": 3 * STEPS}})
+    session.run()
+    assert {name: a for a in session.pool.assignments for name, a in a.versions.items()} == {
+        "proposer": STEPS - 1,
+        "solver": 3 * STEPS - 1,
+    }
+    assert all(max(world.staleness) == 0 for world in session.worlds.values())
+
+
+def test_a_group_that_one_policy_drops_is_trained_by_the_other(tmp_path: Path):
+    limits = {"proposer": {"algorithm": Choosy(is_choosy=True)}}
+    session = Session(worlds(), tmp_path, limits)
+    session.run()
+    proposer, solver = (session.worlds[name].trained_serials for name in ("proposer", "solver"))
+    assert not [serial for serial in proposer if serial % 5 == 0]
+    assert solver == list(range(3 * STEPS)), "its groups are those of a run without drops"
+    assert len(proposer) == len(solver)
+
+
+def test_a_policy_that_does_not_speak_in_a_group_drops_it_without_a_failure(tmp_path: Path):
+    limits = {"solver": {"max_failed_groups": 1}}
+    session = Session(worlds(), tmp_path, limits, speaks=lambda policy, serial: serial % 2 == 0)
+    session.run()
+    assert {reason for _, reason in session.diaries["solver"].dropped} == {"no_signal"}
+    assert all(serial % 2 == 0 for serial in session.worlds["solver"].trained_serials)
+    assert session.worlds["proposer"].trained_serials == list(range(3 * STEPS))
+
+
+def test_a_policy_that_is_done_goes_on_speaking_for_the_other(tmp_path: Path):
+    session = Session(worlds(), tmp_path, {"proposer": {"steps": 2}})
+    assert session.run() == {"proposer": 2, "solver": STEPS}
+    assert session.pool.assignments[-1].versions["proposer"] == session.pool.held["proposer"] == 2, "its last weights"
+    assert session.worlds["solver"].trained_serials == list(range(3 * STEPS))
+
+
+def test_the_relays_of_a_policy_that_is_done_are_supervised_until_the_others_are(tmp_path: Path):
+    both = {"proposer": FakeWorld(relay_deaths_s=(10.0,)), "solver": FakeWorld()}
+    session = Session(both, tmp_path, {"proposer": {"steps": 2}})
+    session.run()
+    assert session.diaries["proposer"].failed == ["relay-0"]
+
+
+def test_a_rollout_that_fails_is_made_again_once_for_both(tmp_path: Path):
+    session = Session(worlds(rollout_faults={4: Fault.DIES}), tmp_path)
+    session.run()
+    serials = [a.serial for a in session.pool.assignments]
+    assert [serial for serial in serials if serials.count(serial) > 1] == [4, 4]
+
+
+def test_a_payload_that_only_one_lost_is_rolled_out_again_for_that_one(tmp_path: Path):
+    both = {"proposer": FakeWorld(), "solver": FakeWorld(payload_losses={"fetch": {1}})}
+    session = Session(both, tmp_path)
+    session.run()
+    assert session.diaries["solver"].reissued == [3, 5]
+    assert session.diaries["proposer"].reissued == []
+    assert [world.trained_serials for world in both.values()] == [list(range(3 * STEPS))] * 2
+    serials = [a.serial for a in session.pool.assignments]
+    assert sorted(serial for serial in serials if serials.count(serial) > 1) == [3, 3, 5, 5]
+
+
+def test_groups_that_fail_for_one_fail_for_all_and_end_the_run(tmp_path: Path):
+    faults = dict.fromkeys(range(99), Fault.FAILS)
+    with pytest.raises(RunAborted, match="4 groups were dropped one after the other"):
+        Session(worlds(reward_faults=faults), tmp_path).run()
+
+
+def test_policies_saved_at_different_steps_each_go_on_from_their_own(tmp_path: Path):
+    limits = {"proposer": {"checkpoint_every": 3}, "solver": {"checkpoint_every": 2, "groups_per_step": 2}}
+    with pytest.raises(TrainingError):
+        Session({"proposer": FakeWorld(), "solver": FakeWorld(nan_at=5)}, tmp_path, limits).run()
+    resumed = Session(worlds(), tmp_path, limits)
+    assert resumed.run() == {"proposer": STEPS, "solver": STEPS}
+    assert resumed.worlds["proposer"].trained_serials == list(range(3 * 3, 3 * STEPS))
+    assert resumed.worlds["solver"].trained_serials == list(range(2 * 4, 2 * STEPS))
+
+
+def test_a_policy_that_waits_for_another_to_catch_up_is_not_taken_for_stuck(tmp_path: Path):
+    limits = {"proposer": {"no_progress_s": 60.0, "checkpoint_every": 1}, "solver": {"no_progress_s": 60.0}}
+    with pytest.raises(TrainingError):
+        Session({"proposer": FakeWorld(), "solver": FakeWorld(nan_at=5)}, tmp_path, limits).run()
+    slow = {"proposer": FakeWorld(), "solver": FakeWorld(train_s=lambda version: 50.0)}
+    resumed = Session(slow, tmp_path, limits)
+    assert resumed.run() == {"proposer": STEPS, "solver": STEPS}
+    assert len(resumed.worlds["solver"].trained_serials) > 4 + len(resumed.worlds["proposer"].trained_serials)
+
+
+def test_a_run_that_is_stuck_says_which_policy_a_group_waits_for(tmp_path: Path):
+    stuck = {"proposer": FakeWorld(), "solver": FakeWorld(train_s=lambda version: 1e6)}
+    with pytest.raises(NoProgress, match=r"group 3: task task-\d, attempt 1, policy solver since"):
+        Session(stuck, tmp_path, {"proposer": {"no_progress_s": 60.0}}).run()

@@ -1,0 +1,162 @@
+"""What the drivers of several policies share, asked by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from rlsys.contracts import Busy, Judged, RolledOut
+from rlsys.curation import Graft
+from rlsys.data.source import TaskSource
+from rlsys.errors import WorkerDied
+from rlsys.joint import Joint
+from rlsys.ledger import Ledger
+from rlsys.queue import StreamingQueue
+from rlsys.simulate.clock import run_virtual
+from rlsys.testing import tasks
+from rlsys.types import Acknowledged, Assignment, Group, ReplicaLoad, Score, Task
+from tests.groups import group as group_of
+
+
+@dataclass
+class Workers:
+    """A pool of replicas and judges, which fail in the calls that the test says."""
+
+    failing_rollouts: set[int] = field(default_factory=set)
+    failing_scores: set[int] = field(default_factory=set)
+    rolled_out: list[Assignment] = field(default_factory=list)
+    judged: list[object] = field(default_factory=list)
+    """Payloads."""
+
+    async def run(self, assignment: Assignment) -> RolledOut:
+        self.rolled_out.append(assignment)
+        await asyncio.sleep(1.0)
+        if len(self.rolled_out) in self.failing_rollouts:
+            raise WorkerDied("rollout-0", "rolling out", "the process is gone")
+        payload = f"rollout {len(self.rolled_out)}"
+        first, *others = (
+            replace(group_of(assignment.serial), payload=payload, policy=policy) for policy in assignment.versions
+        )
+        return RolledOut(first, Busy("rollout-0", 0, 1), others=tuple(others))
+
+    async def score(self, task: Task, group: Group) -> Judged:
+        self.judged.append(group.payload)
+        await asyncio.sleep(1.0)
+        if len(self.judged) in self.failing_scores:
+            raise WorkerDied("reward-0", "judging", "the process is gone")
+        return Judged((Score(float(len(self.judged))),), Busy("reward-0", 0, 1))
+
+    async def graft(self, graft: Graft) -> Group:
+        return graft.group
+
+    async def restart(self, worker: str, on_recovery: Callable[[str, float], None]) -> None: ...
+
+    async def versions(self, policy: str = "policy") -> list[Acknowledged]:
+        return []
+
+    async def loads(self, policy: str = "policy") -> list[ReplicaLoad]:
+        return []
+
+    async def move(self, source: str, to: str) -> int:
+        return 0
+
+    def whereabouts(self) -> dict[int, str]:
+        return {}
+
+
+class Pair:
+    """Two policies that share them."""
+
+    def __init__(self, workers: Workers) -> None:
+        self.joint = Joint(workers, workers)
+        self.ledgers = {name: Ledger(TaskSource(tasks(9), 0), 2, 0, 600.0) for name in ("a", "b")}
+        self.queues = {name: StreamingQueue(1, 0, 1, version=0, num_groups=9) for name in ("a", "b")}
+        for name in ("a", "b"):
+            self.joint.join(name, self.ledgers[name], self.queues[name])
+
+    def asks(self, policy: str, assignment: Assignment | None = None) -> asyncio.Task[RolledOut]:
+        """For its next group, or again for one."""
+
+        async def issued() -> RolledOut:
+            return await self.joint.run(policy, assignment or self.ledgers[policy].issue(0))
+
+        return asyncio.create_task(issued())
+
+
+def played(scenario: Callable[[], Any]) -> None:
+    run_virtual(asyncio.wait_for(scenario(), 100.0))
+
+
+def test_a_policy_that_does_not_ask_speaks_with_the_newest_weights_it_published():
+    workers = Workers()
+    pair = Pair(workers)
+
+    async def scenario() -> None:
+        pair.queues["b"].version = 7
+        first = pair.ledgers["b"].issue(7)
+        pair.ledgers["b"].consume([first.serial])
+        await pair.asks("a")
+        assert workers.rolled_out[0].versions == {"a": 0, "b": 7}
+        pair.queues["b"].version = 8
+        pair.joint.leave("b")
+        await pair.asks("a")
+        assert workers.rolled_out[1].versions == {"a": 0, "b": 8}
+
+    played(scenario)
+
+
+def test_a_group_that_one_policy_gives_up_is_rolled_out_again_for_the_other():
+    workers = Workers(failing_rollouts={1})
+    pair = Pair(workers)
+
+    async def scenario() -> None:
+        assignment = pair.ledgers["a"].issue(0)
+        both = [pair.asks("a", assignment), pair.asks("b")]
+        assert {type(end) for end in await asyncio.gather(*both, return_exceptions=True)} == {WorkerDied}
+        again = pair.asks("a", assignment)
+        await asyncio.sleep(1.0)
+        assert pair.joint.awaited("a") == {0: "policy b"}
+        pair.ledgers["b"].drop(0)
+        pair.asks("b")
+        assert (await again).group.policy == "a"
+
+    played(scenario)
+
+
+def test_a_rollout_is_judged_once_for_all_and_again_if_that_failed():
+    workers = Workers(failing_scores={1})
+    pair = Pair(workers)
+
+    async def scenario() -> None:
+        done = await asyncio.gather(pair.asks("a"), pair.asks("b"))
+        scores = [pair.joint.score(name, tasks(1)[0], each.group) for name, each in zip("ab", done, strict=True)]
+        assert {type(end) for end in await asyncio.gather(*scores, return_exceptions=True)} == {WorkerDied}
+        scores = [pair.joint.score(name, tasks(1)[0], each.group) for name, each in zip("ab", done, strict=True)]
+        one, other = await asyncio.gather(*scores)
+        assert one is other
+        assert workers.judged == ["rollout 1"] * 2
+
+    played(scenario)
+
+
+def test_a_judgement_is_of_the_rollout_that_it_is_asked_for():
+    workers = Workers(failing_scores={1})
+    pair = Pair(workers)
+
+    async def scenario() -> None:
+        task = tasks(1)[0]
+        pair.joint.leave("b")
+        assignment = pair.ledgers["a"].issue(0)
+        lost = (await pair.asks("a", assignment)).group
+        with pytest.raises(WorkerDied):
+            await pair.joint.score("a", task, lost)
+        anew = (await pair.asks("a", assignment)).group
+        await pair.joint.score("a", task, lost)
+        await pair.joint.score("a", task, anew)
+        assert workers.judged == ["rollout 1", "rollout 1", "rollout 2"]
+
+    played(scenario)
