@@ -1,0 +1,85 @@
+"""Who speaks when in a game of Countdown, and who wins it."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from rlsys.session import Agent
+from rlsys.workflows.spawn_join import Family, SpawnJoin
+
+OPERATIONS: Mapping[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+MAX_TRIES = len(OPERATIONS)
+"""Expressions that one child may try."""
+_EXPRESSION = re.compile(r"(\d)([-+*])(\d)([-+*])(\d)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Countdown(SpawnJoin):
+    """A parent is given three digits and a target, and says which first signs to try, one child each; a child tries
+    second signs, told by a calculator what each expression comes to, and joins the one that hits; the parent answers.
+    All are rewarded if the answer comes to the target."""
+
+    max_children: int = 3
+
+    async def solve(self, family: Family) -> None:
+        game, parent = str(family.session.task.prompt), family.parent
+        signs = await parent.chat(first_prompt(game))
+        joined = await self.spawn(family, [child_prompt(game, sign) for sign in signs])
+        hits = [expression for expression in joined if value_of(expression) is not None]
+        family.session.reward(solves(await parent.chat(second_prompt(hits)), game))
+
+    async def explore(self, child: Agent, context: str) -> str | None:
+        """The first expression it tries that comes to the target."""
+        target, told = target_in(context), context
+        for _ in range(MAX_TRIES):
+            expression = await child.chat(told)
+            value = value_of(expression)
+            if value is not None and value == target:
+                return expression
+            told = calculated(value)
+        return None
+
+
+def first_prompt(game: str) -> str:
+    """`P5,3,2=16:`."""
+    return f"P{game}:"
+
+
+def child_prompt(game: str, sign: str) -> str:
+    """`C5,3,2=16+`."""
+    return f"C{game}{sign}"
+
+
+def calculated(value: int | None) -> str:
+    """What the calculator says: `10;`, or `?;` to what is no expression."""
+    return f"{'?' if value is None else value};"
+
+
+def second_prompt(hits: list[str]) -> str:
+    """`>5+3*2:`."""
+    return f">{'|'.join(hits)}:"
+
+
+def target_in(context: str) -> int:
+    """16 of `C5,3,2=16+`."""
+    found = re.search(r"=(-?\d+)", context)
+    return int(found[1]) if found else 0
+
+
+def value_of(expression: str) -> int | None:
+    """16 of `5+3*2`: from left to right. None of what is no expression of three digits."""
+    found = _EXPRESSION.fullmatch(expression)
+    if not found:
+        return None
+    first, sign, second, other, third = found.groups()
+    return OPERATIONS[other](OPERATIONS[sign](int(first), int(second)), int(third))
+
+
+def solves(expression: str, game: str) -> float:
+    """1.0 if the expression has the digits of a game like `5,3,2=16`, each once, and comes to its target; else 0.0."""
+    digits, _, target = game.partition("=")
+    uses_them = sorted(re.findall(r"\d", expression)) == sorted(digits.split(","))
+    return float(uses_them and value_of(expression) == int(target))

@@ -1,0 +1,105 @@
+"""Make the tiny policy and its games: `python -m examples.countdown_parallel.prepare --out DIR --seed N`.
+
+    parent  P5,3,2=16:  -+                              which first signs to try
+    child   C5,3,2=16-  5-3+2   4;  5-3-2  0;  5-3*2    a second sign at a time, until one hits
+    child   C5,3,2=16+  5+3+2  10;  5+3*2
+    parent  >5+3*2:  5+3*2                              answers
+
+Expressions are worked out from left to right. The warm start ends with games played carelessly: half of the parents try
+one sign only, children try the same expression again, and two answers in five are a guess.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from random import Random
+
+from examples.countdown_parallel.countdown import (
+    OPERATIONS,
+    calculated,
+    child_prompt,
+    first_prompt,
+    second_prompt,
+    solves,
+    value_of,
+)
+from examples.imitation import Demonstration, Recipe
+from examples.imitation import prepare as fill
+
+SIGNS = "".join(OPERATIONS)
+NUM_TRIED = (1, 1, 2, 3)
+"""Of how many first signs a careless parent tries, one is drawn."""
+CAREFUL = 0.4
+"""Share of careless children who try every second sign all the same."""
+ANSWER_READ = 0.6
+"""Share of careless answers that are what was joined; the others are a guess."""
+
+
+def prepare(out: Path, recipe: Recipe) -> None:
+    """Fill `out` unless it is complete for this recipe."""
+    rng = Random(recipe.seed)
+    games: dict[str, None] = {}
+    while len(games) < recipe.num_eval + recipe.num_train:
+        games[new_game(rng)] = None
+    fill(out, recipe, [{"prompt": game, "answer": ""} for game in games], partial(demonstration, rng))
+
+
+def new_game(rng: Random) -> str:
+    """`5,3,2=16`, with a target that can be reached."""
+    digits = [str(rng.randint(1, 9)) for _ in range(3)]
+    return f"{','.join(digits)}={value_of(written(digits, rng.choice(SIGNS), rng.choice(SIGNS)))}"
+
+
+def written(digits: list[str], sign: str, other: str) -> str:
+    """`5+3*2`."""
+    return f"{digits[0]}{sign}{digits[1]}{other}{digits[2]}"
+
+
+def demonstration(rng: Random, is_careless: bool) -> Demonstration:
+    """A parent's whole game, or as often one child's."""
+    return (of_parent if rng.random() < 0.5 else of_child)(rng, new_game(rng), is_careless)
+
+
+def of_parent(rng: Random, game: str, is_careless: bool) -> Demonstration:
+    """What is tried, and what is answered to what was joined."""
+    digits = game.partition("=")[0].split(",")
+    tried = sorted(rng.sample(SIGNS, rng.choice(NUM_TRIED)), key=SIGNS.index) if is_careless else SIGNS
+    hits = [hit for sign in tried if (hit := _first_hit(game, digits, sign))]
+    is_read = hits and (not is_careless or rng.random() < ANSWER_READ)
+    answer = hits[0] if is_read else written(digits, rng.choice(SIGNS), rng.choice(SIGNS))
+    return [(first_prompt(game), "".join(tried)), (second_prompt(hits), answer)]
+
+
+def of_child(rng: Random, game: str, is_careless: bool) -> Demonstration:
+    """What is tried until one hits."""
+    digits, sign = game.partition("=")[0].split(","), rng.choice(SIGNS)
+    is_careful = not is_careless or rng.random() < CAREFUL
+    told, exchanges = child_prompt(game, sign), []
+    for other in SIGNS if is_careful else rng.choice(SIGNS) * len(SIGNS):
+        expression = written(digits, sign, other)
+        exchanges.append((told, expression))
+        if solves(expression, game):
+            break
+        told = calculated(value_of(expression))
+    return exchanges
+
+
+def _first_hit(game: str, digits: list[str], sign: str) -> str | None:
+    every = (written(digits, sign, other) for other in SIGNS)
+    return next((expression for expression in every if solves(expression, game)), None)
+
+
+def main() -> None:
+    """Fill the folder named on the command line."""
+    parser = argparse.ArgumentParser(description="Make the tiny policy and its games of Countdown.")
+    parser.add_argument("--out", type=Path, required=True, help="folder to fill")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    prepare(arguments.out, Recipe(seed=arguments.seed))
+    print(arguments.out)
+
+
+if __name__ == "__main__":
+    main()

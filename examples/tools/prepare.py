@@ -1,0 +1,56 @@
+"""Make the tiny policy and its products: `python -m examples.tools.prepare --out DIR --seed N`.
+
+It is shown calls of the calculator first, and then what three in four of its demonstrations do: multiply in the head,
+rightly. The policy is far too small to learn that; it can copy a product into a call, and the result out of it. So it
+begins with what most of its teachers did, and calling the tool is what pays.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from random import Random
+
+from examples.imitation import Demonstration, Recipe
+from examples.imitation import prepare as fill
+from examples.tools.calculator import CALL, TOLD, calculator
+
+CALLING = 0.25
+"""Share of the demonstrations that it ends with that ask the calculator."""
+
+
+def prepare(out: Path, recipe: Recipe) -> None:
+    """Fill `out` unless it is complete for this recipe."""
+    rng = Random(recipe.seed)
+    products = [new_product(rng) for _ in range(recipe.num_eval + recipe.num_train)]
+    rows = [{"prompt": f"{each}=", "answer": calculator(each)} for each in products]
+    fill(out, recipe, rows, partial(demonstration, rng))
+
+
+def new_product(rng: Random) -> str:
+    """`31*49`: two numbers of two digits."""
+    return f"{rng.randrange(10, 100)}*{rng.randrange(10, 100)}"
+
+
+def demonstration(rng: Random, is_careless: bool) -> Demonstration:
+    """A product, and its value from the calculator; if careless, three times in four from the head."""
+    asked = new_product(rng)
+    value = calculator(asked)
+    if not is_careless or rng.random() < CALLING:
+        return [(f"{asked}=", f"{CALL}{asked}"), (f"{value}{TOLD}", value)]
+    return [(f"{asked}=", value)]
+
+
+def main() -> None:
+    """Fill the folder named on the command line."""
+    parser = argparse.ArgumentParser(description="Make the tiny policy and its products.")
+    parser.add_argument("--out", type=Path, required=True, help="folder to fill")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    prepare(arguments.out, Recipe(seed=arguments.seed, steps=120))
+    print(arguments.out)
+
+
+if __name__ == "__main__":
+    main()

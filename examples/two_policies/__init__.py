@@ -1,0 +1,1 @@
+"""A proposer and a solver, each a policy of its own."""

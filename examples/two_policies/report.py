@@ -1,0 +1,65 @@
+"""What a run came to: `python -m examples.two_policies.report runs/two_policies`.
+
+From the rollouts of the first and the last five steps: how many of the proposer's replies are a task of different
+digits, how many of the solver's answers to such tasks are right.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from examples.two_policies.play import NUM_DIGITS
+from rlsys.record import read_rollouts
+from rlsys.types import Episode
+
+NUM_STEPS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Of some steps."""
+
+    proper: float
+    """Proposals that are tasks with more than one digit in them."""
+    right: float
+    """Answers to such tasks that are right."""
+
+
+def share_of(episodes: Sequence[Episode]) -> Share:
+    """Count over these episodes."""
+    proper = [episode for episode in episodes if _is_proper(_proposal(episode))]
+    rewards = [t.reward or 0.0 for episode in proper for t in episode.trajectories[1:]]
+    return Share(len(proper) / len(episodes), fmean(rewards) if rewards else float("nan"))
+
+
+def _proposal(episode: Episode) -> str:
+    """Nothing where the proposer had no turn."""
+    return "".join(turn.text for turn in episode.trajectories[0].turns[:1])
+
+
+def _is_proper(said: str) -> bool:
+    return said.isdigit() and len(said) == NUM_DIGITS and len({*said}) > 1
+
+
+def ends_of(run: Path) -> tuple[Share, Share]:
+    """The first and the last steps of a run."""
+    paths = sorted((run / "policies" / "proposer" / "rollouts").iterdir())
+    ends = (paths[:NUM_STEPS], paths[-NUM_STEPS:])
+    first, last = ([e for path in end for record in read_rollouts(path) for e in record.episodes] for end in ends)
+    return share_of(first), share_of(last)
+
+
+def main() -> None:
+    """Print both ends of a run."""
+    parser = argparse.ArgumentParser(description="What the first and the last steps of a run came to.")
+    parser.add_argument("run", type=Path)
+    for name, share in zip(("first", "last"), ends_of(parser.parse_args().run), strict=True):
+        print(f"{name:5} {NUM_STEPS} steps: {share.proper:.2f} proper tasks, {share.right:.2f} of them solved")
+
+
+if __name__ == "__main__":
+    main()

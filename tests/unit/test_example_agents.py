@@ -1,0 +1,202 @@
+"""The examples of several agents: what their episodes are, what they are worth, what the warm start shows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from random import Random
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from examples.countdown_parallel import prepare as games
+from examples.countdown_parallel.countdown import Countdown, solves
+from examples.imitation import Recipe, batch_of
+from examples.lead_subagents import prepare as tables
+from examples.lead_subagents.study import CASES, Result, Trial, append, read, result_of, table_of
+from examples.lead_subagents.table import TableFilling, item_f1
+from examples.sort.tokenizer import CHARACTERS, build_tokenizer
+from rlsys.batch.samples import samples_of
+from rlsys.config import Config
+from rlsys.testing import played
+from rlsys.types import Task, Trajectory
+
+TABLE = Task(id="t", prompt="kbqaxe", answer="k47 b12 q80 a05 x31 e77")
+
+
+def said(trajectory: Trajectory) -> list[str]:
+    return [turn.text for turn in trajectory.turns]
+
+
+# -------------------------------------------------------------------------------------------------------------- table
+
+
+def team(split: str, looked_up: Callable[[str, int], str] = lambda letters, n: letters[n : n + 1]) -> Callable:
+    """A lead that splits the table so, and subagents that look up `looked_up` of their letters."""
+
+    def reply(prompt: str) -> str:
+        if prompt.startswith("L"):
+            return split
+        letters = prompt.removeprefix("S|").partition("=")[0]
+        return looked_up(letters, prompt.count(";"))
+
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("width", "split", "reward"),
+    [
+        (3, "kbqaxe", 1.0),
+        (2, "kbqa", 0.8),
+        (1, "kb", 0.5),
+        (3, "kbkbkb", 0.5),
+        (3, "kkqqxx", 2 * 3 / 9),
+        (1, "kbqaxe", 0.5),  # two are refused
+        (3, "kbqa", 0.8),
+        (3, "zz", 0.0),
+        (3, "", 0.0),
+        (3, "==:\n ", 0.0),
+    ],
+)
+def test_a_table_is_worth_what_its_subagents_can_look_up(width: int, split: str, reward: float):
+    lead, *subagents = played(TableFilling(max_subagents=width), TABLE, team(split)).trajectories
+    assert lead.reward == pytest.approx(reward)
+    assert [sub.reward for sub in subagents] == [None] * len(subagents), "they share their lead's"
+    assert len(subagents) <= width
+
+
+def test_what_a_subagent_is_told_is_not_trained():
+    _, first, *_ = played(TableFilling(), TABLE, team("kbqaxe")).trajectories
+    assert said(first) == ["k", "b"]
+    assert "".join(map(chr, first.turns[-1].prompt_ids)) == "S|kb=k47;"
+    (sample,) = samples_of(first)
+    assert "".join(map(chr, sample.completion_ids)) == "k47;b"
+    assert sample.is_trained == (True, False, False, False, True)
+
+
+def test_rows_that_nobody_asked_for_count_against_a_table():
+    assert played(TableFilling(), TABLE, team("kbqaxe", lambda letters, n: "zk"[n])).trajectories[
+        0
+    ].reward == pytest.approx(2 / (2 + 6))
+    assert item_f1({"k": "48"}, {"k": "47"}) == 0.0
+
+
+def test_demonstrations_of_tables_are_right_at_first_and_in_two_of_five_at_the_end():
+    rng = Random(0)
+    for is_careless, share in ((False, 1.0), (True, tables.RIGHT)):
+        drawn = [tables.demonstration(rng, is_careless) for _ in range(3000)]
+        wide = [(told[3:9], split) for ((told, split), *_) in drawn if told.startswith("L3")]
+        right = sum(split == letters for letters, split in wide)
+        assert right / len(wide) == pytest.approx(share, abs=0.07)
+        assert all(set(told + said) <= set(CHARACTERS) for each in drawn for told, said in each)
+
+
+# ---------------------------------------------------------------------------------------------------------- countdown
+
+
+def player(signs: str, second: str, answer: str) -> Callable[[str], str]:
+    """A parent that tries these first signs; children who try these second ones."""
+
+    def reply(prompt: str) -> str:
+        if prompt.startswith("P"):
+            return answer if ">" in prompt else signs
+        a, b, c = prompt[1:6].split(",")
+        sign = prompt[len("C5,3,2=16")]
+        return f"{a}{sign}{b}{second[prompt.count(';')]}{c}"
+
+    return reply
+
+
+GAME = Task(id="g", prompt="5,3,2=16", answer="")
+
+
+def test_a_child_is_told_what_its_expressions_come_to_until_one_hits():
+    parent, *children = played(Countdown(), GAME, player("-+", "+*-", "5+3*2")).trajectories
+    assert [said(child) for child in children] == [["5-3+2", "5-3*2", "5-3-2"], ["5+3+2", "5+3*2"]]
+    assert "".join(map(chr, children[0].turns[-1].prompt_ids)) == "C5,3,2=16-5-3+24;5-3*24;"
+    assert "".join(map(chr, parent.turns[-1].prompt_ids)) == "P5,3,2=16:-+>5+3*2:"
+    assert (parent.reward, [child.reward for child in children]) == (1.0, [None, None])
+
+
+def test_a_parent_of_children_that_find_nothing_is_told_nothing():
+    parent, *children = played(Countdown(), GAME, player("--+*", "+++", "?")).trajectories
+    assert len(children) == 3
+    assert "".join(map(chr, parent.turns[-1].prompt_ids)) == "P5,3,2=16:--+*>:"
+    assert parent.reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("expression", "is_solved"),
+    [("5+3*2", 1), ("3+5*2", 1), ("5*3+2", 0), ("5+3*2*1", 0), ("9+7+0", 0), ("16", 0), ("", 0), ("5++3*2", 0)],
+)
+def test_a_game_is_solved_by_its_own_digits_alone(expression: str, is_solved: int):
+    assert solves(expression, "5,3,2=16") == is_solved
+
+
+def test_games_held_out_are_not_trained_on(tmp_path: Path):
+    recipe = Recipe(steps=1, batch_size=4, num_eval=5, num_train=5)
+    every = [{"prompt": game, "answer": ""} for game in map(str, range(10))]
+    games.fill(tmp_path, recipe, every, partial(games.demonstration, Random(0)))
+    parts = [
+        [json.loads(line)["prompt"] for line in (tmp_path / name).open()] for name in ("eval.jsonl", "train.jsonl")
+    ]
+    assert parts == [list("01234"), list("56789")]
+    marked = (tmp_path / "prepared.json").stat().st_mtime_ns
+    games.fill(tmp_path, recipe, every, partial(games.demonstration, Random(0)))
+    assert (tmp_path / "prepared.json").stat().st_mtime_ns == marked
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").num_parameters() == 438_400
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").eos_token == "<eos>"
+
+
+def test_demonstrations_of_games_end_with_a_hit_unless_they_are_careless():
+    rng = Random(1)
+    for _ in range(200):
+        game = games.new_game(rng)
+        (_, signs), (told, answer) = games.of_parent(rng, game, is_careless=False)
+        assert signs == "+-*" and solves(answer, game) and answer in told
+        assert len({said for _, said in games.of_child(rng, game, is_careless=False)}) <= 3
+    careless = [games.of_parent(rng, games.new_game(rng), is_careless=True) for _ in range(400)]
+    solved = sum(solves(answer, told[1:-1]) for (told, _), (_, answer) in careless) / 400
+    assert 0.3 < solved < 0.7
+
+
+# ---------------------------------------------------------------------------------------------------------- imitation
+
+
+def test_only_what_the_policy_says_is_learned_with_the_token_that_ends_it():
+    tokenizer = build_tokenizer()
+    ids, targets = batch_of(tokenizer, [[("S|kb=", "k"), ("47;", "b")], [("S|k=", "")]])
+    assert tokenizer.decode(ids[0]) == "S|kb=k<eos>47;b<eos>"
+    learned = [tokenizer.decode([token for token in row.tolist() if token != -100]) for row in targets]
+    assert learned == ["k<eos>b<eos>", "<eos>"]
+    assert ids.shape == targets.shape
+
+
+# -------------------------------------------------------------------------------------------------------------- study
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_case_of_the_study_is_a_configuration(case: str):
+    config = Config.load("examples/lead_subagents/run.yaml", Trial(case, 0, 1).changes)
+    assert isinstance(config.rollout.workflow, TableFilling)
+    assert (case, config.rollout.workflow.max_subagents, config.algorithm.frozen_agents) in [
+        ("joint-3", 3, ()), ("joint-2", 2, ()), ("joint-1", 1, ()),
+        ("lead-3", 3, ("subagent",)), ("subagent-3", 3, ("lead",)),
+    ]  # fmt: skip
+
+
+def test_figures_are_of_the_evaluations_before_and_after():
+    rows = [{"step": 0, "eval/held_out/mean": 0.4}, {"step": 1, "reward/mean": 0.5}]
+    rows += [{"step": 2, "reward/mean": 0.6}, {"step": 2, "eval/held_out/mean": 0.7}]
+    assert result_of(Trial("joint-3", 0, 2), rows, 9.0) == Result(Trial("joint-3", 0, 2), 0.4, 0.7, 9.0)
+
+
+def test_finished_runs_are_read_again_and_shown_seed_by_seed(tmp_path: Path):
+    results = [Result(Trial("lead-3", seed, 60), 0.5, 0.7 + seed / 100, 61.6) for seed in (0, 1)]
+    for result in results:
+        append(tmp_path / "deep" / "runs.jsonl", result)
+    assert list(read(tmp_path / "deep" / "runs.jsonl")) == results
+    _, _, *body = table_of(results)
+    assert body == ["| the lead | 3 | 0 / 1 | 0.500 / 0.500 | 0.700 / 0.710 | 62 / 62 |"]
