@@ -36,12 +36,13 @@ from benchmarks.measure import print_result, spread
 from examples.smollm import prepare as smollm
 from examples.sort import prepare as sort
 from rlsys.contracts import RolledOut
-from rlsys.types import Assignment, Sampling, Task
+from rlsys.types import POLICY, Assignment, Sampling, Task
+from rlsys.workflow import SingleTurn
 from workers.cluster import RayActor, Resources, call, spawn
 from workers.engines.base import EngineSpec, Request
+from workers.generator import WeightChange
 from workers.pools import Supply
-from workers.remote import RolloutActor, RolloutSpec
-from workers.rollout import WeightChange
+from workers.remote import GeneratorSpec, RolloutActor, RolloutSpec
 from workers.rollouts import RolloutPool
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ class BenchActor(RolloutActor):
 
     async def bare(self, size: int, seed: int, num_tokens: int, prompt: str) -> tuple[int, float]:
         """Tokens and seconds of vLLM alone: the same requests, its own loop, whole answers only."""
-        codec, engine = self._worker._plays.codec, cast("VllmEngine", self._worker._engine)
+        generator = self._worker.generator
+        codec, engine = generator._speech.codec, cast("VllmEngine", generator._engine)
         return await asyncio.to_thread(_step_through, engine._llm, codec.encode(prompt), size, seed, num_tokens)
 
     async def change(self, repeats: int) -> dict[str, list[float]]:
@@ -77,9 +79,9 @@ class BenchActor(RolloutActor):
         import torch
         from safetensors.torch import load_file
 
-        engine = self._worker._engine
-        stored = load_file(Path(self._spec.engine.model_path, "model.safetensors"))
-        weights = {n: t.to(getattr(torch, self._spec.engine.dtype)) for n, t in stored.items()}
+        engine = self._worker.generator._engine
+        stored = load_file(Path(self._spec.generators[POLICY].engine.model_path, "model.safetensors"))
+        weights = {n: t.to(getattr(torch, self._spec.generators[POLICY].engine.dtype)) for n, t in stored.items()}
         num_bytes = sum(t.nbytes for t in weights.values())
         source, target = torch.zeros(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
         seconds: dict[str, list[float]] = {"stage": [], "paused": [], "memcpy": []}
@@ -184,19 +186,18 @@ def _endless(name: str, model: Path) -> str:
 
 def pool_of(model: Model, engine: Literal["vllm", "local"], threads: int) -> RolloutPool:
     """One replica, as a run would start it."""
+    engine_spec = EngineSpec(
+        engine=engine, model_path=str(Path(model.path).resolve()), dtype=model.dtype, slots=64, max_context=512,
+        kv_cache="keep", tensor_parallel=1, step_s=120.0, load_s=120.0,
+    )  # fmt: skip
+    generator = GeneratorSpec(engine=engine_spec, change=WeightChange("inflight", 1.0), pulls="never")
     spec = RolloutSpec(
-        engine=EngineSpec(
-            engine=engine, model_path=str(Path(model.path).resolve()), dtype=model.dtype, slots=64, max_context=512,
-            kv_cache="keep", tensor_parallel=1, step_s=120.0,
-        load_s=120.0,
-        ),
-        sampling=Sampling(max_new_tokens=model.num_tokens),
-        max_prompt_tokens=64, workflow="single_turn", change=WeightChange("inflight", 1.0), transfer_s=60.0,
-        pulls="never", resources=Resources(num_cpus=1, threads=threads),
+        generators={POLICY: generator}, sampling=Sampling(max_new_tokens=model.num_tokens), max_prompt_tokens=64,
+        workflow=SingleTurn(), transfer_s=60.0, resources=Resources(num_cpus=1, threads=threads),
     )  # fmt: skip
 
     def start(name: str) -> RayActor:
-        return spawn(BenchActor, spec.resources, name, spec, (), None)
+        return spawn(BenchActor, spec.resources, name, spec, {}, None)
 
     return RolloutPool(Supply(1, start, DEADLINE_S, max_attempts=1))
 

@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from examples.sort.tokenizer import build_tokenizer
-from rlsys.types import Assignment, Sampling, Task
+from rlsys.types import POLICY, Assignment, Sampling, Task
 from rlsys.weights import Manifest, Probe
 from rlsys.workflow import SingleTurn, Workflow
 from workers.codec import TextCodec
 from workers.engines.base import Engine, Request
 from workers.engines.scripted import ScriptedEngine
-from workers.policy import Play
+from workers.generator import Generator, WeightChange
+from workers.policy import Speech
 from workers.recorder import Recorder
-from workers.rollout import RolloutWorker, WeightChange
+from workers.rollout import RolloutWorker
 from workers.transport.hashing import content_hash
 
 T = TypeVar("T")
@@ -85,8 +86,9 @@ def replica_of(
 ) -> RolloutWorker:
     """A replica that takes prompts of 60 tokens, and replies with `num_tokens`."""
     sampling = Sampling(max_new_tokens=num_tokens)
-    play = Play(workflow or SingleTurn(), TextCodec(build_tokenizer()), sampling, max_prompt_tokens=60)
-    return RolloutWorker(name, engine, play, puller, WeightChange(when, tolerance=1e-3), recorder)
+    speech = Speech(TextCodec(build_tokenizer()), sampling, max_prompt_tokens=60)
+    generator = Generator(name, engine, speech, puller, WeightChange(when, tolerance=1e-3), recorder)
+    return RolloutWorker(name, workflow or SingleTurn(), {POLICY: generator})
 
 
 def assignment(version: int = 0, *, serial: int = 3, prompt: str = "12>", size: int = 2) -> Assignment:

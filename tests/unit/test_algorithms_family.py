@@ -63,6 +63,22 @@ def test_dapo_drops_groups_whose_rewards_are_all_equal() -> None:
     assert not DAPO(max_length=8, overlong_tokens=4).has_signal(of_two_lengths)
 
 
+def test_dapo_drops_groups_whose_rewards_differ_for_nobody_in_training() -> None:
+    def team(lead: float, subagent: float) -> EpisodeMeta:
+        sample = (SampleMeta(2, 3, 3, 0),)
+        named = zip(("lead", "subagent"), (None, 0), (lead, subagent), strict=True)
+        return EpisodeMeta(tuple(TrajectoryMeta(agent, parent, OK, reward, sample) for agent, parent, reward in named))
+
+    of_leads = group(0, episodes=[team(1, 0.5), team(0, 0.5)])
+    frozen = DAPO(frozen_agents=("lead",))
+    assert DAPO().has_signal(of_leads)
+    assert not frozen.has_signal(of_leads), "every subagent's advantage is 0"
+    assert DAPO(frozen_agents=("lead",), team_share=0.5).has_signal(of_leads), "part of it is the lead's"
+    assert frozen.has_signal(group(0, episodes=[team(1, 1), team(1, 0)]))
+    assert not DAPO(frozen_agents=("subagent",)).has_signal(group(0, episodes=[team(1, 1), team(1, 0)]))
+    assert not DAPO().has_signal(replace(of_leads, policy="another"))
+
+
 @pytest.mark.parametrize(("length", "penalty"), [(1, 0.0), (6, 0.0), (7, 0.25), (9, 0.75), (10, 1.0), (50, 1.0)])
 def test_dapo_punishes_overlong_answers_softly(length: int, penalty: float) -> None:
     algorithm = DAPO(max_length=10, overlong_tokens=4, std_normalize=False)

@@ -1,4 +1,4 @@
-"""The pages about algorithms and stability show what the code does: their table, their configurations, their class."""
+"""The pages about algorithms, stability and agents show what the code does: tables, configurations, classes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import yaml
 
 from rlsys.algorithm import Algorithm
 from rlsys.config import Config
+from rlsys.testing import played
+from rlsys.types import Message, Task
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROW = re.compile(r"^\| `(\w+)` \|.*\| (\w+) \| ([\w ]+) \| (\w+) \|$", re.MULTILINE)
@@ -18,7 +20,7 @@ ROWS = ROW.findall((DOCS / "algorithms.md").read_text())
 
 
 def blocks(language: str) -> list[str]:
-    pages = [(DOCS / name).read_text() for name in ("algorithms.md", "stability.md")]
+    pages = [(DOCS / name).read_text() for name in ("algorithms.md", "stability.md", "agents.md")]
     return [block for page in pages for block in re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)]
 
 
@@ -42,6 +44,13 @@ def test_every_installed_algorithm_has_a_row() -> None:
     assert {row[0] for row in ROWS} == set(entry_points(group="rlsys.algorithms").names)
 
 
+def test_every_installed_workflow_has_a_row() -> None:
+    from importlib.metadata import entry_points
+
+    rows = re.findall(r"^\| `(\w+)` \|", (DOCS / "agents.md").read_text(), re.MULTILINE)
+    assert set(rows) - {"type"} == set(entry_points(group="rlsys.workflows").names)
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_a_row_says_what_the_defaults_are(row: tuple[str, str, str, str]) -> None:
     name, over, correction, staleness = row
@@ -60,6 +69,16 @@ def test_every_configuration_shown_is_read(block: str) -> None:
 
 def test_the_algorithm_shown_assigns_and_takes_a_loss() -> None:
     namespace: dict[str, Any] = {}
-    (block,) = blocks("python")
+    block, _ = blocks("python")
     exec(compile(block, "algorithms.md", "exec"), namespace)
     assert namespace["Reinforce"](baseline=0.3).max_safe_staleness == 0
+
+
+def test_the_workflow_shown_lets_its_agent_search() -> None:
+    namespace: dict[str, Any] = {"find": lambda query: [query, "more"]}
+    _, block = blocks("python")
+    exec(compile(block, "agents.md", "exec"), namespace)
+    call = '<tool_call>{"name": "search", "arguments": {"query": "cats", "limit": 1}}</tool_call>'
+    task = Task(id="t", prompt=(Message(role="user", content="Which?"),))
+    episode = played(namespace["Ask"](), task, lambda said: "cats it is" if '["cats"]' in said else call)
+    assert [turn.text for turn in episode.trajectories[0].turns] == [call, "cats it is"]

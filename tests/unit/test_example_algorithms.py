@@ -12,7 +12,6 @@ from examples.sort.algorithms import Result, Trial, append, read, result_of, tab
 from examples.sort.prepare import Recipe, prepare
 from rlsys.config import Config
 from rlsys.data.rows import load_tasks
-from rlsys.workflow import load_workflow
 
 TRIAL = Trial("kto", 0, 1, 40)
 
@@ -59,8 +58,7 @@ def test_recorded_answers_are_rows_that_the_offline_example_trains_on(tmp_path: 
     path = label(tmp_path)
     config = Config.load("examples/kto_offline/run.yaml", [f"data.path={path}"])
     tasks = load_tasks(path)
-    workflow = load_workflow(config.rollout.workflow)
-    workflow.check(tasks, group_size=config.algorithm.group_size, temperature=config.rollout.temperature)
+    config.rollout.workflow.check(tasks, group_size=config.algorithm.group_size, temperature=config.rollout.temperature)
     answers = {row["prompt"]: row["answer"] for row in map(json.loads, (tmp_path / "train.jsonl").open())}
     assert 0 < len(tasks) <= 64
     for task in tasks:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlsys import Config
+from rlsys.curation import Rules
 from rlsys.data.source import TaskSource
 from rlsys.errors import TrainingError
 from rlsys.events import Events
@@ -16,9 +17,9 @@ from rlsys.launch.preparing import Data
 from rlsys.launch.training import driver_of
 from rlsys.stabilizer import StabilizerPlugin
 from rlsys.testing import FakeActor, FakeWorld, RewardAsAdvantage, run_virtual, tasks
-from rlsys.types import PolicyVersion, Sampling
+from rlsys.types import PolicyVersion
 from tests.jobs import config_of
-from workers.launching import _replica_spec
+from workers.launching import _generator_spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +54,23 @@ def config(folder: Path, *overrides: str) -> Config:
 )
 def test_only_replicas_that_train_hold_several_versions(tmp_path, overrides, num_versions):
     job = config(tmp_path, *overrides)
-    trained = _replica_spec(job, "model", Sampling(), "newest")
+    trained = _generator_spec(job, "model", "newest")
     assert (trained.engine.resident_versions, trained.change.when) == (num_versions, job.rollout.weight_change)
-    pinned = _replica_spec(job, "model", Sampling(), "pinned")
+    pinned = _generator_spec(job, "model", "pinned")
     assert (pinned.engine.resident_versions, pinned.change.when) == (1, "between")
+
+
+@pytest.mark.parametrize(
+    ("num_engines", "overrides", "expected"),
+    [
+        (1, [], {}),
+        (3, [], {"gpu_memory_utilization": pytest.approx(0.3)}),
+        (3, ["rollout.vllm_args={gpu_memory_utilization: 0.2}"], {"gpu_memory_utilization": 0.2}),
+    ],
+)
+def test_several_engines_share_the_memory_of_a_gpu(tmp_path, num_engines, overrides, expected):
+    spec = _generator_spec(config(tmp_path, *overrides), "model", "newest", num_engines)
+    assert spec.engine.vllm_args == expected
 
 
 @pytest.mark.parametrize(
@@ -103,6 +117,21 @@ def test_steps_are_synchronous_until_the_stabilizer_saw_as_many_train_the_policy
         return driver_of(job, data, FakeWorld().workers(), Events([])).queue.synchronous_until
 
     assert run_virtual(main()) == version
+
+
+def test_tasks_are_curated_as_the_configuration_says(tmp_path):
+    keys = {
+        "success_reward": 0.5,
+        "fewer_above": 0.7,
+        "success_within": [0.1, 0.9],
+        "min_episodes": 3,
+        "look_again": 2,
+        "stored_successes": 5,
+    }
+    job = config(tmp_path, "asynchrony.max_staleness=1", *(f"curation.{key}={value}" for key, value in keys.items()))
+    data = Data(TaskSource(tasks(3), seed=0), {})
+    for told, rules in ((job, Rules(0.5, 0.7, (0.1, 0.9), 3, 2, 5)), (config(tmp_path), Rules())):
+        assert driver_of(told, data, FakeWorld().workers(), Events([])).ledger.curation.rules == rules
 
 
 def test_a_run_keeps_its_configuration_with_a_step_that_fails(tmp_path):

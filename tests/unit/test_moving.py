@@ -88,7 +88,7 @@ def test_a_moved_group_has_the_tokens_of_an_unmoved_one_and_one_version():
         await team.ready()
         sampled = team.engines[1].stats().num_tokens
         group = await team.begun()
-        assert await a.give_away("a", b) == (3,)
+        assert await a.generator.give_away("a", b.generator) == (3,)
         num_left = 2 * NUM_TOKENS - team.engines[0].stats().num_tokens + NUM_TOKENS
         done, payload = await group
         assert payload == unmoved_payload
@@ -116,11 +116,11 @@ def test_a_group_moves_between_two_local_engines_and_goes_on_with_the_same_token
         async def scenario() -> tuple[Episode, ...]:
             tools.answer.set()
             for worker in (a, b):  # what they were built with counts as published
-                worker._acknowledged[0] = Acknowledged(worker.name, 0, "same")
+                worker.generator._acknowledged[0] = Acknowledged(worker.name, 0, "same")
             task = asyncio.create_task(a.run(assignment(size=4)))
             await until(lambda: engines[0].stats().num_tokens >= 12)
             if move:
-                assert await a.give_away("a", b) == (3,)
+                assert await a.generator.give_away("a", b.generator) == (3,)
                 assert engines[1].stats().num_tokens < 8 * NUM_TOKENS
             return (await task)[1]
 
@@ -139,12 +139,12 @@ def test_the_replica_that_was_left_takes_new_weights_and_starts_anew_while_the_h
         team.shelf.put(1)
         new = asyncio.create_task(a.run(assignment(1, serial=4)))
         await until(lambda: 1 in team.shelf.pulls)
-        assert a.load().version == 0, "running groups hold the change back"
+        assert a.generator.load().version == 0, "running groups hold the change back"
         await team.engines[1].pause()  # so that the moved group does not end
-        assert await a.give_away("a", b) == (3,)
+        assert await a.generator.give_away("a", b.generator) == (3,)
         assert (await new)[0].group.versions == (VersionSpan(1, 2 * NUM_TOKENS),)
         assert not old.done()
-        assert b.load().version == 0
+        assert b.generator.load().version == 0
         await team.engines[1].resume()
         assert (await old)[0].group.versions == (VersionSpan(0, 2 * NUM_TOKENS),)
 
@@ -159,13 +159,13 @@ def test_a_host_takes_no_new_weights_before_its_guests_are_done():
         await team.ready()
         old = await team.begun()
         await team.engines[1].pause()
-        await a.give_away("a", b)
+        await a.generator.give_away("a", b.generator)
         team.shelf.put(1)
         new = asyncio.create_task(b.run(assignment(1, serial=4)))
         await until(lambda: 1 in team.shelf.pulls)
         for _ in range(20):
             await asyncio.sleep(0)
-        assert (b.load().version, b.load().is_loading) == (0, False)
+        assert (b.generator.load().version, b.generator.load().is_loading) == (0, False)
         await team.engines[1].resume()
         assert (await old)[0].group.versions == (VersionSpan(0, 2 * NUM_TOKENS),)
         assert (await new)[0].group.versions == (VersionSpan(1, 2 * NUM_TOKENS),)
@@ -185,18 +185,18 @@ def test_a_group_that_waits_on_a_tool_moves_too_and_its_next_turn_is_sampled_at_
         tools.num_waiting = 0
         group = await team.begun()
         await until(lambda: tools.num_waiting == 2)
-        assert a.load().stats.num_running == 1, "it has work, though its engine has none"
+        assert a.generator.load().stats.num_running == 1, "it has work, though its engine has none"
         sampled = [engine.stats().num_tokens for engine in team.engines]
-        assert await a.give_away("a", b) == (3,)
-        assert (a.load().stats.num_running, b.load().stats.num_running) == (0, 1)
+        assert await a.generator.give_away("a", b.generator) == (3,)
+        assert (a.generator.load().stats.num_running, b.generator.load().stats.num_running) == (0, 1)
         team.shelf.put(1)
         await a.run(assignment(1, serial=4, size=0))  # the source changes its weights meanwhile
-        assert a.load().version == 1
+        assert a.generator.load().version == 1
         tools.answer.set()
         done, payload = await group
         assert done.group.versions == (VersionSpan(0, 4 * NUM_TOKENS),)
         assert [engine.stats().num_tokens for engine in team.engines] == [sampled[0], sampled[1] + 2 * NUM_TOKENS]
-        assert b.load().stats.num_running == 0
+        assert b.generator.load().stats.num_running == 0
         return payload
 
     assert played(team.workers, scenario) == unmoved(Tools())
@@ -222,12 +222,12 @@ def test_a_replica_refuses_guests_it_cannot_serve_and_they_stay(why: str):
             await b.run(assignment(1))
             team.shelf.version = 0
         if why == "other bytes":
-            b._acknowledged[0] = Acknowledged("b", 0, "others")
+            b.generator._acknowledged[0] = Acknowledged("b", 0, "others")
         if why == "an owner that is gone":
-            await b.forget("a")
+            await b.generator.forget("a")
         group = await team.begun()
-        assert await a.give_away("a", b) == ()
-        assert b.load().stats.num_running == 0
+        assert await a.generator.give_away("a", b.generator) == ()
+        assert b.generator.load().stats.num_running == 0
         assert (await group)[0].group.versions == (VersionSpan(0, 2 * NUM_TOKENS),)
 
     played(team.workers, scenario)
@@ -251,11 +251,11 @@ def test_a_replica_that_is_taking_in_weights_refuses_guests():
         team.shelf.put(1)
         change = asyncio.create_task(b.run(assignment(1, serial=4)))
         await loading.wait()
-        assert b.load().is_loading
-        assert await a.give_away("a", b) == ()
+        assert b.generator.load().is_loading
+        assert await a.generator.give_away("a", b.generator) == ()
         go_on.set()
         await asyncio.gather(group, change)
-        assert not b.load().is_loading
+        assert not b.generator.load().is_loading
 
     played(team.workers, scenario)
 
@@ -270,13 +270,13 @@ class Slow:
     async def host(self, tickets: Sequence[Ticket], held: Acknowledged) -> bool:
         self.asked.set()
         await self.may_answer.wait()
-        return await self.worker.host(tickets, held)
+        return await self.worker.generator.host(tickets, held)
 
     async def serve(self, ticket: Ticket, request: Request) -> Completion:
-        return await self.worker.serve(ticket, request)
+        return await self.worker.generator.serve(ticket, request)
 
     async def let_go(self, ticket: Ticket, *, keep_cache: bool = False) -> None:
-        await self.worker.let_go(ticket, keep_cache=keep_cache)
+        await self.worker.generator.let_go(ticket, keep_cache=keep_cache)
 
 
 def test_a_group_that_ends_while_the_host_thinks_is_let_go_there():
@@ -287,14 +287,14 @@ def test_a_group_that_ends_while_the_host_thinks_is_let_go_there():
     async def scenario() -> None:
         await team.ready()
         group = await team.begun()
-        moving = asyncio.create_task(a.give_away("a", slow))
+        moving = asyncio.create_task(a.generator.give_away("a", slow))
         await slow.asked.wait()
         await group
         team.shelf.put(1)
         await a.run(assignment(1, serial=4))  # nor does the source wait for the answer
         slow.may_answer.set()
         assert await moving == ()
-        assert b.load().stats.num_running == 0
+        assert b.generator.load().stats.num_running == 0
 
     played(team.workers, scenario)
 
@@ -307,13 +307,13 @@ def test_a_group_that_begins_while_the_host_thinks_stays():
     async def scenario() -> None:
         await team.ready()
         old = await team.begun()
-        moving = asyncio.create_task(a.give_away("a", slow))
+        moving = asyncio.create_task(a.generator.give_away("a", slow))
         await slow.asked.wait()
         new = asyncio.create_task(a.run(assignment(serial=4)))
         await asyncio.sleep(0)
         slow.may_answer.set()
         assert await moving == (3,)
-        assert (a.load().stats.num_running, b.load().stats.num_running) == (2, 2)
+        assert (a.generator.load().stats.num_running, b.generator.load().stats.num_running) == (2, 2)
         await asyncio.gather(old, new)
 
     played(team.workers, scenario)
@@ -325,15 +325,15 @@ def test_a_host_whose_answer_is_lost_keeps_nobody():
 
     class Mute(Slow):
         async def host(self, tickets: Sequence[Ticket], held: Acknowledged) -> bool:
-            await b.host(tickets, held)
+            await b.generator.host(tickets, held)
             raise DeadlineExceeded("b", "taking guests", "no answer")
 
     async def scenario() -> None:
         await team.ready()
         group = await team.begun()
         with pytest.raises(DeadlineExceeded):
-            await a.give_away("a", Mute(b))
-        assert (a.load().stats.num_running, b.load().stats.num_running) == (2, 0)
+            await a.generator.give_away("a", Mute(b))
+        assert (a.generator.load().stats.num_running, b.generator.load().stats.num_running) == (2, 0)
         await group
 
     played(team.workers, scenario)
@@ -350,7 +350,7 @@ def test_a_request_that_ends_while_it_is_aborted_is_whole():
         abort = engine.abort
         late = []
         engine.abort = lambda request_id, **_: late.append(request_id)
-        moving = asyncio.create_task(a.give_away("a", b))
+        moving = asyncio.create_task(a.generator.give_away("a", b.generator))
         await until(lambda: engine.stats().num_running == 0)  # both requests ended by themselves
         for request_id in late:
             abort(request_id)
@@ -370,14 +370,14 @@ def test_guests_of_a_replica_that_died_are_let_go_and_its_late_groups_refused():
         await team.ready()
         group = await team.begun()
         await team.engines[1].pause()
-        await a.give_away("a", b)
+        await a.generator.give_away("a", b.generator)
         group.cancel()
-        await b.forget("a")
-        assert b.load().stats.num_running == 0
+        await b.generator.forget("a")
+        assert b.generator.load().stats.num_running == 0
         await team.engines[1].resume()
         team.shelf.put(1)
         await b.run(assignment(1, serial=4))
-        assert not await b.host([Ticket("a", 5, 9)], held(1))
+        assert not await b.generator.host([Ticket("a", 5, 9)], held(1))
 
     played(team.workers, scenario)
 
@@ -390,13 +390,13 @@ def test_a_host_that_dies_is_named_to_whoever_waits_for_the_group():
         await team.ready()
         group = await team.begun()
         await team.engines[1].pause()
-        await a.give_away("a", b)
+        await a.generator.give_away("a", b.generator)
         await until(lambda: num_taken(team.engines[1]) == 2)
         await b.close()
         with pytest.raises(WorkerDied) as raised:
             await group
         assert raised.value.worker == "b"
-        assert a.load().stats.num_running == 0
+        assert a.generator.load().stats.num_running == 0
         await a.run(assignment(serial=4))
 
     played(team.workers, scenario)
@@ -427,7 +427,7 @@ def test_the_death_of_a_host_is_no_reward_of_0_whatever_a_workflow_makes_of_it(s
         tools.num_waiting = 0
         group = asyncio.create_task(a.run(assignment(size=size)))
         await until(lambda: tools.num_waiting == size)
-        assert await a.give_away("a", b) == (3,)
+        assert await a.generator.give_away("a", b.generator) == (3,)
         await b.close()
         tools.answer.set()
         with pytest.raises(WorkerDied) as raised:
@@ -445,11 +445,11 @@ def test_guests_move_on_from_a_host_by_the_word_of_their_owner():
         await team.ready()
         group = await team.begun()
         before = team.engines[1].stats().num_tokens
-        await a.give_away("a", b)
+        await a.generator.give_away("a", b.generator)
         await until(lambda: team.engines[1].stats().num_tokens >= before + 10)
-        assert await b.give_away("b", c) == (), "it has no groups of its own"
-        assert await a.give_away("b", c) == (3,)
-        assert [w.load().stats.num_running for w in team.workers] == [0, 0, 2]
+        assert await b.generator.give_away("b", c.generator) == (), "it has no groups of its own"
+        assert await a.generator.give_away("b", c.generator) == (3,)
+        assert [w.generator.load().stats.num_running for w in team.workers] == [0, 0, 2]
         done, payload = await group
         assert done.group.versions == (VersionSpan(0, 2 * NUM_TOKENS),)
         return payload
@@ -465,10 +465,10 @@ def test_guests_move_on_though_their_owner_has_newer_weights():
         await team.ready()
         group = await team.begun()
         await team.engines[1].pause()
-        await a.give_away("a", b)
+        await a.generator.give_away("a", b.generator)
         team.shelf.put(1)
         await a.run(assignment(1, serial=4))
-        assert await a.give_away("b", c) == (3,)
+        assert await a.generator.give_away("b", c.generator) == (3,)
         assert (await group)[0].group.versions == (VersionSpan(0, 2 * NUM_TOKENS),)
 
     played(team.workers, scenario)
@@ -492,10 +492,10 @@ def test_a_group_that_fails_while_it_is_a_guest_leaves_the_host():
     async def scenario() -> None:
         await team.ready()
         group = await team.begun()
-        await a.give_away("a", b)
+        await a.generator.give_away("a", b.generator)
         with pytest.raises(WorkflowError):
             await group
-        assert b.load().stats.num_running == 0
+        assert b.generator.load().stats.num_running == 0
 
     played(team.workers, scenario)
 
@@ -507,9 +507,9 @@ def test_a_place_that_lets_a_group_go_by_itself_counts_as_dead():
     async def scenario() -> None:
         await team.ready()
         group = await team.begun()
-        await a.give_away("a", b)
+        await a.generator.give_away("a", b.generator)
         await until(lambda: num_taken(team.engines[1]) == 2)
-        await b.forget("a")
+        await b.generator.forget("a")
         with pytest.raises(WorkerDied, match="b while sampling for group 3: it let the group go"):
             await group
 
@@ -522,7 +522,7 @@ def test_what_nobody_plays_cannot_be_given_away():
 
     async def scenario() -> None:
         await team.ready()
-        assert await a.give_away("a", b) == ()
+        assert await a.generator.give_away("a", b.generator) == ()
 
     played(team.workers, scenario)
 
@@ -533,11 +533,15 @@ def test_a_replica_tells_its_version_and_what_it_does():
     assert isinstance(team.engines[0], ScriptedEngine)
 
     async def scenario() -> None:
-        assert (a.load().replica, a.load().version) == ("a", -1)
+        assert (a.generator.load().replica, a.generator.load().version) == ("a", -1)
         await team.ready()
         group = await team.begun()
-        assert (a.load().version, a.load().stats.num_running, a.load().is_loading) == (0, 2, False)
+        assert (a.generator.load().version, a.generator.load().stats.num_running, a.generator.load().is_loading) == (
+            0,
+            2,
+            False,
+        )
         await group
-        assert a.load().stats.num_running == 0
+        assert a.generator.load().stats.num_running == 0
 
     played(team.workers, scenario)

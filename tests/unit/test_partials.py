@@ -331,7 +331,7 @@ def test_a_guest_is_noted_by_its_host_and_outlives_its_owner():
         await b.run(assignment(serial=9))
         group = asyncio.create_task(a.run(assignment()))
         await until(lambda: pair.engines[0].stats().num_tokens >= 10)
-        await a.give_away("a", b)
+        await a.generator.give_away("a", b.generator)
         await pair.noted(30)
         group.cancel()
         noted = await pair.num_noted()
@@ -367,8 +367,8 @@ def test_of_a_group_shorter_than_the_period_nothing_is_noted_and_nobody_is_asked
 
     async def scenario() -> None:
         await worker.run(assignment())
-        assert worker._recorder is not None
-        await worker._recorder.note(engine, worker._here, worker._acknowledged)
+        assert worker.generator._recorder is not None
+        await worker.generator._recorder.note(engine, worker.generator._here, worker.generator._acknowledged)
         assert engine.asked == 0
 
     played([worker], scenario)
@@ -378,7 +378,7 @@ def test_a_group_that_is_dropped_is_forgotten():
     class TooLong(Workflow):
         async def run(self, session: Session) -> None:
             await session.agent("policy").chat("1>")
-            await session.agent("other").chat("1" * 80 + ">")
+            raise TaskTooLong("rollout-0", "encoding a prompt", "80 tokens")
 
     store = Partials()
     worker = replica_of(Shelf(), scripted("a"), workflow=TooLong(), recorder=Recorder(store, period_s=0))
@@ -399,9 +399,9 @@ def test_tokens_of_a_version_not_acknowledged_yet_are_not_noted():
     async def scenario() -> None:
         group = asyncio.create_task(a.run(assignment()))
         await until(lambda: engine.stats().num_tokens >= 10)
-        assert a._recorder is not None
+        assert a.generator._recorder is not None
         other = Partials()
-        await Recorder(other, period_s=0).note(engine, a._here, {})
+        await Recorder(other, period_s=0).note(engine, a.generator._here, {})
         assert await other.recall(3) == {}
         await group
 

@@ -12,7 +12,7 @@ import ray
 from rlsys.contracts import Busy, RolledOut
 from rlsys.errors import DeadlineExceeded, ModelError, RlsysError, RunAborted, TaskTooLong, WorkerDied, WorkerError
 from rlsys.simulate.clock import run_virtual
-from rlsys.types import Acknowledged, Assignment, EngineStats, ReplicaLoad, Task
+from rlsys.types import POLICY, Acknowledged, Assignment, EngineStats, ReplicaLoad, Task
 from tests.groups import group as group_of
 from workers.peers import RayPartials
 from workers.pools import Member, Supply
@@ -52,7 +52,7 @@ class Actor:
     """Has the methods of a rollout actor that are not streams."""
 
     name: str
-    held: Remote = field(default_factory=Remote)
+    held: Remote = field(default_factory=lambda: Remote({}))
     load: Remote = field(default_factory=Remote)
     give_away: Remote = field(default_factory=lambda: Remote(()))
     forget: Remote = field(default_factory=Remote)
@@ -329,6 +329,7 @@ def test_loads_are_those_of_the_replicas_that_answer():
         pool.members[1].actor.load.answer = died("rollout-1")
         pool._leave("rollout-2")
         assert await pool.loads() == [load]
+        assert pool.members[0].actor.load.asked == [("policy",)]
 
     asyncio.run(scenario())
 
@@ -338,7 +339,7 @@ def test_a_group_issued_again_goes_to_a_replica_that_holds_the_version_it_came_t
         pool = Scripted(3, RayPartials(Store(Remote(version))))
         await pool.ready()
         for member, held in zip(pool.members, (4, 5, 6), strict=True):
-            member.actor.held.answer = Acknowledged(member.name, held, "h")
+            member.actor.held.answer = {POLICY: Acknowledged(member.name, held, "h")}
         pool._failed.add(0)
         asyncio.create_task(pool.run(assignment()))  # noqa: RUF006
         await settle()

@@ -9,13 +9,13 @@ import rlsys
 import rlsys.testing
 
 NAMES = [
-    "Agent", "Aggregation", "Algorithm", "Assigned", "Config", "LossInputs", "LossOutput", "RlsysError", "Session",
-    "Settled", "Shaped", "Signal", "Stabilizer", "StabilizerPlugin", "Steered", "TrainResult", "Workflow", "evaluate",
-    "export", "train",
+    "Agent", "Aggregation", "Algorithm", "Assigned", "Config", "Environment", "LossInputs", "LossOutput", "RlsysError",
+    "Session", "Settled", "Shaped", "Signal", "Stabilizer", "StabilizerPlugin", "Steered", "Step", "Tool", "ToolError",
+    "Toolbox", "TrainResult", "Workflow", "evaluate", "export", "tool", "train",
 ]  # fmt: skip
 FAKES = [
     "FakeActor", "FakeCritic", "FakePinnedRollouts", "FakeReference", "FakeRelays", "FakeRewards", "FakeRollouts",
-    "FakeWorld", "Fault", "RewardAsAdvantage", "ScriptedPolicy", "VirtualLoop", "run_virtual", "tasks",
+    "FakeWorld", "Fault", "RewardAsAdvantage", "ScriptedPolicy", "VirtualLoop", "played", "run_virtual", "tasks",
 ]  # fmt: skip
 
 
@@ -38,8 +38,12 @@ def test_an_unknown_name_is_an_attribute_error():
     [
         ("import rlsys", "torch ray pydantic numpy transformers datasets typer rich workers algorithms"),
         (
-            "from rlsys import Algorithm, StabilizerPlugin, Workflow, Session, RlsysError",
+            "from rlsys import Algorithm, StabilizerPlugin, RlsysError",
             "torch ray pydantic numpy transformers datasets",
+        ),
+        (
+            "from rlsys import Workflow, Session, Environment, tool",
+            "torch ray numpy transformers datasets workers algorithms",
         ),
         ("from rlsys import Config", "torch ray numpy transformers datasets workers"),
         ("from rlsys import train, evaluate, export", "torch ray transformers datasets workers"),

@@ -60,7 +60,7 @@ outcomes = st.builds(Outcome, st.sampled_from(OutcomeKind), st.text(max_size=8))
 trajectories = st.builds(
     Trajectory, st.text(max_size=5), st.lists(turns(), max_size=2).map(tuple), outcomes, rewards, st.none() | st.just(0)
 )
-episodes = st.lists(trajectories, min_size=1, max_size=2).map(lambda t: Episode(tuple(t)))
+episodes = st.lists(trajectories, min_size=1, max_size=2).map(lambda t: Episode(tuple(t), 3, 5))
 payloads = st.lists(episodes, min_size=1, max_size=3).map(tuple)
 
 

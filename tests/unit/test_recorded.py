@@ -16,12 +16,14 @@ from rlsys.algorithm import Signal
 from rlsys.batch.plan import plan_batch
 from rlsys.batch.samples import samples_in, samples_of
 from rlsys.batch.tensors import StepData, packed
+from rlsys.config.plugins import WORKFLOWS
 from rlsys.data.rows import load_tasks
 from rlsys.errors import ConfigError, DataError, TaskTooLong
 from rlsys.recorded import Recorded
 from rlsys.testing import ScriptedPolicy
+from rlsys.testing import played as play
 from rlsys.types import OK, Assignment, Episode, Group, Json, Message, Prompt, Task, VersionSpan
-from rlsys.workflow import Session, SingleTurn, load_workflow
+from rlsys.workflow import SingleTurn
 from tests.models import tiny_sorter
 from tests.replicas import Shelf, played, replica_of, scripted
 from workers.codec import TextCodec
@@ -45,9 +47,7 @@ def said(role: str, content: str) -> Message:
 
 
 def recorded(row: Task, policy: ScriptedPolicy) -> Episode:
-    session = Session(row, policy, seed=1, episode_index=0)
-    asyncio.run(Recorded().run(session))
-    return session.episode()
+    return play(Recorded(), row, policy)
 
 
 # ------------------------------------------------------------------------------------------------------------ workflow
@@ -81,7 +81,7 @@ def test_of_a_conversation_the_assistants_messages_are_trained_and_the_others_ar
 
 
 def test_it_has_a_name_and_evaluations_let_the_policy_answer() -> None:
-    assert isinstance(load_workflow("recorded"), Recorded)
+    assert isinstance(WORKFLOWS.read("recorded"), Recorded)
     assert isinstance(Recorded().in_evaluation(), SingleTurn)
     same = SingleTurn()
     assert same.in_evaluation() is same

@@ -166,7 +166,10 @@ def test_the_model_that_failed_is_computed(model: Literal["actor", "critic"], tm
     assert replayed.is_fine
     assert all((s.log_ratio_max is None) == (model == "critic") for s in replayed.samples)
     # A critic that says 0 everywhere misses every return; half the square of that is its loss.
-    assert all(s.grad_norm > 0 and (model == "actor" or s.loss > 0) for s in replayed.samples)
+    if model == "critic":
+        assert all(s.grad_norm > 0 and s.loss > 0 for s in replayed.samples)
+    else:  # a sample that has moved beyond the clip has no gradient
+        assert any(s.grad_norm > 0 for s in replayed.samples)
 
 
 def test_a_folder_that_was_moved_is_computed_all_the_same(failed: Failed, tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from rlsys.weights import Manifest, Probe
 from rlsys.workflow import Session, Workflow
 from tests.replicas import DIGIT, Shelf, assignment, hash_of, replica_of, scripted, until
 from tests.replicas import played as played_on
-from workers.rollout import ACKNOWLEDGEMENTS_KEPT, RolloutWorker
+from workers.generator import ACKNOWLEDGEMENTS_KEPT
+from workers.rollout import RolloutWorker
 
 T = TypeVar("T")
 REPLY_TOKENS = 6
@@ -48,7 +49,7 @@ def test_a_group_is_metadata_with_acknowledged_versions_and_a_payload_apart():
     assert payload[0].trajectories[0].turns[0].sampling == Sampling(max_new_tokens=REPLY_TOKENS)
     assert done.busy.worker == "rollout-0"
     assert done.busy.start_s <= done.busy.end_s
-    assert worker.acknowledged == Acknowledged("rollout-0", 4, hash_of(4))
+    assert worker.generator.acknowledged == Acknowledged("rollout-0", 4, hash_of(4))
 
 
 def test_a_group_starts_on_weights_no_older_than_its_permit():
@@ -85,7 +86,7 @@ def test_weights_that_are_new_enough_are_not_pulled_again():
 def test_a_change_waits_for_running_groups_or_happens_under_them(change, versions):
     shelf = Shelf()
     worker = worker_of(shelf, change)
-    engine = worker._engine
+    engine = worker.generator._engine
 
     async def scenario() -> None:
         older = asyncio.create_task(worker.run(assignment(0)))
@@ -104,7 +105,7 @@ def test_a_change_waits_for_running_groups_or_happens_under_them(change, version
 def test_weights_that_lie_beside_those_of_running_groups_are_taken_at_once_and_a_third_set_waits_for_room():
     shelf = Shelf()
     worker = worker_of(shelf, "beside", resident_versions=2)
-    engine = worker._engine
+    engine = worker.generator._engine
 
     async def scenario() -> None:
         oldest = asyncio.create_task(worker.run(assignment(0)))
@@ -125,7 +126,7 @@ def test_weights_that_lie_beside_those_of_running_groups_are_taken_at_once_and_a
 def test_a_group_that_needs_no_newer_weights_starts_while_others_wait_for_room_for_them():
     shelf = Shelf()
     worker = worker_of(shelf, "beside", resident_versions=2)
-    engine = worker._engine
+    engine = worker.generator._engine
 
     async def scenario() -> None:
         await worker.run(assignment(0))
@@ -154,7 +155,7 @@ def test_a_group_that_needs_no_newer_weights_starts_while_others_wait_for_room_f
 def test_a_replica_that_drained_for_long_takes_the_newest_weights_staged_and_without_draining_it_pulls_once():
     shelf = Shelf()
     worker = worker_of(shelf)
-    engine = worker._engine
+    engine = worker.generator._engine
     staged: list[float] = []
     stage = engine.stage
 
@@ -203,8 +204,8 @@ def test_acknowledgements_are_kept_as_long_as_a_running_group_has_tokens_of_them
     async def scenario() -> None:
         running = asyncio.create_task(worker.run(assignment(0, size=1)))
         for version in range(1, num_versions):
-            tokens = worker._engine.stats().num_tokens
-            await until(lambda tokens=tokens: worker._engine.stats().num_tokens > tokens)
+            tokens = worker.generator._engine.stats().num_tokens
+            await until(lambda tokens=tokens: worker.generator._engine.stats().num_tokens > tokens)
             shelf.put(version)
             await worker.run(assignment(version, size=0))
         done, _ = await running
@@ -212,7 +213,7 @@ def test_acknowledgements_are_kept_as_long_as_a_running_group_has_tokens_of_them
         assert len(done.group.versions) == num_versions
         shelf.put(num_versions)
         await worker.run(assignment(num_versions, size=0))
-        assert len(worker._acknowledged) == ACKNOWLEDGEMENTS_KEPT
+        assert len(worker.generator._acknowledged) == ACKNOWLEDGEMENTS_KEPT
 
     played(worker, scenario)
 
@@ -233,7 +234,7 @@ def test_a_corrupted_tensor_closes_the_gate_for_good():
                 WeightsMismatch, match=r"earlier weight change failed, .* while changing weights: version 2"
             ):
                 await worker.run(assignment(version))
-        assert worker.acknowledged == Acknowledged("rollout-0", 1, hash_of(1))
+        assert worker.generator.acknowledged == Acknowledged("rollout-0", 1, hash_of(1))
 
     played(worker, scenario)
     assert shelf.pulls == [1, 2]
@@ -244,7 +245,7 @@ def test_a_replica_served_one_version_late_starts_nothing_on_it():
     worker = worker_of(shelf)
     with pytest.raises(WeightsMismatch, match="asked for version 2 or newer, and got 1"):
         played(worker, lambda: worker.run(assignment(2)))
-    assert worker.acknowledged is None
+    assert worker.generator.acknowledged is None
 
 
 def test_a_probe_that_the_engine_answers_otherwise_stops_the_replica_and_names_both_versions():
@@ -257,7 +258,7 @@ def test_a_probe_that_the_engine_answers_otherwise_stops_the_replica_and_names_b
         shelf.probe = Probe((1, 2, 3), (-0.5, 0.0))  # the scripted engine says 0 of every token
         with pytest.raises(WeightsMismatch, match=r"version 2: .* by 0\.25 .* before the change it held version 1"):
             await worker.run(assignment(2))
-        assert worker.acknowledged == Acknowledged("rollout-0", 1, hash_of(1))
+        assert worker.generator.acknowledged == Acknowledged("rollout-0", 1, hash_of(1))
 
     played(worker, scenario)
 
@@ -268,7 +269,7 @@ def test_a_group_running_under_a_corrupted_change_is_not_returned():
 
     async def scenario() -> None:
         running = asyncio.create_task(worker.run(assignment(0)))
-        await until(lambda: worker._engine.stats().num_tokens == 4)
+        await until(lambda: worker.generator._engine.stats().num_tokens == 4)
         shelf.put(1)
         shelf.corrupted = True
         with pytest.raises(WeightsMismatch):

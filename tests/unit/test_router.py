@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rlsys.contracts import Busy, RolledOut
 from rlsys.errors import WorkerDied
 from rlsys.schedule.router import KV_FULL, OVERLOAD, Load, Router, choose, request_weight
-from rlsys.types import Assignment, EngineStats, Task
+from rlsys.types import Acknowledged, Assignment, EngineStats, Task
 from tests.groups import group
 from workers.pools import Member, Supply
 from workers.rollouts import RolloutPool
@@ -231,7 +231,8 @@ class Actor:
 
     class held:  # noqa: N801  (a method of an actor handle)
         @staticmethod
-        async def remote() -> None: ...
+        async def remote() -> dict[str, Acknowledged]:
+            return {}
 
 
 class Told(RolloutPool):
