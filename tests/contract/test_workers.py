@@ -284,20 +284,20 @@ def test_a_dead_reward_worker_is_named_and_replaced_and_judges_the_same(kit):
 
 def test_an_episode_of_one_group_takes_the_place_of_one_of_another_with_all_that_is_its_own(kit, tmp_path):
     async def scenario() -> None:
-        await published(kit, 9)
-        donor = await judged(kit, await rolled_out(kit, version=9, serial=41))
-        await published(kit, 10)
-        group = await judged(kit, await rolled_out(kit, version=10, serial=42))
+        await published(kit, 14)
+        donor = await judged(kit, await rolled_out(kit, version=14, serial=41))
+        await published(kit, 15)
+        group = await judged(kit, await rolled_out(kit, version=15, serial=42))
         grafted = await kit.workers.rewards.graft(Graft(group, 1, donor, 3))
         before, given = [await turns_of(kit, g, tmp_path) for g in (group, donor)]
         expected = [*before[:1], given[3], *before[2:]]
         assert await turns_of(kit, replace(grafted, replica="composed"), tmp_path) == expected
         assert grafted.episodes == (*group.episodes[:1], donor.episodes[3], *group.episodes[2:])
-        assert {(a.replica, a.version) for a in grafted.weights} == {(donor.replica, 9), (group.replica, 10)}
+        assert {(a.replica, a.version) for a in grafted.weights} == {(donor.replica, 14), (group.replica, 15)}
         num_given = len(given[3].output_ids)
         assert [(s.version, s.num_tokens) for s in grafted.versions] == [
-            (9, num_given),
-            (10, sum(len(turn.output_ids) for turn in expected) - num_given),
+            (14, num_given),
+            (15, sum(len(turn.output_ids) for turn in expected) - num_given),
         ]
         assert (grafted.serial, grafted.columns) == (42, {})
         assert (await judged(kit, grafted)).num_ok == SIZE, "it is a group like any other"
@@ -308,8 +308,8 @@ def test_an_episode_of_one_group_takes_the_place_of_one_of_another_with_all_that
 def test_a_reward_worker_that_died_grafts_nothing_and_another_does_the_same(kit, tmp_path):
     async def scenario() -> None:
         rewards = kit.workers.rewards
-        await kit.workers.actor.publish(11)
-        group, donor = [await judged(kit, await rolled_out(kit, version=11, serial=s)) for s in (43, 44)]
+        await kit.workers.actor.publish(16)
+        group, donor = [await judged(kit, await rolled_out(kit, version=16, serial=s)) for s in (43, 44)]
         before = await rewards.graft(Graft(group, 0, donor, 0))
         kit.kill_reward()
         with pytest.raises(WorkerDied) as raised:
@@ -339,10 +339,10 @@ def test_restarting_a_worker_that_never_was_changes_nothing(kit, kind):
 
 def test_an_arrival_tells_what_came_and_says_the_same_to_everyone_who_asks(kit):
     async def scenario() -> None:
-        receipt = await kit.workers.actor.publish(15)
-        first, second = await asyncio.gather(*(kit.workers.relays.arrival(15) for _ in range(2)))
-        assert first == second == await kit.workers.relays.arrival(15)
-        assert (first.version, first.num_bytes) == (15, receipt.num_bytes)
+        receipt = await kit.workers.actor.publish(17)
+        first, second = await asyncio.gather(*(kit.workers.relays.arrival(17) for _ in range(2)))
+        assert first == second == await kit.workers.relays.arrival(17)
+        assert (first.version, first.num_bytes) == (17, receipt.num_bytes)
         assert 0 <= first.num_sent <= first.num_bytes and first.seconds >= 0
 
     kit.play(scenario())
