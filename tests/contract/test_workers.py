@@ -30,8 +30,9 @@ TASK = Task(id="t", prompt="312>", answer="123")
 
 @dataclass
 class Kit:
-    """Workers of one make, and how to kill the next one of a kind that is given work."""
+    """Workers of one make, in an event loop of their own, and how to kill the next one of a kind that is given work."""
 
+    runner: asyncio.Runner
     workers: Workers
     algorithm: Algorithm
     kill_rollout: Callable[[], None]
@@ -39,15 +40,19 @@ class Kit:
     kill_evaluation: Callable[[], None]
 
     def play(self, scenario: Coroutine[object, object, T]) -> T:
-        return asyncio.run(asyncio.wait_for(scenario, 60))
+        return self.runner.run(asyncio.wait_for(scenario, 60))
 
 
 @pytest.fixture(params=["fakes", "ray"])
-def kit(request: pytest.FixtureRequest) -> Kit:
-    return fakes() if request.param == "fakes" else request.getfixturevalue("on_ray")
+def kit(request: pytest.FixtureRequest) -> Iterator[Kit]:
+    if request.param == "fakes":
+        with asyncio.Runner() as runner:
+            yield fakes(runner)
+    else:
+        yield request.getfixturevalue("on_ray")
 
 
-def fakes() -> Kit:
+def fakes(runner: asyncio.Runner) -> Kit:
     rollout_faults: dict[int, Fault] = {}
     reward_faults: dict[int, Fault] = {}
     eval_faults: dict[int, Fault] = {}
@@ -67,6 +72,7 @@ def fakes() -> Kit:
     assert isinstance(rollouts, FakeRollouts) and isinstance(rewards, FakeRewards)
     assert isinstance(evaluation, FakePinnedRollouts)
     return Kit(
+        runner,
         workers,
         RewardAsAdvantage(),
         lambda: rollout_faults.update({rollouts.num_calls: Fault.DIES}),
@@ -81,15 +87,17 @@ def on_ray(cluster, model_path: Path, data_path: Path, tmp_path_factory: pytest.
     crew = Crew.of(config_of(model_path, data_path, tmp_path_factory.mktemp("runs"), evaluation))
     pinned = crew.evaluation
     assert pinned is not None
-    asyncio.run(crew.ready())
-    yield Kit(
-        crew.workers(),
-        GRPO(group_size=SIZE),
-        lambda: ray.kill(crew.rollouts.members[0].actor),
-        lambda: ray.kill(crew.rewards.members[0].actor),
-        lambda: ray.kill(pinned.members[0].actor),
-    )
-    asyncio.run(crew.close())
+    with asyncio.Runner() as runner:
+        runner.run(crew.ready())
+        yield Kit(
+            runner,
+            crew.workers(),
+            GRPO(group_size=SIZE),
+            lambda: ray.kill(crew.rollouts.members[0].actor),
+            lambda: ray.kill(crew.rewards.members[0].actor),
+            lambda: ray.kill(pinned.members[0].actor),
+        )
+        runner.run(crew.close())
 
 
 def assignment(serial: int = 0, version: int = 0) -> Assignment:
