@@ -350,7 +350,8 @@ def test_threads_that_hang_are_bounded_and_the_bound_says_what_to_do():
         over.set()
         while any(thread.name == "blocks" for thread in threading.enumerate()):  # noqa: ASYNC110  (threads end)
             await asyncio.sleep(0)
-        return (await box.run([call]))[0]
+        patient = Toolbox(tool(blocks, timeout_s=30))
+        return (await patient.run([call]))[0]
 
     assert asyncio.run(scenario()).outcome == "ok", "once they are over, there is room again"
 
