@@ -28,6 +28,7 @@ from itertools import groupby, product
 from pathlib import Path
 
 from benchmarks.measure import marks_of
+from examples.finished import append, rows
 from examples.imitation import Recipe
 from examples.lead_subagents.prepare import prepare
 
@@ -97,8 +98,8 @@ def run(trial: Trial) -> Result:
         command += [f"eval.data.held_out={prepared / 'eval.jsonl'}", f"eval.every={trial.steps}"]
         metrics = Path(folder) / "run" / "metrics.jsonl"
         (end,) = marks_of(command, ENV, metrics, [trial.steps + 2])  # a row for every step and both evaluations
-        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return result_of(trial, rows, end.cpu_s)
+        measured = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return result_of(trial, measured, end.cpu_s)
 
 
 def result_of(trial: Trial, rows: Sequence[dict[str, float]], cpu_s: float) -> Result:
@@ -109,16 +110,8 @@ def result_of(trial: Trial, rows: Sequence[dict[str, float]], cpu_s: float) -> R
 
 def read(path: Path) -> Iterator[Result]:
     """The runs that are done."""
-    for line in path.read_text().splitlines() if path.exists() else []:
-        row = json.loads(line)
+    for row in rows(path):
         yield Result(**{**row, "trial": Trial(**row["trial"])})
-
-
-def append(path: Path, result: Result) -> None:
-    """Add a run to those that are done."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as lines:
-        lines.write(json.dumps(asdict(result)) + "\n")
 
 
 def table_of(results: Iterable[Result]) -> Iterator[str]:

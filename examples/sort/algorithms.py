@@ -26,6 +26,7 @@ from statistics import fmean
 
 from benchmarks.measure import marks_of
 from examples.curve import running_mean
+from examples.finished import append, rows
 from examples.sort.prepare import Recipe, prepare
 
 GOAL = 0.9
@@ -98,8 +99,8 @@ def run(trial: Trial) -> Result:
         command += [f"eval.data.held_out={prepared / 'eval.jsonl'}"]
         metrics = Path(folder) / "run" / "metrics.jsonl"
         (end,) = marks_of(command, ENV, metrics, [trial.steps])
-        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return result_of(trial, [row for row in rows if "reward/mean" in row], end.cpu_s)
+        measured = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return result_of(trial, [row for row in measured if "reward/mean" in row], end.cpu_s)
 
 
 def result_of(trial: Trial, rows: Sequence[dict[str, float]], cpu_s: float) -> Result:
@@ -118,16 +119,8 @@ def result_of(trial: Trial, rows: Sequence[dict[str, float]], cpu_s: float) -> R
 
 def read(path: Path) -> Iterator[Result]:
     """The runs that are done."""
-    for line in path.read_text().splitlines() if path.exists() else []:
-        row = json.loads(line)
+    for row in rows(path):
         yield Result(**{**row, "trial": Trial(**row["trial"])})
-
-
-def append(path: Path, result: Result) -> None:
-    """Add a run to those that are done."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as lines:
-        lines.write(json.dumps(asdict(result)) + "\n")
 
 
 def table_of(results: Iterable[Result]) -> Iterator[str]:

@@ -379,9 +379,11 @@ def test_sync_tools_run_a_bounded_number_at_a_time():
 
 def test_cancelling_the_episode_cancels_its_tools():
     cancelled: list[int] = []
+    began = asyncio.Semaphore(0)
 
     async def waits() -> None:
         """Waits for ever."""
+        began.release()
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -390,7 +392,8 @@ def test_cancelling_the_episode_cancels_its_tools():
 
     async def scenario() -> None:
         running = asyncio.create_task(Toolbox(waits).run([ToolCall("waits", {}, "c")] * 2))
-        await asyncio.sleep(0.01)
+        await began.acquire()
+        await began.acquire()
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
