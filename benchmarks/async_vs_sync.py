@@ -26,7 +26,7 @@ from statistics import fmean
 
 from benchmarks.measure import print_result, spread
 from examples.sort.prepare import Recipe, prepare
-from rlsys.events import STALENESS_BUCKETS
+from rlsys.metrics import STALENESS_BUCKETS
 
 BOUNDS = (0, 1, 2, 4)
 SKIPPED_STEPS = 6

@@ -60,6 +60,8 @@ class RolledOut:
     them."""
     others: tuple[Group, ...] = ()
     """In a run of several policies: the same group as each further one that is trained sees it."""
+    pulls: tuple[Busy, ...] = ()
+    """When the replica took in weights, as far as it has not said so yet; on the clock of `busy`."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,10 @@ class Rollouts(Protocol):
         ...
 
     async def loads(self) -> Sequence[ReplicaLoad]:
-        """What each live replica is doing now."""
+        """What each live replica is doing now.
+
+        To ask changes nothing: a replica that is dead, or does not answer, is left out, and that is all.
+        """
         ...
 
     async def move(self, source: str, to: str) -> int:
@@ -223,8 +228,8 @@ class Actor(Protocol):
         groups: Sequence[Group],
         assigned: Sequence[Sequence[Assigned]],
     ) -> None:
-        """Write the groups a step trained, for people to read: what was asked, said, judged, and what was made of
-        it. Raises `PayloadLost`."""
+        """Write the groups that the last step trained, for people and for `rlsys replay`: what was asked, said and
+        judged, and what was made of it. Raises `PayloadLost`."""
         ...
 
     async def save_groups(self, path: Path, groups: Sequence[Group]) -> None:

@@ -8,6 +8,7 @@
     evaluate   pinned weights      measures           its own replicas and rewards   those answering
     supervise  dead relays         filled relays      a relay to die                 never; cancelled at the end
     repack     loads of replicas   moves              a publish, or `repack_s`       never; cancelled at the end
+    look       loads and places    events             `look_s`                       never; cancelled at the end
     watch      silence             NoProgress         the no-progress limit          never; cancelled at the end
 
 It decides; it never touches the bytes of a group. Synchronous RL is `max_staleness: 0` of this loop; there is no other.
@@ -27,9 +28,18 @@ from rlsys.contracts import Busy, Workers
 from rlsys.curation import Graft
 from rlsys.errors import DeadlineExceeded, NoProgress, NoSignal, PayloadLost, RunAborted, WorkerDied, first_of
 from rlsys.evaluation import Evaluation
-from rlsys.events import CheckpointSaved, EpisodeGrafted, Events, StepDone, WorkerFailed, WorkerRestarted
+from rlsys.events import (
+    CheckpointSaved,
+    EpisodeGrafted,
+    Events,
+    GroupIssued,
+    RolloutsWritten,
+    StepDone,
+    WorkerFailed,
+    WorkerRestarted,
+)
 from rlsys.failures import FailurePolicy
-from rlsys.learner import BatchShape, Learned, Learner
+from rlsys.learner import REFERENCE, BatchShape, Learned, Learner
 from rlsys.ledger import Ledger
 from rlsys.losses import Losses
 from rlsys.persistence import GivenUp, Persistence
@@ -38,7 +48,9 @@ from rlsys.repacking import Repacker
 from rlsys.resumable import Resumable
 from rlsys.stepmetrics import Progress, StepClock, step_metrics
 from rlsys.table import EPISODES, REWARD, Row
+from rlsys.telling import group_judged, group_rolled_out, tell_busy
 from rlsys.types import Assignment, Group, PolicyVersion, Task
+from rlsys.watching import Watching
 from rlsys.weights import WeightSync
 
 ANNOTATED_AT_ONCE = 8
@@ -71,10 +83,12 @@ class Driver:
     """None where nothing is to be gained by moving trajectories."""
     progress: Progress = field(default_factory=Progress)
     """What the no-progress limit goes by."""
+    look_s: float = 0
+    """Seconds between two looks at replicas and queue, for events; 0: nobody looks."""
     _stopping: bool = False
 
     def __post_init__(self) -> None:
-        self._clock = StepClock(self.progress)
+        self._clock = StepClock(self.progress, self.events)
         self._persistence = Persistence(self.events)
         self._losses = Losses(self.queue, self.ledger, self.failures, self.events)
         failed = self.run_dir / "failed"
@@ -97,6 +111,8 @@ class Driver:
                 if self.repacker:
                     self.repacker.published(start)
                     others.append(loops.create_task(self.repacker.run()))
+                if self.look_s:
+                    others.append(loops.create_task(self._watching.run()))
                 version = await self._learn(start)
                 if not self._stopping:  # whoever stops a run may have stopped its cluster too
                     await self.weights.settled()
@@ -133,8 +149,13 @@ class Driver:
         while True:
             async with self.queue.permit() as permit:
                 with self._clock.producing():
-                    await self._fill(permit, self.ledger.issue(permit.version))
+                    await self._fill(permit, self._issued(permit.version))
             self._clock.progress()
+
+    def _issued(self, version: PolicyVersion) -> Assignment:
+        assignment = self.ledger.issue(version)
+        self.events.emit(GroupIssued(assignment.serial, assignment.task.id, version, assignment.size))
+        return assignment
 
     async def _fill(self, permit: Permit, assignment: Assignment) -> None:
         """Roll out and judge a group, or give it up where the failure policy says so."""
@@ -156,10 +177,12 @@ class Driver:
         row = permit.open(assignment.serial)
         self.ledger.lease(assignment.serial)
         rolled_out = await self.workers.rollouts.run(assignment)
+        self._clock.add("rollout", rolled_out.busy)  # at once, for its answer tells what its clock says now
+        tell_busy(self.events, "pulling", rolled_out.pulls, answered_s=rolled_out.busy.end_s)
         await self.weights.verify(rolled_out.group)
-        self._clock.add("rollout", rolled_out.busy)
         self._clock.offer(rolled_out.group, rolled_out.waited_s)
-        permit.put(EPISODES, rolled_out.group)
+        if permit.put(EPISODES, rolled_out.group):
+            self.events.emit(group_rolled_out(rolled_out))
         return row
 
     async def _judged(self, task: Task, row: Row) -> Group:
@@ -189,6 +212,7 @@ class Driver:
     async def _hand_in(self, permit: Permit, group: Group, graft: Graft | None) -> None:
         """Give a judged group to the learner. Raises `NothingToTrain` and `NoSignal` if it is of no use."""
         if not permit.is_over:
+            self.events.emit(group_judged(group))
             self._learner.check(group)
             if graft is not None and group is not graft.group:
                 permit.renew(group)
@@ -213,7 +237,7 @@ class Driver:
             except PayloadLost as error:
                 self.queue.put_back(signal, self._losses.issue_again(error, rows))
                 continue
-            self._clock.add("annotate", Busy(signal, began, loop.time()))
+            self._clock.add("annotate", Busy(REFERENCE, began, loop.time()))
             for row, group in zip(rows, groups, strict=True):
                 self.queue.put(row, signal, group.columns[signal])
             self._clock.progress()
@@ -245,7 +269,7 @@ class Driver:
                 metrics["async/moved"] = self.repacker.num_moved
             metrics |= self.ledger.curation.metrics()
             version += 1
-            self.events.emit(StepDone(version, metrics))
+            self.events.emit(StepDone(version, metrics, tuple(row.serial for row in rows)))
             await self._maybe_save(version)
             await self._record(version, tasks, learned)
             await self._evaluate(version)
@@ -280,9 +304,12 @@ class Driver:
         if self.rollouts_every and step % self.rollouts_every == 0:
             path = self.run_dir / "rollouts" / f"step_{step:06d}.jsonl"
             try:
-                await self.workers.actor.record(path, step, tasks, learned.groups, learned.assigned)
+                with self._clock.span("record"):
+                    await self.workers.actor.record(path, step, tasks, learned.groups, learned.assigned)
             except PayloadLost as error:  # they are trained: all that is missing is this file
                 self.events.emit(WorkerFailed("actor-0", f"writing {path.name}", str(error)))
+            else:
+                self.events.emit(RolloutsWritten(step, str(path)))
 
     async def _maybe_save(self, step: int) -> None:
         is_last = step >= self.steps or self._stopping
@@ -292,6 +319,10 @@ class Driver:
         with self._clock.span("checkpoint"):
             path = await self._resumable.save(step, self._learner.past, self._losses.issue_again)
         self.events.emit(CheckpointSaved(step, str(path), asyncio.get_running_loop().time() - began))
+
+    @property
+    def _watching(self) -> Watching:
+        return Watching(self.workers.rollouts, self.queue, self.ledger, self.events, self.look_s)
 
     @property
     def _resumable(self) -> Resumable:

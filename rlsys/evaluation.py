@@ -22,6 +22,7 @@ from rlsys.failures import Abort, Decision, FailurePolicy
 from rlsys.measures import Measures, measures_of
 from rlsys.persistence import Persistence
 from rlsys.seeds import group_seed
+from rlsys.telling import tell_busy
 from rlsys.types import Assignment, Group, PolicyVersion, Task
 from rlsys.weights import WeightSync
 
@@ -96,9 +97,12 @@ class Evaluator:
     async def _attempt(self, assignment: Assignment, check: Callable[[Group], Awaitable[None]] | None) -> Group | None:
         async def rolled_out() -> Group | None:
             try:
-                group = (await self.rollouts.run(assignment)).group
+                done = await self.rollouts.run(assignment)
             except TaskTooLong:
                 return None
+            group, busy = done.group, done.busy
+            tell_busy(self.events, "pulling", done.pulls, answered_s=busy.end_s)
+            tell_busy(self.events, "evaluating", [busy], answered_s=busy.end_s)
             if check is not None:
                 await check(group)
             return group
@@ -108,6 +112,7 @@ class Evaluator:
         if group is None:
             return None
         judged = await persist(self.rewards, lambda: self.rewards.score(task, group), self._decide)
+        tell_busy(self.events, "judging", [judged.busy], answered_s=judged.busy.end_s)
         return group.with_scores(judged.scores)
 
     def _decide(self, error: RlsysError, attempt: int) -> Decision:

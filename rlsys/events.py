@@ -13,8 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias
 
 from rlsys.types import PolicyVersion
 
@@ -57,7 +56,67 @@ class StepDone:
     step: int
     """Steps behind the weights now, which is also their version."""
     metrics: Mapping[str, float]
-    """Metric name -> value; the names are those of `METRICS`."""
+    """Metric name -> value; the names are those of `rlsys.metrics.METRICS`."""
+    serials: tuple[int, ...] = ()
+    """Groups it trained, in the order of its batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupIssued:
+    """A permit was taken and a task drawn: the group is to be rolled out. Told again if it is issued again."""
+
+    kind: ClassVar[str] = "group_issued"
+    serial: int
+    task_id: str
+    version: PolicyVersion
+    """No token of it may be older."""
+    size: int
+    """Episodes it will have."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlaced:
+    """A group is being rolled out there. Found by looking every few seconds: what is done sooner is not told."""
+
+    kind: ClassVar[str] = "group_placed"
+    serial: int
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRolledOut:
+    """All episodes of a group were played."""
+
+    kind: ClassVar[str] = "group_rolled_out"
+    serial: int
+    task_id: str
+    worker: str
+    """The replica."""
+    oldest: PolicyVersion
+    newest: PolicyVersion
+    """Of the versions its tokens were sampled from."""
+    lengths: tuple[int, ...]
+    """Tokens sampled in each episode, by all its agents."""
+    num_truncated: int
+    """Episodes in which somebody was cut at the token limit."""
+    seconds: float
+    """At the replica, from its start to its end."""
+    waited_s: float
+    """Before that, for weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupJudged:
+    """Every episode of a group has its reward, or the reason why not.
+
+    The group waits to be trained, unless a `GroupDropped` follows: there may be nothing to learn in it.
+    """
+
+    kind: ClassVar[str] = "group_judged"
+    serial: int
+    task_id: str
+    rewards: tuple[float | None, ...]
+    """Of each episode's root; None: it failed, or has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +239,70 @@ class EvalDone:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerBusy:
+    """A worker was at work on one thing. What is between is idleness."""
+
+    kind: ClassVar[str] = "worker_busy"
+    worker: str
+    activity: str
+    """One of `ACTIVITIES`."""
+    start_s: float
+    end_s: float
+    """Unix seconds on the driver's clock; they may be off by what a message takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSeen:
+    """What a replica holds and does, found by looking every few seconds; told when it changes, and now and then."""
+
+    kind: ClassVar[str] = "replica_seen"
+    worker: str
+    version: PolicyVersion
+    is_loading: bool
+    """Is it taking in weights?"""
+    num_running: int
+    """Sequences or groups that it is decoding."""
+    num_waiting: int
+    kv_used: float
+    """Share of its cache slots, 0 to 1."""
+    num_tokens: int
+    """Sampled since it started."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSeen:
+    """What is in the pipe, found by looking every few seconds; told when it changes."""
+
+    kind: ClassVar[str] = "queue_seen"
+    num_open: int
+    """Groups that are issued, and neither trained nor dropped."""
+    num_finished: int
+    """Those of them that wait to be trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutsWritten:
+    """The groups of a step can be read, for people: `rlsys.record.read_rollouts`."""
+
+    kind: ClassVar[str] = "rollouts_written"
+    step: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class AlertRaised:
+    """Something looks wrong, and what to do about it; see `rlsys.alerts`."""
+
+    kind: ClassVar[str] = "alert_raised"
+    alert: str
+    """Its name, e.g. `entropy_collapse`."""
+    step: int
+    value: float
+    threshold: float
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunEnded:
     """The last event of a run. `reason`: `finished`, `interrupted` or `failed`; `detail` is the error's text."""
 
@@ -194,6 +317,10 @@ Event: TypeAlias = (
     | EngineChosen
     | PhaseDone
     | StepDone
+    | GroupIssued
+    | GroupPlaced
+    | GroupRolledOut
+    | GroupJudged
     | GroupDropped
     | GroupReissued
     | EpisodeGrafted
@@ -204,8 +331,28 @@ Event: TypeAlias = (
     | TrajectoriesMoved
     | CheckpointSaved
     | EvalDone
+    | WorkerBusy
+    | ReplicaSeen
+    | QueueSeen
+    | RolloutsWritten
+    | AlertRaised
     | RunEnded
 )
+
+ACTIVITIES: Mapping[str, str] = {
+    "generating": "a replica played a group",
+    "pulling": "a replica took in new weights",
+    "evaluating": "a replica of the evaluation lane played a group",
+    "judging": "a reward worker judged a group",
+    "annotating": "an annotator added a column to groups",
+    "fetching": "the trainer's ranks fetched the data of a step",
+    "preparing": "columns were made that need the whole step",
+    "training": "the actor or the critic took its step",
+    "publishing": "the actor handed its weights over",
+    "recording": "the actor wrote the rollouts of a step for people",
+    "saving": "a checkpoint was written",
+}
+"""What `WorkerBusy` tells of: name -> meaning."""
 
 
 class Sink(Protocol):
@@ -233,6 +380,10 @@ class Events:
         """Hand `sink` every event from now."""
         self._sinks.append(sink)
 
+    def now(self) -> float:
+        """The time on the clock that events are stamped with."""
+        return self._clock()
+
     def emit(self, event: Event) -> None:
         """Tell every sink."""
         time_s = self._clock()
@@ -251,189 +402,3 @@ class Events:
         except Exception as error:  # noqa: BLE001  (the boundary between training and observers)
             self._sinks.remove(sink)
             sys.stderr.write(f"rlsys: {type(sink).__name__} is off for the rest of the run: {error!r}\n")
-
-
-class Metric(NamedTuple):
-    """What a metric means, for tables, tooltips and trackers."""
-
-    unit: str
-    help: str
-
-
-STALENESS_BUCKETS: Mapping[str, str] = {
-    "s0": "tokens sampled from the version trained",
-    "s1": "tokens one version old",
-    "s2": "tokens two versions old",
-    "s3": "tokens three versions old",
-    "s4plus": "tokens four or more versions old",
-}
-"""Name -> meaning of what `sampler/*` is reported for again, e.g. as `sampler/s1/ess`, and of the staleness histogram,
-e.g. `async/staleness/s1`; the index is the staleness."""
-
-_SAMPLER: Mapping[str, Metric] = {
-    "logp_diff_mean": Metric("nats", "mean |logprob of the trainer - logprob of the engine| of trained tokens"),
-    "logp_diff_max": Metric("nats", "largest such difference; those above 20 count as 20"),
-    "mismatch_kl": Metric("nats", "KL from the engine's distribution to the trainer's, per token"),
-    "ratio_p01": Metric("", "1st percentile of the probability ratio of tokens, trainer over engine"),
-    "ratio_p50": Metric("", "median of that ratio"),
-    "ratio_p99": Metric("", "99th percentile of that ratio"),
-    "ratio_max": Metric("", "largest such ratio"),
-    "ess": Metric("share", "effective sample size under that ratio: 1 if all tokens weigh the same"),
-}
-
-METRICS: Mapping[str, Metric] = {
-    "step": Metric("", "optimizer steps taken, also the version of the weights"),
-    "loss": Metric("", "loss of the policy over the whole batch, as the algorithm averages it; mean over updates"),
-    "reward/mean": Metric("", "mean reward of the episodes trained"),
-    "reward/std": Metric("", "standard deviation of their rewards"),
-    "reward/min": Metric("", "lowest reward"),
-    "reward/max": Metric("", "highest reward"),
-    "reward/failed_frac": Metric("share", "episodes that could not be judged or played, and so were left out"),
-    "reward/by/*": Metric("", "mean of what one reward function gave where it applied, before its weight"),
-    "agents/per_episode": Metric("agents", "mean over the episodes trained, the root and failed ones counted"),
-    "agents/failed_frac": Metric("share", "agents besides the root that failed alone, so that they were left out"),
-    "agents/tool_calls": Metric("calls", "calls of tools in an episode, by all its agents, mean"),
-    "agents/sequential_tokens": Metric(
-        "tokens", "sampled on the longest chain of an episode, in which each waits for the one before, mean"
-    ),
-    "agents/reward/*": Metric("", "mean reward of the agents of one name besides the root, where they have their own"),
-    "group/frac_zero_std": Metric("share", "groups whose rewards are all equal and teach nothing"),
-    "kto/desirable_frac": Metric("share", "samples whose reward makes them desirable"),
-    "kto/z0": Metric("nats", "reference point: mean log-ratio to the reference over mismatched pairs, at least 0"),
-    "kto/margin": Metric("", "beta (r - z0), negated for undesirable samples; mean over tokens, positive once learned"),
-    "kto/clip_frac": Metric("share", "tokens of samples that moved further than `clip` since they were drawn"),
-    "kto/saturated_frac": Metric("share", "tokens of samples whose gradient is below a tenth of its maximum"),
-    "kto/reward_desirable": Metric("", "implicit reward beta r of desirable samples at the start of the step, mean"),
-    "kto/reward_undesirable": Metric("", "the same of undesirable samples"),
-    "policy/kl_ref": Metric("nats", "KL from the policy to the reference, mean over the tokens as sampled, unweighted"),
-    "policy/ratio_mean": Metric("", "mean of the probability ratio that the loss takes"),
-    "policy/clip_frac_low": Metric("share", "tokens whose ratio was clipped at its lower bound"),
-    "policy/clip_frac_high": Metric("share", "tokens whose ratio was clipped at its upper bound"),
-    "policy/clip_frac_dual": Metric("share", "tokens of negative advantage whose ratio was clipped at dual_clip"),
-    "policy/entropy": Metric("nats", "mean entropy of the next-token distribution"),
-    "policy/*_truncated_frac": Metric(
-        "share", "tokens whose importance weight was truncated to the cap, by correction"
-    ),
-    "policy/*_masked_frac": Metric("share", "tokens left out because they are too far off-policy, by correction"),
-    "policy/trains_negatives": Metric(
-        "", "1 if trajectories of negative advantage are trained, 0 if they are left out"
-    ),
-    "batch/samples_left_out": Metric("samples", "left out of the step, so that a multiple of samples_multiple remains"),
-    **{f"sampler/{name}": metric for name, metric in _SAMPLER.items()},
-    **{
-        f"sampler/{bucket}/{name}": Metric(metric.unit, f"{metric.help}; {tokens}")
-        for bucket, tokens in STALENESS_BUCKETS.items()
-        for name, metric in _SAMPLER.items()
-    },
-    "sampler/probe_diff": Metric("nats", "mean |logprob of trainer - engine| after a weight change, worst replica"),
-    "completions/length_mean": Metric("tokens", "mean tokens sampled in a trajectory"),
-    "completions/length_p50": Metric("tokens", "median of the tokens sampled in a trajectory"),
-    "completions/length_p90": Metric("tokens", "90th percentile of them"),
-    "completions/length_max": Metric("tokens", "most tokens sampled in a trajectory"),
-    "completions/offered_length_mean": Metric(
-        "tokens", "the same over all groups rolled out during the step, trained or not: mean"
-    ),
-    "completions/offered_length_p50": Metric("tokens", "median of those offered"),
-    "completions/offered_length_p90": Metric("tokens", "90th percentile of those offered"),
-    "completions/offered_length_max": Metric("tokens", "most of those offered"),
-    "completions/truncated_frac": Metric("share", "trajectories cut off at the token limit"),
-    "async/staleness_mean": Metric("versions", "mean staleness of the tokens trained"),
-    "async/staleness_max": Metric("versions", "largest staleness of any of them; never above the bound"),
-    **{
-        f"async/staleness/{bucket}": Metric("share", f"of the tokens trained: {tokens}")
-        for bucket, tokens in STALENESS_BUCKETS.items()
-    },
-    "async/num_versions": Metric("versions", "versions that groups rolled out during the step were sampled from"),
-    "async/dropped": Metric("groups", "groups dropped since the run began, for any reason"),
-    "async/dropped_stale": Metric("groups", "those of them that were too stale to train; should read 0"),
-    "async/reissued": Metric(
-        "", "attempts at groups since the run began, beyond the first of each: what they had was lost"
-    ),
-    "async/refused": Metric(
-        "", "columns handed in since the run began for an attempt that was over, or twice; never trained"
-    ),
-    "async/moved": Metric("groups", "groups moved between replicas since the run began; see rollout.repack_s"),
-    "async/queue_depth": Metric("groups", "groups that waited to be trained when the step ended"),
-    "curation/no_signal": Metric(
-        "groups", "dropped since the run began, and replaced: the algorithm found nothing to learn in them"
-    ),
-    "curation/smaller_groups": Metric(
-        "groups", "given fewer episodes since the run began, because their task mostly succeeds"
-    ),
-    "curation/passed_over": Metric("tasks", "passed over since the run began; one counts each time"),
-    "curation/grafted": Metric("groups", "that failed altogether since the run began, and got a stored success"),
-    "curation/too_old": Metric(
-        "groups", "that failed altogether since the run began, with a stored success too old for the staleness bound"
-    ),
-    "curation/stored": Metric("", "successes that are stored"),
-    "time/step": Metric("s", "wall time of the step"),
-    "time/rollout": Metric("s", "the busiest replica was at work on groups that came in during the step"),
-    "time/reward": Metric("s", "the busiest reward worker was at work on groups that came in during the step"),
-    "time/fetch": Metric("s", "the ranks of actor and critic fetched the data of the step"),
-    "time/columns": Metric("s", "columns were made that need the whole step: values, mismatched pairs"),
-    "time/train": Metric("s", "the step of the policy, then that of the critic; each on its slowest rank"),
-    "time/publish": Metric("s", "handing the weights over; the trainer waits meanwhile"),
-    "time/annotate": Metric("s", "the busiest annotator added columns the algorithm asked for, beside everything else"),
-    "time/wait_batch": Metric("s", "the trainer waited for groups with all their columns"),
-    "time/weights_wait": Metric("s", "a group waited at its replica for weights, mean over those of the step"),
-    "time/wait_permit": Metric("s", "no group was being produced at all: rollouts waited for the trainer"),
-    "time/checkpoint": Metric("s", "writing a checkpoint after the step before"),
-    "time/eval_wait": Metric(
-        "s", "the trainer waited for an evaluation before the step: to pin its weights, or to end"
-    ),
-    "eval/*/mean": Metric("", "mean reward of an evaluation: over its tasks, of the mean of their samples"),
-    "eval/*/mean_ci95": Metric("", "half width of the 95 % confidence interval of that mean, over tasks"),
-    "eval/*/pass@*": Metric("share", "tasks solved by at least one of so many samples, unbiased estimate"),
-    "eval/*/truncated_frac": Metric("share", "samples of the evaluation cut at the token limit"),
-    "eval/*/failed_frac": Metric("share", "samples of the evaluation that could not be judged, and so were left out"),
-    "eval/*/length_mean": Metric("tokens", "mean tokens of a sample of the evaluation"),
-    "eval/*/num_tasks": Metric("tasks", "tasks with at least one judged sample"),
-    "eval/*/num_too_long": Metric("tasks", "tasks left out, because their prompt exceeds the limit"),
-    "eval/*/samples": Metric("", "samples per task"),
-    "driver/cpu_share": Metric("share", "CPU time of the driver over the wall time of the step"),
-    "perf/tokens_per_s": Metric("tokens/s", "trained tokens per second of wall time"),
-    "perf/samples_per_s": Metric("1/s", "trained episodes per second of wall time"),
-    "gac/cosine": Metric(
-        "", "cosine of an update's gradient with that of the update before, both raw; 0 for the first"
-    ),
-    "gac/parallel_share": Metric("share", "length of the part along the gradient before, of the whole: |gac/cosine|"),
-    "gac/cosine_after": Metric("", "the same cosine, of the gradient as it goes on to clipping and the optimizer"),
-    "gac/regime": Metric(
-        "",
-        "what it called for: 0 nothing, 1 projection, 2 skipping; only done if stabilizer.enabled, mean over updates",
-    ),
-    "gac/skips_in_a_row": Metric("updates", "skipped without one between them, up to this one"),
-    "gac/c_low": Metric("", "largest |cosine| that is safe; not reported while it is being calibrated"),
-    "gac/c_high": Metric("", "|cosine| above which an update is skipped; not reported while it is being calibrated"),
-    "gac/update_cosine": Metric(
-        "", "cosine of the optimizer's own update, before any projection of it, with the one before; every 10th update"
-    ),
-    "critic/loss": Metric("", "loss of the critic, mean over the updates of the step"),
-    "critic/explained_variance": Metric(
-        "share", "of the returns, by the values before the step: 1 - Var(returns - values) / Var(returns)"
-    ),
-    "critic/value_mean": Metric("", "mean value of the states before trained tokens, before the step"),
-    "critic/grad_norm": Metric("", "norm of the critic's gradient before clipping, mean over the updates of the step"),
-    "critic/clip_frac": Metric(
-        "share", "tokens whose value moved beyond value_clip, so that they teach the critic nothing"
-    ),
-    "critic/lr": Metric("", "learning rate of the critic in the step"),
-    "optim/grad_norm": Metric("", "norm of the gradient before clipping, mean over the updates of the step"),
-    "optim/lr": Metric("", "learning rate of the step"),
-}
-"""Every metric the framework and its own algorithms report: name -> unit and meaning.
-
-A `*` stands for any text: `eval/*/mean` for `eval/held_out/mean`.
-"""
-
-
-def metric_of(name: str) -> Metric | None:
-    """What `METRICS` says of a name, `reward/by/exact` for instance; None if nothing."""
-    if name in METRICS:
-        return METRICS[name]
-    return next((metric for key, metric in METRICS.items() if "*" in key and fnmatchcase(name, key)), None)
-
-
-def undocumented(names: Iterable[str]) -> list[str]:
-    """The names that `METRICS` does not explain, sorted. A run in the tests must have none."""
-    return sorted(name for name in set(names) if metric_of(name) is None)

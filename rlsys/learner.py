@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, Protocol, TypeAlias, TypeVar
 
 from rlsys.algorithm import Algorithm, Assigned, Settled, Signal
 from rlsys.batch.plan import BatchPlan, num_trained, plan_batch
@@ -28,6 +28,8 @@ from rlsys.stepmetrics import united
 from rlsys.types import Group, PolicyVersion, Ref
 
 T = TypeVar("T")
+REFERENCE = "reference"
+"""Name of the worker that makes columns of a frozen model."""
 _Advantages: TypeAlias = Sequence[Sequence[Assigned]]
 _Model: TypeAlias = Literal["actor", "critic"]
 
@@ -43,6 +45,18 @@ class BatchShape:
     """Optimizer updates of one step."""
     budget: int | None = None
     """Tokens that a sample's sum is divided by where an algorithm averages over a budget and names none."""
+
+    def plan(self, groups: Sequence[Group], assigned: Sequence[Sequence[Assigned]], algorithm: Algorithm) -> BatchPlan:
+        """Who trains what in a step of these groups, of which `assigned` are the advantages: see `plan_batch`."""
+        return plan_batch(
+            groups,
+            assigned,
+            algorithm.aggregation.with_budget(self.budget),
+            num_ranks=self.num_ranks,
+            max_tokens=self.max_tokens,
+            num_updates=self.num_updates,
+            has_pairs=any(signal.is_paired for signal in algorithm.signals),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +78,12 @@ class Learned:
         return sum(len({assigned.episode for assigned in of_group}) for of_group in self.assigned)
 
 
+class Span(Protocol):
+    """Counts the seconds of a block under `phase`, in which `workers` are at work; see `StepClock.span`."""
+
+    def __call__(self, phase: str, workers: Collection[str] = ...) -> AbstractContextManager[None]: ...
+
+
 @dataclass
 class Learner:
     """Carries out one step after the other on the actor, and on the critic where there is one.
@@ -74,8 +94,8 @@ class Learner:
     workers: Workers
     algorithm: Algorithm
     shape: BatchShape
-    span: Callable[[str], AbstractContextManager[None]]
-    """Counts the seconds of a block under a name, as `StepClock.span`."""
+    span: Span
+    """Times what actor and critic are waited for."""
     failed_folder: Path
     """Where a step is kept whose numbers are not finite."""
     config: str
@@ -117,23 +137,16 @@ class Learner:
         algorithm reports a metric by the name of another.
         """
         settled = self._settled(groups)
-        plan = plan_batch(
-            groups,
-            settled.groups,
-            self.algorithm.aggregation.with_budget(self.shape.budget),
-            num_ranks=self.shape.num_ranks,
-            max_tokens=self.shape.max_tokens,
-            num_updates=self.shape.num_updates,
-            has_pairs=any(signal.is_paired for signal in self.algorithm.signals),
-        )
-        with self.span("fetch"):
+        plan = self.shape.plan(groups, settled.groups, self.algorithm)
+        with self.span("fetch", self._models):
             await _all(model.fetch(groups, plan) for model in self._models.values())
-        with self.span("columns"):
+        with self.span("columns", self._column_makers):
             columns = await self._columns(groups, plan)
         stats: list[TrainStats] = []
         for name, model in self._models.items():
             try:
-                stats.append(await model.train_step(plan, columns))
+                with self.span("train", [name]):
+                    stats.append(await model.train_step(plan, columns))
             except TrainingError as error:
                 kept = await self._keep(groups, settled.groups, version, name, error)
                 raise TrainingError(f"{error}\n{kept}", error.update) from error
@@ -153,10 +166,18 @@ class Learner:
         return {"actor": actor} if critic is None else {"actor": actor, "critic": critic}
 
     async def _columns(self, groups: Sequence[Group], plan: BatchPlan) -> Mapping[Signal, Sequence[Ref]]:
-        signals = [signal for signal in sorted(self.algorithm.signals) if signal.made == "step"]
-        makers = self.workers.step_annotators
+        makers, signals = self.workers.step_annotators, self._step_signals
         made = await _all(makers[signal].annotate_step(groups, plan, signal) for signal in signals)
         return dict(zip(signals, made, strict=True))
+
+    @property
+    def _step_signals(self) -> list[Signal]:
+        return [signal for signal in sorted(self.algorithm.signals) if signal.made == "step"]
+
+    @property
+    def _column_makers(self) -> set[str]:
+        """Names of the workers that make them."""
+        return {"critic" if signal is Signal.VALUES else REFERENCE for signal in self._step_signals}
 
     async def _keep(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import ceil
 from statistics import fmean, pstdev
@@ -14,12 +14,27 @@ from typing import TYPE_CHECKING
 from rlsys import deadlines
 from rlsys.contracts import Busy
 from rlsys.errors import ConfigError
-from rlsys.events import STALENESS_BUCKETS
+from rlsys.events import Events
+from rlsys.metrics import STALENESS_BUCKETS
 from rlsys.queue import StreamingQueue
+from rlsys.telling import tell_busy
 from rlsys.types import Group, OutcomeKind, PolicyVersion
 
 if TYPE_CHECKING:
     from rlsys.learner import Learned
+
+ACTIVITY_OF = {
+    "rollout": "generating",
+    "reward": "judging",
+    "annotate": "annotating",
+    "fetch": "fetching",
+    "columns": "preparing",
+    "train": "training",
+    "publish": "publishing",
+    "record": "recording",
+    "checkpoint": "saving",
+}
+"""Phases of a step in which a worker works -> what it does then, one of `rlsys.events.ACTIVITIES`."""
 
 
 class Progress:
@@ -45,9 +60,9 @@ class StepClock:
     """Seconds by phase since the last step, on the event loop's clock (virtual in simulations), and what rollouts
     offered meanwhile."""
 
-    def __init__(self, progress: Progress | None = None) -> None:
-        """`progress` is told of what moves; None: one of its own."""
-        self._progress = progress or Progress()
+    def __init__(self, progress: Progress | None = None, events: Events | None = None) -> None:
+        """`progress` is told of what moves (None: one of its own), `events` of who worked when (None: nobody is)."""
+        self._progress, self._events = progress or Progress(), events or Events()
         self._spans: dict[str, float] = defaultdict(float)
         self._busy: dict[str, list[Busy]] = defaultdict(list)
         self._offered_lengths: list[int] = []
@@ -60,13 +75,16 @@ class StepClock:
         self._cpu_mark = (time.process_time(), time.monotonic())
 
     @contextmanager
-    def span(self, phase: str) -> Iterator[None]:
-        """Count the block's duration under `phase`."""
+    def span(self, phase: str, workers: Collection[str] = ("actor",)) -> Iterator[None]:
+        """Count the block's duration under `phase`, in which `workers` work if that is one of `ACTIVITY_OF`."""
         began = _now()
         try:
             yield
         finally:
-            self._spans[phase] += _now() - began
+            ended = _now()
+            self._spans[phase] += ended - began
+            if activity := ACTIVITY_OF.get(phase):
+                tell_busy(self._events, activity, [Busy(worker, began, ended) for worker in workers], ended)
 
     @contextmanager
     def producing(self) -> Iterator[None]:
@@ -82,8 +100,10 @@ class StepClock:
                 self._idle_since = _now()
 
     def add(self, phase: str, busy: Busy) -> None:
-        """A worker's own account of when it worked."""
+        """A worker's own account of when it worked; it has just given it."""
         self._busy[phase].append(busy)
+        if activity := ACTIVITY_OF.get(phase):
+            tell_busy(self._events, activity, [busy], busy.end_s)
 
     def offer(self, group: Group, waited_s: float = 0.0) -> None:
         """A group was rolled out, whatever becomes of it; on its replica it waited `waited_s` for weights."""
@@ -168,6 +188,7 @@ def united(*parts: Mapping[str, float]) -> dict[str, float]:
 def _rewards(groups: Sequence[Group]) -> dict[str, float]:
     by_group = [_rewards_of(group) for group in groups]
     rewards = [r for group in by_group for r in group]
+    compared = [group for group in by_group if len(group) > 1]
     by_part: dict[str, list[float]] = defaultdict(list)
     for group in groups:
         for _, trajectory in group.everyone():
@@ -179,7 +200,7 @@ def _rewards(groups: Sequence[Group]) -> dict[str, float]:
         "reward/min": min(rewards),
         "reward/max": max(rewards),
         "reward/failed_frac": fmean(episode.is_failed for group in groups for episode in group.episodes),
-        "group/frac_zero_std": fmean(len(set(group)) <= 1 for group in by_group),
+        **({"group/frac_zero_std": fmean(len(set(group)) == 1 for group in compared)} if compared else {}),
         **{f"reward/by/{part}": fmean(values) for part, values in by_part.items()},
     }
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
+from rlsys.contracts import Busy
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied, WorkerError
 from rlsys.types import Acknowledged, EngineStats, PolicyVersion, ReplicaLoad, VersionSpan
 from rlsys.weights import Manifest, change_weights
@@ -75,6 +77,7 @@ class Generator:
         self._here = Occupancy(engine)
         self._groups: dict[Ticket, GroupPolicy] = {}
         self._gone: set[str] = set()
+        self._pulls: list[Busy] = []
         self._recording: asyncio.Task[None] | None = None
 
     def begin(self, ticket: Ticket) -> GroupPolicy:
@@ -205,13 +208,24 @@ class Generator:
                 detail = f"an earlier weight change failed, restart the replica: {self._why_closed}"
                 raise WeightsMismatch(self.name, "starting a group", detail)
             if not self._acknowledged or max(self._acknowledged) < version:
+                began_s = time.monotonic()
                 manifest, weights = await self._staged(self._puller, version)
                 if self._change.when == "between" and len(self._here):
                     await self._here.empty()  # which may take long
+                    began_s = time.monotonic()
                     manifest, weights = await self._staged(self._puller, version, before=(manifest, weights))
                 held = await change_weights(self, manifest, lambda: self._engine.load(manifest.version, weights))
                 self._acknowledged[held.version] = held
+                self._pulls.append(Busy(self.name, began_s, time.monotonic()))
                 self._forget_acknowledged()
+
+    def take_pulls(self) -> tuple[Busy, ...]:
+        """When weights were taken in since this was last asked, from the pull to the open gate.
+
+        Where groups had to end first, from then on: while they ran, the pull held nothing up.
+        """
+        pulls, self._pulls = tuple(self._pulls), []
+        return pulls
 
     def is_ready(self, version: PolicyVersion) -> bool:
         """May a group that needs `version` or newer begin at this moment? So it is when `hold` returns, and until

@@ -64,7 +64,9 @@ class RolloutWorker:
             del self._began_s[ticket]
         views = [await self._view(name, policies[name], assignment, episodes) for name in self._trained(assignment)]
         busy = Busy(self.name, start_s, time.monotonic())
-        return RolledOut(views[0], busy, self._stats(), start_s - arrived_s, tuple(views[1:])), episodes
+        pulls = tuple(pull for generator in self._generators.values() for pull in generator.take_pulls())
+        waited_s, others = start_s - arrived_s, tuple(views[1:])
+        return RolledOut(views[0], busy, self._stats(), waited_s, others, pulls), episodes
 
     def held(self) -> dict[str, Acknowledged]:
         """By policy: the weights that it speaks with here, of those that have pulled any."""

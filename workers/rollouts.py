@@ -16,7 +16,7 @@ from ray._private.object_ref_generator import ObjectRefGenerator
 
 from rlsys.contracts import RolledOut
 from rlsys.deadlines import timeout
-from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied, WorkerError
+from rlsys.errors import DeadlineExceeded, RlsysError, WeightsMismatch, WorkerDied, WorkerError
 from rlsys.schedule.router import Router, request_weight
 from rlsys.types import POLICY, Acknowledged, Assignment, PolicyVersion, Prompt, ReplicaLoad
 from workers.cluster import RayActor, call
@@ -117,8 +117,9 @@ class RolloutPool(Pool):
 
     async def loads(self, policy: str = POLICY) -> Sequence[ReplicaLoad]:
         """See `Rollouts.loads`; in a run of several policies, of this one."""
-        told = await self._ask_all("telling its load", lambda m: m.actor.load.remote(policy), QUESTION_S)
-        return [load for _, load in told]
+        live = [member for member in self.members if member.is_live]
+        told = await self._answers(live, "telling its load", lambda m: m.actor.load.remote(policy), QUESTION_S)
+        return [answer for answer in told if not isinstance(answer, RlsysError)]
 
     async def move(self, source: str, to: str) -> int:
         giver, taker = self._called(source), self._called(to)
@@ -146,14 +147,24 @@ class RolloutPool(Pool):
         self, members: Sequence[Member], phase: str, ask: Callable[[Member], Any], deadline_s: float
     ) -> list[tuple[Member, Any]]:
         """What each member answers. One that does not is left out, and one that is dead replaced."""
-        calls = [call(ask(member), member.name, phase, deadline_s) for member in members]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
+        answers = await self._answers(members, phase, ask, deadline_s)
         for answer in answers:
             if isinstance(answer, WorkerDied):
                 self._notice(answer)
-            elif isinstance(answer, BaseException) and not isinstance(answer, DeadlineExceeded):
+            elif isinstance(answer, RlsysError) and not isinstance(answer, DeadlineExceeded):
                 raise answer
-        return [(m, a) for m, a in zip(members, answers, strict=True) if not isinstance(a, BaseException)]
+        return [(m, a) for m, a in zip(members, answers, strict=True) if not isinstance(a, RlsysError)]
+
+    async def _answers(
+        self, members: Sequence[Member], phase: str, ask: Callable[[Member], Any], deadline_s: float
+    ) -> list[Any]:
+        """What each member answers, or the `RlsysError` that came of asking it."""
+        calls = [call(ask(member), member.name, phase, deadline_s) for member in members]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, RlsysError):
+                raise answer
+        return answers
 
     def _notice(self, death: WorkerDied) -> None:
         """Replace a replica that is dead before a group finds out at the price of an attempt."""

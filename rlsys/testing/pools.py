@@ -109,8 +109,11 @@ class FakeRollouts(_FakePool):
         """By serial of a group that runs: the version it began on."""
         self._hosts: dict[int, str] = {}
         """By serial of a group that was moved: who goes on with it."""
+        self._told: dict[str, PolicyVersion] = {}
+        """By member: the newest version that it said it took in."""
 
     async def run(self, assignment: Assignment) -> RolledOut:
+        asked_s = now()
         first = await self._pull(assignment.version)
         start_s = now()
         self._versions[assignment.serial] = first
@@ -133,7 +136,9 @@ class FakeRollouts(_FakePool):
             weights=tuple(Acknowledged(worker, s.version, wrong + self.world.hash(s.version)) for s in spans),
             payload=episodes,
         )
-        return RolledOut(group, Busy(worker, start_s, now()))
+        pulls = (Busy(worker, asked_s, start_s),) if first > self._told.get(worker, -1) else ()
+        self._told[worker] = max(first, self._told.get(worker, -1))
+        return RolledOut(group, Busy(worker, start_s, now()), pulls=pulls)
 
     async def versions(self) -> Sequence[Acknowledged]:
         held = await self._pull(-1)
@@ -146,7 +151,7 @@ class FakeRollouts(_FakePool):
 
     def _load(self, member: str, newest: PolicyVersion) -> ReplicaLoad:
         here = self._groups_at(member)
-        version = min((self._versions[serial] for serial in here), default=newest)
+        version = min((self._versions.get(serial, newest) for serial in here), default=newest)
         return ReplicaLoad(member, version, EngineStats(len(here), 0, min(1.0, len(here) / GROUPS_AT_ONCE), 0))
 
     def _groups_at(self, member: str) -> list[int]:

@@ -114,6 +114,8 @@ class FakeActor(_FakeModel):
         groups: Sequence[Group],
         assigned: Sequence[Sequence[Assigned]],
     ) -> None:
+        if self.world.record_s:
+            await asyncio.sleep(self.world.record_s)
         rows = zip(tasks, groups, assigned, strict=True)
         write_rollouts(path, [RolloutRecord.of(step, t, g, _payload(g), a) for t, g, a in rows])
 
@@ -136,6 +138,8 @@ class FakeCritic(_FakeModel):
 
     async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
         self._check_fetched(plan)
+        if self.world.columns_s:
+            await asyncio.sleep(self.world.columns_s)
         return _columns(self.world, groups, plan, signal, float(self.num_steps))
 
     async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:

@@ -62,6 +62,10 @@ class FakeWorld:
     """Seconds of the step that trains `version`."""
     critic_s: Callable[[int], float] = lambda step: 0.0
     """Seconds of the critic's step, counted from 0."""
+    columns_s: float = 0.0
+    """Seconds of the critic to make the column of a step."""
+    record_s: float = 0.0
+    """Seconds to write the rollouts of a step."""
     publish_s: float = 0.1
     broadcast_s: float = 0.0
     """Seconds from the end of a publish until the relay holds the version."""

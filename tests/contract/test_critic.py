@@ -20,7 +20,7 @@ from rlsys.algorithm import LossInputs, LossOutput, Shaped, Signal
 from rlsys.batch.plan import RankPlan
 from rlsys.batch.tensors import StepData
 from rlsys.errors import ModelError, TrainingError
-from rlsys.events import undocumented
+from rlsys.metrics import undocumented
 from tests.models import VOCAB, save_model, tiny_llama, tiny_qwen3
 from tests.training import SETTINGS, Surrogate, TwoRanks, data_of, differing, everything_in, planned
 from workers.train.ranks import Ranks

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from algorithms.gac import GAC, Regime
 from rlsys.errors import CheckpointError
-from rlsys.events import undocumented
+from rlsys.metrics import undocumented
 from rlsys.stabilizer import CHUNK
 from tests.training import PLAIN, SETTINGS, TwoRanks, data_of, differing, everything_in, planned
 from workers.train.fsdp import FsdpBackend

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlsys.algorithm import Algorithm
 from rlsys.errors import CheckpointError, ModelError
-from rlsys.events import undocumented
+from rlsys.metrics import undocumented
 from tests.models import save_model, tiny_llama, tiny_qwen3
 from tests.training import (
     PLAIN,

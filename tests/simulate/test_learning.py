@@ -20,8 +20,9 @@ from rlsys.checkpoint import find_latest
 from rlsys.contracts import TrainStats, Workers
 from rlsys.driver import Driver
 from rlsys.errors import CheckpointError, ConfigError, RunAborted, TrainingError, WorkerDied
-from rlsys.events import GroupDropped, SignalMissing, StepDone, undocumented
+from rlsys.events import GroupDropped, SignalMissing, StepDone
 from rlsys.failed import read_failed
+from rlsys.metrics import undocumented
 from rlsys.record import read_groups
 from rlsys.testing import FakeActor, FakeCritic, FakeReference, FakeWorld, RewardAsAdvantage, run_virtual
 from rlsys.types import Group, Ref

@@ -21,6 +21,7 @@ from rlsys.ledger import Ledger
 from rlsys.queue import StreamingQueue
 from rlsys.stepmetrics import Progress
 from rlsys.testing import FakeWorld, RewardAsAdvantage, tasks
+from rlsys.testing.pools import now
 from rlsys.weights import WeightSync
 
 E = TypeVar("E", bound=Event)
@@ -85,7 +86,7 @@ def driver_on(
     curation: Curation | None = None,
     progress: Progress | None = None,
 ) -> Driver:
-    """A run of `steps` steps over `NUM_TASKS` tasks; checkpoints go under `folder`."""
+    """A run of `steps` steps over `NUM_TASKS` tasks; checkpoints go under `folder`, events have virtual times."""
     workers = workers or world.workers()
     algorithm = algorithm or RewardAsAdvantage(needs=signals)
     streamed = frozenset(signal for signal in algorithm.signals if signal.made == "stream")
@@ -105,7 +106,7 @@ def driver_on(
         weights=WeightSync(workers.actor, workers.relays, transfer_s=60.0, max_age=max_staleness + window),
         failures=FailurePolicy(max_attempts, max_failed_groups, max_no_signal_groups),
         checkpoints=Checkpoints(folder, every=checkpoint_every, keep_last=100),
-        events=Events([recorder] if recorder else []),
+        events=Events([recorder] if recorder else [], clock=now),
         shape=BatchShape(num_ranks=2, max_tokens=1000, num_updates=num_updates),
         steps=steps,
         no_progress_s=no_progress_s,

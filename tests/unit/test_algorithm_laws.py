@@ -21,7 +21,7 @@ from rlsys.batch.samples import Sample
 from rlsys.batch.tensors import MicroBatch
 from rlsys.config.plugins import ALGORITHMS
 from rlsys.errors import ConfigError
-from rlsys.events import undocumented
+from rlsys.metrics import undocumented
 from rlsys.types import OK, TRUNCATED, EpisodeMeta, Group, Outcome, SampleMeta, TrajectoryMeta, VersionSpan, failed
 from tests.groups import group
 from tests.tokens import F64, OneRank, column

@@ -28,7 +28,7 @@ from algorithms.reinforce_pp import ReinforcePP, ReinforcePPBaseline
 from algorithms.rloo import RLOO
 from rlsys.algorithm import Aggregation, Algorithm, LossInputs
 from rlsys.batch.plan import plan_batch
-from rlsys.events import undocumented
+from rlsys.metrics import undocumented
 from rlsys.types import OK, TRUNCATED, EpisodeMeta, Group, SampleMeta, TrajectoryMeta
 from tests.groups import episode, group
 from tests.tokens import OneRank, column, loss_of, numeric_gradient, tokens

@@ -24,7 +24,7 @@ from algorithms.corrections import (
 from algorithms.grpo import GRPO
 from rlsys.config import Config
 from rlsys.errors import ConfigError
-from rlsys.events import undocumented
+from rlsys.metrics import undocumented
 from tests.tokens import column, loss_of, tokens
 
 RHO = [2.0, 2.0, 0.4, 8.0]

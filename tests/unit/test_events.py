@@ -8,7 +8,8 @@ from itertools import count
 
 import pytest
 
-from rlsys.events import METRICS, Event, Events, RunEnded, StepDone, WorkerRestarted, undocumented
+from rlsys.events import Event, Events, RunEnded, StepDone, WorkerRestarted
+from rlsys.metrics import METRICS, undocumented
 
 
 class Recorder:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from algorithms.gac import GAC, MAX_STEPS, Alignment, Regime
 from rlsys.config.plugins import adapter
-from rlsys.events import undocumented
+from rlsys.metrics import undocumented
 from rlsys.stabilizer import CHUNK, Steered
 
 ON = GAC(enabled=True, c_low=0.05, c_high=0.7, update_every=1)

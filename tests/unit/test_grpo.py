@@ -22,7 +22,7 @@ from algorithms.policy_gradient import PolicyGradient
 from algorithms.ppo import PPO
 from algorithms.rloo import RLOO
 from rlsys.algorithm import Algorithm, Assigned, Signal
-from rlsys.events import undocumented
+from rlsys.metrics import undocumented
 from rlsys.types import OK, TRUNCATED, EpisodeMeta, Group, SampleMeta, TrajectoryMeta, failed
 from tests.groups import group as grouped
 from tests.tokens import F64, column, loss_of, tokens

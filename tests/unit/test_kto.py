@@ -18,7 +18,7 @@ from rlsys.algorithm import LossInputs, LossOutput, Signal
 from rlsys.batch.plan import plan_batch
 from rlsys.batch.samples import samples_in
 from rlsys.batch.tensors import MicroBatch, StepData, packed
-from rlsys.events import undocumented
+from rlsys.metrics import undocumented
 from rlsys.types import OK, EpisodeMeta, Group, SampleMeta, TrajectoryMeta, failed
 from tests.groups import episode, group
 from tests.models import random_group, random_prompt, random_sample, save_model, tiny_qwen3

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.errors import RlsysError
-from rlsys.events import undocumented
 from rlsys.measures import Measures, ks_up_to, measures_of, pass_at_k, table_of
+from rlsys.metrics import undocumented
 from rlsys.types import OK, TRUNCATED, EpisodeMeta, Group, Outcome, failed
 from tests.groups import episode, group
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, tensor
 
-from rlsys.events import undocumented
+from rlsys.metrics import undocumented
 from workers.train.metrics import BIN_WIDTH, MAX_LOG_RATIO, Mismatch
 from workers.train.ranks import Ranks
 

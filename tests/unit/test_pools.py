@@ -330,6 +330,20 @@ def test_loads_are_those_of_the_replicas_that_answer():
         pool._leave("rollout-2")
         assert await pool.loads() == [load]
         assert pool.members[0].actor.load.asked == [("policy",)]
+        await settle()
+        assert (pool.killed, pool.failures) == ([], []), "to ask changes nothing"
+
+    asyncio.run(scenario())
+
+
+def test_one_replica_that_cannot_tell_its_load_hides_no_other():
+    async def scenario() -> None:
+        pool = Scripted(2)
+        await pool.ready()
+        load = ReplicaLoad("rollout-1", 3, EngineStats(1, 0, 0.1, 0))
+        pool.members[0].actor.load.answer = WorkerError("rollout-0", "telling its load", "KeyError")
+        pool.members[1].actor.load.answer = load
+        assert await pool.loads() == [load]
 
     asyncio.run(scenario())
 

@@ -11,7 +11,7 @@ from algorithms.ppo import PPO
 from algorithms.reinforce_pp import ReinforcePP, ReinforcePPBaseline
 from algorithms.rloo import RLOO
 from rlsys.algorithm import Signal
-from rlsys.events import undocumented
+from rlsys.metrics import undocumented
 from rlsys.types import Group
 from tests.groups import episode, group
 from tests.tokens import column, numeric_gradient, tokens

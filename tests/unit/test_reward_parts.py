@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rlsys.contracts import TrainStats
-from rlsys.events import undocumented
 from rlsys.learner import Learned
+from rlsys.metrics import undocumented
 from rlsys.queue import StreamingQueue
 from rlsys.record import GroupRecord, RolloutRecord, read_groups, read_rollouts, write_groups, write_rollouts
 from rlsys.stepmetrics import StepClock, step_metrics

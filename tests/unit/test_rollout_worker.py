@@ -351,3 +351,30 @@ def test_a_failed_group_does_not_keep_the_next_change_waiting():
         assert done.group.oldest_version == 1
 
     played(worker, scenario)
+
+
+def test_taking_in_weights_is_told_once_with_the_group_that_ends_next_and_without_the_wait_for_room():
+    shelf = Shelf()
+    worker = worker_of(shelf)
+    engine = worker.generator._engine
+
+    async def scenario() -> None:
+        older = asyncio.create_task(worker.run(assignment(0)))
+        await until(lambda: engine.stats().num_tokens == 2)
+        shelf.put(1)
+        newer = asyncio.create_task(worker.run(assignment(1)))
+        (old, _), (new, _) = await asyncio.gather(older, newer)
+        same, _ = await worker.run(assignment(1))
+        (first,), (second,) = old.pulls, new.pulls
+        assert first.worker == second.worker == "rollout-0"
+        assert first.end_s <= old.busy.start_s < old.busy.end_s <= second.start_s <= second.end_s <= new.busy.start_s
+        assert same.pulls == ()
+
+    played(worker, scenario)
+
+
+def test_weights_that_could_not_be_taken_in_are_not_told_of():
+    worker = worker_of(Shelf(corrupted=True))
+    with pytest.raises(WeightsMismatch):
+        played(worker, lambda: worker.run(assignment(0)))
+    assert worker.generator.take_pulls() == ()

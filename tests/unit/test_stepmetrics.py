@@ -10,8 +10,8 @@ import pytest
 
 from rlsys.contracts import Busy, TrainStats
 from rlsys.errors import ConfigError
-from rlsys.events import METRICS, STALENESS_BUCKETS, undocumented
 from rlsys.learner import Learned
+from rlsys.metrics import METRICS, STALENESS_BUCKETS, undocumented
 from rlsys.queue import StreamingQueue
 from rlsys.stepmetrics import StepClock, step_metrics
 from rlsys.testing import RewardAsAdvantage, run_virtual
@@ -166,9 +166,15 @@ def test_failed_episodes_count_in_no_statistic():
     broken = episode(None, failed("took too long"), num_trained=900)
     metrics = measured(group(0, episodes=[episode(1.0), broken, episode(0.0)]), group(1, episodes=[episode(0.5)]))
     assert (metrics["reward/mean"], metrics["reward/min"], metrics["reward/max"]) == (0.5, 0.0, 1.0)
-    assert metrics["group/frac_zero_std"] == 0.5
+    assert metrics["group/frac_zero_std"] == 0.0, "the other group has nobody to compare with"
     assert (metrics["completions/length_mean"], metrics["completions/length_max"]) == (3, 3)
     assert (metrics["perf/samples_per_s"], metrics["perf/tokens_per_s"]) == (1.5, 4.5)
+
+
+def test_of_equal_groups_only_those_count_in_which_episodes_can_differ():
+    equal, single = group(0, episodes=[episode(1.0), episode(1.0)]), group(2, episodes=[episode(1.0)])
+    assert measured(equal, group(1), single)["group/frac_zero_std"] == 0.5
+    assert "group/frac_zero_std" not in measured(single, group(3, episodes=[episode(0.0)]))
 
 
 def test_of_a_failed_subagent_and_of_one_that_never_spoke_nothing_counts_but_the_episode_does():
@@ -237,5 +243,5 @@ def test_truncation_and_drops_are_counted():
 
 def test_every_metric_of_a_step_is_documented():
     assert undocumented(measured(group(0))) == []
-    spans = ("rollout", "reward", "wait_batch", "annotate", "train", "publish", "checkpoint", "eval_wait")
+    spans = ("rollout", "reward", "wait_batch", "annotate", "train", "publish", "record", "checkpoint", "eval_wait")
     assert {f"time/{span}" for span in spans} <= METRICS.keys()

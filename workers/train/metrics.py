@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rlsys.events import STALENESS_BUCKETS
+from rlsys.metrics import STALENESS_BUCKETS
 from workers.train.ranks import Ranks
 
 MAX_LOG_RATIO = 20.0

@@ -1,0 +1,302 @@
+"""What a run tells of its groups, its workers and its replicas: enough to follow each of them from the events alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from rlsys.algorithm import Signal
+from rlsys.driver import Driver
+from rlsys.errors import NoProgress, WorkerDied
+from rlsys.events import (
+    ACTIVITIES,
+    GroupDropped,
+    GroupIssued,
+    GroupJudged,
+    GroupPlaced,
+    GroupReissued,
+    GroupRolledOut,
+    QueueSeen,
+    ReplicaSeen,
+    RolloutsWritten,
+    StepDone,
+    WorkerBusy,
+)
+from rlsys.metrics import undocumented
+from rlsys.record import read_rollouts
+from rlsys.testing import FakeRollouts, FakeWorld, Fault, run_virtual
+from rlsys.types import EngineStats, Group, ReplicaLoad
+from rlsys.watching import AGAIN_S, AT_ONCE, PLACES_AT_ONCE, RAREST_S, Watching
+from rlsys.weights import WeightSync
+from tests.simulate.joint import Session
+from tests.simulate.world import Recorder, driver_on
+
+STEPS = 4
+
+
+def told_by(driver: Driver, *, look_s: float = 0.0) -> Recorder:
+    """What a whole run emits."""
+    recorder = Recorder()
+    driver.events.attach(recorder)
+    driver.look_s = look_s
+    run_virtual(driver.run(0))
+    return recorder
+
+
+def test_every_trained_group_is_told_from_its_issue_to_its_step(tmp_path):
+    told = told_by(driver_on(FakeWorld(), tmp_path, steps=STEPS, max_staleness=1))
+    trained = [serial for step in told.of(StepDone) for serial in step.serials]
+    assert trained == list(range(3 * STEPS))
+    stages = (GroupIssued, GroupRolledOut, GroupJudged)
+    places = {kind: {e.serial: i for i, e in enumerate(told.events) if isinstance(e, kind)} for kind in stages}
+    done = {serial: i for i, e in enumerate(told.events) if isinstance(e, StepDone) for serial in e.serials}
+    for serial in trained:
+        passed = [*(places[kind][serial] for kind in stages), done[serial]]
+        assert passed == sorted(passed), serial
+    tasks = {e.serial: e.task_id for e in told.of(GroupIssued)}
+    assert {e.serial: e.task_id for e in told.of(GroupJudged)} == tasks
+    assert {e.rewards for e in told.of(GroupJudged)} == {(0.0, 1.0), (1.0, 0.0)}
+    assert {e.lengths for e in told.of(GroupRolledOut)} == {(3, 3)}
+
+
+def test_a_group_that_is_given_up_is_told_with_its_rewards_and_then_dropped(tmp_path):
+    world = FakeWorld(reward=lambda serial, episode: None if serial == 2 else float(episode))
+    told = told_by(driver_on(world, tmp_path, steps=STEPS))
+    assert [e.serial for e in told.of(GroupDropped)] == [2]
+    assert 2 in {e.serial for e in told.of(GroupRolledOut)}
+    of_it = [e for e in told.events if isinstance(e, GroupJudged | GroupDropped) and e.serial == 2]
+    assert [type(e) for e in of_it] == [GroupJudged, GroupDropped]
+    assert next(e.rewards for e in told.of(GroupJudged) if e.serial == 2) == (None, None)
+
+
+def test_a_lost_group_is_told_to_be_issued_again(tmp_path):
+    told = told_by(driver_on(FakeWorld(payload_losses={"fetch": {1}}), tmp_path, steps=STEPS))
+    lost = [e.serial for e in told.of(GroupReissued)]
+    assert lost
+    issued = [e.serial for e in told.of(GroupIssued)]
+    assert {serial: issued.count(serial) for serial in lost} == dict.fromkeys(lost, 2)
+
+
+def test_spans_of_work_say_who_did_what_when(tmp_path):
+    world = FakeWorld(
+        num_replicas=1, rollout_s=lambda n: 2.0, reward_s=lambda n: 0.5, train_s=lambda v: 3.0, critic_s=lambda n: 1.5
+    )
+    signals = frozenset({Signal.REFERENCE_LOGPROBS, Signal.VALUES})
+    driver = driver_on(world, tmp_path, steps=1, groups_per_step=1, signals=signals)
+    told = [(e.worker, e.activity, e.start_s, e.end_s) for e in told_by(driver).of(WorkerBusy)]
+    published = world.publish_s
+    judged_s = published + 2.0 + 0.5
+    assert {activity for _, activity, _, _ in told} <= ACTIVITIES.keys()
+    expected = [
+        ("reference", "annotating", published + 2.0, published + 2.1),
+        ("rollout-0", "generating", published, published + 2.0),
+        ("reward-0", "judging", published + 2.0, judged_s),
+        ("actor", "training", judged_s, judged_s + 3.0),
+        ("critic", "training", judged_s + 3.0, judged_s + 4.5),
+        ("actor", "publishing", judged_s + 4.5, judged_s + 4.5 + published),
+    ]
+    assert [span[:2] for span in sorted(told)] == [span[:2] for span in sorted(expected)]
+    for span, right in zip(sorted(told), sorted(expected), strict=True):
+        assert span[2:] == pytest.approx(right[2:]), span
+
+
+class Unhurried(WeightSync):
+    """Takes its time to verify a group."""
+
+    async def verify(self, group: Group) -> None:
+        await asyncio.sleep(30.0)
+        await super().verify(group)
+
+
+def test_how_long_an_answer_is_verified_does_not_shift_when_it_was_made(tmp_path):
+    world = FakeWorld(num_replicas=1, rollout_s=lambda n: 2.0)
+    driver = driver_on(world, tmp_path, steps=1, groups_per_step=1)
+    driver.weights = Unhurried(driver.workers.actor, driver.workers.relays, transfer_s=60.0, max_age=1)
+    told = [e for e in told_by(driver).of(WorkerBusy) if e.activity == "generating"]
+    assert [(e.start_s, e.end_s) for e in told] == [pytest.approx((world.publish_s, world.publish_s + 2.0))]
+
+
+def test_columns_of_a_step_are_told_as_work_of_who_makes_them(tmp_path):
+    driver = driver_on(FakeWorld(columns_s=2.0), tmp_path, steps=2, signals=frozenset({Signal.VALUES}))
+    assert {e.worker for e in told_by(driver).of(WorkerBusy) if e.activity == "preparing"} == {"critic"}
+
+
+def test_writing_rollouts_is_told_and_counted_in_the_step_that_waits_for_it(tmp_path):
+    driver = driver_on(FakeWorld(record_s=3.0), tmp_path, steps=3)
+    driver.rollouts_every = 1
+    told = told_by(driver)
+    spans = [e for e in told.of(WorkerBusy) if e.activity == "recording"]
+    assert [(e.worker, e.end_s - e.start_s) for e in spans] == [("actor", pytest.approx(3.0))] * 3
+    assert [step.metrics.get("time/record") for step in told.of(StepDone)] == [None, *[pytest.approx(3.0)] * 2]
+    assert undocumented(["time/record"]) == []
+
+
+def test_time_train_stays_what_the_models_say_of_themselves(tmp_path):
+    world = FakeWorld(train_s=lambda version: 3.0, critic_s=lambda step: 1.5)
+    told = told_by(driver_on(world, tmp_path, steps=2, signals=frozenset({Signal.VALUES})))
+    assert [step.metrics["time/train"] for step in told.of(StepDone)] == [4.5, 4.5]
+
+
+def test_taking_in_weights_is_told_as_work_of_the_replica_once_for_each_version(tmp_path):
+    world = FakeWorld(num_replicas=1, broadcast_s=0.5)
+    told = told_by(driver_on(world, tmp_path, steps=2)).of(WorkerBusy)
+    pulls = [(e.start_s, e.end_s) for e in told if e.activity == "pulling"]
+    arrived = [e.end_s + 0.5 for e in told if e.activity == "publishing"][:1]
+    assert [end for _, end in pulls] == pytest.approx([world.publish_s + 0.5, *arrived])
+    assert [end - start for start, end in pulls] == pytest.approx([0.5, 0.5])
+    generated = [e.start_s for e in told if e.activity == "generating"]
+    assert sorted(set(generated)) == pytest.approx([end for _, end in pulls])
+
+
+def test_a_step_whose_rollouts_are_written_says_where(tmp_path):
+    driver = driver_on(FakeWorld(), tmp_path, steps=STEPS)
+    driver.rollouts_every = 2
+    told = told_by(driver)
+    written = told.of(RolloutsWritten)
+    assert [e.step for e in written] == [2, 4]
+    serials = {step.step: step.serials for step in told.of(StepDone)}
+    assert [tuple(r.group.serial for r in read_rollouts(Path(e.path))) for e in written] == [serials[2], serials[4]]
+
+
+# ---------------------------------------------------------------------------------------------------------------- looks
+
+
+def test_nobody_looks_unless_told_to(tmp_path):
+    told = told_by(driver_on(FakeWorld(), tmp_path, steps=STEPS))
+    assert told.of(ReplicaSeen) == told.of(QueueSeen) == told.of(GroupPlaced) == []
+
+
+def test_a_look_tells_where_groups_are_once_for_each_place(tmp_path):
+    world = FakeWorld(rollout_s=lambda serial: 10.0)
+    told = told_by(driver_on(world, tmp_path, steps=2), look_s=1.0)
+    owners = {e.serial: e.worker for e in told.of(GroupRolledOut)}
+    placed = [(e.serial, e.worker) for e in told.of(GroupPlaced)]
+    assert sorted(placed) == sorted(owners.items())
+
+
+def test_a_group_that_hangs_is_told_to_be_where_it_hangs(tmp_path):
+    world = FakeWorld(rollout_faults={1: Fault.HANGS}, lease_s=1e6)
+    recorder = Recorder()
+    driver = driver_on(world, tmp_path, steps=STEPS, no_progress_s=60.0, recorder=recorder)
+    driver.look_s = 2.0
+    with pytest.raises(NoProgress):
+        run_virtual(driver.run(0))
+    pending = {e.serial for e in recorder.of(GroupIssued)} - {e.serial for e in recorder.of(GroupRolledOut)}
+    assert [(e.serial, e.worker) for e in recorder.of(GroupPlaced) if e.serial in pending] == [(1, "rollout-1")]
+
+
+def test_the_queue_is_told_when_it_changes_and_not_else(tmp_path):
+    world = FakeWorld(rollout_s=lambda serial: 10.0, train_s=lambda version: 10.0)
+    depths = told_by(driver_on(world, tmp_path, steps=2), look_s=1.0).of(QueueSeen)
+    assert depths[0] == QueueSeen(3, 0)
+    assert all(depth != following for depth, following in pairwise(depths))
+    assert max(depth.num_open for depth in depths) == 3
+
+
+class Stuck(FakeRollouts):
+    """The first replica holds version 0 for ever, and the second one does not answer in the second step."""
+
+    async def loads(self) -> Sequence[ReplicaLoad]:
+        first, second = await super().loads()
+        stats = EngineStats(num_running=1, num_waiting=2, kv_used=0.5, num_tokens=99)
+        first = replace(first, version=0, stats=stats)
+        return [first] if second.version == 1 else [first, second]
+
+
+def looked_at(tmp_path: Path) -> dict[str, list[ReplicaSeen]]:
+    world = FakeWorld(rollout_s=lambda serial: 4.0)
+    workers = replace(world.workers(), rollouts=Stuck(world))
+    told = told_by(driver_on(world, tmp_path, steps=6, workers=workers), look_s=2.0)
+    by_worker: dict[str, list[ReplicaSeen]] = defaultdict(list)
+    for seen in told.of(ReplicaSeen):
+        by_worker[seen.worker].append(seen)
+    return by_worker
+
+
+def test_a_replica_that_stays_on_an_old_version_is_seen_to(tmp_path):
+    seen = looked_at(tmp_path)
+    assert {e.version for e in seen["rollout-0"]} == {0}
+    assert seen["rollout-0"][0] == ReplicaSeen("rollout-0", 0, False, 1, 2, 0.5, 99)
+    assert seen["rollout-1"][-1].version >= 4
+
+
+def test_what_does_not_change_is_told_every_few_seconds_and_who_does_not_answer_not_at_all(tmp_path):
+    seen = looked_at(tmp_path)
+    run_s = 6 * 5.0
+    assert len(seen["rollout-0"]) == pytest.approx(run_s / AGAIN_S, abs=1)
+    assert 1 not in {e.version for e in seen["rollout-1"]}
+
+
+class Silent(FakeRollouts):
+    """A pool that cannot be asked."""
+
+    async def loads(self) -> Sequence[ReplicaLoad]:
+        raise WorkerDied("rollout-0", "telling its load", "the process is gone")
+
+
+def test_a_pool_that_cannot_be_asked_ends_no_run(tmp_path):
+    world = FakeWorld()
+    workers = replace(world.workers(), rollouts=Silent(world))
+    told = told_by(driver_on(world, tmp_path, steps=STEPS, workers=workers), look_s=0.5)
+    assert told.of(StepDone)[-1].step == STEPS
+    assert told.of(ReplicaSeen) == []
+    assert told.of(QueueSeen), "the queue is the driver's own"
+
+
+def watching(tmp_path: Path, every_s: float = 2.0) -> Watching:
+    driver = driver_on(FakeWorld(), tmp_path)
+    return Watching(driver.workers.rollouts, driver.queue, driver.ledger, driver.events, every_s)
+
+
+def test_of_more_replicas_looks_are_rarer_but_none_seems_to_be_gone(tmp_path):
+    looks = watching(tmp_path)
+    assert [looks.pause_s(n) for n in (0, 8, AT_ONCE, 5 * AT_ONCE, 10**6)] == [2.0, 2.0, 2.0, 10.0, RAREST_S]
+    assert watching(tmp_path, every_s=60.0).pause_s(10**6) == 60.0, "who looks more rarely is not hurried"
+
+
+def test_one_look_tells_the_places_of_so_many_groups_and_the_next_of_others(tmp_path):
+    looks, recorder = watching(tmp_path), Recorder()
+    looks.events.attach(recorder)
+    serials = [looks.ledger.issue(0).serial for _ in range(PLACES_AT_ONCE + 5)]
+    whereabouts = dict.fromkeys(reversed(serials), "rollout-0")
+
+    async def three_looks() -> list[int]:
+        looks._see(await looks.rollouts.loads())
+        counts = []
+        for _ in range(3):
+            looks._place(whereabouts)
+            counts.append(len(recorder.of(GroupPlaced)))
+        return counts
+
+    assert run_virtual(three_looks()) == [PLACES_AT_ONCE, PLACES_AT_ONCE + 5, PLACES_AT_ONCE + 5]
+    assert [e.serial for e in recorder.of(GroupPlaced)] == serials
+
+
+def test_looking_changes_nothing_of_what_is_trained(tmp_path):
+    def trained(look_s: float) -> tuple[int, list[int]]:
+        world = FakeWorld(rollout_s=lambda serial: 1.0 + serial % 3, weight_change="inflight")
+        told_by(driver_on(world, tmp_path / str(look_s), steps=STEPS, max_staleness=2), look_s=look_s)
+        return world.weights, world.trained_serials
+
+    assert trained(0.3) == trained(0.0)
+
+
+def test_of_several_policies_each_is_told_of_its_own_groups_at_replicas_and_not_whom_they_wait_for(tmp_path):
+    slow = FakeWorld(train_s=lambda version: 30.0)
+    session = Session({"proposer": FakeWorld(rollout_s=lambda serial: 5.0), "solver": slow}, tmp_path)
+    recorders = {name: Recorder() for name in session.drivers}
+    for name, driver in session.drivers.items():
+        driver.events.attach(recorders[name])
+        driver.look_s = 1.0
+    session.run()
+    for told in recorders.values():
+        issued = {e.serial for e in told.of(GroupIssued)}
+        placed = told.of(GroupPlaced)
+        assert {e.serial for e in placed} <= issued
+        assert {e.worker for e in placed} == {"rollout-0", "rollout-1"}
