@@ -105,6 +105,11 @@ class Checkpoints:
                 shutil.rmtree(old, ignore_errors=True)
 
 
+def step_of(checkpoint: Path) -> PolicyVersion:
+    """The step that a checkpoint's folder is named after."""
+    return int(checkpoint.name.removeprefix("step_"))
+
+
 def find_latest(folder: Path) -> Path | None:
     """The newest complete checkpoint under `folder`: the one `latest` names, else the newest that is whole."""
     latest = folder / "latest"

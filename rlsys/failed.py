@@ -67,7 +67,8 @@ def read_failed(folder: Path) -> FailedStep:
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(
             f"{folder} holds no failed step: there is no {path.name} in it; "
-            "give the folder that the error of the run names, RUN/failed/step_N"
+            "give the folder that the error of the run names, RUN/failed/step_N; or, for a step that was trained, the "
+            "run and the number of the step: rlsys replay RUN --step N"
         ) from None
     except (OSError, ValueError, ValidationError) as error:
         raise DataError(

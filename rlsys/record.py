@@ -1,43 +1,44 @@
 """Episodes and groups as JSON, one group a line: rollouts for people to read, finished groups for checkpoints.
 
-Writing is `orjson` on the dataclasses themselves, so a record holds every field under its own name; most of this module
-is the way back. The round trip is exact, floats included, as long as they are finite: JSON has no NaN. A logprob that
+Writing is `orjson` on the dataclasses themselves, so a record holds every field under its own name; `rlsys.decoding` is
+the way back. The round trip is exact, floats included, as long as they are finite: JSON has no NaN. A logprob that
 is not finite comes back as NaN, so that a step which failed on it fails again.
+
+Rollouts serve two readers: people, who want texts and numbers by token (`readings`), and `rlsys replay`, which trains
+them again (`assigned`, `columns`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import orjson
 
 from rlsys.algorithm import Assigned
+from rlsys.batch.samples import meta_of, versions_of
+from rlsys.decoding import Fields, all_of, assigned_of, episode_of, floats_of, group_of, reading_of, task_of
 from rlsys.errors import DataError
+from rlsys.reading import EpisodeReading
 from rlsys.types import (
-    Acknowledged,
+    POLICY,
     Episode,
     EpisodeMeta,
     Group,
-    Outcome,
-    OutcomeKind,
     PolicyVersion,
-    SampleMeta,
-    Sampling,
     Task,
-    Trajectory,
-    TrajectoryMeta,
-    Turn,
-    VersionSpan,
 )
 
 Record = TypeVar("Record")
 
-_Fields: TypeAlias = Mapping[str, Any]
-"""A parsed JSON object that holds the fields of one dataclass."""
+Rows: TypeAlias = tuple[tuple[float, ...], ...]
+"""A column of a group: one row per sample in the order of `samples_in`, in it one float per completion token."""
+
+ROLLOUT_FORMAT = 2
+"""Of a line of rollouts. Lines of format 1 have no number; they hold no columns and no readings, and one advantage for
+each trajectory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +53,58 @@ class RolloutRecord:
     permit_version: PolicyVersion
     episodes: tuple[Episode, ...]
     """With the rewards and outcomes that judging gave."""
-    advantages: tuple[tuple[float | None, ...], ...]
-    """Of each trajectory of each episode; None where none was assigned."""
+    assigned: tuple[Assigned, ...]
+    """The advantages that it was trained with."""
     parts: tuple[Mapping[str, float], ...]
     """Of each episode: what its reward is made of, see `Score.parts`."""
+    policy: str = POLICY
+    """Name of the policy that was trained on it."""
+    columns: Mapping[str, Rows] = field(default_factory=dict)
+    """By `Signal`. Those that an annotator made as groups came: what it says of a token depends, in the last bits, on
+    what it was handed together with it, so that it cannot be made again."""
+    readings: tuple[EpisodeReading, ...] = ()
+    """What the trainer made of each token, and how it is spelled; empty if that was not recorded."""
+    record_v: int = ROLLOUT_FORMAT
+    """The format it was read from."""
 
     @classmethod
     def of(
         cls, step: int, task: Task, group: Group, episodes: Sequence[Episode], assigned: Iterable[Assigned]
     ) -> RolloutRecord:
-        """Join a group's metadata with its payload and with the advantages it was given."""
-        advantage = {(a.episode, a.trajectory): a.advantage for a in assigned}
+        """Join a group's metadata with its payload and with the advantages it was given.
+
+        Values of the task's row that JSON lacks, such as decimals, become text.
+        """
+        row = task_of(orjson.loads(orjson.dumps(task, default=str)))
         judged = tuple(_judged(e, meta) for e, meta in zip(episodes, group.episodes, strict=True))
-        advantages = tuple(
-            tuple(advantage.get((e, t)) for t in range(len(episode.trajectories))) for e, episode in enumerate(judged)
-        )
         parts = tuple(meta.trajectories[0].parts for meta in group.episodes)
-        return cls(step, group.serial, task, group.replica, group.permit_version, judged, advantages, parts)
+        return cls(
+            step, group.serial, row, group.replica, group.permit_version, judged, tuple(assigned), parts, group.policy
+        )
+
+    @property
+    def advantages(self) -> tuple[tuple[float | None, ...], ...]:
+        """Of each trajectory of each episode; None where none was assigned, or each sample has its own."""
+        whole = {(a.episode, a.trajectory): a.advantage for a in self.assigned if a.sample is None}
+        return tuple(
+            tuple(whole.get((e, t)) for t in range(len(episode.trajectories)))
+            for e, episode in enumerate(self.episodes)
+        )
+
+    @property
+    def group(self) -> Group:
+        """The metadata that a step is planned from, without payload and columns, and without what verified it."""
+        return Group(
+            serial=self.serial,
+            task_id=self.task.id,
+            permit_version=self.permit_version,
+            replica=self.replica,
+            episodes=meta_of(self.episodes),
+            versions=versions_of(self.episodes, self.policy),
+            weights=(),
+            payload=None,
+            policy=self.policy,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +125,11 @@ def read_rollouts(path: Path) -> list[RolloutRecord]:
     return _read(path, _rollout)
 
 
+def rollout_of(line: bytes) -> RolloutRecord:
+    """One line of a file of rollouts. Raises `DataError` if it is no record."""
+    return _decoded(line, _rollout, "a line of rollouts")
+
+
 def write_groups(path: Path, records: Iterable[GroupRecord]) -> None:
     """Write finished groups for `read_groups`."""
     _write(path, (replace(r, group=replace(r.group, payload=None, columns={})) for r in records))
@@ -96,7 +137,7 @@ def write_groups(path: Path, records: Iterable[GroupRecord]) -> None:
 
 def read_groups(path: Path) -> list[GroupRecord]:
     """What `write_groups` wrote. Raises `DataError` naming the line that is no such record."""
-    return _read(path, lambda f: GroupRecord(_group(f["group"]), _all(_episode, f["episodes"])))
+    return _read(path, lambda f: GroupRecord(group_of(f["group"]), all_of(episode_of, f["episodes"])))
 
 
 def _judged(episode: Episode, meta: EpisodeMeta) -> Episode:
@@ -106,76 +147,44 @@ def _judged(episode: Episode, meta: EpisodeMeta) -> Episode:
 
 
 def _write(path: Path, records: Iterable[object]) -> None:
-    """Values of a row that JSON lacks, such as dates, are written as text."""
+    """Numbers of numpy and torch, which algorithms and workflows may give, are written as floats."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".tmp")
-    partial.write_bytes(b"".join(orjson.dumps(r, default=str, option=orjson.OPT_APPEND_NEWLINE) for r in records))
+    partial.write_bytes(b"".join(orjson.dumps(r, default=float, option=orjson.OPT_APPEND_NEWLINE) for r in records))
     partial.replace(path)
 
 
-def _read(path: Path, decode: Callable[[_Fields], Record]) -> list[Record]:
-    records: list[Record] = []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        try:
-            records.append(decode(orjson.loads(line)))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{path}:{number}: not a record of this version of rlsys: {error!r}") from error
-    return records
+def _read(path: Path, decode: Callable[[Fields], Record]) -> list[Record]:
+    return [_decoded(line, decode, f"{path}:{number}") for number, line in enumerate(path.read_bytes().splitlines(), 1)]
 
 
-def _all(decode: Callable[[Any], Record], items: Iterable[Any]) -> tuple[Record, ...]:
-    return tuple(map(decode, items))
+def _decoded(line: bytes, decode: Callable[[Fields], Record], where: str) -> Record:
+    try:
+        return decode(orjson.loads(line))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{where}: not a record of this version of rlsys: {error!r}") from error
 
 
-def _rollout(f: _Fields) -> RolloutRecord:
-    columns = {"advantages": _all(tuple, f["advantages"]), "parts": tuple(f["parts"])}
-    return RolloutRecord(**{**f, "task": _task(f["task"]), "episodes": _all(_episode, f["episodes"]), **columns})
-
-
-def _task(f: _Fields) -> Task:
-    prompt = f["prompt"] if isinstance(f["prompt"], str) else tuple(f["prompt"])
-    return Task(**{**f, "prompt": prompt})
-
-
-def _episode(f: _Fields) -> Episode:
-    return Episode(**{**f, "trajectories": _all(_trajectory, f["trajectories"])})
-
-
-def _trajectory(f: _Fields) -> Trajectory:
-    return Trajectory(**{**f, "turns": _all(_turn, f["turns"]), "outcome": _outcome(f["outcome"])})
-
-
-def _turn(f: _Fields) -> Turn:
-    columns = {name: tuple(f[name]) for name in ("prompt_ids", "output_ids")}
-    columns["logprobs"] = tuple(math.nan if logprob is None else logprob for logprob in f["logprobs"])
-    return Turn(**{**f, **columns, "versions": _all(_span, f["versions"]), "sampling": Sampling(**f["sampling"])})
-
-
-def _outcome(f: _Fields) -> Outcome:
-    return Outcome(OutcomeKind(f["kind"]), f["reason"])
-
-
-def _span(f: _Fields) -> VersionSpan:
-    return VersionSpan(**f)
-
-
-def _group(f: _Fields) -> Group:
-    return Group(
-        **{
-            **f,
-            "episodes": _all(_episode_meta, f["episodes"]),
-            "versions": _all(_span, f["versions"]),
-            "weights": _all(lambda w: Acknowledged(**w), f["weights"]),
-        }
+def _rollout(f: Fields) -> RolloutRecord:
+    first = {name: f[name] for name in ("step", "serial", "replica", "permit_version")}
+    record = RolloutRecord(
+        **first,
+        task=task_of(f["task"]),
+        episodes=all_of(episode_of, f["episodes"]),
+        assigned=all_of(assigned_of, f["assigned"]) if "assigned" in f else _assigned_of_format_1(f),
+        parts=tuple(f["parts"]),
+        record_v=f.get("record_v", 1),
     )
+    if record.record_v == 1:
+        return record
+    columns = {name: all_of(floats_of, rows) for name, rows in f["columns"].items()}
+    return replace(record, policy=f["policy"], columns=columns, readings=all_of(reading_of, f["readings"]))
 
 
-def _episode_meta(f: _Fields) -> EpisodeMeta:
-    """orjson writes what a cached property holds as well, and files of older versions lack the counts."""
-    trajectories = _all(_trajectory_meta, f["trajectories"])
-    return EpisodeMeta(trajectories, f.get("num_tool_calls", 0), f.get("num_sequential", 0))
-
-
-def _trajectory_meta(f: _Fields) -> TrajectoryMeta:
-    samples = _all(lambda s: SampleMeta(**s), f["samples"])
-    return TrajectoryMeta(**{**f, "outcome": _outcome(f["outcome"]), "samples": samples})
+def _assigned_of_format_1(f: Fields) -> tuple[Assigned, ...]:
+    return tuple(
+        Assigned(e, t, advantage)
+        for e, of_episode in enumerate(f["advantages"])
+        for t, advantage in enumerate(of_episode)
+        if advantage is not None
+    )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import ray
 
@@ -17,16 +19,31 @@ from rlsys.record import GroupRecord, RolloutRecord, read_groups, write_groups, 
 from rlsys.stabilizer import Stabilizer, StabilizerPlugin
 from rlsys.types import Episode, Group, PolicyVersion, Task
 from workers.cluster import Resources
+from workers.codec import TextCodec
 from workers.rank import Rank, disk, flushed
 from workers.streams import Parcel
 
 if TYPE_CHECKING:
     from rlsys.batch.tensors import StepColumn
     from workers.train.base import TrainBackend
+    from workers.train.reading import Reader, Speller, TokenColumns
     from workers.train.settings import OptimizerSettings
     from workers.transport.object_store import ObjectStorePublisher
 
 Payload: TypeAlias = tuple[Episode, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What the driver knows of the groups that a step trained."""
+
+    step: int
+    """Steps behind the weights after it."""
+    tasks: Sequence[Task]
+    groups: Sequence[Group]
+    assigned: Sequence[Sequence[Assigned]]
+    signals: tuple[str, ...]
+    """Columns of the groups, which come with their payloads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +86,12 @@ class ActorRank(Rank):
         )
         if spec.stabilizer:
             self._stabilizer = spec.stabilizer.start(self._backend.shards())
+
+    @cached_property
+    def _speller(self) -> Speller:
+        from workers.train.reading import Speller
+
+        return Speller(TextCodec.load(self._spec.model_path).spell)
 
     @property
     def backend(self) -> TrainBackend:
@@ -121,22 +144,24 @@ class ActorRank(Rank):
         """Hugging Face safetensors with config and tokenizer."""
         self.backend.export(folder)
 
-    def record(
-        self,
-        path: Path,
-        step: int,
-        tasks: Sequence[Task],
-        groups: Sequence[Group],
-        assigned: Sequence[Sequence[Assigned]],
-        parcel: Parcel,
-    ) -> None:
-        """Write what a step trained, for people to read.
+    @ray.method(num_returns=2)
+    def columns(self) -> tuple[int, list[TokenColumns]]:
+        """A receipt, and what the last step made of the tokens that this rank trained."""
+        columns = self.backend.columns()
+        return len(columns), columns
+
+    def record(self, path: Path, trained: Trained, parcel: Parcel, *columns: list[TokenColumns]) -> None:
+        """Write what the last step trained; `parcel` holds the payloads, then the columns of each signal, and `columns`
+        are those of all ranks.
 
         Raises `CheckpointError` if the disk will not have it, `PayloadLost` if the payloads are gone.
         """
-        rows = zip(tasks, groups, parcel.open(), assigned, strict=True)
+        from workers.train.reading import Reader
+
+        opened = parcel.open()
+        reader = Reader(chain(*columns), self._speller)
         with disk(path):
-            write_rollouts(path, (RolloutRecord.of(step, t, g, p, a) for t, g, p, a in rows))
+            write_rollouts(path, _records(trained, opened, reader))
 
     def save_groups(self, path: Path, groups: Sequence[Group], parcel: Parcel) -> None:
         """Write groups with their payloads.
@@ -152,3 +177,12 @@ class ActorRank(Rank):
         """The groups of a file without payloads, and the payloads."""
         records = read_groups(path)
         return [record.group for record in records], tuple(record.episodes for record in records)
+
+
+def _records(trained: Trained, opened: Sequence[Any], reader: Reader) -> Iterator[RolloutRecord]:
+    size = len(trained.groups)
+    rows = {signal: opened[size * k :] for k, signal in enumerate(trained.signals, 1)}
+    for i, (task, group, assigned) in enumerate(zip(trained.tasks, trained.groups, trained.assigned, strict=True)):
+        record = RolloutRecord.of(trained.step, task, group, opened[i], assigned)
+        columns = {signal: tuple(map(tuple, of_signal[i])) for signal, of_signal in rows.items()}
+        yield replace(record, columns=columns, readings=reader.read(i, record))

@@ -90,6 +90,10 @@ class TextCodec:
         """Text of `ids`, special tokens left out."""
         return self._backend.decode(ids, skip_special_tokens=True)
 
+    def spell(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, special tokens included."""
+        return self._backend.decode(ids, skip_special_tokens=False)
+
     def _tokens(self, text: str) -> tuple[int, ...]:
         """Half a surrogate pair, which no tokenizer takes, is read as `?`."""
         pieces = text.encode(errors="replace").decode().split(BREAK)

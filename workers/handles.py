@@ -15,6 +15,7 @@ from rlsys.batch.plan import BatchPlan, RankPlan
 from rlsys.contracts import Published, TrainStats
 from rlsys.errors import PayloadLost
 from rlsys.types import Group, PolicyVersion, Ref, Task
+from workers.actor import Trained
 from workers.cluster import RayActor, call
 from workers.pools import SET_UP_S
 from workers.rank import StepParcel
@@ -135,7 +136,17 @@ class ActorHandle(RanksHandle):
         groups: Sequence[Group],
         assigned: Sequence[Sequence[Assigned]],
     ) -> None:
-        ref = self._ranks[0].record.remote(path, step, tasks, _bare(groups), assigned, _payloads(groups))
+        signals = tuple(sorted(map(str, groups[0].columns)))  # JSON takes no `Signal` for a key
+        trained = Trained(step, tasks, _bare(groups), assigned, signals)
+        columns: list[Ref] = []
+
+        def start(rank: RayActor, r: int) -> Awaitable[int]:
+            receipt, column = rank.columns.remote()
+            columns.append(column)
+            return receipt
+
+        await self._all("telling what it made of tokens", start)
+        ref = self._ranks[0].record.remote(path, trained, _with_columns(groups, signals), *columns)
         await self._first(ref, f"writing {path.name}")
 
     async def save_groups(self, path: Path, groups: Sequence[Group]) -> None:
@@ -175,6 +186,12 @@ def _of_ranks(plan: BatchPlan) -> list[RankPlan]:
 
 def _payloads(groups: Sequence[Group]) -> Parcel:
     return Parcel.of((g.serial, g.payload) for g in groups)
+
+
+def _with_columns(groups: Sequence[Group], signals: Sequence[str]) -> Parcel:
+    """Payloads, then the columns of each signal."""
+    columns = ((g.serial, g.columns[signal]) for signal in signals for g in groups)
+    return Parcel.of([*((g.serial, g.payload) for g in groups), *columns])
 
 
 def _bare(groups: Sequence[Group]) -> list[Group]:

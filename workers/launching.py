@@ -29,7 +29,7 @@ from workers.remote import (
     RolloutSpec,
 )
 from workers.rollouts import PinnedRolloutPool, RolloutPool
-from workers.train.settings import OptimizerSettings
+from workers.train.settings import critic_optimizer_settings, optimizer_settings
 from workers.transport.object_store import ObjectStorePublisher
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def start_critic(config: Config) -> CriticHandle:
         policy_path=config.model.path,
         dtype=config.model.dtype,
         num_ranks=train.ranks,
-        optimizer=replace(optimizer_settings(config), lr=section.lr or 10 * train.lr),
+        optimizer=critic_optimizer_settings(config),
         algorithm=config.algorithm,
         resources=Resources(section.num_cpus, section.num_gpus, section.threads),
     )
@@ -93,20 +93,6 @@ def _probe_length(config: Config) -> int:
     """One token less than the context, which a request that scores needs itself; at least two, or no probe."""
     length = min(PROBE_TOKENS, max_context(config) - 1)
     return length if length > 1 else 0
-
-
-def optimizer_settings(config: Config) -> OptimizerSettings:
-    """The optimizer of this configuration."""
-    train = config.train
-    return OptimizerSettings(
-        lr=train.lr,
-        betas=train.betas,
-        weight_decay=train.weight_decay,
-        clip_norm=train.clip_norm,
-        warmup_steps=train.warmup_steps,
-        total_steps=config.run.steps,
-        final_lr_fraction=train.final_lr_fraction,
-    )
 
 
 def export_checkpoint(config: Config, folder: Path, to: Path) -> None:

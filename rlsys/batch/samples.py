@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 from rlsys.types import POLICY, Episode, EpisodeMeta, SampleMeta, Trajectory, TrajectoryMeta, Turn, VersionSpan
 
@@ -35,20 +36,34 @@ class Sample:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedTurn:
+    """A turn, and what it is part of."""
+
+    turn: Turn
+    sample: int
+    """Index of the sample that its output is trained in; of the one before it, or -1, if it has no output."""
+    num_known: int
+    """Tokens of its prompt that the agent had seen and said before; 0 where the context was rewritten."""
+
+
+def placed(trajectory: Trajectory) -> Iterator[PlacedTurn]:
+    """Every turn of a trajectory, in order."""
+    sample, seen = -1, ()
+    for turn in trajectory.turns:
+        extends = sample >= 0 and turn.prompt_ids[: len(seen)] == seen
+        num_known = len(seen) if extends else 0
+        if turn.output_ids:
+            sample += not extends
+            seen = turn.prompt_ids + turn.output_ids
+        yield PlacedTurn(turn, sample, num_known)
+
+
 def samples_of(trajectory: Trajectory) -> Iterator[Sample]:
     """The samples of one trajectory, in order. A turn without output gives none."""
-    run: list[Turn] = []
-    seen: tuple[int, ...] = ()
-    for turn in trajectory.turns:
-        if not turn.output_ids:
-            continue
-        if run and turn.prompt_ids[: len(seen)] != seen:
-            yield _joined(run)
-            run = []
-        run.append(turn)
-        seen = turn.prompt_ids + turn.output_ids
-    if run:
-        yield _joined(run)
+    spoken = (one for one in placed(trajectory) if one.turn.output_ids)
+    for _, run in groupby(spoken, key=lambda one: one.sample):
+        yield _joined([one.turn for one in run])
 
 
 def samples_in(episodes: Iterable[Episode]) -> Iterator[tuple[tuple[int, int, int], Sample]]:

@@ -190,6 +190,6 @@ def _rendering(model: str) -> Rendering:
     return Rendering(
         encode=codec.encode,
         extend=codec.extend,
-        spell=lambda ids: tokenizer.backend_tokenizer.decode(list(ids), skip_special_tokens=False),
+        spell=codec.spell,
         template=tokenizer.get_chat_template() if tokenizer.chat_template else None,
     )

@@ -11,7 +11,7 @@ from operator import and_
 from pathlib import Path
 
 from rlsys.algorithm import Signal
-from rlsys.checkpoint import STEP, find_latest, is_complete
+from rlsys.checkpoint import STEP, find_latest, is_complete, step_of, write_atomically
 from rlsys.config import Config
 from rlsys.config.policies import PolicySection
 from rlsys.contracts import Rewards, Rollouts
@@ -26,6 +26,8 @@ from rlsys.failed import CONFIG
 from rlsys.failures import FailurePolicy
 from rlsys.hub import can_be_hub_name
 from rlsys.importing import import_from_here
+from rlsys.launch.sessions import keep_earlier
+from rlsys.learner import BatchShape
 from rlsys.rewards.combining import RewardSum
 from rlsys.types import Task
 
@@ -165,11 +167,18 @@ def _has_content(path: Path) -> bool:
     return path.is_file() and path.stat().st_size > 0
 
 
-def write_run_dir(config: Config) -> None:
-    """Make the run directory, with the whole configuration in it. Raises `ConfigError` if it cannot be written."""
+def write_run_dir(config: Config, checkpoint: Path | None = None) -> None:
+    """Make the run directory, with the whole configuration in it; `checkpoint` is where the run goes on from.
+
+    What the run had before, where it differs, is kept for the steps up to there: see `rlsys.launch.sessions`. Raises
+    `ConfigError` if it cannot be written.
+    """
+    run, text = config.run_dir, config.to_yaml()
+    is_own = checkpoint is not None and checkpoint.parent == run / "checkpoints"
     try:
-        config.run_dir.mkdir(parents=True, exist_ok=True)
-        (config.run_dir / RESOLVED).write_text(config.to_yaml())
+        run.mkdir(parents=True, exist_ok=True)
+        keep_earlier(run, text, step_of(checkpoint) if checkpoint is not None and is_own else 0)
+        write_atomically(run / RESOLVED, text)
     except OSError as error:
         raise ConfigError(f"run.folder: cannot write to {config.run_dir}: {error.strerror or error}") from error
 
@@ -210,15 +219,20 @@ def local_cpus(config: Config, needed: float) -> int:
     return config.ray.num_cpus or max(os.cpu_count() or 1, math.ceil(needed))
 
 
+def check_is_run(run: Path) -> None:
+    """Raise `ConfigError` unless this is the directory of a run of one policy, or of one policy of a run."""
+    if not (run / RESOLVED).is_file():
+        raise ConfigError(f"{run} is not a run directory: it has no {RESOLVED}")
+    if (run / POLICIES).is_dir():
+        raise ConfigError(f"{run} is a run of several policies: name the folder of one, {run / POLICIES / 'NAME'}")
+
+
 def checkpoint_of(run: Path, step: str) -> Path:
     """The folder of a run's complete checkpoint of `step`, a number or `latest`.
 
     Raises `ConfigError` for what is no run or no step, `CheckpointError` if there is no such checkpoint.
     """
-    if not (run / RESOLVED).is_file():
-        raise ConfigError(f"{run} is not a run directory: it has no {RESOLVED}")
-    if (run / POLICIES).is_dir():
-        raise ConfigError(f"{run} is a run of several policies: name the folder of one, {run / POLICIES / 'NAME'}")
+    check_is_run(run)
     checkpoints = run / "checkpoints"
     if not (step == "latest" or step.isdigit()):
         raise ConfigError(f"step {step!r} is neither a number nor `latest`")
@@ -236,6 +250,12 @@ def evaluator_of(
     max_open = max(1, 2 * section.replicas * config.rollout.slots // section.samples)
     rules = EvalRules(section.samples, section.temperature, config.run.seed, section.pass_reward, max_open)
     return Evaluator(rollouts, rewards, failures_of(config), events, sets, rules)
+
+
+def shape_of(config: Config) -> BatchShape:
+    """How a step of this configuration is laid out."""
+    train = config.train
+    return BatchShape(train.ranks, train.micro_batch_tokens, train.updates_per_step, config.rollout.max_new_tokens)
 
 
 def failures_of(config: Config) -> FailurePolicy:

@@ -1,13 +1,26 @@
-"""Computing again a step whose numbers were not finite."""
+"""Computing again: a step whose numbers were not finite, and steps that a run took."""
 
 from __future__ import annotations
 
+import pdb
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from rlsys.batch.plan import BatchPlan
 from rlsys.config import Config
+from rlsys.errors import ConfigError
 from rlsys.failed import CONFIG, read_failed
-from rlsys.launch.preparing import check_model, prepare_imports
+from rlsys.launch.preparing import check_is_run, check_model, prepare_imports, shape_of
+from rlsys.launch.sessions import changed_keys, path_at
+from rlsys.record import RolloutRecord
+from rlsys.recording import Recording
 from rlsys.replayed import Replayed
+from rlsys.retrained import Retrained
+
+if TYPE_CHECKING:
+    from workers.train.base import TrainBackend
 
 
 def replay(folder: Path) -> Replayed:
@@ -24,3 +37,34 @@ def replay(folder: Path) -> Replayed:
     from workers.train.replay import replay as compute
 
     return compute(config, folder, failed)
+
+
+def replay_step(run: Path, step: int, *, debug: bool = False) -> Retrained:
+    """Train step `step` of a run again, without Ray, and compare weights and metrics with what the run told of them.
+
+    It begins from the newest checkpoint of the run that is older than the step, or from the initial model, and first
+    trains the steps in between, all under the configuration that the step had. `debug` opens the debugger right
+    before the step itself is trained; it needs a run of one rank. Only for folders you trust, as `replay`.
+
+    Raises `ConfigError` for what is no run, `DataError` if something was not recorded, `CheckpointError` or
+    `ModelError` if what it needs does not load.
+    """
+    check_is_run(run)
+    recording = Recording.of(run, step)
+    prepare_imports()
+    config, changed = Config.load(path_at(run, step)), changed_keys(run, recording.steps)
+    check_model(config)
+    if debug and config.train.ranks > 1:
+        raise ConfigError(f"--debug: {run} was trained on {config.train.ranks} ranks, and a debugger sees one process")
+    from workers.train.retrain import retrain
+
+    found = retrain(config, shape_of(config), recording, stop_here if debug else None)
+    return replace(found, changed=changed)
+
+
+def stop_here(step: int, plan: BatchPlan, groups: Sequence[RolloutRecord], backend: TrainBackend) -> None:
+    """Open the debugger, whose `c` goes on and trains `step`.
+
+    `plan` is what is trained in which micro-batch, `groups` are the records of what was said, `backend` is the policy.
+    """
+    pdb.set_trace()  # not `breakpoint`, which Ray, where it was ever started, makes its own

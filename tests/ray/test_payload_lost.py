@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from ray.cluster_utils import Cluster
 
 from rlsys.algorithm import Aggregation, Assigned, Signal
@@ -25,6 +26,7 @@ from workers.handles import ActorHandle, ReferenceHandle
 from workers.pools import RewardPool, Supply
 from workers.remote import Payload, ReferenceActor, RewardActor
 from workers.streams import CallStream, answer_in_chunks
+from workers.train.reading import TokenColumns
 
 NO_CPU = Resources(num_cpus=0.0)
 BIG = "x" * 200_000
@@ -48,6 +50,10 @@ class Rank(ActorRank):
     def train_step(self, plan: RankPlan, signals: Any, *columns: Any) -> TrainStats:
         data = self.taken(signals, columns)
         return TrainStats({"num_tokens": sum(data.num_trained(m) for u in plan.updates for m in u)}, 0.0)
+
+    @ray.method(num_returns=2)
+    def columns(self) -> tuple[int, list[TokenColumns]]:
+        return 0, []
 
 
 class Judge(RewardActor):

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import tempfile
 from dataclasses import replace
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
+from typing import cast
 
+import numpy as np
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +20,16 @@ from hypothesis import strategies as st
 from rlsys.algorithm import Assigned
 from rlsys.batch.samples import meta_of, versions_of
 from rlsys.errors import DataError
-from rlsys.record import GroupRecord, RolloutRecord, read_groups, read_rollouts, write_groups, write_rollouts
+from rlsys.reading import TurnReading
+from rlsys.record import (
+    GroupRecord,
+    RolloutRecord,
+    read_groups,
+    read_rollouts,
+    rollout_of,
+    write_groups,
+    write_rollouts,
+)
 from rlsys.types import (
     Acknowledged,
     Episode,
@@ -62,6 +77,23 @@ trajectories = st.builds(
 )
 episodes = st.lists(trajectories, min_size=1, max_size=2).map(lambda t: Episode(tuple(t), 3, 5))
 payloads = st.lists(episodes, min_size=1, max_size=3).map(tuple)
+columns = st.dictionaries(
+    st.sampled_from(["reference_logprobs", "values"]), st.lists(st.lists(floats32).map(tuple)).map(tuple)
+)
+numbers = st.lists(floats32, max_size=3).map(tuple)
+turn_readings = st.builds(
+    TurnReading,
+    said=st.text(max_size=5),
+    pieces=st.lists(st.text(max_size=3), max_size=3).map(tuple),
+    trainer_logprobs=numbers,
+    entropies=numbers,
+    advantages=numbers,
+    is_masked=st.lists(st.booleans(), max_size=3).map(tuple),
+)
+readings = st.lists(st.lists(st.lists(turn_readings, max_size=2).map(tuple), max_size=2).map(tuple), max_size=2).map(
+    tuple
+)
+assigned = st.lists(st.builds(Assigned, st.just(0), st.just(0), floats32, st.none() | st.integers(0, 2)), max_size=2)
 
 
 def group_of(payload: tuple[Episode, ...], serial: int = 5) -> Group:
@@ -94,13 +126,15 @@ def test_groups_come_back_as_they_were(written: list[tuple[Episode, ...]]) -> No
 
 
 @settings(deadline=None, max_examples=80)
-@given(tasks, payloads)
-def test_rollouts_come_back_as_they_were(task: Task, payload: tuple[Episode, ...]) -> None:
-    record = RolloutRecord.of(3, task, group_of(payload), payload, [Assigned(0, 0, 1.5)])
+@given(tasks, payloads, assigned, columns, readings)
+def test_rollouts_come_back_as_they_were(task, payload, assigned, columns, readings) -> None:
+    group = replace(group_of(payload), policy="asker")
+    record = replace(RolloutRecord.of(3, task, group, payload, assigned), columns=columns, readings=readings)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "step_000003.jsonl")
         write_rollouts(path, [record, record])
         assert read_rollouts(path) == [record, record]
+        assert [rollout_of(line) for line in path.read_bytes().splitlines()] == [record, record]
 
 
 @given(floats32)
@@ -123,6 +157,74 @@ def test_a_rollout_record_joins_payload_judgement_and_advantages() -> None:
     assert roots[1].outcome == failed("took longer than 10 s")
     assert [root.turns[0].text for root in roots] == ["right", "broke", "wrong"]
     assert record.advantages == ((0.7,), (None,), (-0.7,))
+
+
+def test_a_line_begins_with_its_step_and_its_serial_by_which_it_is_found(tmp_path: Path) -> None:
+    payload = (said("x"),)
+    write_rollouts(tmp_path / "s", [RolloutRecord.of(7, Task(id="t", prompt="p"), group_of(payload), payload, [])])
+    assert (tmp_path / "s").read_bytes().startswith(b'{"step":7,"serial":5,')
+
+
+def test_a_record_has_the_metadata_that_its_step_was_planned_from() -> None:
+    payload = (said("right"), said("broke"))
+    group = group_of(payload).with_scores((Score(1.0), Score(None, "took longer than 10 s")))
+    again = RolloutRecord.of(12, Task(id="t", prompt="p"), group, payload, []).group
+    assert replace(again, weights=group.weights) == group
+
+
+def test_advantages_of_single_samples_are_kept_and_not_shown_as_the_trajectorys() -> None:
+    payload = (said("a"), said("b"))
+    assigned = [Assigned(0, 0, 0.5, sample=0), Assigned(1, 0, -0.5)]
+    record = RolloutRecord.of(1, Task(id="t", prompt="p"), group_of(payload), payload, assigned)
+    assert (record.assigned, record.advantages) == (tuple(assigned), ((None,), (-0.5,)))
+
+
+def test_what_is_not_finite_comes_back_as_no_number() -> None:
+    payload = (said("a"),)
+    record = RolloutRecord.of(1, Task(id="t", prompt="p"), group_of(payload), payload, [Assigned(0, 0, float("inf"))])
+    line = orjson.dumps(replace(record, columns={"reference_logprobs": ((float("-inf"),),)}))
+    back = rollout_of(line)
+    assert math.isnan(back.assigned[0].advantage) and math.isnan(back.columns["reference_logprobs"][0][0])
+
+
+def test_numbers_of_numpy_come_back_as_they_were_and_not_as_text(tmp_path: Path) -> None:
+    tenth = cast("float", np.float32(0.1))
+    payload = (replace(said("a"), trajectories=(replace(said("a").trajectories[0], reward=np.float64(0.25)),)),)
+    group = group_of(payload).with_scores((Score(tenth, parts={"exact": tenth}),))
+    record = RolloutRecord.of(1, Task(id="t", prompt="p"), group, payload, [Assigned(0, 0, tenth)])
+    write_rollouts(tmp_path / "s", [replace(record, columns={"values": ((tenth,),)})])
+    write_groups(tmp_path / "g", [GroupRecord(group, payload)])
+    (back,), (waiting,) = read_rollouts(tmp_path / "s"), read_groups(tmp_path / "g")
+    rewards = [episode.trajectories[0].reward for episode in (*back.episodes, *waiting.episodes)]
+    numbers = [*rewards, back.assigned[0].advantage, back.parts[0]["exact"], back.columns["values"][0][0]]
+    assert numbers == [tenth, 0.25, tenth, tenth, tenth]
+    assert {type(number) for number in numbers} == {float}
+
+
+def test_what_json_lacks_is_text_in_a_row_and_refused_elsewhere(tmp_path: Path) -> None:
+    info = {"price": Decimal("1.10"), "raw": b"x", "when": date(2024, 1, 2), "n": 3}
+    task, payload = Task(id="t", prompt="p", info=info), (said("a"),)  # type: ignore[arg-type]
+    record = RolloutRecord.of(1, task, group_of(payload), payload, [])
+    assert record.task.info == {"price": "1.10", "raw": "b'x'", "when": "2024-01-02", "n": 3}
+    write_rollouts(tmp_path / "s", [record])
+    assert read_rollouts(tmp_path / "s") == [record]
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        write_rollouts(tmp_path / "s", [replace(record, parts=({"exact": object()},))])  # type: ignore[dict-item]
+
+
+FORMAT_1 = b"""{"step":1,"serial":7,"task":{"id":"t","prompt":"2 1","answer":"1 2","info":{}},"replica":"rollout-0",\
+"permit_version":0,"episodes":[{"trajectories":[{"agent":"lead","turns":[{"prompt_ids":[2,1],"output_ids":[1],\
+"logprobs":[-0.5],"versions":[{"version":0,"num_tokens":1}],"finish":"stop","text":"1","sampling":{"temperature":1.0,\
+"top_p":1.0,"max_new_tokens":8}}],"outcome":{"kind":"ok","reason":""},"reward":1.0,"parent":null,"policy":"policy"},\
+{"agent":"sub","turns":[],"outcome":{"kind":"ok","reason":""},"reward":null,"parent":0,"policy":"policy"}],\
+"num_tool_calls":0,"num_sequential":1}],"advantages":[[0.7,null]],"parts":[{"exact":1.0}]}"""
+
+
+def test_a_line_of_format_1_is_read_without_what_it_lacks() -> None:
+    record = rollout_of(FORMAT_1)
+    assert (record.record_v, record.advantages, record.assigned) == (1, ((0.7, None),), (Assigned(0, 0, 0.7),))
+    assert (record.columns, record.readings, record.parts) == ({}, (), ({"exact": 1.0},))
+    assert record.episodes[0].trajectories[0].turns[0].text == "1"
 
 
 def test_references_are_left_behind(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What the actor and the critic need of a training back-end: one rank of a model being trained.
 
-One contract suite (`tests/contract/test_train.py`) runs against every back-end. Every method is collective: all ranks
-call it, in the same order.
+One contract suite (`tests/contract/test_train.py`) runs against every back-end. Every method is collective, unless
+it says otherwise: all ranks call it, in the same order.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlsys.batch.tensors import StepColumn, StepData
+    from workers.train.reading import TokenColumns
 
 
 class TrainBackend(Protocol):
@@ -45,6 +46,10 @@ class TrainBackend(Protocol):
         does not train the policy counts, and does nothing else. Raises `TrainingError`, on all ranks and with nothing
         of that update stepped, if the loss or the gradient's norm is not finite.
         """
+        ...
+
+    def columns(self) -> list[TokenColumns]:
+        """What the last step made of each token that this rank trained; nothing before the first. Not collective."""
         ...
 
     def shards(self) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from workers.train.metrics import Mismatch, StepMetrics
 from workers.train.model import CPU, load_model, load_tokenizer
 from workers.train.probing import probe_tokens
 from workers.train.ranks import Ranks
+from workers.train.reading import Kept, TokenColumns
 from workers.train.scoring import Scorer
 from workers.train.settings import OptimizerSettings
 from workers.train.sharded import Sharded, Updated, mean_of
@@ -51,6 +52,7 @@ class FsdpBackend:
         self._probe_ids = probe_tokens(self._model, probe_length) if probe_length else ()
         self._scorer = Scorer(self._model)
         self._sharded = Sharded(self._model, self._scorer, settings, ranks, dtype)
+        self._kept = Kept()
 
     @property
     def step(self) -> int:
@@ -65,6 +67,7 @@ class FsdpBackend:
         temperature: float,
         stabilizer: Stabilizer | None = None,
     ) -> dict[str, float]:
+        self._kept = Kept()
         if not algorithm.trains_policy(self.step):
             self._sharded.end_step()
             return {}
@@ -90,6 +93,9 @@ class FsdpBackend:
         metrics |= {**update.metrics, **totals.reduced(self._ranks, plan.num_tokens), **mismatch.reduced(self._ranks)}
         self._sharded.end_step()
         return metrics
+
+    def columns(self) -> list[TokenColumns]:
+        return self._kept.columns()
 
     def shards(self) -> dict[str, Tensor]:
         return self._sharded.shards()
@@ -154,9 +160,11 @@ class FsdpBackend:
         inputs = part.inputs
         if not part.is_scored:  # the only update of the step: the weights of this forward are those it starts from
             inputs = replace(inputs, proximal_logprobs_N=logprobs_N.detach())
+        logprobs_N.retain_grad()
         output = algorithm.loss(logprobs_N, inputs)
         loss = part.loss(output)
         loss.backward()
+        self._kept.add(part, inputs.proximal_logprobs_N, entropy_N, logprobs_N)
         totals.add({"policy/entropy": entropy_N, **output.metrics_N}, part.weight)
         if part.weight:
             mismatch.add(inputs.proximal_logprobs_N, inputs.behavior_logprobs_N, inputs.staleness_N)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlsys.config import Config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,3 +35,22 @@ def learning_rate(step: int, settings: OptimizerSettings) -> float:
     decay_steps = max(1, settings.total_steps - settings.warmup_steps)
     done = min(1.0, (step - settings.warmup_steps) / decay_steps)
     return settings.lr * (1 - done * (1 - settings.final_lr_fraction))
+
+
+def optimizer_settings(config: Config) -> OptimizerSettings:
+    """The policy's optimizer in this configuration."""
+    train = config.train
+    return OptimizerSettings(
+        lr=train.lr,
+        betas=train.betas,
+        weight_decay=train.weight_decay,
+        clip_norm=train.clip_norm,
+        warmup_steps=train.warmup_steps,
+        total_steps=config.run.steps,
+        final_lr_fraction=train.final_lr_fraction,
+    )
+
+
+def critic_optimizer_settings(config: Config) -> OptimizerSettings:
+    """The critic's: the same but for the learning rate."""
+    return replace(optimizer_settings(config), lr=config.critic.lr or 10 * config.train.lr)

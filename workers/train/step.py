@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algorithm import Algorithm, LossInputs, LossOutput, Signal
-from rlsys.batch.plan import MicroBatchPlan, RankPlan
+from rlsys.batch.plan import MicroBatchPlan, RankPlan, SampleRef
 from rlsys.batch.tensors import MicroBatch, StepData
 from rlsys.types import PolicyVersion
 from workers.train.ranks import Ranks
@@ -32,6 +32,8 @@ class Part:
     inputs: LossInputs
     is_scored: bool
     """Are the proximal logprobs known? Otherwise they are NaN, and those of the forward to come."""
+    samples: Sequence[SampleRef] = ()
+    """Where its samples are found."""
 
     def loss(self, output: LossOutput) -> Tensor:
         """Its share of the update's loss; shares add up over micro-batches and ranks, however it is split."""
@@ -94,7 +96,7 @@ class Step:
         is_scored = False
         if score and self._is_scored_ahead:
             inputs, is_scored = replace(inputs, proximal_logprobs_N=score(batch)), True
-        return Part(batch, plan.weight, inputs, is_scored)
+        return Part(batch, plan.weight, inputs, is_scored, plan.samples)
 
 
 def mismatched(

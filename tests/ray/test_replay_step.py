@@ -1,0 +1,67 @@
+"""`rlsys replay RUN --step N` on runs of the whole system: every weight and every metric, to the last bit."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from rlsys import train
+from rlsys.launch import replay_step
+from rlsys.record import read_rollouts
+from tests.jobs import config_of
+from tests.ray.commands import DEADLINE_S, RLSYS
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+GRPO = [
+    "train.ranks=2",
+    "algorithm.kl_coef=0.1",
+    "stabilizer={type: gac, enabled: true, c_low: 1e-4, c_high: 1.0}",
+    "asynchrony.max_staleness=1",
+    "checkpoint.every=2",
+]
+PPO = ["algorithm.type=ppo", "train.updates_per_step=2", "checkpoint.every=0"]
+
+
+def trained(model_path: Path, data_path: Path, folder: Path, overrides: Sequence[str]) -> Path:
+    config = config_of(model_path, data_path, folder, ["run.steps=3", *overrides])
+    train(config, progress=False)
+    return config.run_dir
+
+
+def test_two_ranks_with_a_reference_and_a_stabilizer_that_projects_from_a_checkpoint(model_path, data_path, tmp_path):
+    run = trained(model_path, data_path, tmp_path, GRPO)
+    found = replay_step(run, 3)
+    assert (found.is_equal, found.beginning) == (True, "checkpoints/step_000002"), found.first
+    assert len({each.found for each in found.weights}) == 2
+    metrics = {each.what: each.found for each in found.metrics}
+    assert metrics["gac/regime"] == 1, "it projected"
+    assert metrics["policy/kl_ref"] != 0
+
+
+def test_a_critic_and_two_updates_a_step_from_the_initial_model(model_path, data_path, tmp_path):
+    run = trained(model_path, data_path, tmp_path, PPO)
+    found = replay_step(run, 3)
+    assert (found.is_equal, found.beginning, len(found.weights)) == (True, "the initial model", 4), found.first
+    assert "critic/explained_variance" in {each.what for each in found.metrics}
+    readings = [
+        (turn, reading)
+        for record in read_rollouts(run / "rollouts" / "step_000003.jsonl")
+        for episode, of_episode in zip(record.episodes, record.readings, strict=True)
+        for turn, reading in zip(episode.trajectories[0].turns, of_episode[0], strict=True)
+    ]
+    for turn, reading in readings:
+        assert reading.trainer_logprobs == pytest.approx(turn.logprobs, abs=1e-4), "it was sampled from these weights"
+        assert "".join(reading.pieces).startswith(turn.text[:1])
+        assert all(0 < entropy < math.log(91) for entropy in reading.entropies)
+        assert len(reading.advantages) == len(turn.output_ids), "GAE gives each token one of its own"
+    commands = "p step, len(groups), backend.step, type(plan).__name__\nc\n"
+    words = [RLSYS, "replay", run, "--step", "2", "--debug"]
+    done = subprocess.run(words, input=commands, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "(2, 4, 1, 'BatchPlan')" in done.stdout
+    assert done.stdout.splitlines()[-1] == "equal bit for bit"
