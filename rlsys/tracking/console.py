@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Protocol, TextIO
 
 from rlsys.events import (
+    AlertRaised,
     CheckpointSaved,
     EngineChosen,
     EvalDone,
@@ -44,7 +45,7 @@ class Screen(Protocol):
 
 
 class ConsoleSink:
-    """Turns events into lines a person can follow."""
+    """Turns events into lines a person can follow, and a terminal cannot obey: models have a say in some."""
 
     def __init__(self, total_steps: int, stream: TextIO | None = None, every_s: float = 5.0, policy: str = "") -> None:
         """`every_s`: seconds between two plain progress lines, where `stream` (stderr) is not a terminal.
@@ -54,16 +55,17 @@ class ConsoleSink:
         """
         self._total = total_steps
         shown: TextIO = stream or sys.stderr
-        self._screen = PlainScreen(shown, every_s, f"{policy}: ") if policy else _screen(shown, total_steps, every_s)
+        prefix = f"{printable(policy)}: "
+        self._screen = PlainScreen(shown, every_s, prefix) if policy else _screen(shown, total_steps, every_s)
         self._step_times_s: deque[float] = deque(maxlen=_STEPS_FOR_ETA + 1)
 
     def handle(self, event: Event, time_s: float) -> None:
         """Show one event."""
         if isinstance(event, StepDone):
             self._step_times_s.append(time_s)
-            self._screen.progress(self._progress(event), event.step, time_s)
+            self._screen.progress(printable(self._progress(event)), event.step, time_s)
         elif (line := note_of(event)) is not None:
-            self._screen.note(line)
+            self._screen.note(printable(line))
 
     def close(self) -> None:
         """Leave the screen as it is."""
@@ -80,6 +82,11 @@ class ConsoleSink:
 
 def _screen(stream: TextIO, total_steps: int, every_s: float) -> Screen:
     return LiveScreen(stream, total_steps) if stream.isatty() and total_steps else PlainScreen(stream, every_s)
+
+
+def printable(text: str) -> str:
+    """The same, `\N{REPLACEMENT CHARACTER}` for each character that a terminal would obey or hide."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def figures(metrics: Mapping[str, float]) -> list[str]:
@@ -125,6 +132,8 @@ def note_of(event: Event) -> str | None:
             return f"checkpoint of step {step}: {path}"
         case EvalDone(step=step, dataset=dataset, seconds=seconds, metrics=metrics):
             return f"step {step} on {dataset}: {_measured(dataset, metrics)} ({seconds:.1f} s)"
+        case AlertRaised(alert=alert, step=step, sentence=sentence):
+            return f"alert {alert} at step {step}: {sentence}"
         case RunEnded(step=step, reason=reason, detail=detail):
             return f"{reason} after step {step}" + (f": {detail}" if detail else "")
         case _:
@@ -136,7 +145,8 @@ def _measured(dataset: str, metrics: Mapping[str, float]) -> str:
     values = {name.removeprefix(f"eval/{dataset}/"): value for name, value in metrics.items()}
     interval = f" ± {values['mean_ci95']:.3f}" if "mean_ci95" in values else ""
     passes = [f"{name} {value:.3f}" for name, value in values.items() if name.startswith("pass@")]
-    return ", ".join([f"mean {values['mean']:.3f}{interval}", *passes])
+    means = [f"mean {values['mean']:.3f}{interval}"] if "mean" in values else []  # files may be of another version
+    return ", ".join([*means, *passes])
 
 
 def duration(seconds: float) -> str:

@@ -61,7 +61,7 @@ def test_every_event_is_a_line_and_every_step_a_row_of_metrics(tmp_path: Path) -
             "stall_s": 0.5,
             "seconds": 0.25,
         },
-        {"kind": "step_done", "time_s": 11.5, "step": 1, "metrics": {"loss": 0.25, "reward/mean": None}},
+        {"kind": "step_done", "time_s": 11.5, "step": 1, "metrics": {"loss": 0.25, "reward/mean": None}, "serials": []},
     ], "lines are there before the sink is closed"
     assert rows(tmp_path / "run" / "metrics.jsonl") == [{"step": 1, "time_s": 11.5, "loss": 0.25, "reward/mean": None}]
     sink.close()
@@ -82,6 +82,29 @@ def test_an_evaluation_is_a_row_of_metrics_of_its_own(tmp_path: Path) -> None:
         "metrics": {"eval/hard/mean": 0.5},
     }
     sink.close()
+
+
+def test_a_resumed_run_begins_a_line_of_its_own_after_one_that_was_cut(tmp_path: Path) -> None:
+    for name in ("events.jsonl", "metrics.jsonl"):
+        (tmp_path / name).write_bytes(b'{"kind":"step_done","ti')
+    sink = JsonlSink(tmp_path)
+    sink.handle(StepDone(2, {"loss": 0.25}), 2.0)
+    sink.close()
+    for name in ("events.jsonl", "metrics.jsonl"):
+        cut, line = (tmp_path / name).read_text().splitlines()
+        assert cut == '{"kind":"step_done","ti'
+        assert json.loads(line)["step"] == 2
+
+
+def test_nothing_that_a_model_wrote_can_steer_the_terminal() -> None:
+    out = io.StringIO()
+    sink = ConsoleSink(0, out, policy="so\x1blver")
+    sink.handle(GroupDropped(7, "task\x1b]0;owned\x07", "failed", "\x1b[2Jgone\u202e\r\nnext line"), 1.0)
+    sink.handle(EvalDone(1, "hard", "ab", 1.0, {"eval/hard/pass@\x1b[2J": 0.5}), 2.0)
+    assert out.getvalue() == (
+        "so�lver: dropped group 7 (task task�]0;owned�): failed: �[2Jgone��\nnext line\n"
+        "so�lver: step 1 on hard: pass@�[2J 0.500 (1.0 s)\n"
+    )
 
 
 def test_a_resumed_run_appends(tmp_path: Path) -> None:
