@@ -1,15 +1,15 @@
-"""The sections that describe a plug-in, `algorithm`, `stabilizer` and `rollout.workflow`: a name or `module:Name`, and
-the fields of that plug-in's dataclass.
+"""The sections that describe a plug-in, `algorithm`, `stabilizer`, `rollout.workflow` and those in the list `tracking`:
+a name or `module:Name`, and the fields of that plug-in's dataclass.
 
-Ours and yours come through one door: the entry point groups `rlsys.algorithms`, `rlsys.stabilizers` and
-`rlsys.workflows`.
+Ours and yours come through one door: the entry point groups `rlsys.algorithms`, `rlsys.stabilizers`, `rlsys.workflows`
+and `rlsys.trackers`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from functools import cache
@@ -25,6 +25,7 @@ from rlsys.config.problems import Location, nested, problems_in
 from rlsys.errors import ConfigError
 from rlsys.importing import imported
 from rlsys.stabilizer import StabilizerPlugin
+from rlsys.tracker import TrackerPlugin
 from rlsys.workflow import Workflow
 
 P = TypeVar("P")
@@ -37,8 +38,8 @@ class PluginKind(Generic[P]):
     name: str
     """What its section is called, e.g. `algorithm`; its entry point group is `rlsys.algorithms`."""
     base: type[P]
-    default: str
-    """The `type` of a section that names none."""
+    default: str | None
+    """The `type` of a section that names none; None: it has to name one."""
 
     def installed(self) -> dict[str, list[EntryPoint]]:
         """Every installed one by name, ours and yours; more than one where packages disagree about a name."""
@@ -99,8 +100,11 @@ class PluginKind(Generic[P]):
         if not isinstance(section, Mapping):
             raise nested([((), f"should be a name, or a section with a `type` and keys of its own (got {section!r})")])
         fields = {str(key): value for key, value in section.items() if key != "type"}
+        chosen = section.get("type", self.default)
+        if chosen is None:
+            raise nested([(("type",), f"required: {', '.join(self.installed())} or `module:Name`")])
         try:
-            return adapter(self.find(str(section.get("type", self.default)))).validate_python(fields)
+            return adapter(self.find(str(chosen))).validate_python(fields)
         except ConfigError as error:
             raise nested([(("type",), str(error))]) from None
         except ValidationError as error:
@@ -113,7 +117,10 @@ class PluginKind(Generic[P]):
         return {"type": self.type_name(type(plugin)), **fields}
 
     def keys(self, section: object) -> list[str]:
-        """The keys that a section like this one may have. Raises `ConfigError` if there is no such type."""
+        """The keys that a section like this one may have, or the sections of a list like this one. Raises `ConfigError`
+        if there is no such type."""
+        if isinstance(section, Sequence) and not isinstance(section, str):
+            return list(dict.fromkeys(key for one in section for key in self.keys(one)))
         named = section if isinstance(section, str) else self.default
         chosen = section.get("type", self.default) if isinstance(section, Mapping) else named
         return ["type", *(f.name for f in dataclasses.fields(cast("Any", self.find(str(chosen)))))]
@@ -175,9 +182,11 @@ def adapter(plugin: type[P]) -> TypeAdapter[P]:
 
 ALGORITHMS = PluginKind("algorithm", Algorithm, "grpo")
 STABILIZERS = PluginKind("stabilizer", StabilizerPlugin, "gac")
+TRACKERS = PluginKind("tracker", TrackerPlugin, None)
 WORKFLOWS = PluginKind("workflow", Workflow, "single_turn")
-KINDS: tuple[PluginKind[Any], ...] = (ALGORITHMS, STABILIZERS, WORKFLOWS)
+KINDS: tuple[PluginKind[Any], ...] = (ALGORITHMS, STABILIZERS, TRACKERS, WORKFLOWS)
 
 AlgorithmSection = Annotated[Algorithm, ALGORITHMS]
 StabilizerSection = Annotated[StabilizerPlugin, STABILIZERS]
+TrackerSection = Annotated[TrackerPlugin, TRACKERS]
 WorkflowSection = Annotated[Workflow, WORKFLOWS]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from io import SEEK_END, FileIO
 from pathlib import Path
 
 import orjson
@@ -19,14 +20,14 @@ class JsonlSink:
                      {"step": 2, "time_s": 1767225601.7, "eval/held_out/mean": 0.48, ...}
 
     The metrics of a step may stand in several rows: an evaluation of it, one row per data set, ends when later steps
-    are written already. A resumed run appends. It may repeat steps that a killed one took after its last checkpoint:
-    of two rows with the same metric of the same step, the later counts.
+    are written already. A resumed run appends, on a line of its own if the last one was cut. It may repeat steps that
+    a killed one took after its last checkpoint: of two rows with the same metric of the same step, the later counts.
     """
 
     def __init__(self, run_dir: Path) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._events = (run_dir / "events.jsonl").open("ab", buffering=0)
-        self._metrics = (run_dir / "metrics.jsonl").open("ab", buffering=0)
+        self._events = _appending(run_dir / "events.jsonl")
+        self._metrics = _appending(run_dir / "metrics.jsonl")
 
     def handle(self, event: Event, time_s: float) -> None:
         """Write one event, and its metrics if it has any. NaN is written as null."""
@@ -39,6 +40,16 @@ class JsonlSink:
         """Close both files."""
         self._events.close()
         self._metrics.close()
+
+
+def _appending(path: Path) -> FileIO:
+    """The file, to be written at its end: the beginning of a line, unless it is empty."""
+    file = path.open("a+b", buffering=0)
+    if file.tell():
+        file.seek(-1, SEEK_END)
+        if file.read(1) != b"\n":  # a killed run, or a full disk, left half a line
+            file.write(b"\n")
+    return file
 
 
 def _line(row: Mapping[str, object]) -> bytes:

@@ -1,0 +1,73 @@
+"""The tracker `prometheus`: metrics as gauges that Ray exports beside its own, on every node's metrics port."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rlsys.events import AlertRaised
+from rlsys.metrics import METRICS, Named, named
+from rlsys.tracker import EndReason, RolloutRow, RunFacts, TrackerPlugin
+
+if TYPE_CHECKING:
+    from ray.util.metrics import Gauge
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prometheus(TrackerPlugin):
+    """Prometheus, through Ray: `reward/mean` is the gauge `ray_rlsys_reward_mean`; needs a driver on a node of Ray."""
+
+    def start(self, run: RunFacts) -> Gauges:
+        return Gauges(run)
+
+
+class Gauges:
+    """One gauge for each key of the table of metrics, with the run, the policy and what a key has in braces as labels.
+
+    All are gauges, counts since the run began too: a resumed run counts anew.
+    """
+
+    def __init__(self, run: RunFacts) -> None:
+        self._labels = {"run": run.name, "policy": run.policy}
+        self._gauges: dict[str, Gauge] = {}
+        self._step = run.first_step
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Set what is told. An evaluation of an older step does not set the step back."""
+        self._step = max(self._step, step)
+        for name, value in {**values, "step": self._step}.items():
+            found = named(name) or Named(name, {})
+            self._gauge(found).set(float(value), {**self._labels, **found.labels})
+
+    def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
+        """Not called: a number has no text."""
+
+    def alert(self, alert: AlertRaised) -> None:
+        """Nothing: Prometheus raises its own, see `deploy/prometheus`."""
+
+    def close(self, reason: EndReason) -> None:
+        """Nothing: Ray forgets the gauges with the process."""
+
+    def _gauge(self, found: Named) -> Gauge:
+        from ray.util.metrics import Gauge  # here, so that a configuration can be read without Ray
+
+        if found.key not in self._gauges:
+            labels = (*self._labels, *found.labels)
+            self._gauges[found.key] = Gauge(gauge_name(found.key), _help(found.key), labels)
+        return self._gauges[found.key]
+
+
+def gauge_name(key: str) -> str:
+    """What a key of the table is called, e.g. `rlsys_eval_pass` for `eval/{dataset}/pass@{k}`; Prometheus shows it with
+    `ray_` in front."""
+    words = re.findall(r"[A-Za-z0-9]+(?:_[A-Za-z0-9]+)*", re.sub(r"\{\w+\}", "", key))
+    return "_".join(["rlsys", *words])
+
+
+def _help(key: str) -> str:
+    metric = METRICS.get(key)
+    if metric is None:
+        return "not in the table of metrics of rlsys"
+    return f"{metric.help} [{metric.unit}]" if metric.unit else metric.help
