@@ -1,4 +1,5 @@
-"""The command line: `rlsys train | eval | export | replay | simulate | config | data | workflow | doctor | algorithms`.
+"""The command line: `rlsys train | eval | export | replay | dashboard | tail | report | simulate | config | data |
+workflow | doctor | algorithms`.
 
 Every verb is a thin layer over a function that Python can call too. An `RlsysError` becomes its message on stderr and
 its exit code; anything else is a bug and shows its traceback. Verbs import what they need when they run, so that
@@ -111,21 +112,95 @@ def export(
 
 @app.command()
 def replay(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="RUN/failed/step_N, as the run's error names it.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN|FOLDER", help="A run, with --step; or RUN/failed/step_N, as its error says.")
+    ],
+    step: Annotated[int | None, typer.Option(min=1, help="Train this step of the run again.")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Open the debugger before --step; one rank only.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compute again a step whose numbers were not finite, sample by sample; exit 1 unless all of them are finite here.
+    """Compute a step again, without Ray.
+
+    With --step: train it from what the run recorded; exit 1 unless weights and metrics are the same bit for bit. Of a
+    step whose numbers were not finite: compute it sample by sample; exit 1 unless all are finite here.
 
     Only for folders you trust: training state is unpickled by torch's checkpoint reader, which can run code.
     """
+    if debug and step is None:
+        raise typer.BadParameter("--debug needs --step, before which to stop")
     from rlsys import launch
 
-    replayed = launch.replay(folder)
-    if as_json:
-        typer.echo(json.dumps(replayed.as_json()))
+    if step is None:
+        found = launch.replay(folder)
+        is_fine = found.is_fine
     else:
-        typer.echo("\n".join(replayed.lines()))
-    raise typer.Exit(not replayed.is_fine)
+        found = launch.replay_step(folder, step, debug=debug)
+        is_fine = found.is_equal
+    typer.echo(json.dumps(found.as_json()) if as_json else "\n".join(found.lines()))
+    raise typer.Exit(not is_fine)
+
+
+@app.command()
+def dashboard(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[RUN|FOLDER]", help="A run directory, or a folder of them.", show_default="runs")
+    ] = Path("runs"),
+    host: Annotated[str, typer.Option(help="Address; one beyond this machine needs a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8321,
+    fd: Annotated[int | None, typer.Option(hidden=True, help="A socket of the parent; end when stdin ends.")] = None,
+) -> None:
+    """Show runs in a browser, live or ended.
+
+    Prints the address to open, and serves it until Ctrl-C. With --host, machines beyond this one can reach it: then a
+    token is needed, which is part of the address. Set RLSYS_DASHBOARD_TOKEN to choose it, or to ask for one here too.
+    """
+    from rlsys.dashboard.listener import Listener
+    from rlsys.dashboard.serving import Dashboard
+
+    listener = Listener.bind(host, port) if fd is None else Listener.inherited(fd)
+    served = Dashboard(folder, listener)
+    if fd is not None:
+        served.serve_beside(sys.stdin.buffer)
+        return
+    typer.echo(listener.url)
+    served.serve()
+
+
+@app.command()
+def tail(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    once: Annotated[bool, typer.Option("--once", help="Show what there is, and do not wait for more.")] = False,
+) -> None:
+    """Follow a run in this terminal.
+
+    Shows what it did last, and then what it does, until it ends or Ctrl-C.
+    """
+    from rlsys.dashboard import tailing
+
+    try:
+        tailing.tail(run, sys.stdout, once=once)
+    except KeyboardInterrupt:
+        typer.echo()
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="To write.")] = Path("report.html"),
+) -> None:
+    """Write a run as one HTML file.
+
+    To send, print or keep: charts, alerts, workers, episodes of the last step. It holds no script and fetches nothing.
+    """
+    from rlsys.dashboard.readings import Readings
+    from rlsys.dashboard.report import report_of
+
+    text = report_of(Readings(run))
+    try:
+        output.write_text(text, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"cannot write {output}: {error.strerror}; give another place with --output") from None
+    typer.echo(str(output))
 
 
 @app.command(context_settings=OVERRIDES)
@@ -230,7 +305,7 @@ def try_workflow(
 
 @app.command()
 def algorithms() -> None:
-    """List the installed algorithms, stabilizers and workflows: name, kind, class and first line of documentation."""
+    """List the installed algorithms, stabilizers, workflows and trackers: name, kind, class, first line of its text."""
     from rlsys.config.plugins import KINDS
 
     rows = [

@@ -24,6 +24,7 @@ from pydantic_core import PydanticCustomError
 
 from rlsys.algorithm import Algorithm, Signal, version_after
 from rlsys.config.curation import CurationSection
+from rlsys.config.dashboard import DashboardSection, Thresholds
 from rlsys.config.evaluation import EvalSection
 from rlsys.config.plugins import (
     ALGORITHMS,
@@ -31,6 +32,7 @@ from rlsys.config.plugins import (
     WORKFLOWS,
     AlgorithmSection,
     StabilizerSection,
+    TrackerSection,
     WorkflowSection,
 )
 from rlsys.config.policies import PolicyName, PolicySection, problems_of, unbound
@@ -312,6 +314,13 @@ class Config(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     limits: LimitsSection = LimitsSection()
     record: RecordSection = RecordSection()
+    tracking: list[TrackerSection] = Field(default=[])
+    """Where metrics go besides the files of the run: `[{type: wandb, project: sums}, tensorboard]`; each has a `type`
+    (the name of an installed tracker, or `module:Name` of yours) and that tracker's own keys."""
+    dashboard: DashboardSection = DashboardSection()
+    alerts: Thresholds = Field(default={})
+    """Thresholds by the name of an alert, instead of its own, `{entropy_collapse: 0.1, idle_side: null}`; null: it is
+    not raised."""
     ray: RaySection = RaySection()
     policies: dict[PolicyName, PolicySection] = Field(default={})
     """Several policies by name, each with the keys in which it differs from the sections above: `{proposer: {}, solver:

@@ -7,7 +7,7 @@ works from the command line, from a Python script (also one that called `ray.ini
 
 from rlsys.launch.offline import evaluate, export, inspect_data
 from rlsys.launch.preparing import look_up
-from rlsys.launch.replaying import replay
+from rlsys.launch.replaying import replay, replay_step
 from rlsys.launch.result import TrainResult
 from rlsys.launch.training import train
 from rlsys.launch.trying import Tried, config_to_try, try_workflow
@@ -21,6 +21,7 @@ __all__ = [
     "inspect_data",
     "look_up",
     "replay",
+    "replay_step",
     "train",
     "try_workflow",
 ]

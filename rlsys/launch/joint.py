@@ -15,10 +15,13 @@ from rlsys.errors import Interrupted
 from rlsys.events import Events, PhaseDone, RunStarted
 from rlsys.interrupts import Interruptible
 from rlsys.joint import Joint, train_jointly
+from rlsys.launch.beside import dashboard_beside
 from rlsys.launch.preparing import Data, checkpoint_to_resume, write_run_dir
 from rlsys.launch.result import FirstStep, Summary, TrainResult
+from rlsys.launch.trackers import trackers_of
 from rlsys.launch.training import crew_ready, driver_of, ends_told, phase, train_in_cluster
 from rlsys.stepmetrics import Progress
+from rlsys.tracking.alerts import AlertSink
 from rlsys.tracking.console import ConsoleSink
 from rlsys.tracking.jsonl import JsonlSink
 from rlsys.types import PolicyVersion
@@ -37,11 +40,14 @@ class PolicyRun:
     @classmethod
     def of(cls, policy: str, config: Config, checkpoint: Path | None, began: float, *, progress: bool) -> PolicyRun:
         """Make its run directory, and all that writes there."""
-        write_run_dir(config)
+        write_run_dir(config, checkpoint)
         result = TrainResult(str(config.run_dir))
         console = [ConsoleSink(config.run.steps, policy=policy)] if progress else []
         events = Events([JsonlSink(config.run_dir), Summary(result), *console])
         events.attach(FirstStep(events, began))
+        for tracker in trackers_of(config):
+            events.attach(tracker)
+        events.attach(AlertSink(events, config.alerts))
         return cls(config, checkpoint, events, result)
 
 
@@ -54,6 +60,13 @@ def train_policies(config: Config, began: float, *, progress: bool) -> TrainResu
     owns = config.trained
     checkpoints = {name: checkpoint_to_resume(own) for name, own in owns.items()}  # before anything is written
     write_run_dir(config)
+    with dashboard_beside(config):
+        return _train_all(config, owns, checkpoints, began, progress=progress)
+
+
+def _train_all(
+    config: Config, owns: Mapping[str, Config], checkpoints: Mapping[str, Path | None], began: float, *, progress: bool
+) -> TrainResult:
     runs = {name: PolicyRun.of(name, own, checkpoints[name], began, progress=progress) for name, own in owns.items()}
     result = TrainResult(str(config.run_dir), policies={name: run.result for name, run in runs.items()})
     shared = Events([JsonlSink(config.run_dir), Summary(result), *([ConsoleSink(0)] if progress else [])])

@@ -30,6 +30,7 @@ from rlsys.events import (
     WorkerRestarted,
 )
 from rlsys.interrupts import Interruptible
+from rlsys.launch.beside import dashboard_beside
 from rlsys.launch.preparing import (
     Data,
     check_run_dir,
@@ -40,14 +41,16 @@ from rlsys.launch.preparing import (
     look_up,
     prepare_imports,
     rooted,
+    shape_of,
     write_run_dir,
 )
 from rlsys.launch.result import FirstStep, Summary, TrainResult
-from rlsys.learner import BatchShape
+from rlsys.launch.trackers import check_trackers, trackers_of
 from rlsys.ledger import Ledger
 from rlsys.queue import StreamingQueue
 from rlsys.repacking import Repacker
 from rlsys.stepmetrics import Progress
+from rlsys.tracking.alerts import AlertSink
 from rlsys.tracking.console import ConsoleSink
 from rlsys.tracking.jsonl import JsonlSink
 from rlsys.weights import WeightSync
@@ -55,6 +58,8 @@ from rlsys.weights import WeightSync
 if TYPE_CHECKING:
     from workers.crew import Crew
 
+LOOK_S = 2.0
+"""Seconds between two looks at what replicas hold and do."""
 
 Trains: TypeAlias = "Callable[[Data, Interruptible], Awaitable[None]]"
 """Starts the workers on the cluster there is, trains, ends them."""
@@ -70,16 +75,25 @@ def train(config: Config, *, progress: bool = True) -> TrainResult:
     prepare_imports()
     config = rooted(config)
     check_run_dir(config)
+    check_trackers(config)
     if config.policies:
         from rlsys.launch.joint import train_policies  # it needs this module
 
         return train_policies(config, began, progress=progress)
     checkpoint = checkpoint_to_resume(config)
-    write_run_dir(config)
+    write_run_dir(config, checkpoint)
+    with dashboard_beside(config):
+        return _train_one(config, checkpoint, began, progress=progress)
+
+
+def _train_one(config: Config, checkpoint: Path | None, began: float, *, progress: bool) -> TrainResult:
     result = TrainResult(str(config.run_dir))
     sinks = [JsonlSink(config.run_dir), Summary(result), *([ConsoleSink(config.run.steps)] if progress else [])]
     events = Events(sinks)
     events.attach(FirstStep(events, began))
+    for tracker in trackers_of(config):
+        events.attach(tracker)
+    events.attach(AlertSink(events, config.alerts))
 
     async def trains(data: Data, interruptible: Interruptible) -> None:
         await _train_on_cluster(config, data, checkpoint, events, began, interruptible)
@@ -220,7 +234,7 @@ def driver_of(config: Config, data: Data, workers: Workers, events: Events, prog
         failures=failures_of(config),
         checkpoints=Checkpoints(config.run_dir / "checkpoints", config.checkpoint.every, config.checkpoint.keep_last),
         events=events,
-        shape=BatchShape(train.ranks, train.micro_batch_tokens, train.updates_per_step, config.rollout.max_new_tokens),
+        shape=shape_of(config),
         steps=config.run.steps,
         no_progress_s=limits.no_progress_s,
         run_dir=config.run_dir,
@@ -229,6 +243,7 @@ def driver_of(config: Config, data: Data, workers: Workers, events: Events, prog
         evaluation=evaluation,
         repacker=_repacker_of(config, workers.rollouts, events),
         progress=progress or Progress(),
+        look_s=LOOK_S,
     )
 
 

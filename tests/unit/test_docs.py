@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rlsys.alerts import RULES
 from rlsys.config import Config
 
 ROOT = Path(__file__).parents[2]
@@ -17,6 +18,13 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT
 def test_the_schema_in_docs_is_the_one_the_code_gives():
     written = json.loads((ROOT / "docs" / "config.schema.json").read_text())
     assert written == Config.model_json_schema(), "run: rlsys config schema > docs/config.schema.json"
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_page_on_watching_a_run_has_every_alert_as_it_is(name):
+    rule = RULES[name]
+    row = f"| `{name}` | {rule.when} | {rule.threshold:g}{' ' + rule.unit if rule.unit else ''} |"
+    assert row in (ROOT / "docs" / "dashboard.md").read_text().splitlines()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -62,7 +62,8 @@ def test_what_rlsys_asks_for_is_in_the_lock():
 
 def test_every_installed_plugin_loads_and_is_one_of_ours():
     found = {kind.name: {kind.find(name).__module__.partition(".")[0] for name in kind.installed()} for kind in KINDS}
-    assert found == {"algorithm": {"algorithms"}, "stabilizer": {"algorithms"}, "workflow": {"rlsys"}}
+    ours = {"algorithm": {"algorithms"}, "stabilizer": {"algorithms"}, "workflow": {"rlsys"}}
+    assert found == {**ours, "tracker": {"rlsys", "workers"}}
 
 
 def test_pip_settings_reach_uv_and_the_environment_wins_over_files():

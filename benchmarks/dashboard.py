@@ -1,0 +1,345 @@
+"""What watching costs: opening a long run, asking for its pages, seeing a step live, and what the run itself pays.
+
+    python -m benchmarks.dashboard [--quick]
+
+A made-up run of 1,000,000 events and 100,000 episodes (`tests.histories.big_run`; nine in ten events are `worker_busy`)
+is opened and then asked for through HTTP, by `rlsys dashboard` in a process of its own:
+
+- `open_s`: from `Readings(root)` in a fresh process to the answers of run, series (8 charts), groups, cluster, ledger,
+  alerts. `reader_mb`: how much that process grew by it.
+- `page_ms`: of each page over HTTP, median and greatest; `whole_run_ms` is the first look at the swim-lanes of all the
+  run, right after opening, when what it shows is not summed up yet.
+- `live_latency_s`: from a step's line in the file of another process until a page that follows the run has its value.
+- `emit_us`: one event through the bus with the sinks every run has (jsonl, console, alerts), mean over the events of a
+  step of 16 groups on 4 replicas; `emit_share`: all of them, of a step of 0.25 s, which is a very short one.
+- `day_growth_mb`: resident memory that those sinks and a TensorBoard tracker took between the first tenth and the end
+  of 864,000 events, which is a day at 10 a second.
+
+Progress goes to stderr, and one JSON object to the last line of stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import http.client
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import ceil
+from pathlib import Path
+from statistics import median
+from urllib.parse import urlencode, urlsplit
+
+from benchmarks.measure import print_result, spread
+from rlsys.events import (
+    Event,
+    Events,
+    GroupIssued,
+    GroupJudged,
+    GroupRolledOut,
+    ReplicaSeen,
+    RolloutsWritten,
+    RunStarted,
+    StepDone,
+    WeightsPublished,
+    WorkerBusy,
+)
+from rlsys.tracking.alerts import AlertSink
+from rlsys.tracking.console import ConsoleSink
+from rlsys.tracking.jsonl import JsonlSink
+from tests.histories import big_run, small_run
+
+CHARTS = (
+    "reward/*",
+    "policy/entropy",
+    "policy/kl_ref",
+    "completions/*",
+    "optim/grad_norm",
+    "async/*",
+    "perf/tokens_per_s",
+    "time/*",
+)
+STEP_S = 0.25
+GROUPS, REPLICAS = 16, 4
+DAY_EVENTS = 24 * 3600 * 10
+
+
+def main() -> None:
+    """Measure everything and print the closing line; or play one of the processes that are measured."""
+    parser = argparse.ArgumentParser(description="The cost of watching.")
+    parser.add_argument("--quick", action="store_true", help="a small run and a short day; under a minute")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.part:
+        print(json.dumps(PARTS[arguments.part](arguments.folder, arguments.quick)))
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            print_result(measured(Path(folder), arguments.quick))
+
+
+def measured(folder: Path, quick: bool) -> Mapping[str, object]:
+    """Every figure."""
+    sizes = {"num_events": 50_000, "num_episodes": 5_000} if quick else {}
+    big_run(folder / "runs" / "big", **sizes)
+    kinds = _kinds(folder / "runs" / "big" / "events.jsonl")
+    print(f"the run is written: {kinds}", file=sys.stderr)
+    opened = [part("open", folder / "runs", quick) for _ in range(3)]
+    print(f"opened: {opened}", file=sys.stderr)
+    pages = page_ms(folder / "runs", 3 if quick else 10)
+    print(f"pages: {pages}", file=sys.stderr)
+    live = live_latency_s(folder / "live", 5 if quick else 30)
+    print(f"live: {live}", file=sys.stderr)
+    return {
+        "open_s": spread([row["open_s"] for row in opened]),
+        "reader_mb": median(row["mb"] for row in opened),
+        "whole_run_ms": spread([row["whole_run_ms"] for row in opened]),
+        "page_ms": pages,
+        "page_ms_worst": max(row["max"] for row in pages.values()),
+        "live_latency_s": live,
+        **part("emit", folder / "emit", quick),
+        **part("day", folder / "day", quick),
+        "events": kinds,
+    }
+
+
+def part(name: str, folder: Path, quick: bool) -> dict[str, float]:
+    """What a fresh process of this benchmark measured."""
+    command = [sys.executable, "-m", "benchmarks.dashboard", "--part", name, "--folder", str(folder)]
+    done = subprocess.run([*command, *(["--quick"] if quick else [])], stdout=subprocess.PIPE, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def opened(root: Path, quick: bool) -> dict[str, float]:
+    """Open a run as the overview, groups, cluster, ledger and alerts pages do, one after the other."""
+    from rlsys.dashboard.readings import Readings
+
+    before_mb, began = _resident_mb(), time.perf_counter()
+    readings = Readings(root)
+    readings.run("big")
+    readings.series("big", CHARTS)
+    readings.groups("big")
+    cluster = readings.cluster("big")
+    readings.ledger("big")
+    readings.alerts("big")
+    open_s, began = time.perf_counter() - began, time.perf_counter()
+    readings.cluster("big", cluster.begin_s, cluster.end_s)
+    return {
+        "open_s": open_s,
+        "whole_run_ms": 1000 * (time.perf_counter() - began),
+        "mb": _resident_mb() - before_mb,
+    }
+
+
+def page_ms(root: Path, repeats: int) -> dict[str, dict[str, float | int]]:
+    """Every page over HTTP, after the run was opened."""
+    with _served(root) as get:
+        get("run", run="big")
+        cluster = get("cluster", run="big")
+        get("cluster", run="big", **{"from": cluster["begin_s"], "to": cluster["end_s"]})
+        last = get("groups", run="big")["last_step"]
+        times_ms: dict[str, list[float]] = {}
+        for repeat in range(repeats):
+            for name, parameters in _pages(get, cluster, 1 + repeat * (last - 1) // repeats):
+                began = time.perf_counter()
+                get(name.partition(" ")[0], **parameters)
+                times_ms.setdefault(name, []).append(1000 * (time.perf_counter() - began))
+    return {name: spread(values) for name, values in times_ms.items()}
+
+
+def _pages(get: _Get, cluster: Mapping[str, float], step: int) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """Each page and its parameters; where there is a choice of step, group or time, this is one."""
+    run = {"run": "big"}
+    group = get("groups", **run, step=step)["groups"][0]
+    of_group = {**run, "step": step, "serial": group["serial"]}
+    middle_s = cluster["begin_s"] + (cluster["end_s"] - cluster["begin_s"]) * 0.5
+    yield from ((name, run) for name in ("run", "log", "metrics", "alerts", "ledger", "cluster", "tasks"))
+    yield "runs", {}
+    yield "series", {**run, "name": CHARTS}
+    yield "groups", {**run, "step": step}
+    yield "group", of_group
+    yield "episode", {**of_group, "episode": 3}
+    yield "task", {**run, "task": group["task_id"]}
+    yield "cluster of all the run", {**run, "from": cluster["begin_s"], "to": cluster["end_s"]}
+    yield "cluster of 2 minutes", {**run, "from": middle_s, "to": middle_s + 120}
+    yield "compare", {"run": ["big", "big"]}
+
+
+def live_latency_s(folder: Path, steps: int) -> dict[str, float | int]:
+    """Follow a run that another process writes, as a page does."""
+    command = [sys.executable, "-m", "benchmarks.dashboard", "--part", "write", "--folder", str(folder / "run")]
+    (folder / "run").mkdir(parents=True)
+    JsonlSink(folder / "run").close()
+    seen_s: dict[int, float] = {}
+    with _served(folder) as get:
+        writer = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        try:
+            for _ in get.changes(run="run"):
+                for step in (row for s in get("series", run="run", name="loss")["series"] for row in s["steps"]):
+                    seen_s.setdefault(step, time.time())
+                if len(seen_s) >= steps:
+                    break
+        finally:
+            writer.kill()
+            writer.wait()
+    rows = map(json.loads, (folder / "run" / "metrics.jsonl").read_bytes().splitlines())
+    written_s = {row["step"]: row["time_s"] for row in rows}
+    return spread([seen_s[step] - written_s[step] for step in sorted(seen_s)])
+
+
+def write(run_dir: Path, quick: bool) -> dict[str, float]:
+    """A run that goes on until it is killed; steps take from 0.3 to 0.7 s, so that they meet every phase of a poll."""
+    events = Events([JsonlSink(run_dir)])
+    for step in range(1, 10_000):
+        events.emit(StepDone(step, {"loss": 1.0 / step, "time/step": 0.5}))
+        time.sleep(0.3 + 0.4 * (step * 0.618 % 1))
+    return {}
+
+
+def emit(folder: Path, quick: bool) -> dict[str, float]:
+    """The bus with the sinks that every run has."""
+    events = Events([JsonlSink(folder), ConsoleSink(0, _nowhere())])
+    events.attach(AlertSink(events, {}))
+    times_s: list[float] = []
+    for step in range(1, 201 if quick else 2001):
+        told = step_events(step, folder)
+        began = time.perf_counter()
+        for event in told:
+            events.emit(event)
+        times_s.append(time.perf_counter() - began)
+    count = len(step_events(1, folder))
+    return {
+        "emit_us": 1e6 * median(times_s) / count,
+        "emit_share": median(times_s) / STEP_S,
+        "events_per_step": count,
+        "groups_per_step": GROUPS,
+    }
+
+
+def day(folder: Path, quick: bool) -> dict[str, float]:
+    """A day of events through the sinks of a run and a tracker."""
+    from rlsys.tracker import RunFacts
+    from rlsys.tracking.tensorboard import TensorBoard
+    from rlsys.tracking.thread import InThread
+
+    rollouts = small_run(folder / "small") / "rollouts" / "step_000001.jsonl"
+    facts = RunFacts(run_dir=folder, name="day", policy="", config={})
+    tracker = InThread(TensorBoard(), facts)
+    events = Events([JsonlSink(folder), ConsoleSink(0, _nowhere()), tracker])
+    events.attach(AlertSink(events, {}))
+    events.emit(RunStarted(str(folder), 0, 10**6))
+    num_steps = ceil((20_000 if quick else DAY_EVENTS) / len(step_events(1, rollouts)))
+    begin_mb = 0.0
+    for step in range(1, num_steps + 1):
+        for event in step_events(step, rollouts):
+            events.emit(event)
+        if step == num_steps // 10:
+            begin_mb = _resident_mb()
+    end_mb = _resident_mb()
+    events.close()
+    return {
+        "day_growth_mb": end_mb - begin_mb,
+        "day_events": num_steps * len(step_events(1, rollouts)),
+        "day_steps": num_steps,
+    }
+
+
+def step_events(step: int, rollouts: Path) -> Sequence[Event]:
+    """What a step of 16 groups tells, whose rollouts are in this file."""
+    now_s, groups = time.time(), [*range(GROUPS * step, GROUPS * (step + 1))]
+    told: list[Event] = []
+    for serial in groups:
+        task_id, replica = f"task-{serial % 500}", f"rollout-{serial % REPLICAS}"
+        told += [
+            GroupIssued(serial, task_id, step, 8),
+            WorkerBusy(replica, "generating", now_s - 0.1, now_s),
+            GroupRolledOut(serial, task_id, replica, step, step, (100,) * 8, 1, 0.1, 0.0),
+            WorkerBusy("reward-0", "judging", now_s - 0.01, now_s),
+            GroupJudged(serial, task_id, (1.0, 0.0) * 4),
+        ]
+    told += [ReplicaSeen(f"rollout-{r}", step, False, 3, 0, 0.25, 100_000 + step) for r in range(REPLICAS)]
+    told += [WorkerBusy(f"rollout-{r}", "pulling", now_s - 0.02, now_s) for r in range(REPLICAS)]
+    told += [WorkerBusy("actor", a, now_s - 0.1, now_s) for a in ("fetching", "preparing", "training", "publishing")]
+    told += [
+        WeightsPublished(step, "c" * 32, 1_753_600, 1_753_600, 0.006, 0.02),
+        RolloutsWritten(step, str(rollouts)),
+        StepDone(step, {f"metric/{m}": 0.1 * m + step for m in range(60)}, tuple(groups)),
+    ]
+    return told
+
+
+PARTS: Mapping[str, Callable[[Path, bool], dict[str, float]]] = {
+    "open": opened,
+    "write": write,
+    "emit": emit,
+    "day": day,
+}
+
+
+class _Get:
+    """A browser's requests to a dashboard, over one connection."""
+
+    def __init__(self, url: str) -> None:
+        self._address = urlsplit(url).netloc
+        self._connection = http.client.HTTPConnection(self._address, timeout=60)
+
+    def __call__(self, page: str, /, **parameters: object):  # noqa: ANN204  (JSON)
+        """The answer of an address."""
+        self._connection.request("GET", f"/api/{page}?{urlencode(parameters, doseq=True)}")
+        response = self._connection.getresponse()
+        body = response.read()
+        if response.status != 200:
+            raise RuntimeError(f"{page} {parameters}: {response.status} {body[:500]!r}")
+        return json.loads(body)
+
+    def changes(self, run: str) -> Iterator[None]:
+        """Whenever the server tells of a change; ends with the connection."""
+        connection = http.client.HTTPConnection(self._address, timeout=60)
+        connection.request("GET", f"/api/stream?{urlencode({'run': run})}")
+        response = connection.getresponse()
+        while line := response.readline():
+            if line.startswith(b"data:"):
+                yield
+        connection.close()
+
+
+@contextmanager
+def _served(root: Path) -> Iterator[_Get]:
+    """`rlsys dashboard` of a folder."""
+    command = [sys.executable, "-m", "rlsys.cli", "dashboard", str(root), "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout
+        url = next(word for line in process.stdout for word in line.split() if word.startswith("http://"))
+        yield _Get(url)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _kinds(path: Path) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    with path.open("rb") as file:
+        for line in file:
+            kind = line[9 : line.index(b'"', 9)].decode()
+            counts[kind] = counts.get(kind, 0) + 1
+    return {"all": sum(counts.values()), **counts}
+
+
+def _resident_mb() -> float:
+    gc.collect()
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in status if line.startswith("VmRSS")) / 1024
+
+
+def _nowhere():  # noqa: ANN202  (a text file)
+    return Path("/dev/null").open("w")
+
+
+if __name__ == "__main__":
+    main()

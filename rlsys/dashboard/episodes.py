@@ -1,0 +1,188 @@
+"""A recorded group as the pages show it: its episodes side by side, and one of them token by token."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from math import exp
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeAlias
+
+from rlsys.dashboard.answers import EpisodeAnswer, EpisodeRow, GroupAnswer, TrajectoryAnswer, TurnAnswer
+from rlsys.dashboard.folders import as_text
+from rlsys.dashboard.groups import Rewards
+from rlsys.dashboard.problems import NoSuch
+from rlsys.reading import TurnReading
+from rlsys.record import RolloutRecord
+from rlsys.toolcalls import ToolCall, read_calls
+from rlsys.types import Episode, Json, Task, Trajectory, Turn
+
+_MOST_TEXT = 2000
+_MOST_RATIO = 700.0
+"""Differences of logprobs are cut here: the exponential of more is no float."""
+
+_Mask: TypeAlias = Literal["trained", "left_out", "context"]
+
+
+class Neighbours(NamedTuple):
+    """Serials of the groups before and after one, in its step."""
+
+    previous: int | None
+    next: int | None
+
+
+def rewards_of(record: RolloutRecord) -> Rewards:
+    """The rewards of its episodes' roots."""
+    roots = (episode.trajectories[0] for episode in record.episodes)
+    return Rewards.of([None if root.outcome.is_failed else root.reward for root in roots])
+
+
+def num_tokens(episode: Episode) -> int:
+    """Sampled in it, by all its agents."""
+    return sum(len(turn.output_ids) for t in episode.trajectories for turn in t.turns)
+
+
+def group_answer(record: RolloutRecord, beside: Neighbours) -> GroupAnswer:
+    """The episodes of a group side by side."""
+    return GroupAnswer(
+        step=record.step,
+        serial=record.serial,
+        previous_serial=beside.previous,
+        next_serial=beside.next,
+        task_id=record.task.id,
+        prompt=_messages(record.task),
+        answer=record.task.answer,
+        info=record.task.info,
+        replica=record.replica,
+        is_zero_std=rewards_of(record).is_zero_std,
+        episodes=[_row(record, e) for e in range(len(record.episodes))],
+    )
+
+
+def episode_answer(record: RolloutRecord, episode: int, run_dir: Path) -> EpisodeAnswer:
+    """One episode, token by token. Raises `NoSuch`."""
+    if not 0 <= episode < len(record.episodes):
+        raise NoSuch(f"group {record.serial} has no episode {episode}, but 0 to {len(record.episodes) - 1}")
+    trajectories = record.episodes[episode].trajectories
+    return EpisodeAnswer(
+        step=record.step,
+        serial=record.serial,
+        episode=episode,
+        num_episodes=len(record.episodes),
+        task_id=record.task.id,
+        prompt=_messages(record.task),
+        answer=record.task.answer,
+        parts=record.parts[episode],
+        reward=trajectories[0].reward,
+        trajectories=[_trajectory(record, episode, t) for t in range(len(trajectories))],
+        replay=f"rlsys replay {shlex.quote(as_text(run_dir))} --step {record.step}",
+    )
+
+
+def _messages(task: Task) -> Sequence[Mapping[str, Json]]:
+    if isinstance(task.prompt, str):
+        return [{"role": "prompt", "content": task.prompt}]
+    return [dict(message) for message in task.prompt]  # type: ignore[misc]  (a typed dict of JSON)
+
+
+def _row(record: RolloutRecord, e: int) -> EpisodeRow:
+    episode, root = record.episodes[e], record.episodes[e].trajectories[0]
+    turns = [turn for t in episode.trajectories for turn in t.turns]
+    versions = [span.version for turn in turns for span in turn.versions]
+    return EpisodeRow(
+        episode=e,
+        reward=root.reward,
+        advantage=_advantage(record, e, 0),
+        outcome=root.outcome.kind.value,
+        reason=root.outcome.reason,
+        parts=record.parts[e],
+        num_tokens=num_tokens(episode),
+        num_turns=len(turns),
+        agents=[t.agent for t in episode.trajectories],
+        num_tool_calls=episode.num_tool_calls,
+        versions=(min(versions), max(versions)) if versions else None,
+        text=root.turns[-1].text[:_MOST_TEXT] if root.turns else "",
+    )
+
+
+def _trajectory(record: RolloutRecord, e: int, t: int) -> TrajectoryAnswer:
+    said, assigned = record.episodes[e].trajectories[t], record.advantages[e][t]
+    is_own = said.policy == record.policy
+    is_assigned = any((a.episode, a.trajectory) == (e, t) for a in record.assigned)
+    otherwise: _Mask = "context" if not is_own else "trained" if is_assigned else "left_out"
+    turns = zip(said.turns, _readings(record, e, t, said), strict=True)
+    return TrajectoryAnswer(
+        index=t,
+        agent=said.agent,
+        policy=said.policy,
+        parent=said.parent,
+        reward=said.reward,
+        advantage=_advantage(record, e, t),
+        outcome=said.outcome.kind.value,
+        reason=said.outcome.reason,
+        turns=[_turn(turn, reading, assigned, otherwise) for turn, reading in turns],
+    )
+
+
+def _advantage(record: RolloutRecord, e: int, t: int) -> float | None:
+    """What all its tokens trained with; None where that was one per token, for which what it was assigned is no more
+    than where they came from."""
+    has_own = any(reading.advantages for reading in _recorded(record, e, t))
+    return None if has_own else record.advantages[e][t]
+
+
+def _recorded(record: RolloutRecord, e: int, t: int) -> Sequence[TurnReading]:
+    return record.readings[e][t] if record.readings else ()
+
+
+def _readings(record: RolloutRecord, e: int, t: int, said: Trajectory) -> Sequence[TurnReading]:
+    """Of each turn; where nothing was recorded of them, readings without anything."""
+    found = _recorded(record, e, t)
+    return found if len(found) == len(said.turns) else [TurnReading()] * len(said.turns)
+
+
+def _turn(turn: Turn, reading: TurnReading, assigned: float | None, mask: _Mask) -> TurnAnswer:
+    calls = [_call(call) for call in _calls(turn.text)]
+    if len(reading.pieces) != len(turn.output_ids) or not reading.pieces:
+        return TurnAnswer(
+            said=reading.said,
+            text=turn.text,
+            pieces=[turn.text],
+            logprobs=[],
+            ratios=[],
+            entropies=[],
+            advantages=[],
+            masks=[],
+            versions=[],
+            finish=turn.finish,
+            tool_calls=calls,
+        )
+    is_trained = mask == "trained"
+    ratios = [_ratio(p, q) for p, q in zip(reading.trainer_logprobs, turn.logprobs, strict=False)]
+    same = [assigned] * len(reading.pieces) if assigned is not None else []
+    return TurnAnswer(
+        said=reading.said,
+        text=turn.text,
+        pieces=reading.pieces,
+        logprobs=turn.logprobs,
+        ratios=ratios,
+        entropies=reading.entropies,
+        advantages=(reading.advantages or same) if is_trained else [None] * len(reading.pieces),
+        masks=["left_out" if left_out else mask for left_out in reading.is_masked or [False] * len(reading.pieces)],
+        versions=[span.version for span in turn.versions for _ in range(span.num_tokens)],
+        finish=turn.finish,
+        tool_calls=calls,
+    )
+
+
+def _ratio(trainer_logprob: float, logprob: float) -> float:
+    return exp(min(trainer_logprob - logprob, _MOST_RATIO))
+
+
+def _calls(text: str) -> Iterator[ToolCall]:
+    """Those that can be read; what cannot stays in the text."""
+    return (call for call in read_calls(text)[1] if isinstance(call, ToolCall))
+
+
+def _call(call: ToolCall) -> Mapping[str, Json]:
+    return {"name": call.name, "arguments": dict(call.arguments)}

@@ -1,0 +1,195 @@
+"""What became of every group: a fold over events. Of each only what lists show is kept, a few hundred bytes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, get_args
+
+from rlsys.events import (
+    Event,
+    GroupDropped,
+    GroupIssued,
+    GroupJudged,
+    GroupPlaced,
+    GroupReissued,
+    GroupRolledOut,
+    RunStarted,
+    StepDone,
+)
+
+Pending: TypeAlias = Literal[
+    "waits for a replica", "is rolled out", "waits for its reward", "waits to be trained", "is lost"
+]
+State: TypeAlias = Pending | Literal["trained", "dropped"]
+
+PENDING: Mapping[State, Pending] = {state: state for state in get_args(Pending)}
+"""The states of groups that are neither trained nor dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rewards:
+    """The rewards of a group's episodes, summed up."""
+
+    num_episodes: int
+    num_failed: int
+    """Those without one."""
+    mean: float | None
+    min: float | None
+    max: float | None
+
+    @classmethod
+    def of(cls, rewards: Sequence[float | None]) -> Rewards:
+        """Sum them up; None: the episode failed, or has none."""
+        given = [r for r in rewards if r is not None]
+        failed = len(rewards) - len(given)
+        if not given:
+            return cls(len(rewards), failed, None, None, None)
+        return cls(len(rewards), failed, sum(given) / len(given), min(given), max(given))
+
+    @property
+    def is_zero_std(self) -> bool:
+        """Are there several, and all equal?"""
+        return self.num_episodes - self.num_failed > 1 and self.min == self.max
+
+
+@dataclass(slots=True)
+class GroupFacts:
+    """One group."""
+
+    serial: int
+    task_id: str
+    issued_s: float
+    """The first time."""
+    since_s: float
+    """It is in this state."""
+    state: State = "waits for a replica"
+    where: str = ""
+    """The worker that has it, or the replica that rolled it out."""
+    size: int = 0
+    num_attempts: int = 1
+    reason: str = ""
+    """Why it was issued again the last time, or dropped."""
+    rewards: Rewards | None = None
+    length_mean: float | None = None
+    num_truncated: int | None = None
+    oldest: int | None = None
+    """Version."""
+    step: int | None = None
+    """That trained it."""
+
+    def enter(self, state: State, time_s: float) -> None:
+        """It is in this state from now on."""
+        self.state, self.since_s = state, time_s
+
+
+@dataclass
+class Groups:
+    """Every group of a run by its serial, and the groups of every step."""
+
+    by_serial: dict[int, GroupFacts] = field(default_factory=dict)
+    by_task: dict[str, list[int]] = field(default_factory=dict)
+    """Serials in the order they were issued."""
+    by_step: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Serials in the order of the batch."""
+    forgotten: set[int] = field(default_factory=set)
+    """Serials of which a resumed run may know nothing more: what they came to was not in the checkpoint, or is told
+    again."""
+    num_reissued: int = 0
+    took_s: deque[float] = field(default_factory=lambda: deque(maxlen=500))
+    """From issue to judgement, of the last groups."""
+
+    HEARS = (
+        RunStarted,
+        GroupIssued,
+        GroupPlaced,
+        GroupRolledOut,
+        GroupJudged,
+        GroupDropped,
+        GroupReissued,
+        StepDone,
+    )
+
+    def observe(self, event: Event, time_s: float) -> None:
+        """Take in one of the events in `HEARS`."""
+        match event:
+            case GroupIssued():
+                self._issued(event, time_s)
+            case GroupPlaced(serial=serial, worker=worker):
+                if facts := self.by_serial.get(serial):
+                    facts.enter("is rolled out", time_s if facts.where != worker else facts.since_s)
+                    facts.where = worker
+            case GroupRolledOut():
+                self._rolled_out(event, time_s)
+            case GroupJudged(serial=serial, task_id=task_id, rewards=rewards):
+                facts = self._of(serial, task_id, time_s)
+                facts.rewards = Rewards.of(rewards)
+                facts.enter("waits to be trained", time_s)
+                self.took_s.append(time_s - facts.issued_s)
+            case GroupDropped(serial=serial, task_id=task_id, reason=reason):
+                facts = self._of(serial, task_id, time_s)
+                facts.enter("dropped", time_s)
+                facts.reason = reason
+            case GroupReissued(serial=serial, task_id=task_id, reason=reason):
+                facts = self._of(serial, task_id, time_s)
+                facts.enter("is lost", time_s)
+                facts.where, facts.reason, self.num_reissued = "", reason, self.num_reissued + 1
+            case StepDone():
+                self._trained(event, time_s)
+            case RunStarted(first_step=first):
+                self._back_to(first)
+            case _:
+                pass
+
+    def _issued(self, event: GroupIssued, time_s: float) -> None:
+        facts = self.by_serial.get(event.serial)
+        if facts is None or event.serial in self.forgotten or facts.state not in PENDING:
+            self.forgotten.discard(event.serial)
+            facts = self._new(event.serial, event.task_id, time_s)
+        else:
+            facts.num_attempts += 1
+            facts.where = ""
+            facts.enter("waits for a replica", time_s)
+        facts.size = event.size
+
+    def _rolled_out(self, event: GroupRolledOut, time_s: float) -> None:
+        facts = self._of(event.serial, event.task_id, time_s)
+        facts.where, facts.oldest, facts.num_truncated = event.worker, event.oldest, event.num_truncated
+        facts.length_mean = sum(event.lengths) / len(event.lengths) if event.lengths else None
+        facts.size = facts.size or len(event.lengths)
+        facts.enter("waits for its reward", time_s)
+
+    def _trained(self, event: StepDone, time_s: float) -> None:
+        if not event.serials:
+            return
+        self.by_step[event.step] = event.serials
+        for serial in event.serials:
+            self.forgotten.discard(serial)
+            if facts := self.by_serial.get(serial):
+                facts.step = event.step
+                facts.enter("trained", time_s)
+
+    def _of(self, serial: int, task_id: str, time_s: float) -> GroupFacts:
+        """What is known of it; a group whose issue was not told began now."""
+        self.forgotten.discard(serial)
+        return self.by_serial.get(serial) or self._new(serial, task_id, time_s)
+
+    def _new(self, serial: int, task_id: str, time_s: float) -> GroupFacts:
+        facts = self.by_serial.get(serial)
+        if facts is None:
+            self.by_task.setdefault(task_id, []).append(serial)
+        elif facts.task_id != task_id:
+            self.by_task[facts.task_id].remove(serial)
+            self.by_task.setdefault(task_id, []).append(serial)
+        facts = self.by_serial[serial] = GroupFacts(serial, task_id, time_s, time_s)
+        return facts
+
+    def _back_to(self, step: int) -> None:
+        """A run began, maybe again: what was not trained up to this step is told of again, or is lost."""
+        for at in [at for at in self.by_step if at > step]:
+            del self.by_step[at]
+        for serial, facts in self.by_serial.items():
+            if facts.state in PENDING or (facts.step is not None and facts.step > step):
+                self.forgotten.add(serial)
+                facts.step = None

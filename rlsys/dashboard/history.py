@@ -1,0 +1,149 @@
+"""All that is known of one run from its events, as of the last look."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+from rlsys.alerts import Alarms
+from rlsys.dashboard.answers import LogLine
+from rlsys.dashboard.decoding import UnknownKind, Unreadable, decode, decode_metrics
+from rlsys.dashboard.files import Chunk, Tail
+from rlsys.dashboard.groups import Groups
+from rlsys.dashboard.replicas import Replicas
+from rlsys.dashboard.series import Columns
+from rlsys.dashboard.spans import PREFIX, Spans
+from rlsys.events import (
+    EngineChosen,
+    EvalDone,
+    Event,
+    PhaseDone,
+    RunEnded,
+    RunStarted,
+    StepDone,
+    WorkerFailed,
+)
+from rlsys.tracking.console import note_of
+
+_Hears: TypeAlias = Callable[[Event, float], object]
+
+
+class History:
+    """A fold over the events of a run, told by `look`.
+
+    Where a run has no events, the rows of its metrics are taken for them.
+    """
+
+    def __init__(self, events: Path | None, metrics: Path | None, thresholds: Mapping[str, float | None]) -> None:
+        """None: the file is not there. `thresholds`: of alerts, as `Alarms` takes them."""
+        self.columns, self.groups, self.replicas = Columns(), Groups(), Replicas()
+        self.alarms, self.spans = Alarms(thresholds), Spans(events)
+        self.phases: dict[str, float] = {}
+        """Of start-up and shutdown: name -> seconds."""
+        self.engines: dict[str, str] = {}
+        """Worker -> engine, and why."""
+        self.log: list[LogLine] = []
+        """Oldest first."""
+        self.started: RunStarted | None = None
+        """The last start: a resumed run has several."""
+        self.ended: RunEnded | None = None
+        self.failure: WorkerFailed | None = None
+        """The last of a worker."""
+        self.first_s: float | None = None
+        self.last_s: float | None = None
+        """Of all events."""
+        self.step = 0
+        self._num_corrupt = self.num_unknown = 0
+        self._events, self._metrics = Tail(events), Tail(metrics)
+        self._hears = self._table()
+
+    @property
+    def num_corrupt(self) -> int:
+        """Lines that could not be read; those of spans are found as these are summarised."""
+        return self._num_corrupt + self.spans.num_corrupt
+
+    @property
+    def was_replaced(self) -> bool:
+        """Are its files others than were read, so that it is to be told anew?"""
+        return self._events.was_replaced or self._metrics.was_replaced
+
+    def look(self) -> None:
+        """Take in what was written since the last look."""
+        if not self._events.size:
+            for chunk in self._metrics.read():
+                self._take(chunk.lines, decode_metrics)
+            return
+        for chunk in self._events.read():
+            self._take_events(chunk)
+
+    def _take_events(self, chunk: Chunk) -> None:
+        lines = chunk.lines
+        others = [line for line in lines if not line.startswith(PREFIX)]
+        self.spans.note(chunk, len(lines) - len(others))
+        if self.spans.last_s is not None:
+            self.heard(self.spans.last_s)
+        self._take(others, decode)
+
+    def _take(self, lines: list[bytes], decoded: Callable[[bytes], tuple[Event, float]]) -> None:
+        for line in lines:
+            try:
+                event, time_s = decoded(line)
+            except Unreadable:
+                self._num_corrupt += 1
+            except UnknownKind:
+                self.num_unknown += 1
+            else:
+                self.observe(event, time_s)
+
+    def observe(self, event: Event, time_s: float) -> None:
+        """Take in one event, emitted at this time."""
+        if self.first_s is None:
+            self.first_s = time_s
+        self.heard(time_s)
+        for hear in self._hears.get(type(event), ()):
+            hear(event, time_s)
+        if (text := note_of(event)) is not None:
+            self.log.append(LogLine(time_s, event.kind, text))
+
+    def heard(self, time_s: float) -> None:
+        """The run gave a sign of life then."""
+        if self.last_s is None or time_s > self.last_s:
+            self.last_s = time_s
+
+    def _table(self) -> Mapping[type, list[_Hears]]:
+        """Event -> who takes it in, in this order."""
+        own = (RunStarted, PhaseDone, EngineChosen, StepDone, EvalDone, WorkerFailed, RunEnded)
+        table: dict[type, list[_Hears]] = {}
+        for kinds, hear in (
+            (own, self._hear),
+            (Groups.HEARS, self.groups.observe),
+            (Replicas.HEARS, self.replicas.observe),
+            ((RunStarted, StepDone, RunEnded), self.alarms.observe),
+        ):
+            for kind in kinds:
+                table.setdefault(kind, []).append(hear)
+        return table
+
+    def _hear(self, event: Event, time_s: float) -> None:
+        match event:
+            case RunStarted(first_step=first):
+                self.started, self.ended, self.failure, self.step = event, None, None, first
+                self.columns.forget_after(first)
+            case PhaseDone(phase=phase, seconds=seconds):
+                self.phases[phase] = seconds
+            case EngineChosen(worker=worker, engine=engine, reason=reason):
+                self.engines[worker] = f"{engine}: {reason}"
+            case StepDone(step=step, metrics=metrics):
+                if step <= self.step:  # it was resumed, though nothing said so
+                    self.columns.forget_after(step - 1)
+                self.columns.put(step, metrics)
+                self.step = step
+            case EvalDone(step=step, metrics=metrics):
+                self.columns.put(step, metrics)
+            case WorkerFailed():
+                self.failure = event
+            case RunEnded():
+                self.ended = event
+            case _:
+                pass

@@ -1,0 +1,54 @@
+"""HTML from parts, in which text can only be text.
+
+    h("p", "reward ", h("b", "<script>"), class_="muted")   # <p class="muted">reward <b>&lt;script&gt;</b></p>
+
+There is no other way from a text to a page of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+_VOID = ("meta", "br")
+_LONG = 40
+_HIDDEN = {
+    **{code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"},
+    **{
+        code: f"⟨U+{code:04X}⟩"
+        for first, last in ((0x7F, 0x9F), (0x61C, 0x61C), (0x200B, 0x200F), (0x2028, 0x202E), (0x2066, 0x2069))
+        for code in range(first, last + 1)
+    },
+    0xFEFF: "⟨U+FEFF⟩",
+}
+"""Characters that would not be seen, or turn round what follows, and what is shown for them."""
+
+
+class Html(str):
+    """Markup that `h` made. Any other string is text, and is escaped where it is put in."""
+
+    __slots__ = ()
+
+
+def h(tag: str, *children: str | None, **attributes: str | float | None) -> Html:
+    """One element. Attributes are written as `class_` and `aria_label`; a child or a value of None is left out."""
+    named = {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items() if value is not None}
+    shown = "".join(f' {name}="{_text(str(value))}"' for name, value in named.items())
+    return Html(f"<{tag}{shown}>" if tag in _VOID else f"<{tag}{shown}>{joined(*children)}</{tag}>")
+
+
+def joined(*children: str | None) -> Html:
+    """These one after the other."""
+    return Html("".join(child if isinstance(child, Html) else _text(child) for child in children if child is not None))
+
+
+def _text(text: str) -> str:
+    return escape(text.translate(_HIDDEN))
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Html:
+    """A table in a box that scrolls by itself where it is too wide; only long cells are broken."""
+    header = h("tr", *(h("th", name, scope="col") for name in head))
+    body = [h("tr", *(h("td", cell, class_="long" if len(cell) > _LONG else None) for cell in row)) for row in rows]
+    inner = h("table", h("thead", header), h("tbody", *body))
+    return h("div", inner, class_="scrolls", tabindex="0")

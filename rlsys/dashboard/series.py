@@ -1,0 +1,121 @@
+"""Metrics over steps, kept as plain arrays, and thinned out to what a chart can show."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from math import isnan
+
+from rlsys.dashboard.answers import MetricName, Series
+from rlsys.metrics import Metric, metric_of
+
+_NOT_IN_TABLE = Metric("", "")
+
+
+class _Column:
+    """One metric: steps ascending, a value for each."""
+
+    __slots__ = ("steps", "values")
+
+    def __init__(self) -> None:
+        self.steps, self.values = array("q"), array("d")
+
+    def put(self, step: int, value: float) -> None:
+        """Note a value; of two of the same step, the later counts."""
+        if not self.steps or step > self.steps[-1]:
+            self.steps.append(step)
+            self.values.append(value)
+            return
+        at = bisect_left(self.steps, step)
+        if self.steps[at] == step:
+            self.values[at] = value
+        else:
+            self.steps.insert(at, step)
+            self.values.insert(at, value)
+
+    def forget_after(self, step: int) -> None:
+        at = bisect_right(self.steps, step)
+        del self.steps[at:], self.values[at:]
+
+
+class Columns:
+    """Every metric of a run."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, _Column] = {}
+
+    def put(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Note what a step, or an evaluation of it, reported."""
+        for name, value in metrics.items():
+            column = self._columns.get(name)
+            if column is None:
+                column = self._columns[name] = _Column()
+            column.put(step, value)
+
+    def forget_after(self, step: int) -> None:
+        """The run went back to this step: what it took after it is lost."""
+        for column in self._columns.values():
+            column.forget_after(step)
+
+    def last(self, name: str, count: int = 1) -> list[float]:
+        """The last values of a metric, oldest first, those left out that are no number."""
+        column = self._columns.get(name)
+        return [] if column is None else [v for v in column.values[-count:] if not isnan(v)]
+
+    def sum_since(self, name: str, step: int) -> float:
+        """The sum of a metric over the steps after this one; steps without it count as 0."""
+        column = self._columns.get(name)
+        if column is None:
+            return 0.0
+        return sum(v for v in column.values[bisect_right(column.steps, step) :] if not isnan(v))
+
+    def names(self) -> list[MetricName]:
+        """Every metric, by name."""
+        return [_named(name, column) for name, column in sorted(self._columns.items()) if column.steps]
+
+    def series(self, names: Sequence[str], points: int) -> list[Series]:
+        """Those that are there, in the order asked for; see `SeriesAnswer`."""
+        found = dict.fromkeys(name for asked in names for name in self._matching(asked))
+        return [_series(name, self._columns[name], points) for name in found]
+
+    def _matching(self, asked: str) -> list[str]:
+        if not asked.endswith("*"):
+            return [asked] if asked in self._columns else []
+        return sorted(name for name in self._columns if name.startswith(asked[:-1]))
+
+
+def _named(name: str, column: _Column) -> MetricName:
+    metric = metric_of(name) or _NOT_IN_TABLE
+    return MetricName(name, metric.unit, metric.help, _finite(column.values[-1]))
+
+
+def _series(name: str, column: _Column, points: int) -> Series:
+    metric, kept = metric_of(name) or _NOT_IN_TABLE, thinned(column.values, points)
+    steps, values = [column.steps[i] for i in kept], [_finite(column.values[i]) for i in kept]
+    return Series(name, metric.unit, metric.help, steps, values, len(column.steps))
+
+
+def _finite(value: float) -> float | None:
+    return value if abs(value) < float("inf") else None
+
+
+def thinned(values: array[float], points: int) -> Sequence[int]:
+    """Which of the values a chart of so many points shows: of each stretch its least, its greatest and a gap.
+
+    The first and the last are always among them, so that there may be a few more than `points`.
+    """
+    if len(values) <= points:
+        return range(len(values))
+    num = max(1, points // 2)
+    kept = {0, len(values) - 1}
+    for bucket in range(num):
+        stretch = range(bucket * len(values) // num, (bucket + 1) * len(values) // num)
+        part: Sequence[float] = values[stretch.start : stretch.stop]
+        if gaps := [i for i, v in zip(stretch, part, strict=True) if v != v]:
+            kept.add(gaps[0])
+            part = [v for v in part if v == v]
+        if part:
+            for extreme in (min(part), max(part)):
+                kept.add(values.index(extreme, stretch.start, stretch.stop))
+    return sorted(kept)

@@ -1,0 +1,106 @@
+"""One line about a run: what it is, how far it is, and whether it is well."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+
+from rlsys.alerts import Alert
+from rlsys.dashboard.answers import RunSummary, Status
+from rlsys.dashboard.configs import RunConfig
+from rlsys.dashboard.folders import RunFolder
+from rlsys.dashboard.history import History
+
+_STEPS = 20
+_LEAST_SILENCE_S = 60.0
+_SILENT_STEPS = 10
+_START_UP_S = 600.0
+"""Workers may load models for so long without a word."""
+
+_ENDS: dict[str, Status] = {"finished": "finished", "interrupted": "interrupted"}
+
+
+_BY_WEIGHT: Sequence[Status] = ("running", "starting", "silent", "failed", "interrupted", "finished")
+"""Of a run of several policies that has not ended: the first of these that one of them is."""
+
+
+def summary(folder: RunFolder, history: History, config: RunConfig, now_s: float) -> RunSummary:
+    """A run as of `now_s`."""
+    status, step_s = _status(folder, history, config, now_s), _step_s(history)
+    total = _total_steps(history, config)
+    reward = history.columns.last("reward/mean")
+    left = None if total is None or step_s is None else max(0, total - history.step) * step_s
+    return RunSummary(
+        id=folder.id,
+        name=folder.name,
+        status=status,
+        model=config.text_of("model.path"),
+        algorithm=config.text_of("algorithm.type"),
+        step=history.step,
+        total_steps=total,
+        started_s=history.first_s,
+        updated_s=history.last_s,
+        step_s=step_s,
+        eta_s=left if status == "running" else None,
+        reward=reward[-1] if reward else None,
+        last_error=_last_error(history),
+        num_alerts=len(open_alerts(history, config, now_s)),
+    )
+
+
+def summary_of_several(own: RunSummary, policies: Sequence[RunSummary]) -> RunSummary:
+    """A run of several policies: how far it is, and whether it is well, is what the slowest of them says."""
+    has_ended = own.status in ("finished", "interrupted", "failed")
+    status = own.status if has_ended else min((row.status for row in policies), key=_BY_WEIGHT.index)
+    return replace(
+        own,
+        status=status,
+        step=min(row.step for row in policies),
+        updated_s=max((row.updated_s for row in (own, *policies) if row.updated_s is not None), default=None),
+        step_s=max((row.step_s for row in policies if row.step_s is not None), default=None),
+        eta_s=None if has_ended else max((row.eta_s for row in policies if row.eta_s is not None), default=None),
+    )
+
+
+def open_alerts(history: History, config: RunConfig, now_s: float) -> list[Alert]:
+    """Those that hold as of `now_s`: silence raises one without any event, as long as there are steps to come."""
+    silent = None if _is_done(history, config) else history.alarms.silent(now_s)
+    return [*history.alarms.open, *([silent] if silent else [])]
+
+
+def _status(folder: RunFolder, history: History, config: RunConfig, now_s: float) -> Status:
+    """See `Status`. It goes by when events were emitted: the clocks of the run's machine and this one must agree.
+
+    A run that took all its steps and never said that it ended is finished: those of older versions said nothing.
+    """
+    if history.ended:
+        return _ENDS.get(history.ended.reason, "failed")
+    has_started = history.started is not None or history.step > 0 or "start_up" in history.phases
+    most_s = max(_LEAST_SILENCE_S, _SILENT_STEPS * (_step_s(history) or 0.0)) if has_started else _START_UP_S
+    if now_s - (history.last_s or folder.written_s) > most_s:
+        return "finished" if _is_done(history, config) else "silent"
+    return "running" if has_started else "starting"
+
+
+def _step_s(history: History) -> float | None:
+    """Median seconds of its last steps."""
+    times_s = history.columns.last("time/step", _STEPS)
+    return median(times_s) if times_s else None
+
+
+def _total_steps(history: History, config: RunConfig) -> int | None:
+    return history.started.total_steps if history.started else config.int_of("run.steps")
+
+
+def _is_done(history: History, config: RunConfig) -> bool:
+    """Has it no more steps to take?"""
+    total = _total_steps(history, config)
+    return total is not None and history.step >= total > 0
+
+
+def _last_error(history: History) -> str | None:
+    if history.ended and history.ended.reason == "failed":
+        return history.ended.detail or "it failed"
+    failure = history.failure
+    return f"{failure.worker} while {failure.phase}: {failure.detail}" if failure else None

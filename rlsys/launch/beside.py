@@ -1,0 +1,80 @@
+"""The dashboard that a run starts beside itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rlsys.config import Config
+from rlsys.errors import ConfigError
+
+_GOODBYE_S = 3.0
+
+
+@contextmanager
+def dashboard_beside(config: Config) -> Iterator[None]:
+    """Serve a dashboard of this run while the block runs, from a process of its own, if the configuration wants one.
+
+    Its address is told on stderr; one that holds a token only to the owner of the run, in `RUN/logs/dashboard.url`. Its
+    own output is `RUN/logs/dashboard.log`. It cannot fail the run, which waits for nothing but the lookup of
+    `dashboard.host` where that is a name: the port is taken at once, so that the address holds. What keeps it from
+    starting, or ends it before the run, is one line on stderr. Its standard input is a pipe from here, and it ends when
+    that does: also if this process is killed.
+    """
+    try:
+        child = _started(config) if config.dashboard.enabled else None
+    except (ConfigError, OSError) as error:
+        sys.stderr.write(f"rlsys: there is no dashboard, training goes on: {error}\n")
+        child = None
+    try:
+        yield
+    finally:
+        if child is not None:
+            _end(child, config.run_dir / "logs" / "dashboard.log")
+
+
+def _started(config: Config) -> subprocess.Popen[bytes]:
+    from rlsys.dashboard.listener import Listener  # it costs start-up time
+
+    log = config.run_dir / "logs" / "dashboard.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    listener = Listener.bind(config.dashboard.host, config.dashboard.port)
+    address = listener.url if listener.access.token is None else f"see {_kept(listener.url, log.parent)}"
+    fd = listener.socket.fileno()
+    with listener.socket, log.open("ab") as output:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "rlsys.cli", "dashboard", str(config.run_dir), "--fd", str(fd)],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **listener.environ},
+            pass_fds=[fd],
+            start_new_session=True,  # Ctrl-C is for the run, which takes the time to save
+        )
+        sys.stderr.write(f"dashboard: {address}  (its output: {log})\n")
+    return child
+
+
+def _kept(url: str, folder: Path) -> Path:
+    """The address in a file that only the owner of the run reads: what a job writes to stderr, others may read."""
+    path = folder / "dashboard.url"
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(f"{url}\n")
+    return path
+
+
+def _end(child: subprocess.Popen[bytes], log: Path) -> None:
+    if child.poll() is not None:
+        sys.stderr.write(f"rlsys: the dashboard ended before the run, with status {child.returncode}; see {log}\n")
+    assert child.stdin is not None
+    child.stdin.close()
+    try:
+        child.wait(_GOODBYE_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()

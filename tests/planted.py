@@ -1,0 +1,204 @@
+"""A run with four faults in it, written by the real `Driver` on make-believe workers: what a dashboard must show.
+
+    planted_run(tmp_path / "planted")                                     # killed after step 70 of 200: no last event
+    planted_run(tmp_path / "now", begin_s=time.time() - LENGTH_S)         # as one that goes on
+
+The clock is virtual, so that minutes of a run take a moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import exp
+from pathlib import Path
+from random import Random
+
+from rlsys.algorithm import Signal
+from rlsys.batch.plan import BatchPlan
+from rlsys.checkpoint import Checkpoints
+from rlsys.contracts import Arrival, Judged, Published, RolledOut, TrainStats
+from rlsys.curation import Curation
+from rlsys.data.source import TaskSource
+from rlsys.driver import Driver
+from rlsys.events import EngineChosen, Event, Events, PhaseDone, RunStarted, StepDone, WeightsPublished
+from rlsys.failures import FailurePolicy
+from rlsys.learner import BatchShape
+from rlsys.ledger import Ledger
+from rlsys.queue import StreamingQueue
+from rlsys.testing import FakeActor, FakeRewards, FakeRollouts, FakeWorld, RewardAsAdvantage, run_virtual
+from rlsys.testing.pools import now
+from rlsys.tracking.alerts import AlertSink
+from rlsys.tracking.jsonl import JsonlSink
+from rlsys.types import Assignment, EngineStats, Group, Ref, ReplicaLoad, Task
+from rlsys.weights import WeightSync
+
+STALE_REPLICA, STALE_VERSION = "rollout-2", 3
+"""Takes in no weights after this version."""
+STUCK_TASK = "task-101"
+"""Its groups are rolled out for ever."""
+BOTTLENECK = "reward"
+"""Of these there is one, and it judges one group at a time, slowly."""
+COLLAPSE_STEP = 24
+"""Step in which entropy begins to fall, within three steps to nearly nothing."""
+NUM_STEPS, TOTAL_STEPS = 70, 200
+"""Steps done when the run is killed, and those it was to do."""
+
+LENGTH_S = 227.0
+"""What the run takes, rounded down."""
+BEGIN_S = 1_767_225_600.0
+"""1 January 2026."""
+
+_GROUPS_PER_STEP, _MAX_STALENESS, _WINDOW, _NUM_TASKS = 4, 2, 192, 150
+
+_CONFIG = f"""run:
+  name: planted
+  steps: {TOTAL_STEPS}
+model:
+  path: models/make-believe
+algorithm:
+  type: reward_as_advantage
+  group_size: 4
+rollout:
+  replicas: 4
+reward:
+  workers: 1
+train:
+  groups_per_step: {_GROUPS_PER_STEP}
+asynchrony:
+  max_staleness: {_MAX_STALENESS}
+  window: {_WINDOW}
+record:
+  rollouts_every: 1
+"""
+
+
+def planted_run(folder: Path, begin_s: float = BEGIN_S) -> Path:
+    """Write it, and answer its folder."""
+    run_virtual(_killed(folder, begin_s))
+    return folder
+
+
+async def _killed(folder: Path, begin_s: float) -> None:
+    """Run until the step at which it is killed."""
+    done = asyncio.Event()
+    events = Events([JsonlSink(folder)], clock=lambda: begin_s + now())
+    events.attach(AlertSink(events, {}))
+    events.attach(_At(NUM_STEPS, done))
+    (folder / "config.resolved.yaml").write_text(_CONFIG)
+    driver = _driver(folder, events)
+    events.emit(PhaseDone("load_data", 0.1))
+    await asyncio.sleep(2.0)
+    events.emit(PhaseDone("start_workers", 2.0))
+    for replica in range(4):
+        events.emit(EngineChosen(f"rollout-{replica}", "local", "make-believe"))
+    events.emit(RunStarted(str(folder), 0, TOTAL_STEPS))
+    run = asyncio.create_task(driver.run(0))
+    async with asyncio.timeout(2 * LENGTH_S):
+        await done.wait()
+    run.cancel()
+    with suppress(asyncio.CancelledError):
+        await run
+
+
+@dataclass
+class _At:
+    """A sink that tells when a step is done."""
+
+    step: int
+    done: asyncio.Event
+
+    def handle(self, event: Event, time_s: float) -> None:
+        if isinstance(event, StepDone) and event.step == self.step:
+            self.done.set()
+
+    def close(self) -> None: ...
+
+
+def _driver(folder: Path, events: Events) -> Driver:
+    world = FakeWorld(
+        num_replicas=4,
+        rollout_s=lambda serial: 0.8 + Random(serial).random(),
+        train_s=lambda version: 0.1,
+        reward=lambda serial, episode: float(Random(serial * 7 + episode).random() < min(0.6, 0.2 + serial / 300)),
+    )
+    workers = replace(
+        world.workers(), rollouts=_Rollouts(world), rewards=_SlowRewards(world), actor=_CollapsingActor(world)
+    )
+    algorithm = RewardAsAdvantage(group_size=4)
+    source = TaskSource(_tasks(), seed=0, shuffle=False)
+
+    def arrived(receipt: Published, arrival: Arrival) -> None:
+        told = (arrival.hash, arrival.num_bytes, arrival.num_sent, receipt.stall_s, arrival.seconds)
+        events.emit(WeightsPublished(arrival.version, *told))
+
+    return Driver(
+        workers=workers,
+        algorithm=algorithm,
+        queue=StreamingQueue(_GROUPS_PER_STEP, _MAX_STALENESS, _WINDOW, 0, TOTAL_STEPS * _GROUPS_PER_STEP),
+        ledger=Ledger(source, algorithm.group_size, seed=0, lease_s=1e9, curation=Curation()),
+        weights=WeightSync(workers.actor, workers.relays, 60.0, max_age=100, on_arrival=arrived),
+        failures=FailurePolicy(3, 4, 50),
+        checkpoints=Checkpoints(folder, every=0, keep_last=1),
+        events=events,
+        shape=BatchShape(num_ranks=1, max_tokens=1000, num_updates=1),
+        steps=TOTAL_STEPS,
+        no_progress_s=1e9,
+        run_dir=folder,
+        config=_CONFIG,
+        rollouts_every=1,
+        look_s=2.0,
+    )
+
+
+def _tasks() -> list[Task]:
+    return [Task(id=f"task-{i}", prompt=f"How much is {i} plus zero?", answer=str(i)) for i in range(_NUM_TASKS)]
+
+
+class _Rollouts(FakeRollouts):
+    """One replica hangs while it takes in weights, and one task is never done with."""
+
+    async def run(self, assignment: Assignment) -> RolledOut:
+        if self.world.relay > STALE_VERSION and STALE_REPLICA in self.members:
+            self.members.remove(STALE_REPLICA)  # it is given nothing while it loads
+        if assignment.task.id == STUCK_TASK:
+            await self._call("rolling out", assignment.serial, 1e9)
+        return await super().run(assignment)
+
+    async def loads(self) -> Sequence[ReplicaLoad]:
+        others = await super().loads()
+        stuck = ReplicaLoad(STALE_REPLICA, STALE_VERSION, EngineStats(0, 0, 0.0, 0), is_loading=True)
+        return others if STALE_REPLICA in self.members else [*others, stuck]
+
+
+class _SlowRewards(FakeRewards):
+    """Judges one group at a time."""
+
+    def __init__(self, world: FakeWorld) -> None:
+        super().__init__(world)
+        world.reward_s = lambda serial: 0.8
+        self._free = asyncio.Lock()
+
+    async def score(self, task: Task, group: Group) -> Judged:
+        async with self._free:
+            return await super().score(task, group)
+
+
+class _CollapsingActor(FakeActor):
+    """Reports what a real one does."""
+
+    async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
+        stats = await super().train_step(plan, columns)
+        noise = Random(self.version).random()
+        fallen = max(0, self.version - COLLAPSE_STEP + 1)
+        metrics = {
+            "policy/entropy": (0.9 + 0.06 * noise) * exp(-1.2 * fallen) + 0.01,
+            "policy/kl_ref": 0.01 + 0.004 * fallen,
+            "optim/grad_norm": 0.5 + 0.1 * noise,
+            "sampler/ratio_p99": 1.1 + 0.05 * noise,
+            "sampler/mismatch_kl": 0.001 * noise,
+            "gac/cosine": 0.04 * (noise - 0.5),
+        }
+        return TrainStats({**stats.metrics, **metrics}, stats.train_s)
