@@ -26,10 +26,15 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """vLLM turns thread counts, process groups and some of torch into its own: its tests come last.
 
-    A process is in one Ray cluster at a time: tests with three nodes come before those that share the one of one node.
+    After them only those with a browser, whose driver keeps an event loop running in this thread: no other can. A
+    process is in one Ray cluster at a time: tests with three nodes come before those that share the one of one node.
     """
-    fixtures = {item: getattr(item, "fixturenames", ()) for item in items}
-    items.sort(key=lambda item: (item.get_closest_marker("vllm") is not None, "three_nodes" not in fixtures[item]))
+
+    def order(item: pytest.Item) -> tuple[bool, bool, bool]:
+        fixtures = getattr(item, "fixturenames", ())
+        return "chromium" in fixtures, item.get_closest_marker("vllm") is not None, "three_nodes" not in fixtures
+
+    items.sort(key=order)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from rlsys import Config, evaluate, export, train
 from rlsys.errors import ConfigError, ModelError, RunAborted
-from rlsys.events import undocumented
+from rlsys.metrics import undocumented
 from rlsys.record import read_rollouts
 from tests.jobs import config_of
 from tests.ray.judges import UNPICKLED_BY

@@ -1,0 +1,225 @@
+/**
+ * The shell: shows the view that the address names, and keeps it fresh while the run goes on.
+ *
+ * A view is a module `views/<name>.js` with
+ *
+ *     export const title = "Groups";
+ *     export async function render(root, place, { signal, run }) { …; return refresh; }
+ *
+ * `render` fills the empty element `root`. `place` is `{ view, run, query }` of `router.parse`. `run` is the RunAnswer,
+ * null outside of a run. `signal` is aborted when the person leaves the view: give it to `api.get`, and to listeners.
+ * What it returns, `async refresh(run)`, or nothing, is called when the run has written something, never twice at once;
+ * it brings `root` up to date without losing scroll, selection or focus: `dom.update` does that. An error thrown by
+ * either is shown with its address and a way to try again. A view that changes its own address without being rendered
+ * anew uses `router.note`; one that wants to be rendered anew uses links or `router.go`.
+ * What somebody came for, further down, is marked by `data-arrive`. Keyboard: see `keys.js`. Everything a person or a test looks for has a `data-testid`.
+ */
+
+import { get, stream } from "./api.js";
+import { h, update } from "./dom.js";
+import * as keys from "./keys.js";
+import { failure } from "./parts.js";
+import { link, parse } from "./router.js";
+import { banners, header, helpDialog } from "./shell.js";
+
+/** View -> the one that Escape goes up to. */
+const PARENTS = {
+  compare: "runs",
+  overview: "runs",
+  groups: "overview",
+  tasks: "overview",
+  cluster: "overview",
+  ledger: "overview",
+  alerts: "overview",
+  log: "overview",
+  config: "overview",
+  group: "groups",
+  episode: "group",
+  task: "tasks",
+};
+
+const shell = document.getElementById("shell");
+const main = document.getElementById("main");
+const help = helpDialog();
+
+/** Now: `{ place, title, run, refresh, abort, stop, connection, isPaused, isBusy, numMissed, error, problem }`. */
+let shown = null;
+
+async function show() {
+  const before = shown;
+  before?.abort.abort();
+  before?.stop?.();
+  const place = parse(location.hash);
+  const isSame = before?.place.view === place.view && before?.place.run === place.run;
+  const now = {
+    place,
+    abort: new AbortController(),
+    run: before?.place.run === place.run ? before?.run : null,
+    isPaused: before?.isPaused ?? false,
+    connection: "live",
+    numMissed: 0,
+  };
+  shown = now;
+  now.stop = stream(
+    place.run,
+    () => changed(now),
+    (state) => drawShell(Object.assign(now, { connection: state })),
+  );
+  await render(now, before ? (isSame ? "same" : "new") : "first");
+}
+
+/** `arrival`: `first` view of the page, a `new` one, or the `same` in another state. */
+async function render(now, arrival) {
+  const {
+    place,
+    abort: { signal },
+  } = now;
+  const root = h("div", { class: `view view-${place.view}`, "data-testid": `view-${place.view}` });
+  Object.assign(now, { error: null, isBusy: true });
+  main.setAttribute("aria-busy", "true");
+  try {
+    const asked = place.run === null ? null : get("run", { run: place.run }, signal);
+    const [view, run] = await Promise.all([viewOf(now), asked]);
+    now.run = run;
+    drawShell(now);
+    now.refresh = await view.render(root, place, { signal, run });
+  } catch (error) {
+    if (now !== shown) return;
+    now.error = error;
+    update(
+      root,
+      failure(now.title, readable(error, place), () => render(now, "same")),
+    );
+  }
+  if (now !== shown) return;
+  drawShell(now);
+  putIn(root, arrival);
+  now.isBusy = false;
+  await catchUp(now); // with what was written meanwhile
+}
+
+/** Its module; the title is noted as soon as it is known, for errors to name it. */
+async function viewOf(now) {
+  const name = /^[a-z]+$/.test(now.place.view) ? now.place.view : "missing";
+  const view = await import(`./views/${name}.js`);
+  now.title = view.title;
+  return view;
+}
+
+/** Put the view in, with the focus where a person would look for it. */
+function putIn(root, arrival) {
+  const focused =
+    arrival === "same" && main.contains(document.activeElement) ? document.activeElement.dataset.testid : null;
+  main.replaceChildren(root);
+  main.removeAttribute("aria-busy");
+  main.dataset.rendered = String(Number(main.dataset.rendered ?? 0) + 1);
+  showTab();
+  if (arrival === "new") window.scrollTo(0, 0);
+  if (arrival !== "same") root.querySelector("[data-arrive]")?.scrollIntoView({ block: "center" });
+  if (arrival === "first") return; // the first Tab leads to the skip link
+  const target = focused && [...root.querySelectorAll("[data-testid]")].find((node) => node.dataset.testid === focused);
+  (target ?? main).focus({ preventScroll: true });
+}
+
+/** On a narrow page tabs scroll: the one of this view must be seen. */
+function showTab() {
+  const tab = shell.querySelector(".tabs [aria-current]");
+  if (!tab) return;
+  const row = tab.parentElement;
+  const [seen, all] = [tab.getBoundingClientRect(), row.getBoundingClientRect()];
+  if (seen.left < all.left || seen.right > all.right)
+    row.scrollLeft += seen.left - all.left - (all.width - seen.width) / 2;
+}
+
+function readable(error, place) {
+  if (error instanceof TypeError && /module/.test(error.message)) {
+    return new Error(`there is no view ${place.view}; the address is wrong, or the server is gone`);
+  }
+  return error;
+}
+
+/** The run has written something. */
+async function changed(now) {
+  if (now !== shown) return;
+  now.numMissed += 1;
+  if (now.isPaused || now.isBusy) drawShell(now);
+  else await catchUp(now);
+}
+
+/** Bring the page up to date, once more if the run writes something meanwhile. */
+async function catchUp(now) {
+  now.isBusy = true;
+  while (now.numMissed && now === shown && !now.isPaused) {
+    now.numMissed = 0;
+    await refresh(now);
+  }
+  now.isBusy = false;
+}
+
+/** What was asked for by a button was not to be had: say so. */
+function onUnhandled(event) {
+  event.preventDefault();
+  if (event.reason?.name === "AbortError") return; // the person went elsewhere
+  console.error(event.reason);
+  shown.problem = event.reason;
+  drawShell(shown);
+}
+
+async function refresh(now) {
+  const {
+    place,
+    abort: { signal },
+  } = now;
+  if (now.error) return render(now, "same");
+  try {
+    if (place.run !== null) now.run = await get("run", { run: place.run }, signal);
+    if (now !== shown) return;
+    drawShell(now);
+    await now.refresh?.(now.run);
+    now.problem = null;
+  } catch (error) {
+    if (now === shown) now.problem = error; // what is shown stays, with a word above it
+  }
+  if (now === shown) drawShell(now);
+}
+
+function drawShell(now) {
+  if (now !== shown) return;
+  const { place, run } = now;
+  const name = run ? run.summary.name || run.summary.id : null;
+  document.title = [now.title, name, "rlsys"].filter(Boolean).join(" · ");
+  update(shell, header(now, { up: up(place), togglePause, showHelp }), banners(now));
+}
+
+function up(place) {
+  const parent = PARENTS[place.view];
+  if (!parent) return null;
+  if (parent === "runs") return link("runs", null);
+  const keep = parent === "group" ? ["step", "serial"] : parent === "groups" ? ["step"] : [];
+  return link(parent, place.run, Object.fromEntries(keep.map((name) => [name, place.query.get(name)])));
+}
+
+function togglePause() {
+  shown.isPaused = !shown.isPaused;
+  drawShell(shown);
+  if (!shown.isPaused && !shown.isBusy) catchUp(shown);
+}
+
+function showHelp() {
+  help.showModal();
+}
+
+function goTo(view) {
+  if (view === "runs") location.hash = link("runs", null);
+  else if (shown?.place.run !== null) location.hash = link(view, shown.place.run);
+}
+
+document.querySelector(".skip").onclick = (event) => {
+  event.preventDefault(); // what follows # is the place of a view
+  main.focus();
+};
+document.body.append(help);
+keys.listen({ goTo, showHelp });
+window.addEventListener("unhandledrejection", onUnhandled);
+window.addEventListener("hashchange", show);
+show();

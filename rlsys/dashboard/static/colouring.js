@@ -1,0 +1,142 @@
+/** Draws the tokens of a turn in colours; the pointer, a tap or the arrow keys choose one to be told about. */
+
+import { h } from "./dom.js";
+import { number } from "./format.js";
+import { longText } from "./prompts.js";
+import { READINGS, offsetsOf, runsOf, tokenAt, visible, visibleToken } from "./tokens.js";
+
+/** Tokens drawn before somebody asks for all of them. */
+const SHOWN = 20_000;
+
+/** What a person chooses a reading by. `pick(key)` is called with its key. */
+export function readingPicker(chosen, isRecorded, pick) {
+  return h("fieldset", { class: "readings", "data-testid": "readings" },
+    h("legend", null, "Colour tokens by"),
+    READINGS.map((reading) => h("label", { key: reading.key, title: isRecorded(reading) ? reading.help : "This was not recorded" },
+      h("input", {
+        type: "radio", name: "reading", value: reading.key, checked: reading.key === chosen, disabled: !isRecorded(reading),
+        onchange: () => pick(reading.key), "data-testid": `by-${reading.key}`,
+      }),
+      reading.label)));
+}
+
+/** What the colours mean, with numbers, the unit, and how many tokens have each. */
+export function legend(reading, scale) {
+  if (!reading.column) return null;
+  const named = [reading.label, reading.unit].filter(Boolean).join(", ");
+  return h("div", { class: "token-legend", "data-testid": "legend" },
+    h("p", null, h("strong", null, named), h("span", { class: "muted" }, ` · ${reading.help}`)),
+    h("ul", null,
+      scale.bins.map((bin) => h("li", { class: bin.numTokens ? null : "none" },
+        h("span", { class: `swatch ${bin.className}`, "aria-hidden": "true" }, "ab"), bin.label,
+        h("span", { class: "muted num" }, number(bin.numTokens)))),
+      scale.numUnknown > 0 && h("li", null, h("span", { class: "swatch", "aria-hidden": "true" }, "ab"), "not recorded",
+        h("span", { class: "muted num" }, number(scale.numUnknown)))));
+}
+
+/**
+ * The text of a turn, one element for each run of neighbours of one colour. The arrow keys move along its tokens; `tip`
+ * shows the values of the one that is looked at. Where no tokens were recorded it is the text alone.
+ */
+export function tokenBox(turn, options) {
+  if (!turn.versions.length) return longText(turn.text, { class: "tokens", "data-testid": "tokens" });
+  const box = h("div", {
+    class: "tokens", tabindex: "0", role: "group", "data-testid": "tokens",
+    "aria-label": `${options.label}, ${turn.pieces.length} tokens; the arrow keys go from one to the next`,
+  });
+  fill(box, turn, options, SHOWN);
+  if (turn.pieces.length <= SHOWN) return box;
+  const more = h("button", { type: "button", "data-testid": "show-all" }, `Show all ${number(turn.pieces.length)} tokens`);
+  more.onclick = () => { more.remove(); fill(box, turn, options, Infinity); };
+  return h("div", null, box, more);
+}
+
+function fill(box, turn, { reading, scale, tip }, limit) {
+  const shown = turn.pieces.slice(0, limit).map(reading.column ? visibleToken : visible);
+  const values = reading.column ? turn[reading.column] : [];
+  const offsets = offsetsOf(shown);
+  const starts = [];
+  box.replaceChildren();
+  for (const run of runsOf(shown, values, scale.binOf)) {
+    const node = document.createElement("span");
+    node.textContent = run.text;
+    if (run.bin >= 0) node.className = scale.bins[run.bin].className;
+    starts.push(offsets[run.start]);
+    box.append(node);
+  }
+  starts.push(offsets[shown.length]);
+  listen({ box, offsets, starts, turn }, tip);
+}
+
+/** Pointer, tap and arrow keys show one token. */
+function listen(text, tip) {
+  const { box, turn, offsets } = text;
+  let cursor = -1;
+  const leave = () => { cursor = -1; tip.hide(); };
+  const look = (token) => {
+    cursor = token;
+    tip.show(rangeOf(text, token), turn, token);
+  };
+  box.onpointermove = (event) => {
+    const token = tokenUnder(text, event.clientX, event.clientY);
+    if (token !== null && token !== cursor) look(token);
+  };
+  box.onclick = box.onpointermove;
+  box.onpointerleave = () => { if (box !== document.activeElement) leave(); };
+  box.onblur = leave;
+  box.onkeydown = (event) => {
+    const to = keyMove(event.key, cursor, offsets.length - 1);
+    if (to === null) return;
+    event.preventDefault();
+    if (to < 0) return leave();
+    intoView(rangeOf(text, to).getClientRects()[0]);
+    look(to);
+  };
+}
+
+/** The token a key leads to; -1 for none, null for a key that is not ours. */
+function keyMove(key, cursor, num) {
+  if (key === "ArrowRight") return Math.min(cursor + 1, num - 1);
+  if (key === "ArrowLeft") return Math.max(cursor - 1, 0);
+  if (key === "Home") return 0;
+  if (key === "End") return num - 1;
+  return key === "Escape" && cursor >= 0 ? -1 : null;
+}
+
+function intoView(rect) {
+  if (rect && (rect.top < 0 || rect.bottom > innerHeight)) scrollBy(0, rect.top - innerHeight / 2);
+}
+
+function rangeOf({ box, offsets, starts }, token) {
+  const run = tokenAt(starts, offsets[token]);
+  const range = document.createRange();
+  const node = box.childNodes[run].firstChild;
+  if (!node) return range; // a token without any text
+  range.setStart(node, offsets[token] - starts[run]);
+  range.setEnd(node, offsets[token + 1] - starts[run]);
+  return range;
+}
+
+/** The token under a point of the page; null if there is none. */
+function tokenUnder({ box, offsets, starts }, x, y) {
+  const spot = document.caretRangeFromPoint
+    ? document.caretRangeFromPoint(x, y)
+    : asRange(document.caretPositionFromPoint(x, y));
+  const node = spot?.startContainer;
+  if (node?.nodeType !== Node.TEXT_NODE || !box.contains(node)) return null;
+  const run = Array.prototype.indexOf.call(box.childNodes, node.parentNode);
+  let offset = spot.startOffset;
+  if (offset > 0 && (offset === node.length || covers(node, offset - 1, x, y))) offset -= 1; // a caret stands between two
+  return Math.min(tokenAt(offsets, starts[run] + offset), offsets.length - 2);
+}
+
+function asRange(position) {
+  return position && { startContainer: position.offsetNode, startOffset: position.offset };
+}
+
+function covers(node, offset, x, y) {
+  const range = document.createRange();
+  range.setStart(node, offset);
+  range.setEnd(node, offset + 1);
+  return [...range.getClientRects()].some((box) => x >= box.left && x < box.right && y >= box.top && y < box.bottom);
+}

@@ -1,0 +1,79 @@
+/**
+ * Keyboard. A view needs no code for it, only marks on its links and buttons:
+ *
+ *     data-row             j / k move the focus along these; Enter then opens, as of any link
+ *     data-nav="next"      j (where there are no rows), ] and n press it; "previous": k, [ and p
+ *     data-nav="up"        Escape presses it
+ *     data-search          / puts the focus there; Escape leaves it
+ */
+
+/** Key after `g` -> view. */
+export const PLACES = {
+  r: "runs",
+  o: "overview",
+  g: "groups",
+  t: "tasks",
+  c: "cluster",
+  l: "ledger",
+  a: "alerts",
+  e: "log",
+  f: "config",
+};
+
+const CHORD_MS = 1500;
+const MOVES = { "]": "next", n: "next", "[": "previous", p: "previous" };
+
+/** Listen for keys. `goTo(view)` and `showHelp()` are what only the shell can do. */
+export function listen({ goTo, showHelp }) {
+  let chordUntil = 0;
+  document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
+    if (document.querySelector("dialog[open]")) return;
+    if (isTyping(event.target)) {
+      if (event.key === "Escape") event.target.blur();
+      return;
+    }
+    const isChord = performance.now() < chordUntil;
+    chordUntil = 0;
+    if (isChord && event.key in PLACES) goTo(PLACES[event.key]);
+    else if (event.key === "g") chordUntil = performance.now() + CHORD_MS;
+    else if (!press(event.key, showHelp)) return;
+    event.preventDefault();
+  });
+}
+
+function press(key, showHelp) {
+  if (key === "?") return showHelp() ?? true;
+  if (key === "/") return focus(document.querySelector("[data-search]"));
+  if (key === "j" || key === "k") return step(key === "j" ? 1 : -1);
+  if (key === "Escape") return click("up");
+  return key in MOVES && click(MOVES[key]);
+}
+
+/** Move along the rows; where there are none, to the next or previous thing. */
+function step(by) {
+  const rows = [...document.querySelectorAll("[data-row]")].filter((row) => row.offsetParent !== null);
+  if (!rows.length) return click(by > 0 ? "next" : "previous");
+  const here = rows.indexOf(document.activeElement);
+  return focus(rows[here < 0 ? (by > 0 ? 0 : rows.length - 1) : Math.min(Math.max(here + by, 0), rows.length - 1)]);
+}
+
+function click(nav) {
+  const target = document.querySelector(`[data-nav="${nav}"]:not([disabled])`);
+  target?.click();
+  return target !== null;
+}
+
+function focus(target) {
+  target?.focus();
+  target?.scrollIntoView({ block: "nearest" });
+  return Boolean(target);
+}
+
+function isTyping(target) {
+  return (
+    target.isContentEditable ||
+    ["TEXTAREA", "SELECT"].includes(target.tagName) ||
+    (target.tagName === "INPUT" && !["checkbox", "radio", "button"].includes(target.type))
+  );
+}

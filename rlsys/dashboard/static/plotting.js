@@ -1,0 +1,123 @@
+/**
+ * The numbers behind a chart: lines of `{ kind, xs, ys, isThinned }` as columns and rows, and what its axes show.
+ * `isThinned`: there are more points than these, see `Series.num_points`. Pure logic, no page.
+ */
+
+import uPlot from "./vendor/uPlot.esm.js";
+
+const TOLD = 3;
+const DRAWN = 20;
+
+/**
+ * The columns that uPlot draws: one of x, which takes in all of `span`, then one per line; stacked ones are sums, and
+ * gaps where what they add up to, a line of kind `whole`, has no value.
+ */
+export function columnsOf(lines, span = []) {
+  if (!lines.length) return [[]];
+  const joined = uPlot.join([...(span.length ? [[span]] : []), ...lines.map(({ xs, ys }) => [xs, ys])]);
+  const xs = joined[0];
+  const isStacked = whereStacked(lines, xs);
+  let below = xs.map(() => 0);
+  lines.forEach((line, index) => {
+    if (line.kind !== "stack") return;
+    below = filled(line, xs).map((value, at) => below[at] + value);
+    joined[index + 1] = below.map((sum, at) => (isStacked[at] ? sum : null));
+  });
+  return joined;
+}
+
+/** For every one of `xs`: is there anything to stack? */
+function whereStacked(lines, xs) {
+  const wholes = lines.filter(({ kind }) => kind === "whole");
+  const parts = wholes.length ? wholes : lines.filter(({ kind }) => kind === "stack");
+  const known = new Set(parts.flatMap((line) => line.xs.filter((_, index) => line.ys[index] !== null)));
+  const [first, last] = [Math.min(...known), Math.max(...known)];
+  const isThinned = parts.some((line) => line.isThinned);
+  return xs.map((x) => known.has(x) || (isThinned && x >= first && x <= last));
+}
+
+/**
+ * A line's values at every one of `xs`. Where it has none it was 0, as a checkpoint that was not saved took no time; of
+ * one that was thinned out it lies between its neighbours.
+ */
+function filled({ xs, ys, isThinned }, at) {
+  const known = xs.map((x, index) => [x, ys[index]]).filter(([, y]) => y !== null);
+  if (!isThinned) {
+    const values = new Map(known);
+    return at.map((x) => values.get(x) ?? 0);
+  }
+  let next = 0;
+  return at.map((x) => {
+    while (next < known.length && known[next][0] < x) next += 1;
+    const after = known[next];
+    const before = known[next - 1];
+    if (!after || !before || after[0] === x) return (after ?? before)?.[1] ?? 0;
+    return before[1] + ((after[1] - before[1]) * (x - before[0])) / (after[0] - before[0]);
+  });
+}
+
+/** A line's value at `x`; unless it must be `exact`, the last before where it has none. Null if there is none. */
+export function valueAt({ xs, ys }, x, exact = false) {
+  for (let place = xs.length - 1; place >= 0; place -= 1) {
+    if (xs[place] > x || ys[place] === null) continue;
+    return exact && xs[place] !== x ? null : ys[place];
+  }
+  return null;
+}
+
+/** What a legend says of a line at `x`: of a part of a sum only what it was just there. */
+export function toldAt(line, x) {
+  return valueAt(line, x, line.kind === "stack" && !line.isThinned);
+}
+
+/** The last x of any line. */
+export function lastOf(lines) {
+  return Math.max(...lines.map(({ xs }) => xs.at(-1) ?? -Infinity));
+}
+
+/** Marks with the newest first: `lines` of them are drawn, `told` in words, and `numMore` are not told. */
+export function newestOf(marks) {
+  const sorted = [...marks].sort((a, b) => b.x - a.x);
+  const told = sorted.slice(0, TOLD);
+  return { lines: sorted.slice(0, DRAWN), told, numMore: sorted.length - told.length };
+}
+
+/** What the table under a chart shows: `[x, [value of each line]]`, by x. */
+export function rowsOf(lines) {
+  const rows = new Map();
+  lines.forEach(({ xs, ys }, index) =>
+    xs.forEach((x, at) => {
+      if (!rows.has(x))
+        rows.set(
+          x,
+          lines.map(() => null),
+        );
+      rows.get(x)[index] = ys[at];
+    }),
+  );
+  return [...rows].sort(([a], [b]) => a - b);
+}
+
+/** From 0 where that hides nothing, and with room above; areas that are stacked, always. */
+export function rangeOf(low, high, isStacked = false) {
+  if (low === null || high === null) return [0, 1];
+  if (low === high) return low === 0 ? [0, 1] : [Math.min(0, low * 1.5), Math.max(0, low * 1.5)];
+  const room = (high - low) * 0.08;
+  if (isStacked) return [Math.min(low, 0), high + room];
+  return [low >= 0 && low < high * 0.6 ? 0 : low - room, high + room];
+}
+
+/** A value beside its axis; `by` is the distance of ticks. */
+export function tick(value, by) {
+  if (value === 0) return "0";
+  if (Math.abs(value) >= 10_000) return new Intl.NumberFormat("en", { notation: "compact" }).format(value);
+  if (by < 1e-4) return value.toExponential(1);
+  return value.toFixed(decimalsOf(by));
+}
+
+/** As many digits as the distance of ticks has: 0.25 has two. */
+function decimalsOf(by) {
+  let decimals = 0;
+  while (decimals < 6 && Math.abs(by * 10 ** decimals - Math.round(by * 10 ** decimals)) > 1e-6) decimals += 1;
+  return decimals;
+}

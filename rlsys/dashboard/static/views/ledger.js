@@ -1,0 +1,91 @@
+/** What is pending, where, and for how long: a task that never finishes stands on top. */
+
+import { get } from "../api.js";
+import { h, update } from "../dom.js";
+import { NONE, count, duration, number, percent } from "../format.js";
+import { badge, figure, table, untold } from "../parts.js";
+import { link } from "../router.js";
+
+export const title = "Ledger";
+
+const MEANINGS = {
+  stale: "its weights were too old when its turn came; should read 0",
+  failed: "its rollout or its reward failed",
+  no_signal: "the algorithm found nothing to learn in it",
+  too_long: "it does not fit into a batch",
+};
+
+export async function render(root, place, { signal, run }) {
+  async function load(now) {
+    const head = h("div", { key: "head", class: "head" }, h("h1", { "data-testid": "title" }, "Ledger"));
+    const why = untold(now);
+    if (why) return update(root, head, why);
+    const answer = await get("ledger", { run: place.run }, signal);
+    update(root, head,
+      sums(answer), verdict(answer),
+      h("section", { key: "pending" }, h("h2", null, "Pending groups"), pendingTable(place.run, answer)),
+      h("section", { key: "dropped" }, h("h2", null, "Dropped groups"), droppedTable(answer)));
+  }
+  await load(run);
+  return load;
+}
+
+function sums(answer) {
+  const numDropped = Object.values(answer.dropped).reduce((sum, num) => sum + num, 0);
+  return h("dl", { key: "sums", class: "figures" },
+    figure("Issued", number(answer.num_issued), { id: "num-issued", title: "Groups whose rollout was asked for" }),
+    figure("Trained", number(answer.num_trained), { id: "num-trained" }),
+    figure("Dropped", number(numDropped), { id: "num-dropped" }),
+    figure("Pending", number(answer.pending.length), { id: "num-pending" }),
+    figure("Issued again", number(answer.num_reissued), { title: "Attempts beyond the first of a group: what they had was lost" }),
+    figure("From issue to judgement", duration(answer.typical_s), { note: "median", title: "Of groups that came through" }));
+}
+
+/** The one thing to know, in words. */
+function verdict(answer) {
+  const overdue = answer.pending.filter((row) => row.is_overdue);
+  if (!overdue.length) return null;
+  const typical = answer.typical_s === null ? "" : `; others take ${duration(answer.typical_s)}`;
+  const oldest = byUrgency(overdue)[0];
+  const where = oldest.where ? ` at ${oldest.where}` : "";
+  return h("p", { key: "verdict", class: "banner warn", role: "status", "data-testid": "overdue" },
+    h("strong", null, `${count(overdue.length, "group")} ${overdue.length === 1 ? "takes" : "take"} far longer than others. `),
+    `Task ${oldest.task_id} ${oldest.state}${where}, for ${duration(oldest.age_s)} since it was issued${typical}.`);
+}
+
+/** Overdue ones first, then the oldest. */
+function byUrgency(rows) {
+  return [...rows].sort((a, b) => b.is_overdue - a.is_overdue || b.age_s - a.age_s);
+}
+
+function pendingTable(run, answer) {
+  if (!answer.pending.length) {
+    const why = answer.num_issued ? "all that were issued are trained or dropped" : "groups appear here once the first is issued";
+    return h("p", { class: "muted", "data-testid": "none-pending" }, `No group is pending: ${why}.`);
+  }
+  const hasReasons = answer.pending.some((row) => row.last_reason);
+  const columns = [
+    { label: "Task", isHead: true, cell: (row) => h("a", { href: link("task", run, { task: row.task_id }), "data-row": true, "data-testid": "task-link" }, row.task_id) },
+    { label: "", cell: (row) => (row.is_overdue ? badge("overdue", "bad", "Far longer than others take") : "") },
+    { label: "State", cell: (row) => row.state },
+    { label: "Where", cell: (row) => row.where || NONE },
+    { label: "Age", isNumber: true, title: "Since it was first issued", cell: (row) => duration(row.age_s) },
+    { label: "In this state", isNumber: true, cell: (row) => duration(row.state_s) },
+    { label: "Attempts", isNumber: true, cell: (row) => number(row.num_attempts) },
+    hasReasons && { label: "Issued again because", cell: (row) => row.last_reason },
+    { label: "Group", isNumber: true, title: "Serial number of the group", cell: (row) => row.serial },
+  ].filter(Boolean);
+  return table(columns, byUrgency(answer.pending), { id: "pending", key: (row) => row.serial, rowClass: (row) => (row.is_overdue ? "overdue" : null) });
+}
+
+function droppedTable(answer) {
+  const rows = Object.entries(answer.dropped).sort(([, a], [, b]) => b - a);
+  if (!rows.length) return h("p", { class: "muted", "data-testid": "none-dropped" }, "No group was dropped.");
+  const columns = [
+    { label: "Reason", isHead: true, cell: ([reason]) => reason },
+    { label: "Groups", isNumber: true, cell: ([, num]) => number(num) },
+    { label: "Share of issued", isNumber: true, cell: ([, num]) => percent(num / Math.max(answer.num_issued, 1)) },
+    { label: "It means", cell: ([reason]) => MEANINGS[reason] ?? "" },
+  ];
+  return table(columns, rows, { id: "dropped", key: ([reason]) => reason });
+}
