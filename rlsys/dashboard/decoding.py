@@ -1,13 +1,13 @@
 """Lines of a run's files as events, whatever version of rlsys wrote them.
 
-A field that the line lacks takes its default, one that is not known here is passed over, and null in place of a number
-is NaN, as the sink writes it.
+A field that the line lacks takes its default; where it has none, a measurement is NaN, a count 0 and a text empty. One
+that is not known here is passed over, and null in place of a number is NaN, as the sink writes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from math import nan
 from typing import Any, TypeAlias, get_args, get_type_hints
 
@@ -18,7 +18,7 @@ from rlsys.types import Json
 
 
 class Unreadable(ValueError):
-    """A line that is no event: cut off, damaged, or with a field that is missing or of another type."""
+    """A line that is no event: cut off, damaged, with a field of another type, or without the one that it is about."""
 
 
 class UnknownKind(ValueError):
@@ -33,7 +33,7 @@ def decode(line: bytes) -> tuple[Event, float]:
         raise Unreadable("it has no kind or no time")
     if kind not in _READERS:
         raise UnknownKind(kind)
-    make, readers = _READERS[kind]
+    make, readers, absent = _READERS[kind]
     try:
         # Most values are what they should be already, and there may be millions: those are not even looked at.
         values = {
@@ -41,7 +41,7 @@ def decode(line: bytes) -> tuple[Event, float]:
             for name, exact, read in readers
             if name in row
         }
-        return make(**values), time_s
+        return make(**(values if len(values) == len(readers) else {**absent, **values})), time_s
     except TypeError as error:
         raise Unreadable(f"{kind}: {error}") from error
 
@@ -127,6 +127,15 @@ def _readers(event: type) -> list[_Reader]:
     return [(field.name, *_BY_TYPE[hints[field.name]]) for field in fields(event)]
 
 
-_READERS: Mapping[str, tuple[Callable[..., Event], list[_Reader]]] = {
-    event.kind: (event, _readers(event)) for event in get_args(Event)
+def _absent(event: type) -> dict[str, object]:
+    """What stands for fields that a version did not write; nothing can for those that an event is about."""
+    empty: Mapping[Any, object] = {float: nan, str: "", bool: False, Mapping[str, float]: {}}
+    hints = get_type_hints(event)
+    needed = [f.name for f in fields(event) if f.default is MISSING and f.name not in ("worker", "task_id")]
+    counts: dict[str, object] = {name: 0 for name in needed if name.startswith("num_")}
+    return counts | {name: empty[hints[name]] for name in needed if hints[name] in empty}
+
+
+_READERS: Mapping[str, tuple[Callable[..., Event], list[_Reader], Mapping[str, object]]] = {
+    event.kind: (event, _readers(event), _absent(event)) for event in get_args(Event)
 }

@@ -12,7 +12,7 @@ from rlsys.dashboard.decoding import UnknownKind, Unreadable, decode, decode_met
 from rlsys.dashboard.files import CHUNK_BYTES, Tail
 from rlsys.dashboard.folders import all_runs, find_run
 from rlsys.dashboard.problems import NoSuch
-from rlsys.events import EvalDone, GroupJudged, StepDone, WorkerBusy
+from rlsys.events import EvalDone, GroupJudged, StepDone, WeightsPublished, WorkerBusy
 from tests.histories import small_run
 
 
@@ -78,9 +78,18 @@ def test_a_line_of_another_version_is_read_as_far_as_it_is_known() -> None:
         decode(b'{"kind":"moon_landed","time_s":1.0}')
 
 
+def test_an_event_of_an_older_version_lacks_what_was_not_measured_then_and_is_read_all_the_same() -> None:
+    event, _ = decode(b'{"kind":"weights_published","time_s":1.0,"version":7,"hash":"ab","num_bytes":9,"stall_s":0.5}')
+    assert isinstance(event, WeightsPublished)
+    assert (event.version, event.hash, event.num_bytes, event.num_sent, event.stall_s) == (7, "ab", 9, 0, 0.5)
+    assert isnan(event.seconds)
+
+
 @pytest.mark.parametrize(
     "line",
     [
+        b'{"kind":"weights_published","time_s":1.0,"hash":"ab","num_bytes":9,"stall_s":0.5}',
+        b'{"kind":"worker_busy","time_s":1.0,"activity":"training","start_s":1,"end_s":2.0}',
         b'{"kind":"step_done","time_s":1.0,"st',
         b"\x00\xff",
         b"[]",
