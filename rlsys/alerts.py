@@ -20,7 +20,7 @@ from types import MappingProxyType
 
 from rlsys import gauges
 from rlsys.events import EngineChosen, Event, PhaseDone, RunEnded, RunStarted, StepDone
-from rlsys.gauges import Gauge, Reading
+from rlsys.gauges import Gauge, Indication
 
 MARGIN = 0.8
 """An alert ends when the gauge is below this share of its threshold; of one that must not be low, above 1 / this."""
@@ -70,7 +70,7 @@ class Alert:
     threshold: float
     unit: str
     metric: str
-    """What to look at; empty if it is of no metric."""
+    """What to look at, a name of `rlsys.metrics`; empty if it is of no metric."""
     sentence: str
     """What is wrong, with numbers, and what to do."""
 
@@ -294,7 +294,7 @@ class Alarms:
         if num_steps <= threshold:
             return []
         words = f"no step was done for {_spelt(silence_s)} after step {self._step}; {usual}"
-        return [self._alert("no_progress", Reading(num_steps, "", words), now_s)]
+        return [self._alert("no_progress", Indication(num_steps, "", words), now_s)]
 
     def _typical(self, unknown_s: float) -> tuple[float, str]:
         """What a step takes, `unknown_s` if none was done, and how that is known."""
@@ -307,30 +307,30 @@ class Alarms:
 
     def _gauged(self, name: str, metrics: Mapping[str, float], time_s: float) -> Alert | None:
         """What the gauge of a rule calls for: closes its alert, or answers with a new one."""
-        reading = self._gauges[name].read(self._step, metrics)
-        if reading is None:
+        indication = self._gauges[name].read(self._step, metrics)
+        if indication is None:
             return None
         threshold, is_low = self._thresholds[name], RULES[name].is_low
         if name in self._open:
-            is_well = reading.value >= threshold / MARGIN if is_low else reading.value <= threshold * MARGIN
+            is_well = indication.value >= threshold / MARGIN if is_low else indication.value <= threshold * MARGIN
             if is_well:
                 self._close(name, self._step)
             return None
-        is_wrong = reading.value < threshold if is_low else reading.value > threshold
-        return self._alert(name, reading, time_s) if is_wrong else None
+        is_wrong = indication.value < threshold if is_low else indication.value > threshold
+        return self._alert(name, indication, time_s) if is_wrong else None
 
-    def _alert(self, name: str, reading: Reading, time_s: float) -> Alert:
+    def _alert(self, name: str, indication: Indication, time_s: float) -> Alert:
         rule = RULES[name]
         return Alert(
             alert=name,
             step=self._step,
             until_step=None,
             time_s=time_s,
-            value=reading.value,
+            value=indication.value,
             threshold=self._thresholds[name],
             unit=rule.unit,
-            metric=reading.metric,
-            sentence=f"{reading.words[:1].upper()}{reading.words[1:]}. {rule.remedy}",
+            metric=indication.metric,
+            sentence=f"{indication.words[:1].upper()}{indication.words[1:]}. {rule.remedy}",
         )
 
     def _close(self, name: str, step: int) -> None:

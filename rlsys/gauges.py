@@ -3,7 +3,7 @@
 gauge = Fallen("policy/entropy", "entropy", cap=0.5)
 gauge.read(1, {"policy/entropy": 1.1})     # None: it does not know enough yet
 ...
-gauge.read(58, {"policy/entropy": 0.02})   # Reading(0.04, "policy/entropy", "entropy fell to 0.02 nats ...")
+gauge.read(58, {"policy/entropy": 0.02})   # Indication(0.04, "policy/entropy", "entropy fell to 0.02 nats ...")
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RISE_STEPS = 20
 """Steps of the means that a rise is a difference of."""
 
 
-class Reading(NamedTuple):
+class Indication(NamedTuple):
     """What a gauge shows after a step."""
 
     value: float
@@ -40,7 +40,7 @@ class Reading(NamedTuple):
 class Gauge(Protocol):
     """Reads one thing about a run, step by step."""
 
-    def read(self, step: int, metrics: Mapping[str, float]) -> Reading | None:
+    def read(self, step: int, metrics: Mapping[str, float]) -> Indication | None:
         """Take in the metrics of one step. None where they say nothing, or too little yet."""
         ...
 
@@ -53,14 +53,14 @@ class Mean:
         self._metric, self._what, self._num_steps = metric, what, num_steps
         self._recent: deque[float] = deque(maxlen=num_steps)
 
-    def read(self, step: int, metrics: Mapping[str, float]) -> Reading | None:
+    def read(self, step: int, metrics: Mapping[str, float]) -> Indication | None:
         value = _finite(metrics, self._metric)
         if value is None:
             return None
         self._recent.append(abs(value))
         mean = fmean(self._recent)
         words = f"{self._what} was {_shown(self._metric, mean)} on average over {self._num_steps} steps"
-        return Reading(mean, self._metric, words) if len(self._recent) == self._num_steps else None
+        return Indication(mean, self._metric, words) if len(self._recent) == self._num_steps else None
 
 
 class Fallen:
@@ -79,7 +79,7 @@ class Fallen:
         self._last_well = 0
         """Last step at more than half of that."""
 
-    def read(self, step: int, metrics: Mapping[str, float]) -> Reading | None:
+    def read(self, step: int, metrics: Mapping[str, float]) -> Indication | None:
         value = _finite(metrics, self._metric)
         if value is None:
             return None
@@ -96,7 +96,7 @@ class Fallen:
             f"step above half of that was {self._last_well}"
         )
         level = min(self._before, self._cap)
-        return Reading(now / level, self._metric, words) if level > 0 else None
+        return Indication(now / level, self._metric, words) if level > 0 else None
 
 
 class Rise:
@@ -113,7 +113,7 @@ class Rise:
         self._lowest = (float("inf"), 0.0)
         """The mean, and its squared standard error."""
 
-    def read(self, step: int, metrics: Mapping[str, float]) -> Reading | None:
+    def read(self, step: int, metrics: Mapping[str, float]) -> Indication | None:
         value = _finite(metrics, self._metric)
         if value is None:
             return None
@@ -130,7 +130,7 @@ class Rise:
             f"{self._what} rose to {_shown(self._metric, mean)} from {_shown(self._metric, lowest)}, means of "
             f"{RISE_STEPS} steps"
         )
-        return Reading(mean - lowest - 3 * sqrt(error_2 + lowest_error_2), self._metric, words)
+        return Indication(mean - lowest - 3 * sqrt(error_2 + lowest_error_2), self._metric, words)
 
 
 class Added:
@@ -140,7 +140,7 @@ class Added:
         self._metric, self._what = metric, what
         self._recent: deque[float] = deque([0.0], maxlen=11)
 
-    def read(self, step: int, metrics: Mapping[str, float]) -> Reading | None:
+    def read(self, step: int, metrics: Mapping[str, float]) -> Indication | None:
         value = _finite(metrics, self._metric)
         if value is None:
             return None
@@ -149,18 +149,18 @@ class Added:
             self._recent.append(0.0)
         self._recent.append(value)
         added = value - self._recent[0]
-        return Reading(added, self._metric, f"{added:.0f} {self._what} in the last 10 steps")
+        return Indication(added, self._metric, f"{added:.0f} {self._what} in the last 10 steps")
 
 
 class NotFinite:
     """How many metrics of a step are no numbers. Rates are left out: a step may take no measurable time."""
 
-    def read(self, step: int, metrics: Mapping[str, float]) -> Reading | None:
+    def read(self, step: int, metrics: Mapping[str, float]) -> Indication | None:
         if isfinite(sum(metrics.values())):
-            return Reading(0, "", "")
+            return Indication(0, "", "")
         names = [n for n, value in metrics.items() if not isfinite(value) and not n.startswith(("perf/", "time/"))]
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        return Reading(len(names), names[0] if names else "", f"no finite number: {shown}")
+        return Indication(len(names), names[0] if names else "", f"no finite number: {shown}")
 
 
 class Idle:
@@ -171,7 +171,7 @@ class Idle:
     def __init__(self) -> None:
         self._recent: deque[tuple[float, float, float]] = deque(maxlen=20)
 
-    def read(self, step: int, metrics: Mapping[str, float]) -> Reading | None:
+    def read(self, step: int, metrics: Mapping[str, float]) -> Indication | None:
         step_s = _finite(metrics, "time/step")
         if not step_s:
             return None
@@ -182,7 +182,7 @@ class Idle:
         total_s, *waits_s = (sum(column) for column in zip(*self._recent, strict=True))
         wait_s, (metric, who) = max(zip(waits_s, self._SIDES, strict=True))
         share = wait_s / total_s
-        return Reading(share, metric, f"{who} for {_percent(share)} of the last 20 steps")
+        return Indication(share, metric, f"{who} for {_percent(share)} of the last 20 steps")
 
 
 class RewardByLength:
@@ -192,7 +192,7 @@ class RewardByLength:
     def __init__(self) -> None:
         self._recent: deque[tuple[float, float]] = deque(maxlen=40)
 
-    def read(self, step: int, metrics: Mapping[str, float]) -> Reading | None:
+    def read(self, step: int, metrics: Mapping[str, float]) -> Indication | None:
         reward, length = _finite(metrics, "reward/mean"), _finite(metrics, "completions/length_mean")
         if reward is None or length is None:
             return None
@@ -202,7 +202,7 @@ class RewardByLength:
         rewards, lengths = zip(*self._recent, strict=True)
         before, after = fmean(lengths[:10]), fmean(lengths[-10:])
         if after - before < max(before / 4, 20) or fmean(rewards[-10:]) <= fmean(rewards[:10]):
-            return Reading(0.0, "completions/length_mean", "")
+            return Indication(0.0, "completions/length_mean", "")
         try:
             value = correlation(rewards, lengths)
         except StatisticsError:  # one of them does not vary
@@ -211,7 +211,7 @@ class RewardByLength:
             f"reward rises with length: correlation {value:.2f} over 40 steps, in which completions grew from "
             f"{before:.0f} to {after:.0f} tokens"
         )
-        return Reading(value, "completions/length_mean", words)
+        return Indication(value, "completions/length_mean", words)
 
 
 def _finite(metrics: Mapping[str, float], name: str) -> float | None:

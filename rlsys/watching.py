@@ -18,9 +18,9 @@ from rlsys.types import PolicyVersion, ReplicaLoad
 AGAIN_S = 10.0
 """Seconds after which a replica is told of again, though it holds what it held."""
 AT_ONCE = 100
-"""Replicas that a look may ask without being noticed. With more of them, looks are rarer in proportion,"""
+"""Replicas that a look may ask without being noticed. With more of them, looks are rarer in proportion."""
 RAREST_S = 20.0
-"""but not rarer than this: a reader takes a replica that is told of less often than every 30 s for one that is gone."""
+"""Seconds between two looks, at most: a reader takes a replica that is not told of for 30 s for one that is gone."""
 PLACES_AT_ONCE = 1000
 """Groups of which one look tells where they are, the oldest first; the next look tells of others."""
 

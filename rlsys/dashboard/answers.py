@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rlsys.alerts import Alert
 from rlsys.types import Json
 
 Status = Literal["starting", "running", "silent", "finished", "interrupted", "failed"]
@@ -135,25 +136,6 @@ class MetricsAnswer:
     metrics: Sequence[MetricName]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AlertRow:
-    """One alert: something looked wrong from `step` on."""
-
-    alert: str
-    step: int
-    until_step: int | None
-    """Step at which it was well again; None: it still holds."""
-    time_s: float
-    value: float
-    """At `step`."""
-    threshold: float
-    unit: str
-    metric: str
-    """What to look at, a name for `/api/series`; empty if it is of no metric."""
-    sentence: str
-    """What is wrong, in words, and what to do."""
-
-
 @dataclass(frozen=True, slots=True)
 class AlertRule:
     """What alerts are raised by."""
@@ -170,7 +152,7 @@ class AlertRule:
 class AlertsAnswer:
     """`/api/alerts?run=`: open ones first, then newest first; and every rule."""
 
-    alerts: Sequence[AlertRow]
+    alerts: Sequence[Alert]
     rules: Sequence[AlertRule]
 
 

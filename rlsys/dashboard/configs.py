@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from rlsys.dashboard.answers import Difference
 from rlsys.dashboard.folders import CONFIG, RunFolder
+from rlsys.leaves import leaves
 
 _Tree: TypeAlias = Mapping[str, Any]
 
@@ -56,7 +57,7 @@ def _config_of(text: str, sections: Sequence[str]) -> RunConfig:
     alerts = tree.get("alerts")
     given = alerts.items() if isinstance(alerts, Mapping) else ()
     thresholds = {str(name): value for name, value in given if value is None or isinstance(value, float | int)}
-    return RunConfig(text, dict(_leaves(tree)), thresholds)
+    return RunConfig(text, dict(leaves(tree)), thresholds)
 
 
 def changed_at(folder: RunFolder) -> tuple[int, int]:
@@ -85,14 +86,6 @@ def _parsed(text: str) -> _Tree:
     except YAMLError:  # half written, or of somebody else; its text is shown all the same
         return {}
     return tree if isinstance(tree, Mapping) else {}
-
-
-def _leaves(tree: _Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _shown(config: RunConfig, key: str) -> str | None:

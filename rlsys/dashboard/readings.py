@@ -13,12 +13,10 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
 
-from rlsys.alerts import RULES, Alert
+from rlsys.alerts import RULES
 from rlsys.dashboard.answers import (
-    AlertRow,
     AlertRule,
     AlertsAnswer,
     Change,
@@ -121,7 +119,7 @@ class Readings:
             rules = [
                 AlertRule(name, alarms.thresholds.get(name), rule.unit, rule.meaning) for name, rule in RULES.items()
             ]
-            return AlertsAnswer([_alert_row(alert) for alert in rows], rules)
+            return AlertsAnswer(rows, rules)
 
     def groups(self, run: str, step: int | None = None, page: int = 0, show: str = "all", q: str = "") -> GroupsAnswer:
         """The groups that a step trained."""
@@ -209,7 +207,3 @@ class Readings:
     def _policies(self, folder: RunFolder) -> list[RunSummary]:
         """Of a run of several policies, theirs. One of them is entered after the whole, never before it."""
         return [self._at_a_glance(policy) for policy in folder.policies]
-
-
-def _alert_row(alert: Alert) -> AlertRow:
-    return AlertRow(**{f.name: getattr(alert, f.name) for f in fields(AlertRow)})

@@ -8,13 +8,14 @@ Each step has that of the session which took it last.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from rlsys.checkpoint import STEP, step_of, write_atomically
 from rlsys.config import Config
 from rlsys.failed import CONFIG
-from rlsys.types import Json, PolicyVersion
+from rlsys.leaves import leaves
+from rlsys.types import PolicyVersion
 
 KEPT = "configs"
 """Folder in the directory of a run."""
@@ -43,7 +44,7 @@ def path_at(run: Path, step: int) -> Path:
 def changed_keys(run: Path, steps: Iterable[int]) -> tuple[str, ...]:
     """The keys that had not the same value in all of these steps, e.g. `train.lr`. Raises `ConfigError`."""
     paths = dict.fromkeys(path_at(run, step) for step in steps)
-    configs = [dict(_leaves(Config.load(path).model_dump(mode="json"))) for path in paths]
+    configs = [dict(leaves(Config.load(path).model_dump(mode="json"))) for path in paths]
     keys = dict.fromkeys(key for config in configs for key in config)
     return tuple(key for key in keys if any(config.get(key) != configs[0].get(key) for config in configs))
 
@@ -56,11 +57,3 @@ def _kept(run: Path) -> list[Path]:
 def _end_of(path: Path) -> int:
     """The last step that a kept configuration is of."""
     return step_of(Path(path.stem.removeprefix(_UNTIL)))
-
-
-def _leaves(tree: Mapping[str, Json], prefix: str = "") -> Iterator[tuple[str, Json]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from importlib import import_module
 from typing import Annotated, Any, ClassVar, TypeAlias
@@ -13,11 +13,12 @@ from typing import Annotated, Any, ClassVar, TypeAlias
 from pydantic import AfterValidator
 
 from rlsys.events import AlertRaised
+from rlsys.leaves import leaves
 from rlsys.tracker import EndReason, RolloutRow, RunFacts, StepTracker
 from rlsys.tracking.identity import kept_id
 
 _Client: TypeAlias = Any
-"""An `mlflow.MlflowClient`; the package is in none of the locks, and so without types here."""
+"""An `mlflow.MlflowClient`: imported only where it is used, and so without types here."""
 _PARAMS_AT_ONCE = 100
 _LONGEST_PARAM = 6000
 
@@ -65,9 +66,8 @@ class MLflowRun:
         besides."""
         self._client.update_run(self._id, status="RUNNING")
         told = self._client.get_run(self._id).data.params
-        params = [
-            self._entities.Param(key, value[:_LONGEST_PARAM]) for key, value in _leaves(config) if key not in told
-        ]
+        named = {_allowed(key): str(value)[:_LONGEST_PARAM] for key, value in leaves(config)}
+        params = [self._entities.Param(key, value) for key, value in named.items() if key not in told]
         for start in range(0, len(params), _PARAMS_AT_ONCE):
             self._client.log_batch(self._id, params=params[start : start + _PARAMS_AT_ONCE])
         self._client.log_dict(self._id, dict(config), "config.yaml")
@@ -107,11 +107,3 @@ def experiment_of(client: _Client, name: str) -> str:
 
 def _allowed(name: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))
-
-
-def _leaves(tree: object, at: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(tree, Mapping) and tree:
-        for key, value in tree.items():
-            yield from _leaves(value, f"{at}.{_allowed(str(key))}" if at else _allowed(str(key)))
-    else:
-        yield at, str(tree)
