@@ -36,7 +36,7 @@ from typing import TypeVar
 
 import ray
 import torch
-from ray._raylet import Config
+from ray._private.authentication.authentication_token_setup import enable_token_auth_by_default
 from ray.cluster_utils import Cluster
 from torch import Tensor
 
@@ -167,8 +167,8 @@ def main() -> None:
     sizes = SIZES[:1] if arguments.quick else SIZES
     sizes = (arguments.megabytes * MEGABYTE,) if arguments.megabytes else sizes
     numbers = (arguments.relays,) if arguments.relays else NUM_RELAYS
-    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
-    Config.initialize("")  # Ray read its mode when it was imported
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    enable_token_auth_by_default()
     asked = [(size, n) for size in sizes for n in numbers]
     rows = [row for size, n in asked if fits(size, n) for row in measured(size, n, arguments.repeats)]
     full = [row for row in rows if row["changed"] == 1.0]
