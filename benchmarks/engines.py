@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -38,7 +37,7 @@ from examples.sort import prepare as sort
 from rlsys.contracts import RolledOut
 from rlsys.types import POLICY, Assignment, Sampling, Task
 from rlsys.workflow import SingleTurn
-from workers.cluster import RayActor, Resources, call, spawn
+from workers.cluster import RayActor, Resources, call, connect, spawn
 from workers.engines.base import EngineSpec, Request
 from workers.generator import WeightChange
 from workers.pools import Supply
@@ -138,8 +137,7 @@ def main() -> None:
         return
     models = prepared(quick=arguments.quick)
     repeats = 3
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    connect(None, 4)
     rates, costs = {}, {}
     for model in models:
         for threads in (1,) if arguments.quick else (1, 2):

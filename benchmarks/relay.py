@@ -27,6 +27,7 @@ import argparse
 import asyncio
 import logging
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -35,6 +36,7 @@ from typing import TypeVar
 
 import ray
 import torch
+from ray._private.authentication.authentication_token_setup import enable_token_auth_by_default
 from ray.cluster_utils import Cluster
 from torch import Tensor
 
@@ -165,7 +167,8 @@ def main() -> None:
     sizes = SIZES[:1] if arguments.quick else SIZES
     sizes = (arguments.megabytes * MEGABYTE,) if arguments.megabytes else sizes
     numbers = (arguments.relays,) if arguments.relays else NUM_RELAYS
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    enable_token_auth_by_default()
     asked = [(size, n) for size in sizes for n in numbers]
     rows = [row for size, n in asked if fits(size, n) for row in measured(size, n, arguments.repeats)]
     full = [row for row in rows if row["changed"] == 1.0]

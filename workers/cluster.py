@@ -4,15 +4,18 @@ deadline."""
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import sys
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import ray
+from ray._private import ray_constants
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 RayActor: TypeAlias = Any
 """A Ray actor handle: has the methods of the actor's class, each with `.remote()`."""
+LOOPBACK = "127.0.0.1"
 ASYNC_CALLS = 10_000
 """Calls an async actor may have open at once: permits, not this, bound what is in flight."""
 
@@ -58,7 +62,9 @@ class Cluster:
 def connect(address: str | None, num_cpus: int | None) -> Cluster:
     """Join a cluster, or start a local one.
 
-    In order: the one this process already joined; `address`; the one a Ray job or RAY_ADDRESS names; a new local one.
+    In order: the one this process already joined; `address`; the one a Ray job or RAY_ADDRESS names; a new local one,
+    which only this machine reaches, and there only who has its token.
+
     Raises `ConfigError` if `address` does not answer.
     """
     if ray.is_initialized():
@@ -67,14 +73,41 @@ def connect(address: str | None, num_cpus: int | None) -> Cluster:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
-        if address:
+        if address and address != "local":
             ray.init(address=address, **quiet)
         else:
-            os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-            ray.init(address="local", num_cpus=num_cpus or max(_cores(), 2), include_dashboard=False, **quiet)
+            _ensure_token()
+            with _on_loopback():
+                ray.init(address="local", num_cpus=num_cpus or max(_cores(), 2), include_dashboard=False, **quiet)
     except (ConnectionError, RayError, ValueError, RuntimeError) as error:
         raise ConfigError(f"ray.address: cannot join {address or 'a local cluster'!r}: {error}") from error
     return Cluster(is_ours=True)
+
+
+def _ensure_token() -> None:
+    """Give this process a token for the clusters it starts, unless the user has one.
+
+    Ray asks for it by default (RAY_AUTH_MODE). The environment passes it on to every process of the cluster, and only
+    this user and root can read it there. Ray reads it once: the token stays for the life of this process.
+    """
+    named = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    if not named and not Path("~/.ray/auth_token").expanduser().exists():
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Ray's servers listen on 127.0.0.1 alone, in a cluster that starts in this block.
+
+    They follow the address of the node. As that, Ray takes loopback only where it believes that there can be no other
+    nodes; on Linux it replaces a loopback address that it is given.
+    """
+    was = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = was
 
 
 def _cores() -> int:
@@ -125,6 +158,8 @@ def spawn(
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
+    if ray.util.get_node_ip_address() == LOOPBACK:  # of a cluster that `connect` starts: collectives stay there too
+        environment |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
     strategy = NodeAffinitySchedulingStrategy(node, soft=False) if node else "DEFAULT"
     remote = ray.remote(cls).options(
         num_cpus=resources.num_cpus,

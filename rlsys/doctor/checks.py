@@ -119,6 +119,31 @@ def ray_version(facts: Facts) -> Finding:
     return Finding("ok", f"ray {ours}, as on the cluster at {address}")
 
 
+def cluster_guard(facts: Facts) -> Finding:
+    """Ray clusters ask for a token: whoever reaches the ports of one that does not runs code as its user."""
+    address, mode = facts.cluster_address, (facts.auth_mode or "").lower()
+    if mode == "disabled" and facts.cluster_auth != "token":
+        what = "RAY_AUTH_MODE=disabled: clusters started here let in whoever reaches their ports, to run code as you"
+        return Finding("warn", what, "unset RAY_AUTH_MODE, or set it to token")
+    if address is None:
+        return Finding("ok", "a cluster that rlsys starts listens on 127.0.0.1 alone, and asks for a token")
+    if facts.cluster_auth is None:
+        cure = "name its dashboard: rlsys doctor --address http://HEAD:8265"
+        return Finding("warn", f"the cluster at {address} did not say whether it asks for a token", cure)
+    if facts.cluster_auth != "token":
+        what = f"the cluster at {address} asks for no token: whoever reaches its ports runs code on it"
+        return Finding(
+            "fail", what, "start every node with RAY_AUTH_MODE=token and one RAY_AUTH_TOKEN; docs/security.md"
+        )
+    if not facts.has_token:
+        cure = "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's token"
+        return Finding("fail", f"the cluster at {address} asks for a token, and there is none here", cure)
+    if mode != "token":
+        cure = "export RAY_AUTH_MODE=token"
+        return Finding("fail", f"the cluster at {address} asks for a token, which Ray here does not send", cure)
+    return Finding("ok", f"the cluster at {address} asks for a token, and there is one here")
+
+
 def shared_memory(facts: Facts) -> Finding:
     """/dev/shm has room for Ray's object store, which otherwise goes to the disk."""
     if facts.shm_bytes is None:
@@ -165,6 +190,7 @@ CHECKS: tuple[Check, ...] = (
     torch_build,
     torch_companions,
     ray_version,
+    cluster_guard,
     shared_memory,
     disk_space,
     threads,

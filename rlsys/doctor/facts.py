@@ -48,11 +48,21 @@ class Facts:
     cluster_address: str | None = None
     cluster_ray: str | None = None
     """Ray's version on the cluster at that address; None: it did not say."""
+    cluster_auth: str | None = None
+    """`token` or `disabled`, as the cluster says; None: it did not say."""
+    auth_mode: str | None = None
+    """RAY_AUTH_MODE here."""
+    has_token: bool = False
+    """Would Ray find a token here?"""
 
 
 def gather(address: str | None = None) -> Facts:
-    """Look at this machine, and ask the Ray cluster at `address` (else RAY_ADDRESS) for its version."""
+    """Look at this machine, and ask the Ray cluster at `address` (else RAY_ADDRESS) for its version and its guard."""
     address = address or os.environ.get("RAY_ADDRESS")
+    token, auth = (
+        ray_token(os.environ, Path("~/.ray/auth_token").expanduser()),
+        cluster_auth(address) if address else None,
+    )
     return Facts(
         python=sys.version_info[:3],
         num_cpus=len(os.sched_getaffinity(0)),
@@ -66,7 +76,10 @@ def gather(address: str | None = None) -> Facts:
         locked=locked(LOCK.read_text()) if LOCK.exists() else {},
         origins=origins(),
         cluster_address=address,
-        cluster_ray=cluster_ray(address) if address else None,
+        cluster_ray=cluster_ray(address, token if auth == "token" else None) if address else None,
+        cluster_auth=auth,
+        auth_mode=os.environ.get("RAY_AUTH_MODE"),
+        has_token=token is not None,
     )
 
 
@@ -105,19 +118,43 @@ def locked(text: str) -> dict[str, str]:
     return {normalised(name): version for name, version in re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE)}
 
 
-def cluster_ray(address: str) -> str | None:
+def cluster_ray(address: str, token: str | None = None) -> str | None:
     """Ray's version as the head's dashboard tells it; None if it does not answer.
 
     `address` is what `ray.init` takes (`auto`, `host:6379`, `ray://host:10001`) or the dashboard's own `http://host:port`.
     """
+    return _told(address, "version", "ray_version", token)
+
+
+def cluster_auth(address: str) -> str | None:
+    """Does the cluster ask for a token? `token` or `disabled` as its dashboard tells; None if it does not answer."""
+    return _told(address, "authentication_mode", "authentication_mode")
+
+
+def ray_token(environ: Mapping[str, str], default: Path) -> str | None:
+    """The token that Ray would find in this environment or in the file `default`."""
+    if token := environ.get("RAY_AUTH_TOKEN"):
+        return token
+    try:
+        return Path(environ.get("RAY_AUTH_TOKEN_PATH") or default).read_text().strip() or None
+    except (OSError, ValueError):
+        return None
+
+
+def _told(address: str, question: str, key: str, token: str | None = None) -> str | None:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    request = urllib.request.Request(f"{_dashboard_of(address)}/api/{question}", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=3) as answer:
+            return str(json.load(answer)[key])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _dashboard_of(address: str) -> str:
     if address in ("auto", "local"):
         address = "127.0.0.1"
     is_http = address.startswith("http")
     parts = urlsplit(address if "://" in address else f"//{address}")
     port = parts.port if is_http and parts.port else DASHBOARD_PORT
-    url = f"{parts.scheme if is_http else 'http'}://{parts.hostname}:{port}/api/version"
-    try:
-        with urllib.request.urlopen(url, timeout=3) as answer:
-            return str(json.load(answer)["ray_version"])
-    except (OSError, ValueError, KeyError):
-        return None
+    return f"{parts.scheme if is_http else 'http'}://{parts.hostname}:{port}"

@@ -59,7 +59,9 @@ VOLUME = section(
     },
 )
 USER = section({"runAsUser": COUNT, "runAsGroup": COUNT, "fsGroup": COUNT})
-POD = section({"spec": section({"containers": many(CONTAINER), "volumes": many(VOLUME), "securityContext": USER})})
+LABELS = {"type": "object", "additionalProperties": TEXT, "minProperties": 1}
+POD_SPEC = section({"containers": many(CONTAINER), "volumes": many(VOLUME), "securityContext": USER})
+POD = section({"metadata": section({"labels": LABELS}), "spec": POD_SPEC})
 PARAMS = {"type": "object", "additionalProperties": TEXT}
 HEAD = section({"rayStartParams": PARAMS, "template": POD})
 WORKERS = section(
@@ -72,7 +74,8 @@ WORKERS = section(
         "template": POD,
     }
 )
-CLUSTER = section({"rayVersion": TEXT, "headGroupSpec": HEAD, "workerGroupSpecs": many(WORKERS)})
+AUTH = section({"mode": {"const": "token"}, "secretName": TEXT})
+CLUSTER = section({"rayVersion": TEXT, "authOptions": AUTH, "headGroupSpec": HEAD, "workerGroupSpecs": many(WORKERS)})
 RAYJOB = section(
     {
         "entrypoint": {"type": "string", "pattern": "^rlsys train "},
@@ -80,6 +83,16 @@ RAYJOB = section(
         "shutdownAfterJobFinishes": {"const": True},
         "ttlSecondsAfterFinished": COUNT,
         "rayClusterSpec": CLUSTER,
+    }
+)
+SELECTOR = section({"matchLabels": LABELS})
+PORT = section({"protocol": {"const": "TCP"}, "port": COUNT})
+PEER = section({"podSelector": SELECTOR}, {"namespaceSelector": section({})})
+POLICY = section(
+    {
+        "podSelector": SELECTOR,
+        "policyTypes": {"const": ["Ingress"]},
+        "ingress": many(section({"from": many(PEER)}, {"ports": many(PORT)})),
     }
 )
 CLAIM = section({"accessModes": many(TEXT), "resources": section({"requests": section({"storage": TEXT})})})
@@ -94,10 +107,11 @@ MANIFEST = {
     "prefixItems": [
         document("v1", "ConfigMap", {"data": section({"job.yaml": TEXT})}),
         document("v1", "PersistentVolumeClaim", {"spec": CLAIM}),
+        document("networking.k8s.io/v1", "NetworkPolicy", {"spec": POLICY}),
         document("ray.io/v1", "RayJob", {"spec": RAYJOB}),
     ],
     "items": False,
-    "minItems": 3,
+    "minItems": 4,
 }
 
 
@@ -111,7 +125,7 @@ def test_the_rayjob_has_the_keys_of_its_schema_and_no_others(manifest: list[dict
 
 
 def test_the_rayjob_mounts_only_volumes_it_has_and_runs_the_ray_of_the_lock(manifest: list[dict[str, Any]]):
-    config_map, claim, job = manifest
+    config_map, claim, _, job = manifest
     cluster = job["spec"]["rayClusterSpec"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         pod = group["template"]["spec"]
@@ -122,13 +136,26 @@ def test_the_rayjob_mounts_only_volumes_it_has_and_runs_the_ray_of_the_lock(mani
     assert cluster["rayVersion"] == locked((ROOT / "requirements" / "cpu.lock").read_text())["ray"]
 
 
+def test_the_network_policy_lets_only_nodes_of_the_cluster_reach_more_than_the_dashboard(
+    manifest: list[dict[str, Any]],
+):
+    *_, policy, job = manifest
+    nodes = policy["spec"]["podSelector"]
+    cluster = job["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert nodes["matchLabels"].items() <= group["template"]["metadata"]["labels"].items()
+    among_nodes, to_dashboard = policy["spec"]["ingress"]
+    assert among_nodes == {"from": [{"podSelector": nodes}]}
+    assert [port["port"] for port in to_dashboard["ports"]] == [8265]
+
+
 def test_the_job_inside_the_rayjob_is_a_valid_configuration(manifest: list[dict[str, Any]], tmp_path: Path):
     path = tmp_path / "job.yaml"
     path.write_text(manifest[0]["data"]["job.yaml"])
-    overrides = manifest[2]["spec"]["entrypoint"].split()[3:]
+    overrides = manifest[3]["spec"]["entrypoint"].split()[3:]
     config = Config.load(path, overrides)
     assert config.run.resume == "auto"
-    mounts = manifest[2]["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["volumeMounts"]
+    mounts = manifest[3]["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["volumeMounts"]
     assert str(config.run.folder) in {m["mountPath"] for m in mounts}
 
 
@@ -168,7 +195,7 @@ def test_shellcheck_finds_nothing_in_the_scripts(script: Path):
 STAND_INS = {
     "scontrol": 'printf "n1\\nn2\\nn3\\n"',
     "srun": 'echo "srun $*" >> "$LOG"; while case $1 in -*) true ;; *) false ;; esac; do shift; done; exec "$@"',
-    "ray": 'echo "ray $*" >> "$LOG"; case "$*" in *--block*) exec sleep 60 ;; esac',
+    "ray": 'echo "token $RAY_AUTH_TOKEN\nray $*" >> "$LOG"; case "$*" in *--block*) exec sleep 60 ;; esac',
 }
 
 
@@ -194,13 +221,29 @@ def test_slurm_starts_one_ray_per_node_and_the_driver_beside_the_head(tmp_path: 
     )
     out, _ = job.communicate(timeout=30)
     assert (job.returncode, out) == (0, "n1:20007 train job.yaml a.b=c\n")
-    shared = "--ntasks-per-node=1 --cpus-per-task=4 --overlap"
-    head = "ray start --head --block --port=20007 --num-cpus=4 --disable-usage-stats"
+    shared = "--ntasks-per-node=1 --cpus-per-task=4 --overlap --export=ALL"
+    head = "ray start --head --block --port=20007 --num-cpus=4 --dashboard-host=127.0.0.1 --disable-usage-stats"
     others = "ray start --address=n1:20007 --block --num-cpus=4"
     assert {line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("srun")} == {
         f"srun --nodes=1 --ntasks=1 {shared} --nodelist=n1 {head}",
         f"srun --nodes=2 --ntasks=2 {shared} --exclude=n1 {others}",
     }
+
+
+def test_slurm_gives_a_token_of_this_job_to_every_ray_and_the_driver_and_names_it_to_none(tmp_path: Path):
+    tokens = []
+    for name in ("one", "other"):
+        (folder := tmp_path / name).mkdir()
+        job = submit(
+            folder, 'echo "$RAY_AUTH_MODE $RAY_AUTH_TOKEN"; until grep -q "ray start --address" "$LOG"; do :; done', "f"
+        )
+        mode, token = job.communicate(timeout=30)[0].split()
+        log = (folder / "log").read_text()
+        assert (mode, len(token)) == ("token", 64)
+        assert {line.split()[1] for line in log.splitlines() if line.startswith("token ")} == {token}
+        assert not any(token in line for line in log.splitlines() if not line.startswith("token "))
+        tokens.append(token)
+    assert tokens[0] != tokens[1]
 
 
 def test_slurm_ends_with_the_exit_code_of_the_driver(tmp_path: Path):

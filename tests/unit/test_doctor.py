@@ -13,7 +13,7 @@ import pytest
 import rlsys
 from rlsys.doctor import Facts, diagnose, ensure_not_shadowed, gather
 from rlsys.doctor.checks import CHECKS, GIB, shadowing
-from rlsys.doctor.facts import cluster_ray, locked
+from rlsys.doctor.facts import cluster_auth, cluster_ray, locked, ray_token
 
 HOME = Path("/home/me/rlsys")
 HEALTHY = Facts(
@@ -28,6 +28,14 @@ HEALTHY = Facts(
     required=frozenset({"torch", "ray", "rich"}),
     locked={"torch": "2.13.0+cpu", "ray": "2.60.0"},
     origins={name: HOME / name / "__init__.py" for name in ("rlsys", "workers", "algorithms")},
+)
+CLUSTERED = replace(
+    HEALTHY,
+    cluster_address="head:6379",
+    cluster_ray="2.60.0",
+    cluster_auth="token",
+    auth_mode="token",
+    has_token=True,
 )
 CUDA_VISION = {**HEALTHY.versions, "torchvision": "0.28.0"}
 SHADOWED = {**HEALTHY.origins, "workers": Path("/elsewhere/workers")}
@@ -68,12 +76,17 @@ def test_a_healthy_machine_has_nothing_to_mend():
             "make setup",
         ),
         (
-            replace(HEALTHY, cluster_address="head:6379", cluster_ray="2.50.0"),
+            replace(CLUSTERED, cluster_ray="2.50.0"),
             "fail",
             "ray 2.60.0 here, ray 2.50.0 on the cluster at head:6379",
             "install ray==2.50.0 here",
         ),
-        (replace(HEALTHY, cluster_address="head:6379"), "warn", "did not say which ray it runs", "http://HEAD:8265"),
+        (replace(CLUSTERED, cluster_ray=None), "warn", "did not say which ray it runs", "http://HEAD:8265"),
+        (replace(CLUSTERED, cluster_auth=None), "warn", "did not say whether it asks for a token", "http://HEAD:8265"),
+        (replace(CLUSTERED, cluster_auth="disabled"), "fail", "asks for no token", "RAY_AUTH_TOKEN"),
+        (replace(CLUSTERED, has_token=False), "fail", "there is none here", "RAY_AUTH_TOKEN_PATH"),
+        (replace(CLUSTERED, auth_mode=None), "fail", "Ray here does not send", "export RAY_AUTH_MODE=token"),
+        (replace(HEALTHY, auth_mode="disabled"), "warn", "RAY_AUTH_MODE=disabled", "unset RAY_AUTH_MODE"),
         (replace(HEALTHY, shm_bytes=64 * 2**20), "fail", "/dev/shm has only 0.1 GiB", "--shm-size"),
         (replace(HEALTHY, shm_bytes=None), "warn", "there is no /dev/shm", ""),
         (replace(HEALTHY, free_bytes=GIB), "warn", "only 1.0 GiB of disk", "checkpoint.keep_last"),
@@ -96,8 +109,7 @@ def test_a_machine_without_torch_and_ray_is_told_to_set_up():
 
 
 def test_a_cluster_with_the_same_ray_is_fine():
-    same = replace(HEALTHY, cluster_address="head:6379", cluster_ray="2.60.0")
-    assert [f for f in diagnose(same) if f.level != "ok"] == []
+    assert [f for f in diagnose(CLUSTERED) if f.level != "ok"] == []
 
 
 def test_this_machine_can_be_looked_at_and_its_packages_are_ours():
@@ -120,10 +132,20 @@ def test_a_lock_is_read_with_normalised_names():
 
 
 class _Dashboard(BaseHTTPRequestHandler):
+    token: str | None = None
+    """What must be shown to be told the version."""
+
     def do_GET(self) -> None:
-        self.send_response(200 if self.path == "/api/version" else 404)
+        answers = {
+            "/api/version": {"version": "4", "ray_version": "2.60.0"},
+            "/api/authentication_mode": {"authentication_mode": "token"},
+        }
+        is_refused = (
+            self.token and self.path == "/api/version" and self.headers["Authorization"] != f"Bearer {self.token}"
+        )
+        self.send_response(401 if is_refused else 200 if self.path in answers else 404)
         self.end_headers()
-        self.wfile.write(json.dumps({"version": "4", "ray_version": "2.60.0"}).encode())
+        self.wfile.write(json.dumps(answers.get(self.path)).encode())
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002  (the base's name)
         """Quiet."""
@@ -143,3 +165,26 @@ def dashboard() -> Iterator[str]:
 def test_a_cluster_tells_its_ray_version_and_one_that_is_not_there_tells_none(dashboard: str):
     assert cluster_ray(dashboard) == "2.60.0"
     assert cluster_ray("http://127.0.0.1:9") is None
+
+
+def test_a_cluster_tells_whether_it_asks_for_a_token(dashboard: str):
+    assert cluster_auth(dashboard) == "token"
+    assert cluster_auth("http://127.0.0.1:9") is None
+
+
+def test_a_cluster_that_asks_for_a_token_tells_its_version_to_who_has_it(dashboard: str):
+    _Dashboard.token = "secret"
+    try:
+        assert cluster_ray(dashboard) is None
+        assert cluster_ray(dashboard, "secret") == "2.60.0"
+    finally:
+        _Dashboard.token = None
+
+
+def test_a_token_is_found_where_ray_looks_for_one(tmp_path: Path):
+    default = tmp_path / "auth_token"
+    assert ray_token({}, default) is None
+    assert ray_token({"RAY_AUTH_TOKEN": "mine"}, default) == "mine"
+    default.write_text("secret\n")
+    assert ray_token({}, default) == "secret"
+    assert ray_token({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "gone")}, default) is None

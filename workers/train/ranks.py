@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
@@ -22,7 +24,15 @@ class Ranks:
         self.rank, self.num_ranks = rank, num_ranks
         if num_ranks > 1:
             timeout = timedelta(seconds=timeout_s)
-            dist.init_process_group(_backend(), init_method=address, rank=rank, world_size=num_ranks, timeout=timeout)
+            store = _store(address, rank, num_ranks, timeout) if address.startswith("tcp:") else None
+            dist.init_process_group(
+                _backend(),
+                init_method=None if store else address,
+                store=store,
+                rank=rank,
+                world_size=num_ranks,
+                timeout=timeout,
+            )
 
     def mesh(self, device: torch.device) -> DeviceMesh:
         """The ranks as a one-dimensional mesh to shard over."""
@@ -58,6 +68,20 @@ class Ranks:
         """Leave the group; idempotent."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _store(address: str, rank: int, num_ranks: int, timeout: timedelta) -> TCPStore:
+    """Where ranks find each other: rank 0 listens on that address alone, where torch would take every interface."""
+    parts = urlsplit(address)
+    host, port = parts.hostname, parts.port
+    assert host is not None
+    assert port is not None
+    if rank > 0:
+        return TCPStore(host, port, num_ranks, timeout=timeout)
+    listener = socket.create_server((host, port))
+    return TCPStore(
+        host, port, num_ranks, is_master=True, timeout=timeout, master_listen_fd=listener.detach(), use_libuv=True
+    )
 
 
 def _backend() -> str:

@@ -1,0 +1,182 @@
+"""Who can reach a cluster that rlsys starts: programs of this user on this machine, and nobody else."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.ray.commands import DEADLINE_S, ROOT, SCRIPTS
+
+STARTED = """
+import json, os, sys
+import ray
+from workers.cluster import Resources, connect, spawn
+from workers.rank import Rank
+
+class Idle(Rank):
+    def token(self):
+        return os.environ.get("RAY_AUTH_TOKEN")
+
+    def join(self, rank, address):
+        import torch
+        from workers.train.ranks import Ranks
+
+        self._ranks = Ranks(rank, 2, address=address, timeout_s=60)
+        return float(self._ranks.sum(torch.ones(1)))
+
+for _ in range(int(sys.argv[1])):
+    cluster = connect(None, 2)
+    idle = spawn(Idle, Resources())
+    if "ranks" in sys.argv:
+        ranks = idle, spawn(Idle, Resources())
+        address = ray.get(idle.address.remote())
+        assert ray.get([each.join.remote(rank, address) for rank, each in enumerate(ranks)]) == [2.0, 2.0]
+    context = ray.get_runtime_context()
+    token = ray.get(idle.token.remote())
+    print(json.dumps([context.gcs_address, context.get_session_name(), token]), flush=True)
+    sys.stdin.readline()
+    cluster.close()
+"""
+"""Starts clusters one after another, each with a worker, or with two `ranks`; a line on stdin ends one."""
+
+DRIVE = """
+import sys
+import ray
+from ray._private import ray_constants
+
+ray_constants.ENABLE_RAY_CLUSTER = False  # else Ray looks for 127.0.0.1 at this machine's other address
+ray.init(address=sys.argv[1], log_to_driver=False)
+print("nodes:", len(ray.nodes()))
+"""
+
+ADD_NODE = """
+import sys
+from ray._private.node import Node
+from ray._private.parameter import RayParams
+
+Node(RayParams(gcs_address=sys.argv[1], node_ip_address="127.0.0.1", num_cpus=1), head=False, shutdown_at_exit=True)
+print("joined")
+"""
+
+
+@dataclass(frozen=True)
+class Local:
+    """A cluster that rlsys started."""
+
+    pid: int
+    address: str
+    session: Path
+    token: str | None
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """That of the tests, without what says how Ray authenticates."""
+    ours = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    return {**ours, "RAY_raylet_start_wait_time_s": "90", "PYTHONPATH": str(ROOT), **changes}
+
+
+def clusters(home: Path, *keys: str, count: int = 1, **changes: str) -> Iterator[Local]:
+    words = [sys.executable, "-c", STARTED, str(count), *keys]
+    env = environment(HOME=str(home), **changes)
+    with subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdin
+        assert started.stdout
+        try:
+            for _ in range(count):
+                address, session, token = json.loads(started.stdout.readline())
+                yield Local(started.pid, address, Path("/tmp/ray", session), token)
+                started.stdin.write("\n")
+                started.stdin.flush()
+            assert started.wait(DEADLINE_S) == 0
+        finally:
+            started.kill()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The home of a user who has no token."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def local(home: Path) -> Iterator[Local]:
+    yield from clusters(home, "ranks")
+
+
+def strangers(home: Path, program: str, address: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    """What another program says, started with nothing in its environment but the way to Python."""
+    env = {"PATH": f"{SCRIPTS}:/usr/bin:/bin", "HOME": str(home), "RAY_NUM_REDIS_GET_RETRIES": "1", **changes}
+    words = [sys.executable, "-c", program, address]
+    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+
+
+def listening(pid: int) -> dict[str, set[str]]:
+    """The addresses on which a process and its children wait for connections, by the name of the process."""
+    found: dict[str, set[str]] = {}
+    for process in (ours := psutil.Process(pid), *ours.children(recursive=True)):
+        waiting = {c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+        found.setdefault(process.name(), set()).update(ip.removeprefix("::ffff:") for ip in waiting)
+    return found
+
+
+def test_no_process_of_a_local_cluster_listens_beyond_this_machine(local: Local):
+    found = listening(local.pid)
+    assert {"gcs_server", "raylet", "ray::Idle"} <= found.keys()
+    assert {
+        name: ips for name, ips in found.items() if not all(ipaddress.ip_address(ip).is_loopback for ip in ips)
+    } == {}
+    assert local.address.startswith("127.0.0.1:")
+
+
+@pytest.mark.parametrize("program", [DRIVE, ADD_NODE], ids=["driver", "node"])
+@pytest.mark.parametrize("changes", [{}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}], ids=["none", "wrong"])
+def test_who_has_no_token_can_neither_drive_a_local_cluster_nor_add_a_node_to_it(
+    local: Local, tmp_path: Path, program: str, changes: dict[str, str]
+):
+    refused = strangers(tmp_path, program, local.address, **changes)
+    assert (refused.returncode != 0, refused.stdout) == (True, "")
+    assert "InvalidAuthToken" in refused.stderr
+
+
+@pytest.mark.parametrize(("program", "said"), [(DRIVE, "nodes: 1\n"), (ADD_NODE, "joined\n")], ids=["driver", "node"])
+def test_who_has_the_token_is_let_in(local: Local, tmp_path: Path, program: str, said: str):
+    assert local.token
+    owner = strangers(tmp_path, program, local.address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=local.token)
+    assert (owner.returncode, owner.stdout) == (0, said), owner.stderr
+
+
+def test_the_token_is_written_nowhere(local: Local, home: Path):
+    assert local.token
+    assert len(local.token) == 64
+    assert [
+        path for path in local.session.rglob("*") if path.is_file() and local.token.encode() in path.read_bytes()
+    ] == []
+    words = [word for process in psutil.Process(local.pid).children(recursive=True) for word in process.cmdline()]
+    assert not any(local.token in word for word in words)
+    assert not (home / ".ray").exists()
+
+
+def test_one_process_may_start_one_cluster_after_another(home: Path):
+    tokens = [cluster.token for cluster in clusters(home, count=2)]
+    assert tokens[0]
+    assert tokens[0] == tokens[1]
+
+
+def test_a_token_of_the_user_is_used(home: Path, tmp_path: Path):
+    given = "of-the-user-0123456789"
+    assert [cluster.token for cluster in clusters(home, RAY_AUTH_TOKEN=given)] == [given]
+    path = tmp_path / "token"
+    path.write_text(given)
+    for cluster in clusters(home, RAY_AUTH_TOKEN_PATH=str(path)):
+        assert cluster.token is None
+        joined = strangers(tmp_path, DRIVE, cluster.address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=given)
+        assert joined.stdout == "nodes: 1\n", joined.stderr
