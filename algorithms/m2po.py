@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
+from algorithms.advantage import centred, compared
 from algorithms.corrections import Corrections
 from algorithms.fields import RULES
-from algorithms.functional import centred, log_ratio
+from algorithms.functional import log_ratio
 from algorithms.policy_gradient import PolicyGradient
-from rlsys.algorithm import LossInputs, LossOutput, Ranks
+from rlsys.algorithm import Assigned, LossInputs, LossOutput, Ranks
+from rlsys.types import Group
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,8 +53,13 @@ class M2PO(PolicyGradient):
     def measures(self) -> bool:
         return True
 
-    def compare(self, rewards_G: Sequence[float]) -> list[float]:
-        return centred(rewards_G, std_normalize=self.std_normalize)
+    def advantages(self, group: Group) -> Iterator[Assigned]:
+        return self.credited(group, compared(group, partial(centred, std_normalize=self.std_normalize)))
+
+    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
+        policies = self.policies(logprobs_N, batch)
+        surrogate = self.surrogate(logprobs_N, policies.base_N, batch)
+        return self.corrected(policies, surrogate, self.kl(policies))
 
     def measure(self, step: LossInputs, ranks: Ranks) -> Mapping[str, float]:
         """The largest (log r)² that is kept; -1 where none is."""
