@@ -34,13 +34,13 @@ class AEPO(ClippedSurrogate, PolicyGradient):
     than that of all. The state is in that step's metrics, and so in the checkpoint.
     """
 
+    std_normalize: bool = True
+    """Divide advantages by the group's standard deviation."""
     entropy_low: NonNegativeFloat = 0.2
     """Nats per token below which negative advantages are trained again. The paper gives no numbers: set both from
     `policy/entropy` of your own run."""
     entropy_high: NonNegativeFloat = 0.5
     """Nats per token above which negative advantages are left out."""
-    std_normalize: bool = True
-    """Divide advantages by the group's standard deviation."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()

@@ -30,13 +30,13 @@ class DAPO(ClippedSurrogate, PolicyGradient):
     The paper takes 16 updates per step (`train.updates_per_step`), its ratio being against the policy before the first.
     """
 
+    std_normalize: bool = True
+    """Divide advantages by the group's standard deviation."""
     max_length: NonNegativeInt = 0
     """Tokens of a trajectory, as sampled by the policy, at which the overlong penalty is largest (the paper: 20480).
     0: no penalty."""
     overlong_tokens: NonNegativeInt = 0
     """Tokens before `max_length` over which the penalty rises from 0 to 1 (the paper: 4096)."""
-    std_normalize: bool = True
-    """Divide advantages by the group's standard deviation."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()

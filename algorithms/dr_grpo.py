@@ -26,6 +26,7 @@ class DrGRPO(ClippedSurrogate, PolicyGradient):
 
     clip_high: NonNegativeFloat = 0.2
     std_normalize: bool = False
+    """Divide advantages by the group's standard deviation."""
     over: Over = "budget"
 
     def advantages(self, group: Group) -> Iterator[Assigned]:

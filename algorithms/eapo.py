@@ -34,15 +34,16 @@ class EAPO(ClippedSurrogate, PolicyGradient):
     discounted it would be less, and the longest failure the best.
     """
 
+    std_normalize: bool = True
+    """Divide advantages by the group's standard deviation."""
     gamma: AtMostOne = 0.995
     """Discount per round. More than 0, at most 1. The paper's own value is not known to us."""
     clip_low: ShareBelowOne = 3e-4
-    """A sequence's ratio may fall to 1 - this before its gradient stops. At least 0, less than 1."""
+    """A sequence's ratio may fall to 1 - this before its gradient stops. At least 0, less than 1. Ratios of sequences
+    are geometric means, and differ from 1 by far less than those of tokens."""
     clip_high: NonNegativeFloat = 4e-4
     """A sequence's ratio may rise to 1 + this before its gradient stops. At least 0."""
     over: Over = "sequences"
-    std_normalize: bool = True
-    """Divide advantages by the group's standard deviation."""
     samples_multiple: PositiveInt = 1
     """Train a multiple of this many samples, leaving out some, evenly over the step; the paper takes the data-parallel
     size and keeps more than 99 %. Our trainer needs no multiple, so that 1, all samples, is the default."""
