@@ -25,17 +25,24 @@ LARGEST_KEPT = "m2po/largest_kept"
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
 class M2PO(PolicyGradient):
-    """M2PO (arXiv:2510.01161): -r A per token, unclipped, r = p / mu, without the tokens that have drifted furthest.
+    """M2PO (arXiv:2510.01161, Algorithm 1): -r A per token, unclipped, r = p / mu, without the trust-region tokens that
+    have drifted furthest.
 
-    The tokens of the largest (log r)² of the step are masked until the mean of (log r)² over the others is at most
-    `tau`. It is taken at the start of the step, over all ranks, so that no split of the step changes the mask; tokens
-    that tie are kept or masked together. Masked tokens stay in the denominator. With several updates per step, all
-    of them have the mask of the step's start.
+    A trust-region token is one that the policy has already moved the way its advantage points: A > 0 and r > 1, or
+    A < 0 and r < 1. Among these, the tokens of the largest (log r)² are masked until the mean of (log r)² over the
+    others is at most `tau`. All other tokens, such as those that undo a drift, count in no mean and are never masked.
+
+    The authors' code has the same tokens, but takes the mask anew in each micro-batch and counts masked tokens in the
+    mean, at the largest (log r)² that is kept. AReaL takes mean and mask over all tokens.
+
+    The mask is taken at the start of the step, over all ranks, so that no split of the step changes it. Trust-region
+    tokens that tie are kept or masked together. Masked tokens stay in the denominator. With several updates per step,
+    all of them have the mask of the step's start.
     """
 
     tau: NonNegativeFloat = 0.04
-    """Largest mean of (log r)² over the tokens that are trained, in nats². At least 0, which keeps on-policy tokens
-    only."""
+    """Largest mean of (log r)² over the trust-region tokens that are trained, in nats². At least 0, which masks all of
+    them."""
     correction: Corrections = ()
     """Masks only, such as `geometric`: the ratio against the sampler is the algorithm's own."""
     std_normalize: bool = True
@@ -45,8 +52,9 @@ class M2PO(PolicyGradient):
 
     @property
     def max_safe_staleness(self) -> int | None:
-        """Any: made for it, and measured by its authors up to 256 updates. The second moment of log r is bounded for
-        the step as a whole, at the price of leaving out more of older data."""
+        """Any: made for it, and measured by its authors up to 256 updates. The second moment of log r is bounded
+        over the trust-region tokens of the step, at the price of leaving out more of older data. As in PPO, a token of
+        negative advantage that has become likelier has no bound."""
         return None
 
     @property
@@ -56,14 +64,10 @@ class M2PO(PolicyGradient):
     def advantages(self, group: Group) -> Iterator[Assigned]:
         return self.credited(group, compared(group, partial(centred, std_normalize=self.std_normalize)))
 
-    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
-        policies = self.policies(logprobs_N, batch)
-        surrogate = self.surrogate(logprobs_N, policies.base_N, batch)
-        return self.corrected(policies, surrogate, self.kl(policies))
-
     def measure(self, step: LossInputs, ranks: Ranks) -> Mapping[str, float]:
-        """The largest (log r)² that is kept; -1 where none is."""
-        squares_N = ranks.gather(_drift(step)).sort().values
+        """The largest (log r)² of a trust-region token that is kept; -1 where none is."""
+        drift_N, is_trust_region_N = _drift(step)
+        squares_N = ranks.gather(drift_N[is_trust_region_N]).sort().values
         if len(squares_N) == 0:
             return {LARGEST_KEPT: -1.0}
         counts_N = squares_N.new_ones(len(squares_N)).double().cumsum(0)
@@ -71,13 +75,17 @@ class M2PO(PolicyGradient):
         is_small_N[:-1] &= squares_N[:-1] < squares_N[1:]
         return {LARGEST_KEPT: squares_N.masked_fill(~is_small_N, -1.0).max().item()}
 
-    def surrogate(self, logprobs_N: Tensor, base_logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
-        ratio_N = log_ratio(logprobs_N, base_logprobs_N).exp()
-        is_kept_N = _drift(batch) <= batch.facts[LARGEST_KEPT]
-        metrics_N = {"policy/ratio_mean": ratio_N.detach(), "policy/m2po_masked_frac": (~is_kept_N).float()}
-        return LossOutput(-(is_kept_N * batch.advantages_N) * ratio_N, metrics_N)
+    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
+        policies = self.policies(logprobs_N, batch)
+        ratio_N = policies.ratio()
+        drift_N, is_trust_region_N = _drift(batch)
+        is_masked_N = is_trust_region_N & (drift_N > batch.facts[LARGEST_KEPT])
+        metrics_N = {"policy/ratio_mean": ratio_N.detach(), "policy/m2po_masked_frac": is_masked_N.float()}
+        surrogate = LossOutput(-(~is_masked_N * batch.advantages_N) * ratio_N, metrics_N)
+        return self.corrected(policies, surrogate, self.kl(policies))
 
 
-def _drift(inputs: LossInputs) -> Tensor:
-    """(log r)² of each token at the start of the step."""
-    return log_ratio(inputs.proximal_logprobs_N, inputs.behavior_logprobs_N).square()
+def _drift(inputs: LossInputs) -> tuple[Tensor, Tensor]:
+    """(log r)² of each token at the start of the step, and whether it is a trust-region token."""
+    log_ratio_N = log_ratio(inputs.proximal_logprobs_N, inputs.behavior_logprobs_N)
+    return log_ratio_N.square(), log_ratio_N.sign() * inputs.advantages_N.sign() > 0

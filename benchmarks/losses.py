@@ -46,6 +46,8 @@ SIZES = {"32k": (64, 512), "256k": (256, 1024)}
 KL_COEF = 0.1
 MEAN_BOUND = 1.005
 """Of geometric means: some samples are beyond it."""
+M2_BOUND = 0.005
+"""Of M2PO's second moment: some tokens are masked."""
 SAME = 1e-4
 """Largest difference of two that compute the same, over the largest result: float32 in another order."""
 
@@ -288,16 +290,17 @@ def cispo_reference(logprobs_BT: Tensor, x: Padded, low: float, high: float) -> 
 
 
 def m2po_reference(logprobs_BT: Tensor, x: Padded, tau: float) -> Tensor:
-    """The largest drifts masked, mean over tokens."""
-    squares_BT = (x.proximal - x.behavior).square()
-    squares_N, order_N = squares_BT[x.mask].sort(descending=True)
-    kept_mean_N = squares_N.flip(0).cumsum(0).flip(0) / torch.arange(len(squares_N), 0, -1)
-    is_small_N = kept_mean_N <= tau
-    num_masked = int(is_small_N.float().argmax()) if is_small_N.any() else len(squares_N)
-    kept_N = torch.ones(len(squares_N))
-    kept_N[order_N[:num_masked]] = 0
-    kept_BT = torch.zeros(x.mask.shape)
-    kept_BT[x.mask] = kept_N
+    """The largest drifts masked among tokens that have moved as their advantage says, mean over tokens."""
+    log_rho_BT = x.proximal - x.behavior
+    risen_BT, fallen_BT = (x.advantages > 0) & (log_rho_BT > 0), (x.advantages < 0) & (log_rho_BT < 0)
+    rows_K, columns_K = ((risen_BT | fallen_BT) & x.mask).nonzero(as_tuple=True)
+    squares_K, order_K = log_rho_BT[rows_K, columns_K].double().square().sort(descending=True)
+    kept_mean_K = squares_K.flip(0).cumsum(0).flip(0) / torch.arange(len(squares_K), 0, -1)
+    is_small_K = kept_mean_K <= tau
+    num_masked = int(is_small_K.float().argmax()) if is_small_K.any() else len(squares_K)
+    masked_K = order_K[:num_masked]
+    kept_BT = torch.ones(x.mask.shape)
+    kept_BT[rows_K[masked_K], columns_K[masked_K]] = 0
     ratio_BT = (logprobs_BT - x.behavior).clamp(-20, 20).exp()
     masked_mean(ratio_BT.detach(), x.mask)
     masked_mean(1 - kept_BT, x.mask)
@@ -404,7 +407,7 @@ def cases(both: Both) -> dict[str, tuple[Callable[[], Tensor], Callable[[], Tens
     groups = [group_of(s, rewards[8 * s : 8 * s + 8]) for s in range(len(rewards) // 8)]
     weighted = GRPO(correction=(Tis(),))
     masked = GRPO(correction=(Geometric(low=1 / MEAN_BOUND, high=MEAN_BOUND), Tis()))
-    grpo, dapo, gspo, cispo, m2po, ppo, kto = GRPO(), DAPO(), GSPO(), CISPO(), M2PO(), PPO(), KTO()
+    grpo, dapo, gspo, cispo, m2po, ppo, kto = GRPO(), DAPO(), GSPO(), CISPO(), M2PO(tau=M2_BOUND), PPO(), KTO()
     return {
         "grpo": (ours(grpo, both), reference(grpo_reference, both, grpo.clip_low, grpo.clip_high)),
         "grpo + kl": (

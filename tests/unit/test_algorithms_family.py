@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from algorithms.aepo import AEPO
 from algorithms.aipo import AIPO
@@ -27,7 +29,7 @@ from algorithms.ppo import PPO
 from algorithms.reinforce_pp import ReinforcePP, ReinforcePPBaseline
 from algorithms.rloo import RLOO
 from algorithms.surrogate import ClippedSurrogate
-from rlsys.algorithm import Aggregation, Algorithm, LossInputs
+from rlsys.algorithm import Aggregation, Algorithm, LossInputs, Ranks
 from rlsys.batch.plan import plan_batch
 from rlsys.metrics import undocumented
 from rlsys.types import OK, TRUNCATED, EpisodeMeta, Group, SampleMeta, TrajectoryMeta
@@ -338,44 +340,105 @@ def test_longcat_masks_what_was_cut_by_length() -> None:
 # --------------------------------------------------------------------------------------------------------------- m2po
 
 
-def drifted(squares: list[float]) -> LossInputs:
-    return tokens([-1.0] * len(squares), [1.0] * len(squares), proximal=[-1.0 + math.sqrt(s) for s in squares])
+def drifted(log_ratios: Sequence[float], advantages: Sequence[float]) -> LossInputs:
+    """Tokens with these log(p / mu) at the start of the step."""
+    return tokens([0.0] * len(log_ratios), advantages, proximal=log_ratios)
 
 
-def largest_kept(squares: list[float], tau: float) -> float:
-    return M2PO(tau=tau).measure(drifted(squares), OneRank())[LARGEST_KEPT]
+def trust_region(squares: list[float]) -> LossInputs:
+    """Trust-region tokens of these (log r)², both kinds in turn."""
+    signs = [(-1.0) ** place for place in range(len(squares))]
+    return drifted([sign * math.sqrt(s) for sign, s in zip(signs, squares, strict=True)], signs)
+
+
+def largest_kept(batch: LossInputs, tau: float, ranks: Ranks | None = None) -> float:
+    return M2PO(tau=tau).measure(batch, ranks or OneRank())[LARGEST_KEPT]
+
+
+def masked_by(batch: LossInputs, tau: float) -> list[bool]:
+    """Which tokens have no gradient after `measure`."""
+    facts = {LARGEST_KEPT: largest_kept(batch, tau)}
+    _, gradient = loss_of(M2PO(tau=tau), batch.proximal_logprobs_N.tolist(), replace(batch, facts=facts))
+    return [a != 0 and slope == 0 for a, slope in zip(batch.advantages_N.tolist(), gradient, strict=True)]
 
 
 def test_m2po_masks_the_largest_until_the_mean_of_the_rest_is_small() -> None:
-    assert largest_kept([0.01, 0.09, 0.25, 0.04], tau=1.0) == pytest.approx(0.25)
-    assert largest_kept([0.01, 0.09, 0.25, 0.04], tau=0.05) == pytest.approx(0.09)  # .14 / 3
-    assert largest_kept([0.01, 0.09, 0.25, 0.04], tau=0.03) == pytest.approx(0.04)
-    assert largest_kept([0.25, 0.25], tau=0.04) == -1.0
-    assert largest_kept([0.0, 0.25, 0.25], tau=0.13) == 0.0  # a tie is masked together
+    assert largest_kept(trust_region([0.01, 0.09, 0.25, 0.04]), tau=1.0) == pytest.approx(0.25)
+    assert largest_kept(trust_region([0.01, 0.09, 0.25, 0.04]), tau=0.05) == pytest.approx(0.09)  # .14 / 3
+    assert largest_kept(trust_region([0.01, 0.09, 0.25, 0.04]), tau=0.03) == pytest.approx(0.04)
+    assert largest_kept(trust_region([0.25, 0.25]), tau=0.04) == -1.0
+    assert largest_kept(trust_region([0.01, 0.25, 0.25]), tau=0.15) == pytest.approx(0.01)  # a tie is masked together
+    assert largest_kept(trust_region([]), tau=0.04) == -1.0
+
+
+def test_m2po_masks_trust_region_tokens_alone() -> None:
+    log_ratios, advantages = [0.9, -0.9, 0.9, -0.9, 0.9, 0.0], [1.0, -1.0, -1.0, 1.0, 0.0, 1.0]
+    assert masked_by(drifted(log_ratios, advantages), tau=0.04) == [True, True, False, False, False, False]
+
+
+def test_correcting_tokens_do_not_count_in_m2pos_mean() -> None:
+    """Six tokens on policy or correcting would bring the mean down to .09, and keep all."""
+    log_ratios, advantages = [0.2, 0.8] + [0.0] * 3 + [-0.1] * 3, [1.0] * 8
+    assert masked_by(drifted(log_ratios, advantages), tau=0.1) == [False, True] + [False] * 6
+
+
+DRIFTS = st.lists(
+    st.tuples(st.sampled_from([0.0, 0.1, -0.1, 0.2, -0.2, 0.5, -0.5, 1.0, -2.0]), st.sampled_from([-2.0, -0.5, 0, 1])),
+    min_size=1,
+    max_size=30,
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(drifts=DRIFTS, tau=st.floats(0, 2))
+def test_what_m2po_keeps_is_within_tau_and_one_more_would_not_be(drifts: list[tuple[float, float]], tau: float) -> None:
+    log_ratios, advantages = zip(*drifts, strict=True)
+    masked = masked_by(drifted(log_ratios, advantages), tau)
+    squares = [x * x for x, a in drifts if x * a > 0]
+    out = [x * x for (x, _), is_masked in zip(drifts, masked, strict=True) if is_masked]
+    kept = sorted(squares)[: len(squares) - len(out)]
+    assert sorted(out) == sorted(squares)[len(kept) :], "only trust-region tokens are masked, the largest first"
+    assert sum(kept) <= tau * len(kept) + 1e-12
+    if out:
+        taken = kept + [s for s in out if s == min(out)]
+        assert sum(taken) > tau * len(taken) - 1e-12
+        assert min(out) not in kept, "tokens that tie are masked together"
+
+
+@dataclass
+class Beside(OneRank):
+    """The collectives of a rank beside another one, which brings these values."""
+
+    others_N: Tensor
+
+    def gather(self, values_N: Tensor) -> Tensor:
+        return torch.cat([values_N, self.others_N])
 
 
 @settings(deadline=None, max_examples=100)
-@given(drift=st.lists(st.sampled_from([0.0, 0.1, 0.2, 0.5, 1.0, 2.0]), min_size=1, max_size=30), tau=st.floats(0, 2))
-def test_what_m2po_keeps_is_within_tau_and_one_more_would_not_be(drift: list[float], tau: float) -> None:
-    batch = tokens([0.0] * len(drift), [1.0] * len(drift), proximal=drift)
-    threshold = M2PO(tau=tau).measure(batch, OneRank())[LARGEST_KEPT]
-    squares = sorted(x * x for x in drift)
-    kept = [s for s in squares if s <= threshold]
-    assert sum(kept) <= tau * len(kept) + 1e-12
-    if more := [s for s in squares if s > threshold]:
-        taken = kept + [s for s in more if s == more[0]]
-        assert sum(taken) > tau * len(taken) - 1e-12
+@given(drifts=DRIFTS, num_own=st.integers(0, 30), tau=st.floats(0, 2))
+def test_neither_ranks_nor_the_order_of_tokens_change_m2pos_mask(
+    drifts: list[tuple[float, float]], num_own: int, tau: float
+) -> None:
+    log_ratios, advantages = zip(*drifts, strict=True)
+    expected = largest_kept(drifted(log_ratios, advantages), tau)
+    own = drifted(log_ratios[:num_own], advantages[:num_own])
+    others_N = column([x * x for x, a in drifts[num_own:] if x * a > 0])
+    assert largest_kept(own, tau, Beside(others_N)) == expected
+    assert largest_kept(drifted(log_ratios[::-1], advantages[::-1]), tau) == expected
 
 
 def test_m2po_takes_the_ratio_unclipped_and_masked_by_what_was_measured() -> None:
     ratio = math.exp(0.5)
-    batch = tokens([-1.5, -1.0, -2.0], [1.0, -1.0, 1.0], proximal=[-1.0] * 3, facts={LARGEST_KEPT: 0.3})
+    batch = drifted([0.5, 0.0, 1.0, -1.0, 1.0], [1.0, -1.0, 1.0, -1.0, -1.0])
+    batch = replace(batch, facts={LARGEST_KEPT: 0.3})
     algorithm = M2PO()
-    loss, gradient = loss_of(algorithm, [-1.0] * 3, batch)
-    assert loss == pytest.approx([-ratio, 1.0, 0.0])
-    assert gradient == pytest.approx([-ratio, 1.0, 0.0])
-    metrics_N = algorithm.loss(column([-1.0] * 3), batch).metrics_N
-    assert metrics_N["policy/m2po_masked_frac"].tolist() == [0.0, 0.0, 1.0]
+    at = batch.proximal_logprobs_N.tolist()
+    loss, gradient = loss_of(algorithm, at, batch)
+    assert loss == pytest.approx([-ratio, 1.0, 0.0, 0.0, math.e])
+    assert gradient == pytest.approx([-ratio, 1.0, 0.0, 0.0, math.e])
+    metrics_N = algorithm.loss(column(at), batch).metrics_N
+    assert metrics_N["policy/m2po_masked_frac"].tolist() == [0.0, 0.0, 1.0, 1.0, 0.0]
     assert undocumented(metrics_N) == []
 
 
