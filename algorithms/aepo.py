@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
+from algorithms.advantage import centred, compared
 from algorithms.fields import RULES
-from algorithms.grpo import GRPO
-from rlsys.algorithm import Settled
+from algorithms.policy_gradient import PolicyGradient
+from algorithms.surrogate import ClippedSurrogate
+from rlsys.algorithm import Assigned, LossInputs, LossOutput, Settled
 from rlsys.types import Group
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ENTROPY = "policy/entropy"
 TRAINS_NEGATIVES = "policy/trains_negatives"
 
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
-class AEPO(GRPO):
+class AEPO(ClippedSurrogate, PolicyGradient):
     """AEPO (QwenLong-L1.5, arXiv:2512.12967): GRPO that keeps the policy's entropy in a band.
 
     When the entropy of a step exceeds `entropy_high`, trajectories of negative advantage, which push it up, are left
@@ -27,6 +34,8 @@ class AEPO(GRPO):
     than that of all. The state is in that step's metrics, and so in the checkpoint.
     """
 
+    std_normalize: bool = True
+    """Divide advantages by the group's standard deviation."""
     entropy_low: NonNegativeFloat = 0.2
     """Nats per token below which negative advantages are trained again. The paper gives no numbers: set both from
     `policy/entropy` of your own run."""
@@ -38,6 +47,9 @@ class AEPO(GRPO):
         if self.entropy_low >= self.entropy_high:
             yield f"entropy_low: should be less than entropy_high, {self.entropy_high:g} (got {self.entropy_low:g})"
 
+    def advantages(self, group: Group) -> Iterator[Assigned]:
+        return self.credited(group, compared(group, partial(centred, std_normalize=self.std_normalize)))
+
     def settle(self, groups: Sequence[Group], past: Mapping[str, float]) -> Settled:
         """Without negative advantages if the band says so, unless nothing would be left to train."""
         every = super().settle(groups, past).groups
@@ -48,3 +60,8 @@ class AEPO(GRPO):
             is_on = True
         kept = every if is_on else tuple(tuple(a for a in assigned if a.advantage >= 0) for assigned in every)
         return Settled(kept if any(kept) else every, {TRAINS_NEGATIVES: float(is_on)})
+
+    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
+        policies = self.policies(logprobs_N, batch)
+        surrogate = self.clipped_surrogate(policies.ratio(), batch.advantages_N)
+        return self.corrected(policies, surrogate, self.kl(policies))

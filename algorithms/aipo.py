@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic.dataclasses import dataclass
 
+from algorithms.advantage import centred, compared
 from algorithms.corrections import Corrections
 from algorithms.fields import RULES, AtLeastOne
-from algorithms.functional import centred, log_ratio
 from algorithms.policy_gradient import PolicyGradient
-from rlsys.algorithm import LossInputs, LossOutput
+from rlsys.algorithm import Assigned, LossInputs, LossOutput
+from rlsys.types import Group
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +24,7 @@ class AIPO(PolicyGradient):
     """AIPO (LlamaRL, arXiv:2505.24034): -sg[min(p / mu, rho)] A log p per token, A = R - mean of the group.
 
     A one-sided bound, and none from below: what the policy has moved away from counts less, and nothing counts much
-    more.
+    more. Any staleness is safe: a weight is against the sampler, whatever the age of a token, and at most `rho`.
     """
 
     rho: AtLeastOne = 4.0
@@ -32,15 +34,12 @@ class AIPO(PolicyGradient):
 
     takes_weights: ClassVar[bool] = False
 
-    @property
-    def max_safe_staleness(self) -> int | None:
-        """Any: made for it. A token's weight is against the sampler, whatever its age, and at most `rho`."""
-        return None
+    def advantages(self, group: Group) -> Iterator[Assigned]:
+        return self.credited(group, compared(group, partial(centred, std_normalize=False)))
 
-    def compare(self, rewards_G: Sequence[float]) -> list[float]:
-        return centred(rewards_G, std_normalize=False)
-
-    def surrogate(self, logprobs_N: Tensor, base_logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
-        ratio_N = log_ratio(logprobs_N.detach(), base_logprobs_N).exp()
+    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
+        policies = self.policies(logprobs_N, batch)
+        ratio_N = policies.ratio().detach()
         metrics_N = {"policy/ratio_mean": ratio_N, "policy/aipo_truncated_frac": (ratio_N > self.rho).float()}
-        return LossOutput(-(ratio_N.clamp(max=self.rho) * batch.advantages_N) * logprobs_N, metrics_N)
+        surrogate = LossOutput(-(ratio_N.clamp(max=self.rho) * batch.advantages_N) * logprobs_N, metrics_N)
+        return self.corrected(policies, surrogate, self.kl(policies))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
+from algorithms.advantage import centred, compared
 from algorithms.corrections import Corrections
 from algorithms.fields import RULES, Fraction
-from algorithms.functional import centred, log_ratio
 from algorithms.policy_gradient import PolicyGradient
-from rlsys.algorithm import LossInputs, LossOutput
+from rlsys.algorithm import Assigned, LossInputs, LossOutput
+from rlsys.types import Group
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +27,8 @@ class CISPO(PolicyGradient):
     It is averaged over tokens. The weight is clipped, not the gradient: every token keeps teaching.
 
     The paper's ratio is against the sampler, so that the default has no correction; with a weight among `correction` it
-    is against the policy the step starts from.
+    is against the policy the step starts from. Any staleness is safe: a weight is at most 1 + clip_high, whatever the
+    age and the advantage of a token. The bound is a bias that grows with age.
     """
 
     clip_low: Fraction = 1.0
@@ -37,21 +40,17 @@ class CISPO(PolicyGradient):
     std_normalize: bool = True
     """Divide advantages by the group's standard deviation."""
 
-    def compare(self, rewards_G: Sequence[float]) -> list[float]:
-        return centred(rewards_G, std_normalize=self.std_normalize)
+    def advantages(self, group: Group) -> Iterator[Assigned]:
+        return self.credited(group, compared(group, partial(centred, std_normalize=self.std_normalize)))
 
-    @property
-    def max_safe_staleness(self) -> int | None:
-        """Any: the weight is against the sampler, and at most 1 + clip_high, whatever the age and the advantage of a
-        token. The bound is a bias that grows with age."""
-        return None
-
-    def surrogate(self, logprobs_N: Tensor, base_logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
-        ratio_N = log_ratio(logprobs_N.detach(), base_logprobs_N).exp()
+    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
+        policies = self.policies(logprobs_N, batch)
+        ratio_N = policies.ratio().detach()
         weights_N = ratio_N.clamp(1 - self.clip_low, 1 + self.clip_high)
         metrics_N = {
             "policy/ratio_mean": ratio_N,
             "policy/clip_frac_low": (ratio_N < 1 - self.clip_low).float(),
             "policy/clip_frac_high": (ratio_N > 1 + self.clip_high).float(),
         }
-        return LossOutput(-(weights_N * batch.advantages_N) * logprobs_N, metrics_N)
+        surrogate = LossOutput(-(weights_N * batch.advantages_N) * logprobs_N, metrics_N)
+        return self.corrected(policies, surrogate, self.kl(policies))

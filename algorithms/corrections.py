@@ -42,6 +42,28 @@ if TYPE_CHECKING:
 
 
 @plain_dataclass(frozen=True, slots=True)
+class Policies:
+    """Logprobs of a micro-batch's tokens under the policies that a loss compares; only `current_N` has a gradient."""
+
+    current_N: Tensor
+    """The policy in training."""
+    proximal_N: Tensor
+    """The policy that corrections lead up to."""
+    base_N: Tensor
+    """The policy that the loss's own ratio is against: the proximal one where a correction carries rho, else the
+    sampler."""
+    batch: LossInputs
+
+    def log_ratio(self) -> Tensor:
+        """The loss's own ratio, current over base, as a logarithm."""
+        return log_ratio(self.current_N, self.base_N)
+
+    def ratio(self) -> Tensor:
+        """The loss's own ratio, current over base."""
+        return self.log_ratio().exp()
+
+
+@plain_dataclass(frozen=True, slots=True)
 class Drift:
     """How far the tokens of a micro-batch are from the policy they were sampled from; without gradient."""
 
@@ -80,11 +102,13 @@ class Correction:
     type: str
     is_weight: ClassVar[bool] = False
     """Does it carry rho, or only mask?"""
+    touches: ClassVar[str] = "masked"
+    """What it does to a token that it touches: `masked` or `truncated`."""
 
     @property
     def metric(self) -> str:
         """Name of the share of tokens it touched."""
-        return f"policy/{self.type}_masked_frac"
+        return f"policy/{self.type}_{self.touches}_frac"
 
     def factor(self, drift: Drift) -> Factor:
         """The factor of each token."""
@@ -104,10 +128,7 @@ class Tis(Correction):
     cap: AtLeastOne = 2.0
     """Largest importance weight of a token. At least 1, which is the weight of an on-policy token."""
     is_weight: ClassVar[bool] = True
-
-    @property
-    def metric(self) -> str:
-        return f"policy/{self.type}_truncated_frac"
+    touches: ClassVar[str] = "truncated"
 
     def factor(self, drift: Drift) -> Factor:
         rho_N = drift.log_rho_N.exp()
@@ -125,10 +146,7 @@ class SequenceTis(Correction):
     cap: AtLeastOne = 5.0
     """Largest importance weight of a sample. At least 1; from 2 to 10 are in use."""
     is_weight: ClassVar[bool] = True
-
-    @property
-    def metric(self) -> str:
-        return f"policy/{self.type}_truncated_frac"
+    touches: ClassVar[str] = "truncated"
 
     def factor(self, drift: Drift) -> Factor:
         rho_N = sequence_rho(drift)
@@ -221,13 +239,22 @@ class OffPolicyMask(Correction):
         return Factor(~is_masked_N, is_masked_N)
 
 
+def carries_ratio(corrections: Sequence[Correction]) -> bool:
+    """Is one of them a weight, so that the loss's own ratio is against the proximal policy?"""
+    return any(correction.is_weight for correction in corrections)
+
+
 def corrected(
-    corrections: Sequence[Correction], loss_N: Tensor, logprobs_N: Tensor, proximal_N: Tensor, batch: LossInputs
+    corrections: Sequence[Correction], policies: Policies, surrogate: LossOutput, kl: LossOutput | None
 ) -> LossOutput:
-    """The loss of each token times the factors of all corrections, and for each the share of tokens it touched."""
-    metrics_N: dict[str, Tensor] = {}
+    """(surrogate + KL) of each token times the factors of all corrections, and for each the share of tokens it
+    touched."""
+    loss_N, metrics_N = surrogate.loss_N, dict(surrogate.metrics_N)
+    if kl is not None:
+        loss_N = loss_N + kl.loss_N
+        metrics_N |= kl.metrics_N
     if corrections:
-        drift = Drift.of(logprobs_N, proximal_N, batch)
+        drift = Drift.of(policies.current_N, policies.proximal_N, policies.batch)
         for correction in corrections:
             factor = correction.factor(drift)
             loss_N = factor.weights_N * loss_N
@@ -243,13 +270,7 @@ def sequence_rho(drift: Drift) -> Tensor:
 # ----------------------------------------------------------------------------------------------------- configuration
 
 _KINDS: dict[str, type[Correction]] = {
-    "tis": Tis,
-    "sequence_tis": SequenceTis,
-    "icepop": IcePop,
-    "geometric": Geometric,
-    "sequence_mis": SequenceMis,
-    "token_mis": TokenMis,
-    "off_policy_mask": OffPolicyMask,
+    kind.type: kind for kind in (Tis, SequenceTis, IcePop, Geometric, SequenceMis, TokenMis, OffPolicyMask)
 }
 
 

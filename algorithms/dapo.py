@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING
 
 from pydantic import NonNegativeInt
 from pydantic.dataclasses import dataclass
 
+from algorithms.advantage import Peer, centred, compared
 from algorithms.fields import RULES
-from algorithms.grpo import GRPO
-from rlsys.types import Group, TrajectoryMeta
+from algorithms.policy_gradient import PolicyGradient
+from algorithms.surrogate import ClippedSurrogate
+from rlsys.algorithm import Assigned, LossInputs, LossOutput
+from rlsys.types import Group
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
-class DAPO(GRPO):
+class DAPO(ClippedSurrogate, PolicyGradient):
     """DAPO (arXiv:2503.14476): clip-higher, the mean over tokens, no KL, dynamic sampling, soft overlong punishment.
 
     Dynamic sampling: a group whose rewards are all equal, agent by agent, teaches nothing; it is dropped, and another
@@ -22,6 +30,8 @@ class DAPO(GRPO):
     The paper takes 16 updates per step (`train.updates_per_step`), its ratio being against the policy before the first.
     """
 
+    std_normalize: bool = True
+    """Divide advantages by the group's standard deviation."""
     max_length: NonNegativeInt = 0
     """Tokens of a trajectory, as sampled by the policy, at which the overlong penalty is largest (the paper: 20480).
     0: no penalty."""
@@ -37,20 +47,23 @@ class DAPO(GRPO):
 
     def has_signal(self, group: Group) -> bool:
         """Do rewards differ, before any penalty for length, that something trained goes by?"""
-        differ = {
-            (peer.episode, peer.trajectory)
-            for peers in self.peers(group)
-            if len({peer.reward for peer in peers}) > 1
-            for peer in peers
-        }
-        trained = dict(group.trajectories())
-        places = {(a.episode, a.trajectory) for a in self.assign(group)}
-        return any(of in differ for place in places for of, _ in self.credit(*place, trained[place]))
+        differ = compared(group, lambda rewards_G: [float(len(set(rewards_G)) > 1)] * len(rewards_G))
+        trained = {(a.episode, a.trajectory) for a in self.assign(group)}
+        return any(a.advantage > 0 and (a.episode, a.trajectory) in trained for a in self.credited(group, differ))
 
-    def reward(self, meta: TrajectoryMeta, reward: float) -> float:
-        """With the penalty of eq. 13: 0 up to `max_length - overlong_tokens` tokens, then linear to -1 at
+    def penalised(self, peer: Peer) -> float:
+        """The reward with the penalty of eq. 13: 0 up to `max_length - overlong_tokens` tokens, then linear to -1 at
         `max_length`."""
         if self.max_length == 0:
-            return reward
-        excess = sum(sample.num_trained for sample in meta.samples) - (self.max_length - self.overlong_tokens)
-        return reward - min(1.0, max(0.0, excess / self.overlong_tokens))
+            return peer.reward
+        excess = sum(sample.num_trained for sample in peer.meta.samples) - (self.max_length - self.overlong_tokens)
+        return peer.reward - min(1.0, max(0.0, excess / self.overlong_tokens))
+
+    def advantages(self, group: Group) -> Iterator[Assigned]:
+        statistic = partial(centred, std_normalize=self.std_normalize)
+        return self.credited(group, compared(group, statistic, reward=self.penalised))
+
+    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
+        policies = self.policies(logprobs_N, batch)
+        surrogate = self.clipped_surrogate(policies.ratio(), batch.advantages_N)
+        return self.corrected(policies, surrogate, self.kl(policies))

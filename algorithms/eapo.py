@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
+from typing import TYPE_CHECKING
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from algorithms.fields import RULES, AtMostOne
-from algorithms.gspo import GSPO
-from algorithms.policy_gradient import Rewarded
-from rlsys.algorithm import Assigned, Settled
+from algorithms.advantage import Peer, Place, centred, peers
+from algorithms.fields import RULES, AtMostOne, Over, ShareBelowOne
+from algorithms.gspo import sequence_ratio
+from algorithms.policy_gradient import PolicyGradient
+from algorithms.surrogate import ClippedSurrogate
+from rlsys.algorithm import Assigned, LossInputs, LossOutput, Settled
 from rlsys.types import Group
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
-class EAPO(GSPO):
+class EAPO(ClippedSurrogate, PolicyGradient):
     """EAPO (IterResearch, arXiv:2511.07327): GSPO on rounds, with the reward gamma^(T - t) R at round t of T.
 
     A round is a sample: a workflow that rewrites its context at every round gives one sample per round. Its reward is
@@ -27,31 +34,35 @@ class EAPO(GSPO):
     discounted it would be less, and the longest failure the best.
     """
 
+    std_normalize: bool = True
+    """Divide advantages by the group's standard deviation."""
     gamma: AtMostOne = 0.995
     """Discount per round. More than 0, at most 1. The paper's own value is not known to us."""
+    clip_low: ShareBelowOne = 3e-4
+    """A sequence's ratio may fall to 1 - this before its gradient stops. At least 0, less than 1. Ratios of sequences
+    are geometric means, and differ from 1 by far less than those of tokens."""
+    clip_high: NonNegativeFloat = 4e-4
+    """A sequence's ratio may rise to 1 + this before its gradient stops. At least 0."""
+    over: Over = "sequences"
     samples_multiple: PositiveInt = 1
     """Train a multiple of this many samples, leaving out some, evenly over the step; the paper takes the data-parallel
     size and keeps more than 99 %. Our trainer needs no multiple, so that 1, all samples, is the default."""
 
     def advantages(self, group: Group) -> Iterator[Assigned]:
         """One advantage per sample."""
-        found: dict[tuple[int, int], list[float]] = {}
-        for peers in self.peers(group):
-            rewards = [self._by_round(peer) for peer in peers]
-            values = iter(self.compare([reward for rounds in rewards for reward in rounds]))
-            for peer, rounds in zip(peers, rewards, strict=True):
-                found[peer.episode, peer.trajectory] = [next(values) for _ in rounds]
-        for (e, t), meta in group.trajectories():
-            parts = [(found.get(place, []), share, place == (e, t)) for place, share in self.credit(e, t, meta)]
-            if not self.trains(meta) or not all(values_R for values_R, _, _ in parts):
-                continue
+        found: dict[Place, list[float]] = {}
+        for peers_G in peers(group):
+            rewards = [self.by_round(peer) for peer in peers_G]
+            values = iter(centred([*chain(*rewards)], std_normalize=self.std_normalize))
+            found |= {peer.place: [*islice(values, len(rounds))] for peer, rounds in zip(peers_G, rewards, strict=True)}
+        for place, meta, shares in self.credits(group, found):
             for s in range(len(meta.samples)):
-                value = sum(share * (values_R[s] if is_own else values_R[-1]) for values_R, share, is_own in parts)
-                yield Assigned(e, t, value, s)
+                value = sum(share * found[source][s if source == place else -1] for source, share in shares.items())
+                yield Assigned(*place, value, s)
 
-    def _by_round(self, peer: Rewarded) -> list[float]:
+    def by_round(self, peer: Peer) -> list[float]:
         """The reward of each round."""
-        last, num_rounds = self.reward(peer.meta, peer.reward), max(1, len(peer.meta.samples))
+        last, num_rounds = peer.reward, max(1, len(peer.meta.samples))
         return [last * self.gamma**left if last > 0 else last for left in reversed(range(num_rounds))]
 
     def settle(self, groups: Sequence[Group], past: Mapping[str, float]) -> Settled:
@@ -63,6 +74,11 @@ class EAPO(GSPO):
         left_out = {trained[(2 * i + 1) * num // (2 * num_left_out)] for i in range(num_left_out)}
         kept = (tuple(a for a in assigned if (g, a) not in left_out) for g, assigned in enumerate(every))
         return Settled(tuple(kept), {"batch/samples_left_out": float(num_left_out)})
+
+    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
+        policies = self.policies(logprobs_N, batch)
+        surrogate = self.clipped_surrogate(sequence_ratio(policies), batch.advantages_N)
+        return self.corrected(policies, surrogate, self.kl(policies))
 
 
 def _is_trained(assigned: Assigned, group: Group) -> bool:

@@ -6,7 +6,7 @@ with a `ValueError` wherever it is built: by a configuration, or as `GRPO(clip_l
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field
 
@@ -19,3 +19,6 @@ ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
 AtLeastOne = Annotated[float, Field(ge=1)]
 AtMostOne = Annotated[float, Field(gt=0, le=1)]
 """More than 0 and at most 1."""
+
+Over: TypeAlias = Literal["tokens", "sequences", "budget", "agents"]
+"""What a loss is averaged over: see `rlsys.algorithm.Aggregation`."""

@@ -1,15 +1,11 @@
-"""The maths that algorithms share: ratios, clipping, group statistics, sums over samples, GAE.
+"""The maths that algorithms share: ratios of probabilities, sums over samples, GAE.
 
 Works on tensors by their methods only, so that importing an algorithm does not import torch. Shape suffixes: `N`
-trained tokens of a micro-batch, `S` samples of it, `G` members of a group; inside `discounted_sums`, `R` rows of `C`
-tokens.
+trained tokens of a micro-batch, `S` samples of it; inside `discounted_sums`, `R` rows of `C` tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,68 +17,9 @@ ROW = 64
 """Tokens that `discounted_sums` sums in one product; any number gives the same sums."""
 
 
-# ------------------------------------------------------------------------------------------------- ratios and clipping
-
-
 def log_ratio(logprobs_N: Tensor, base_logprobs_N: Tensor) -> Tensor:
     """log(p / q) per token, clamped to ±20; a clamped token carries no gradient."""
     return (logprobs_N - base_logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
-@dataclass(frozen=True, slots=True)
-class Clipped:
-    """A clipped surrogate: the objective to maximise, and per token whether the clip took its gradient."""
-
-    objective_N: Tensor
-    is_low_N: Tensor
-    """Ratio below 1 - clip_low while the advantage is negative."""
-    is_high_N: Tensor
-    """Ratio above 1 + clip_high while the advantage is positive."""
-
-
-def clipped(ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float) -> Clipped:
-    """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) per token: PPO's objective (arXiv:1707.06347, eq. 7).
-
-    Two bounds are DAPO's clip-higher (arXiv:2503.14476, eq. 10): a token may grow by more than it may shrink.
-    """
-    bounded_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)
-    return Clipped(
-        objective_N=(ratio_N * advantages_N).minimum(bounded_N * advantages_N),
-        is_low_N=(ratio_N < 1 - clip_low) & (advantages_N < 0),
-        is_high_N=(ratio_N > 1 + clip_high) & (advantages_N > 0),
-    )
-
-
-def dual_floor(advantages_N: Tensor, dual_clip: float) -> Tensor:
-    """c A where A < 0, else 0: the least that dual clip lets an objective be (arXiv:1912.09729, eq. 5).
-
-    A clipped objective with A >= 0 is never negative, so that `objective.maximum(floor)` changes only tokens with
-    A < 0, as it must: for A > 0 the outer maximum would replace the objective by a constant.
-    """
-    return dual_clip * advantages_N.clamp(max=0)
-
-
-# ----------------------------------------------------------------------------------------------------- group statistics
-
-
-def centred(rewards_G: Sequence[float], *, std_normalize: bool) -> list[float]:
-    """Rewards minus their mean, over their unbiased standard deviation + 1e-6 if asked. Needs two rewards or more.
-
-    Counted from the first reward, so that equal rewards give exactly 0.
-    """
-    from_first_G = [reward - rewards_G[0] for reward in rewards_G]
-    mean = fmean(from_first_G)
-    scale = stdev(rewards_G) + 1e-6 if std_normalize else 1.0
-    return [(reward - mean) / scale for reward in from_first_G]
-
-
-def left_out(rewards_G: Sequence[float]) -> list[float]:
-    """Each reward minus the mean of the others, n / (n - 1) (R - mean): RLOO (arXiv:2402.14740). Needs two or more."""
-    scale = len(rewards_G) / (len(rewards_G) - 1)
-    return [scale * value for value in centred(rewards_G, std_normalize=False)]
-
-
-# ----------------------------------------------------------------------------------------------------------- samples
 
 
 def sample_totals(values_N: Tensor, lengths_S: Tensor) -> Tensor:
@@ -95,11 +32,6 @@ def sample_totals(values_N: Tensor, lengths_S: Tensor) -> Tensor:
     # `unsafe` leaves out a check that would wait for a GPU.
     totals_S = torch.segment_reduce(values_N.double(), "sum", lengths=lengths_S, unsafe=True, initial=0.0)
     return totals_S.to(values_N.dtype)
-
-
-def sample_of(lengths_S: Tensor, num_tokens: int) -> Tensor:
-    """Per token, the index of its sample."""
-    return (lengths_S.new_ones(len(lengths_S)).cumsum(0) - 1).repeat_interleave(lengths_S, output_size=num_tokens)
 
 
 def sample_sums(values_N: Tensor, lengths_S: Tensor) -> Tensor:
@@ -115,7 +47,7 @@ def sample_means(values_N: Tensor, lengths_S: Tensor) -> Tensor:
 
 def is_last(lengths_S: Tensor, num_tokens: int) -> Tensor:
     """Per token: is it the last trained one of its sample?"""
-    sample_N = sample_of(lengths_S, num_tokens)
+    sample_N = lengths_S.new_ones(len(lengths_S)).cumsum(0).repeat_interleave(lengths_S, output_size=num_tokens)
     is_last_N = sample_N != sample_N.roll(-1)
     is_last_N[-1:] = True
     return is_last_N

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING
 
 from pydantic.dataclasses import dataclass
 
+from algorithms.advantage import centred, compared
 from algorithms.fields import RULES
-from algorithms.functional import centred
-from algorithms.policy_gradient import ClippedPolicyGradient
+from algorithms.policy_gradient import PolicyGradient
+from algorithms.surrogate import ClippedSurrogate
+from rlsys.algorithm import Assigned, LossInputs, LossOutput
+from rlsys.types import Group
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
-class GRPO(ClippedPolicyGradient):
+class GRPO(ClippedSurrogate, PolicyGradient):
     """Group-relative policy optimisation (arXiv:2402.03300) with clip-higher and token mean (DAPO, arXiv:2503.14476).
 
     A = (R - mean) / (std + 1e-6) over the group, std unbiased; `over: sequences` is the original paper's mean.
@@ -24,5 +32,12 @@ class GRPO(ClippedPolicyGradient):
     std_normalize: bool = True
     """Divide advantages by the group's standard deviation; false as in Dr. GRPO (arXiv:2503.20783)."""
 
-    def compare(self, rewards_G: Sequence[float]) -> list[float]:
-        return centred(rewards_G, std_normalize=self.std_normalize)
+    def advantages(self, group: Group) -> Iterator[Assigned]:
+        """A = (R - mean) / (std + 1e-6) over peers."""
+        return self.credited(group, compared(group, partial(centred, std_normalize=self.std_normalize)))
+
+    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
+        """Corrections · (-min(r A, clip(r) A) + kl_coef · KL) per token."""
+        policies = self.policies(logprobs_N, batch)
+        surrogate = self.clipped_surrogate(policies.ratio(), batch.advantages_N)
+        return self.corrected(policies, surrogate, self.kl(policies))

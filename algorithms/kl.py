@@ -24,14 +24,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from algorithms.functional import discounted_sums, is_last, log_ratio
-from rlsys.algorithm import LossInputs, Signal
+from rlsys.algorithm import LossInputs, LossOutput, Signal
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from algorithms.corrections import Policies
+
 Estimator: TypeAlias = Literal["k1", "k2", "k3", "k3+"]
 MAX_K3 = 10.0
 """Largest k3 of a token, in nats."""
+MAX_KL_RATIO = 2.0
+"""Largest importance ratio of a token in the KL of the loss, as the default of `tis`."""
 
 
 def kl_estimate(estimator: Estimator, logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
@@ -46,6 +50,14 @@ def kl_estimate(estimator: Estimator, logprobs_N: Tensor, reference_logprobs_N: 
         return k3_N
     k2_N = x_N.square() / 2
     return k2_N + (k3_N - k2_N).detach()
+
+
+def kl_term(kl_coef: float, estimator: Estimator, policies: Policies) -> LossOutput:
+    """kl_coef · min(r, 2) · KL(policy || reference) per token, with r as the surrogate takes it, but without
+    gradient."""
+    kl_N = kl_estimate(estimator, policies.current_N, policies.batch.columns_N[Signal.REFERENCE_LOGPROBS])
+    ratio_N = policies.log_ratio().detach().exp().clamp(max=MAX_KL_RATIO)
+    return LossOutput(kl_coef * ratio_N * kl_N, {"policy/kl_ref": kl_N.detach()})
 
 
 def penalised_rewards(inputs: LossInputs, kl_coef: float, estimator: Estimator) -> Tensor:

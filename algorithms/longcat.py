@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from algorithms.advantage import centred, compared
 from algorithms.corrections import Corrections, Tis
-from algorithms.fields import RULES
-from algorithms.grpo import GRPO
+from algorithms.fields import RULES, Over
+from algorithms.policy_gradient import PolicyGradient
+from algorithms.surrogate import ClippedSurrogate
+from rlsys.algorithm import Assigned, LossInputs, LossOutput
+from rlsys.types import Group
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
-class LongCat(GRPO):
+class LongCat(ClippedSurrogate, PolicyGradient):
     """LongCat-Flash-Thinking (arXiv:2509.18883, eq. 4): GRPO with three clips, summed over tokens, over a constant.
 
     -min(rho, C) · max(min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), dual_clip A), the outer maximum only where
@@ -27,4 +36,14 @@ class LongCat(GRPO):
     correction: Corrections = (Tis(),)
     dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
     mask_truncated: bool = True
-    over: Literal["tokens", "sequences", "budget", "agents"] = "budget"
+    over: Over = "budget"
+    std_normalize: bool = True
+    """Divide advantages by the group's standard deviation."""
+
+    def advantages(self, group: Group) -> Iterator[Assigned]:
+        return self.credited(group, compared(group, partial(centred, std_normalize=self.std_normalize)))
+
+    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
+        policies = self.policies(logprobs_N, batch)
+        surrogate = self.clipped_surrogate(policies.ratio(), batch.advantages_N)
+        return self.corrected(policies, surrogate, self.kl(policies))

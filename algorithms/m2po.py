@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
+from algorithms.advantage import centred, compared
 from algorithms.corrections import Corrections
 from algorithms.fields import RULES
-from algorithms.functional import centred, log_ratio
+from algorithms.functional import log_ratio
 from algorithms.policy_gradient import PolicyGradient
-from rlsys.algorithm import LossInputs, LossOutput, Ranks
+from rlsys.algorithm import Assigned, LossInputs, LossOutput, Ranks
+from rlsys.types import Group
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,8 +61,8 @@ class M2PO(PolicyGradient):
     def measures(self) -> bool:
         return True
 
-    def compare(self, rewards_G: Sequence[float]) -> list[float]:
-        return centred(rewards_G, std_normalize=self.std_normalize)
+    def advantages(self, group: Group) -> Iterator[Assigned]:
+        return self.credited(group, compared(group, partial(centred, std_normalize=self.std_normalize)))
 
     def measure(self, step: LossInputs, ranks: Ranks) -> Mapping[str, float]:
         """The largest (log r)² of a trust-region token that is kept; -1 where none is."""
@@ -72,12 +75,14 @@ class M2PO(PolicyGradient):
         is_small_N[:-1] &= squares_N[:-1] < squares_N[1:]
         return {LARGEST_KEPT: squares_N.masked_fill(~is_small_N, -1.0).max().item()}
 
-    def surrogate(self, logprobs_N: Tensor, base_logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
-        ratio_N = log_ratio(logprobs_N, base_logprobs_N).exp()
+    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
+        policies = self.policies(logprobs_N, batch)
+        ratio_N = policies.ratio()
         drift_N, is_trust_region_N = _drift(batch)
         is_masked_N = is_trust_region_N & (drift_N > batch.facts[LARGEST_KEPT])
         metrics_N = {"policy/ratio_mean": ratio_N.detach(), "policy/m2po_masked_frac": is_masked_N.float()}
-        return LossOutput(-(~is_masked_N * batch.advantages_N) * ratio_N, metrics_N)
+        surrogate = LossOutput(-(~is_masked_N * batch.advantages_N) * ratio_N, metrics_N)
+        return self.corrected(policies, surrogate, self.kl(policies))
 
 
 def _drift(inputs: LossInputs) -> tuple[Tensor, Tensor]:

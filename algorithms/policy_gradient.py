@@ -1,42 +1,26 @@
-"""What the policy-gradient family shares: rewards against peers, a surrogate loss, a KL term, off-policy corrections.
+"""What the policy-gradient family shares: its keys, and the parts of `advantages` and `loss` that read them.
 
-An algorithm of the family says what is compared (`compare`) and what its surrogate is (`surrogate`); the rest is here.
-Shape suffixes: `N` trained tokens of a micro-batch, `G` peers in a group.
+An algorithm of the family composes named parts: its `advantages` of `advantage` and `credited`, its `loss` of a
+surrogate, `kl` and `corrected`. Shape suffix: `N` trained tokens of a micro-batch.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass as plain_dataclass
-from math import isfinite
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from collections.abc import Container, Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field, NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from algorithms.corrections import Corrections, Tis, corrected, problems_of
-from algorithms.fields import RULES, Fraction, ShareBelowOne
-from algorithms.functional import clipped, dual_floor, log_ratio
-from algorithms.kl import Estimator, kl_estimate
+from algorithms.advantage import Place
+from algorithms.corrections import Corrections, Policies, Tis, carries_ratio, corrected, problems_of
+from algorithms.fields import RULES, Fraction, Over
+from algorithms.kl import Estimator, kl_term
 from rlsys.algorithm import Aggregation, Algorithm, Assigned, LossInputs, LossOutput, Signal
 from rlsys.types import Group, OutcomeKind, TrajectoryMeta
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-MAX_KL_RATIO = 2.0
-"""Largest importance ratio of a token in the KL of the loss, as the default of `tis`."""
-
-
-@plain_dataclass(frozen=True, slots=True)
-class Rewarded:
-    """A trajectory with its own reward as judged, and its place in the group."""
-
-    episode: int
-    trajectory: int
-    meta: TrajectoryMeta
-    reward: float
 
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
@@ -74,7 +58,7 @@ class PolicyGradient(Algorithm):
     team_share: Fraction = 0.0
     """How much of its root's advantage an agent with a reward of its own is trained on; the rest is its own. From 0,
     its own alone, to 1, the root's alone."""
-    over: Literal["tokens", "sequences", "budget", "agents"] = "tokens"
+    over: Over = "tokens"
     """What the loss is averaged over: every token weighs the same; or every sample; or every sample's sum is divided by
     `budget`; or every episode weighs the same, and in it every agent."""
     budget: PositiveInt | None = None
@@ -83,20 +67,19 @@ class PolicyGradient(Algorithm):
 
     takes_weights: ClassVar[bool] = True
     """Can the loss leave the importance ratio to a correction?"""
-    needs_peers: ClassVar[bool] = True
-    """Is a trajectory without a peer left out?"""
     kl_in_reward: ClassVar[bool] = False
     """Is the KL part of the reward, instead of the loss?"""
 
     def __post_init__(self) -> None:
-        if problems := list(self.problems()):
+        problems = problems_of(self.correction, takes_weights=self.takes_weights)
+        if self.kl_estimator == "k1" and not self.kl_in_reward:
+            problems.append("kl_estimator: k1 has an expected gradient of zero as a loss; choose k3+, k2 or k3")
+        if problems := [*problems, *self.problems()]:
             raise ValueError("; ".join(problems))
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with fields together, each being right by itself."""
-        yield from problems_of(self.correction, takes_weights=self.takes_weights)
-        if self.kl_estimator == "k1" and not self.kl_in_reward:
-            yield "kl_estimator: k1 has an expected gradient of zero as a loss; choose k3+, k2 or k3"
+        """Names what is wrong with fields of the surrogate or the plug-in together, each being right by itself."""
+        yield from ()
 
     @property
     def signals(self) -> frozenset[Signal]:
@@ -118,134 +101,43 @@ class PolicyGradient(Algorithm):
     def aggregation(self) -> Aggregation:
         return Aggregation(self.over, self.budget)
 
-    # ------------------------------------------------------------------------------------------------- advantages
+    def credits(
+        self, group: Group, known: Container[Place]
+    ) -> Iterator[tuple[Place, TrajectoryMeta, dict[Place, float]]]:
+        """Each trajectory in the loss, and whose advantages it is trained on, by share; the shares sum to 1.
 
-    def compare(self, rewards_G: Sequence[float]) -> list[float]:
-        """The advantages of peers with these rewards."""
-        raise NotImplementedError(f"{type(self).__name__} compares nothing: implement `compare`")
+        Left out is a trajectory that goes by one that is not `known`, and with `mask_truncated` one cut by length.
+        """
+        for place, meta in group.trajectories():
+            root, is_own = (place[0], 0), meta.reward is not None and place[1] > 0
+            mixed = {root: self.team_share, place: 1 - self.team_share} if is_own else {root: 1.0}
+            shares = {source: share for source, share in mixed.items() if share}
+            is_masked = self.mask_truncated and meta.outcome.kind is OutcomeKind.TRUNCATED
+            if not is_masked and all(source in known for source in shares):
+                yield place, meta, shares
 
-    def reward(self, meta: TrajectoryMeta, reward: float) -> float:
-        """The reward a trajectory is trained on, given the one it was judged with."""
-        return reward
-
-    def advantages(self, group: Group) -> Iterator[Assigned]:
-        """Of those with a reward of their own by comparing peers, of the others their root's, and mixed as `team_share`
-        says. Where peers are needed, what has none in another episode has no baseline, and is assigned nothing."""
-        found: dict[tuple[int, int], float] = {}
-        for peers in self.peers(group):
-            values = self.compare([self.reward(peer.meta, peer.reward) for peer in peers])
-            found |= {(peer.episode, peer.trajectory): value for peer, value in zip(peers, values, strict=True)}
-        for (e, t), meta in group.trajectories():
-            parts = [(found.get(place), share) for place, share in self.credit(e, t, meta)]
-            if self.trains(meta) and all(value is not None for value, _ in parts):
-                yield Assigned(e, t, sum(value * share for value, share in parts if value is not None))
-
-    def credit(self, episode: int, trajectory: int, meta: TrajectoryMeta) -> list[tuple[tuple[int, int], float]]:
-        """Whose advantages a trajectory is trained on, by (episode, trajectory) index, and how much of each; the shares
-        sum to 1."""
-        if meta.reward is None or trajectory == 0:
-            return [((episode, 0), 1.0)]
-        shares = [((episode, 0), self.team_share), ((episode, trajectory), 1 - self.team_share)]
-        return [(place, share) for place, share in shares if share]
-
-    def trains(self, meta: TrajectoryMeta) -> bool:
-        """Is this trajectory in the loss?"""
-        return not (self.mask_truncated and meta.outcome.kind is OutcomeKind.TRUNCATED)
-
-    def peers(self, group: Group) -> Iterator[list[Rewarded]]:
-        """Those with a finite reward of their own that are compared with each other: roots, and the others by agent
-        name. Where peers are needed they are of two episodes at least. Those of other policies are among them: an agent
-        may take the advantage of a root that another policy speaks for."""
-        by_kind: defaultdict[str | None, list[Rewarded]] = defaultdict(list)
-        for (e, t), meta in group.everyone():
-            if meta.reward is not None and isfinite(meta.reward):
-                by_kind[meta.agent if t else None].append(Rewarded(e, t, meta, meta.reward))
-        for peers in by_kind.values():
-            if not self.needs_peers or len({peer.episode for peer in peers}) >= 2:
-                yield peers
-
-    # ------------------------------------------------------------------------------------------------------- loss
-
-    def surrogate(self, logprobs_N: Tensor, base_logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
-        """The loss of each token before KL and corrections; its ratio is against `base_logprobs_N`."""
-        raise NotImplementedError(f"{type(self).__name__} has no surrogate: implement `surrogate`")
+    def credited(self, group: Group, advantages: Mapping[Place, float]) -> Iterator[Assigned]:
+        """Those with a reward of their own are assigned their advantage, others their root's, mixed as `team_share`
+        says."""
+        for place, _, shares in self.credits(group, advantages):
+            yield Assigned(*place, sum(advantages[source] * share for source, share in shares.items()))
 
     def proximal_logprobs(self, logprobs_N: Tensor, batch: LossInputs) -> Tensor:
         """Logprobs under the policy that corrections lead up to, without gradient."""
         return batch.proximal_logprobs_N
 
-    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
+    def policies(self, logprobs_N: Tensor, batch: LossInputs) -> Policies:
+        """The policies that the loss compares: current, proximal, and the base of its own ratio."""
         proximal_N = self.proximal_logprobs(logprobs_N, batch)
-        is_weighted = any(correction.is_weight for correction in self.correction)
-        base_N = proximal_N if is_weighted else batch.behavior_logprobs_N
-        surrogate = self.surrogate(logprobs_N, base_N, batch)
-        loss_N, metrics_N = surrogate.loss_N, dict(surrogate.metrics_N)
-        if self.kl_coef > 0:
-            kl_N = kl_estimate(self.kl_estimator, logprobs_N, batch.columns_N[Signal.REFERENCE_LOGPROBS])
-            metrics_N["policy/kl_ref"] = kl_N.detach()
-            if not self.kl_in_reward:
-                ratio_N = log_ratio(logprobs_N.detach(), base_N).exp().clamp(max=MAX_KL_RATIO)
-                loss_N = loss_N + self.kl_coef * ratio_N * kl_N
-        output = corrected(self.correction, loss_N, logprobs_N, proximal_N, batch)
-        return LossOutput(output.loss_N, {**metrics_N, **output.metrics_N})
+        base_N = proximal_N if carries_ratio(self.correction) else batch.behavior_logprobs_N
+        return Policies(logprobs_N, proximal_N, base_N, batch)
 
+    def kl(self, policies: Policies) -> LossOutput | None:
+        """The KL term of each token: None where it has no weight, and only its metric where it is in the reward."""
+        if self.kl_coef == 0:
+            return None
+        return kl_term(0.0 if self.kl_in_reward else self.kl_coef, self.kl_estimator, policies)
 
-@dataclass(frozen=True, kw_only=True, config=RULES)
-class ClippedPolicyGradient(PolicyGradient):
-    """The family with PPO's clipped surrogate (arXiv:1707.06347, eq. 7).
-
-    By default its ratio is against the sampler, so that the clip bounds what an old token can do. With a weight among
-    its corrections it is decoupled PPO (arXiv:2110.00641; AReaL, arXiv:2505.24298, eq. 5): -rho · min(u A, clip(u) A)
-    with u against the proximal policy.
-    """
-
-    correction: Corrections = ()
-    clip_low: ShareBelowOne = 0.2
-    """A token's probability ratio may fall to 1 - this before its gradient stops. At least 0, less than 1. With a
-    weight among `correction` the ratio is against the policy the step starts from, so that with one update per step it
-    is 1, and nothing is clipped, unless `proximal` is `interpolated`."""
-    clip_high: NonNegativeFloat = 0.28
-    """A token's probability ratio may rise to 1 + this before its gradient stops. At least 0. Acts when `clip_low`
-    does."""
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Largest ratio that counts for a token of negative advantage (arXiv:1912.09729); more than 1. None: any."""
-    proximal: Literal["recomputed", "interpolated"] = "recomputed"
-    """The policy that a weight among `correction` leads up to. `recomputed`: the trainer's at the start of the step.
-    `interpolated`: between sampler and current policy, by age, as AReaL's `loglinear`: a token of staleness s has
-    log p_prox = log mu + s / (s + 1) (log p - log mu). Part of an old token's drift is then clipped, not weighted."""
-
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
-            yield f"dual_clip: should be more than 1 + clip_high, {1 + self.clip_high:g} (got {self.dual_clip:g})"
-        if self.proximal == "interpolated" and not any(correction.is_weight for correction in self.correction):
-            yield "proximal: interpolated acts only with a weight among correction, such as tis"
-
-    def proximal_logprobs(self, logprobs_N: Tensor, batch: LossInputs) -> Tensor:
-        """Recomputed or interpolated: the version of the step is v_prox, that of the policy after it v_theta =
-        v_prox + 1, so that alpha = (v_prox - v_behav) / (v_theta - v_behav) = s / (s + 1)."""
-        if self.proximal == "recomputed":
-            return batch.proximal_logprobs_N
-        alpha_N = batch.staleness_N / (batch.staleness_N + 1)
-        behavior_N = batch.behavior_logprobs_N
-        return behavior_N + alpha_N * (logprobs_N.detach() - behavior_N)
-
-    def log_ratios(self, logprobs_N: Tensor, base_logprobs_N: Tensor, batch: LossInputs) -> Tensor:
-        """The logarithm of what is clipped."""
-        return log_ratio(logprobs_N, base_logprobs_N)
-
-    def surrogate(self, logprobs_N: Tensor, base_logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
-        """-min(r A, clip(r) A), and with `dual_clip` c, -max(min(r A, clip(r) A), c A) where A < 0."""
-        ratio_N = self.log_ratios(logprobs_N, base_logprobs_N, batch).exp()
-        result = clipped(ratio_N, batch.advantages_N, self.clip_low, self.clip_high)
-        objective_N = result.objective_N
-        metrics_N = {
-            "policy/ratio_mean": ratio_N.detach(),
-            "policy/clip_frac_low": result.is_low_N.float(),
-            "policy/clip_frac_high": result.is_high_N.float(),
-        }
-        if self.dual_clip is not None:
-            floor_N = dual_floor(batch.advantages_N, self.dual_clip)
-            metrics_N["policy/clip_frac_dual"] = (objective_N < floor_N).float()
-            objective_N = objective_N.maximum(floor_N)
-        return LossOutput(-objective_N, metrics_N)
+    def corrected(self, policies: Policies, surrogate: LossOutput, kl: LossOutput | None) -> LossOutput:
+        """Corrections · (surrogate + KL term) per token."""
+        return corrected(self.correction, policies, surrogate, kl)

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from pydantic.dataclasses import dataclass
 
+from algorithms.advantage import rewarded
 from algorithms.fields import RULES, Fraction
 from algorithms.functional import gae
 from algorithms.kl import penalised_rewards
-from algorithms.policy_gradient import ClippedPolicyGradient
-from rlsys.algorithm import LossInputs, LossOutput, Shaped, Signal
-from rlsys.types import PolicyVersion
+from algorithms.policy_gradient import PolicyGradient
+from algorithms.surrogate import ClippedSurrogate
+from rlsys.algorithm import Assigned, LossInputs, LossOutput, Shaped, Signal
+from rlsys.types import Group, PolicyVersion
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
-class PPO(ClippedPolicyGradient):
+class PPO(ClippedSurrogate, PolicyGradient):
     """PPO (arXiv:1707.06347) as for language models: the reward at the last token, minus the KL of every token
     (arXiv:2203.02155), advantages by GAE (arXiv:1506.02438) over trained tokens, whitened over the step.
 
@@ -47,7 +49,6 @@ class PPO(ClippedPolicyGradient):
     """Steps at the start of a run in which the critic learns alone. They are steps of the run: they count in
     `run.steps` and in `train.warmup_steps`, of which the policy gets only what is left."""
 
-    needs_peers: ClassVar[bool] = False
     kl_in_reward: ClassVar[bool] = True
 
     @property
@@ -69,9 +70,9 @@ class PPO(ClippedPolicyGradient):
     def trains_policy(self, version: PolicyVersion) -> bool:
         return version >= self.critic_warmup
 
-    def compare(self, rewards_G: Sequence[float]) -> list[float]:
-        """Nothing: a trajectory's number is its reward."""
-        return list(rewards_G)
+    def advantages(self, group: Group) -> Iterator[Assigned]:
+        """Nothing is compared: the number of a trajectory is its reward."""
+        return self.credited(group, {peer.place: peer.reward for peer in rewarded(group)})
 
     def shape(self, inputs: LossInputs) -> Shaped:
         """GAE; the critic's target is A + V."""
@@ -79,6 +80,11 @@ class PPO(ClippedPolicyGradient):
         rewards_N = penalised_rewards(inputs, self.kl_coef, self.kl_estimator)
         advantages_N = gae(rewards_N, values_N, inputs.lengths_S, self.gamma, self.gae_lambda)
         return Shaped(advantages_N, advantages_N + values_N)
+
+    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
+        policies = self.policies(logprobs_N, batch)
+        surrogate = self.clipped_surrogate(policies.ratio(), batch.advantages_N)
+        return self.corrected(policies, surrogate, self.kl(policies))
 
     def value_loss(self, values_N: Tensor, batch: LossInputs) -> LossOutput:
         """max((V - R)², (clip(V, V_old ± value_clip) - R)²) / 2 per token."""

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from algorithms.advantage import centred, compared, rewarded
 from algorithms.fields import RULES
-from algorithms.functional import centred
 from algorithms.kl import Estimator, rewards_to_go
-from algorithms.policy_gradient import ClippedPolicyGradient
-from rlsys.algorithm import LossInputs, Shaped
+from algorithms.policy_gradient import PolicyGradient
+from algorithms.surrogate import ClippedSurrogate
+from rlsys.algorithm import Assigned, LossInputs, LossOutput, Shaped
+from rlsys.types import Group
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
-class ReinforcePP(ClippedPolicyGradient):
+class ReinforcePP(ClippedSurrogate, PolicyGradient):
     """REINFORCE++ (arXiv:2501.03262): A_t = R - kl_coef · (sum of the KL from t on), whitened over the step's tokens.
 
     R is the trajectory's reward; every sample of a trajectory ends in it. The KL is that of the policy a token was
@@ -28,23 +34,27 @@ class ReinforcePP(ClippedPolicyGradient):
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """How the KL in the reward is estimated from a token: `k1`, log p - log ref, is unbiased, and the paper's."""
 
-    needs_peers: ClassVar[bool] = False
     kl_in_reward: ClassVar[bool] = True
 
     @property
     def whitens(self) -> bool:
         return True
 
-    def compare(self, rewards_G: Sequence[float]) -> list[float]:
-        """Nothing: a trajectory's number is its reward."""
-        return list(rewards_G)
+    def advantages(self, group: Group) -> Iterator[Assigned]:
+        """Nothing is compared: the number of a trajectory is its reward."""
+        return self.credited(group, {peer.place: peer.reward for peer in rewarded(group)})
 
     def shape(self, inputs: LossInputs) -> Shaped:
         return Shaped(rewards_to_go(inputs, self.kl_coef, self.kl_estimator))
 
+    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
+        policies = self.policies(logprobs_N, batch)
+        surrogate = self.clipped_surrogate(policies.ratio(), batch.advantages_N)
+        return self.corrected(policies, surrogate, self.kl(policies))
+
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
-class ReinforcePPBaseline(ClippedPolicyGradient):
+class ReinforcePPBaseline(ClippedSurrogate, PolicyGradient):
     """REINFORCE++-baseline (arXiv:2501.03262): A = R - mean of the group, whitened over all trained tokens of the step,
     with the KL in the loss, by k2."""
 
@@ -54,5 +64,10 @@ class ReinforcePPBaseline(ClippedPolicyGradient):
     def whitens(self) -> bool:
         return True
 
-    def compare(self, rewards_G: Sequence[float]) -> list[float]:
-        return centred(rewards_G, std_normalize=False)
+    def advantages(self, group: Group) -> Iterator[Assigned]:
+        return self.credited(group, compared(group, partial(centred, std_normalize=False)))
+
+    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
+        policies = self.policies(logprobs_N, batch)
+        surrogate = self.clipped_surrogate(policies.ratio(), batch.advantages_N)
+        return self.corrected(policies, surrogate, self.kl(policies))

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic.dataclasses import dataclass
 
-from algorithms.fields import RULES
-from algorithms.functional import left_out
+from algorithms.advantage import compared, left_out
+from algorithms.fields import RULES, Over
 from algorithms.kl import rewards_to_go
-from algorithms.policy_gradient import ClippedPolicyGradient
-from rlsys.algorithm import LossInputs, Shaped
+from algorithms.policy_gradient import PolicyGradient
+from algorithms.surrogate import ClippedSurrogate
+from rlsys.algorithm import Assigned, LossInputs, LossOutput, Shaped
+from rlsys.types import Group
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
-class RLOO(ClippedPolicyGradient):
+class RLOO(ClippedSurrogate, PolicyGradient):
     """RLOO (arXiv:2402.14740, eq. 6): A = R minus the mean of the others' rewards, on the sum over a sample's tokens.
 
     `budget` only scales that sum. The KL is in the reward, as in the paper: A_t = A - kl_coef · (sum of the KL from t
@@ -27,12 +32,17 @@ class RLOO(ClippedPolicyGradient):
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """How the KL in the reward is estimated from a token: `k1`, log p - log ref, is unbiased, and the paper's."""
 
-    over: Literal["tokens", "sequences", "budget", "agents"] = "budget"
+    over: Over = "budget"
 
     kl_in_reward: ClassVar[bool] = True
 
-    def compare(self, rewards_G: Sequence[float]) -> list[float]:
-        return left_out(rewards_G)
+    def advantages(self, group: Group) -> Iterator[Assigned]:
+        return self.credited(group, compared(group, left_out))
 
     def shape(self, inputs: LossInputs) -> Shaped:
         return Shaped(rewards_to_go(inputs, self.kl_coef, self.kl_estimator))
+
+    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
+        policies = self.policies(logprobs_N, batch)
+        surrogate = self.clipped_surrogate(policies.ratio(), batch.advantages_N)
+        return self.corrected(policies, surrogate, self.kl(policies))

@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from algorithms.corrections import Geometric, OffPolicyMask, SequenceTis, Tis
-from algorithms.policy_gradient import ClippedPolicyGradient, PolicyGradient
+from algorithms.policy_gradient import PolicyGradient
+from algorithms.ppo import PPO
+from algorithms.reinforce_pp import ReinforcePP
+from algorithms.surrogate import ClippedSurrogate
 from rlsys.algorithm import Algorithm, Assigned, LossInputs, Signal
 from rlsys.batch.plan import SampleRef, num_trained, plan_batch
 from rlsys.batch.samples import Sample
@@ -36,7 +39,7 @@ VARIANTS: dict[str, Algorithm] = {
     **{
         f"{name}, {label}": replace(algorithm, **fields)
         for name, algorithm in FAMILY.items()
-        if isinstance(algorithm, ClippedPolicyGradient)
+        if isinstance(algorithm, ClippedSurrogate)
         for label, fields in (
             ("weighted by sequence", {"correction": (SequenceTis(),)}),
             ("interpolated", {"correction": (Tis(),), "proximal": "interpolated", "dual_clip": 5.0}),
@@ -431,4 +434,4 @@ def test_every_algorithm_says_why_its_staleness_is_safe(algorithm: Algorithm) ->
 
 
 def _compares(algorithm: Algorithm) -> bool:
-    return isinstance(algorithm, PolicyGradient) and algorithm.needs_peers
+    return isinstance(algorithm, PolicyGradient) and not isinstance(algorithm, PPO | ReinforcePP)

@@ -28,6 +28,7 @@ from algorithms.policy_gradient import PolicyGradient
 from algorithms.ppo import PPO
 from algorithms.reinforce_pp import ReinforcePP, ReinforcePPBaseline
 from algorithms.rloo import RLOO
+from algorithms.surrogate import ClippedSurrogate
 from rlsys.algorithm import Aggregation, Algorithm, LossInputs, Ranks
 from rlsys.batch.plan import plan_batch
 from rlsys.metrics import undocumented
@@ -454,7 +455,7 @@ def expected_gradient(algorithm: Algorithm, log_ratio: float, advantage: float) 
             return -advantage * min(r, algorithm.rho)
         case M2PO():
             return -advantage * r
-        case GRPO():
+        case ClippedSurrogate():
             is_clipped = r > 1 + algorithm.clip_high if advantage > 0 else r < 1 - algorithm.clip_low
             is_dual = algorithm.dual_clip is not None and advantage < 0 and r > algorithm.dual_clip
             return 0.0 if is_clipped or is_dual else -advantage * r

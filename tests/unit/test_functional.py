@@ -13,18 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, tensor
 
-from algorithms.functional import (
-    centred,
-    clipped,
-    discounted_sums,
-    dual_floor,
-    is_last,
-    left_out,
-    log_ratio,
-    sample_means,
-    sample_sums,
-    sample_totals,
-)
+from algorithms.advantage import centred, left_out
+from algorithms.functional import discounted_sums, is_last, log_ratio, sample_means, sample_sums, sample_totals
+from algorithms.surrogate import clipped, dual_floor
 
 
 def test_log_ratios_are_clamped() -> None:
