@@ -233,8 +233,8 @@ class GroupQueue:
         self.version, self.num_groups, self.num_finished = version, num_groups, 0
         self.groups: dict[int, InFlightGroup] = {}
         """By serial, oldest first: the latest attempt at every group that is issued, or waits to be issued again."""
-        self._ready: dict[str, list[InFlightGroup]] = {consumer: [] for consumer in self._arrivals}
-        """Per consumer a heap. A group that it could take is in there; others may be, and are skipped."""
+        self._ready: dict[str, list[int]] = {consumer: [] for consumer in self._arrivals}
+        """Per consumer a heap of serials. A group that it could take is in there; others may be, and are skipped."""
         self._places: list[int] = []
         """Heap of serials. One that is in flight and that the learner did not take is in there; others may be."""
         self._free: asyncio.Queue[PolicyVersion] = asyncio.Queue()
@@ -254,6 +254,7 @@ class GroupQueue:
     def start_rollout(self, permit: Permit) -> InFlightGroup:
         """Begin an attempt at rolling out the group of a permit; one that failed before is over then."""
         if (before := permit.group).state is not State.ISSUED:
+            before.check(State.ROLLING_OUT)
             self._enter(before, State.REISSUED)
             permit.group = self._open(before.next_attempt(before.assignment))
         self._enter(permit.group, State.ROLLING_OUT)
@@ -279,7 +280,7 @@ class GroupQueue:
         self._enter(group, State.ROLLED_OUT)
         group.episodes = episodes
         for signal in self.signals:
-            heapq.heappush(self._ready[signal], group)
+            heapq.heappush(self._ready[signal], group.serial)
 
     def score(self, group: InFlightGroup, scored: Group) -> bool:
         """Hand in the episodes with their scores. False, and counted, if they are there already or the attempt is
@@ -343,7 +344,7 @@ class GroupQueue:
         group.enter(state)
         self.num_finished += (state is State.READY) - (before is State.READY)
         if state is State.READY:
-            heapq.heappush(self._ready[LEARNER], group)
+            heapq.heappush(self._ready[LEARNER], group.serial)
         if before is State.TAKEN:
             heapq.heappush(self._places, group.serial)
         if state in (State.TRAINED, State.DROPPED):
@@ -405,15 +406,17 @@ class GroupQueue:
                 self._enter(group, State.READY)
             else:
                 group.annotators.remove(consumer)
-                heapq.heappush(self._ready[consumer], group)
+                heapq.heappush(self._ready[consumer], group.serial)
         self._wake()
 
     def _next(self, consumer: str) -> InFlightGroup | None:
         """The oldest group that it could take."""
         heap = self._ready[consumer]
-        while heap and not _is_ready(consumer, heap[0]):
+        while heap:
+            if (group := self.groups.get(heap[0])) and _is_ready(consumer, group):
+                return group
             heapq.heappop(heap)
-        return heap[0] if heap else None
+        return None
 
     def _oldest(self) -> int:
         """Serial of the oldest group in flight that the learner did not take."""
@@ -429,4 +432,4 @@ class GroupQueue:
 def _is_ready(consumer: str, group: InFlightGroup) -> bool:
     if consumer == LEARNER:
         return group.state is State.READY
-    return not group.is_over and consumer not in group.annotators
+    return group.episodes is not None and not group.is_over and consumer not in group.annotators

@@ -24,7 +24,7 @@ _NEXT[State.TAKEN].add(State.READY)
 
 @dataclass(slots=True, eq=False)
 class InFlightGroup:
-    """What is known of one attempt at a group: metadata and references, never payloads. Ordered by serial."""
+    """What is known of one attempt at a group: metadata and references, never payloads."""
 
     assignment: Assignment
     attempt: int = 1
@@ -61,7 +61,7 @@ class InFlightGroup:
     def group(self) -> Group:
         """The rolled-out group with the scores and signals that are there."""
         assert self.episodes is not None, f"group {self.serial} is {self.state.name}"
-        return replace(self.episodes, columns={**self.episodes.columns, **self.columns})
+        return replace(self.episodes, columns={**self.columns}) if self.columns else self.episodes
 
     def next_attempt(self, assignment: Assignment) -> InFlightGroup:
         """What takes its place."""
@@ -78,6 +78,3 @@ class InFlightGroup:
         """Raise `RuntimeError` unless it is in this state."""
         if self.state is not state:
             raise RuntimeError(f"group {self.serial} is {self.state.name} and not {state.name}")
-
-    def __lt__(self, other: InFlightGroup) -> bool:
-        return self.serial < other.serial

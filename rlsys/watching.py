@@ -75,11 +75,12 @@ class Watching:
         In a run of several policies `whereabouts` knows of groups that this driver is done with, and says whom others
         wait for: only groups that it wants rolled out, and at replicas, are told.
         """
-        told = ((self.queue.groups.get(n), place) for n, place in whereabouts.items() if place in self._told)
-        moved = ((g, place) for g, place in told if g and g.state is State.ROLLING_OUT and g.replica != place)
-        for group, place in nsmallest(PLACES_AT_ONCE, moved):
-            group.replica = place
-            self.events.emit(GroupPlaced(group.serial, place))
+        groups = {n: group for n in whereabouts if (group := self.queue.groups.get(n))}
+        groups = {n: group for n, group in groups.items() if group.state is State.ROLLING_OUT}
+        moved = (n for n, group in groups.items() if group.replica != whereabouts[n] in self._told)
+        for serial in nsmallest(PLACES_AT_ONCE, moved):
+            groups[serial].replica = whereabouts[serial]
+            self.events.emit(GroupPlaced(serial, whereabouts[serial]))
 
     def _count(self) -> None:
         depth = QueueSeen(len(self.queue.ledger.open), self.queue.num_finished)
