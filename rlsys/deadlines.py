@@ -50,6 +50,25 @@ def now() -> float:
     return ticker().now()
 
 
+class Progress:
+    """When something last moved. Drivers of one run share it: each may wait for another, and all is well as long as any
+    of them gets on."""
+
+    def __init__(self) -> None:
+        self._last_s: float | None = None
+
+    def moved(self) -> None:
+        """Something moved."""
+        self._last_s = now()
+
+    def idle_s(self) -> float:
+        """Seconds since something last moved, or since this was first asked."""
+        if self._last_s is None:
+            self.moved()
+        assert self._last_s is not None
+        return now() - self._last_s
+
+
 class Ticker:
     """Calls back when seconds that count have passed."""
 

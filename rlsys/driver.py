@@ -1,4 +1,4 @@
-"""The driver: one training job, many producers, one learner, a streaming queue between them.
+"""The driver: one training job, many producers, one learner, a queue of groups between them.
 
     loop       consumes            produces           waits for                      unblocked by
     produce    permits, tasks      episodes, rewards  a free permit                  learn releasing a step's permits
@@ -25,31 +25,29 @@ from rlsys import deadlines
 from rlsys.algorithm import Algorithm, Signal
 from rlsys.checkpoint import Checkpoints
 from rlsys.contracts import Busy, Workers
-from rlsys.curation import Graft
+from rlsys.curation import Curation, Graft
 from rlsys.errors import DeadlineExceeded, NoProgress, NoSignal, PayloadLost, RunAborted, WorkerDied, first_of
 from rlsys.evaluation import Evaluation
 from rlsys.events import (
     CheckpointSaved,
     EpisodeGrafted,
     Events,
-    GroupIssued,
     RolloutsWritten,
     StepDone,
     WorkerFailed,
     WorkerRestarted,
 )
 from rlsys.failures import FailurePolicy
+from rlsys.group_queue import LEARNER, GroupQueue, Permit
+from rlsys.in_flight_group import InFlightGroup
 from rlsys.learner import REFERENCE, BatchShape, Learned, Learner
-from rlsys.ledger import Ledger
 from rlsys.losses import Losses
 from rlsys.persistence import GivenUp, Persistence
-from rlsys.queue import LEARNER, Permit, StreamingQueue
 from rlsys.repacking import Repacker
 from rlsys.resumable import Resumable
-from rlsys.stepmetrics import Progress, StepClock, step_metrics
-from rlsys.table import EPISODES, REWARD, Row
-from rlsys.telling import group_judged, group_rolled_out, tell_busy
-from rlsys.types import Assignment, Group, PolicyVersion, Task
+from rlsys.stepmetrics import StepClock, step_metrics
+from rlsys.telling import tell_busy
+from rlsys.types import Group, PolicyVersion, Task
 from rlsys.watching import Watching
 from rlsys.weights import WeightSync
 
@@ -63,8 +61,8 @@ class Driver:
 
     workers: Workers
     algorithm: Algorithm
-    queue: StreamingQueue
-    ledger: Ledger
+    queue: GroupQueue
+    """Tells its transitions to the same `events`."""
     weights: WeightSync
     failures: FailurePolicy
     checkpoints: Checkpoints
@@ -81,16 +79,14 @@ class Driver:
     evaluation: Evaluation = field(default_factory=Evaluation)
     repacker: Repacker | None = None
     """None where nothing is to be gained by moving trajectories."""
-    progress: Progress = field(default_factory=Progress)
-    """What the no-progress limit goes by."""
     look_s: float = 0
     """Seconds between two looks at replicas and queue, for events; 0: nobody looks."""
     _stopping: bool = False
 
     def __post_init__(self) -> None:
-        self._clock = StepClock(self.progress, self.events)
-        self._persistence = Persistence(self.events)
-        self._losses = Losses(self.queue, self.ledger, self.failures, self.events)
+        self._clock = StepClock(self.queue.progress, self.events)
+        self._losses = Losses(self.queue, self.failures)
+        self._persistence = Persistence(self.events, self._losses.decide)
         failed = self.run_dir / "failed"
         self._learner = Learner(self.workers, self.algorithm, self.shape, self._clock.span, failed, self.config)
 
@@ -149,54 +145,45 @@ class Driver:
         while True:
             async with self.queue.permit() as permit:
                 with self._clock.producing():
-                    await self._fill(permit, self._issued(permit.version))
-            self._clock.progress()
+                    await self._fill(permit)
 
-    def _issued(self, version: PolicyVersion) -> Assignment:
-        assignment = self.ledger.issue(version)
-        self.events.emit(GroupIssued(assignment.serial, assignment.task.id, version, assignment.size))
-        return assignment
-
-    async def _fill(self, permit: Permit, assignment: Assignment) -> None:
-        """Roll out and judge a group, or give it up where the failure policy says so."""
-        persist, decide, workers = self._persistence.persist, self._losses.decide, self.workers
+    async def _fill(self, permit: Permit) -> None:
+        """Roll out and judge the group of a permit, or give it up where the failure policy says so."""
+        persist, workers = self._persistence.persist, self.workers
         try:
-            row = await persist(workers.rollouts, lambda: self._rolled_out(permit, assignment), decide)
-            group = await persist(workers.rewards, lambda: self._judged(assignment.task, row), decide)
-            graft = self._graft_for(permit, group)
+            await persist(workers.rollouts, lambda: self._roll_out(permit))
+            scored = await persist(workers.rewards, lambda: self._score(permit.group))
+            graft = self._graft_for(permit.group, scored)
             if graft is not None:
-                group = await persist(workers.rewards, lambda: self._grafted(graft), decide)
-            await persist(workers.rewards, lambda: self._hand_in(permit, group, graft), decide)
+                scored = await persist(workers.rewards, lambda: self._grafted(graft))
+            await persist(workers.rewards, lambda: self._hand_in(permit, scored, graft))
         except PayloadLost as error:
-            self._losses.issue_again(error, [permit.row] if permit.row else [])
+            self._losses.issue_again(error, [permit.group])
         except GivenUp as given_up:
-            self._losses.give_up(permit, assignment, given_up)
+            self._losses.give_up(permit.group, given_up)
 
-    async def _rolled_out(self, permit: Permit, assignment: Assignment) -> Row:
-        """One attempt at rolling out a group."""
-        row = permit.open(assignment.serial)
-        self.ledger.lease(assignment.serial)
-        rolled_out = await self.workers.rollouts.run(assignment)
+    async def _roll_out(self, permit: Permit) -> None:
+        """Attempt once to roll out a group."""
+        group = self.queue.start_rollout(permit)
+        rolled_out = await self.workers.rollouts.run(group.assignment)
         self._clock.add("rollout", rolled_out.busy)  # at once, for its answer tells what its clock says now
         tell_busy(self.events, "pulling", rolled_out.pulls, answered_s=rolled_out.busy.end_s)
         await self.weights.verify(rolled_out.group)
         self._clock.offer(rolled_out.group, rolled_out.waited_s)
-        if permit.put(EPISODES, rolled_out.group):
-            self.events.emit(group_rolled_out(rolled_out))
-        return row
+        self.queue.finish_rollout(group, rolled_out)
 
-    async def _judged(self, task: Task, row: Row) -> Group:
-        """One attempt at judging it."""
-        judged = await self.workers.rewards.score(task, row.group)
+    async def _score(self, group: InFlightGroup) -> Group:
+        """Attempt once to judge a group."""
+        judged = await self.workers.rewards.score(group.assignment.task, group.group)
         self._clock.add("reward", judged.busy)
-        return row.group.with_scores(judged.scores)
+        return group.group.with_scores(judged.scores)
 
-    def _graft_for(self, permit: Permit, group: Group) -> Graft | None:
+    def _graft_for(self, group: InFlightGroup, scored: Group) -> Graft | None:
         """What curation makes of a judged group: a stored success for it if it failed altogether and there is one."""
-        if permit.is_over:
+        if group.is_over:
             return None
-        self.ledger.curation.judged(group)
-        return self.ledger.curation.graft_for(group, self.queue.oldest_in_time)
+        self._curation.judged(scored)
+        return self._curation.graft_for(scored, self.queue.oldest_in_time)
 
     async def _grafted(self, graft: Graft) -> Group:
         """One attempt at a graft; the group as it was if the stored success is gone."""
@@ -206,20 +193,26 @@ class Driver:
             donor = graft.donor
             if donor.serial not in error.serials:
                 raise
-            self.ledger.curation.forget(donor.serial, donor.task_id)
+            self._curation.forget(donor.serial, donor.task_id)
             return graft.group
 
-    async def _hand_in(self, permit: Permit, group: Group, graft: Graft | None) -> None:
+    async def _hand_in(self, permit: Permit, scored: Group, graft: Graft | None) -> None:
         """Give a judged group to the learner. Raises `NothingToTrain` and `NoSignal` if it is of no use."""
-        if not permit.is_over:
-            self.events.emit(group_judged(group))
-            self._learner.check(group)
-            if graft is not None and group is not graft.group:
-                permit.renew(group)
-                self.ledger.curation.num_grafted += 1
-                self.events.emit(EpisodeGrafted(group.serial, group.task_id, graft.episode, graft.donor.serial))
-        if permit.put(REWARD, group):
-            self._losses.judged()
+        is_grafted = graft is not None and scored is not graft.group and not permit.group.is_over
+        if is_grafted:
+            self.queue.renew(permit, scored)
+        if not self.queue.score(permit.group, scored):
+            return
+        self._learner.check(scored)
+        if graft is not None and is_grafted:
+            self._curation.num_grafted += 1
+            self.events.emit(EpisodeGrafted(scored.serial, scored.task_id, graft.episode, graft.donor.serial))
+        self.queue.offer(permit.group)
+        self._losses.judged()
+
+    @property
+    def _curation(self) -> Curation:
+        return self.queue.ledger.curation
 
     # -------------------------------------------------------------------------------------------------------- annotate
 
@@ -230,17 +223,16 @@ class Driver:
         """
         loop = asyncio.get_running_loop()
         while True:
-            rows = await self.queue.take_rows(signal, ANNOTATED_AT_ONCE * self.shape.max_tokens)
+            taken = await self.queue.take_for(signal, ANNOTATED_AT_ONCE * self.shape.max_tokens)
             began = loop.time()
             try:
-                groups = await self.workers.annotators[signal].annotate([row.group for row in rows], signal)
+                annotated = await self.workers.annotators[signal].annotate([each.group for each in taken], signal)
             except PayloadLost as error:
-                self.queue.put_back(signal, self._losses.issue_again(error, rows))
+                self.queue.put_back(signal, self._losses.issue_again(error, taken))
                 continue
             self._clock.add("annotate", Busy(REFERENCE, began, loop.time()))
-            for row, group in zip(rows, groups, strict=True):
-                self.queue.put(row, signal, group.columns[signal])
-            self._clock.progress()
+            for group, answer in zip(taken, annotated, strict=True):
+                self.queue.put(group, signal, answer.columns[signal])
 
     # ----------------------------------------------------------------------------------------------------------- learn
 
@@ -255,21 +247,20 @@ class Driver:
         await self._evaluate(version)
         while version < self.steps and not self._stopping:
             with self._clock.span("wait_batch"):
-                rows = await self.queue.take(version=version, on_stale=self._losses.drop_stale)
-            if (learned := await self._learned(rows, version)) is None:
+                groups = await self.queue.take(version)
+            if (learned := await self._learned(groups, version)) is None:
                 continue
             with self._clock.span("publish"):
                 await self.weights.publish(version + 1)
             if self.repacker:
                 self.repacker.published(version + 1)
-            tasks = self.ledger.consume(row.serial for row in rows)
-            self.queue.release(rows, version + 1)
+            tasks = self.queue.release(groups, version + 1)
             metrics = step_metrics(learned, version, self.queue, self._clock)
             if self.repacker:
                 metrics["async/moved"] = self.repacker.num_moved
-            metrics |= self.ledger.curation.metrics()
+            metrics |= self._curation.metrics()
             version += 1
-            self.events.emit(StepDone(version, metrics, tuple(row.serial for row in rows)))
+            self.events.emit(StepDone(version, metrics, tuple(group.serial for group in groups)))
             await self._maybe_save(version)
             await self._record(version, tasks, learned)
             await self._evaluate(version)
@@ -282,17 +273,17 @@ class Driver:
         with self._clock.span("eval_wait"):
             await self.evaluation.begin(version)
 
-    async def _learned(self, rows: Sequence[Row], version: PolicyVersion) -> Learned | None:
+    async def _learned(self, groups: Sequence[InFlightGroup], version: PolicyVersion) -> Learned | None:
         """Train one step; None if it came to nothing: its groups are put back, issued again, or dropped.
 
         Raises `RunAborted` if a worker that the step needs is gone: none of them is replaced in a run.
         """
         try:
-            learned = await self._learner.step([row.group for row in rows], version)
+            learned = await self._learner.step([each.group for each in groups], version)
         except PayloadLost as error:
-            self.queue.put_back(LEARNER, self._losses.issue_again(error, rows))
+            self.queue.put_back(LEARNER, self._losses.issue_again(error, groups))
         except NoSignal as error:
-            self._losses.drop_step(rows, error)
+            self._losses.drop_step(groups, error)
         except (WorkerDied, DeadlineExceeded) as error:
             raise RunAborted(f"{error}; go on from the last checkpoint with run.resume=auto") from error
         else:
@@ -322,11 +313,11 @@ class Driver:
 
     @property
     def _watching(self) -> Watching:
-        return Watching(self.workers.rollouts, self.queue, self.ledger, self.events, self.look_s)
+        return Watching(self.workers.rollouts, self.queue, self.events, self.look_s)
 
     @property
     def _resumable(self) -> Resumable:
-        return Resumable(self.workers, self.algorithm, self.queue, self.ledger, self.weights, self.checkpoints)
+        return Resumable(self.workers, self.algorithm, self.queue, self.weights, self.checkpoints)
 
     # --------------------------------------------------------------------------------------------------------- relays
 
@@ -349,6 +340,5 @@ class Driver:
         """
         while (left_s := self.no_progress_s - self._clock.idle_s()) > deadlines.ROUNDING_S:
             await deadlines.sleep(left_s)  # silence has no event to wait on
-        table = self.ledger.table(self.workers.rollouts.whereabouts(), self.queue.lacking())
-        pending = table + self.evaluation.table()
+        pending = self.queue.table(self.workers.rollouts.whereabouts()) + self.evaluation.table()
         raise NoProgress(f"nothing moved for {self.no_progress_s:g} s; pending:\n{pending}")

@@ -56,7 +56,7 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         self._room = asyncio.Semaphore(self.rules.max_open)
-        self._persistence = Persistence(self.events)
+        self._persistence = Persistence(self.events, self._decide)
 
     async def measure(
         self, dataset: str, version: PolicyVersion = 0, check: Callable[[Group], Awaitable[None]] | None = None
@@ -108,10 +108,10 @@ class Evaluator:
             return group
 
         persist, task = self._persistence.persist, assignment.task
-        group = await persist(self.rollouts, rolled_out, self._decide)
+        group = await persist(self.rollouts, rolled_out)
         if group is None:
             return None
-        judged = await persist(self.rewards, lambda: self.rewards.score(task, group), self._decide)
+        judged = await persist(self.rewards, lambda: self.rewards.score(task, group))
         tell_busy(self.events, "judging", [judged.busy], answered_s=judged.busy.end_s)
         return group.with_scores(judged.scores)
 

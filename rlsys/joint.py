@@ -30,8 +30,8 @@ from rlsys.contracts import Judged, Rewards, RolledOut, Rollouts
 from rlsys.curation import Graft
 from rlsys.driver import Driver
 from rlsys.errors import RunAborted, first_of
-from rlsys.ledger import Ledger
-from rlsys.queue import StreamingQueue
+from rlsys.group_queue import GroupQueue
+from rlsys.in_flight_group import State
 from rlsys.types import Acknowledged, Assignment, Group, PolicyVersion, Ref, ReplicaLoad, Task
 
 
@@ -55,7 +55,7 @@ class _Play:
 class _Member:
     """A trained policy, as long as its driver runs."""
 
-    ledger: Ledger
+    queue: GroupQueue
     plays: dict[int, _Play] = field(default_factory=dict)
     """By serial: the rollout that it was given last."""
     failed: set[int] = field(default_factory=set)
@@ -63,12 +63,15 @@ class _Member:
 
     def owes(self, serial: int) -> bool:
         """Will it ask for this group, for the first time or again?"""
-        return self.ledger.will_issue(serial) or (serial in self.failed and serial in self.ledger.open)
+        group = self.queue.groups.get(serial)
+        if group is None:
+            return serial >= self.queue.ledger.next_serial
+        return group.state is State.REISSUED or serial in self.failed
 
     def tidy(self) -> None:
         """Forget what is settled."""
-        self.plays = {serial: play for serial, play in self.plays.items() if serial in self.ledger.open}
-        self.failed &= self.ledger.open.keys()
+        self.plays = {serial: play for serial, play in self.plays.items() if serial in self.queue.groups}
+        self.failed &= self.queue.groups.keys()
 
 
 class SharedRollouts(Rollouts, Protocol):
@@ -86,16 +89,15 @@ class Joint:
     def __init__(self, rollouts: SharedRollouts, rewards: Rewards) -> None:
         self.pool, self.judges = rollouts, rewards
         self._members: dict[str, _Member] = {}
-        self._queues: dict[str, StreamingQueue] = {}
+        self._queues: dict[str, GroupQueue] = {}
         """Of every trained policy, those whose drivers have ended too: they know the newest version it published."""
         self._asks: dict[int, dict[str, _Ask]] = {}
         """By serial and policy: those that no rollout was begun for."""
         self._work: set[asyncio.Task[Any]] = set()
 
-    def join(self, policy: str, ledger: Ledger, queue: StreamingQueue) -> None:
-        """A trained policy is waited for from now; `ledger` and `queue` are its driver's. All join before the first
-        driver runs."""
-        self._members[policy] = _Member(ledger)
+    def join(self, policy: str, queue: GroupQueue) -> None:
+        """A trained policy is waited for from now; `queue` is its driver's. All join before the first driver runs."""
+        self._members[policy] = _Member(queue)
         self._queues[policy] = queue
 
     def leave(self, policy: str) -> None:
@@ -283,7 +285,7 @@ async def train_jointly(
         return reached
 
     for policy, driver in drivers.items():
-        joint.join(policy, driver.ledger, driver.queue)
+        joint.join(policy, driver.queue)
     try:
         async with asyncio.TaskGroup() as group:
             running = {policy: group.create_task(driven(policy)) for policy in drivers}

@@ -1,4 +1,4 @@
-"""What becomes of groups that are not trained as they are: given up, dropped as too stale, or issued again."""
+"""What becomes of groups that are not trained as they are: the policy decides, and the queue carries it out."""
 
 from __future__ import annotations
 
@@ -7,23 +7,19 @@ from dataclasses import dataclass
 from math import ceil
 
 from rlsys.errors import NoSignal, PayloadLost, RlsysError, RunAborted
-from rlsys.events import Events, GroupDropped, GroupReissued, SignalMissing
+from rlsys.events import SignalMissing
 from rlsys.failures import Abort, Decision, Drop, FailurePolicy
-from rlsys.ledger import Ledger
+from rlsys.group_queue import GroupQueue
+from rlsys.in_flight_group import InFlightGroup
 from rlsys.persistence import GivenUp
-from rlsys.queue import Permit, StreamingQueue
-from rlsys.table import Row
-from rlsys.types import Assignment, Group
 
 
 @dataclass
 class Losses:
-    """Carries out what the failure policy decides about groups: in the queue, in the ledger, and as an event."""
+    """Counts what failed in a row, asks the failure policy, and has the queue drop groups or issue them again."""
 
-    queue: StreamingQueue
-    ledger: Ledger
+    queue: GroupQueue
     failures: FailurePolicy
-    events: Events
     num_failed: int = 0
     """Groups given up since one was judged."""
     num_no_signal: int = 0
@@ -44,65 +40,50 @@ class Losses:
         """A step was trained."""
         self.num_settled_away = 0
 
-    def give_up(self, permit: Permit, assignment: Assignment, given_up: GivenUp) -> None:
-        """Drop the group of a permit; nothing to do if it was lost meanwhile, and is issued again."""
-        if permit.is_over:
+    def give_up(self, group: InFlightGroup, given_up: GivenUp) -> None:
+        """Drop a group; nothing to do if it was lost meanwhile, and is issued again."""
+        if group.is_over:
             return
         if isinstance(given_up.error, NoSignal):
             self.num_failed, self.num_no_signal = 0, self.num_no_signal + 1
             self._warn(self.num_no_signal, 1, given_up.error)
         else:
             self.num_failed += 1
-        permit.reason = given_up.decision.reason
-        self._drop(assignment.serial, assignment.task.id, permit.reason, str(given_up.error))
+        self.queue.drop(group, given_up.decision.reason, str(given_up.error))
 
-    def drop_stale(self, group: Group) -> None:
-        """The queue dropped this group as too stale."""
-        detail = f"tokens of version {group.oldest_version} are older than the staleness bound allows"
-        self._drop(group.serial, group.task_id, "stale", detail)
-
-    def drop_step(self, rows: Sequence[Row], error: NoSignal) -> None:
+    def drop_step(self, groups: Sequence[InFlightGroup], error: NoSignal) -> None:
         """There is nothing to learn in a whole step: its groups go, and others come in their place.
 
         Raises `RunAborted` where the failure policy gives up.
         """
-        self.num_settled_away += len(rows)
+        self.num_settled_away += len(groups)
         decision = self.failures.decide(error, attempt=1, dropped_in_a_row=self.num_settled_away - 1)
         if isinstance(decision, Abort):
             raise RunAborted(decision.message)
         assert isinstance(decision, Drop)
-        self._warn(self.num_settled_away, len(rows), error)
-        self.queue.drop(rows, decision.reason)
-        for row in rows:
-            self._drop(row.serial, row.group.task_id, decision.reason, str(error))
+        self._warn(self.num_settled_away, len(groups), error)
+        for group in groups:
+            self.queue.drop(group, decision.reason, str(error))
 
     def _warn(self, in_a_row: int, num_more: int, error: NoSignal) -> None:
         """Tell once that there is a tenth of the groups without a signal that end the run; `num_more` are the last."""
         limit = self.failures.max_no_signal_groups
         if in_a_row - num_more < ceil(limit / 10) <= in_a_row:
-            self.events.emit(SignalMissing(in_a_row, limit, str(error)))
+            self.queue.events.emit(SignalMissing(in_a_row, limit, str(error)))
 
-    def _drop(self, serial: int, task_id: str, reason: str, detail: str) -> None:
-        self.ledger.drop(serial)
-        self.events.emit(GroupDropped(serial, task_id, reason, detail))
-
-    def issue_again(self, error: PayloadLost, rows: Sequence[Row]) -> list[Row]:
-        """Issue the groups among `rows` again whose payload is gone; returns the others.
+    def issue_again(self, error: PayloadLost, groups: Sequence[InFlightGroup]) -> list[InFlightGroup]:
+        """Issue the groups again whose payload is gone; returns the others.
 
         The next free permits are for them. An attempt that was over before is nobody's loss. Raises the error if it is
-        not about any of these rows, and `RunAborted` where the failure policy gives up.
+        not about any of these groups, and `RunAborted` where the failure policy gives up.
         """
-        kept = [row for row in rows if row.serial not in error.serials]
-        if len(kept) == len(rows):
+        lost = [group for group in groups if group.serial in error.serials]
+        if not lost:
             raise error
-        for row in rows:
-            if row not in kept and self.queue.lose(row):
-                self._again(row.serial, error)
-        return kept
-
-    def _again(self, serial: int, error: PayloadLost) -> None:
-        task_id = self.ledger.again(serial)
-        decision = self.decide(error, self.ledger.num_losses(serial))
-        if isinstance(decision, Abort):
-            raise RunAborted(decision.message) from error
-        self.events.emit(GroupReissued(serial, task_id, str(error)))
+        for group in lost:
+            if group.is_over:
+                continue
+            if isinstance(decision := self.decide(error, group.num_losses + 1), Abort):
+                raise RunAborted(decision.message) from error
+            self.queue.reissue(group, str(error))
+        return [group for group in groups if group not in lost]

@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
+from rlsys.contracts import Rewards, Rollouts
 from rlsys.errors import NoSignal, NothingToTrain, RlsysError, RunAborted, WorkerError
 from rlsys.events import Events, WorkerFailed, WorkerRestarted
 from rlsys.failures import Abort, Decision, Drop, Retry
 
 T = TypeVar("T")
-
-
-class Restartable(Protocol):
-    """A pool whose dead members can be replaced, in the background: see `rlsys.contracts.Rollouts.restart`."""
-
-    async def restart(self, worker: str, on_recovery: Callable[[str, float], None]) -> None: ...
 
 
 class GivenUp(Exception):
@@ -34,16 +29,13 @@ class Persistence:
 
     events: Events
     """Told once of every worker that failed, however many pieces of work hit it."""
+    decide: Callable[[RlsysError, int], Decision]
+    """What to do about a failure of the n-th attempt at one piece of work, counted from 1."""
     _failed: set[str] = field(default_factory=set)
     """Names of workers. A replacement has a name of its own."""
 
-    async def persist(
-        self,
-        pool: Restartable,
-        attempt_once: Callable[[], Awaitable[T]],
-        decide: Callable[[RlsysError, int], Decision],
-    ) -> T:
-        """Attempt until it works; `decide(error, attempt)`, attempts counted from 1, says what to do about a failure.
+    async def persist(self, pool: Rollouts | Rewards, attempt_once: Callable[[], Awaitable[T]]) -> T:
+        """Attempt until it works.
 
         A worker of `pool` that is to be replaced is replaced in the background; the next attempt waits for that only
         if no other worker is alive. Raises `RunAborted`, or `GivenUp` where the decision is to drop. An error that no
@@ -56,7 +48,7 @@ class Persistence:
                     await self._replace(pool, *dead)
                 return await attempt_once()
             except (WorkerError, NothingToTrain, NoSignal) as error:
-                match decide(error, attempt):
+                match self.decide(error, attempt):
                     case Retry(restart=worker):
                         dead = (worker, error)
                     case Drop() as decision:
@@ -65,7 +57,7 @@ class Persistence:
                         raise RunAborted(message) from error
         raise AssertionError("unreachable")
 
-    async def _replace(self, pool: Restartable, worker: str, error: RlsysError) -> None:
+    async def _replace(self, pool: Rollouts | Rewards, worker: str, error: RlsysError) -> None:
         if worker not in self._failed:
             self._failed.add(worker)
             phase = error.phase if isinstance(error, WorkerError) else ""

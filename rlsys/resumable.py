@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from rlsys.algorithm import Algorithm, version_after
 from rlsys.checkpoint import Checkpoints, DriverState, check_written, read_state
 from rlsys.contracts import Workers
 from rlsys.errors import CheckpointError, PayloadLost
 from rlsys.failed import ACTOR, CRITIC, GROUPS
-from rlsys.ledger import Ledger
-from rlsys.queue import StreamingQueue
-from rlsys.table import Row
+from rlsys.group_queue import GroupQueue
+from rlsys.in_flight_group import InFlightGroup
 from rlsys.weights import WeightSync
+
+OnLoss: TypeAlias = Callable[[PayloadLost, Sequence[InFlightGroup]], list[InFlightGroup]]
+"""Is told which of some groups are lost, and returns the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,21 +27,18 @@ class Resumable:
 
     workers: Workers
     algorithm: Algorithm
-    queue: StreamingQueue
-    ledger: Ledger
+    queue: GroupQueue
     weights: WeightSync
     checkpoints: Checkpoints
 
-    async def save(
-        self, step: int, past: Mapping[str, float], on_loss: Callable[[PayloadLost, Sequence[Row]], list[Row]]
-    ) -> Path:
+    async def save(self, step: int, past: Mapping[str, float], on_loss: OnLoss) -> Path:
         """Write the checkpoint of `step`, whose metrics are `past`; returns its folder.
 
         Raises `CheckpointError`; those before it stay. Finished groups whose payload is gone are left out: `on_loss` is
         told, and returns the others.
         """
         finished = self.queue.finished  # the hashes of all their versions have arrived: they were verified
-        state = DriverState(step, dict(self.weights.published), self.ledger.state(), dict(past))
+        state = DriverState(step, dict(self.weights.published), self.queue.ledger.state(), dict(past))
 
         async def write(folder: Path) -> None:
             await save_models(self.workers, folder)
@@ -46,13 +46,11 @@ class Resumable:
 
         return await self.checkpoints.save(step, state, write)
 
-    async def _save_groups(
-        self, path: Path, rows: Sequence[Row], on_loss: Callable[[PayloadLost, Sequence[Row]], list[Row]]
-    ) -> None:
+    async def _save_groups(self, path: Path, finished: Sequence[InFlightGroup], on_loss: OnLoss) -> None:
         try:
-            await self.workers.actor.save_groups(path, [row.group for row in rows])
+            await self.workers.actor.save_groups(path, [each.group for each in finished])
         except PayloadLost as error:
-            await self._save_groups(path, on_loss(error, rows), on_loss)
+            await self._save_groups(path, on_loss(error, finished), on_loss)
 
     async def restore(self, checkpoint: Path, steps: int) -> DriverState:
         """Load a checkpoint into all parts, for a run of `steps` in all; returns what it holds of the driver.
@@ -72,8 +70,7 @@ class Resumable:
         finished = [group for group in groups if group.serial in places]
         finished = [group for group in finished if queue.is_in_time(group, places[group.serial], version)]
         self.weights.published |= state.published
-        self.ledger.restore(state.ledger, {group.serial for group in finished})
-        queue.restore(version, num_groups, finished, places)
+        queue.restore(state.ledger, version, num_groups, finished)
         self.checkpoints.last_saved = version
         return state
 

@@ -11,12 +11,12 @@ from math import ceil
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
-from rlsys import deadlines
 from rlsys.contracts import Busy
+from rlsys.deadlines import Progress
 from rlsys.errors import ConfigError
 from rlsys.events import Events
+from rlsys.group_queue import GroupQueue
 from rlsys.metrics import STALENESS_BUCKETS
-from rlsys.queue import StreamingQueue
 from rlsys.telling import tell_busy
 from rlsys.types import Group, OutcomeKind, PolicyVersion
 
@@ -35,25 +35,6 @@ ACTIVITY_OF = {
     "checkpoint": "saving",
 }
 """Phases of a step in which a worker works -> what it does then, one of `rlsys.events.ACTIVITIES`."""
-
-
-class Progress:
-    """When something last moved, as `rlsys.deadlines` counts seconds. Drivers of one run share it: each may wait for
-    another, and all is well as long as any of them gets on."""
-
-    def __init__(self) -> None:
-        self._last_s: float | None = None
-
-    def moved(self) -> None:
-        """Something moved."""
-        self._last_s = deadlines.now()
-
-    def idle_s(self) -> float:
-        """Seconds since something last moved, or since this was first asked."""
-        if self._last_s is None:
-            self.moved()
-        assert self._last_s is not None
-        return deadlines.now() - self._last_s
 
 
 class StepClock:
@@ -160,7 +141,7 @@ class StepClock:
         self._step_began = _now()
 
 
-def step_metrics(learned: Learned, version: PolicyVersion, queue: StreamingQueue, clock: StepClock) -> dict[str, float]:
+def step_metrics(learned: Learned, version: PolicyVersion, queue: GroupQueue, clock: StepClock) -> dict[str, float]:
     """The metrics of the step that started from `version`. Raises `ConfigError` if two of them have one name."""
     groups = learned.groups
     times = {**clock.lap(), "time/train": learned.stats.train_s, "driver/cpu_share": clock.cpu_share()}
@@ -251,7 +232,7 @@ def _distribution(name: str, lengths: Sequence[int]) -> dict[str, float]:
     return {f"{name}_mean": fmean(ordered), f"{name}_p50": p50, f"{name}_p90": p90, f"{name}_max": ordered[-1]}
 
 
-def _staleness(groups: Sequence[Group], version: PolicyVersion, queue: StreamingQueue) -> dict[str, float]:
+def _staleness(groups: Sequence[Group], version: PolicyVersion, queue: GroupQueue) -> dict[str, float]:
     tokens = [(version - span.version, span.num_tokens) for g in groups for span in g.versions]
     total = sum(n for _, n in tokens) or 1
     by_bucket = dict.fromkeys(STALENESS_BUCKETS, 0)

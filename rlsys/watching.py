@@ -11,8 +11,8 @@ from heapq import nsmallest
 from rlsys.contracts import Rollouts
 from rlsys.errors import WorkerError
 from rlsys.events import Events, GroupPlaced, QueueSeen, ReplicaSeen
-from rlsys.ledger import Ledger
-from rlsys.queue import StreamingQueue
+from rlsys.group_queue import GroupQueue
+from rlsys.in_flight_group import State
 from rlsys.types import PolicyVersion, ReplicaLoad
 
 AGAIN_S = 10.0
@@ -30,15 +30,12 @@ class Watching:
     """One loop over all replicas of a driver: it only tells, and whatever it finds changes nothing."""
 
     rollouts: Rollouts
-    queue: StreamingQueue
-    ledger: Ledger
+    queue: GroupQueue
     events: Events
     every_s: float
     """Seconds between two looks at `AT_ONCE` replicas or fewer."""
     _told: dict[str, tuple[tuple[PolicyVersion, bool], float]] = field(default_factory=dict)
     """By replica: version and `is_loading` as told last, and when, in seconds of the event loop."""
-    _places: dict[int, str] = field(default_factory=dict)
-    """By serial of a group that is at a replica: the one that was told last."""
     _depth: QueueSeen | None = None
 
     async def run(self) -> None:
@@ -76,17 +73,17 @@ class Watching:
         """Tell of groups that are somewhere else than at the last look.
 
         In a run of several policies `whereabouts` knows of groups that this driver is done with, and says whom others
-        wait for: only open groups at replicas are told.
+        wait for: only groups that it wants rolled out, and at replicas, are told.
         """
-        places = {n: place for n, place in whereabouts.items() if n in self.ledger.open and place in self._told}
-        self._places = {n: place for n, place in self._places.items() if n in places}
-        moved = (n for n, place in places.items() if self._places.get(n) != place)
+        groups = {n: group for n in whereabouts if (group := self.queue.groups.get(n))}
+        groups = {n: group for n, group in groups.items() if group.state is State.ROLLING_OUT}
+        moved = (n for n, group in groups.items() if group.replica != whereabouts[n] in self._told)
         for serial in nsmallest(PLACES_AT_ONCE, moved):
-            self._places[serial] = places[serial]
-            self.events.emit(GroupPlaced(serial, places[serial]))
+            groups[serial].replica = whereabouts[serial]
+            self.events.emit(GroupPlaced(serial, whereabouts[serial]))
 
     def _count(self) -> None:
-        depth = QueueSeen(len(self.ledger.open), self.queue.num_finished)
+        depth = QueueSeen(len(self.queue.ledger.open), self.queue.num_finished)
         if depth != self._depth:
             self.events.emit(depth)
         self._depth = depth

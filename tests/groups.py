@@ -1,9 +1,16 @@
-"""Groups made by hand, for tests that need no rollout."""
+"""Groups made by hand, for tests that need no rollout, and queues for them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from rlsys.contracts import Busy, RolledOut
+from rlsys.data.source import TaskSource
+from rlsys.group_queue import GroupQueue, Permit
+from rlsys.in_flight_group import InFlightGroup
+from rlsys.ledger import Ledger
+from rlsys.testing import tasks
 from rlsys.types import (
     OK,
     Acknowledged,
@@ -41,3 +48,32 @@ def group(
         weights=tuple(Acknowledged("rollout-0", v, h) for v, h in zip(versions, hashes, strict=False)),
         payload=None,
     )
+
+
+def rolled_out(done: Group) -> RolledOut:
+    """What a replica answers."""
+    return RolledOut(done, Busy("rollout-0", 0.0, 0.0))
+
+
+def hand_in(queue: GroupQueue, permit: Permit, done: Group) -> InFlightGroup:
+    """Do all that a producer does with a permit whose group is worth training."""
+    in_flight = queue.start_rollout(permit)
+    assert queue.finish_rollout(in_flight, rolled_out(done))
+    assert queue.score(in_flight, done)
+    queue.offer(in_flight)
+    return in_flight
+
+
+def queue_of(
+    groups_per_step: int = 2,
+    max_staleness: int = 0,
+    window: int = 1,
+    *,
+    version: int = 0,
+    num_groups: int = 100,
+    num_tasks: int = 5,
+    **options: Any,
+) -> GroupQueue:
+    """A queue over tasks that are drawn with seed 3, two episodes a group."""
+    ledger = Ledger(TaskSource(tasks(num_tasks), seed=3), group_size=2, seed=3)
+    return GroupQueue(groups_per_step, max_staleness, window, version, num_groups, ledger, **options)

@@ -20,14 +20,13 @@ from rlsys.algorithm import Signal
 from rlsys.batch.plan import BatchPlan
 from rlsys.checkpoint import Checkpoints
 from rlsys.contracts import Arrival, Judged, Published, RolledOut, TrainStats
-from rlsys.curation import Curation
 from rlsys.data.source import TaskSource
 from rlsys.driver import Driver
 from rlsys.events import EngineChosen, Event, Events, PhaseDone, RunStarted, StepDone, WeightsPublished
 from rlsys.failures import FailurePolicy
+from rlsys.group_queue import GroupQueue
 from rlsys.learner import BatchShape
 from rlsys.ledger import Ledger
-from rlsys.queue import StreamingQueue
 from rlsys.testing import FakeActor, FakeRewards, FakeRollouts, FakeWorld, RewardAsAdvantage, run_virtual
 from rlsys.testing.pools import now
 from rlsys.tracking.alerts import AlertSink
@@ -137,8 +136,15 @@ def _driver(folder: Path, events: Events) -> Driver:
     return Driver(
         workers=workers,
         algorithm=algorithm,
-        queue=StreamingQueue(_GROUPS_PER_STEP, _MAX_STALENESS, _WINDOW, 0, TOTAL_STEPS * _GROUPS_PER_STEP),
-        ledger=Ledger(source, algorithm.group_size, seed=0, lease_s=1e9, curation=Curation()),
+        queue=GroupQueue(
+            _GROUPS_PER_STEP,
+            _MAX_STALENESS,
+            _WINDOW,
+            version=0,
+            num_groups=TOTAL_STEPS * _GROUPS_PER_STEP,
+            ledger=Ledger(source, algorithm.group_size, seed=0),
+            events=events,
+        ),
         weights=WeightSync(workers.actor, workers.relays, 60.0, max_age=100, on_arrival=arrived),
         failures=FailurePolicy(3, 4, 50),
         checkpoints=Checkpoints(folder, every=0, keep_last=1),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlsys.config import Config
+from rlsys.deadlines import Progress
 from rlsys.driver import Driver
 from rlsys.errors import Interrupted
 from rlsys.events import Events, PhaseDone, RunStarted
@@ -20,7 +21,6 @@ from rlsys.launch.preparing import Data, checkpoint_to_resume, write_run_dir
 from rlsys.launch.result import FirstStep, Summary, TrainResult
 from rlsys.launch.trackers import trackers_of
 from rlsys.launch.training import crew_ready, driver_of, ends_told, phase, train_in_cluster
-from rlsys.stepmetrics import Progress
 from rlsys.tracking.alerts import AlertSink
 from rlsys.tracking.console import ConsoleSink
 from rlsys.tracking.jsonl import JsonlSink

@@ -16,6 +16,7 @@ from rlsys.config import Config
 from rlsys.config.plan import plan_of
 from rlsys.contracts import Arrival, Published, Rollouts, Workers
 from rlsys.curation import Curation
+from rlsys.deadlines import Progress
 from rlsys.driver import Driver
 from rlsys.errors import Interrupted
 from rlsys.evaluation import Evaluation, EvaluationLane
@@ -29,6 +30,7 @@ from rlsys.events import (
     WorkerFailed,
     WorkerRestarted,
 )
+from rlsys.group_queue import GroupQueue
 from rlsys.interrupts import Interruptible
 from rlsys.launch.beside import dashboard_beside
 from rlsys.launch.preparing import (
@@ -47,9 +49,7 @@ from rlsys.launch.preparing import (
 from rlsys.launch.result import FirstStep, Summary, TrainResult
 from rlsys.launch.trackers import check_trackers, trackers_of
 from rlsys.ledger import Ledger
-from rlsys.queue import StreamingQueue
 from rlsys.repacking import Repacker
-from rlsys.stepmetrics import Progress
 from rlsys.tracking.alerts import AlertSink
 from rlsys.tracking.console import ConsoleSink
 from rlsys.tracking.jsonl import JsonlSink
@@ -216,19 +216,20 @@ def driver_of(config: Config, data: Data, workers: Workers, events: Events, prog
     return Driver(
         workers=workers,
         algorithm=config.algorithm,
-        queue=StreamingQueue(
+        queue=GroupQueue(
             groups_per_step=train.groups_per_step,
             max_staleness=asynchrony.max_staleness,
             window=asynchrony.window,
             version=0,
             num_groups=config.run.steps * train.groups_per_step,
+            ledger=Ledger(data.train, config.algorithm.group_size, config.run.seed, Curation(config.curation.rules())),
             signals=frozenset(signal for signal in config.algorithm.signals if signal.made == "stream"),
             synchronous_until=version_after(
                 config.algorithm, stabilizer.synchronous_steps if stabilizer else 0, start=0, end=config.run.steps
             ),
-        ),
-        ledger=Ledger(
-            data.train, config.algorithm.group_size, config.run.seed, limits.lease_s, Curation(config.curation.rules())
+            lease_s=limits.lease_s,
+            events=events,
+            progress=progress or Progress(),
         ),
         weights=weights,
         failures=failures_of(config),
@@ -242,7 +243,6 @@ def driver_of(config: Config, data: Data, workers: Workers, events: Events, prog
         rollouts_every=config.record.rollouts_every,
         evaluation=evaluation,
         repacker=_repacker_of(config, workers.rollouts, events),
-        progress=progress or Progress(),
         look_s=LOOK_S,
     )
 

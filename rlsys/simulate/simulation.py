@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -20,9 +19,9 @@ from rlsys.data.source import TaskSource
 from rlsys.driver import Driver
 from rlsys.events import Event, Events, StepDone
 from rlsys.failures import FailurePolicy
+from rlsys.group_queue import GroupQueue
 from rlsys.learner import BatchShape
 from rlsys.ledger import Ledger
-from rlsys.queue import StreamingQueue
 from rlsys.repacking import Repacker
 from rlsys.simulate.actor import SimActor, SimRewards, Simulated
 from rlsys.simulate.clock import run_virtual
@@ -110,13 +109,13 @@ class Simulation:
         tasks = [Task(id=f"task-{i}", prompt=f"{i}") for i in range(NUM_TASKS)]
         # The pipe stays full to the end: the driver is told of one more pipe of steps, and stopped when it has enough.
         num_groups = (self.steps + profile.max_staleness + 1) * profile.groups_per_step
-        queue = StreamingQueue(profile.groups_per_step, profile.max_staleness, profile.window, 0, num_groups)
-        events = Events([self])
+        ledger = Ledger(TaskSource(tasks, seed=profile.seed), profile.group_size, profile.seed)
+        events, sizes = Events([self]), (profile.groups_per_step, profile.max_staleness, profile.window)
+        queue = GroupQueue(*sizes, 0, num_groups, ledger, events=events)
         return Driver(
             workers=workers,
             algorithm=algorithm,
             queue=queue,
-            ledger=Ledger(TaskSource(tasks, seed=profile.seed), profile.group_size, profile.seed, lease_s=inf),
             weights=WeightSync(self.actor, self.relays, TRANSFER_S, max_age=queue.staleness_bound),
             failures=FailurePolicy(max_attempts=100, max_failed_groups=100, max_no_signal_groups=100),
             checkpoints=Checkpoints(folder / "checkpoints", every=0, keep_last=1),

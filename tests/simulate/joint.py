@@ -10,10 +10,10 @@ from typing import Any
 
 from rlsys.checkpoint import find_latest
 from rlsys.contracts import Workers
+from rlsys.deadlines import Progress
 from rlsys.driver import Driver
 from rlsys.events import Event, GroupDropped, GroupReissued, StepDone, WorkerFailed
 from rlsys.joint import Joint, train_jointly
-from rlsys.stepmetrics import Progress
 from rlsys.testing import FakeActor, FakeJointRollouts, FakeRelays, FakeRewards, FakeWorld, run_virtual
 from rlsys.types import PolicyVersion
 from tests.simulate.schedules import MACHINE_FAULTS, Choosy, heavy_tailed, most_failures

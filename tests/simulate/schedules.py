@@ -106,7 +106,7 @@ def _outcome(sessions: Sequence[tuple[FakeWorld, Driver, Witness]], limits: Mapp
     source = TaskSource(tasks(NUM_TASKS), seed=0)
     expected = Counter(source.next().id for _ in range(num_groups))
     is_undisturbed = limits["algorithm"] == Choosy(needs=limits["algorithm"].needs) and limits["rules"] == Rules()
-    curations = [driver.ledger.curation for _, driver, _ in sessions]
+    curations = [driver.queue.ledger.curation for _, driver, _ in sessions]
     synchronous = [each for world, _, _ in sessions for each in world.staleness_by_version.items()]
     return Outcome(
         max_staleness=driver.queue.max_staleness,
@@ -117,8 +117,8 @@ def _outcome(sessions: Sequence[tuple[FakeWorld, Driver, Witness]], limits: Mapp
         num_healthy=sum(max(0, told.num_reissued - len(world.gone)) for world, _, told in sessions),
         is_exactly_once=(
             len(trained) == num_groups
-            and sorted(trained + dropped) == list(range(driver.ledger.next_serial))
-            and not driver.ledger.open
+            and sorted(trained + dropped) == list(range(driver.queue.ledger.next_serial))
+            and not driver.queue.ledger.open
             and (world.consumed == expected or not is_undisturbed)
         ),
         is_calibrated=all(most == 0 for version, most in synchronous if version < limits["synchronous_steps"]),

@@ -118,7 +118,7 @@ def test_groups_dropped_for_want_of_a_signal_are_in_the_history_and_shown_beside
     driver, actor, recorder = curated(FakeWorld(), tmp_path, rules, steps=14, algorithm=Picky())
     run_virtual(driver.run(0))
     assert {g.task_id for g in actor.groups}.isdisjoint({EASY, HARD})
-    tallies = driver.ledger.curation.state().tallies
+    tallies = driver.queue.ledger.curation.state().tallies
     assert {task: (tallies[task].num_successes, tallies[task].num_episodes) for task in (EASY, HARD)} == {
         EASY: (SIZE, SIZE),
         HARD: (0, SIZE),
@@ -157,8 +157,8 @@ def test_synchronous_training_is_the_same_whoever_is_quicker_and_wherever_it_is_
 
         assert run_virtual(go_on()) == 12
     assert trained_too.world.weights == trained.world.weights
-    assert resumed.ledger.state() == whole.ledger.state()
-    assert whole.ledger.curation.num_passed_over > 0
+    assert resumed.queue.ledger.state() == whole.queue.ledger.state()
+    assert whole.queue.ledger.curation.num_passed_over > 0
 
 
 # ------------------------------------------------------------------------------------------------------------- grafts
@@ -230,7 +230,7 @@ def test_a_group_that_failed_altogether_is_trained_with_a_stored_success(tmp_pat
     assert all(group.columns == {Signal.REFERENCE_LOGPROBS: group.payload} for group in actor.groups)
     assert counted(recorder, "grafted")[-1] == len(events)
     assert max(actor.world.staleness) <= 8
-    assert (driver.queue.dropped, driver.queue.num_reissued, driver.ledger.open) == ({}, 0, {})
+    assert (driver.queue.dropped, driver.queue.num_reissued, driver.queue.ledger.open) == ({}, 0, {})
 
 
 @settings(deadline=None, max_examples=60)
@@ -324,7 +324,7 @@ def test_a_grafted_group_survives_a_resume_and_stored_successes_do_not(tmp_path)
         checkpoint = find_latest(tmp_path)
         assert checkpoint is not None
         version = await resumed.restore(checkpoint)
-        assert resumed.ledger.curation.metrics()["curation/stored"] == 0
+        assert resumed.queue.ledger.curation.metrics()["curation/stored"] == 0
         return await resumed.run(version)
 
     assert run_virtual(go_on()) == 20
@@ -338,7 +338,7 @@ def test_the_history_of_an_asynchronous_run_that_was_interrupted_is_that_of_ever
     (cut, first, _), (resumed, second, _) = parts
     cut.events.attach(StopAfter(cut, 6))
     assert run_virtual(cut.run(0)) == 6
-    assert cut.ledger.state().curation.judged, "groups were judged and not trained"
+    assert cut.queue.ledger.state().curation.judged, "groups were judged and not trained"
 
     async def go_on() -> int:
         checkpoint = find_latest(tmp_path)
@@ -348,7 +348,7 @@ def test_the_history_of_an_asynchronous_run_that_was_interrupted_is_that_of_ever
     assert run_virtual(go_on()) == 14
     trained = [*first.groups, *second.groups]
     episodes = {task: sum(len(g.episodes) for g in trained if g.task_id == task) for task in (EASY, HARD)}
-    tallies = resumed.ledger.curation.state().tallies
+    tallies = resumed.queue.ledger.curation.state().tallies
     assert {task: tallies[task].num_episodes for task in (EASY, HARD)} == episodes
     assert {task: tallies[task].rate for task in (EASY, HARD)} == {EASY: 1.0, HARD: 0.0}
     assert any(len(g.episodes) == SIZE // 2 for g in second.groups if g.task_id == EASY)

@@ -172,7 +172,7 @@ def test_a_lost_payload_is_told_and_its_group_keeps_its_number_and_its_place(tmp
     lost = recorder.of(GroupReissued)
     assert lost
     assert all(f"group {', '.join(str(e.serial) for e in lost)} are gone" in e.reason for e in lost)
-    assert (driver.queue.num_reissued, driver.queue.dropped, driver.ledger.next_serial) == (len(lost), {}, 18)
+    assert (driver.queue.num_reissued, driver.queue.dropped, driver.queue.ledger.next_serial) == (len(lost), {}, 18)
     assert world.consumed.total() == 18
 
 
@@ -218,7 +218,7 @@ def test_a_loss_that_is_noticed_late_is_not_laid_on_the_next_attempt(tmp_path):
     driver = driver_on(world, tmp_path, steps=10, max_staleness=1, max_attempts=2, signals=signals, recorder=recorder)
     run_virtual(driver.run(0))
     assert [e.serial for e in recorder.of(GroupReissued)] == [3, 5]
-    assert (driver.queue.dropped, driver.queue.num_permits, driver.ledger.open) == ({}, 0, {})
+    assert (driver.queue.dropped, driver.queue.num_permits, driver.queue.ledger.open) == ({}, 0, {})
     assert world.consumed.total() == 30
 
 
@@ -413,5 +413,5 @@ def test_the_last_step_leaves_no_group_unused(tmp_path):
     world = FakeWorld()
     driver = driver_on(world, tmp_path, steps=5, max_staleness=3)
     run_virtual(driver.run(0))
-    assert driver.ledger.next_serial == 15
-    assert not driver.ledger.open
+    assert driver.queue.ledger.next_serial == 15
+    assert not driver.queue.ledger.open

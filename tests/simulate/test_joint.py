@@ -37,8 +37,8 @@ def test_under_any_faults_each_policy_trains_every_group_once_and_within_its_bou
         trained = [serial for session in sessions for serial in session.worlds[policy].trained_serials]
         dropped = {serial for session in sessions for serial, _ in session.diaries[policy].dropped}
         assert len(trained) == len(set(trained)) == own["steps"] * own["groups_per_step"]
-        assert dropped.union(trained) == set(range(last.ledger.next_serial)), "what is issued is settled"
-        assert not last.ledger.open
+        assert dropped.union(trained) == set(range(last.queue.ledger.next_serial)), "what is issued is settled"
+        assert not last.queue.ledger.open
         behind = [s for session in sessions for s in session.worlds[policy].staleness]
         assert max(behind) <= last.queue.staleness_bound
         assert not any(reason == "stale" for session in sessions for _, reason in session.diaries[policy].dropped)

@@ -88,8 +88,8 @@ def test_a_group_without_a_signal_is_dropped_replaced_and_no_failure(tmp_path):
     assert [(e.serial % 3, e.reason) for e in dropped] == [(0, "no_signal")] * len(dropped)
     assert "equal rewards: [1.0]" in dropped[0].detail
     assert world.consumed.total() == 18
-    assert driver.ledger.next_serial == 18 + len(dropped) == 27
-    assert not driver.ledger.open
+    assert driver.queue.ledger.next_serial == 18 + len(dropped) == 27
+    assert not driver.queue.ledger.open
     assert recorder.of(StepDone)[-1].metrics["curation/no_signal"] == len(dropped)
 
 
@@ -163,14 +163,14 @@ def test_a_step_that_settling_empties_is_dropped_whole_and_makes_no_version(tmp_
     assert [(e.serial, e.reason) for e in recorder.of(GroupDropped)] == [(n, "no_signal") for n in (3, 4, 5)]
     assert [e.step for e in recorder.of(StepDone)] == [1, 2, 3, 4, 5, 6]
     assert world.consumed.total() == 18
-    assert (driver.ledger.next_serial, driver.ledger.open, driver.queue.num_permits) == (21, {}, 0)
+    assert (driver.queue.ledger.next_serial, driver.queue.ledger.open, driver.queue.num_permits) == (21, {}, 0)
 
 
 def test_a_group_that_settling_empties_is_trained_with_its_step(tmp_path):
     world = FakeWorld()
     driver = driver_on(world, tmp_path, algorithm=Without(serials=range(3, 5)))
     run_virtual(driver.run(0))
-    assert (world.consumed.total(), driver.queue.dropped, driver.ledger.next_serial) == (18, {}, 18)
+    assert (world.consumed.total(), driver.queue.dropped, driver.queue.ledger.next_serial) == (18, {}, 18)
 
 
 def test_settling_that_empties_every_step_ends_the_run(tmp_path):

@@ -87,7 +87,7 @@ def test_groups_are_trained_once_each_in_their_order(tmp_path: Path, max_stalene
 def test_under_a_tighter_bound_what_would_be_too_stale_is_rolled_out_again(tmp_path: Path, max_staleness: int):
     order, resumed = cut_and_resumed(tmp_path, max_staleness=max_staleness)
     assert order == list(range(18))
-    assert (resumed.queue.dropped, resumed.ledger.open) == ({}, {})
+    assert (resumed.queue.dropped, resumed.queue.ledger.open) == ({}, {})
     actor = resumed.workers.actor
     assert isinstance(actor, FakeActor)
     assert max(actor.world.staleness) <= max_staleness

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -249,9 +250,9 @@ def test_a_pool_that_cannot_be_asked_ends_no_run(tmp_path):
     assert told.of(QueueSeen), "the queue is the driver's own"
 
 
-def watching(tmp_path: Path, every_s: float = 2.0) -> Watching:
-    driver = driver_on(FakeWorld(), tmp_path)
-    return Watching(driver.workers.rollouts, driver.queue, driver.ledger, driver.events, every_s)
+def watching(tmp_path: Path, every_s: float = 2.0, groups_per_step: int = 3) -> Watching:
+    driver = driver_on(FakeWorld(), tmp_path, groups_per_step=groups_per_step)
+    return Watching(driver.workers.rollouts, driver.queue, driver.events, every_s)
 
 
 def test_of_more_replicas_looks_are_rarer_but_none_seems_to_be_gone(tmp_path):
@@ -261,21 +262,24 @@ def test_of_more_replicas_looks_are_rarer_but_none_seems_to_be_gone(tmp_path):
 
 
 def test_one_look_tells_the_places_of_so_many_groups_and_the_next_of_others(tmp_path):
-    looks, recorder = watching(tmp_path), Recorder()
+    looks, recorder = watching(tmp_path, groups_per_step=PLACES_AT_ONCE + 5), Recorder()
     looks.events.attach(recorder)
-    serials = [looks.ledger.issue(0).serial for _ in range(PLACES_AT_ONCE + 5)]
+    serials = range(PLACES_AT_ONCE + 5)
     whereabouts = dict.fromkeys(reversed(serials), "rollout-0")
 
     async def three_looks() -> list[int]:
         looks._see(await looks.rollouts.loads())
         counts = []
-        for _ in range(3):
-            looks._place(whereabouts)
-            counts.append(len(recorder.of(GroupPlaced)))
+        async with AsyncExitStack() as permits:
+            for _ in serials:
+                looks.queue.start_rollout(await permits.enter_async_context(looks.queue.permit()))
+            for _ in range(3):
+                looks._place(whereabouts)
+                counts.append(len(recorder.of(GroupPlaced)))
         return counts
 
     assert run_virtual(three_looks()) == [PLACES_AT_ONCE, PLACES_AT_ONCE + 5, PLACES_AT_ONCE + 5]
-    assert [e.serial for e in recorder.of(GroupPlaced)] == serials
+    assert [e.serial for e in recorder.of(GroupPlaced)] == list(serials)
 
 
 def test_looking_changes_nothing_of_what_is_trained(tmp_path):

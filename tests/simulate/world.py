@@ -13,13 +13,13 @@ from rlsys.checkpoint import Checkpoints
 from rlsys.contracts import Workers
 from rlsys.curation import Curation
 from rlsys.data.source import TaskSource
+from rlsys.deadlines import Progress
 from rlsys.driver import Driver
 from rlsys.events import Event, Events, StepDone
 from rlsys.failures import FailurePolicy
+from rlsys.group_queue import GroupQueue
 from rlsys.learner import BatchShape
 from rlsys.ledger import Ledger
-from rlsys.queue import StreamingQueue
-from rlsys.stepmetrics import Progress
 from rlsys.testing import FakeWorld, RewardAsAdvantage, tasks
 from rlsys.testing.pools import now
 from rlsys.weights import WeightSync
@@ -89,29 +89,31 @@ def driver_on(
     """A run of `steps` steps over `NUM_TASKS` tasks; checkpoints go under `folder`, events have virtual times."""
     workers = workers or world.workers()
     algorithm = algorithm or RewardAsAdvantage(needs=signals)
-    streamed = frozenset(signal for signal in algorithm.signals if signal.made == "stream")
-    num_groups = steps * groups_per_step
-    synchronous_until = version_after(algorithm, world.synchronous_steps, start=0, end=steps)
+    events = Events([recorder] if recorder else [], clock=now)
     return Driver(
         workers=workers,
         algorithm=algorithm,
-        queue=StreamingQueue(groups_per_step, max_staleness, window, 0, num_groups, streamed, synchronous_until),
-        ledger=Ledger(
-            TaskSource(tasks(NUM_TASKS), seed=0),
-            algorithm.group_size,
-            seed=0,
+        queue=GroupQueue(
+            groups_per_step,
+            max_staleness,
+            window,
+            version=0,
+            num_groups=steps * groups_per_step,
+            ledger=Ledger(TaskSource(tasks(NUM_TASKS), seed=0), algorithm.group_size, 0, curation or Curation()),
+            signals=frozenset(signal for signal in algorithm.signals if signal.made == "stream"),
+            synchronous_until=version_after(algorithm, world.synchronous_steps, start=0, end=steps),
             lease_s=world.lease_s,
-            curation=curation or Curation(),
+            events=events,
+            progress=progress or Progress(),
         ),
         weights=WeightSync(workers.actor, workers.relays, transfer_s=60.0, max_age=max_staleness + window),
         failures=FailurePolicy(max_attempts, max_failed_groups, max_no_signal_groups),
         checkpoints=Checkpoints(folder, every=checkpoint_every, keep_last=100),
-        events=Events([recorder] if recorder else [], clock=now),
+        events=events,
         shape=BatchShape(num_ranks=2, max_tokens=1000, num_updates=num_updates),
         steps=steps,
         no_progress_s=no_progress_s,
         run_dir=folder,
         config="run: {name: fake}\n",
         rollouts_every=0,
-        progress=progress or Progress(),
     )

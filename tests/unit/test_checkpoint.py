@@ -17,13 +17,13 @@ import pytest
 from rlsys.checkpoint import Checkpoints, DriverState, find_latest, is_complete, read_state
 from rlsys.data.source import Cursor
 from rlsys.errors import CheckpointError
-from rlsys.ledger import Entry, LedgerState
+from rlsys.ledger import IssuedTask, LedgerState
 
 PARTS = ["actor/weights.bin", "actor/optimizer.bin", "groups.jsonl", "driver.json", "manifest.json"]
 
 
 def state_of(step: int) -> DriverState:
-    pending = [Entry(serial=7, task_id="a", cursor=Cursor(1, 2))]
+    pending = [IssuedTask(serial=7, task_id="a", cursor=Cursor(1, 2))]
     ledger = LedgerState("8 tasks", Cursor(1, 3), 8, 7, pending)
     return DriverState(step, {0: "cafe", step: "beef"}, ledger, past={"policy/entropy": 0.1 + 0.2})
 

@@ -37,7 +37,7 @@ def settled(curation: Curation, task_id: str, num_successes: int, num_episodes: 
 
 
 def ledger_of(rules: Rules, num_tasks: int = 5) -> Ledger:
-    return Ledger(TaskSource(tasks(num_tasks), 3), SIZE, 3, 600.0, Curation(rules))
+    return Ledger(TaskSource(tasks(num_tasks), 3), SIZE, 3, Curation(rules))
 
 
 # ------------------------------------------------------------------------------------------------------------ history

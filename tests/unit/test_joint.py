@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,15 +12,14 @@ import pytest
 
 from rlsys.contracts import Busy, Judged, RolledOut
 from rlsys.curation import Graft
-from rlsys.data.source import TaskSource
 from rlsys.errors import WorkerDied
+from rlsys.group_queue import Permit
 from rlsys.joint import Joint
-from rlsys.ledger import Ledger
-from rlsys.queue import StreamingQueue
 from rlsys.simulate.clock import run_virtual
 from rlsys.testing import tasks
 from rlsys.types import Acknowledged, Assignment, Group, ReplicaLoad, Score, Task
 from tests.groups import group as group_of
+from tests.groups import hand_in, queue_of
 
 
 @dataclass
@@ -73,22 +73,29 @@ class Pair:
 
     def __init__(self, workers: Workers) -> None:
         self.joint = Joint(workers, workers)
-        self.ledgers = {name: Ledger(TaskSource(tasks(9), 0), 2, 0, 600.0) for name in ("a", "b")}
-        self.queues = {name: StreamingQueue(1, 0, 1, version=0, num_groups=9) for name in ("a", "b")}
-        for name in ("a", "b"):
-            self.joint.join(name, self.ledgers[name], self.queues[name])
+        self.queues = {name: queue_of(1, max_staleness=3, num_tasks=9) for name in ("a", "b")}
+        self.permits = AsyncExitStack()
+        for name, queue in self.queues.items():
+            self.joint.join(name, queue)
+
+    async def permit(self, policy: str) -> Permit:
+        """With its next group."""
+        return await self.permits.enter_async_context(self.queues[policy].permit())
 
     def asks(self, policy: str, assignment: Assignment | None = None) -> asyncio.Task[RolledOut]:
         """For its next group, or again for one."""
 
         async def issued() -> RolledOut:
-            return await self.joint.run(policy, assignment or self.ledgers[policy].issue(0))
+            return await self.joint.run(policy, assignment or (await self.permit(policy)).group.assignment)
 
         return asyncio.create_task(issued())
 
+    def played(self, scenario: Callable[[], Any]) -> None:
+        async def main() -> None:
+            async with self.permits, asyncio.timeout(100.0):
+                await scenario()
 
-def played(scenario: Callable[[], Any]) -> None:
-    run_virtual(asyncio.wait_for(scenario(), 100.0))
+        run_virtual(main())
 
 
 def test_a_policy_that_does_not_ask_speaks_with_the_newest_weights_it_published():
@@ -96,9 +103,9 @@ def test_a_policy_that_does_not_ask_speaks_with_the_newest_weights_it_published(
     pair = Pair(workers)
 
     async def scenario() -> None:
-        pair.queues["b"].version = 7
-        first = pair.ledgers["b"].issue(7)
-        pair.ledgers["b"].consume([first.serial])
+        trained = hand_in(pair.queues["b"], await pair.permit("b"), group_of(0))
+        assert await pair.queues["b"].take(0) == [trained]
+        pair.queues["b"].release([trained], 7)
         await pair.asks("a")
         assert workers.rolled_out[0].versions == {"a": 0, "b": 7}
         pair.queues["b"].version = 8
@@ -106,7 +113,7 @@ def test_a_policy_that_does_not_ask_speaks_with_the_newest_weights_it_published(
         await pair.asks("a")
         assert workers.rolled_out[1].versions == {"a": 0, "b": 8}
 
-    played(scenario)
+    pair.played(scenario)
 
 
 def test_a_group_that_one_policy_gives_up_is_rolled_out_again_for_the_other():
@@ -114,17 +121,17 @@ def test_a_group_that_one_policy_gives_up_is_rolled_out_again_for_the_other():
     pair = Pair(workers)
 
     async def scenario() -> None:
-        assignment = pair.ledgers["a"].issue(0)
+        assignment = (await pair.permit("a")).group.assignment
         both = [pair.asks("a", assignment), pair.asks("b")]
         assert {type(end) for end in await asyncio.gather(*both, return_exceptions=True)} == {WorkerDied}
         again = pair.asks("a", assignment)
         await asyncio.sleep(1.0)
         assert pair.joint.awaited("a") == {0: "policy b"}
-        pair.ledgers["b"].drop(0)
+        pair.queues["b"].drop(pair.queues["b"].groups[0], "failed", "nothing to train")
         pair.asks("b")
         assert (await again).group.policy == "a"
 
-    played(scenario)
+    pair.played(scenario)
 
 
 def test_a_rollout_is_judged_once_for_all_and_again_if_that_failed():
@@ -140,7 +147,7 @@ def test_a_rollout_is_judged_once_for_all_and_again_if_that_failed():
         assert one is other
         assert workers.judged == ["rollout 1"] * 2
 
-    played(scenario)
+    pair.played(scenario)
 
 
 def test_a_judgement_is_of_the_rollout_that_it_is_asked_for():
@@ -150,7 +157,7 @@ def test_a_judgement_is_of_the_rollout_that_it_is_asked_for():
     async def scenario() -> None:
         task = tasks(1)[0]
         pair.joint.leave("b")
-        assignment = pair.ledgers["a"].issue(0)
+        assignment = (await pair.permit("a")).group.assignment
         lost = (await pair.asks("a", assignment)).group
         with pytest.raises(WorkerDied):
             await pair.joint.score("a", task, lost)
@@ -159,4 +166,4 @@ def test_a_judgement_is_of_the_rollout_that_it_is_asked_for():
         await pair.joint.score("a", task, anew)
         assert workers.judged == ["rollout 1", "rollout 1", "rollout 2"]
 
-    played(scenario)
+    pair.played(scenario)

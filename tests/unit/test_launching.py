@@ -131,7 +131,7 @@ def test_tasks_are_curated_as_the_configuration_says(tmp_path):
     job = config(tmp_path, "asynchrony.max_staleness=1", *(f"curation.{key}={value}" for key, value in keys.items()))
     data = Data(TaskSource(tasks(3), seed=0), {})
     for told, rules in ((job, Rules(0.5, 0.7, (0.1, 0.9), 3, 2, 5)), (config(tmp_path), Rules())):
-        assert driver_of(told, data, FakeWorld().workers(), Events([])).ledger.curation.rules == rules
+        assert driver_of(told, data, FakeWorld().workers(), Events([])).queue.ledger.curation.rules == rules
 
 
 def test_a_run_keeps_its_configuration_with_a_step_that_fails(tmp_path):

@@ -11,11 +11,10 @@ import pytest
 from rlsys.contracts import TrainStats
 from rlsys.learner import Learned
 from rlsys.metrics import undocumented
-from rlsys.queue import StreamingQueue
 from rlsys.record import GroupRecord, RolloutRecord, read_groups, read_rollouts, write_groups, write_rollouts
 from rlsys.stepmetrics import StepClock, step_metrics
 from rlsys.types import Episode, Score, Task, Trajectory
-from tests.groups import episode, group
+from tests.groups import episode, group, queue_of
 
 JUDGED = (
     Score(1.1, parts={"exact": 1.0, "format": 0.5}),
@@ -29,7 +28,7 @@ PAYLOAD = (Episode((Trajectory("policy", ()),)),) * 3
 def test_each_function_has_a_mean_of_its_own_where_it_applied() -> None:
     async def measured() -> dict[str, float]:
         learned = Learned([GROUP], [()], TrainStats({}, 1.0))
-        return step_metrics(learned, 0, StreamingQueue(2, 1, 1, 0, 100), StepClock())
+        return step_metrics(learned, 0, queue_of(2, 1), StepClock())
 
     metrics = asyncio.run(measured())
     by_function = {name: value for name, value in metrics.items() if name.startswith("reward/by/")}

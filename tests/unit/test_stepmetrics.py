@@ -12,11 +12,10 @@ from rlsys.contracts import Busy, TrainStats
 from rlsys.errors import ConfigError
 from rlsys.learner import Learned
 from rlsys.metrics import METRICS, STALENESS_BUCKETS, undocumented
-from rlsys.queue import StreamingQueue
 from rlsys.stepmetrics import StepClock, step_metrics
 from rlsys.testing import RewardAsAdvantage, run_virtual
 from rlsys.types import OK, TRUNCATED, EpisodeMeta, Group, Outcome, SampleMeta, TrajectoryMeta, failed
-from tests.groups import episode, group
+from tests.groups import episode, group, queue_of
 
 
 def test_a_span_counts_virtual_seconds_and_a_lap_starts_anew():
@@ -120,7 +119,7 @@ def measured(*groups, version: int = 0, seconds: float = 2.0, dropped: dict[str,
         for one in offered or groups:
             clock.offer(one)
         await asyncio.sleep(seconds)
-        queue = StreamingQueue(2, 1, 1, version, 100)
+        queue = queue_of(2, 1, version=version)
         queue.dropped.update(dropped or {})
         return step_metrics(learned_of(groups), version, queue, clock)
 
@@ -145,7 +144,7 @@ def test_speed_counts_what_is_trained_and_not_what_settling_left_out():
         clock.start()
         await asyncio.sleep(2.0)
         learned = learned_of([group(0), group(1)], num_trained=1)
-        metrics = step_metrics(learned, 0, StreamingQueue(2, 1, 1, 0, 100), clock)
+        metrics = step_metrics(learned, 0, queue_of(2, 1), clock)
         assert (metrics["perf/samples_per_s"], metrics["perf/tokens_per_s"]) == (1.0, 3.0)
         assert metrics["reward/mean"] == 0.5, "rewards are those of all groups"
 
@@ -157,7 +156,7 @@ def test_no_metric_hides_another_of_the_same_name(name):
     async def main() -> None:
         clock = StepClock()
         with pytest.raises(ConfigError, match=f"the metrics {name} are reported twice in one step"):
-            step_metrics(learned_of([group(0)], metrics={name: 1.0}), 0, StreamingQueue(2, 1, 1, 0, 100), clock)
+            step_metrics(learned_of([group(0)], metrics={name: 1.0}), 0, queue_of(2, 1), clock)
 
     run_virtual(main())
 
