@@ -10,11 +10,11 @@ import pytest
 from rlsys.broadcast import Announcement
 from rlsys.contracts import Arrival
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerError
+from rlsys.relay import Relay
 from rlsys.simulate.clock import run_virtual
 from rlsys.types import Ref
 from rlsys.weights import Manifest
 from tests.relays import TRANSFER_S, Net, Node, announced, sent
-from rlsys.relay import Relay
 from workers.relays import RayRelays
 from workers.remote_proxy import Remote
 
