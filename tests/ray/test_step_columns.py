@@ -86,7 +86,8 @@ class Trainers:
         )
         ranks = range(num_ranks)
         score = partial(ReferenceWorker.of, SMALL, str(model_path), "float32", 1.0, 64)
-        trains: list[Any] = [partial(ActorRank, rank, actor, None) for rank in ranks]
+        nowhere: Any = None
+        trains = [partial(ActorRank, rank, actor, nowhere) for rank in ranks]
         values = [partial(CriticRank, rank, critic) for rank in ranks]
         return cls(
             ActorHandle([start(ActorRank, "actor", build, SMALL, 60.0) for build in trains], has_pairs=True),
