@@ -8,25 +8,23 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from rlsys.algorithm import Algorithm, Assigned, Signal
+from rlsys.algorithm import Assigned, Signal
 from rlsys.batch.plan import RankPlan
 from rlsys.contracts import Published, TrainStats
 from rlsys.deadlines import remote
 from rlsys.record import GroupRecord, RolloutRecord, read_groups, write_groups, write_rollouts
 from rlsys.stabilizer import Stabilizer, StabilizerPlugin
 from rlsys.types import Episode, Group, PolicyVersion, Task
-from workers.cluster import Resources
 from workers.codec import TextCodec
-from workers.rank import Rank, disk, flushed
+from workers.rank import Rank, RankSpec, disk, flushed
 from workers.streams import Parcel
 
 if TYPE_CHECKING:
     from rlsys.batch.tensors import StepColumn
     from workers.train.base import TrainBackend
     from workers.train.reading import Reader, Speller, TokenColumns
-    from workers.train.settings import OptimizerSettings
     from workers.transport.object_store import ObjectStorePublisher
 
 Payload: TypeAlias = tuple[Episode, ...]
@@ -46,19 +44,13 @@ class Trained:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ActorSpec:
-    """What a rank is built from."""
+class ActorSpec(RankSpec):
+    """The specification of a rank of the actor."""
 
-    model_path: str
-    dtype: Literal["float32", "bfloat16"]
-    num_ranks: int
-    optimizer: OptimizerSettings
-    algorithm: Algorithm
     stabilizer: StabilizerPlugin | None
     temperature: float
     probe_length: int
     """Tokens of the probe that goes with published weights."""
-    resources: Resources
 
 
 class ActorRank(Rank):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import ray
 from ray.exceptions import RayError
@@ -15,6 +16,8 @@ from rlsys.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,10 @@ class Resources:
 
         torch.set_num_threads(self.threads)
         return torch.device("cuda" if self.num_gpus else "cpu")
+
+    def build(self, make: Callable[..., T]) -> T:
+        """Call `make`, in the process that has these resources, with its `device`."""
+        return make(device=self.claim())
 
 
 NO_MATHS = Resources(num_cpus=0.0)

@@ -6,33 +6,25 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from rlsys.algorithm import Algorithm, Signal
+from rlsys.algorithm import Signal
 from rlsys.batch.plan import RankPlan
 from rlsys.contracts import TrainStats
 from rlsys.deadlines import remote
-from workers.cluster import Resources
-from workers.rank import Rank, flushed
+from workers.rank import Rank, RankSpec, flushed
 
 if TYPE_CHECKING:
     from rlsys.batch.tensors import StepColumn
     from workers.train.base import ValueBackend
-    from workers.train.settings import OptimizerSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CriticSpec:
-    """What a rank is built from."""
+class CriticSpec(RankSpec):
+    """The specification of a rank of the critic."""
 
-    model_path: str
     policy_path: str
     """The policy's model, whose token ids it reads."""
-    dtype: Literal["float32", "bfloat16"]
-    num_ranks: int
-    optimizer: OptimizerSettings
-    algorithm: Algorithm
-    resources: Resources
 
 
 class CriticRank(Rank):

@@ -23,7 +23,7 @@ from workers.reference import ReferenceWorker
 from workers.relays import RayRelays
 from workers.remote_proxy import Remote, start
 from workers.replica_spec import GeneratorSpec, RolloutSpec
-from workers.reward import RewardModelSpec, RewardWorker, RewardWorkerSpec
+from workers.reward import RewardModelSpec, RewardWorker
 from workers.rollout import RolloutWorker
 from workers.rollouts import ANSWER_S, PinnedRolloutPool, RolloutPool
 from workers.train.settings import critic_optimizer_settings, optimizer_settings
@@ -206,18 +206,13 @@ def _share_of_memory(num_engines: int) -> dict[str, float]:
 
 def start_rewards(config: Config) -> RewardPool:
     """The reward workers."""
-    reward, model = config.reward, config.reward.model
-    spec = RewardWorkerSpec(
-        functions=reward.functions,
-        processes=reward.processes,
-        timeout_s=reward.timeout_s,
-        model=model and RewardModelSpec(model.path, model.dtype, model.max_tokens, model.weight),
-        resources=Resources(reward.worker_cpus, reward.worker_gpus, model.threads if model else 1),
-    )
-    limits = config.limits
+    reward, model, limits = config.reward, config.reward.model, config.limits
+    judge = model and RewardModelSpec(model.path, model.dtype, model.max_tokens, model.weight)
+    resources = Resources(reward.worker_cpus, reward.worker_gpus, model.threads if model else 1)
+    arguments = reward.functions, reward.processes, reward.timeout_s, judge, resources
 
     def one(name: str) -> Remote[RewardWorker]:
-        return start(RewardWorker, name, partial(RewardWorker.of, name, spec), spec.resources, limits.lease_s)
+        return start(RewardWorker, name, partial(RewardWorker.of, name, *arguments), resources, limits.lease_s)
 
     return RewardPool(Supply(reward.workers, one, limits.lease_s, limits.max_attempts))
 
@@ -227,5 +222,5 @@ def start_reference(config: Config, policy: str = POLICY) -> ReferenceHandle:
     section = config.reference
     resources = Resources(section.num_cpus, section.num_gpus, section.threads)
     arguments = config.model.path, config.model.dtype, config.rollout.temperature, config.train.micro_batch_tokens
-    build = partial(ReferenceWorker.of, resources, *arguments, policy)
+    build = partial(resources.build, partial(ReferenceWorker, *arguments, policy=policy))
     return ReferenceHandle(start(ReferenceWorker, "reference", build, resources, config.limits.no_progress_s))

@@ -6,19 +6,21 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from rlsys.algorithm import Signal
+from rlsys.algorithm import Algorithm, Signal
 from rlsys.batch.plan import RankPlan
 from rlsys.checkpoint import flush
 from rlsys.contracts import TrainStats
 from rlsys.deadlines import remote
 from rlsys.errors import CheckpointError, PayloadLost
 from rlsys.types import Group
+from workers.cluster import Resources
 from workers.streams import Parcel
 
 if TYPE_CHECKING:
     from rlsys.batch.tensors import StepColumn, StepData
+    from workers.train.settings import OptimizerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,18 @@ class StepParcel:
         }
         everything = range(max(indices) + 1)
         return StepData([payloads.get(i, ()) for i in everything], [columns.get(i, {}) for i in everything])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSpec:
+    """The specification of a rank of the actor or of the critic."""
+
+    model_path: str
+    dtype: Literal["float32", "bfloat16"]
+    num_ranks: int
+    optimizer: OptimizerSettings
+    algorithm: Algorithm
+    resources: Resources
 
 
 class Rank:

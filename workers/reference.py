@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal
 
 from rlsys.batch.plan import RankPlan
 from rlsys.batch.samples import samples_in
 from rlsys.deadlines import remote
 from rlsys.types import POLICY, Episode
-from workers.cluster import Resources
 from workers.rank import StepParcel
 from workers.streams import Parcel
 
@@ -42,19 +41,6 @@ class ReferenceWorker:
         self._policy, self._device = policy, device
         self._model: PreTrainedModel = load_model(model_path, getattr(torch, dtype), self._device)
         self._temperature, self._max_tokens = temperature, max_tokens
-
-    @classmethod
-    def of(
-        cls,
-        resources: Resources,
-        model_path: str,
-        dtype: Literal["float32", "bfloat16"],
-        temperature: float,
-        max_tokens: int,
-        policy: str = POLICY,
-    ) -> Self:
-        """The worker on the resources of this process."""
-        return cls(model_path, dtype, temperature, max_tokens, resources.claim(), policy)
 
     @remote("scoring groups")
     def annotate(self, parcel: Parcel) -> tuple[int, tuple[object, ...]]:

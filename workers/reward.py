@@ -30,6 +30,8 @@ from workers.cluster import Resources
 from workers.streams import Parcel, answer_in_chunks
 
 if TYPE_CHECKING:
+    import torch
+
     from workers.reward_model import RewardModel
 
 
@@ -42,16 +44,10 @@ class RewardModelSpec:
     max_tokens: int
     weight: float
 
+    def load(self, device: torch.device) -> RewardModel:
+        from workers.reward_model import RewardModel
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardWorkerSpec:
-    """The specification of a reward worker."""
-
-    functions: tuple[RewardSpec, ...]
-    processes: int
-    timeout_s: float
-    model: RewardModelSpec | None
-    resources: Resources
+        return RewardModel(self.path, self.dtype, self.max_tokens, self.weight, device)
 
 
 class RewardWorker:
@@ -83,15 +79,18 @@ class RewardWorker:
         self._model, self._model_thread = model, ThreadPoolExecutor(1, thread_name_prefix=MODEL)
 
     @classmethod
-    async def of(cls, name: str, spec: RewardWorkerSpec) -> Self:
+    async def of(
+        cls,
+        name: str,
+        specs: Sequence[RewardSpec],
+        processes: int,
+        timeout_s: float,
+        model: RewardModelSpec | None,
+        resources: Resources,
+    ) -> Self:
         """Load the model, if there is one, and start every process."""
-        model = None
-        if (own := spec.model) is not None:
-            from workers.reward_model import RewardModel
-
-            device = spec.resources.claim()
-            model = RewardModel(own.path, own.dtype, own.max_tokens, own.weight, device)
-        worker = cls(spec.functions, spec.processes, spec.timeout_s, model=model, name=name)
+        loaded = None if model is None else resources.build(model.load)
+        worker = cls(specs, processes, timeout_s, model=loaded, name=name)
         await worker.start()
         return worker
 

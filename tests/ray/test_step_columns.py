@@ -85,7 +85,7 @@ class Trainers:
             resources=SMALL,
         )
         ranks = range(num_ranks)
-        score = partial(ReferenceWorker.of, SMALL, str(model_path), "float32", 1.0, 64)
+        score = partial(SMALL.build, partial(ReferenceWorker, str(model_path), "float32", 1.0, 64))
         nowhere: Any = None
         trains = [partial(ActorRank, rank, actor, nowhere) for rank in ranks]
         values = [partial(CriticRank, rank, critic) for rank in ranks]
