@@ -100,7 +100,7 @@ class Pool(Generic[W]):
 
         Raises `RunAborted` then.
         """
-        while not any(member.is_live for member in self.members):
+        while not self._live():
             if all(member.is_given_up for member in self.members):
                 raise RunAborted(f"no {self._kind} worker is left; the last failure: {self._last_failure}")
             await self._changed.wait()
@@ -149,6 +149,9 @@ class Pool(Generic[W]):
 
     def _called(self, worker: str) -> Member[W] | None:
         return next((member for member in self.members if member.name == worker), None)
+
+    def _live(self) -> list[Member[W]]:
+        return [member for member in self.members if member.is_live]
 
     async def _set_up(self, member: Member[W]) -> None:
         await member.worker.setup()
@@ -225,8 +228,7 @@ class RewardPool(Pool[RewardWorker]):
 
     async def _least_busy(self) -> Member[RewardWorker]:
         await self._serving()
-        live = [member for member in self.members if member.is_live]
-        return min(live, key=lambda m: (m.num_running, m.index))
+        return min(self._live(), key=lambda m: (m.num_running, m.index))
 
     def _send(self, worker: Remote[RewardWorker], requests: list[tuple[Task, int, object]]) -> Chunks:
         parcel = Parcel.of((serial, payload) for _, serial, payload in requests)

@@ -3,7 +3,7 @@
     relay = start(Relay, "relay-1a2b", partial(Relay, "relay-1a2b", node, store, 60.0), NO_MATHS, 15.0, place=node)
     reference = await relay.call(Relay.give, bucket, wait=True)
 
-Apart from streams of answers (`workers.streams`), which begin here too, no other module calls `.remote()`.
+No other module calls `.remote()`.
 """
 
 from __future__ import annotations

@@ -146,9 +146,6 @@ class RolloutPool(Pool[RolloutWorker]):
     def whereabouts(self) -> Mapping[int, str]:
         return {journey.serial: journey.owner.name for journey in self._journeys}
 
-    def _live(self) -> list[Member[RolloutWorker]]:
-        return [member for member in self.members if member.is_live]
-
     async def _heard(
         self, members: Sequence[Member[RolloutWorker]], calls: Sequence[Awaitable[T]]
     ) -> list[tuple[Member[RolloutWorker], T]]:
