@@ -33,7 +33,7 @@ from ray.cluster_utils import Cluster
 from benchmarks.measure import print_result, spread
 from examples.sort.prepare import Recipe, prepare
 
-KINDS = {"rollout": "ray::RolloutActor", "reward": "ray::RewardActor", "relay": "ray::RelayActor"}
+KINDS = {"rollout": "ray::RolloutWorker", "reward": "ray::RewardWorker", "relay": "ray::Relay"}
 NODES, CPUS_PER_NODE = 3, 3
 STORE_BYTES = 256 << 20
 ENV = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}

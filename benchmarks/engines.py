@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from shutil import copytree
 from statistics import median
@@ -37,11 +38,13 @@ from examples.sort import prepare as sort
 from rlsys.contracts import RolledOut
 from rlsys.types import POLICY, Assignment, Sampling, Task
 from rlsys.workflow import SingleTurn
-from workers.cluster import RayActor, Resources, call, connect, spawn
+from workers.cluster import Resources, connect
 from workers.engines.base import EngineSpec, Request
 from workers.generator import WeightChange
 from workers.pools import Supply
-from workers.remote import GeneratorSpec, RolloutActor, RolloutSpec
+from workers.remote_proxy import Remote, start
+from workers.replica_spec import GeneratorSpec, RolloutSpec
+from workers.rollout import RolloutWorker
 from workers.rollouts import RolloutPool
 
 if TYPE_CHECKING:
@@ -64,23 +67,23 @@ class Model:
     num_tokens: int
 
 
-class BenchActor(RolloutActor):
-    """A replica's process, with ways to measure beside it."""
+class BenchWorker(RolloutWorker):
+    """A replica with ways to measure beside it."""
 
     async def bare(self, size: int, seed: int, num_tokens: int, prompt: str) -> tuple[int, float]:
         """Tokens and seconds of vLLM alone: the same requests, its own loop, whole answers only."""
-        generator = self._worker.generator
+        generator = self.generator
         codec, engine = generator._speech.codec, cast("VllmEngine", generator._engine)
         return await asyncio.to_thread(_step_through, engine._llm, codec.encode(prompt), size, seed, num_tokens)
 
-    async def change(self, repeats: int) -> dict[str, list[float]]:
+    async def change(self, model_path: str, dtype: str, repeats: int) -> dict[str, list[float]]:
         """Seconds of staging, of being paused, and of a copy of the same bytes; requests are in flight throughout."""
         import torch
         from safetensors.torch import load_file
 
-        engine = self._worker.generator._engine
-        stored = load_file(Path(self._spec.generators[POLICY].engine.model_path, "model.safetensors"))
-        weights = {n: t.to(getattr(torch, self._spec.generators[POLICY].engine.dtype)) for n, t in stored.items()}
+        engine = self.generator._engine
+        stored = load_file(Path(model_path, "model.safetensors"))
+        weights = {n: t.to(getattr(torch, dtype)) for n, t in stored.items()}
         num_bytes = sum(t.nbytes for t in weights.values())
         source, target = torch.zeros(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
         seconds: dict[str, list[float]] = {"stage": [], "paused": [], "memcpy": []}
@@ -148,8 +151,8 @@ def main() -> None:
                 print(f"{key}: {rates[key]}, cost {cost}", file=sys.stderr)
     change = asyncio.run(weight_change(models[-1], repeats=5 if arguments.quick else 15))
     ray.shutdown()
-    start_up = {
-        f"{m.name} {engine}": start(m, engine, 1 if arguments.quick else 3) for m in models for engine in ENGINES
+    seconds = {
+        f"{m.name} {engine}": start_up(m, engine, 1 if arguments.quick else 3) for m in models for engine in ENGINES
     }
     print_result(
         {
@@ -157,7 +160,7 @@ def main() -> None:
             "wrapper_cost": costs,
             "wrapper_cost_median": median(costs.values()),
             "weight_change": change,
-            "start_up_s": start_up,
+            "start_up_s": seconds,
         }
     )
 
@@ -194,10 +197,14 @@ def pool_of(model: Model, engine: Literal["vllm", "local"], threads: int) -> Rol
         workflow=SingleTurn(), transfer_s=60.0, resources=Resources(num_cpus=1, threads=threads),
     )  # fmt: skip
 
-    def start(name: str) -> RayActor:
-        return spawn(BenchActor, spec.resources, name, spec, {}, None)
+    def one(name: str) -> Remote[RolloutWorker]:
+        return start(BenchWorker, name, partial(BenchWorker.of, name, spec, {}, None), spec.resources, DEADLINE_S)
 
-    return RolloutPool(Supply(1, start, DEADLINE_S, max_attempts=1))
+    return RolloutPool(Supply(1, one, DEADLINE_S, max_attempts=1))
+
+
+def _worker(pool: RolloutPool) -> Remote[BenchWorker]:
+    return cast("Remote[BenchWorker]", pool.members[0].worker)
 
 
 async def speed(
@@ -216,8 +223,8 @@ async def speed(
             done = await pool.run(Assignment(seed, Task(id="t", prompt=model.prompt), size, 0, seed))
             actor.append(_num_tokens(done) / (time.perf_counter() - began))
             if engine == "vllm":
-                ref = pool.members[0].actor.bare.remote(size, seed, model.num_tokens, model.prompt)
-                count, seconds = await call(ref, "rollout-0", "stepping", DEADLINE_S)
+                asked = (size, seed, model.num_tokens, model.prompt)
+                count, seconds = await _worker(pool).call(BenchWorker.bare, *asked)
                 bare.append(count / seconds)
         rates["actor"][str(size)] = round(median(actor[1:]), 1)
         if bare:
@@ -235,14 +242,14 @@ async def weight_change(model: Model, repeats: int) -> dict[str, object]:
     """Medians over changes of vLLM's weights, and the pause over one copy of as many bytes."""
     pool = pool_of(model, "vllm", 1)
     await pool.ready()
-    seconds = await call(pool.members[0].actor.change.remote(repeats), "rollout-0", "changing weights", DEADLINE_S)
+    seconds = await _worker(pool).call(BenchWorker.change, model.path, model.dtype, repeats)
     await pool.close()
     ratios = [paused / copy for paused, copy in zip(seconds["paused"], seconds["memcpy"], strict=True)]
     times = {f"{name}_ms": spread([1e3 * s for s in seconds[name]]) for name in ("stage", "paused", "memcpy")}
     return {"pause_over_memcpy": spread(ratios), **times, "megabytes": seconds["megabytes"][0]}
 
 
-def start(model: Model, engine: str, repeats: int) -> Mapping[str, float]:
+def start_up(model: Model, engine: str, repeats: int) -> Mapping[str, float]:
     """Seconds by phase of fresh processes, medians."""
     command = [sys.executable, "-m", "benchmarks.engines", "--start", engine, model.path, model.dtype]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Any
 
 import ray
 from ray.util.queue import Empty, Queue
 
 from benchmarks.queue_work import IN_FLIGHT, PRODUCERS, Load, Pace, Taken, answer, loads_of_argv, payload, read
-from workers.cluster import Resources, spawn
 
 
 class Producer:
@@ -55,8 +55,8 @@ def main() -> None:
     """Play every load."""
     ray.init("local", num_cpus=4, include_dashboard=False, logging_level=logging.ERROR)
     queue = Queue(maxsize=IN_FLIGHT, actor_options={"num_cpus": 0})
-    producers = [spawn(Producer, Resources(num_cpus=0.0), queue, place) for place in range(PRODUCERS)]
-    consumer = spawn(Consumer, Resources(num_cpus=0.0), queue)
+    producers: list[Any] = [ray.remote(Producer).options(num_cpus=0).remote(queue, place) for place in range(PRODUCERS)]
+    consumer: Any = ray.remote(Consumer).options(num_cpus=0).remote(queue)
     taken = []
     for load in loads_of_argv():
         work = [producer.run.remote(load) for producer in producers]

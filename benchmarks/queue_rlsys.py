@@ -11,6 +11,7 @@ import logging
 import sys
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from itertools import count
 
 import ray
@@ -19,8 +20,11 @@ from benchmarks.queue_work import IN_FLIGHT, PRODUCERS, Load, Pace, Taken, answe
 from rlsys.queue import StreamingQueue
 from rlsys.table import EPISODES, REWARD
 from rlsys.types import Acknowledged, EpisodeMeta, Group, Outcome, OutcomeKind, SampleMeta, TrajectoryMeta, VersionSpan
-from workers.cluster import RayActor, Resources, spawn
+from workers.cluster import NO_MATHS
+from workers.remote_proxy import Remote, start
 from workers.streams import CallStream, Parcel, answer_in_chunks
+
+DEADLINE_S = 600.0
 
 
 class Producer:
@@ -33,9 +37,8 @@ class Producer:
     async def begin(self, load: Load) -> None:
         self._load, self._pace = load, Pace(load, self._place)
 
-    async def run(self, serials: list[int]) -> AsyncIterator[object]:
-        async for part in answer_in_chunks(serials, self._rolled_out):
-            yield part
+    def run(self, serials: list[int]) -> AsyncIterator[object]:
+        return answer_in_chunks(serials, self._rolled_out)
 
     async def _rolled_out(self, serial: int) -> tuple[tuple[float, Group], tuple]:
         async with self._turn:
@@ -58,7 +61,7 @@ class Consumer:
 class Pipeline:
     """The driver's side of one load."""
 
-    def __init__(self, load: Load, streams: list[CallStream], consumer: RayActor) -> None:
+    def __init__(self, load: Load, streams: list[CallStream], consumer: Remote[Consumer]) -> None:
         self._load, self._streams, self._consumer = load, streams, consumer
         self._queue = StreamingQueue(load.at_once, IN_FLIGHT // load.at_once - 1, 1, 0, load.groups)
         self._serials = count()
@@ -69,7 +72,9 @@ class Pipeline:
         serials, taken_s = [], []
         for version in range(self._load.groups // self._load.at_once):
             rows = await self._queue.take(version=version, on_stale=_never)
-            taken_s += await self._consumer.read.remote(Parcel.of((row.serial, row.group.payload) for row in rows))
+            taken_s += await self._consumer.call(
+                Consumer.read, Parcel.of((row.serial, row.group.payload) for row in rows)
+            )
             serials += [row.serial for row in rows]
             self._queue.release(rows, version + 1)
         for producer in producers:
@@ -113,12 +118,15 @@ def _never(group: Group) -> None:
 
 async def play(loads: list[Load]) -> list[Taken]:
     """Play every load."""
-    actors = [spawn(Producer, Resources(num_cpus=0.0), place) for place in range(PRODUCERS)]
-    consumer = spawn(Consumer, Resources(num_cpus=0.0))
-    streams = [CallStream("producer", "rolling out", lambda s, a=actor: a.run.remote(s)) for actor in actors]
+    actors = [start(Producer, "producer", partial(Producer, i), NO_MATHS, DEADLINE_S) for i in range(PRODUCERS)]
+    consumer = start(Consumer, "consumer", Consumer, NO_MATHS, DEADLINE_S)
+    streams = [
+        CallStream[int, tuple[float, Group]]("producer", "rolling out", lambda s, a=actor: a.stream(Producer.run, s))
+        for actor in actors
+    ]
     taken = []
     for load in loads:
-        await asyncio.gather(*(actor.begin.remote(load) for actor in actors))
+        await asyncio.gather(*(actor.call(Producer.begin, load) for actor in actors))
         taken.append(await Pipeline(load, streams, consumer).run())
     return taken
 

@@ -32,6 +32,8 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import inf
 from typing import TypeVar
 
 import ray
@@ -41,10 +43,11 @@ from ray.cluster_utils import Cluster
 from torch import Tensor
 
 from benchmarks.measure import print_result, spread
+from rlsys.relay import Relay
 from rlsys.weights import TensorSpec
-from workers.cluster import RayActor, Resources, call, spawn
-from workers.relay import RelayActor
-from workers.relays import RayRelays, RelayHandle
+from workers.cluster import NO_MATHS, Resources
+from workers.relays import RayRelays
+from workers.remote_proxy import Remote, start
 from workers.transport.object_store import ObjectStorePublisher, ObjectStorePuller
 
 MEGABYTE = 10**6
@@ -58,7 +61,6 @@ KEEP = 1
 """Versions a relay keeps, so that 1 GB on 8 relays fits a machine of 24 GB."""
 ROOM = 0.6
 """Share of the machine's memory that versions at all nodes may take; the rest is for processes and the trainer."""
-NO_CPU = Resources(num_cpus=0.0)
 T = TypeVar("T")
 
 
@@ -75,7 +77,7 @@ class Stalls:
 class Trainer:
     """The trainer's process: parameters, and the publisher of a run."""
 
-    def __init__(self, num_bytes: int, relays: list[RelayHandle]) -> None:
+    def __init__(self, num_bytes: int, relays: list[Remote[Relay]]) -> None:
         self._publisher = ObjectStorePublisher(relays, DEADLINE_S)
         size = num_bytes // 2 // (NUM_LAYERS * TENSORS_PER_LAYER)
         names = [f"layers.{i:02}.{j}" for i in range(NUM_LAYERS) for j in range(TENSORS_PER_LAYER)]
@@ -106,7 +108,7 @@ class Trainer:
 class Reader:
     """A rollout's process, as far as it pulls."""
 
-    def __init__(self, relays: list[RelayHandle]) -> None:
+    def __init__(self, relays: list[Remote[Relay]]) -> None:
         self._puller = ObjectStorePuller(relays, DEADLINE_S)
 
     async def pull(self, version: int) -> float:
@@ -120,21 +122,24 @@ class Tier:
     """Relays, a trainer and a reader on each node."""
 
     relays: RayRelays
-    trainer: RayActor
-    readers: Sequence[RayActor]
+    trainer: Remote[Trainer]
+    readers: Sequence[Remote[Reader]]
 
     @classmethod
     def start(cls, num_bytes: int) -> Tier:
-        relays = RayRelays.start(DEADLINE_S, RelayActor, KEEP)
+        relays = RayRelays.start(DEADLINE_S, Relay, KEEP)
         members = relays.members
-        trainer = spawn(Trainer, Resources(1), num_bytes, members, node=members[0].node)
-        return cls(relays, trainer, [spawn(Reader, NO_CPU, members, node=member.node) for member in members])
+        build = partial(Trainer, num_bytes, members)
+        trainer = start(Trainer, "trainer", build, Resources(1), DEADLINE_S, place=members[0].place)
+        read = partial(Reader, members)
+        readers = [start(Reader, "reader", read, NO_MATHS, inf, place=member.place) for member in members]
+        return cls(relays, trainer, readers)
 
     async def published(self, version: int, changed: float) -> dict[str, float]:
         """One row: seconds, and bytes that travelled as a share."""
-        reads = [asyncio.ensure_future(call(r.pull.remote(version), "reader", "pulling")) for r in self.readers]
+        reads = [asyncio.ensure_future(r.call(Reader.pull, version)) for r in self.readers]
         holds = [asyncio.create_task(self._holds(member, version)) for member in self.relays.members]
-        stalls: Stalls = await call(self.trainer.publish.remote(version, changed), "trainer", "publishing", DEADLINE_S)
+        stalls = await self.trainer.call(Trainer.publish, version, changed)
         held_s, read_s = await asyncio.gather(*holds), await asyncio.gather(*reads)
         arrival = await self.relays.arrival(version)
         return {
@@ -146,14 +151,14 @@ class Tier:
             "sent_share": arrival.num_sent / arrival.num_bytes,
         }
 
-    async def _holds(self, member: RelayHandle, version: int) -> float:
-        await member.arrival(version)
+    async def _holds(self, member: Remote[Relay], version: int) -> float:
+        await member.proxy.arrival(version)
         return time.time()
 
     def close(self) -> None:
         self.relays.close()
         for process in [self.trainer, *self.readers]:
-            ray.kill(process)
+            process.kill()
 
 
 def main() -> None:
@@ -222,7 +227,7 @@ def _on_cluster(num_bytes: int, num_relays: int, work: Callable[[Tier], Coroutin
 
 async def _publishes(tier: Tier, schedule: Sequence[float]) -> list[dict[str, float]]:
     """One publish after the other, each with the share that changed before it."""
-    await call(tier.trainer.warm.remote(), "trainer", "allocating", DEADLINE_S)
+    await tier.trainer.call(Trainer.warm)
     publishes = []
     for version, changed in enumerate(schedule):
         publishes.append(await tier.published(version, changed))

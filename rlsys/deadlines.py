@@ -9,9 +9,13 @@ deadlines of an event loop, so that a deadline costs an entry in a table and no 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from inspect import signature
 from math import inf
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 TICK_S = 1.0
 """Longest tick; also how much longer than asked a tick may last before it is a gap."""
@@ -146,3 +150,30 @@ def ticker() -> Ticker:
             del _tickers[closed]
         _tickers[loop] = Ticker(loop)
     return _tickers[loop]
+
+
+_phases: dict[Callable[..., Any], tuple[str, float, tuple[str, ...]]] = {}
+"""Text, patience and names of the parameters of each method that `remote` marks."""
+
+
+def remote(text: str, *, patience: float = 1.0) -> Callable[[F], F]:
+    """Mark a method that other processes call: what it does, in words, and how long its callers wait for it.
+
+    `text` names the phase in errors, with the method's arguments in braces: `giving bucket {bucket}`. `patience` is the
+    deadline in those that the caller has for an answer; `inf` waits for ever.
+    """
+
+    def marked(method: F) -> F:
+        _, *names = signature(method).parameters
+        _phases[method] = text, patience, tuple(names)
+        return method
+
+    return marked
+
+
+def phase_of(method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, float]:
+    """The phase of a call with these arguments, and its patience."""
+    if method not in _phases:
+        return method.__name__, 1.0
+    text, patience, names = _phases[method]
+    return text.format_map({**dict(zip(names, args, strict=False)), **kwargs}) if "{" in text else text, patience

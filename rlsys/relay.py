@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Protocol
 
 from rlsys.broadcast import FAILURES, TRIES, Announcement, Holding, Neighbour, Peer
 from rlsys.contracts import Arrival
+from rlsys.deadlines import remote
 from rlsys.errors import WeightsMismatch, WorkerDied, WorkerError, first_of
 from rlsys.types import PolicyVersion, Ref
 from rlsys.weights import Manifest, with_deadline
@@ -52,8 +54,8 @@ class Relay:
 
     def __init__(self, name: str, place: str, store: Store, transfer_s: float, keep: int = 2) -> None:
         """`place` is the node it serves."""
-        self.name = name
-        self._place, self._store, self._keep = place, store, keep
+        self.name, self.place = name, place
+        self._store, self._keep = store, keep
         self._wait_s = transfer_s / TRIES
         self._buckets: dict[str, Ref] = {}
         self._borrowed: set[str] = set()
@@ -73,6 +75,7 @@ class Relay:
 
     # ------------------------------------------------------------------------------------------------------- broadcast
 
+    @remote("hearing of version {announcement.manifest.version}")
     async def announce(self, announcement: Announcement) -> None:
         """Expect a version: from now `give` waits for its buckets, until it is overtaken by `keep` newer ones.
 
@@ -93,6 +96,7 @@ class Relay:
             self._let_go(self._keep)
             self._changed.notify_all()
 
+    @remote("taking in version {version}", patience=TRIES)
     async def accept(self, version: PolicyVersion, sources: Sequence[Peer]) -> None:
         """Take in an announced version: pull the buckets not held yet, in order, from the first of `sources` that can
         give them, at last from the actor. Returns once it is complete, or given up because newer ones overtook it.
@@ -106,6 +110,7 @@ class Relay:
             self._reports.put_nowait(error)
             raise
 
+    @remote("giving bucket {bucket}")
     async def give(self, bucket: str, *, wait: bool) -> Ref:
         """The bucket with this hash. With `wait`, waits for it if it is part of a version on its way.
 
@@ -121,6 +126,7 @@ class Relay:
 
     # --------------------------------------------------------------------------------------------------------- readers
 
+    @remote("giving version {at_least} or newer")
     async def newest(self, at_least: PolicyVersion) -> tuple[Manifest, list[Ref]]:
         """The newest complete version, no older than `at_least`, and its buckets in order.
 
@@ -130,6 +136,7 @@ class Relay:
         await self._until(lambda: bool(self._complete) and max(self._complete) >= at_least, phase)
         return self._content(max(self._complete))
 
+    @remote("pinning version {version}")
     async def pin(self, version: PolicyVersion) -> tuple[Manifest, list[Ref]]:
         """Exactly `version`, which is kept from then on until another version is pinned.
 
@@ -139,6 +146,7 @@ class Relay:
         self._pinned = version
         return self._content(version)
 
+    @remote("taking in version {version}")
     async def arrival(self, version: PolicyVersion) -> tuple[Arrival, Announcement]:
         """How `version` came here, and what a tier that lost everything can be refilled by.
 
@@ -149,11 +157,13 @@ class Relay:
 
     # --------------------------------------------------------------------------------------------------------- failure
 
+    @remote("telling what it has")
     async def held(self) -> Holding:
         """What is here and what is on its way."""
         complete = [self._known[v] for v in sorted(self._complete, reverse=True)]
         return Holding((*complete, *(self._known[v] for v in sorted(self._expected))), self._pinned)
 
+    @remote("being refilled", patience=TRIES)
     async def refill(self, neighbours: Sequence[Neighbour], known: Holding) -> None:
         """After having lost everything: take in what is `known` to have arrived somewhere and what any neighbour holds
         or expects, newest first; and pin what is pinned.
@@ -170,6 +180,7 @@ class Relay:
         for version in newest_first:
             await self._take_in(version, neighbours, wait=False)
 
+    @remote("keeping weights", patience=inf)
     async def watch(self) -> WorkerError:
         """Waits, without a deadline, for something a person should hear of: a version that could not be taken in, or
         (once) that memory has run out. Each is told to one caller."""
@@ -212,7 +223,7 @@ class Relay:
         manifest, origin = announcement.manifest, announcement.origin
         held = self._buckets.keys() - self._borrowed
         missing = [bucket for bucket in dict.fromkeys(b.hash for b in manifest.buckets) if bucket not in held]
-        if origin.place == self._place:
+        if origin.place == self.place:
             for bucket in missing:
                 await self._put(bucket, origin.refs[bucket])
             return

@@ -8,26 +8,23 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import ray
-
-from rlsys.algorithm import Algorithm, Assigned, Signal
+from rlsys.algorithm import Assigned, Signal
 from rlsys.batch.plan import RankPlan
 from rlsys.contracts import Published, TrainStats
+from rlsys.deadlines import remote
 from rlsys.record import GroupRecord, RolloutRecord, read_groups, write_groups, write_rollouts
 from rlsys.stabilizer import Stabilizer, StabilizerPlugin
 from rlsys.types import Episode, Group, PolicyVersion, Task
-from workers.cluster import Resources
 from workers.codec import TextCodec
-from workers.rank import Rank, disk, flushed
+from workers.rank import Rank, RankSpec, disk, flushed
 from workers.streams import Parcel
 
 if TYPE_CHECKING:
     from rlsys.batch.tensors import StepColumn
     from workers.train.base import TrainBackend
     from workers.train.reading import Reader, Speller, TokenColumns
-    from workers.train.settings import OptimizerSettings
     from workers.transport.object_store import ObjectStorePublisher
 
 Payload: TypeAlias = tuple[Episode, ...]
@@ -47,43 +44,30 @@ class Trained:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ActorSpec:
-    """What a rank is built from."""
+class ActorSpec(RankSpec):
+    """The specification of a rank of the actor."""
 
-    model_path: str
-    dtype: Literal["float32", "bfloat16"]
-    num_ranks: int
-    optimizer: OptimizerSettings
-    algorithm: Algorithm
     stabilizer: StabilizerPlugin | None
     temperature: float
     probe_length: int
     """Tokens of the probe that goes with published weights."""
-    resources: Resources
 
 
 class ActorRank(Rank):
-    """Rank `rank` of `spec.num_ranks`. Plain class: Ray makes an actor of it, one per rank."""
+    """Rank `rank` of `spec.num_ranks`, each in a process of its own."""
 
-    def __init__(self, rank: int, spec: ActorSpec, publisher: ObjectStorePublisher) -> None:
-        self._rank, self._spec, self._publisher = rank, spec, publisher
-        self._backend: TrainBackend | None = None
-        self._stabilizer: Stabilizer | None = None
-
-    def setup(self, address: str) -> None:
+    def __init__(self, rank: int, spec: ActorSpec, publisher: ObjectStorePublisher, address: str) -> None:
         """Join the other ranks at `address` and load the model. Raises `ModelError`."""
-        import torch
-
         from workers.train.fsdp import FsdpBackend
         from workers.train.ranks import Ranks
 
-        spec = self._spec
-        torch.set_num_threads(spec.resources.threads)
-        device = spec.resources.device()
-        ranks = Ranks(self._rank, spec.num_ranks, address=address)
-        self._backend = FsdpBackend(
+        self._rank, self._spec, self._publisher = rank, spec, publisher
+        device = spec.resources.claim()
+        ranks = Ranks(rank, spec.num_ranks, address=address)
+        self._backend: TrainBackend = FsdpBackend(
             spec.model_path, spec.optimizer, ranks, dtype=spec.dtype, device=device, probe_length=spec.probe_length
         )
+        self._stabilizer: Stabilizer | None = None
         if spec.stabilizer:
             self._stabilizer = spec.stabilizer.start(self._backend.shards())
 
@@ -93,15 +77,9 @@ class ActorRank(Rank):
 
         return Speller(TextCodec.load(self._spec.model_path).spell)
 
-    @property
-    def backend(self) -> TrainBackend:
-        assert self._backend is not None, "setup comes first"
-        return self._backend
-
     def train_step(self, plan: RankPlan, signals: Sequence[Signal], *columns: StepColumn) -> TrainStats:
-        """One step on what was fetched for it, with this rank's column of each of `signals`."""
         start_s = time.monotonic()
-        metrics = self.backend.train_step(
+        metrics = self._backend.train_step(
             plan,
             self.taken(signals, columns),
             self._spec.algorithm,
@@ -110,6 +88,7 @@ class ActorRank(Rank):
         )
         return TrainStats(metrics, time.monotonic() - start_s)
 
+    @remote("publishing version {version}")
     def publish(self, version: PolicyVersion) -> Published | None:
         """Copy the weights for the relays, from rank 0; the others take part in gathering them.
 
@@ -120,36 +99,39 @@ class ActorRank(Rank):
         start_s = time.monotonic()
         into: Mapping[str, torch.Tensor] = {}
         if self._rank == 0:
-            specs = self.backend.specs(getattr(torch, self._spec.dtype))
-            into = self._publisher.begin(specs, pin=self._spec.resources.device().type == "cuda")
-        self.backend.copy_weights(into)
-        probe = self.backend.probe()
+            specs = self._backend.specs(getattr(torch, self._spec.dtype))
+            into = self._publisher.begin(specs, pin=self._spec.resources.num_gpus > 0)
+        self._backend.copy_weights(into)
+        probe = self._backend.probe()
         return self._publisher.publish(version, probe, start_s) if self._rank == 0 else None
 
+    @remote("announcing version {version} again")
     def announce_again(self, version: PolicyVersion) -> None:
         """Rank 0: see `Actor.announce_again`."""
         self._publisher.announce_again(version)
 
     def save(self, folder: Path) -> None:
-        """Raises `CheckpointError`."""
-        self.backend.save(folder, self._stabilizer)
+        self._backend.save(folder, self._stabilizer)
         flushed(folder)
 
+    @remote("loading a checkpoint")
     def load(self, folder: Path) -> int:
         """Steps that the stabilizer must still see without staleness: see `Actor.load`. Raises `CheckpointError`."""
-        self.backend.load(folder, self._stabilizer)
+        self._backend.load(folder, self._stabilizer)
         return self._stabilizer.synchronous_steps_left if self._stabilizer else 0
 
+    @remote("exporting the model")
     def export(self, folder: Path) -> None:
         """Hugging Face safetensors with config and tokenizer."""
-        self.backend.export(folder)
+        self._backend.export(folder)
 
-    @ray.method(num_returns=2)
+    @remote("telling what it made of tokens")
     def columns(self) -> tuple[int, list[TokenColumns]]:
         """A receipt, and what the last step made of the tokens that this rank trained."""
-        columns = self.backend.columns()
+        columns = self._backend.columns()
         return len(columns), columns
 
+    @remote("writing {path.name}")
     def record(self, path: Path, trained: Trained, parcel: Parcel, *columns: list[TokenColumns]) -> None:
         """Write what the last step trained; `parcel` holds the payloads, then the columns of each signal, and `columns`
         are those of all ranks.
@@ -163,6 +145,7 @@ class ActorRank(Rank):
         with disk(path):
             write_rollouts(path, _records(trained, opened, reader))
 
+    @remote("writing {path.name}")
     def save_groups(self, path: Path, groups: Sequence[Group], parcel: Parcel) -> None:
         """Write groups with their payloads.
 
@@ -172,7 +155,7 @@ class ActorRank(Rank):
         with disk(path):
             write_groups(path, map(GroupRecord, groups, payloads))
 
-    @ray.method(num_returns=2)
+    @remote("reading {path.name}")
     def load_groups(self, path: Path) -> tuple[list[Group], tuple[Payload, ...]]:
         """The groups of a file without payloads, and the payloads."""
         records = read_groups(path)

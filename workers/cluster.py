@@ -1,36 +1,27 @@
-"""Ray, in one place: joining or starting a cluster, making actors with explicit resources, calling them with a
-deadline."""
+"""The Ray cluster of a run: joining or starting one, its nodes, and what an actor asks it for."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import socket
-import sys
-from collections.abc import Awaitable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from inspect import iscoroutinefunction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import ray
 from ray._private import ray_constants
-from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.exceptions import RayError
 
-from rlsys.deadlines import timeout
-from rlsys.errors import ConfigError, DeadlineExceeded, RlsysError, WorkerDied, WorkerError
+from rlsys.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
-RayActor: TypeAlias = Any
-"""A Ray actor handle: has the methods of the actor's class, each with `.remote()`."""
 LOOPBACK = "127.0.0.1"
-ASYNC_CALLS = 10_000
-"""Calls an async actor may have open at once: permits, not this, bound what is in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +32,21 @@ class Resources:
     num_gpus: float = 0.0
     threads: int = 1
 
-    def device(self) -> torch.device:
-        """The GPU Ray gave this process, if one was asked for; else the CPU, whatever the machine has."""
+    def claim(self) -> torch.device:
+        """Bound the threads of this process, and return its device: the GPU Ray gave it, if one was asked for, else the
+        CPU, whatever the machine has."""
         import torch
 
+        torch.set_num_threads(self.threads)
         return torch.device("cuda" if self.num_gpus else "cpu")
+
+    def build(self, make: Callable[..., T]) -> T:
+        """Call `make`, in the process that has these resources, with its `device`."""
+        return make(device=self.claim())
+
+
+NO_MATHS = Resources(num_cpus=0.0)
+"""Of an actor that moves bytes and computes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,70 +137,6 @@ def node_ids() -> list[str]:
     here = ray.get_runtime_context().get_node_id()
     alive = [n["NodeID"] for n in ray.nodes() if n["Alive"]]
     return sorted(alive, key=lambda n: (n != here, n))
-
-
-def spawn(
-    cls: type, resources: Resources, *args: object, node: str | None = None, max_restarts: int = 0, **kwargs: object
-) -> RayActor:
-    """Start `cls` as a Ray actor.
-
-    Ray restarts it up to `max_restarts` times (-1: always), its state lost; by default never: the failure policy
-    decides.
-
-    One with async methods serves many calls at once; any other serves one at a time, since Ray would start a thread for
-    each. The actor gets its thread count in the environment before anything is imported, and the driver's import path.
-    """
-    is_async = any(map(iscoroutinefunction, vars(cls).values()))
-    threads = str(resources.threads)
-    environment = {
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    }
-    if ray.util.get_node_ip_address() == LOOPBACK:  # of a cluster that `connect` starts: collectives stay there too
-        environment |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
-    strategy = NodeAffinitySchedulingStrategy(node, soft=False) if node else "DEFAULT"
-    remote = ray.remote(cls).options(
-        num_cpus=resources.num_cpus,
-        num_gpus=resources.num_gpus,
-        max_restarts=max_restarts,
-        max_concurrency=ASYNC_CALLS if is_async else 1,
-        scheduling_strategy=strategy,
-        runtime_env={"env_vars": environment},
-    )
-    return remote.remote(*args, **kwargs)
-
-
-async def call(ref: Awaitable[T], worker: str, phase: str, deadline_s: float | None = None) -> T:
-    """The result of a remote call.
-
-    Raises `DeadlineExceeded`, `WorkerDied`, or the `RlsysError` the worker itself raised; anything else a worker raised
-    becomes a `WorkerError` that ends with its traceback.
-    """
-    try:
-        async with timeout(deadline_s):
-            return await ref
-    except RayTaskError as error:  # comes first: one of a TimeoutError that the worker raised is both
-        raise _translated(error, worker, phase) from error
-    except TimeoutError as error:
-        raise DeadlineExceeded(worker, phase, f"no answer within {deadline_s:g} s") from error
-    except RayActorError as error:
-        raise WorkerDied(worker, phase, _first_line(error)) from error
-    except RayError as error:
-        raise WorkerDied(worker, phase, f"{type(error).__name__}: {_first_line(error)}") from error
-
-
-def _translated(error: RayTaskError, worker: str, phase: str) -> RlsysError:
-    cause = error.cause
-    if isinstance(cause, RlsysError):
-        return cause
-    return WorkerError(worker, phase, str(error))
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def free_port() -> int:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-import ray
 
 from rlsys.algorithm import Signal
 from rlsys.contracts import PinnedRollouts, Rewards, Rollouts, StepAnnotator, Workers
@@ -25,9 +23,11 @@ from workers.launching import (
     start_rewards,
     start_rollouts,
 )
-from workers.peers import RayPartials
+from workers.partials import Partials
 from workers.pools import Pool, RewardPool
 from workers.relays import RayRelays
+from workers.remote_proxy import Remote
+from workers.rollout import RolloutWorker
 from workers.rollouts import PinnedRolloutPool, RolloutPool
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Crew:
     rollouts: RolloutPool
     rewards: RewardPool
     evaluation: PinnedRolloutPool | None = None
-    partials: RayPartials | None = None
+    partials: Remote[Partials] | None = None
 
     @classmethod
     def of(cls, config: Config) -> Crew:
@@ -112,12 +112,15 @@ class Crew:
         """Return once all are set up. Raises what the first to fail raised, `ModelError` for instance."""
         await asyncio.gather(*(worker.ready() for worker in self._handles()))
 
-    def engines(self) -> Iterator[tuple[str, EngineChoice]]:
+    async def engines(self) -> list[tuple[str, EngineChoice]]:
         """What each replica generates with, by its name and, of several, the policy's; once all are ready."""
-        for member in [*self.rollouts.members, *(self.evaluation.members if self.evaluation else [])]:
-            assert isinstance(member.ready, dict)
-            for policy, choice in member.ready.items():
-                yield member.name + (f" ({policy})" if len(member.ready) > 1 else ""), choice
+        members = [*self.rollouts.members, *(self.evaluation.members if self.evaluation else [])]
+        told = await asyncio.gather(*(member.worker.call(RolloutWorker.choices) for member in members))
+        return [
+            (member.name + (f" ({policy})" if len(choices) > 1 else ""), choice)
+            for member, choices in zip(members, told, strict=True)
+            for policy, choice in choices.items()
+        ]
 
     def workers(self) -> Workers:
         """What the driver talks to, in a run of one policy."""
@@ -136,7 +139,7 @@ class Crew:
         for line in self.lines.values():
             line.relays.close()
         if self.partials is not None:
-            ray.kill(self.partials.actor)
+            self.partials.kill()
 
     def _handles(self) -> list[RanksHandle | ReferenceHandle | Pool]:
         own = [handle for line in self.lines.values() for handle in line.handles()]

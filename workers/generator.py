@@ -7,17 +7,18 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from rlsys.contracts import Busy
+from rlsys.deadlines import remote
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied, WorkerError
 from rlsys.types import Acknowledged, EngineStats, PolicyVersion, ReplicaLoad, VersionSpan
 from rlsys.weights import Manifest, change_weights
-from workers.engines.base import Completion, Engine, Request
+from workers.engines.base import Completion, Engine, EngineChoice, Request
 from workers.occupancy import Occupancy, Ticket
 from workers.partials import Fits, acknowledged_by
-from workers.peers import Peer
-from workers.policy import GroupPolicy, Scored, Speech
+from workers.policy import GroupPolicy, Peer, Scored, Speech
 from workers.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -63,10 +64,11 @@ class Generator:
         puller: Puller | None,
         change: WeightChange,
         recorder: Recorder | None = None,
+        choice: EngineChoice | None = None,
     ) -> None:
         """`name` is the replica's. Without a `puller` it keeps the weights its engine was built with; without a
-        `recorder` what it samples is lost with it."""
-        self.name = name
+        `recorder` what it samples is lost with it. `choice` is how the engine was chosen, if it was."""
+        self.name, self.choice = name, choice
         self._engine, self._speech, self._puller = engine, speech, puller
         self._change, self._recorder = change, recorder
         self._acknowledged: dict[PolicyVersion, Acknowledged] = {}
@@ -128,6 +130,7 @@ class Generator:
         stats = replace(stats, num_running=max(stats.num_running, len(self._here)))
         return ReplicaLoad(self.name, version, stats, self._is_loading)
 
+    @remote("giving what runs on {source} to {to.name}", patience=3)
     async def give_away(self, source: str, to: Peer) -> tuple[int, ...]:
         """Let `to` go on with all groups of this replica whose tokens are sampled at `source`, here or as guests.
 
@@ -160,6 +163,7 @@ class Generator:
             await asyncio.gather(*(_let_go(to, ticket) for ticket in tickets))
             raise
 
+    @remote("taking guests")
     async def host(self, tickets: Sequence[Ticket], held: Acknowledged) -> bool:
         """See `Peer.host`. Weights change neither while guests are here, nor under them."""
         mine = self.acknowledged
@@ -171,6 +175,7 @@ class Generator:
             self._here.enter(ticket)
         return True
 
+    @remote("sampling for group {ticket.serial} of {ticket.owner}", patience=inf)
     async def serve(self, ticket: Ticket, request: Request) -> Completion:
         """See `Peer.serve`."""
         return await self._here.generate(ticket, request)
@@ -183,6 +188,7 @@ class Generator:
             if self._engine.version == version:
                 return Scored(logprobs, version)
 
+    @remote("letting a group go")
     async def let_go(self, ticket: Ticket, *, keep_cache: bool = False) -> None:
         """See `Peer.let_go`."""
         await self._here.leave(ticket, keep_cache=keep_cache)

@@ -3,130 +3,110 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, TypeVar
-
-import ray
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 from rlsys.algorithm import Assigned, Signal
 from rlsys.batch.plan import BatchPlan, RankPlan
 from rlsys.contracts import Published, TrainStats
 from rlsys.errors import PayloadLost
 from rlsys.types import Group, PolicyVersion, Ref, Task
-from workers.actor import Trained
-from workers.cluster import RayActor, call
-from workers.pools import SET_UP_S
-from workers.rank import StepParcel
+from workers.actor import ActorRank, Trained
+from workers.critic import CriticRank
+from workers.rank import Rank, StepParcel
+from workers.reference import ReferenceWorker
+from workers.remote_proxy import Remote
 from workers.streams import Parcel, PayloadRef
 
+P = ParamSpec("P")
+R = TypeVar("R", bound=Rank)
 T = TypeVar("T")
 
 
 class ReferenceHandle:
     """Implements `Reference` for `Signal.REFERENCE_LOGPROBS`, `StepAnnotator` for `Signal.REFERENCE_MISMATCHED`."""
 
-    def __init__(self, actor: RayActor, deadline_s: float) -> None:
-        """`deadline_s` bounds the scoring of one step's groups."""
-        self._actor, self._deadline_s = actor, deadline_s
+    def __init__(self, worker: Remote[ReferenceWorker]) -> None:
+        self._worker = worker
 
     async def ready(self) -> None:
-        await call(self._actor.setup.remote(), "reference", "setting up", SET_UP_S)
+        await self._worker.setup()
 
     async def close(self) -> None:
         """End the worker."""
-        ray.kill(self._actor)
+        self._worker.kill()
 
     async def annotate(self, groups: Sequence[Group], signal: Signal) -> list[Group]:
-        receipt, column = self._actor.annotate.remote(_payloads(groups))
-        await call(receipt, "reference", f"scoring {len(groups)} groups", self._deadline_s)
+        _, (column,) = await self._worker.split(ReferenceWorker.annotate, 1, _payloads(groups))
         return [replace(g, columns={**g.columns, signal: PayloadRef(column, i)}) for i, g in enumerate(groups)]
 
     async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
         plans = _of_ranks(plan)
         parcel = StepParcel.of(groups, plans, (), has_pairs=True)
-        annotate = self._actor.annotate_step.options(num_returns=1 + len(plans))
-        receipt, *columns = annotate.remote(parcel, plans)
-        await call(receipt, "reference", f"scoring mismatched pairs of {len(groups)} groups", self._deadline_s)
-        return columns
+        _, columns = await self._worker.split(ReferenceWorker.annotate_step, len(plans), parcel, plans)
+        return [*columns]
 
 
-class RanksHandle:
+class RanksHandle(Generic[R]):
     """All ranks of the actor, or of the critic."""
 
-    kind: ClassVar[str]
-
-    def __init__(self, ranks: Sequence[RayActor], deadline_s: float, *, has_pairs: bool = False) -> None:
-        """`deadline_s` bounds one step, save or load. `has_pairs`: do ranks make mismatched pairs themselves?"""
-        self._ranks, self._deadline_s, self._has_pairs = ranks, deadline_s, has_pairs
+    def __init__(self, ranks: Sequence[Remote[R]], *, has_pairs: bool = False) -> None:
+        """`has_pairs`: do ranks make mismatched pairs themselves?"""
+        self._ranks, self._has_pairs = ranks, has_pairs
 
     async def ready(self) -> None:
-        address = ""
-        if len(self._ranks) > 1:
-            address = await self._first(self._ranks[0].address.remote(), "choosing a port", SET_UP_S)
-        await self._all("setting up", lambda rank, _: rank.setup.remote(address), SET_UP_S)
+        address = await self._ranks[0].address() if len(self._ranks) > 1 else ""
+        await asyncio.gather(*(rank.setup(address) for rank in self._ranks))
 
     async def close(self) -> None:
         """End every rank."""
         for rank in self._ranks:
-            ray.kill(rank)
+            rank.kill()
 
     async def fetch(self, groups: Sequence[Group], plan: BatchPlan) -> None:
         """Apart from the step, so that no rank waits in a collective for one whose data is lost."""
-        signals = groups[0].columns
-
-        def fetch(rank: RayActor, r: int) -> Awaitable[tuple[int, ...]]:
-            return rank.fetch.remote(StepParcel.of(groups, [plan.of_rank(r)], signals, has_pairs=self._has_pairs))
-
-        lost = await self._all("fetching the data of a step", fetch)
+        signals, plans = groups[0].columns, _of_ranks(plan)
+        parcels = [StepParcel.of(groups, [of_rank], signals, has_pairs=self._has_pairs) for of_rank in plans]
+        lost = await asyncio.gather(*(r.call(Rank.fetch, p) for r, p in zip(self._ranks, parcels, strict=True)))
         if serials := sorted({serial for of_rank in lost for serial in of_rank}):
             raise PayloadLost(tuple(serials))
 
     async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
         signals = sorted(columns)
-
-        def train(rank: RayActor, r: int) -> Awaitable[TrainStats]:
-            return rank.train_step.remote(plan.of_rank(r), signals, *(columns[signal][r] for signal in signals))
-
-        stats = await self._all("training a step", train)
+        steps = [
+            rank.call(Rank.train_step, of_rank, signals, *(cast("Any", columns[signal][r]) for signal in signals))
+            for r, (rank, of_rank) in enumerate(zip(self._ranks, _of_ranks(plan), strict=True))
+        ]
+        stats = await asyncio.gather(*steps)
         return TrainStats(stats[0].metrics, max(s.train_s for s in stats))
 
     async def save(self, folder: Path) -> None:
-        await self._all("saving a checkpoint", lambda rank, _: rank.save.remote(folder))
+        await self._all(Rank.save, folder)
 
-    async def _first(self, ref: Awaitable[T], phase: str, deadline_s: float | None = None) -> T:
-        """What rank 0 alone was asked for."""
-        return await call(ref, f"{self.kind}-0", phase, deadline_s or self._deadline_s)
-
-    async def _all(
-        self, phase: str, start: Callable[[RayActor, int], Awaitable[T]], deadline_s: float | None = None
-    ) -> list[T]:
-        """The same call on every rank. If one fails, so does the call, at once, with that rank's error."""
-        deadline_s = deadline_s or self._deadline_s
-        calls = [call(start(rank, r), f"{self.kind}-{r}", phase, deadline_s) for r, rank in enumerate(self._ranks)]
-        return list(await asyncio.gather(*calls))
+    async def _all(self, method: Callable[Concatenate[R, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
+        """What every rank answers. If one fails, so does the call, at once, with that rank's error."""
+        return await asyncio.gather(*(rank.call(method, *args, **kwargs) for rank in self._ranks))
 
 
-class ActorHandle(RanksHandle):
+class ActorHandle(RanksHandle[ActorRank]):
     """Implements `Actor`."""
 
-    kind = "actor"
-
     async def publish(self, version: PolicyVersion) -> Published:
-        receipts = await self._all(f"publishing version {version}", lambda rank, _: rank.publish.remote(version))
-        return receipts[0]
+        receipt, *_ = await self._all(ActorRank.publish, version)
+        assert receipt is not None, "rank 0 publishes"
+        return receipt
 
     async def load(self, folder: Path) -> int:
-        left = await self._all("loading a checkpoint", lambda rank, _: rank.load.remote(folder))
-        return left[0]
+        return (await self._all(ActorRank.load, folder))[0]
 
     async def announce_again(self, version: PolicyVersion) -> None:
-        await self._first(self._ranks[0].announce_again.remote(version), f"announcing version {version} again")
+        await self._ranks[0].call(ActorRank.announce_again, version)
 
     async def export(self, folder: Path) -> None:
         """Write the model as Hugging Face safetensors."""
-        await self._all("exporting the model", lambda rank, _: rank.export.remote(folder))
+        await self._all(ActorRank.export, folder)
 
     async def record(
         self,
@@ -138,46 +118,29 @@ class ActorHandle(RanksHandle):
     ) -> None:
         signals = tuple(sorted(map(str, groups[0].columns)))  # JSON takes no `Signal` for a key
         trained = Trained(step, tasks, _bare(groups), assigned, signals)
-        columns: list[Ref] = []
-
-        def start(rank: RayActor, r: int) -> Awaitable[int]:
-            receipt, column = rank.columns.remote()
-            columns.append(column)
-            return receipt
-
-        await self._all("telling what it made of tokens", start)
-        ref = self._ranks[0].record.remote(path, trained, _with_columns(groups, signals), *columns)
-        await self._first(ref, f"writing {path.name}")
+        told = await asyncio.gather(*(rank.split(ActorRank.columns, 1) for rank in self._ranks))
+        columns: Sequence[Any] = [column for _, (column,) in told]
+        await self._ranks[0].call(ActorRank.record, path, trained, _with_columns(groups, signals), *columns)
 
     async def save_groups(self, path: Path, groups: Sequence[Group]) -> None:
-        ref = self._ranks[0].save_groups.remote(path, _bare(groups), _payloads(groups))
-        await self._first(ref, f"writing {path.name}")
+        await self._ranks[0].call(ActorRank.save_groups, path, _bare(groups), _payloads(groups))
 
     async def load_groups(self, path: Path) -> list[Group]:
-        metadata, chunk = self._ranks[0].load_groups.remote(path)
-        bare = await self._first(metadata, f"reading {path.name}")
+        bare, (chunk,) = await self._ranks[0].split(ActorRank.load_groups, 1, path)
         return [replace(group, payload=PayloadRef(chunk, i)) for i, group in enumerate(bare)]
 
 
-class CriticHandle(RanksHandle):
+class CriticHandle(RanksHandle[CriticRank]):
     """Implements `Critic`."""
 
-    kind = "critic"
-
     async def load(self, folder: Path) -> None:
-        await self._all("loading a checkpoint", lambda rank, _: rank.load.remote(folder))
+        await self._all(CriticRank.load, folder)
 
     async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
         """`Signal.VALUES` of what `fetch` got."""
-        columns: list[Ref] = []
-
-        def start(rank: RayActor, r: int) -> Awaitable[int]:
-            receipt, column = rank.values.remote(plan.of_rank(r))
-            columns.append(column)
-            return receipt
-
-        await self._all("valuing a step", start)
-        return columns
+        plans = zip(self._ranks, _of_ranks(plan), strict=True)
+        told = await asyncio.gather(*(rank.split(CriticRank.values, 1, of_rank) for rank, of_rank in plans))
+        return [column for _, (column,) in told]
 
 
 def _of_ranks(plan: BatchPlan) -> list[RankPlan]:

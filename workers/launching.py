@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rlsys.algorithm import Signal
+from rlsys.relay import Relay
 from rlsys.types import POLICY, Sampling
 from workers.actor import ActorRank, ActorSpec
-from workers.cluster import RayActor, Resources, node_ids, spawn
+from workers.cluster import NO_MATHS, Resources, node_ids
 from workers.critic import CriticRank, CriticSpec
 from workers.engines.base import EngineSpec
 from workers.generator import WeightChange
 from workers.handles import ActorHandle, CriticHandle, ReferenceHandle
-from workers.peers import RayPartials
+from workers.partials import Partials
 from workers.pools import RewardPool, Supply
-from workers.relays import NO_MATHS, RayRelays, RelayHandle
-from workers.remote import (
-    GeneratorSpec,
-    PartialsActor,
-    ReferenceActor,
-    RewardActor,
-    RewardModelSpec,
-    RewardWorkerSpec,
-    RolloutActor,
-    RolloutSpec,
-)
-from workers.rollouts import PinnedRolloutPool, RolloutPool
+from workers.reference import ReferenceWorker
+from workers.relays import RayRelays
+from workers.remote_proxy import Remote, start
+from workers.replica_spec import GeneratorSpec, RolloutSpec
+from workers.reward import RewardModelSpec, RewardWorker
+from workers.rollout import RolloutWorker
+from workers.rollouts import ANSWER_S, PinnedRolloutPool, RolloutPool
 from workers.train.settings import critic_optimizer_settings, optimizer_settings
 from workers.transport.object_store import ObjectStorePublisher
 
@@ -42,15 +39,15 @@ PROBE_TOKENS = 32
 """Tokens on which replicas and trainer compare logprobs after every weight change."""
 
 
-def start_partials() -> RayPartials:
+def start_partials() -> Remote[Partials]:
     """The partial response pool, on the driver's node. Ray starts it again where it dies; what it held is lost then."""
     here, *_ = node_ids()
-    return RayPartials(spawn(PartialsActor, NO_MATHS, node=here, max_restarts=-1))
+    return start(Partials, "partials", Partials, NO_MATHS, ANSWER_S, place=here, restarts=True)
 
 
 def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
     """All ranks of the actor."""
-    train = config.train
+    train, limits = config.train, config.limits
     spec = ActorSpec(
         model_path=config.model.path,
         dtype=config.model.dtype,
@@ -62,10 +59,12 @@ def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
         probe_length=_probe_length(config),
         resources=Resources(train.num_cpus, train.num_gpus, train.threads),
     )
-    publisher = ObjectStorePublisher(relays.members, config.limits.transfer_s)
-    ranks = [spawn(ActorRank, spec.resources, rank, spec, publisher) for rank in range(train.ranks)]
-    has_pairs = Signal.POLICY_MISMATCHED in config.algorithm.signals
-    return ActorHandle(ranks, config.limits.no_progress_s, has_pairs=has_pairs)
+    publisher = ObjectStorePublisher(relays.members, limits.transfer_s)
+    ranks = [
+        start(ActorRank, f"actor-{r}", partial(ActorRank, r, spec, publisher), spec.resources, limits.no_progress_s)
+        for r in range(train.ranks)
+    ]
+    return ActorHandle(ranks, has_pairs=Signal.POLICY_MISMATCHED in config.algorithm.signals)
 
 
 def start_critic(config: Config) -> CriticHandle:
@@ -80,8 +79,12 @@ def start_critic(config: Config) -> CriticHandle:
         algorithm=config.algorithm,
         resources=Resources(section.num_cpus, section.num_gpus, section.threads),
     )
-    ranks = [spawn(CriticRank, spec.resources, rank, spec) for rank in range(train.ranks)]
-    return CriticHandle(ranks, config.limits.no_progress_s)
+    deadline_s = config.limits.no_progress_s
+    ranks = [
+        start(CriticRank, f"critic-{r}", partial(CriticRank, r, spec), spec.resources, deadline_s)
+        for r in range(train.ranks)
+    ]
+    return CriticHandle(ranks)
 
 
 def max_context(config: Config) -> int:
@@ -105,7 +108,7 @@ def export_checkpoint(config: Config, folder: Path, to: Path) -> None:
     backend.export(to)
 
 
-def start_rollouts(config: Config, relays: RayRelays, partials: RayPartials | None = None) -> RolloutPool:
+def start_rollouts(config: Config, relays: RayRelays, partials: Remote[Partials] | None = None) -> RolloutPool:
     """The replicas that generate for training; what groups have sampled is kept in `partials`."""
     spec = _replica_spec(config, {POLICY: _generator_spec(config, config.model.path, "newest")}, _sampling(config))
     supply = _replicas(config, config.rollout.replicas, spec, {POLICY: relays.members}, partials)
@@ -151,17 +154,14 @@ def _replicas(
     config: Config,
     size: int,
     spec: RolloutSpec,
-    relays: Mapping[str, Sequence[RelayHandle]],
-    partials: RayPartials | None = None,
-) -> Supply:
-    def start(name: str) -> RayActor:
-        return spawn(RolloutActor, spec.resources, name, spec, relays, partials)
+    relays: Mapping[str, Sequence[Remote[Relay]]],
+    partials: Remote[Partials] | None = None,
+) -> Supply[RolloutWorker]:
+    def one(name: str) -> Remote[RolloutWorker]:
+        build = partial(RolloutWorker.of, name, spec, relays, partials)
+        return start(RolloutWorker, name, build, spec.resources, ANSWER_S)
 
-    return _supply(config, size, start)
-
-
-def _supply(config: Config, size: int, start: Callable[[str], RayActor]) -> Supply:
-    return Supply(size, start, config.limits.lease_s, config.limits.max_attempts)
+    return Supply(size, one, config.limits.lease_s, config.limits.max_attempts)
 
 
 def _replica_spec(config: Config, generators: Mapping[str, GeneratorSpec], sampling: Sampling) -> RolloutSpec:
@@ -206,29 +206,21 @@ def _share_of_memory(num_engines: int) -> dict[str, float]:
 
 def start_rewards(config: Config) -> RewardPool:
     """The reward workers."""
-    reward, model = config.reward, config.reward.model
-    spec = RewardWorkerSpec(
-        functions=reward.functions,
-        processes=reward.processes,
-        timeout_s=reward.timeout_s,
-        model=model and RewardModelSpec(model.path, model.dtype, model.max_tokens, model.weight),
-        resources=Resources(reward.worker_cpus, reward.worker_gpus, model.threads if model else 1),
-    )
-    return RewardPool(_supply(config, reward.workers, lambda name: spawn(RewardActor, spec.resources, name, spec)))
+    reward, model, limits = config.reward, config.reward.model, config.limits
+    judge = model and RewardModelSpec(model.path, model.dtype, model.max_tokens, model.weight)
+    resources = Resources(reward.worker_cpus, reward.worker_gpus, model.threads if model else 1)
+    arguments = reward.functions, reward.processes, reward.timeout_s, judge, resources
+
+    def one(name: str) -> Remote[RewardWorker]:
+        return start(RewardWorker, name, partial(RewardWorker.of, name, *arguments), resources, limits.lease_s)
+
+    return RewardPool(Supply(reward.workers, one, limits.lease_s, limits.max_attempts))
 
 
 def start_reference(config: Config, policy: str = POLICY) -> ReferenceHandle:
     """The frozen initial model of a policy."""
     section = config.reference
     resources = Resources(section.num_cpus, section.num_gpus, section.threads)
-    actor = spawn(
-        ReferenceActor,
-        resources,
-        config.model.path,
-        config.model.dtype,
-        config.rollout.temperature,
-        config.train.micro_batch_tokens,
-        resources,
-        policy,
-    )
-    return ReferenceHandle(actor, config.limits.no_progress_s)
+    arguments = config.model.path, config.model.dtype, config.rollout.temperature, config.train.micro_batch_tokens
+    build = partial(resources.build, partial(ReferenceWorker, *arguments, policy=policy))
+    return ReferenceHandle(start(ReferenceWorker, "reference", build, resources, config.limits.no_progress_s))

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
+from rlsys.deadlines import remote
 from rlsys.types import Acknowledged, PolicyVersion
 from workers.engines.base import Completion
 from workers.occupancy import Ticket
@@ -45,30 +45,16 @@ class Partial:
     weights: tuple[Acknowledged, ...]
 
 
-class PartialStore(Protocol):
-    """Where a replica keeps what its groups have sampled. Every method may raise `WorkerError`."""
-
-    async def record(self, notes: Sequence[Note]) -> Sequence[tuple[int, int]]:
-        """Keep `notes`. Returns (serial, seed) of those that do not follow what is kept: those begin anew."""
-        ...
-
-    async def recall(self, serial: int) -> Mapping[int, Partial]:
-        """What is kept of a group, by the seed of each request."""
-        ...
-
-    async def forget(self, ticket: Ticket) -> None:
-        """A group has ended with this attempt. It may be issued again all the same, if it is lost later."""
-        ...
-
-
 class Partials:
-    """Implements `PartialStore` in this process."""
+    """Tokens that groups which are not done have sampled. From another process every method may raise `WorkerError`."""
 
     def __init__(self) -> None:
         self._kept: dict[int, dict[int, Partial]] = {}
         self._ended: dict[Ticket, None] = {}
 
+    @remote("keeping what was sampled")
     async def record(self, notes: Sequence[Note]) -> list[tuple[int, int]]:
+        """Keep `notes`. Returns (serial, seed) of those that do not follow what is kept: those begin anew."""
         return [(note.ticket.serial, note.seed) for note in notes if not self._keep(note)]
 
     def _keep(self, note: Note) -> bool:
@@ -85,15 +71,20 @@ class Partials:
         requests[note.seed] = replace(known, done=known.done.then(note.more), weights=weights)
         return True
 
+    @remote("recalling a group")
     async def recall(self, serial: int) -> Mapping[int, Partial]:
+        """What is kept of a group, by the seed of each request."""
         return dict(self._kept.get(serial, {}))
 
+    @remote("recalling a group's version")
     async def version(self, serial: int) -> PolicyVersion | None:
         """The newest version of what is kept of a group; None if that is nothing."""
         spans = [span for partial in self._kept.get(serial, {}).values() for span in partial.done.versions]
         return max((span.version for span in spans), default=None)
 
+    @remote("forgetting a group")
     async def forget(self, ticket: Ticket) -> None:
+        """A group has ended with this attempt. It may be issued again all the same, if it is lost later."""
         self._kept.pop(ticket.serial, None)
         self._ended[ticket] = None
         if len(self._ended) > ENDED_KEPT:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from rlsys.errors import DeadlineExceeded, TaskTooLong, WeightsMismatch, WorkerDied, WorkerError
 from rlsys.tools import ToolSchema
@@ -13,7 +14,25 @@ from workers.codec import TextCodec
 from workers.engines.base import Completion, Request
 from workers.occupancy import Ticket
 from workers.partials import Partial
-from workers.peers import Peer
+
+
+class Peer(Protocol):
+    """A replica on which groups of another, or its own, run. Every method may raise `WorkerDied` naming it."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def host(self, tickets: Sequence[Ticket], held: Acknowledged) -> bool:
+        """Let these groups run here from now; False if this replica does not hold exactly `held`, or will not soon."""
+        ...
+
+    async def serve(self, ticket: Ticket, request: Request) -> Completion:
+        """Sample for a group that runs here; finish `abort` if it was let go meanwhile."""
+        ...
+
+    async def let_go(self, ticket: Ticket, *, keep_cache: bool = False) -> None:
+        """The group is here no more: returns once its requests are aborted, with their cache if that is to be kept."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,36 +4,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-import ray
-from ray._private.object_ref_generator import ObjectRefGenerator
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from rlsys.contracts import Judged
 from rlsys.curation import Graft
 from rlsys.errors import DeadlineExceeded, RlsysError, RunAborted, WeightsMismatch, WorkerDied, WorkerError
 from rlsys.types import Group, Task
 from rlsys.weights import with_deadline
-from workers.cluster import RayActor, call
+from workers.remote_proxy import Chunks, Remote
+from workers.reward import RewardWorker
 from workers.streams import CallStream, Parcel, PayloadRef
 
-T = TypeVar("T")
-
-SET_UP_S = 600.0
-"""Deadline for a worker to load its model and be ready."""
-CLOSE_S = 5.0
-"""Deadline for a worker to end what it holds."""
+W = TypeVar("W")
+Recovered: TypeAlias = Callable[[str, float], None]
+"""Takes the name of a worker that died, and the seconds until its successor was ready."""
 
 
 @dataclass(frozen=True, slots=True)
-class Supply:
+class Supply(Generic[W]):
     """Where a pool's members come from, and what they are allowed."""
 
     size: int
-    start: Callable[[str], RayActor]
-    """Makes one actor, given its name; it must have the methods `setup` and `close`."""
+    start: Callable[[str], Remote[W]]
+    """Gives one worker a process, given its name."""
     lease_s: float
     """Deadline of one piece of work."""
     max_attempts: int
@@ -41,38 +36,36 @@ class Supply:
 
 
 @dataclass(eq=False)
-class Member:
-    """One actor of a pool. A replacement gets a new name, so that an old failure is never taken for its own."""
+class Member(Generic[W]):
+    """One worker of a pool. A replacement gets a new name, so that an old failure is never taken for its own."""
 
     index: int
     generation: int
     """Members that had this place before it."""
     name: str
-    actor: RayActor
+    worker: Remote[W]
     calls: CallStream
     num_running: int = 0
-    ready: object = None
-    """What its `setup` answered."""
     is_live: bool = False
     """Is it set up, and has not failed since?"""
     is_given_up: bool = False
     """Will nobody take its place?"""
 
 
-class Pool:
-    """Actors of one kind, any of which can do the next piece of work.
+class Pool(Generic[W]):
+    """Workers of one kind, any of which can do the next piece of work.
 
     One that fails is replaced in the background, while work goes to the others.
     """
 
-    def __init__(self, kind: str, phase: str, supply: Supply) -> None:
+    def __init__(self, kind: str, phase: str, supply: Supply[W]) -> None:
         """`phase` is the name of one piece of work in errors."""
         self._kind, self._phase, self._supply = kind, phase, supply
         self.members = [self._member(i) for i in range(supply.size)]
         self.on_failure: Callable[[WorkerError], None] = lambda error: None
         """Told of each replacement that cannot be set up; it is tried again. And of each death that the pool notices
         itself."""
-        self.on_recovery: Callable[[str, float], None] = lambda name, seconds: None
+        self.on_recovery: Recovered = lambda name, seconds: None
         """Told of each recovery from such a death: see `restart`."""
         self._replacing: set[int] = set()
         """Places for which a successor is being set up."""
@@ -84,7 +77,7 @@ class Pool:
         """Return once every member is set up. Raises what the first one to fail raised."""
         await asyncio.gather(*(self._set_up(member) for member in self.members))
 
-    async def restart(self, worker: str, on_recovery: Callable[[str, float], None]) -> None:
+    async def restart(self, worker: str, on_recovery: Recovered) -> None:
         """Kill and replace the member called `worker`, if nobody has; return once any member can serve.
 
         `on_recovery` is told its name, and the seconds until its successor was ready. Raises `RunAborted` if `worker`
@@ -100,26 +93,26 @@ class Pool:
         """End every member, orderly where it answers."""
         for task in self._background:
             task.cancel()
-        await asyncio.gather(*(self._end(member) for member in self.members))
+        await asyncio.gather(*(member.worker.end() for member in self.members if not member.is_given_up))
 
     async def _serving(self) -> None:
         """Return once a member is live; unblocked by a replacement that is set up, or by the last place given up.
 
         Raises `RunAborted` then.
         """
-        while not any(member.is_live for member in self.members):
+        while not self._live():
             if all(member.is_given_up for member in self.members):
                 raise RunAborted(f"no {self._kind} worker is left; the last failure: {self._last_failure}")
             await self._changed.wait()
 
-    def _replace(self, dead: Member, on_recovery: Callable[[str, float], None]) -> None:
+    def _replace(self, dead: Member[W], on_recovery: Recovered) -> None:
         """Have a dead member replaced in the background. If it is being set up, that will fail, and be tried again."""
         self._leave(dead.name)
         if dead.index not in self._replacing:
             self._replacing.add(dead.index)
             self._spawn(self._recovered(dead, self._succeeded(dead), on_recovery))
 
-    async def _recovered(self, dead: Member, successor: Member, on_recovery: Callable[[str, float], None]) -> None:
+    async def _recovered(self, dead: Member[W], successor: Member[W], on_recovery: Recovered) -> None:
         """Set up the successor of a dead member; if that fails, another, up to the allowed attempts."""
         began_s = asyncio.get_running_loop().time()
         for attempt in range(1, self._supply.max_attempts + 1):
@@ -138,40 +131,33 @@ class Pool:
                 on_recovery(dead.name, asyncio.get_running_loop().time() - began_s)
                 return
         self._replacing.discard(dead.index)
-        self._kill(successor)
+        successor.worker.kill()
         successor.is_given_up = True
         self._notify()
 
-    def _succeeded(self, member: Member) -> Member:
+    def _succeeded(self, member: Member[W]) -> Member[W]:
         """Whoever takes its place from now; not set up."""
-        self._kill(member)
+        member.worker.kill()
         successor = self.members[member.index] = self._member(member.index, member.generation + 1)
         return successor
 
-    def _member(self, index: int, generation: int = 0) -> Member:
+    def _member(self, index: int, generation: int = 0) -> Member[W]:
         name = f"{self._kind}-{index}" + (f".{generation}" if generation else "")
-        actor = self._supply.start(name)
-        calls = CallStream(name, self._phase, lambda requests: self._send(actor, requests))
-        return Member(index, generation, name, actor, calls)
+        worker = self._supply.start(name)
+        calls = CallStream(name, self._phase, lambda requests: self._send(worker, requests))
+        return Member(index, generation, name, worker, calls)
 
-    def _called(self, worker: str) -> Member | None:
+    def _called(self, worker: str) -> Member[W] | None:
         return next((member for member in self.members if member.name == worker), None)
 
-    async def _set_up(self, member: Member) -> None:
-        member.ready = await self._answer(member)
+    def _live(self) -> list[Member[W]]:
+        return [member for member in self.members if member.is_live]
+
+    async def _set_up(self, member: Member[W]) -> None:
+        await member.worker.setup()
         member.is_live = True
         self._joined(member)
         self._notify()
-
-    async def _answer(self, member: Member) -> object:
-        return await call(member.actor.setup.remote(), member.name, "setting up", SET_UP_S)
-
-    def _kill(self, member: Member) -> None:
-        ray.kill(member.actor)
-
-    async def _end(self, member: Member) -> None:
-        if not member.is_given_up:
-            await end(member.actor, member.name)
 
     def _leave(self, worker: str) -> None:
         """Give nothing more to the member called `worker`."""
@@ -179,10 +165,10 @@ class Pool:
             member.is_live = False
             self._left(member)
 
-    def _joined(self, member: Member) -> None:
+    def _joined(self, member: Member[W]) -> None:
         """A member is live from now."""
 
-    def _left(self, member: Member) -> None:
+    def _left(self, member: Member[W]) -> None:
         """A member is live no more."""
 
     def _notify(self) -> None:
@@ -195,17 +181,17 @@ class Pool:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    def _send(self, actor: RayActor, requests: list) -> ObjectRefGenerator:
+    def _send(self, worker: Remote[W], requests: list) -> Chunks:
         """One streaming call for these requests; see `workers.streams.answer_in_chunks`."""
         raise NotImplementedError(f"{type(self).__name__} sends nothing: implement `_send`")
 
-    async def _do(self, member: Member, request: object, phase: str) -> tuple[object, PayloadRef]:
+    async def _do(self, member: Member[W], request: object, phase: str) -> tuple[object, PayloadRef]:
         """Let a member answer one request, within the lease. Whoever fails at it, is given nothing more."""
         with self._at_work(member):
             return await self._sent(member, request, phase)
 
     @contextmanager
-    def _at_work(self, member: Member) -> Iterator[None]:
+    def _at_work(self, member: Member[W]) -> Iterator[None]:
         """A member has one more thing to do inside the block. Whoever fails in it is given nothing more."""
         member.num_running += 1
         try:
@@ -216,14 +202,14 @@ class Pool:
         finally:
             member.num_running -= 1
 
-    async def _sent(self, member: Member, request: object, phase: str) -> tuple[object, PayloadRef]:
+    async def _sent(self, member: Member[W], request: object, phase: str) -> tuple[object, PayloadRef]:
         return await with_deadline(member.calls.call(request), self._supply.lease_s, member.name, phase)
 
 
-class RewardPool(Pool):
+class RewardPool(Pool[RewardWorker]):
     """Implements `Rewards`."""
 
-    def __init__(self, supply: Supply) -> None:
+    def __init__(self, supply: Supply[RewardWorker]) -> None:
         super().__init__("reward", "judging", supply)
 
     async def score(self, task: Task, group: Group) -> Judged:
@@ -236,23 +222,14 @@ class RewardPool(Pool):
         group, member = graft.group, await self._least_busy()
         parcel = Parcel.of((g.serial, g.payload) for g in (group, graft.donor))
         with self._at_work(member):
-            versions, chunk = member.actor.graft.remote(parcel, graft.episode, graft.donor_episode, group.policy)
-            phase = f"grafting into group {group.serial}"
-            held = await call(versions, member.name, phase, self._supply.lease_s)
-        return graft.applied(PayloadRef(chunk, 0), held)
+            worker, arguments = member.worker, (parcel, graft.episode, graft.donor_episode, group.policy)
+            versions, (chunk,) = await worker.split(RewardWorker.graft, 1, *arguments)
+        return graft.applied(PayloadRef(chunk, 0), versions)
 
-    async def _least_busy(self) -> Member:
+    async def _least_busy(self) -> Member[RewardWorker]:
         await self._serving()
-        live = [member for member in self.members if member.is_live]
-        return min(live, key=lambda m: (m.num_running, m.index))
+        return min(self._live(), key=lambda m: (m.num_running, m.index))
 
-    def _send(self, actor: RayActor, requests: list[tuple[Task, int, object]]) -> ObjectRefGenerator:
+    def _send(self, worker: Remote[RewardWorker], requests: list[tuple[Task, int, object]]) -> Chunks:
         parcel = Parcel.of((serial, payload) for _, serial, payload in requests)
-        return actor.score.remote([task for task, _, _ in requests], parcel)
-
-
-async def end(actor: RayActor, name: str) -> None:
-    """Let an actor clean up, then kill it; one that is gone or does not answer is just killed."""
-    with suppress(RlsysError):
-        await call(actor.close.remote(), name, "closing", CLOSE_S)
-    ray.kill(actor)
+        return worker.stream(RewardWorker.judge_each, [task for task, _, _ in requests], parcel)

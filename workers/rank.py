@@ -6,20 +6,21 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-import ray
-
-from rlsys.algorithm import Signal
+from rlsys.algorithm import Algorithm, Signal
 from rlsys.batch.plan import RankPlan
 from rlsys.checkpoint import flush
+from rlsys.contracts import TrainStats
+from rlsys.deadlines import remote
 from rlsys.errors import CheckpointError, PayloadLost
 from rlsys.types import Group
-from workers.cluster import free_port
+from workers.cluster import Resources
 from workers.streams import Parcel
 
 if TYPE_CHECKING:
     from rlsys.batch.tensors import StepColumn, StepData
+    from workers.train.settings import OptimizerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +65,24 @@ class StepParcel:
         return StepData([payloads.get(i, ()) for i in everything], [columns.get(i, {}) for i in everything])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSpec:
+    """The specification of a rank of the actor or of the critic."""
+
+    model_path: str
+    dtype: Literal["float32", "bfloat16"]
+    num_ranks: int
+    optimizer: OptimizerSettings
+    algorithm: Algorithm
+    resources: Resources
+
+
 class Rank:
     """One process of several that train a model together."""
 
     _fetched: StepData | None = None
 
-    def address(self) -> str:
-        """Where this rank can listen for the others, e.g. `tcp://10.0.0.4:41234`."""
-        return f"tcp://{ray.util.get_node_ip_address()}:{free_port()}"
-
+    @remote("fetching the data of a step")
     def fetch(self, parcel: StepParcel) -> tuple[int, ...]:
         """Get the data of the next step. Returns the serials of groups whose data is gone."""
         try:
@@ -80,6 +90,16 @@ class Rank:
         except PayloadLost as loss:
             return loss.serials
         return ()
+
+    @remote("training a step")
+    def train_step(self, plan: RankPlan, signals: Sequence[Signal], *columns: StepColumn) -> TrainStats:
+        """One step on what was fetched for it, with this rank's column of each of `signals`."""
+        raise NotImplementedError
+
+    @remote("saving a checkpoint")
+    def save(self, folder: Path) -> None:
+        """Raises `CheckpointError`."""
+        raise NotImplementedError
 
     @property
     def fetched(self) -> StepData:

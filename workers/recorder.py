@@ -11,13 +11,13 @@ from rlsys.errors import WorkerError
 from rlsys.types import Acknowledged, PolicyVersion
 from workers.engines.base import Completion, Engine, Request
 from workers.occupancy import Occupancy, Stay, Ticket
-from workers.partials import Fits, Note, Partial, PartialStore, usable
+from workers.partials import Fits, Note, Partial, Partials, usable
 
 
 class Recorder:
     """One replica's line to the pool. Without the pool groups begin from scratch; nothing else depends on it."""
 
-    def __init__(self, store: PartialStore, period_s: float = 1.0) -> None:
+    def __init__(self, store: Partials, period_s: float = 1.0) -> None:
         """`period_s`: seconds between two rounds; of a group that ends within one, nothing is noted."""
         self._store, self._period_s = store, period_s
 

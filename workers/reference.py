@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
-
-import torch
-from torch import Tensor
 
 from rlsys.batch.plan import RankPlan
 from rlsys.batch.samples import samples_in
-from rlsys.batch.tensors import MicroBatch, StepData, packed
+from rlsys.deadlines import remote
 from rlsys.types import POLICY, Episode
-from workers.train.model import load_model
-from workers.train.scoring import score, trained_logprobs
-from workers.train.step import mismatched
+from workers.rank import StepParcel
+from workers.streams import Parcel
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
     from transformers import PreTrainedModel
 
-    from rlsys.batch.tensors import StepColumn
+    from rlsys.batch.tensors import MicroBatch, StepColumn, StepData
 
 
 class ReferenceWorker:
@@ -35,12 +34,31 @@ class ReferenceWorker:
     ) -> None:
         """`temperature` is that of sampling: both sides of the KL are tempered alike. Of several policies it scores
         what `policy` said. Raises `ModelError`."""
-        self._policy = policy
-        self._model: PreTrainedModel = load_model(model_path, getattr(torch, dtype), device)
-        self._temperature, self._max_tokens, self._device = temperature, max_tokens, device
+        import torch
+
+        from workers.train.model import load_model
+
+        self._policy, self._device = policy, device
+        self._model: PreTrainedModel = load_model(model_path, getattr(torch, dtype), self._device)
+        self._temperature, self._max_tokens = temperature, max_tokens
+
+    @remote("scoring groups")
+    def annotate(self, parcel: Parcel) -> tuple[int, tuple[object, ...]]:
+        """A receipt, and the column of each group. Raises `PayloadLost`."""
+        payloads = parcel.open()
+        return len(payloads), tuple(self.logprobs(payload) for payload in payloads)
+
+    @remote("scoring mismatched pairs")
+    def annotate_step(self, parcel: StepParcel, plans: Sequence[RankPlan]) -> tuple[int, *tuple[StepColumn, ...]]:
+        """A receipt, and `Signal.REFERENCE_MISMATCHED` of each rank. Raises `PayloadLost`."""
+        data = parcel.open()
+        return len(plans), *(self.mismatched(plan, data) for plan in plans)
 
     def logprobs(self, payload: tuple[Episode, ...]) -> list[tuple[float, ...]]:
         """One row per sample, in the order of `samples_in`: a logprob per completion token, 0.0 where not trained."""
+        from rlsys.batch.tensors import packed
+        from workers.train.scoring import score
+
         samples = list(samples_in(payload))
         own = [sample for (e, t, _), sample in samples if payload[e].trajectories[t].policy == self._policy]
         rows = iter(score(self._model, packed(own, self._max_tokens), self._temperature) if own else ())
@@ -51,6 +69,10 @@ class ReferenceWorker:
 
     def mismatched(self, plan: RankPlan, data: StepData) -> StepColumn:
         """`Signal.REFERENCE_MISMATCHED` for a rank: logprobs of its trained tokens after another task's prompt."""
+        import torch
+
+        from workers.train.scoring import trained_logprobs
+        from workers.train.step import mismatched
 
         def logprobs(batch: MicroBatch) -> Tensor:
             with torch.no_grad():

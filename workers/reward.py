@@ -9,24 +9,49 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-from collections.abc import Awaitable, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Self
 
 from pebble import ProcessExpired, ProcessPool
 
-from rlsys.errors import WorkerDied
+from rlsys.batch.samples import versions_of
+from rlsys.contracts import Busy, Judged
+from rlsys.curation import with_episode
+from rlsys.deadlines import remote
+from rlsys.errors import PayloadLost, WorkerDied
 from rlsys.rewards.calling import Completion
 from rlsys.rewards.combining import MODEL, RewardSpec, RewardSum, total, weighted
 from rlsys.rewards.results import score_of
-from rlsys.types import Episode, Score, Task
+from rlsys.types import Episode, Score, Task, VersionSpan
+from workers.cluster import Resources
+from workers.streams import Parcel, answer_in_chunks
 
 if TYPE_CHECKING:
+    import torch
+
     from workers.reward_model import RewardModel
 
 
+@dataclass(frozen=True, slots=True)
+class RewardModelSpec:
+    """The specification of a reward model."""
+
+    path: str
+    dtype: Literal["float32", "bfloat16"]
+    max_tokens: int
+    weight: float
+
+    def load(self, device: torch.device) -> RewardModel:
+        from workers.reward_model import RewardModel
+
+        return RewardModel(self.path, self.dtype, self.max_tokens, self.weight, device)
+
+
 class RewardWorker:
-    """Judges groups. Plain class: a Ray actor is made of it elsewhere."""
+    """Judges groups. Functions run in killable children of its process, a reward model in the process itself."""
 
     def __init__(
         self,
@@ -53,10 +78,53 @@ class RewardWorker:
         self._pool = ProcessPool(processes, initializer=_load, initargs=(specs,), context=spawn) if specs else None
         self._model, self._model_thread = model, ThreadPoolExecutor(1, thread_name_prefix=MODEL)
 
+    @classmethod
+    async def of(
+        cls,
+        name: str,
+        specs: Sequence[RewardSpec],
+        processes: int,
+        timeout_s: float,
+        model: RewardModelSpec | None,
+        resources: Resources,
+    ) -> Self:
+        """Load the model, if there is one, and start every process."""
+        loaded = None if model is None else resources.build(model.load)
+        worker = cls(specs, processes, timeout_s, model=loaded, name=name)
+        await worker.start()
+        return worker
+
     async def start(self) -> None:
         """Start every process; returns once one of them is ready to judge. Without it the first `score` starts them."""
         if self._pool is not None:
             await self._call(self._pool, Task(id="", prompt=""), ())
+
+    async def judge_each(self, tasks: Sequence[Task], parcel: Parcel) -> AsyncIterator[object]:
+        """Judge groups, one of each task; see `answer_in_chunks`."""
+        requests = list(zip(tasks, await parcel.each(), strict=True))
+        async for part in answer_in_chunks(requests, self._judged):
+            yield part
+
+    async def _judged(self, request: tuple[Task, tuple[Episode, ...] | PayloadLost]) -> tuple[Judged, None]:
+        task, payload = request
+        if isinstance(payload, PayloadLost):
+            raise payload
+        start_s = time.monotonic()
+        scores = await self.score(task, payload)
+        return Judged(scores, Busy(self.name, start_s, time.monotonic())), None
+
+    @remote("grafting into group {parcel.entries[0][0]}")
+    async def graft(
+        self, parcel: Parcel, episode: int, donor_episode: int, policy: str
+    ) -> tuple[tuple[VersionSpan, ...], tuple[tuple[Episode, ...], ...]]:
+        """The first payload of two with an episode of the second in it: what the policy sampled of it, and a chunk that
+        holds it. Raises `PayloadLost`."""
+        payloads = await parcel.each()
+        if lost := [serial for payload in payloads if isinstance(payload, PayloadLost) for serial in payload.serials]:
+            raise PayloadLost(tuple(lost))
+        group, donor = payloads
+        episodes = with_episode(group, episode, donor[donor_episode])
+        return versions_of(episodes, policy), (episodes,)
 
     async def score(self, task: Task, episodes: tuple[Episode, ...]) -> tuple[Score, ...]:
         """One score per episode, in order.

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from typing import Self
 
 from rlsys.batch.samples import meta_of, versions_of
 from rlsys.contracts import Busy, RolledOut
+from rlsys.deadlines import remote
 from rlsys.errors import first_of
+from rlsys.relay import Relay
 from rlsys.types import Acknowledged, Assignment, EngineStats, Episode, Group, ReplicaLoad
 from rlsys.workflow import Workflow, play
+from workers.engines.base import EngineChoice
 from workers.generator import REPLACEABLE, Generator
 from workers.occupancy import Ticket
+from workers.partials import Partials
 from workers.policy import GroupPolicy
+from workers.remote_proxy import Remote
+from workers.replica_spec import RolloutSpec, load_generator
+from workers.streams import answer_in_chunks
 
 
 class RolloutWorker:
-    """One replica. Plain class: `workers.remote` makes a Ray actor of it."""
+    """One rollout replica."""
 
     def __init__(
         self,
@@ -37,11 +45,31 @@ class RolloutWorker:
         """Of every group being played, on this machine's monotonic clock."""
         self._num_groups = 0
 
+    @classmethod
+    async def of(
+        cls,
+        name: str,
+        spec: RolloutSpec,
+        relays: Mapping[str, Sequence[Remote[Relay]]],
+        partials: Remote[Partials] | None,
+    ) -> Self:
+        """Load the engine of each policy, in this process. `relays` are by name of the policies that pull."""
+        generators = {
+            policy: await load_generator(name, spec, policy, relays.get(policy, ()), partials)
+            for policy in spec.generators
+        }
+        workflow = spec.workflow if spec.is_training else spec.workflow.in_evaluation()
+        return cls(name, workflow, generators, spec.bindings)
+
     @property
     def generator(self) -> Generator:
         """The only one, in a run of one policy. Groups move between replicas only there."""
         (only,) = self._generators.values()
         return only
+
+    def run_each(self, requests: Sequence[tuple[Assignment, bool]]) -> AsyncIterator[object]:
+        """Roll out assignments, each with whether it was given to a replica before; see `answer_in_chunks`."""
+        return answer_in_chunks(requests, lambda request: self.run(request[0], is_again=request[1]))
 
     async def run(self, assignment: Assignment, *, is_again: bool = False) -> tuple[RolledOut, tuple[Episode, ...]]:
         """Roll out one group: its metadata, and its payload apart.
@@ -68,19 +96,28 @@ class RolloutWorker:
         waited_s, others = start_s - arrived_s, tuple(views[1:])
         return RolledOut(views[0], busy, self._stats(), waited_s, others, pulls), episodes
 
+    @remote("telling its engines")
+    def choices(self) -> dict[str, EngineChoice]:
+        """By policy: the engine, and why it was chosen."""
+        return {name: generator.choice for name, generator in self._generators.items() if generator.choice}
+
+    @remote("telling its versions")
     def held(self) -> dict[str, Acknowledged]:
         """By policy: the weights that it speaks with here, of those that have pulled any."""
         told = {name: generator.acknowledged for name, generator in self._generators.items()}
         return {name: held for name, held in told.items() if held is not None}
 
+    @remote("telling its load")
     def load(self, policy: str) -> ReplicaLoad:
         """What runs here of this policy."""
         return self._generators[policy].load()
 
+    @remote("forgetting {owner}")
     async def forget(self, owner: str) -> None:
         """Replica `owner` is gone for good."""
         await asyncio.gather(*(generator.forget(owner) for generator in self._generators.values()))
 
+    @remote("rolling out group {serial}")
     def age_s(self, serial: int) -> float | None:
         """Seconds for which a group has been running here: 0 while it waits for weights, None if it is not here."""
         began_s = [since_s for ticket, since_s in self._began_s.items() if ticket.serial == serial]

@@ -7,24 +7,29 @@ but the driver holds only a reference, and reads only the other return value, th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
-
-from ray._private.object_ref_generator import ObjectRefGenerator
+from typing import TypeVar, cast
 
 from rlsys.contracts import RolledOut
 from rlsys.deadlines import timeout
 from rlsys.errors import DeadlineExceeded, RlsysError, WeightsMismatch, WorkerDied, WorkerError
 from rlsys.schedule.router import Router, request_weight
 from rlsys.types import POLICY, Acknowledged, Assignment, PolicyVersion, Prompt, ReplicaLoad
-from workers.cluster import RayActor, call
-from workers.peers import ANSWER_S, QUESTION_S, RayPartials, RayPeer
+from workers.generator import Generator
+from workers.partials import Partials
 from workers.pools import Member, Pool, Supply
 from workers.relays import RayRelays
+from workers.remote_proxy import Chunks, Remote
+from workers.rollout import RolloutWorker
 from workers.streams import PayloadRef
 
+T = TypeVar("T")
+ANSWER_S = 30.0
+"""Deadline of a question that is answered without sampling anything."""
+QUESTION_S = 2.0
+"""Deadline of a question on which only a choice depends, that can be made without the answer."""
 CHARACTERS_PER_TOKEN = 4
 """Estimate of a prompt's tokens where there is no tokenizer; it only weighs groups against each other."""
 
@@ -34,15 +39,17 @@ class _Journey:
     """One group on its way: given to `owner`, its tokens sampled at `place`."""
 
     serial: int
-    owner: Member
-    place: Member
+    owner: Member[RolloutWorker]
+    place: Member[RolloutWorker]
     weight: int
 
 
-class RolloutPool(Pool):
+class RolloutPool(Pool[RolloutWorker]):
     """Implements `Rollouts`. Which replica plays a group is the `Router`'s choice."""
 
-    def __init__(self, supply: Supply, kind: str = "rollout", partials: RayPartials | None = None) -> None:
+    def __init__(
+        self, supply: Supply[RolloutWorker], kind: str = "rollout", partials: Remote[Partials] | None = None
+    ) -> None:
         """`partials` is where replicas keep what groups have sampled, if they do."""
         self._router = Router(supply.size)
         for place in range(supply.size):
@@ -77,7 +84,7 @@ class RolloutPool(Pool):
         group, *others = (replace(view, payload=payload) for view in (done.group, *done.others))
         return replace(done, group=group, others=tuple(others))
 
-    async def _sent(self, member: Member, request: object, phase: str) -> tuple[object, PayloadRef]:
+    async def _sent(self, member: Member[RolloutWorker], request: object, phase: str) -> tuple[object, PayloadRef]:
         """Within the lease, which begins when the group does: until then it waits for weights, and those for groups
         that have leases of their own.
 
@@ -91,7 +98,7 @@ class RolloutPool(Pool):
                 with suppress(TimeoutError):
                     async with timeout(left_s):
                         return await asyncio.shield(answer)
-                age_s = await call(member.actor.age_s.remote(serial), member.name, phase, ANSWER_S)
+                age_s = await member.worker.call(RolloutWorker.age_s, serial)
                 left_s = 0.0 if age_s is None else lease_s - age_s
             raise DeadlineExceeded(member.name, phase, f"no answer within {lease_s:g} s of its start")
         finally:
@@ -103,7 +110,7 @@ class RolloutPool(Pool):
         version = None
         if self._partials is not None:
             with suppress(WorkerError):  # without the pool the group begins from scratch, anywhere
-                version = await self._partials.version(serial)
+                version = await self._partials.within(QUESTION_S).call(Partials.version, serial)
         told = await self._held(QUESTION_S)
         fitting = {member.index for member, held in told if POLICY in held and held[POLICY].version == version}
         return fitting or {member.index for member, _ in told}
@@ -112,24 +119,23 @@ class RolloutPool(Pool):
         """See `Rollouts.versions`; in a run of several policies, of this one."""
         return [held[policy] for _, held in await self._held(ANSWER_S) if policy in held]
 
-    async def _held(self, deadline_s: float) -> list[tuple[Member, Mapping[str, Acknowledged]]]:
-        return await self._ask_all("telling its versions", lambda m: m.actor.held.remote(), deadline_s)
+    async def _held(self, deadline_s: float) -> list[tuple[Member[RolloutWorker], dict[str, Acknowledged]]]:
+        live = self._live()
+        return await self._heard(live, [m.worker.within(deadline_s).call(RolloutWorker.held) for m in live])
 
     async def loads(self, policy: str = POLICY) -> Sequence[ReplicaLoad]:
         """See `Rollouts.loads`; in a run of several policies, of this one."""
-        live = [member for member in self.members if member.is_live]
-        told = await self._answers(live, "telling its load", lambda m: m.actor.load.remote(policy), QUESTION_S)
-        return [answer for answer in told if not isinstance(answer, RlsysError)]
+        asked = [member.worker.within(QUESTION_S).call(RolloutWorker.load, policy) for member in self._live()]
+        return [answer for answer in await _outcomes(asked) if not isinstance(answer, RlsysError)]
 
     async def move(self, source: str, to: str) -> int:
         giver, taker = self._called(source), self._called(to)
         if giver is None or taker is None or giver is taker or not taker.is_live:
             return 0
         owners = {journey.owner for journey in self._journeys if journey.place is giver}
-        peer = RayPeer(taker.name, taker.actor)
-        phase = f"giving what runs on {source} to {to}"
-        asked = [m for m in self.members if m in owners and m.is_live]
-        told = await self._ask(asked, phase, lambda m: m.actor.give_away.remote(source, peer), 3 * ANSWER_S)
+        peer = _generator(taker).proxy
+        asked = [member for member in self._live() if member in owners]
+        told = await self._heard(asked, [_generator(m).call(Generator.give_away, source, peer) for m in asked])
         moved = {(owner, serial) for owner, serials in told for serial in serials}
         for journey in self._journeys:
             if journey.place is giver and (journey.owner, journey.serial) in moved:
@@ -140,14 +146,11 @@ class RolloutPool(Pool):
     def whereabouts(self) -> Mapping[int, str]:
         return {journey.serial: journey.owner.name for journey in self._journeys}
 
-    async def _ask_all(self, phase: str, ask: Callable[[Member], Any], deadline_s: float) -> list[tuple[Member, Any]]:
-        return await self._ask([member for member in self.members if member.is_live], phase, ask, deadline_s)
-
-    async def _ask(
-        self, members: Sequence[Member], phase: str, ask: Callable[[Member], Any], deadline_s: float
-    ) -> list[tuple[Member, Any]]:
+    async def _heard(
+        self, members: Sequence[Member[RolloutWorker]], calls: Sequence[Awaitable[T]]
+    ) -> list[tuple[Member[RolloutWorker], T]]:
         """What each member answers. One that does not is left out, and one that is dead replaced."""
-        answers = await self._answers(members, phase, ask, deadline_s)
+        answers = await _outcomes(calls)
         for answer in answers:
             if isinstance(answer, WorkerDied):
                 self._notice(answer)
@@ -155,46 +158,36 @@ class RolloutPool(Pool):
                 raise answer
         return [(m, a) for m, a in zip(members, answers, strict=True) if not isinstance(a, RlsysError)]
 
-    async def _answers(
-        self, members: Sequence[Member], phase: str, ask: Callable[[Member], Any], deadline_s: float
-    ) -> list[Any]:
-        """What each member answers, or the `RlsysError` that came of asking it."""
-        calls = [call(ask(member), member.name, phase, deadline_s) for member in members]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException) and not isinstance(answer, RlsysError):
-                raise answer
-        return answers
-
     def _notice(self, death: WorkerDied) -> None:
         """Replace a replica that is dead before a group finds out at the price of an attempt."""
         if (dead := self._called(death.worker)) is not None and dead.is_live:
             self.on_failure(death)
             self._replace(dead, self.on_recovery)
 
-    def _joined(self, member: Member) -> None:
+    def _joined(self, member: Member[RolloutWorker]) -> None:
         self._router.join(member.index)
 
-    def _left(self, member: Member) -> None:
+    def _left(self, member: Member[RolloutWorker]) -> None:
         self._router.leave(member.index)
 
-    def _succeeded(self, member: Member) -> Member:
+    def _succeeded(self, member: Member[RolloutWorker]) -> Member[RolloutWorker]:
         successor = super()._succeeded(member)
         self._spawn(self._forgotten(member))
         return successor
 
     async def _forgotten(self, dead: Member) -> None:
         """Have the others let go of what they host for a dead replica."""
-        await self._ask_all(f"forgetting {dead.name}", lambda m: m.actor.forget.remote(dead.name), ANSWER_S)
+        live = self._live()
+        await self._heard(live, [member.worker.call(RolloutWorker.forget, dead.name) for member in live])
 
-    def _send(self, actor: RayActor, requests: list[tuple[Assignment, bool]]) -> ObjectRefGenerator:
-        return actor.run.remote(requests)
+    def _send(self, worker: Remote[RolloutWorker], requests: list[tuple[Assignment, bool]]) -> Chunks:
+        return worker.stream(RolloutWorker.run_each, requests)
 
 
 class PinnedRolloutPool(RolloutPool):
     """Implements `PinnedRollouts`: its replicas pull from the relays, but exactly the version that is pinned there."""
 
-    def __init__(self, supply: Supply, relays: RayRelays) -> None:
+    def __init__(self, supply: Supply[RolloutWorker], relays: RayRelays) -> None:
         super().__init__(supply, kind="eval")
         self._relays = relays
 
@@ -205,3 +198,16 @@ class PinnedRolloutPool(RolloutPool):
 def _text(prompt: Prompt) -> str:
     """All that a prompt says."""
     return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+
+
+def _generator(member: Member[RolloutWorker]) -> Remote[Generator]:
+    return member.worker.at(Generator, "generator")
+
+
+async def _outcomes(calls: Sequence[Awaitable[T]]) -> list[T | RlsysError]:
+    """What each call returns, or the `RlsysError` that it raises."""
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException) and not isinstance(outcome, RlsysError):
+            raise outcome
+    return cast("list[T | RlsysError]", outcomes)

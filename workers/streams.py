@@ -15,12 +15,11 @@ from typing import Any, Generic, TypeVar
 
 import ray
 from ray import ObjectRef
-from ray._private.object_ref_generator import ObjectRefGenerator
 from ray.exceptions import RayError
 
 from rlsys.deadlines import timeout
 from rlsys.errors import PayloadLost, RlsysError, WorkerError
-from workers.cluster import call
+from workers.remote_proxy import Chunks, call
 
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
@@ -127,7 +126,7 @@ def _outcome(task: asyncio.Future[tuple[Answer, Payload]]) -> tuple[Answer | Rls
 class CallStream(Generic[Request, Answer]):
     """The caller's side: calls to one actor's streaming method."""
 
-    def __init__(self, worker: str, phase: str, start: Callable[[list[Request]], ObjectRefGenerator]) -> None:
+    def __init__(self, worker: str, phase: str, start: Callable[[list[Request]], Chunks]) -> None:
         """`start(requests)` makes the remote call; `worker` and `phase` name it in errors."""
         self._worker, self._phase, self._start = worker, phase, start
         self._unsent: list[tuple[Request, asyncio.Future[tuple[Answer, PayloadRef]]]] = []
@@ -159,7 +158,7 @@ class CallStream(Generic[Request, Answer]):
         self._reading.add(reading)
         reading.add_done_callback(self._reading.discard)
 
-    async def _read(self, chunks: ObjectRefGenerator, answers: Sequence[asyncio.Future]) -> None:
+    async def _read(self, chunks: Chunks, answers: Sequence[asyncio.Future]) -> None:
         """Hand every answer of one call to whoever waits for it; the call's failure to all that are left."""
         num_left = len(answers)
         try:
@@ -177,7 +176,7 @@ class CallStream(Generic[Request, Answer]):
         for answer in answers:
             _resolve(answer, failure, None)
 
-    async def _next_chunk(self, chunks: ObjectRefGenerator) -> tuple[list[tuple[int, Answer | RlsysError]], ObjectRef]:
+    async def _next_chunk(self, chunks: Chunks) -> tuple[list[tuple[int, Answer | RlsysError]], ObjectRef]:
         """Answers, and the reference to their payloads, never the bytes: Ray would fetch an object to await it.
 
         So the answers behind it are awaited, which come last. Raises what ended the stream, if that came instead.

@@ -187,7 +187,7 @@ async def crew_ready(crew: Crew, events: Events) -> None:
     """Return once all workers are set up; tell what their pools meet with from then on."""
     with phase(events, "start_workers"):
         await crew.ready()
-    for worker, choice in crew.engines():
+    for worker, choice in await crew.engines():
         events.emit(EngineChosen(worker, choice.engine, choice.reason))
     crew.watch(
         lambda error: events.emit(WorkerFailed(error.worker, error.phase, str(error))),

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-import ray
 
 from algorithms.grpo import GRPO
 from rlsys.algorithm import Algorithm
@@ -22,6 +21,7 @@ from rlsys.testing import FakePinnedRollouts, FakeRewards, FakeRollouts, FakeWor
 from rlsys.types import Assignment, Group, Task, Turn
 from tests.jobs import config_of
 from workers.crew import Crew
+from workers.pools import Pool
 
 T = TypeVar("T")
 SIZE = 4
@@ -81,6 +81,13 @@ def fakes(runner: asyncio.Runner) -> Kit:
     )
 
 
+def killer(pool: Pool) -> Callable[[], None]:
+    def kill() -> None:
+        pool.members[0].worker.kill()
+
+    return kill
+
+
 @pytest.fixture(scope="module")
 def on_ray(cluster, model_path: Path, data_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
     evaluation = ["eval.every=1", f"eval.data={data_path}"]
@@ -93,9 +100,9 @@ def on_ray(cluster, model_path: Path, data_path: Path, tmp_path_factory: pytest.
             runner,
             crew.workers(),
             GRPO(group_size=SIZE),
-            lambda: ray.kill(crew.rollouts.members[0].actor),
-            lambda: ray.kill(crew.rewards.members[0].actor),
-            lambda: ray.kill(pinned.members[0].actor),
+            killer(crew.rollouts),
+            killer(crew.rewards),
+            killer(pinned),
         )
         runner.run(crew.close())
 

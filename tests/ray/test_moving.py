@@ -89,10 +89,10 @@ def test_a_group_that_lost_its_host_begins_again_with_what_was_noted(crew, tmp_p
         group, source = await running(crew, assignment(5, answer))
         (host,) = {each.group.replica for each in others} - {source}
         assert crew.rollouts._partials is not None
-        while await crew.rollouts._partials.version(5) is None:  # noqa: ASYNC110  (the recorder tells nobody)
+        while await crew.rollouts._partials.proxy.version(5) is None:  # noqa: ASYNC110  (the recorder tells nobody)
             await asyncio.sleep(0.05)
         assert await rollouts.move(source, host) == 1
-        ray.kill(rollouts.members[int(host[-1])].actor)
+        rollouts.members[int(host[-1])].worker.kill()
         answer.touch()
         with pytest.raises(WorkerDied) as raised:
             await group

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 from ray.cluster_utils import Cluster
 
 from rlsys.algorithm import Aggregation, Assigned, Signal
@@ -21,14 +21,16 @@ from rlsys.record import read_groups
 from rlsys.types import Episode, Group, Score, Task, Trajectory, Turn, VersionSpan
 from tests.groups import group
 from workers.actor import ActorRank
-from workers.cluster import RayActor, Resources, node_ids, spawn
+from workers.cluster import NO_MATHS, node_ids
 from workers.handles import ActorHandle, ReferenceHandle
 from workers.pools import RewardPool, Supply
-from workers.remote import Payload, ReferenceActor, RewardActor
+from workers.reference import ReferenceWorker
+from workers.remote_proxy import Remote, start
+from workers.reward import RewardWorker
 from workers.streams import CallStream, answer_in_chunks
 from workers.train.reading import TokenColumns
 
-NO_CPU = Resources(num_cpus=0.0)
+Payload = tuple[Episode, ...]
 BIG = "x" * 200_000
 """More than Ray keeps outside its object store."""
 
@@ -36,9 +38,8 @@ BIG = "x" * 200_000
 class Writer:
     """Makes payloads on its own node."""
 
-    async def run(self, serials: list[int]) -> AsyncIterator[object]:
-        async for part in answer_in_chunks(serials, self._made):
-            yield part
+    def run(self, serials: list[int]) -> AsyncIterator[object]:
+        return answer_in_chunks(serials, self._made)
 
     async def _made(self, serial: int) -> tuple[int, Payload]:
         return serial, payload_of(serial)
@@ -47,37 +48,30 @@ class Writer:
 class Rank(ActorRank):
     """Has no model."""
 
+    def __init__(self, address: str) -> None: ...
+
     def train_step(self, plan: RankPlan, signals: Any, *columns: Any) -> TrainStats:
         data = self.taken(signals, columns)
         return TrainStats({"num_tokens": sum(data.num_trained(m) for u in plan.updates for m in u)}, 0.0)
 
-    @ray.method(num_returns=2)
     def columns(self) -> tuple[int, list[TokenColumns]]:
         return 0, []
 
 
-class Judge(RewardActor):
+class Judge(RewardWorker):
     """Likes everything."""
 
-    async def setup(self) -> None:
-        self._worker: Any = Fond()
+    async def score(self, task: Task, episodes: Payload) -> tuple[Score, ...]:
+        return tuple(Score(1.0) for _ in episodes)
 
 
-class Fond:
-    async def score(self, task: Task, payload: Payload) -> tuple[Score, ...]:
-        return tuple(Score(1.0) for _ in payload)
+class Reader(ReferenceWorker):
+    def __init__(self) -> None: ...
 
-    async def close(self) -> None: ...
-
-
-class Reader(ReferenceActor):
-    def setup(self) -> None:
-        self._worker: Any = self
-
-    def logprobs(self, payload: Payload) -> tuple[float, ...]:
+    def logprobs(self, payload: Payload) -> Any:
         return (-1.0,)
 
-    def mismatched(self, plan: RankPlan, data: Any) -> list[int]:
+    def mismatched(self, plan: RankPlan, data: Any) -> Any:
         return [data.num_trained(m) for u in plan.updates for m in u]
 
 
@@ -86,8 +80,8 @@ def payload_of(serial: int) -> Payload:
     return (Episode((Trajectory(str(serial), (turn,)),)),) * 2
 
 
-async def made(writer: RayActor, serials: list[int]) -> list[Group]:
-    calls = CallStream("writer", "writing", writer.run.remote)
+async def made(writer: Remote[Writer], serials: list[int]) -> list[Group]:
+    calls = CallStream[int, int]("writer", "writing", lambda serials: writer.stream(Writer.run, serials))
     refs = [ref for _, ref in await asyncio.gather(*(calls.call(serial) for serial in serials))]
     return [replace(group(serial), payload=ref) for serial, ref in zip(serials, refs, strict=True)]
 
@@ -98,11 +92,11 @@ def test_the_groups_that_went_with_a_node_are_named_and_the_others_are_trained_j
     here = node_ids()[0]
     doomed = three_nodes.add_node(num_cpus=1, object_store_memory=100 << 20)
     (there,) = [node for node in node_ids() if node == doomed.node_id]
-    writers = [spawn(Writer, NO_CPU, node=node) for node in (here, there)]
-    ranks = [spawn(Rank, NO_CPU, rank, None, None, node=here) for rank in range(2)]
-    rewards = RewardPool(Supply(1, lambda name: spawn(Judge, NO_CPU, name, None, node=here), 60.0, 1))
-    reference = ReferenceHandle(spawn(Reader, NO_CPU, "", "float32", 1.0, 1, NO_CPU, node=here), 60.0)
-    actor = ActorHandle(ranks, 60.0)
+    writers = [start(Writer, "writer", Writer, NO_MATHS, 60.0, place=node) for node in (here, there)]
+    actor = ActorHandle([start(Rank, f"actor-{r}", Rank, NO_MATHS, 60.0, place=here) for r in range(2)])
+    build = partial(Judge, (), 1, 60.0)
+    rewards = RewardPool(Supply(1, lambda name: start(Judge, name, build, NO_MATHS, 60.0, place=here), 60.0, 1))
+    reference = ReferenceHandle(start(Reader, "reference", Reader, NO_MATHS, 60.0, place=here))
 
     def planned(groups: list[Group]) -> BatchPlan:
         assigned = [tuple(Assigned(episode, 0, 1.0) for episode in range(2)) for _ in groups]
@@ -113,7 +107,7 @@ def test_the_groups_that_went_with_a_node_are_named_and_the_others_are_trained_j
         return await actor.train_step(planned(groups), {})
 
     async def scenario() -> None:
-        await asyncio.gather(rewards.ready(), reference.ready())
+        await asyncio.gather(rewards.ready(), reference.ready(), actor.ready())
         kept, gone = await made(writers[0], [1, 2]), await made(writers[1], [3, 4])
         groups = [*kept, *gone]
         three_nodes.remove_node(doomed, allow_graceful=False)

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import pytest
-import ray
 
 from rlsys import train
 from rlsys.config import Config
@@ -91,7 +90,7 @@ def test_groups_that_lost_a_replica_of_several_policies_are_rolled_out_again(clu
         await crew.ready()
         for line in crew.lines.values():
             await line.actor.publish(0)
-        ray.kill(rollouts.members[0].actor)
+        rollouts.members[0].worker.kill()
         ends = await asyncio.gather(*(group(serial) for serial in range(4)))
         await recovered.wait()
         await group(4)

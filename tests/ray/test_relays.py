@@ -8,28 +8,29 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import pytest
-import ray
 import torch
 from torch import Tensor
 
 from rlsys.contracts import Arrival, Published
-from rlsys.errors import WeightsMismatch, WorkerDied, WorkerError
+from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied, WorkerError
+from rlsys.relay import Relay
 from rlsys.weights import Manifest
-from workers.cluster import Resources, call, node_ids, spawn
-from workers.relay import RelayActor
-from workers.relays import RayRelays, RelayHandle
+from workers.cluster import NO_MATHS, node_ids
+from workers.relays import RayRelays
+from workers.remote_proxy import Remote, start
 from workers.transport.hashing import content_hash
 from workers.transport.object_store import ObjectStorePublisher, ObjectStorePuller
 from workers.transport.tensors import specs_of
 
 TRANSFER_S = 30.0
-NO_CPU = Resources(num_cpus=0.0)
+CALL_S = 60.0
 
 
-class KillableRelay(RelayActor):
+class KillableRelay(Relay):
     async def pid(self) -> int:
         return os.getpid()
 
@@ -40,7 +41,7 @@ class KillableRelay(RelayActor):
 class Trainer:
     """An actor's process without a model: `body` and `head` change from version to version, `frozen` never."""
 
-    def __init__(self, relays: list[RelayHandle]) -> None:
+    def __init__(self, relays: list[Remote[Relay]]) -> None:
         self._publisher = ObjectStorePublisher(relays, TRANSFER_S)
 
     def lie(self, version: int) -> Published:
@@ -60,7 +61,7 @@ class Trainer:
 
 
 class Reader:
-    def __init__(self, relays: list[RelayHandle]) -> None:
+    def __init__(self, relays: list[Remote[Relay]]) -> None:
         self._relays = relays
         self._kept: dict[int, Mapping[str, Tensor]] = {}
 
@@ -83,33 +84,38 @@ def weights_of(version: int) -> dict[str, Tensor]:
     return {"body": torch.full((1 << 20,), float(version)), "frozen": frozen, "head": torch.full((1000,), -version / 2)}
 
 
+def trainer_of(members: list[Remote[Relay]]) -> Remote[Trainer]:
+    return start(Trainer, "trainer", partial(Trainer, members), NO_MATHS, CALL_S, place=members[0].place)
+
+
 class Tier:
     """The relays, a trainer on the first node and a reader on each."""
 
     def __init__(self, transfer_s: float = TRANSFER_S) -> None:
         self.relays = RayRelays.start(transfer_s, KillableRelay)
         members = self.relays.members
-        self.trainer = spawn(Trainer, NO_CPU, members, node=members[0].node)
-        self.readers = [spawn(Reader, NO_CPU, members, node=member.node) for member in members]
+        self.trainer = trainer_of(members)
+        read = partial(Reader, members)
+        self.readers = [start(Reader, "reader", read, NO_MATHS, CALL_S, place=member.place) for member in members]
         self.failures: list[WorkerError] = []
         self.recovered: asyncio.Queue[str] = asyncio.Queue()
 
     async def publish(self, version: int) -> Arrival:
-        await call(self.trainer.publish.remote(version), "trainer", "publishing", 60)
+        await self.trainer.call(Trainer.publish, version)
         return await asyncio.wait_for(self.relays.arrival(version), 60)
 
     async def read(self, i: int, at_least: int, *, is_pinned: bool = False) -> int:
         """The version that the reader on node i gets; its bytes are those published."""
-        version, published, came = await call(self.readers[i].pull.remote(at_least, is_pinned), "reader", "pulling", 60)
+        version, published, came = await self.readers[i].call(Reader.pull, at_least, is_pinned)
         assert came == published == content_hash(weights_of(version))
         return version
 
     async def kill(self, i: int) -> None:
-        member = self.relays.members[i]
-        pid = await member.actor.pid.remote()
+        relay = cast("Remote[KillableRelay]", self.relays.members[i])
+        pid = await relay.call(KillableRelay.pid)
         os.kill(pid, signal.SIGKILL)
         with suppress(WorkerDied):
-            while await call(member.actor.pid.remote(), member.name, "answering", 10) == pid:
+            while await relay.within(10.0).call(KillableRelay.pid) == pid:
                 pass
 
     async def supervised(self, scenario: Any) -> None:
@@ -124,7 +130,7 @@ class Tier:
     def close(self) -> None:
         self.relays.close()
         for process in [self.trainer, *self.readers]:
-            ray.kill(process)
+            process.kill()
 
 
 @pytest.fixture
@@ -146,7 +152,7 @@ def test_every_reader_gets_exact_bytes_and_only_buckets_that_changed_travel(tier
         for version in range(2, 5):
             await tier.publish(version)
         assert await tier.read(2, 4) == 4
-        kept = [await call(reader.held.remote(), "reader", "telling", 60) for reader in tier.readers]
+        kept = [await reader.call(Reader.held) for reader in tier.readers]
         assert kept == [
             {version: content_hash(weights_of(version)) for version in versions} for versions in ([0], [0, 1], [0, 4])
         ], "each keeps what it pulled, long after its relay let go of it"
@@ -162,7 +168,7 @@ def test_a_dead_master_is_passed_over_and_filled_again_and_its_readers_pull_from
         await tier.publish(1)
         assert await asyncio.gather(*(tier.read(i, 1) for i in range(3))) == [1, 1, 1]
         assert await asyncio.wait_for(tier.recovered.get(), 30) == tier.relays.members[0].name
-        held = await tier.relays.members[0].held()
+        held = await tier.relays.members[0].proxy.held()
         assert 1 in {known.manifest.version for known in held.announcements} and held.pinned == 0
         assert await tier.read(0, 0, is_pinned=True) == 0
         assert [(e.worker, e.phase) for e in tier.failures] == [(tier.relays.members[0].name, "keeping weights")]
@@ -191,13 +197,15 @@ def test_a_relay_that_hangs_is_passed_over_then_killed_and_filled_again(three_no
     async def scenario() -> None:
         await tier.publish(0)
         master = tier.relays.members[0]
-        master.actor.hang.remote()
+        hanging = asyncio.ensure_future(cast("Remote[KillableRelay]", master).call(KillableRelay.hang))
         await tier.publish(1)
         assert await asyncio.gather(*(tier.read(i, 1) for i in range(3))) == [1, 1, 1]
         while await asyncio.wait_for(tier.recovered.get(), 60) != master.name:
             pass
-        assert 1 in {known.manifest.version for known in (await master.held()).announcements}
+        assert 1 in {known.manifest.version for known in (await master.proxy.held()).announcements}
         assert master.name in {failure.worker for failure in tier.failures}
+        with pytest.raises((DeadlineExceeded, WorkerDied)):
+            await hanging
 
     try:
         asyncio.run(tier.supervised(scenario()))
@@ -209,7 +217,7 @@ def test_a_version_that_died_with_its_relays_is_announced_again(tier):
     async def main() -> None:
         await tier.publish(0)
         await asyncio.gather(*(tier.kill(i) for i in range(3)))
-        await call(tier.trainer.announce_again.remote(0), "trainer", "announcing again", 60)
+        await tier.trainer.call(Trainer.announce_again, 0)
         assert (await asyncio.wait_for(tier.relays.arrival(0), 60)).version == 0
         assert await tier.read(1, 0) == 0
 
@@ -219,14 +227,14 @@ def test_a_version_that_died_with_its_relays_is_announced_again(tier):
 def test_a_version_published_again_with_other_bytes_is_refused_whatever_the_trainer_is_asked_next(tier):
     async def main() -> None:
         await tier.publish(0)
-        other = spawn(Trainer, NO_CPU, tier.relays.members, node=tier.relays.members[0].node)
-        await call(other.publish.remote(0), "trainer", "publishing", 60)  # the same bytes: ignored
-        await call(other.publish.remote(1), "trainer", "publishing", 60)
+        other = trainer_of(tier.relays.members)
+        await other.call(Trainer.publish, 0)  # the same bytes: ignored
+        await other.call(Trainer.publish, 1)
         await tier.relays.arrival(1)
-        await call(other.lie.remote(1), "trainer", "publishing", 60)
-        for ask in (other.announce_again.remote(1), other.publish.remote(2)):
+        await other.call(Trainer.lie, 1)
+        for ask in (other.call(Trainer.announce_again, 1), other.call(Trainer.publish, 2)):
             with pytest.raises(WeightsMismatch, match="hearing of version 1: it was published as"):
-                await call(ask, "trainer", "publishing", 60)
-        ray.kill(other)
+                await ask
+        other.kill()
 
     asyncio.run(main())

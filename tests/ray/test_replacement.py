@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import ray
-
 from rlsys.contracts import RolledOut
 from rlsys.errors import WorkerDied
 from rlsys.types import POLICY, Assignment, Task
@@ -33,7 +31,7 @@ def test_groups_that_lost_their_only_replica_are_all_rolled_out_by_its_successor
     async def main() -> list[tuple[str, RolledOut]]:
         await crew.ready()
         await crew.lines[POLICY].actor.publish(0)
-        ray.kill(rollouts.members[0].actor)
+        rollouts.members[0].worker.kill()
         ends = await asyncio.gather(*(group(serial) for serial in range(5)))
         await crew.close()
         return ends

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -14,10 +16,11 @@ from torch import Tensor
 from rlsys.algorithm import LossInputs, LossOutput, Shaped, Signal
 from tests.training import SETTINGS, Surrogate, group_of, planned
 from workers.actor import ActorRank, ActorSpec
-from workers.cluster import Resources, spawn
+from workers.cluster import Resources
 from workers.critic import CriticRank, CriticSpec
 from workers.handles import ActorHandle, CriticHandle, ReferenceHandle
-from workers.remote import ReferenceActor
+from workers.reference import ReferenceWorker
+from workers.remote_proxy import start
 from workers.streams import PayloadRef
 
 SMALL = Resources(num_cpus=0.1)
@@ -82,10 +85,14 @@ class Trainers:
             resources=SMALL,
         )
         ranks = range(num_ranks)
+        score = partial(SMALL.build, partial(ReferenceWorker, str(model_path), "float32", 1.0, 64))
+        nowhere: Any = None
+        trains = [partial(ActorRank, rank, actor, nowhere) for rank in ranks]
+        values = [partial(CriticRank, rank, critic) for rank in ranks]
         return cls(
-            ActorHandle([spawn(ActorRank, SMALL, rank, actor, None) for rank in ranks], 60.0, has_pairs=True),
-            CriticHandle([spawn(CriticRank, SMALL, rank, critic) for rank in ranks], 60.0),
-            ReferenceHandle(spawn(ReferenceActor, SMALL, str(model_path), "float32", 1.0, 64, SMALL), 60.0),
+            ActorHandle([start(ActorRank, "actor", build, SMALL, 60.0) for build in trains], has_pairs=True),
+            CriticHandle([start(CriticRank, "critic", build, SMALL, 60.0) for build in values]),
+            ReferenceHandle(start(ReferenceWorker, "reference", score, SMALL, 60.0)),
         )
 
     async def step(self, num_ranks: int) -> Mapping[str, float]:

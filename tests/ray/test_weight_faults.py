@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, cast
 
 import pytest
@@ -16,20 +17,22 @@ from rlsys.broadcast import Peer
 from rlsys.events import Events
 from rlsys.launch.preparing import Data, task_source
 from rlsys.launch.training import driver_of
+from rlsys.relay import Relay, Store
 from rlsys.tracking.jsonl import JsonlSink
 from rlsys.types import POLICY, Sampling
 from rlsys.weights import Manifest
 from rlsys.workflow import SingleTurn
 from tests.jobs import config_of
-from workers.cluster import RayActor, Resources, spawn
+from workers.cluster import Resources
 from workers.crew import Crew, Line
-from workers.engines.base import EngineChoice, EngineSpec
+from workers.engines.base import EngineSpec
 from workers.generator import WeightChange
 from workers.launching import start_actor, start_rewards, start_rollouts
 from workers.pools import Supply
-from workers.relay import RelayActor
 from workers.relays import RayRelays
-from workers.remote import GeneratorSpec, RolloutActor, RolloutSpec
+from workers.remote_proxy import Remote, start
+from workers.replica_spec import GeneratorSpec, RolloutSpec
+from workers.rollout import RolloutWorker
 from workers.rollouts import RolloutPool
 from workers.transport.hashing import content_hash
 
@@ -38,11 +41,11 @@ FAULTY = 2
 """The version about which the relay lies, once."""
 
 
-class LyingRelay(RelayActor):
+class LyingRelay(Relay):
     """Serves the first replica that asks for version `FAULTY` something else."""
 
-    def __init__(self, name: str, transfer_s: float, lie: Lie) -> None:
-        super().__init__(name, transfer_s)
+    def __init__(self, name: str, place: str, store: Store, transfer_s: float, lie: Lie) -> None:
+        super().__init__(name, place, store, transfer_s)
         self._lie: Lie = lie
         self._before: tuple[Manifest, list[Any]] | None = None
         self._has_lied = False
@@ -98,31 +101,29 @@ def test_an_engine_that_does_not_use_the_weights_it_acknowledged_is_noticed_by_i
         workflow=SingleTurn(), transfer_s=60.0, resources=Resources(),
     )  # fmt: skip
 
-    def start(name: str) -> RayActor:
-        return spawn(LazyActor, spec.resources, name, spec, {POLICY: relays.members}, None)
+    def one(name: str) -> Remote[RolloutWorker]:
+        return start(RolloutWorker, name, partial(lazy, name, spec, relays), spec.resources, 30.0)
 
-    rollouts = RolloutPool(Supply(2, start, 60.0, max_attempts=3))
+    rollouts = RolloutPool(Supply(2, one, 60.0, max_attempts=3))
     assert_noticed(config, relays, rollouts, "rollout.probe_tolerance); before the change it held version 1")
 
 
-class LazyActor(RolloutActor):
+async def lazy(name: str, spec: RolloutSpec, relays: RayRelays) -> RolloutWorker:
     """A replica whose engine says it took version `FAULTY` in, and goes on with the one before; its successor works."""
+    worker = await RolloutWorker.of(name, spec, {POLICY: relays.members}, None)
+    engine = worker.generator._engine
+    honest = engine.load
+    used: list[Mapping[str, Tensor]] = []
 
-    async def setup(self) -> dict[str, EngineChoice]:
-        choice = await super().setup()
-        engine = self._worker.generator._engine
-        honest = engine.load
-        used: list[Mapping[str, Tensor]] = []
+    async def load(version: int, weights: Mapping[str, Tensor]) -> str:
+        if version == FAULTY and "." not in name:
+            await honest(version, used[-1])
+            return content_hash(weights)
+        used.append(weights)
+        return await honest(version, weights)
 
-        async def load(version: int, weights: Mapping[str, Tensor]) -> str:
-            if version == FAULTY and "." not in self._name:
-                await honest(version, used[-1])
-                return content_hash(weights)
-            used.append(weights)
-            return await honest(version, weights)
-
-        engine.load = load
-        return choice
+    engine.load = load
+    return worker
 
 
 def assert_noticed(config: Config, relays: RayRelays, rollouts: RolloutPool, noticed: str) -> None:

@@ -18,8 +18,7 @@ from workers.codec import TextCodec
 from workers.engines.base import Completion, Request
 from workers.occupancy import Ticket
 from workers.partials import Partial
-from workers.peers import Peer
-from workers.policy import GroupPolicy, Scored, Speech
+from workers.policy import GroupPolicy, Peer, Scored, Speech
 
 NUM_TOKENS = 30
 

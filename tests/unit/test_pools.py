@@ -14,9 +14,11 @@ from rlsys.errors import DeadlineExceeded, ModelError, RlsysError, RunAborted, T
 from rlsys.simulate.clock import run_virtual
 from rlsys.types import POLICY, Acknowledged, Assignment, EngineStats, ReplicaLoad, Task
 from tests.groups import group as group_of
-from workers.peers import RayPartials
+from workers.partials import Partials
 from workers.pools import Member, Supply
-from workers.rollouts import RolloutPool
+from workers.remote_proxy import Remote
+from workers.rollout import RolloutWorker
+from workers.rollouts import ANSWER_S, RolloutPool
 from workers.streams import PayloadRef
 
 
@@ -36,8 +38,8 @@ class Call:
 
 
 @dataclass
-class Remote:
-    """A method of an actor, which answers what the test says and keeps what it was asked."""
+class Method:
+    """A method of a worker, which answers what the test says and keeps what it was asked."""
 
     answer: object = None
     asked: list[tuple] = field(default_factory=list)
@@ -47,22 +49,33 @@ class Remote:
         return Call(self.answer)
 
 
+class Process:
+    """Has the methods of a worker's process that are not streams."""
+
+    @property
+    def call(self) -> Process:
+        return self
+
+    def remote(self, path: str, *arguments: object) -> Call:
+        return getattr(self, path.rpartition(".")[2]).remote(*arguments)
+
+
 @dataclass
-class Actor:
-    """Has the methods of a rollout actor that are not streams."""
+class Actor(Process):
+    """Hosts a rollout worker."""
 
     name: str
-    held: Remote = field(default_factory=lambda: Remote({}))
-    load: Remote = field(default_factory=Remote)
-    give_away: Remote = field(default_factory=lambda: Remote(()))
-    forget: Remote = field(default_factory=Remote)
-    age_s: Remote = field(default_factory=Remote)
+    held: Method = field(default_factory=lambda: Method({}))
+    load: Method = field(default_factory=Method)
+    give_away: Method = field(default_factory=lambda: Method(()))
+    forget: Method = field(default_factory=Method)
+    age_s: Method = field(default_factory=Method)
 
 
 class Scripted(RolloutPool):
     """A pool whose members set up as the test says, and work until the test says how that ends."""
 
-    def __init__(self, size: int = 2, partials: RayPartials | None = None) -> None:
+    def __init__(self, size: int = 2, partials: Remote[Partials] | None = None) -> None:
         self.set_ups: Mapping[str, Exception | asyncio.Event] = {}
         self.set_up_ends: Mapping[str, Exception] = {}
         """What those that wait for an event end with."""
@@ -76,22 +89,28 @@ class Scripted(RolloutPool):
         self.on_failure = self.failures.append
         self.on_recovery = lambda name, seconds: self.recovered.append(name)
 
-    def _start(self, name: str) -> Actor:
+    def _start(self, name: str) -> Remote[RolloutWorker]:
         self.started.append(name)
-        return Actor(name)
+        return Scripted.Worker(name, RolloutWorker, Actor(name), ANSWER_S, pool=self)
 
     async def replaced(self, worker: str) -> None:
         await self.restart(worker, lambda name, seconds: self.recovered.append(name))
 
-    async def _answer(self, member: Member) -> object:
-        match self.set_ups.get(member.name):
-            case Exception() as error:
-                raise error
-            case asyncio.Event() as done:
-                await done.wait()
-                if isinstance(error := self.set_up_ends.get(member.name), Exception):
+    @dataclass(frozen=True, eq=False, kw_only=True)
+    class Worker(Remote[RolloutWorker]):
+        pool: Scripted
+
+        async def setup(self, *args: object) -> None:
+            match self.pool.set_ups.get(self.name):
+                case Exception() as error:
                     raise error
-        return None
+                case asyncio.Event() as done:
+                    await done.wait()
+                    if isinstance(error := self.pool.set_up_ends.get(self.name), Exception):
+                        raise error
+
+        def kill(self, *, restart: bool = False) -> None:
+            self.pool.killed.append(self.name)
 
     async def _sent(self, member: Member, request: object, phase: str) -> tuple[object, PayloadRef]:
         assert isinstance(request, tuple)
@@ -103,9 +122,6 @@ class Scripted(RolloutPool):
         return RolledOut(group_of(assignment.serial), Busy(member.name, 0, 1), stats), PayloadRef(
             ray.ObjectRef.nil(), 0
         )
-
-    def _kill(self, member: Member) -> None:
-        self.killed.append(member.name)
 
     def end(self, name: str, error: Exception | None = None) -> None:
         future = self.ends.pop(name)
@@ -251,10 +267,10 @@ def test_the_others_are_told_to_forget_a_dead_replica():
     async def scenario() -> None:
         pool = Scripted(3)
         await pool.ready()
-        pool.members[2].actor.forget.answer = died("rollout-2")
+        pool.members[2].worker.actor.forget.answer = died("rollout-2")
         await pool.replaced("rollout-0")
         await settle()
-        assert pool.members[1].actor.forget.asked[0] == ("rollout-0",)
+        assert pool.members[1].worker.actor.forget.asked[0] == ("rollout-0",)
         assert [failure.worker for failure in pool.failures] == ["rollout-2"]
         assert pool.recovered == ["rollout-0", "rollout-2"], "it is replaced too"
 
@@ -272,13 +288,13 @@ def test_weights_of_the_router_follow_groups_that_move_and_are_released_where_th
         await settle()
         assert [load.weight for load in pool._router.loads] == [4, 2, 2]
         first, _, third = pool.members
-        first.actor.give_away.answer = (0, 3)
+        first.worker.actor.give_away.answer = (0, 3)
         assert await pool.move("rollout-0", "rollout-2") == 2
-        ((source, peer),) = first.actor.give_away.asked
+        ((source, peer),) = first.worker.actor.give_away.asked
         assert (source, peer.name) == ("rollout-0", "rollout-2")
         assert [load.weight for load in pool._router.loads] == [0, 2, 6]
         assert pool.whereabouts() == {0: "rollout-0", 1: "rollout-1", 2: "rollout-2", 3: "rollout-0"}
-        first.actor.give_away.answer, third.actor.give_away.answer = (0,), (2,)
+        first.worker.actor.give_away.answer, third.worker.actor.give_away.answer = (0,), (2,)
         assert await pool.move("rollout-2", "rollout-1") == 2, "its guests are moved by their owner"
         assert [load.weight for load in pool._router.loads] == [0, 6, 2]
         for name in ("rollout-0", "rollout-1", "rollout-2"):
@@ -312,7 +328,7 @@ def test_what_breaks_while_moving_is_left_to_those_who_wait_for_the_groups(error
         await pool.ready()
         group = asyncio.create_task(pool.run(assignment()))
         await settle()
-        pool.members[0].actor.give_away.answer = error
+        pool.members[0].worker.actor.give_away.answer = error
         assert await pool.move("rollout-0", "rollout-1") == 0
         pool.end("rollout-0")
         await group
@@ -325,11 +341,11 @@ def test_loads_are_those_of_the_replicas_that_answer():
         pool = Scripted(3)
         await pool.ready()
         load = ReplicaLoad("rollout-0", 3, EngineStats(1, 0, 0.1, 0))
-        pool.members[0].actor.load.answer = load
-        pool.members[1].actor.load.answer = died("rollout-1")
+        pool.members[0].worker.actor.load.answer = load
+        pool.members[1].worker.actor.load.answer = died("rollout-1")
         pool._leave("rollout-2")
         assert await pool.loads() == [load]
-        assert pool.members[0].actor.load.asked == [("policy",)]
+        assert pool.members[0].worker.actor.load.asked == [("policy",)]
         await settle()
         assert (pool.killed, pool.failures) == ([], []), "to ask changes nothing"
 
@@ -341,8 +357,8 @@ def test_one_replica_that_cannot_tell_its_load_hides_no_other():
         pool = Scripted(2)
         await pool.ready()
         load = ReplicaLoad("rollout-1", 3, EngineStats(1, 0, 0.1, 0))
-        pool.members[0].actor.load.answer = WorkerError("rollout-0", "telling its load", "KeyError")
-        pool.members[1].actor.load.answer = load
+        pool.members[0].worker.actor.load.answer = WorkerError("rollout-0", "telling its load", "KeyError")
+        pool.members[1].worker.actor.load.answer = load
         assert await pool.loads() == [load]
 
     asyncio.run(scenario())
@@ -350,10 +366,10 @@ def test_one_replica_that_cannot_tell_its_load_hides_no_other():
 
 def test_a_group_issued_again_goes_to_a_replica_that_holds_the_version_it_came_to():
     async def asked(version: object) -> list[tuple[str, int, bool]]:
-        pool = Scripted(3, RayPartials(Store(Remote(version))))
+        pool = Scripted(3, stored(version))
         await pool.ready()
         for member, held in zip(pool.members, (4, 5, 6), strict=True):
-            member.actor.held.answer = {POLICY: Acknowledged(member.name, held, "h")}
+            member.worker.actor.held.answer = {POLICY: Acknowledged(member.name, held, "h")}
         pool._failed.add(0)
         asyncio.create_task(pool.run(assignment()))  # noqa: RUF006
         await settle()
@@ -366,16 +382,20 @@ def test_a_group_issued_again_goes_to_a_replica_that_holds_the_version_it_came_t
 
 
 @dataclass
-class Store:
-    """Has the methods of the partial response pool's actor that are asked."""
+class Store(Process):
+    """Hosts the partial response pool."""
 
-    version: Remote
+    version: Method
+
+
+def stored(version: object) -> Remote[Partials]:
+    return Remote("partials", Partials, Store(Method(version)), ANSWER_S)
 
 
 def test_a_retry_waits_for_a_live_replica_though_the_last_one_dies_while_it_is_asked_who_holds_what():
     async def scenario() -> None:
         answer = asyncio.Event()
-        pool = Scripted(2, RayPartials(Store(Remote(answer))))
+        pool = Scripted(2, stored(answer))
         await pool.ready()
         groups = [asyncio.create_task(pool.run(assignment(serial))) for serial in range(2)]
         await settle()
@@ -428,7 +448,7 @@ def test_replicas_that_die_at_once_cost_a_group_one_attempt():
         setting_up = asyncio.Event()
         pool.set_ups = {f"rollout-{i}.1": setting_up for i in range(4)}
         for member in pool.members:
-            member.actor.held.answer = died(member.name)
+            member.worker.actor.held.answer = died(member.name)
         pool.end("rollout-0", died("rollout-0"))
         await asyncio.gather(group, return_exceptions=True)
         await pool.replaced("rollout-0")
@@ -449,7 +469,7 @@ def test_a_replica_that_does_not_say_what_it_holds_is_passed_over_and_not_waited
     async def scenario() -> float:
         pool = Scripted(3)
         await pool.ready()
-        pool.members[0].actor.held.answer = pool.members[0].actor.load.answer = asyncio.Event()
+        pool.members[0].worker.actor.held.answer = pool.members[0].worker.actor.load.answer = asyncio.Event()
         pool._failed.add(0)
         began = asyncio.get_running_loop().time()
         asyncio.create_task(pool.run(assignment()))  # noqa: RUF006
@@ -507,7 +527,7 @@ class Leased(Scripted):
                 age_s = loop.time() - sent_s - (began_s or 0.0)
                 return Call(None if began_s is None else max(0.0, age_s))
 
-        member.actor.age_s = Age()
+        member.worker.actor.age_s = Age()
         return answer, asyncio.create_task(self.run(assignment()))
 
 

@@ -9,20 +9,29 @@ import pytest
 
 from rlsys.broadcast import Announcement
 from rlsys.contracts import Arrival
-from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied, WorkerError
+from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerError
+from rlsys.relay import Relay
 from rlsys.simulate.clock import run_virtual
 from rlsys.types import Ref
 from rlsys.weights import Manifest
 from tests.relays import TRANSFER_S, Net, Node, announced, sent
-from workers.relays import RayRelays, RelayHandle
+from workers.relays import RayRelays
+from workers.remote_proxy import Remote
 
 
 class Member(Node):
-    """What `RelayHandle` is in a run."""
+    """What `Remote[Relay]` is in a run."""
 
     @property
-    def node(self) -> str:
+    def place(self) -> str:
         return self.name
+
+    @property
+    def proxy(self) -> Member:
+        return self
+
+    def within(self, deadline_s: float) -> Member:
+        return self
 
     async def arrival(self, version: int) -> tuple[Arrival, Announcement]:
         return await self._call(self.relay.arrival(version))
@@ -31,17 +40,14 @@ class Member(Node):
         return await self._call(self.relay.pin(version))
 
     async def watch(self) -> WorkerError:
-        try:
-            return await self._call(self.relay.watch())
-        except WorkerDied as error:
-            return error
+        return await self._call(self.relay.watch())
 
 
 class Tier:
     def __init__(self, num_relays: int) -> None:
         net = Net()
         self.members = [Member(net, f"relay-{i}") for i in range(num_relays)]
-        handles = cast("list[RelayHandle]", self.members)
+        handles = cast("list[Remote[Relay]]", self.members)
         self.relays = RayRelays(handles, TRANSFER_S, nodes=lambda: [member.name for member in self.members])
         self.recovered: list[str] = []
 

@@ -20,7 +20,9 @@ from rlsys.schedule.router import KV_FULL, OVERLOAD, Load, Router, choose, reque
 from rlsys.types import Acknowledged, Assignment, EngineStats, Task
 from tests.groups import group
 from workers.pools import Member, Supply
-from workers.rollouts import RolloutPool
+from workers.remote_proxy import Remote
+from workers.rollout import RolloutWorker
+from workers.rollouts import ANSWER_S, RolloutPool
 from workers.streams import PayloadRef
 
 FULL = EngineStats(num_running=8, num_waiting=2, kv_used=0.95, num_tokens=0)
@@ -227,26 +229,28 @@ def test_going_back_raises_prefix_hits_without_raising_the_load_much(seed: int) 
 
 
 class Actor:
-    """Holds no weights."""
+    """Is set up at once, and holds no weights."""
 
-    class held:  # noqa: N801  (a method of an actor handle)
+    class call:  # noqa: N801  (a method of an actor handle)
         @staticmethod
-        async def remote() -> dict[str, Acknowledged]:
+        async def remote(*arguments: object) -> dict[str, Acknowledged]:
             return {}
+
+    setup = call
 
 
 class Told(RolloutPool):
     """A pool whose replicas answer at once, and tell who was asked; the ones in `dead` are gone."""
 
     def __init__(self, size: int) -> None:
-        super().__init__(Supply(size, lambda name: Actor(), lease_s=1.0, max_attempts=1))
+        super().__init__(Supply(size, self._start, lease_s=1.0, max_attempts=1))
         self.asked: list[str] = []
         self.dead: set[str] = set()
         self.answer = asyncio.Event()
         self.answer.set()
 
-    async def _answer(self, member: Member) -> object:
-        return None
+    def _start(self, name: str) -> Remote[RolloutWorker]:
+        return Remote(name, RolloutWorker, Actor(), ANSWER_S)
 
     async def _sent(self, member: Member, request: object, phase: str) -> tuple[object, PayloadRef]:
         assert isinstance(request, tuple)

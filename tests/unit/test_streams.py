@@ -9,7 +9,7 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from rlsys.errors import DeadlineExceeded, WorkerError
-from workers.cluster import call
+from workers.remote_proxy import call
 from workers.streams import CallStream
 
 

@@ -26,10 +26,11 @@ from rlsys.broadcast import (
 )
 from rlsys.contracts import Published
 from rlsys.errors import DeadlineExceeded, WorkerError
+from rlsys.relay import Relay
 from rlsys.types import PolicyVersion, Ref
 from rlsys.weights import Manifest, Probe, TensorSpec
-from workers.cluster import call, node_ids
-from workers.relays import RelayHandle
+from workers.cluster import node_ids
+from workers.remote_proxy import Remote, call
 from workers.transport.tensors import Snapshot, lay_out, padded, unpack
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class ObjectStorePublisher:
     way, another `WorkerError` if there is no memory for it.
     """
 
-    def __init__(self, relays: Sequence[RelayHandle], transfer_s: float) -> None:
+    def __init__(self, relays: Sequence[Remote[Relay]], transfer_s: float) -> None:
         """`transfer_s` is the deadline for a version to reach the first relay, and for a publish to be over."""
         self._relays, self._transfer_s = relays, transfer_s
         self._snapshot: Snapshot | None = None
@@ -152,19 +153,20 @@ class ObjectStorePublisher:
 
         await patiently(ask, self._transfer_s, f"taking in version {announcement.manifest.version}")
 
-    def _chain(self) -> list[RelayHandle]:
+    def _chain(self) -> list[Relay]:
         """Relays of the nodes that are there, the actor's own first."""
         here, alive = ray.get_runtime_context().get_node_id(), set(node_ids())
-        return sorted((relay for relay in self._relays if relay.node in alive), key=lambda relay: relay.node != here)
+        there = [relay.proxy for relay in self._relays if relay.place in alive]
+        return sorted(there, key=lambda relay: relay.place != here)
 
 
 class ObjectStorePuller:
     """A replica's end: pulls from the relay of its own node, or from another if that one fails."""
 
-    def __init__(self, relays: Sequence[RelayHandle], transfer_s: float, *, is_pinned: bool = False) -> None:
+    def __init__(self, relays: Sequence[Remote[Relay]], transfer_s: float, *, is_pinned: bool = False) -> None:
         """`is_pinned`: pull the version asked for and no newer one, and let the relay keep it for others."""
         node = ray.get_runtime_context().get_node_id()
-        self._relays = sorted(relays, key=lambda relay: relay.node != node)
+        self._relays = sorted(relays, key=lambda relay: relay.place != node)
         self._transfer_s, self._is_pinned = transfer_s, is_pinned
 
     async def pull(self, at_least: PolicyVersion) -> tuple[Manifest, Mapping[str, Tensor]]:
@@ -185,8 +187,9 @@ class ObjectStorePuller:
                 failures.append(error)
         raise passing(failures)
 
-    async def _pull_from(self, relay: RelayHandle, at_least: PolicyVersion) -> tuple[Manifest, Mapping[str, Tensor]]:
-        manifest, refs = await (relay.pin(at_least) if self._is_pinned else relay.newest(at_least))
+    async def _pull_from(self, relay: Remote[Relay], at_least: PolicyVersion) -> tuple[Manifest, Mapping[str, Tensor]]:
+        give = relay.proxy.pin if self._is_pinned else relay.proxy.newest
+        manifest, refs = await give(at_least)
         phase = f"giving the bytes of version {manifest.version}"
         fetched = [call(cast("Awaitable[np.ndarray]", ref), relay.name, phase, self._transfer_s / 2) for ref in refs]
         return manifest, unpack(manifest, await asyncio.gather(*fetched))
