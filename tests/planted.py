@@ -28,8 +28,7 @@ from rlsys.failures import FailurePolicy
 from rlsys.learner import BatchShape
 from rlsys.ledger import Ledger
 from rlsys.queue import StreamingQueue
-from rlsys.testing import FakeActor, FakeRewards, FakeRollouts, FakeWorld, RewardAsAdvantage, run_virtual
-from rlsys.testing.pools import now
+from rlsys.testing import FakeActor, FakeRewards, FakeRollouts, FakeWorld, RewardAsAdvantage, now, run_virtual
 from rlsys.tracking.alerts import AlertSink
 from rlsys.tracking.jsonl import JsonlSink
 from rlsys.types import Assignment, EngineStats, Group, Ref, ReplicaLoad, Task

@@ -16,6 +16,7 @@ from heapq import heappop, heappush
 from math import sqrt
 from typing import TYPE_CHECKING
 
+from rlsys.simulate.pools import now
 from rlsys.simulate.profile import Profile
 from rlsys.types import EngineStats, PolicyVersion
 
@@ -94,7 +95,7 @@ class SimEngine:
         """Heap of (steps at which it is done, order of entry); those not running any more are skipped."""
         self._waiting: deque[SimRequest] = deque()
         self._num_entered = 0
-        self._at_s = _now()
+        self._at_s = now()
         self._timer: asyncio.TimerHandle | None = None
 
     # ----------------------------------------------------------------------------------------------------- what it does
@@ -159,8 +160,8 @@ class SimEngine:
 
     def _advance(self) -> None:
         """Account for the time since this was last called."""
-        now = _now()
-        elapsed, self._at_s = now - self._at_s, now
+        at_s = now()
+        elapsed, self._at_s = at_s - self._at_s, at_s
         batch = len(self._running)
         if elapsed <= 0 or not batch:
             return
@@ -262,7 +263,3 @@ class SimEngine:
             del self._versions[:-1]
         request.num_cached = 0
         return request
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -11,12 +11,11 @@ n-th call of a worker can die, hang or answer with wrong weights.
 """
 
 from rlsys.simulate.clock import VirtualLoop, run_virtual
+from rlsys.simulate.pools import FakeJointRollouts, FakePinnedRollouts, FakeRewards, FakeRollouts, Fault, now
+from rlsys.simulate.training import FakeActor, FakeCritic, FakeReference, FakeRelays
+from rlsys.simulate.world import FakeWorld, RewardAsAdvantage, tasks
 from rlsys.testing.environment import FakeEnvironment
-from rlsys.testing.joint import FakeJointRollouts
 from rlsys.testing.policy import ScriptedPolicy, played
-from rlsys.testing.pools import FakePinnedRollouts, FakeRewards, FakeRollouts, Fault
-from rlsys.testing.training import FakeActor, FakeCritic, FakeReference, FakeRelays
-from rlsys.testing.world import FakeWorld, RewardAsAdvantage, tasks
 
 __all__ = [
     "FakeActor",
@@ -33,6 +32,7 @@ __all__ = [
     "RewardAsAdvantage",
     "ScriptedPolicy",
     "VirtualLoop",
+    "now",
     "played",
     "run_virtual",
     "tasks",

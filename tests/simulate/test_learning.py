@@ -264,8 +264,8 @@ def test_a_step_tells_how_long_fetching_and_its_columns_took(tmp_path):
 def test_columns_of_a_step_are_made_for_each_rank_and_micro_batch(tmp_path):
     driver = driver_on(FakeWorld(), tmp_path, signals=ALL, num_updates=3)
     run_virtual(driver.run(0))
-    assert actor_of(driver).trained is not None
-    plan, columns = actor_of(driver).trained or (None, {})
+    assert actor_of(driver).last_step is not None
+    plan, columns = actor_of(driver).last_step or (None, {})
     assert plan is not None
     assert len(plan.updates) == 3
     assert columns.keys() == {Signal.REFERENCE_MISMATCHED, Signal.VALUES}

@@ -20,8 +20,7 @@ from rlsys.learner import BatchShape
 from rlsys.ledger import Ledger
 from rlsys.queue import StreamingQueue
 from rlsys.stepmetrics import Progress
-from rlsys.testing import FakeWorld, RewardAsAdvantage, tasks
-from rlsys.testing.pools import now
+from rlsys.testing import FakeWorld, RewardAsAdvantage, now, tasks
 from rlsys.weights import WeightSync
 
 E = TypeVar("E", bound=Event)

@@ -93,8 +93,8 @@ def test_a_budget_that_the_algorithm_does_not_name_is_the_longest_completion(tmp
     overrides = ["algorithm.type=dr_grpo", "rollout.max_new_tokens=100", "run.steps=1", "asynchrony.max_staleness=0"]
     data, workers = TaskSource(tasks(8), seed=0), FakeWorld().workers()
     assert run_virtual(build_driver(config(tmp_path, *overrides), workers, data, Events([])).run(0)) == 1
-    assert isinstance(workers.actor, FakeActor) and workers.actor.trained
-    plan, _ = workers.actor.trained
+    assert isinstance(workers.actor, FakeActor) and workers.actor.last_step
+    plan, _ = workers.actor.last_step
     refs = [ref for rank in plan.updates[0].ranks for part in rank if part.weight for ref in part.samples]
     assert {ref.token_weight for ref in refs} == {1 / (len(refs) * 100)}
 

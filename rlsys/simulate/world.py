@@ -15,9 +15,9 @@ from rlsys.algorithm import Algorithm, Assigned, LossInputs, LossOutput, Signal
 from rlsys.batch.plan import BatchPlan
 from rlsys.contracts import Workers
 from rlsys.errors import PayloadLost
-from rlsys.testing.pools import FakePinnedRollouts, FakeRewards, FakeRollouts, Fault
-from rlsys.testing.training import FakeActor, FakeCritic, FakeReference, FakeRelays
-from rlsys.types import Group, PolicyVersion, Ref, Task
+from rlsys.simulate.pools import FakePinnedRollouts, FakeRewards, FakeRollouts, Fault, said
+from rlsys.simulate.training import FakeActor, FakeCritic, FakeReference, FakeRelays
+from rlsys.types import POLICY, Assignment, Episode, Group, PolicyVersion, Ref, Score, Task, VersionSpan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,6 +66,8 @@ class FakeWorld:
     """Seconds of the critic to make the column of a step."""
     record_s: float = 0.0
     """Seconds to write the rollouts of a step."""
+    num_bytes: int = 4
+    """Bytes of one version."""
     publish_s: float = 0.1
     broadcast_s: float = 0.0
     """Seconds from the end of a publish until the relay holds the version."""
@@ -107,20 +109,55 @@ class FakeWorld:
         """What training amounts to: a chain over everything consumed, in order. Equal chains, equal training."""
         self.consumed: Counter[str] = Counter()
         """Task ids by times trained."""
-        self.trained_serials: list[int] = []
-        """Groups trained, in order."""
+        self.trained: list[tuple[PolicyVersion, Group]] = []
+        """Groups trained, in order, each with the version that its step began from."""
         self.columns: dict[Signal, tuple[BatchPlan, list[Ref]]] = {}
         """Columns of a step that were made last, and the plan they were made for."""
-        self.staleness: list[int] = []
-        """Staleness of every trained token span."""
-        self.staleness_by_version: Counter[PolicyVersion] = Counter()
-        """The most of the step that started from a version."""
         self.relay: PolicyVersion = -1
         self._arrived = asyncio.Event()
         self._num_fetches: Counter[str] = Counter()
         self.gone: dict[int, Ref] = {}
         """Payloads that were lost, by their `id`; kept, so that no other payload gets it."""
         self._num_given_up = 0
+
+    @property
+    def trained_serials(self) -> list[int]:
+        """Groups trained, in order."""
+        return [group.serial for _, group in self.trained]
+
+    @property
+    def staleness(self) -> list[int]:
+        """Staleness of every trained token span."""
+        return [version - span.version for version, group in self.trained for span in group.versions]
+
+    @property
+    def staleness_by_version(self) -> dict[PolicyVersion, int]:
+        """The most of the step that started from a version."""
+        behind = [(version, version - span.version) for version, group in self.trained for span in group.versions]
+        return dict(sorted(behind))
+
+    # --------------------------------------------------------------------------------------------- what workers ask
+
+    def step_s(self, version: PolicyVersion, groups: Sequence[Group]) -> float:
+        """Seconds of the actor's step on these groups."""
+        return self.train_s(version)
+
+    async def play(self, assignment: Assignment, index: int, spans: Sequence[VersionSpan], worker: str) -> Episode:
+        """An episode of a group, sampled from these versions: three tokens."""
+        return Episode((said(POLICY, assignment.serial, index, tuple(spans), f"{assignment.serial}/{index}"),))
+
+    def judge(self, task: Task, group: Group, *, fails: bool) -> tuple[Score, ...]:
+        """A score for each episode, none of which has a value if the judge fails."""
+        values = [None if fails else self.reward(group.serial, e) for e in range(len(group.episodes))]
+        return tuple(Score(v) if v is not None else Score(None, "the judge raised") for v in values)
+
+    def steer(self, version: PolicyVersion, num_updates: int) -> Mapping[str, float]:
+        """Metrics of the stabilizer in the step that trains `version`."""
+        return {}
+
+    def send(self, version: PolicyVersion) -> None:
+        """A version has left the actor: let the relay have it after `broadcast_s`."""
+        asyncio.get_running_loop().call_later(self.broadcast_s, self.arrive, version)
 
     async def fetch(self, call: str, groups: Sequence[Group]) -> None:
         """Raise `PayloadLost` if this call is one of `payload_losses`, or comes after one that found a payload gone."""
