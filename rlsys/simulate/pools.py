@@ -21,6 +21,7 @@ from rlsys.types import (
     Group,
     PolicyVersion,
     ReplicaLoad,
+    Score,
     Task,
     Trajectory,
     Turn,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 GROUPS_AT_ONCE = 16
 """Groups that fill a fake replica's cache."""
+JUDGE_RAISED = "the judge raised"
 Spans = tuple[VersionSpan, ...]
 
 
@@ -267,7 +269,7 @@ class FakeJointRollouts(FakeRollouts):
 
 
 class FakeRewards(Pool):
-    """Implements `Rewards` by `FakeWorld.judge`."""
+    """Implements `Rewards` by `FakeWorld.scores`."""
 
     def __init__(self, world: FakeWorld) -> None:
         super().__init__(world, "reward", 1, world.reward_faults)
@@ -276,7 +278,8 @@ class FakeRewards(Pool):
         start_s = now()
         worker, fault = await self._call("judging", group.serial, self.world.reward_s(group.serial))
         await self.world.fetch("score", [group])
-        return Judged(self.world.judge(task, group, fails=fault is Fault.FAILS), Busy(worker, start_s, now()))
+        failed = (Score(None, JUDGE_RAISED),) * len(group.episodes)
+        return Judged(failed if fault is Fault.FAILS else self.world.scores(task, group), Busy(worker, start_s, now()))
 
     async def graft(self, graft: Graft) -> Group:
         group, donor = graft.group, graft.donor

@@ -81,7 +81,7 @@ class FakeActor(_FakeModel):
         metrics = {"loss": self.world.weights % 1000 / 7, **self.world.steer(self.version, len(plan.updates))}
         self.last_step = (plan, columns)
         self._end_step()
-        self.num_seen += self.world.synchronous_steps > 0 and self.version >= self.world.warmup_steps
+        self.num_seen += self.world.synchronous_steps > 0 and self.world.trains_policy(self.version)
         self.version += 1
         return TrainStats(metrics, seconds)
 

@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,9 +15,9 @@ from rlsys.algorithm import Algorithm, Assigned, LossInputs, LossOutput, Signal
 from rlsys.batch.plan import BatchPlan
 from rlsys.contracts import Workers
 from rlsys.errors import PayloadLost
-from rlsys.simulate.pools import FakePinnedRollouts, FakeRewards, FakeRollouts, Fault, said
+from rlsys.simulate.pools import JUDGE_RAISED, FakePinnedRollouts, FakeRewards, FakeRollouts, Fault, Spans, said
 from rlsys.simulate.training import FakeActor, FakeCritic, FakeReference, FakeRelays
-from rlsys.types import POLICY, Assignment, Episode, Group, PolicyVersion, Ref, Score, Task, VersionSpan
+from rlsys.types import POLICY, Assignment, Episode, Group, PolicyVersion, Ref, Score, Task
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,6 +46,11 @@ class RewardAsAdvantage(Algorithm):
 
     def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
         return LossOutput(-logprobs_N * batch.advantages_N)
+
+
+async def three_tokens(assignment: Assignment, index: int, spans: Spans, worker: str) -> Episode:
+    """An episode of one turn, the same for the same group and index."""
+    return Episode((said(POLICY, assignment.serial, index, spans, f"{assignment.serial}/{index}"),))
 
 
 @dataclass
@@ -78,6 +83,12 @@ class FakeWorld:
     weight_change: str = "between"
     reward: Callable[[int, int], float | None] = lambda serial, episode: float((serial + episode) % 2)
     """Reward of an episode; None fails it."""
+    judge: Callable[[Task, Group], Iterable[Score]] | None = None
+    """Scores of a group, instead of `reward`."""
+    play: Callable[[Assignment, int, Spans, str], Awaitable[Episode]] = three_tokens
+    """An episode of a group, by its index, its versions and the name of its replica."""
+    steer: Callable[[PolicyVersion, int], Mapping[str, float]] = lambda version, num_updates: {}
+    """Metrics of the stabilizer in the step that trains a version, of so many updates."""
     rollout_faults: Mapping[int, Fault] = field(default_factory=dict)
     """Fault of the n-th rollout call, counted from 0 over all replicas."""
     reward_faults: Mapping[int, Fault] = field(default_factory=dict)
@@ -101,8 +112,8 @@ class FakeWorld:
     """Step of the critic, from 0, that finds such numbers."""
     synchronous_steps: int = 0
     """Steps that train the policy which the actor's stabilizer must see without staleness; 0: it has none."""
-    warmup_steps: int = 0
-    """Steps from the first on that do not train the policy, as the stabilizer is told."""
+    trains_policy: Callable[[PolicyVersion], bool] = lambda version: True
+    """Does the step that starts from this version train the policy?"""
 
     def __post_init__(self) -> None:
         self.weights = 0
@@ -142,18 +153,12 @@ class FakeWorld:
         """Seconds of the actor's step on these groups."""
         return self.train_s(version)
 
-    async def play(self, assignment: Assignment, index: int, spans: Sequence[VersionSpan], worker: str) -> Episode:
-        """An episode of a group, sampled from these versions: three tokens."""
-        return Episode((said(POLICY, assignment.serial, index, tuple(spans), f"{assignment.serial}/{index}"),))
-
-    def judge(self, task: Task, group: Group, *, fails: bool) -> tuple[Score, ...]:
-        """A score for each episode, none of which has a value if the judge fails."""
-        values = [None if fails else self.reward(group.serial, e) for e in range(len(group.episodes))]
-        return tuple(Score(v) if v is not None else Score(None, "the judge raised") for v in values)
-
-    def steer(self, version: PolicyVersion, num_updates: int) -> Mapping[str, float]:
-        """Metrics of the stabilizer in the step that trains `version`."""
-        return {}
+    def scores(self, task: Task, group: Group) -> tuple[Score, ...]:
+        """A score for each episode, by `judge`, or by `reward` where there is none."""
+        if self.judge is not None:
+            return tuple(self.judge(task, group))
+        values = [self.reward(group.serial, e) for e in range(len(group.episodes))]
+        return tuple(Score(v) if v is not None else Score(None, JUDGE_RAISED) for v in values)
 
     def send(self, version: PolicyVersion) -> None:
         """A version has left the actor: let the relay have it after `broadcast_s`."""

@@ -95,7 +95,7 @@ class Session:
     async def _run(self) -> dict[str, PolicyVersion]:
         starts: dict[str, PolicyVersion] = {}
         for name, driver in self.drivers.items():
-            checkpoint = find_latest(self.folder / name)
+            checkpoint = find_latest(self.folder / name / "checkpoints")
             starts[name] = 0 if checkpoint is None else await driver.restore(checkpoint)
         return await train_jointly(self.joint, self.drivers, starts)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -133,8 +133,7 @@ def _session(
     chance: random.Random, folder: Path, limits: Mapping[str, Any], stop: int
 ) -> tuple[FakeWorld, Driver, Witness]:
     """One driver's part of a run, from the newest checkpoint until step `stop`."""
-    limits = dict(limits)
-    world = replace(world_of(chance), synchronous_steps=limits.pop("synchronous_steps"))
+    limits, world = dict(limits), world_of(chance)
     rules: Rules = limits.pop("rules")
     if rules != Rules():
         world.reward = lambda serial, episode: float(random.Random(serial * 97 + episode).random() < 0.35)
@@ -225,5 +224,5 @@ class Witness:
 
 
 async def _run(driver: Driver, folder: Path) -> int:
-    checkpoint = find_latest(folder)
+    checkpoint = find_latest(folder / "checkpoints")
     return await driver.run(0 if checkpoint is None else await driver.restore(checkpoint))

@@ -21,9 +21,9 @@ from rlsys.curation import Curation, Graft, Rules
 from rlsys.driver import Driver
 from rlsys.errors import RunAborted, WorkerDied
 from rlsys.events import EpisodeGrafted, GroupReissued, StepDone
-from rlsys.testing import FakeActor, FakeReference, FakeRewards, FakeWorld, RewardAsAdvantage, run_virtual
+from rlsys.testing import FakeActor, FakeReference, FakeRewards, FakeWorld, Recorder, RewardAsAdvantage, run_virtual
 from rlsys.types import Episode, Group, Ref, Score, Task
-from tests.simulate.world import NUM_TASKS, Recorder, StopAfter, driver_on, latencies
+from tests.simulate.world import NUM_TASKS, StopAfter, driver_on, latencies
 
 SIZE = 4
 EASY, HARD = "task-0", "task-1"
@@ -151,7 +151,7 @@ def test_synchronous_training_is_the_same_whoever_is_quicker_and_wherever_it_is_
         resumed, trained_too = driver(Path(folder) / "cut", 200)
 
         async def go_on() -> int:
-            checkpoint = find_latest(Path(folder) / "cut")
+            checkpoint = find_latest(Path(folder) / "cut" / "checkpoints")
             assert checkpoint is not None
             return await resumed.run(await resumed.restore(checkpoint))
 
@@ -321,7 +321,7 @@ def test_a_grafted_group_survives_a_resume_and_stored_successes_do_not(tmp_path)
     resumed, actor, _ = driver()
 
     async def go_on() -> int:
-        checkpoint = find_latest(tmp_path)
+        checkpoint = find_latest(tmp_path / "checkpoints")
         assert checkpoint is not None
         version = await resumed.restore(checkpoint)
         assert resumed.ledger.curation.metrics()["curation/stored"] == 0
@@ -341,7 +341,7 @@ def test_the_history_of_an_asynchronous_run_that_was_interrupted_is_that_of_ever
     assert cut.ledger.state().curation.judged, "groups were judged and not trained"
 
     async def go_on() -> int:
-        checkpoint = find_latest(tmp_path)
+        checkpoint = find_latest(tmp_path / "checkpoints")
         assert checkpoint is not None
         return await resumed.run(await resumed.restore(checkpoint))
 

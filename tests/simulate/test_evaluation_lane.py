@@ -20,9 +20,9 @@ from rlsys.driver import Driver
 from rlsys.errors import NoProgress, RlsysError, RunAborted
 from rlsys.evaluation import EvalRules, EvaluationLane, Evaluator
 from rlsys.events import EvalDone, Event, StepDone, WorkerRestarted
-from rlsys.testing import FakePinnedRollouts, FakeRewards, FakeRollouts, FakeWorld, Fault, run_virtual, tasks
+from rlsys.testing import FakePinnedRollouts, FakeRewards, FakeRollouts, FakeWorld, Fault, Recorder, run_virtual, tasks
 from rlsys.types import Acknowledged, Assignment, Group, Score, Task, VersionSpan
-from tests.simulate.world import Recorder, driver_on
+from tests.simulate.world import driver_on
 
 NUM_TASKS = {"held_out": 5, "hard": 3}
 RULES = EvalRules(samples=2, temperature=1.0, seed=0, pass_reward=0.5, max_open=4)
@@ -278,7 +278,7 @@ def test_an_evaluation_that_fails_at_the_very_end_ends_the_run_too_with_its_last
     world = FakeWorld(eval_faults=dict.fromkeys(range(8, 1000), Fault.DIES))
     with pytest.raises(RunAborted, match=r"eval-0"):
         run_virtual(evaluated(world, tmp_path, Recorder(), every=100).run(0))
-    assert find_latest(tmp_path) == tmp_path / "step_000006"
+    assert find_latest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step_000006"
 
 
 def test_results_that_cannot_be_written_end_the_run(tmp_path):
@@ -302,7 +302,7 @@ def test_a_stop_gives_up_the_evaluation_under_way_and_ends_the_run_in_order(tmp_
     assert run_virtual(seconds(driver.run(0))) < 10
     assert recorder.of(EvalDone) == []
     assert driver.evaluation.was_given_up
-    assert find_latest(tmp_path) == tmp_path / "step_000001"
+    assert find_latest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step_000001"
 
 
 @pytest.mark.parametrize("stop_s", [5.0, 50.0], ids=["while training", "while the learner waits"])
@@ -316,7 +316,7 @@ def test_a_stop_at_any_time_leaves_the_last_step_saved(tmp_path, stop_s):
         return reached
 
     reached = run_virtual(stopped())
-    assert find_latest(tmp_path) == tmp_path / f"step_{reached:06d}"
+    assert find_latest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / f"step_{reached:06d}"
 
 
 def test_a_stop_while_a_version_is_pinned_begins_no_evaluation(tmp_path):
@@ -354,7 +354,7 @@ def resumed(world: FakeWorld, folder: Path) -> list[tuple[int, str]]:
     driver = evaluated(world, folder, recorder)
 
     async def go_on() -> None:
-        checkpoint = find_latest(folder)
+        checkpoint = find_latest(folder / "checkpoints")
         assert checkpoint is not None
         await driver.run(await driver.restore(checkpoint))
 
@@ -407,7 +407,7 @@ def due(folder: Path, rules: EvalRules = RULES, num_hard: int = NUM_TASKS["hard"
     assert isinstance(lane, EvaluationLane)
     lane.evaluator.rules = rules
     lane.evaluator.sets = {**lane.evaluator.sets, "hard": tasks(num_hard)}
-    checkpoint = find_latest(folder)
+    checkpoint = find_latest(folder / "checkpoints")
     assert checkpoint is not None
 
     async def go_on() -> None:

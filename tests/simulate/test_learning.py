@@ -24,9 +24,9 @@ from rlsys.events import GroupDropped, SignalMissing, StepDone
 from rlsys.failed import read_failed
 from rlsys.metrics import undocumented
 from rlsys.record import read_groups
-from rlsys.testing import FakeActor, FakeCritic, FakeReference, FakeWorld, RewardAsAdvantage, run_virtual
+from rlsys.testing import FakeActor, FakeCritic, FakeReference, FakeWorld, Recorder, RewardAsAdvantage, run_virtual
 from rlsys.types import Group, Ref
-from tests.simulate.world import Recorder, StopAfter, driver_on, latencies
+from tests.simulate.world import StopAfter, driver_on, latencies
 
 ALL = frozenset(Signal)
 
@@ -54,7 +54,7 @@ class Remembering(Contrast):
 class Without(RewardAsAdvantage):
     """Takes all advantages from groups of some serials, once it sees a whole step."""
 
-    serials: range
+    serials: tuple[int, ...]
 
     def settle(self, groups: Sequence[Group], past: Mapping[str, float]) -> Settled:
         settled = super().settle(groups, past).groups
@@ -68,7 +68,7 @@ def equal_in_every_third(serial: int, episode: int) -> float:
 
 def go_on(driver: Driver, folder: Path) -> int:
     async def main() -> int:
-        checkpoint = find_latest(folder)
+        checkpoint = find_latest(folder / "checkpoints")
         assert checkpoint is not None
         return await driver.run(await driver.restore(checkpoint))
 
@@ -140,7 +140,7 @@ def test_many_groups_without_a_signal_are_told_once_and_long_before_they_end_the
 
 
 def test_steps_that_settling_empties_are_told_too(tmp_path):
-    recorder, algorithm = Recorder(), Without(serials=range(12))
+    recorder, algorithm = Recorder(), Without(serials=tuple(range(12)))
     run_virtual(driver_on(FakeWorld(), tmp_path, algorithm=algorithm, recorder=recorder).run(0))
     assert [told.num_groups for told in recorder.of(SignalMissing)] == [6]
 
@@ -158,7 +158,7 @@ def test_failed_groups_in_between_do_not_start_the_count_of_those_without_a_sign
 
 def test_a_step_that_settling_empties_is_dropped_whole_and_makes_no_version(tmp_path):
     recorder, world = Recorder(), FakeWorld()
-    driver = driver_on(world, tmp_path, max_staleness=1, algorithm=Without(serials=range(3, 6)), recorder=recorder)
+    driver = driver_on(world, tmp_path, max_staleness=1, algorithm=Without(serials=(3, 4, 5)), recorder=recorder)
     assert run_virtual(driver.run(0)) == 6
     assert [(e.serial, e.reason) for e in recorder.of(GroupDropped)] == [(n, "no_signal") for n in (3, 4, 5)]
     assert [e.step for e in recorder.of(StepDone)] == [1, 2, 3, 4, 5, 6]
@@ -168,13 +168,13 @@ def test_a_step_that_settling_empties_is_dropped_whole_and_makes_no_version(tmp_
 
 def test_a_group_that_settling_empties_is_trained_with_its_step(tmp_path):
     world = FakeWorld()
-    driver = driver_on(world, tmp_path, algorithm=Without(serials=range(3, 5)))
+    driver = driver_on(world, tmp_path, algorithm=Without(serials=(3, 4)))
     run_virtual(driver.run(0))
     assert (world.consumed.total(), driver.queue.dropped, driver.ledger.next_serial) == (18, {}, 18)
 
 
 def test_settling_that_empties_every_step_ends_the_run(tmp_path):
-    driver = driver_on(FakeWorld(), tmp_path, algorithm=Without(serials=range(1000)), max_no_signal_groups=7)
+    driver = driver_on(FakeWorld(), tmp_path, algorithm=Without(serials=tuple(range(1000))), max_no_signal_groups=7)
     with pytest.raises(RunAborted, match=r"9 groups one after the other(.|\n)*of a step of 3 groups nothing is left"):
         run_virtual(driver.run(0))
 
@@ -315,13 +315,8 @@ def test_a_checkpoint_without_a_critic_is_refused_where_one_is_needed(tmp_path):
         go_on(driver_on(FakeWorld(), tmp_path, steps=5, signals=ALL), tmp_path)
 
 
-def fast_rollouts(synchronous_steps: int, warmup_steps: int = 0) -> FakeWorld:
-    return FakeWorld(
-        rollout_s=lambda serial: 0.1,
-        train_s=lambda version: 10.0,
-        synchronous_steps=synchronous_steps,
-        warmup_steps=warmup_steps,
-    )
+def fast_rollouts() -> FakeWorld:
+    return FakeWorld(rollout_s=lambda serial: 0.1, train_s=lambda version: 10.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,8 +341,8 @@ def test_a_stabilizer_sees_its_steps_that_train_the_policy_without_staleness_res
     tmp_path, warmup_steps, stop_at
 ):
     def session() -> tuple[FakeWorld, Driver]:
-        world, algorithm = fast_rollouts(5, warmup_steps), WarmsUp(warmup_steps=warmup_steps)
-        return world, driver_on(world, tmp_path, steps=12, max_staleness=3, window=2, algorithm=algorithm)
+        world, limits = fast_rollouts(), {"steps": 12, "max_staleness": 3, "window": 2, "synchronous_steps": 5}
+        return world, driver_on(world, tmp_path, **limits, algorithm=WarmsUp(warmup_steps=warmup_steps))
 
     first, driver = session()
     driver.events.attach(StopAfter(driver, stop_at))
@@ -359,14 +354,14 @@ def test_a_stabilizer_sees_its_steps_that_train_the_policy_without_staleness_res
 
 
 def test_a_stabilizer_that_begins_at_a_resume_sees_its_steps_without_staleness_too(tmp_path):
-    first = fast_rollouts(0)
+    first = fast_rollouts()
     driver = driver_on(first, tmp_path, steps=12, max_staleness=2)
     driver.events.attach(StopAfter(driver, 5))
     assert run_virtual(driver.run(0)) == 5
     assert staleness_by_step(first) == [0, 1, 2, 2, 2]
     assert driver.queue.finished, "groups of older weights, which the checkpoint keeps"
-    recorder, second = Recorder(), fast_rollouts(3)
-    driver = driver_on(second, tmp_path, steps=12, max_staleness=2, recorder=recorder)
+    recorder, second = Recorder(), fast_rollouts()
+    driver = driver_on(second, tmp_path, steps=12, max_staleness=2, synchronous_steps=3, recorder=recorder)
     assert go_on(driver, tmp_path) == 12
     assert staleness_by_step(second) == [0, 0, 0, 0, 1, 2, 2]
     assert (recorder.of(GroupDropped), driver.queue.dropped) == ([], {}), "they are rolled out again instead"
@@ -407,7 +402,7 @@ def test_a_step_whose_numbers_are_not_finite_is_kept_and_the_error_says_how_to_r
     names = {"actor", "critic", "groups.jsonl", "config.resolved.yaml", "step.json"}
     assert {path.name for path in folder.iterdir()} == names
     assert (folder / "config.resolved.yaml").read_text() == driver.config != ""
-    saved = find_latest(tmp_path)
+    saved = find_latest(tmp_path / "checkpoints")
     assert saved is not None
     assert kept_of(folder) == kept_of(saved), "both models are as they were before the step"
     resumed = driver_on(FakeWorld(), tmp_path, signals=ALL, num_updates=2)
@@ -424,7 +419,7 @@ def test_where_the_critic_fails_the_policy_has_taken_the_step_and_what_is_kept_s
     folder = tmp_path / "failed" / "step_000003"
     failed, kept = read_failed(folder), kept_of(folder)
     assert (failed.version, failed.model, failed.update) == (2, "critic", 0)
-    saved = find_latest(tmp_path)
+    saved = find_latest(tmp_path / "checkpoints")
     assert saved is not None
     assert kept["critic.json"] == kept_of(saved)["critic.json"]
     assert kept["weights.json"] != kept_of(saved)["weights.json"]

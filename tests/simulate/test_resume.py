@@ -66,7 +66,7 @@ def cut_and_resumed(folder: Path, *, max_staleness: int, steps: int = 6) -> tupl
     resumed = driver_on(OrderedWorld(order), folder, max_staleness=max_staleness, steps=steps)
 
     async def go_on() -> int:
-        checkpoint = find_latest(folder)
+        checkpoint = find_latest(folder / "checkpoints")
         assert checkpoint is not None
         return await resumed.run(await resumed.restore(checkpoint))
 
