@@ -56,7 +56,7 @@ def build_driver(
         steps=config.run.steps,
         no_progress_s=config.limits.no_progress_s,
         run_dir=config.run_dir,
-        config=config.to_yaml(),
+        config=config.to_yaml,
         rollouts_every=config.record.rollouts_every,
         evaluation=_evaluation_of(config, workers, weights, eval_sets or {}, events),
         repacker=_repacker_of(config, workers.rollouts, events),

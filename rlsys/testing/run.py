@@ -25,7 +25,7 @@ from rlsys.stabilizer import Stabilizer
 from rlsys.stepmetrics import Progress
 from rlsys.testing.policy import ScriptedPolicy
 from rlsys.types import POLICY, Assignment, Episode, Group, PolicyVersion, Score, Task
-from rlsys.workflow import play
+from rlsys.workflow import SingleTurn, play
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,7 @@ LEAST: Mapping[str, Mapping[str, object]] = {
     "run": {"steps": 3},
     "model": {"path": "fake"},
     "data": {"path": "fake"},
-    "rollout": {"repack_s": 0},
+    "rollout": {"repack_s": 0, "workflow": SingleTurn()},
     "train": {"groups_per_step": 2},
     "checkpoint": {"every": 0},
     "record": {"rollouts_every": 0},

@@ -22,7 +22,7 @@ from rlsys.record import read_groups
 from rlsys.testing import FakeReference, FakeRewards, FakeRollouts, FakeWorld, Fault, Recorder, VirtualLoop, run_virtual
 from rlsys.types import Assignment, Group, Score, Task
 from tests.simulate.schedules import LOSABLE
-from tests.simulate.world import StopAfter, driver_on, latencies
+from tests.simulate.world import StopAfter, driver_on, go_on, latencies
 
 
 @settings(deadline=None, max_examples=60)
@@ -95,13 +95,7 @@ def test_an_interrupted_run_consumes_what_an_uninterrupted_one_does(seed, stop_a
         cut.events.attach(StopAfter(cut, stop_at))
         assert run_virtual(cut.run(0)) == stop_at
         resumed = driver_on(second, Path(folder) / "cut", steps=9, max_staleness=max_staleness)
-
-        async def go_on() -> int:
-            checkpoint = find_latest(Path(folder) / "cut" / "checkpoints")
-            assert checkpoint is not None
-            return await resumed.run(await resumed.restore(checkpoint))
-
-        assert run_virtual(go_on()) == 9
+        assert run_virtual(go_on(resumed)) == 9
     assert whole.consumed == second.consumed
     if max_staleness == 0:
         assert whole.weights == second.weights

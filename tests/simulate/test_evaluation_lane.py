@@ -22,7 +22,7 @@ from rlsys.evaluation import EvalRules, EvaluationLane, Evaluator
 from rlsys.events import EvalDone, Event, StepDone, WorkerRestarted
 from rlsys.testing import FakePinnedRollouts, FakeRewards, FakeRollouts, FakeWorld, Fault, Recorder, run_virtual, tasks
 from rlsys.types import Acknowledged, Assignment, Group, Score, Task, VersionSpan
-from tests.simulate.world import driver_on
+from tests.simulate.world import driver_on, go_on
 
 NUM_TASKS = {"held_out": 5, "hard": 3}
 RULES = EvalRules(samples=2, temperature=1.0, seed=0, pass_reward=0.5, max_open=4)
@@ -352,13 +352,7 @@ def resumed(world: FakeWorld, folder: Path) -> list[tuple[int, str]]:
     """What a run evaluates that goes on from the latest checkpoint in `folder`, in order."""
     recorder = Recorder()
     driver = evaluated(world, folder, recorder)
-
-    async def go_on() -> None:
-        checkpoint = find_latest(folder / "checkpoints")
-        assert checkpoint is not None
-        await driver.run(await driver.restore(checkpoint))
-
-    run_virtual(go_on())
+    run_virtual(go_on(driver))
     return [(e.step, e.dataset) for e in recorder.of(EvalDone)]
 
 
@@ -407,13 +401,7 @@ def due(folder: Path, rules: EvalRules = RULES, num_hard: int = NUM_TASKS["hard"
     assert isinstance(lane, EvaluationLane)
     lane.evaluator.rules = rules
     lane.evaluator.sets = {**lane.evaluator.sets, "hard": tasks(num_hard)}
-    checkpoint = find_latest(folder / "checkpoints")
-    assert checkpoint is not None
-
-    async def go_on() -> None:
-        await driver.run(await driver.restore(checkpoint))
-
-    run_virtual(go_on())
+    run_virtual(go_on(driver))
     return sorted((e.step, e.dataset) for e in recorder.of(EvalDone))
 
 

@@ -26,7 +26,7 @@ from rlsys.metrics import undocumented
 from rlsys.record import read_groups
 from rlsys.testing import FakeActor, FakeCritic, FakeReference, FakeWorld, Recorder, RewardAsAdvantage, run_virtual
 from rlsys.types import Group, Ref
-from tests.simulate.world import StopAfter, driver_on, latencies
+from tests.simulate.world import StopAfter, driver_on, go_on, latencies
 
 ALL = frozenset(Signal)
 
@@ -64,15 +64,6 @@ class Without(RewardAsAdvantage):
 
 def equal_in_every_third(serial: int, episode: int) -> float:
     return 1.0 if serial % 3 == 0 else float(episode)
-
-
-def go_on(driver: Driver, folder: Path) -> int:
-    async def main() -> int:
-        checkpoint = find_latest(folder / "checkpoints")
-        assert checkpoint is not None
-        return await driver.run(await driver.restore(checkpoint))
-
-    return run_virtual(main())
 
 
 # ---------------------------------------------------------------------------------- dynamic sampling
@@ -205,7 +196,7 @@ def test_an_interrupted_run_settles_and_samples_as_an_uninterrupted_one_does(see
         driver.events.attach(StopAfter(driver, stop_at))
         assert run_virtual(driver.run(0)) == stop_at
         second, after, driver = session(Path(name) / "cut")
-        assert go_on(driver, Path(name) / "cut") == 9
+        assert run_virtual(go_on(driver)) == 9
     assert whole.consumed == second.consumed
     if max_staleness == 0:
         assert whole.weights == second.weights
@@ -303,7 +294,7 @@ def test_the_critic_is_resumed_with_the_actor(tmp_path):
     driver = driver_on(FakeWorld(), tmp_path, steps=3, signals=ALL)
     run_virtual(driver.run(0))
     resumed = driver_on(FakeWorld(), tmp_path, steps=5, signals=ALL)
-    assert go_on(resumed, tmp_path) == 5
+    assert run_virtual(go_on(resumed)) == 5
     critic = resumed.workers.critic
     assert isinstance(critic, FakeCritic)
     assert critic.num_steps == 5
@@ -312,7 +303,7 @@ def test_the_critic_is_resumed_with_the_actor(tmp_path):
 def test_a_checkpoint_without_a_critic_is_refused_where_one_is_needed(tmp_path):
     run_virtual(driver_on(NoCritic(), tmp_path, steps=3).run(0))
     with pytest.raises(CheckpointError, match=r"step_000003 holds no critic, .* `rlsys export`"):
-        go_on(driver_on(FakeWorld(), tmp_path, steps=5, signals=ALL), tmp_path)
+        run_virtual(go_on(driver_on(FakeWorld(), tmp_path, steps=5, signals=ALL)))
 
 
 def fast_rollouts() -> FakeWorld:
@@ -348,7 +339,7 @@ def test_a_stabilizer_sees_its_steps_that_train_the_policy_without_staleness_res
     driver.events.attach(StopAfter(driver, stop_at))
     assert run_virtual(driver.run(0)) == stop_at
     second, driver = session()
-    assert go_on(driver, tmp_path) == 12
+    assert run_virtual(go_on(driver)) == 12
     num_synchronous = warmup_steps + 5
     assert staleness_by_step(first, second) == [0] * num_synchronous + [0, 1, 2, 3, 3, 3, 3][: 12 - num_synchronous]
 
@@ -362,7 +353,7 @@ def test_a_stabilizer_that_begins_at_a_resume_sees_its_steps_without_staleness_t
     assert driver.queue.finished, "groups of older weights, which the checkpoint keeps"
     recorder, second = Recorder(), fast_rollouts()
     driver = driver_on(second, tmp_path, steps=12, max_staleness=2, synchronous_steps=3, recorder=recorder)
-    assert go_on(driver, tmp_path) == 12
+    assert run_virtual(go_on(driver)) == 12
     assert staleness_by_step(second) == [0, 0, 0, 0, 1, 2, 2]
     assert (recorder.of(GroupDropped), driver.queue.dropped) == ([], {}), "they are rolled out again instead"
     assert second.trained_serials == list(range(15, 36))
@@ -401,12 +392,12 @@ def test_a_step_whose_numbers_are_not_finite_is_kept_and_the_error_says_how_to_r
     assert [[a.advantage for a in of_group] for of_group in failed.assigned] == [[0, 1], [1, 0], [0, 1]]
     names = {"actor", "critic", "groups.jsonl", "config.resolved.yaml", "step.json"}
     assert {path.name for path in folder.iterdir()} == names
-    assert (folder / "config.resolved.yaml").read_text() == driver.config != ""
+    assert (folder / "config.resolved.yaml").read_text() == driver.config() != ""
     saved = find_latest(tmp_path / "checkpoints")
     assert saved is not None
     assert kept_of(folder) == kept_of(saved), "both models are as they were before the step"
     resumed = driver_on(FakeWorld(), tmp_path, signals=ALL, num_updates=2)
-    assert go_on(resumed, tmp_path) == 6
+    assert run_virtual(go_on(resumed)) == 6
     whole = FakeWorld()
     run_virtual(driver_on(whole, tmp_path / "whole", signals=ALL, num_updates=2).run(0))
     assert actor_of(resumed).world.weights == whole.weights, "a resumed run issues the groups again"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlsys.algorithm import Algorithm, Signal
+from rlsys.checkpoint import find_latest
 from rlsys.contracts import Workers
 from rlsys.curation import Curation
 from rlsys.driver import Driver
@@ -15,6 +16,7 @@ from rlsys.events import Event, StepDone
 from rlsys.stabilizer import StabilizerPlugin
 from rlsys.stepmetrics import Progress
 from rlsys.testing import FakeRun, FakeWorld, Recorder, RewardAsAdvantage, tasks
+from rlsys.types import PolicyVersion
 
 NUM_TASKS = 7
 
@@ -43,6 +45,13 @@ class Synchronous(StabilizerPlugin):
     @property
     def synchronous_steps(self) -> int:
         return self.steps
+
+
+async def go_on(driver: Driver) -> PolicyVersion:
+    """Run from the newest checkpoint on."""
+    checkpoint = find_latest(driver.run_dir / "checkpoints")
+    assert checkpoint is not None
+    return await driver.run(await driver.restore(checkpoint))
 
 
 def latencies(seed: int, longest_s: float) -> Callable[[int], float]:
