@@ -332,8 +332,10 @@ def test_a_stabilizer_sees_its_steps_that_train_the_policy_without_staleness_res
     tmp_path, warmup_steps, stop_at
 ):
     def session() -> tuple[FakeWorld, Driver]:
-        world, limits = fast_rollouts(), {"steps": 12, "max_staleness": 3, "window": 2, "synchronous_steps": 5}
-        return world, driver_on(world, tmp_path, **limits, algorithm=WarmsUp(warmup_steps=warmup_steps))
+        world, algorithm = fast_rollouts(), WarmsUp(warmup_steps=warmup_steps)
+        return world, driver_on(
+            world, tmp_path, steps=12, max_staleness=3, window=2, synchronous_steps=5, algorithm=algorithm
+        )
 
     first, driver = session()
     driver.events.attach(StopAfter(driver, stop_at))
