@@ -56,12 +56,16 @@ class SimRequest:
 
 @dataclass(slots=True)
 class Used:
-    """What an engine did with its time, since it began."""
+    """What a replica did with its time, since it began."""
 
     busy_s: float = 0.0
     """Seconds with a running request."""
     cache_s: float = 0.0
     """Share of the cache in use, times seconds, over the seconds with a running request."""
+    exposed_s: float = 0.0
+    """Seconds in which the replica stood still for weights: waiting for them with nothing to do, or taking them in."""
+    environment_s: float = 0.0
+    """Seconds that environments were told to work."""
     num_tokens: float = 0.0
     num_prefilled: int = 0
     """Tokens of context whose keys and values had to be computed."""
@@ -144,10 +148,10 @@ class SimEngine:
         """Is a request running?"""
         return bool(self._running)
 
-    def busy_s(self) -> float:
-        """Seconds so far with a running request."""
+    def used_now(self) -> Used:
+        """What it did, up to this moment."""
         self._advance()
-        return self.used.busy_s
+        return self.used
 
     def stats(self) -> EngineStats:
         """How loaded it is."""

@@ -27,14 +27,12 @@ class SimReplica:
         episode."""
         profile = cluster.profile
         self.name, self.engine, self.environments = name, SimEngine(profile), environments
-        self.rounds = Rounds(together=profile.tools == "together")
+        self.rounds = Rounds(self.engine.used, together=profile.tools == "together")
         self.observation_tokens = profile.observation_tokens
         self.cache_age = 0
         """Times its cache was thrown away."""
         self.version: PolicyVersion = -1
         """What it holds; -1 before its first pull."""
-        self.exposed_s = 0.0
-        """Seconds it stood still for weights: waiting for them with nothing to do, or taking them in."""
         self._cluster, self._node, self._profile, self._workload = cluster, node, profile, workload
         self._changing = asyncio.Lock()
         self._is_loading = False
@@ -122,17 +120,17 @@ class SimReplica:
                 self._is_loading = True  # from here no guest comes in
             elif self._profile.weight_change == "beside":
                 await self._until(lambda: len(self._resident()) < self._profile.resident_versions)
-            began_s, busy_s = now(), self.engine.busy_s()
+            began_s, busy_s = now(), self.engine.used_now().busy_s
             newest = await self._cluster.pull(self._node, version)
             self._check_alive()
             await self._take_in(newest)
-            self.exposed_s += now() - began_s - (self.engine.busy_s() - busy_s)
+            self.engine.used.exposed_s += now() - began_s - (self.engine.used_now().busy_s - busy_s)
 
     async def _take_in(self, version: PolicyVersion) -> None:
         load_s, when = self._profile.weights.load_s, self._profile.weight_change
         if when == "inflight" and self.engine.is_busy:
             throws_away = self._profile.kv_cache == "recompute"
-            self.exposed_s += self.engine.change(version, load_s, recompute=throws_away)
+            self.engine.used.exposed_s += self.engine.change(version, load_s, recompute=throws_away)
             self.cache_age += throws_away
         else:
             await asyncio.sleep(load_s)

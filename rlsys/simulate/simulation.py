@@ -22,7 +22,7 @@ from rlsys.events import Event, Events, StepDone
 from rlsys.simulate.clock import run_virtual
 from rlsys.simulate.cluster import Cluster
 from rlsys.simulate.engine import Used
-from rlsys.simulate.pools import FakeRewards
+from rlsys.simulate.pools import FakeRewards, now
 from rlsys.simulate.profile import Profile
 from rlsys.simulate.report import Report
 from rlsys.simulate.rollouts import SimRollouts
@@ -51,8 +51,6 @@ class _Mark:
 
     time_s: float
     used: Used
-    exposed_s: float
-    environment_s: float
     num_trained: int
     """Groups."""
     num_moved: int
@@ -71,7 +69,7 @@ class Simulation:
     def __post_init__(self) -> None:
         self._num_measured = self.steps - self.steps // 4
         """The report leaves out the first quarter, in which the pipe fills."""
-        self.marks = [_Mark(0.0, Used(), 0.0, 0.0, 0, 0, 0)]
+        self.marks = [_Mark(0.0, Used(), 0, 0, 0)]
         """One before the first step, and one after each."""
 
     def run(self) -> Report:
@@ -116,15 +114,10 @@ class Simulation:
         """Nothing is left open."""
 
     def _mark(self) -> _Mark:
-        used, exposed_s, environment_s = Used(), 0.0, 0.0
-        for replica in (*self.rollouts.replicas, *self.rollouts.ended):
-            replica.engine.busy_s()
-            used += replica.engine.used
-            exposed_s += replica.exposed_s
-            environment_s += replica.rounds.environment_s
-        now = asyncio.get_running_loop().time()
+        replicas = (*self.rollouts.replicas, *self.rollouts.ended)
+        used = sum((replica.engine.used_now() for replica in replicas), Used())
         num_dropped = self.driver.queue.dropped.total()
-        return _Mark(now, used, exposed_s, environment_s, len(self.world.trained), self.rollouts.num_moved, num_dropped)
+        return _Mark(now(), used, len(self.world.trained), self.rollouts.num_moved, num_dropped)
 
     def _report(self, wall_s: float) -> Report:
         first, last = self.marks[self.steps - self._num_measured], self.marks[self.steps]
@@ -148,12 +141,12 @@ class Simulation:
             train_s=train_s,
             rollouts_idle=1 - used.busy_s / replica_s,
             trainer_idle=1 - train_s * num_steps / seconds,
-            weights_exposed_s=(last.exposed_s - first.exposed_s) / self.profile.num_replicas / num_steps,
+            weights_exposed_s=used.exposed_s / self.profile.num_replicas / num_steps,
             publish_stall_s=fmean(self.actor.stall_s),
             broadcast_s=fmean(self.world.arrived_s.values()),
             kv_used=used.cache_s / used.busy_s,
             cached_share=used.num_cached / ((used.num_cached + used.num_prefilled) or 1),
-            environments_busy=(last.environment_s - first.environment_s) / seconds,
+            environments_busy=used.environment_s / seconds,
             moved_groups=(last.num_moved - first.num_moved) / num_steps,
             staleness={str(versions): behind[versions] / num_tokens for versions in sorted(behind)},
             staleness_max=max(behind),

@@ -14,6 +14,7 @@ from rlsys.checkpoint import find_latest
 from rlsys.config import Config
 from rlsys.contracts import Workers
 from rlsys.data.source import TaskSource
+from rlsys.driver import Driver
 from rlsys.events import Event, Events, StepDone
 from rlsys.rewards.calling import Completion
 from rlsys.rewards.combining import RewardSum
@@ -117,11 +118,18 @@ class FakeRun:
 
         Raises what `Driver.run` raises.
         """
-        return run_virtual(self._train())
+        return run_virtual(go_on(self.driver))
 
-    async def _train(self) -> PolicyVersion:
-        checkpoint = find_latest(self.config.run_dir / "checkpoints")
-        return await self.driver.run(0 if checkpoint is None else await self.driver.restore(checkpoint))
+
+async def go_on(driver: Driver) -> PolicyVersion:
+    """Run to the end from the newest checkpoint, from the beginning if there is none; returns the version reached."""
+    return await driver.run(await start_of(driver))
+
+
+async def start_of(driver: Driver) -> PolicyVersion:
+    """Restore the newest checkpoint, if there is one; returns its version, else 0."""
+    checkpoint = find_latest(driver.run_dir / "checkpoints")
+    return 0 if checkpoint is None else await driver.restore(checkpoint)
 
 
 def fake_config(folder: Path, sections: Mapping[str, object]) -> Config:

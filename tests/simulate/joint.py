@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlsys.checkpoint import find_latest
 from rlsys.contracts import Workers
 from rlsys.driver import Driver
 from rlsys.events import Event, GroupDropped, GroupReissued, StepDone, WorkerFailed
 from rlsys.joint import Joint, train_jointly
 from rlsys.stepmetrics import Progress
 from rlsys.testing import FakeActor, FakeJointRollouts, FakeRelays, FakeRewards, FakeWorld, Recorder, run_virtual
+from rlsys.testing.run import start_of
 from rlsys.types import PolicyVersion
 from tests.simulate.schedules import MACHINE_FAULTS, Choosy, heavy_tailed, most_failures
 from tests.simulate.world import driver_on
@@ -89,10 +89,7 @@ class Session:
         return run_virtual(self._run())
 
     async def _run(self) -> dict[str, PolicyVersion]:
-        starts: dict[str, PolicyVersion] = {}
-        for name, driver in self.drivers.items():
-            checkpoint = find_latest(self.folder / name / "checkpoints")
-            starts[name] = 0 if checkpoint is None else await driver.restore(checkpoint)
+        starts = {name: await start_of(driver) for name, driver in self.drivers.items()}
         return await train_jointly(self.joint, self.drivers, starts)
 
 

@@ -11,12 +11,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from rlsys.algorithm import Settled, Signal
-from rlsys.checkpoint import find_latest
 from rlsys.curation import Curation, Rules
 from rlsys.data.source import TaskSource
 from rlsys.driver import Driver
 from rlsys.events import Event, GroupDropped, GroupReissued
 from rlsys.testing import FakeWorld, Fault, RewardAsAdvantage, run_virtual, tasks
+from rlsys.testing.run import go_on
 from rlsys.types import Group
 from tests.simulate.world import NUM_TASKS, StopAfter, driver_on
 
@@ -143,7 +143,7 @@ def _session(
     driver.events.attach(witness)
     if stop < STEPS:
         driver.events.attach(StopAfter(driver, stop))
-    assert run_virtual(_run(driver, folder)) == stop
+    assert run_virtual(go_on(driver)) == stop
     witness.count_permits()
     return world, driver, witness
 
@@ -221,8 +221,3 @@ class Witness:
 
     def close(self) -> None:
         pass
-
-
-async def _run(driver: Driver, folder: Path) -> int:
-    checkpoint = find_latest(folder / "checkpoints")
-    return await driver.run(0 if checkpoint is None else await driver.restore(checkpoint))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from rlsys.evaluation import EvalRules, EvaluationLane, Evaluator
 from rlsys.events import EvalDone, Event, StepDone, WorkerRestarted
 from rlsys.testing import FakePinnedRollouts, FakeRewards, FakeRollouts, FakeWorld, Fault, Recorder, run_virtual, tasks
 from rlsys.types import Acknowledged, Assignment, Group, Score, Task, VersionSpan
-from tests.simulate.world import driver_on, go_on
+from tests.simulate.world import driver_on, go_on, latencies
 
 NUM_TASKS = {"held_out": 5, "hard": 3}
 RULES = EvalRules(samples=2, temperature=1.0, seed=0, pass_reward=0.5, max_open=4)
@@ -69,11 +68,6 @@ def evaluated(
     evaluator = Evaluator(rollouts, driver.workers.rewards, driver.failures, driver.events, sets, RULES)
     driver.evaluation = EvaluationLane(evaluator, rollouts, driver.weights, every, steps, folder / "evaluations")
     return driver
-
-
-def latencies(seed: int, longest_s: float) -> Callable[[int], float]:
-    """Heavy-tailed seconds, a pure function of (seed, number)."""
-    return lambda number: random.Random(seed * 1_000_003 + number).paretovariate(1.1) % longest_s
 
 
 def steps_of(recorder: Recorder, dataset: str = "held_out") -> list[int]:

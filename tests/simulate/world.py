@@ -16,6 +16,7 @@ from rlsys.events import Event, StepDone
 from rlsys.stabilizer import StabilizerPlugin
 from rlsys.stepmetrics import Progress
 from rlsys.testing import FakeRun, FakeWorld, Recorder, RewardAsAdvantage, tasks
+from rlsys.testing.run import start_of
 from rlsys.types import PolicyVersion
 
 NUM_TASKS = 7
@@ -48,10 +49,9 @@ class Synchronous(StabilizerPlugin):
 
 
 async def go_on(driver: Driver) -> PolicyVersion:
-    """Run from the newest checkpoint on."""
-    checkpoint = find_latest(driver.run_dir / "checkpoints")
-    assert checkpoint is not None
-    return await driver.run(await driver.restore(checkpoint))
+    """Run from the newest checkpoint on, which there must be."""
+    assert find_latest(driver.run_dir / "checkpoints") is not None
+    return await driver.run(await start_of(driver))
 
 
 def latencies(seed: int, longest_s: float) -> Callable[[int], float]:
