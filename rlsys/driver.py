@@ -17,7 +17,7 @@ It decides; it never touches the bytes of a group. Synchronous RL is `max_stalen
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,7 +72,7 @@ class Driver:
     """Policy version at which the run is done."""
     no_progress_s: float
     run_dir: Path
-    config: str
+    config: Callable[[], str]
     """The configuration of the run as YAML, kept with a step that fails."""
     rollouts_every: int
     """Steps between two whose groups are written to `rollouts` in it; 0 writes none."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,7 +98,7 @@ class Learner:
     """Times what actor and critic are waited for."""
     failed_folder: Path
     """Where a step is kept whose numbers are not finite."""
-    config: str
+    config: Callable[[], str]
     """The configuration of the run as YAML, kept with such a step."""
     past: Mapping[str, float] = field(default_factory=dict)
     """What the actor, the critic and `Algorithm.settle` reported of the step before: state that a checkpoint keeps."""
@@ -194,7 +194,7 @@ class Learner:
             folder.mkdir(parents=True)
             await save_models(self.workers, folder)
             await self.workers.actor.save_groups(folder / GROUPS, groups)
-            (folder / CONFIG).write_text(self.config)
+            (folder / CONFIG).write_text(self.config())
             FailedStep(
                 version=version,
                 signals=tuple(sorted(self.algorithm.signals)),

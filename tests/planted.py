@@ -15,24 +15,21 @@ from dataclasses import dataclass, replace
 from math import exp
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from rlsys.algorithm import Signal
+from rlsys.assembly import build_driver
 from rlsys.batch.plan import BatchPlan
-from rlsys.checkpoint import Checkpoints
-from rlsys.contracts import Arrival, Judged, Published, RolledOut, TrainStats
+from rlsys.config import Config
+from rlsys.contracts import Judged, RolledOut, TrainStats
 from rlsys.data.source import TaskSource
 from rlsys.driver import Driver
-from rlsys.events import EngineChosen, Event, Events, PhaseDone, RunStarted, StepDone, WeightsPublished
-from rlsys.failures import FailurePolicy
-from rlsys.group_queue import GroupQueue
-from rlsys.learner import BatchShape
-from rlsys.ledger import Ledger
-from rlsys.testing import FakeActor, FakeRewards, FakeRollouts, FakeWorld, RewardAsAdvantage, run_virtual
-from rlsys.testing.pools import now
+from rlsys.events import EngineChosen, Event, Events, PhaseDone, RunStarted, StepDone
+from rlsys.testing import FakeActor, FakeRewards, FakeRollouts, FakeWorld, RewardAsAdvantage, now, run_virtual
+from rlsys.testing.run import fake_config
 from rlsys.tracking.alerts import AlertSink
 from rlsys.tracking.jsonl import JsonlSink
 from rlsys.types import Assignment, EngineStats, Group, Ref, ReplicaLoad, Task
-from rlsys.weights import WeightSync
 
 STALE_REPLICA, STALE_VERSION = "rollout-2", 3
 """Takes in no weights after this version."""
@@ -52,26 +49,18 @@ BEGIN_S = 1_767_225_600.0
 
 _GROUPS_PER_STEP, _MAX_STALENESS, _WINDOW, _NUM_TASKS = 4, 2, 192, 150
 
-_CONFIG = f"""run:
-  name: planted
-  steps: {TOTAL_STEPS}
-model:
-  path: models/make-believe
-algorithm:
-  type: reward_as_advantage
-  group_size: 4
-rollout:
-  replicas: 4
-reward:
-  workers: 1
-train:
-  groups_per_step: {_GROUPS_PER_STEP}
-asynchrony:
-  max_staleness: {_MAX_STALENESS}
-  window: {_WINDOW}
-record:
-  rollouts_every: 1
-"""
+_SECTIONS: dict[str, Any] = {
+    "run": {"steps": TOTAL_STEPS},
+    "model": {"path": "models/make-believe"},
+    "algorithm": RewardAsAdvantage(group_size=4),
+    "rollout": {"replicas": 4, "repack_s": 0},
+    "reward": {"workers": 1},
+    "train": {"groups_per_step": _GROUPS_PER_STEP},
+    "asynchrony": {"max_staleness": _MAX_STALENESS, "window": _WINDOW},
+    "limits": {"lease_s": 1e9, "no_progress_s": 1e9, "max_failed_groups": 4, "max_no_signal_groups": 50},
+    "checkpoint": {"every": 0},
+    "record": {"rollouts_every": 1},
+}
 
 
 def planted_run(folder: Path, begin_s: float = BEGIN_S) -> Path:
@@ -86,8 +75,9 @@ async def _killed(folder: Path, begin_s: float) -> None:
     events = Events([JsonlSink(folder)], clock=lambda: begin_s + now())
     events.attach(AlertSink(events, {}))
     events.attach(_At(NUM_STEPS, done))
-    (folder / "config.resolved.yaml").write_text(_CONFIG)
-    driver = _driver(folder, events)
+    config = fake_config(folder, _SECTIONS)
+    (folder / "config.resolved.yaml").write_text(config.to_yaml())
+    driver = _driver(config, events)
     events.emit(PhaseDone("load_data", 0.1))
     await asyncio.sleep(2.0)
     events.emit(PhaseDone("start_workers", 2.0))
@@ -116,7 +106,7 @@ class _At:
     def close(self) -> None: ...
 
 
-def _driver(folder: Path, events: Events) -> Driver:
+def _driver(config: Config, events: Events) -> Driver:
     world = FakeWorld(
         num_replicas=4,
         rollout_s=lambda serial: 0.8 + Random(serial).random(),
@@ -126,37 +116,7 @@ def _driver(folder: Path, events: Events) -> Driver:
     workers = replace(
         world.workers(), rollouts=_Rollouts(world), rewards=_SlowRewards(world), actor=_CollapsingActor(world)
     )
-    algorithm = RewardAsAdvantage(group_size=4)
-    source = TaskSource(_tasks(), seed=0, shuffle=False)
-
-    def arrived(receipt: Published, arrival: Arrival) -> None:
-        told = (arrival.hash, arrival.num_bytes, arrival.num_sent, receipt.stall_s, arrival.seconds)
-        events.emit(WeightsPublished(arrival.version, *told))
-
-    return Driver(
-        workers=workers,
-        algorithm=algorithm,
-        queue=GroupQueue(
-            _GROUPS_PER_STEP,
-            _MAX_STALENESS,
-            _WINDOW,
-            version=0,
-            num_groups=TOTAL_STEPS * _GROUPS_PER_STEP,
-            ledger=Ledger(source, algorithm.group_size, seed=0),
-            events=events,
-        ),
-        weights=WeightSync(workers.actor, workers.relays, 60.0, max_age=100, on_arrival=arrived),
-        failures=FailurePolicy(3, 4, 50),
-        checkpoints=Checkpoints(folder, every=0, keep_last=1),
-        events=events,
-        shape=BatchShape(num_ranks=1, max_tokens=1000, num_updates=1),
-        steps=TOTAL_STEPS,
-        no_progress_s=1e9,
-        run_dir=folder,
-        config=_CONFIG,
-        rollouts_every=1,
-        look_s=2.0,
-    )
+    return build_driver(config, workers, TaskSource(_tasks(), seed=0, shuffle=False), events, look_s=2.0)
 
 
 def _tasks() -> list[Task]:

@@ -24,7 +24,7 @@ from rlsys.deadlines import remote
 from rlsys.errors import PayloadLost, WorkerDied
 from rlsys.rewards.calling import Completion
 from rlsys.rewards.combining import MODEL, RewardSpec, RewardSum, total, weighted
-from rlsys.rewards.results import score_of
+from rlsys.rewards.results import known_score, score_of
 from rlsys.types import Episode, Score, Task, VersionSpan
 from workers.cluster import Resources
 from workers.streams import Parcel, answer_in_chunks
@@ -133,10 +133,10 @@ class RewardWorker:
         pool of processes itself or the reward model broke. Functions take `timeout_s` at most; after a hang or a death,
         that much again for every `processes` episodes.
         """
-        scores = [_known_score(episode) for episode in episodes]
+        scores = [known_score(episode) for episode in episodes]
         unjudged = [i for i, score in enumerate(scores) if score is None]
         if unjudged:
-            judged = await self._judge(task, [self._completion(episodes[i]) for i in unjudged])
+            judged = await self._judge(task, [Completion.of(episodes[i], with_ids=self._wants_ids) for i in unjudged])
             for i, score in zip(unjudged, judged, strict=True):
                 scores[i] = score
         return tuple(score for score in scores if score is not None)
@@ -149,13 +149,6 @@ class RewardWorker:
             await asyncio.to_thread(self._pool.join)
         for call in [c for c in self._calls if not c.done()]:
             call.set_exception(WorkerDied(self.name, "judging a group", "it was closed"))
-
-    def _completion(self, episode: Episode) -> Completion:
-        """The last turn of the root agent; its tokens only if a function asks for them."""
-        turns = episode.trajectories[0].turns
-        if not turns:
-            return Completion("")
-        return Completion(turns[-1].text, turns[-1].output_ids if self._wants_ids else ())
 
     async def _judge(self, task: Task, completions: Sequence[Completion]) -> list[Score]:
         """What the functions and the model say, both at work at once."""
@@ -210,13 +203,6 @@ class RewardWorker:
             return await call
         except RuntimeError as error:
             raise WorkerDied(self.name, "judging a group", f"its pool of processes broke: {error!r}") from error
-
-
-def _known_score(episode: Episode) -> Score | None:
-    root = episode.trajectories[0]
-    if root.outcome.is_failed:
-        return Score(None, root.outcome.reason)
-    return None if root.reward is None else score_of(root.reward)
 
 
 # ------------------------------------------------------------------------------------------- in the killable processes

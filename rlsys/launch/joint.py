@@ -9,6 +9,7 @@ from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlsys.assembly import build_driver
 from rlsys.config import Config
 from rlsys.deadlines import Progress
 from rlsys.driver import Driver
@@ -20,7 +21,7 @@ from rlsys.launch.beside import dashboard_beside
 from rlsys.launch.preparing import Data, checkpoint_to_resume, write_run_dir
 from rlsys.launch.result import FirstStep, Summary, TrainResult
 from rlsys.launch.trackers import trackers_of
-from rlsys.launch.training import crew_ready, driver_of, ends_told, phase, train_in_cluster
+from rlsys.launch.training import LOOK_S, crew_ready, ends_told, phase, train_in_cluster
 from rlsys.tracking.alerts import AlertSink
 from rlsys.tracking.console import ConsoleSink
 from rlsys.tracking.jsonl import JsonlSink
@@ -98,8 +99,8 @@ async def _train_on_cluster(
         drivers: dict[str, Driver] = {}
         for name, run in runs.items():
             workers = crew.lines[name].workers(joint.rollouts(name), joint.rewards(name))
-            own_data = Data(copy(data.train), {})  # the tasks are shared, the place in them is not
-            drivers[name] = driver_of(run.config, own_data, workers, run.events, progress)
+            tasks = copy(data.train)  # the tasks are shared, the place in them is not
+            drivers[name] = build_driver(run.config, workers, tasks, run.events, progress=progress, look_s=LOOK_S)
         starts = await _restored(runs, drivers)
         for name, run in runs.items():
             run.events.emit(RunStarted(str(run.config.run_dir), starts[name], run.config.run.steps))

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from rlsys.assembly import evaluator_of
 from rlsys.config import Config
 from rlsys.config.plan import evaluation_roles, needs
 from rlsys.data.adapters import AS_FOUND, Columns
@@ -21,7 +22,6 @@ from rlsys.launch.preparing import (
     check_model,
     checkpoint_of,
     eval_sets,
-    evaluator_of,
     local_cpus,
     prepare_imports,
     rooted,

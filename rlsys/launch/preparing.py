@@ -14,20 +14,15 @@ from rlsys.algorithm import Signal
 from rlsys.checkpoint import STEP, find_latest, is_complete, step_of, write_atomically
 from rlsys.config import Config
 from rlsys.config.policies import PolicySection
-from rlsys.contracts import Rewards, Rollouts
 from rlsys.data.opening import Place
 from rlsys.data.rows import load_tasks
 from rlsys.data.source import TaskSource
 from rlsys.doctor import ensure_not_shadowed
 from rlsys.errors import CheckpointError, ConfigError, DataError, ModelError
-from rlsys.evaluation import EvalRules, Evaluator
-from rlsys.events import Events
 from rlsys.failed import CONFIG
-from rlsys.failures import FailurePolicy
 from rlsys.hub import can_be_hub_name
 from rlsys.importing import import_from_here
 from rlsys.launch.sessions import keep_earlier
-from rlsys.learner import BatchShape
 from rlsys.rewards.combining import RewardSum
 from rlsys.types import Task
 
@@ -240,25 +235,3 @@ def checkpoint_of(run: Path, step: str) -> Path:
     if checkpoint is None or not is_complete(checkpoint):
         raise CheckpointError(f"{run} has no complete checkpoint of step {step}")
     return checkpoint
-
-
-def evaluator_of(
-    config: Config, rollouts: Rollouts, rewards: Rewards, sets: Mapping[str, Sequence[Task]], events: Events
-) -> Evaluator:
-    """What measures policies on `sets` as the section `eval` says."""
-    section = config.eval
-    max_open = max(1, 2 * section.replicas * config.rollout.slots // section.samples)
-    rules = EvalRules(section.samples, section.temperature, config.run.seed, section.pass_reward, max_open)
-    return Evaluator(rollouts, rewards, failures_of(config), events, sets, rules)
-
-
-def shape_of(config: Config) -> BatchShape:
-    """How a step of this configuration is laid out."""
-    train = config.train
-    return BatchShape(train.ranks, train.micro_batch_tokens, train.updates_per_step, config.rollout.max_new_tokens)
-
-
-def failures_of(config: Config) -> FailurePolicy:
-    """How much failure is too much."""
-    limits = config.limits
-    return FailurePolicy(limits.max_attempts, limits.max_failed_groups, limits.max_no_signal_groups)

@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlsys.assembly import shape_of
 from rlsys.batch.plan import BatchPlan
 from rlsys.config import Config
 from rlsys.errors import ConfigError
 from rlsys.failed import CONFIG, read_failed
-from rlsys.launch.preparing import check_is_run, check_model, prepare_imports, shape_of
+from rlsys.launch.preparing import check_is_run, check_model, prepare_imports
 from rlsys.launch.sessions import changed_keys, path_at
 from rlsys.record import RolloutRecord
 from rlsys.recording import Recording

@@ -10,50 +10,36 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from rlsys.algorithm import version_after
-from rlsys.checkpoint import Checkpoints
+from rlsys.assembly import build_driver
 from rlsys.config import Config
 from rlsys.config.plan import plan_of
-from rlsys.contracts import Arrival, Published, Rollouts, Workers
-from rlsys.curation import Curation
-from rlsys.deadlines import Progress
-from rlsys.driver import Driver
 from rlsys.errors import Interrupted
-from rlsys.evaluation import Evaluation, EvaluationLane
 from rlsys.events import (
     EngineChosen,
     Events,
     PhaseDone,
     RunEnded,
     RunStarted,
-    WeightsPublished,
     WorkerFailed,
     WorkerRestarted,
 )
-from rlsys.group_queue import GroupQueue
 from rlsys.interrupts import Interruptible
 from rlsys.launch.beside import dashboard_beside
 from rlsys.launch.preparing import (
     Data,
     check_run_dir,
     checkpoint_to_resume,
-    evaluator_of,
-    failures_of,
     local_cpus,
     look_up,
     prepare_imports,
     rooted,
-    shape_of,
     write_run_dir,
 )
 from rlsys.launch.result import FirstStep, Summary, TrainResult
 from rlsys.launch.trackers import check_trackers, trackers_of
-from rlsys.ledger import Ledger
-from rlsys.repacking import Repacker
 from rlsys.tracking.alerts import AlertSink
 from rlsys.tracking.console import ConsoleSink
 from rlsys.tracking.jsonl import JsonlSink
-from rlsys.weights import WeightSync
 
 if TYPE_CHECKING:
     from workers.crew import Crew
@@ -166,7 +152,7 @@ async def _train_on_cluster(
     crew = Crew.of(config)
     try:
         await crew_ready(crew, events)
-        driver = driver_of(config, data, crew.workers(), events)
+        driver = build_driver(config, crew.workers(), data.train, events, eval_sets=data.eval, look_s=LOOK_S)
         start = 0
         if checkpoint is not None:
             with phase(events, "load_checkpoint"):
@@ -193,67 +179,6 @@ async def crew_ready(crew: Crew, events: Events) -> None:
         lambda error: events.emit(WorkerFailed(error.worker, error.phase, str(error))),
         lambda worker, seconds: events.emit(WorkerRestarted(worker, seconds)),
     )
-
-
-def driver_of(config: Config, data: Data, workers: Workers, events: Events, progress: Progress | None = None) -> Driver:
-    """The driver of a run with these workers, and an evaluation lane if they include replicas for one."""
-
-    def arrived(receipt: Published, arrival: Arrival) -> None:
-        told = WeightsPublished(
-            arrival.version, arrival.hash, arrival.num_bytes, arrival.num_sent, receipt.stall_s, arrival.seconds
-        )
-        events.emit(told)
-
-    train, asynchrony, limits, stabilizer = config.train, config.asynchrony, config.limits, config.stabilizer
-    weights = WeightSync(
-        workers.actor, workers.relays, limits.transfer_s, max_age=config.staleness_bound, on_arrival=arrived
-    )
-    evaluation = Evaluation()
-    if workers.evaluation is not None:
-        evaluator = evaluator_of(config, workers.evaluation, workers.rewards, data.eval, events)
-        folder = config.run_dir / "evaluations"
-        evaluation = EvaluationLane(evaluator, workers.evaluation, weights, config.eval.every, config.run.steps, folder)
-    return Driver(
-        workers=workers,
-        algorithm=config.algorithm,
-        queue=GroupQueue(
-            groups_per_step=train.groups_per_step,
-            max_staleness=asynchrony.max_staleness,
-            window=asynchrony.window,
-            version=0,
-            num_groups=config.run.steps * train.groups_per_step,
-            ledger=Ledger(data.train, config.algorithm.group_size, config.run.seed, Curation(config.curation.rules())),
-            signals=frozenset(signal for signal in config.algorithm.signals if signal.made == "stream"),
-            synchronous_until=version_after(
-                config.algorithm, stabilizer.synchronous_steps if stabilizer else 0, start=0, end=config.run.steps
-            ),
-            lease_s=limits.lease_s,
-            events=events,
-            progress=progress or Progress(),
-        ),
-        weights=weights,
-        failures=failures_of(config),
-        checkpoints=Checkpoints(config.run_dir / "checkpoints", config.checkpoint.every, config.checkpoint.keep_last),
-        events=events,
-        shape=shape_of(config),
-        steps=config.run.steps,
-        no_progress_s=limits.no_progress_s,
-        run_dir=config.run_dir,
-        config=config.to_yaml(),
-        rollouts_every=config.record.rollouts_every,
-        evaluation=evaluation,
-        repacker=_repacker_of(config, workers.rollouts, events),
-        look_s=LOOK_S,
-    )
-
-
-def _repacker_of(config: Config, rollouts: Rollouts, events: Events) -> Repacker | None:
-    """None where nothing is to be gained: running groups do not hold new weights back, or there is nobody to take
-    them."""
-    rollout = config.rollout
-    if rollout.weight_change != "between" or rollout.replicas < 2 or rollout.repack_s == 0:
-        return None
-    return Repacker(rollouts, rollout.repack_s, rollout.slots, events)
 
 
 @contextmanager

@@ -108,8 +108,7 @@ def try_workflow(
     session, episode = asyncio.run(_played(config, row, _policies(config, policy), seed))
     score = None
     if rewards is not None and not episode.trajectories[0].outcome.is_failed:
-        turns = episode.trajectories[0].turns
-        (score,) = rewards.score(row, [Completion(turns[-1].text, turns[-1].output_ids) if turns else Completion("")])
+        (score,) = rewards.score(row, [Completion.of(episode)])
     return Tried(name, row, episode, tuple(session.log), score)
 
 

@@ -23,11 +23,12 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Self
 
 from rlsys.errors import CannotJudge, ConfigError
 from rlsys.rewards.finding import find
 from rlsys.rewards.results import score_of, scores_of_list
-from rlsys.types import Json, Message, Score, Task
+from rlsys.types import Episode, Json, Message, Score, Task
 
 ALWAYS = ("completion", "completion_ids", "prompt", "answer", "ground_truth", "info", "task_id")
 """Names every function of one completion can ask for, whatever the columns of the row. `ground_truth` is the answer
@@ -48,6 +49,12 @@ class Completion:
     text: str
     ids: tuple[int, ...] = ()
     """Its tokens; left out where no function asks for them."""
+
+    @classmethod
+    def of(cls, episode: Episode, *, with_ids: bool = True) -> Self:
+        """The last turn of an episode's root; empty where there is none."""
+        turns = episode.trajectories[0].turns
+        return cls(turns[-1].text, turns[-1].output_ids if with_ids else ()) if turns else cls("")
 
 
 @dataclass(frozen=True)

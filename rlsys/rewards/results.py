@@ -11,7 +11,7 @@ from typing import SupportsFloat
 
 from rlsys.errors import CannotJudge
 from rlsys.rewards.finding import described
-from rlsys.types import Score
+from rlsys.types import Episode, Score
 
 NOT_APPLICABLE = Score(None, "not applicable")
 
@@ -28,6 +28,14 @@ def results_of(calls: Sequence[Callable[[], object]], runner: asyncio.Runner) ->
         for i, result in zip(waiting, runner.run(_all(waiting.values())), strict=True):
             results[i] = result
     return results
+
+
+def known_score(episode: Episode) -> Score | None:
+    """The score of an episode that failed, or whose workflow gave a reward; None: it is to be judged."""
+    root = episode.trajectories[0]
+    if root.outcome.is_failed:
+        return Score(None, root.outcome.reason)
+    return None if root.reward is None else score_of(root.reward)
 
 
 def score_of(value: object) -> Score:

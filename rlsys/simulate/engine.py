@@ -16,6 +16,7 @@ from heapq import heappop, heappush
 from math import sqrt
 from typing import TYPE_CHECKING
 
+from rlsys.simulate.pools import now
 from rlsys.simulate.profile import Profile
 from rlsys.types import EngineStats, PolicyVersion
 
@@ -55,12 +56,16 @@ class SimRequest:
 
 @dataclass(slots=True)
 class Used:
-    """What an engine did with its time, since it began."""
+    """What a replica did with its time, since it began."""
 
     busy_s: float = 0.0
     """Seconds with a running request."""
     cache_s: float = 0.0
     """Share of the cache in use, times seconds, over the seconds with a running request."""
+    exposed_s: float = 0.0
+    """Seconds in which the replica stood still for weights: waiting for them with nothing to do, or taking them in."""
+    environment_s: float = 0.0
+    """Seconds that environments were told to work."""
     num_tokens: float = 0.0
     num_prefilled: int = 0
     """Tokens of context whose keys and values had to be computed."""
@@ -94,7 +99,7 @@ class SimEngine:
         """Heap of (steps at which it is done, order of entry); those not running any more are skipped."""
         self._waiting: deque[SimRequest] = deque()
         self._num_entered = 0
-        self._at_s = _now()
+        self._at_s = now()
         self._timer: asyncio.TimerHandle | None = None
 
     # ----------------------------------------------------------------------------------------------------- what it does
@@ -143,10 +148,10 @@ class SimEngine:
         """Is a request running?"""
         return bool(self._running)
 
-    def busy_s(self) -> float:
-        """Seconds so far with a running request."""
+    def used_now(self) -> Used:
+        """What it did, up to this moment."""
         self._advance()
-        return self.used.busy_s
+        return self.used
 
     def stats(self) -> EngineStats:
         """How loaded it is."""
@@ -159,8 +164,8 @@ class SimEngine:
 
     def _advance(self) -> None:
         """Account for the time since this was last called."""
-        now = _now()
-        elapsed, self._at_s = now - self._at_s, now
+        at_s = now()
+        elapsed, self._at_s = at_s - self._at_s, at_s
         batch = len(self._running)
         if elapsed <= 0 or not batch:
             return
@@ -262,7 +267,3 @@ class SimEngine:
             del self._versions[:-1]
         request.num_cached = 0
         return request
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

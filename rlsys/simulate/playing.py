@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlsys.schedule.router import Router, request_weight
-from rlsys.simulate.engine import SimRequest
+from rlsys.simulate.engine import SimRequest, Used
 from rlsys.simulate.work import Step, Workload
 from rlsys.types import OK, Assignment, EpisodeMeta, PolicyVersion, SampleMeta, TrajectoryMeta, VersionSpan
 
@@ -174,13 +174,12 @@ class Environments:
 class Rounds:
     """When the next turns of a replica's episodes begin: each when its environment is done, or all together."""
 
-    def __init__(self, *, together: bool) -> None:
-        self._together = together
+    def __init__(self, used: Used, *, together: bool) -> None:
+        """`used` counts the seconds of environments."""
+        self._used, self._together = used, together
         self._num_out = 0
         """Episodes that sample, or whose environment is at work."""
         self._resting: list[Callable[[], None]] = []
-        self.environment_s = 0.0
-        """Seconds that environments were told to work."""
 
     def enter(self, num_episodes: int) -> None:
         """So many episodes begin."""
@@ -188,7 +187,7 @@ class Rounds:
 
     def rest(self, seconds: float, go_on: Callable[[], None]) -> None:
         """The environment of an episode works for so long; `go_on` with it when it is time."""
-        self.environment_s += seconds
+        self._used.environment_s += seconds
         loop = asyncio.get_running_loop()
         loop.call_later(seconds, (lambda: self._arrive(go_on)) if self._together else go_on)
 

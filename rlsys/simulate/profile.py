@@ -14,7 +14,7 @@ from functools import cached_property
 from math import exp, inf, log
 from pathlib import Path
 from statistics import NormalDist
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     Field,
@@ -27,11 +27,21 @@ from pydantic import (
     model_validator,
 )
 
+from rlsys.config import Config
 from rlsys.config.load import load
 from rlsys.config.problems import nested
 from rlsys.config.section import Section
 from rlsys.errors import ConfigError
+from rlsys.simulate.world import RewardAsAdvantage
+from rlsys.types import Group
 
+TRANSFER_S = 4 * 3600.0
+"""Deadline of a transfer; nothing hangs here."""
+MICRO_BATCH_TOKENS = 1 << 20
+"""How a step is cut up makes no difference here."""
+MOST_FAILURES = 100
+"""Of a group, and in a row: a run outlives the deaths that a simulation plants."""
+FOREVER_S = 1e9
 FOLDER = Path(__file__).parent / "profiles"
 _NORMAL = NormalDist()
 
@@ -215,6 +225,36 @@ class Profile(Section):
         Raises `ConfigError` listing every problem.
         """
         return load(cls, [profile_path(name)], overrides)
+
+    def config(self, folder: Path, steps: int) -> Config:
+        """The configuration of a run of `steps` steps on this cluster, for its driver."""
+        limits = dict.fromkeys(("max_attempts", "max_failed_groups", "max_no_signal_groups"), MOST_FAILURES)
+        limits |= {"lease_s": FOREVER_S, "no_progress_s": FOREVER_S, "transfer_s": TRANSFER_S}
+        sections: dict[str, Any] = {
+            "run": {"name": "simulated", "folder": folder, "steps": steps, "seed": self.seed},
+            "model": {"path": "simulated"},
+            "data": {"path": "simulated"},
+            "algorithm": RewardAsAdvantage(group_size=self.group_size),
+            "stabilizer": None,
+            "rollout": {
+                "replicas": self.num_replicas,
+                "slots": self.repack_requests,  # the driver reads it for repacking alone
+                "weight_change": self.weight_change,
+                "kv_cache": self.kv_cache,
+                "repack_s": self.repack_s,
+            },
+            "train": {"groups_per_step": self.groups_per_step, "micro_batch_tokens": MICRO_BATCH_TOKENS},
+            "asynchrony": {"max_staleness": self.max_staleness, "window": self.window},
+            "checkpoint": {"every": 0, "keep_last": 1},
+            "limits": limits,
+            "record": {"rollouts_every": 0},
+        }
+        return Config(**sections)
+
+    def train_s(self, groups: Sequence[Group]) -> float:
+        """Seconds in which the trainer computes a step on these groups."""
+        num_tokens = sum(group.num_trained for group in groups)
+        return self.train.fixed_s + num_tokens / (self.train.tokens_per_s * self.train_gpus)
 
     @property
     def repack_requests(self) -> int:

@@ -4,47 +4,36 @@ them."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 
 from rlsys.contracts import Busy, RolledOut
 from rlsys.errors import WorkerDied
+from rlsys.simulate.cluster import Cluster
 from rlsys.simulate.engine import SimEngine
 from rlsys.simulate.playing import Environments, Play, Rounds, TurnRouter
-from rlsys.simulate.profile import Profile
+from rlsys.simulate.pools import now
 from rlsys.simulate.work import Workload
 from rlsys.types import Acknowledged, Assignment, Group, PolicyVersion, ReplicaLoad
-
-Pull = Callable[[PolicyVersion], Awaitable[tuple[PolicyVersion, str]]]
-"""From the node's relay: the newest complete version, no older than the one asked for, and its hash."""
 
 
 class SimReplica:
     """Plays groups; takes in weights when a group asks for newer ones than it holds."""
 
     def __init__(
-        self,
-        name: str,
-        profile: Profile,
-        workload: Workload,
-        pull: Pull,
-        hashes: dict[PolicyVersion, str],
-        environments: Environments | None = None,
+        self, name: str, cluster: Cluster, node: int, workload: Workload, environments: Environments | None = None
     ) -> None:
-        """`hashes`: of every version that any replica holds or held; a turn may be sampled elsewhere.
-
-        `environments` are shared by all replicas; None: there is one for every episode.
-        """
+        """It pulls from the relay of its node. `environments` are shared by all replicas; None: there is one for every
+        episode."""
+        profile = cluster.profile
         self.name, self.engine, self.environments = name, SimEngine(profile), environments
-        self.rounds = Rounds(together=profile.tools == "together")
+        self.rounds = Rounds(self.engine.used, together=profile.tools == "together")
         self.observation_tokens = profile.observation_tokens
         self.cache_age = 0
         """Times its cache was thrown away."""
         self.version: PolicyVersion = -1
         """What it holds; -1 before its first pull."""
-        self.exposed_s = 0.0
-        """Seconds it stood still for weights: waiting for them with nothing to do, or taking them in."""
-        self._profile, self._workload, self._pull, self._hashes = profile, workload, pull, hashes
+        self._cluster, self._node, self._profile, self._workload = cluster, node, profile, workload
         self._changing = asyncio.Lock()
         self._is_loading = False
         self._is_dead = False
@@ -60,7 +49,7 @@ class SimReplica:
         Raises `WorkerDied`.
         """
         await self.hold(assignment.version)
-        start_s = _now()
+        start_s = now()
         fixed = self.version if self._profile.weight_change == "beside" else None
         play = Play(assignment, self._workload, self, fixed, turns)
         self._plays[play] = self._homed[play] = None
@@ -71,7 +60,7 @@ class SimReplica:
         finally:
             del self._homed[play]
             play.host.let_go(play)
-        return RolledOut(self._group(play), Busy(self.name, start_s, _now()), self.engine.stats())
+        return RolledOut(self._group(play), Busy(self.name, start_s, now()), self.engine.stats())
 
     def load(self) -> ReplicaLoad:
         """What it is doing now. A group that waits on its tools counts, as with `RolloutWorker`."""
@@ -131,17 +120,17 @@ class SimReplica:
                 self._is_loading = True  # from here no guest comes in
             elif self._profile.weight_change == "beside":
                 await self._until(lambda: len(self._resident()) < self._profile.resident_versions)
-            began_s, busy_s = _now(), self.engine.busy_s()
-            newest, hashed = await self._pull(version)
+            began_s, busy_s = now(), self.engine.used_now().busy_s
+            newest = await self._cluster.pull(self._node, version)
             self._check_alive()
-            await self._take_in(newest, hashed)
-            self.exposed_s += _now() - began_s - (self.engine.busy_s() - busy_s)
+            await self._take_in(newest)
+            self.engine.used.exposed_s += now() - began_s - (self.engine.used_now().busy_s - busy_s)
 
-    async def _take_in(self, version: PolicyVersion, hashed: str) -> None:
+    async def _take_in(self, version: PolicyVersion) -> None:
         load_s, when = self._profile.weights.load_s, self._profile.weight_change
         if when == "inflight" and self.engine.is_busy:
             throws_away = self._profile.kv_cache == "recompute"
-            self.exposed_s += self.engine.change(version, load_s, recompute=throws_away)
+            self.engine.used.exposed_s += self.engine.change(version, load_s, recompute=throws_away)
             self.cache_age += throws_away
         else:
             await asyncio.sleep(load_s)
@@ -149,7 +138,7 @@ class SimReplica:
             self._check_alive()
             self.engine.change(version)
             self.cache_age += 1
-        self.version, self._hashes[version] = version, hashed
+        self.version = version
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
         """Waits for groups to end or to go elsewhere; unblocked by `let_go`, `move_to` and `die`."""
@@ -173,7 +162,7 @@ class SimReplica:
             replica=self.name,
             episodes=play.episodes(),
             versions=versions,
-            weights=tuple(Acknowledged(self.name, s.version, self._hashes[s.version]) for s in versions),
+            weights=tuple(Acknowledged(self.name, s.version, self._cluster.hash(s.version)) for s in versions),
             payload=None,
         )
 
@@ -183,7 +172,3 @@ class SimReplica:
 
     def _death(self, phase: str) -> WorkerDied:
         return WorkerDied(self.name, phase, "the process is gone")
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -9,34 +9,29 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
 
-from rlsys.checkpoint import Checkpoints
+from rlsys.assembly import build_driver
 from rlsys.contracts import Workers
 from rlsys.data.source import TaskSource
-from rlsys.driver import Driver
 from rlsys.events import Event, Events, StepDone
-from rlsys.failures import FailurePolicy
-from rlsys.group_queue import GroupQueue
-from rlsys.learner import BatchShape
-from rlsys.ledger import Ledger
-from rlsys.repacking import Repacker
-from rlsys.simulate.actor import SimActor, SimRewards, Simulated
 from rlsys.simulate.clock import run_virtual
+from rlsys.simulate.cluster import Cluster
 from rlsys.simulate.engine import Used
+from rlsys.simulate.pools import FakeRewards, now
 from rlsys.simulate.profile import Profile
-from rlsys.simulate.relays import TRANSFER_S, SimRelays
 from rlsys.simulate.report import Report
 from rlsys.simulate.rollouts import SimRollouts
-from rlsys.types import Task
-from rlsys.weights import WeightSync
+from rlsys.simulate.training import FakeActor, FakeRelays
+from rlsys.simulate.world import tasks
+from rlsys.types import Group
 
 NUM_TASKS = 1024
 """Distinct tasks; what a group costs depends on its serial alone."""
-MICRO_BATCH_TOKENS = 1 << 20
-"""How a step is cut up makes no difference here."""
 
 
 @contextmanager
@@ -56,8 +51,6 @@ class _Mark:
 
     time_s: float
     used: Used
-    exposed_s: float
-    environment_s: float
     num_trained: int
     """Groups."""
     num_moved: int
@@ -76,7 +69,7 @@ class Simulation:
     def __post_init__(self) -> None:
         self._num_measured = self.steps - self.steps // 4
         """The report leaves out the first quarter, in which the pipe fills."""
-        self.marks = [_Mark(0.0, Used(), 0.0, 0.0, 0, 0, 0)]
+        self.marks = [_Mark(0.0, Used(), 0, 0, 0)]
         """One before the first step, and one after each."""
 
     def run(self) -> Report:
@@ -94,46 +87,20 @@ class Simulation:
 
     async def _run(self, folder: Path) -> None:
         profile = self.profile
-        self.relays = SimRelays(profile)
-        self.rollouts = SimRollouts(profile, self.relays)
-        self.actor = SimActor(profile, self.relays)
-        self.driver = self._driver(folder)
+        self.world = Cluster(profile)
+        self.rollouts, self.actor = SimRollouts(self.world), FakeActor(self.world)
+        workers = Workers(self.rollouts, FakeRewards(self.world), self.actor, FakeRelays(self.world))
+        # The pipe stays full to the end: the run has one more pipe of steps, and is stopped when there are enough.
+        config = profile.config(folder, self.steps + profile.max_staleness + 1)
+        self.driver = build_driver(config, workers, TaskSource(tasks(NUM_TASKS), seed=profile.seed), Events([self]))
         for seconds, happens in self.incidents:
             asyncio.get_running_loop().call_later(seconds, happens, self)
         await self.driver.run(0)
 
-    def _driver(self, folder: Path) -> Driver:
-        profile = self.profile
-        workers = Workers(self.rollouts, SimRewards(profile.reward_s), self.actor, self.relays)
-        algorithm = Simulated(group_size=profile.group_size)
-        tasks = [Task(id=f"task-{i}", prompt=f"{i}") for i in range(NUM_TASKS)]
-        # The pipe stays full to the end: the driver is told of one more pipe of steps, and stopped when it has enough.
-        num_groups = (self.steps + profile.max_staleness + 1) * profile.groups_per_step
-        ledger = Ledger(TaskSource(tasks, seed=profile.seed), profile.group_size, profile.seed)
-        events, sizes = Events([self]), (profile.groups_per_step, profile.max_staleness, profile.window)
-        queue = GroupQueue(*sizes, 0, num_groups, ledger, events=events)
-        return Driver(
-            workers=workers,
-            algorithm=algorithm,
-            queue=queue,
-            weights=WeightSync(self.actor, self.relays, TRANSFER_S, max_age=queue.staleness_bound),
-            failures=FailurePolicy(max_attempts=100, max_failed_groups=100, max_no_signal_groups=100),
-            checkpoints=Checkpoints(folder / "checkpoints", every=0, keep_last=1),
-            events=events,
-            shape=BatchShape(num_ranks=1, max_tokens=MICRO_BATCH_TOKENS),
-            steps=self.steps + profile.max_staleness + 1,
-            no_progress_s=1e9,
-            run_dir=folder,
-            config="",
-            rollouts_every=0,
-            repacker=self._repacker(events),
-        )
-
-    def _repacker(self, events: Events) -> Repacker | None:
-        profile = self.profile
-        if not profile.repack_s:
-            return None
-        return Repacker(self.rollouts, profile.repack_s, profile.repack_requests, events)
+    @property
+    def trained(self) -> list[Group]:
+        """All groups, in the order they were trained."""
+        return [group for _, group in self.world.trained]
 
     def handle(self, event: Event, time_s: float) -> None:
         """As a sink of the driver's events: mark where each step ended, and stop after the last one."""
@@ -147,40 +114,39 @@ class Simulation:
         """Nothing is left open."""
 
     def _mark(self) -> _Mark:
-        used, exposed_s, environment_s = Used(), 0.0, 0.0
-        for replica in (*self.rollouts.replicas, *self.rollouts.ended):
-            replica.engine.busy_s()
-            used += replica.engine.used
-            exposed_s += replica.exposed_s
-            environment_s += replica.rounds.environment_s
-        now = asyncio.get_running_loop().time()
+        replicas = (*self.rollouts.replicas, *self.rollouts.ended)
+        used = sum((replica.engine.used_now() for replica in replicas), Used())
         num_dropped = self.driver.queue.dropped.total()
-        return _Mark(now, used, exposed_s, environment_s, len(self.actor.trained), self.rollouts.num_moved, num_dropped)
+        return _Mark(now(), used, len(self.world.trained), self.rollouts.num_moved, num_dropped)
 
     def _report(self, wall_s: float) -> Report:
         first, last = self.marks[self.steps - self._num_measured], self.marks[self.steps]
         seconds, used = last.time_s - first.time_s, last.used - first.used
-        trained = self.actor.trained[first.num_trained : last.num_trained]
-        behind = sum(self.actor.staleness[self.steps - self._num_measured : self.steps], Counter())
-        num_tokens, replica_s = sum(group.num_trained for group in trained), seconds * self.profile.num_replicas
+        trained = self.world.trained[first.num_trained : last.num_trained]
+        steps = [[group for _, group in of_step] for _, of_step in groupby(trained, key=itemgetter(0))]
+        behind: Counter[int] = Counter()
+        for version, group in trained:
+            for span in group.versions:
+                behind[version - span.version] += span.num_tokens
+        num_tokens, replica_s = sum(group.num_trained for _, group in trained), seconds * self.profile.num_replicas
         num_steps = self._num_measured
-        train_s = fmean(self.actor.train_s[self.steps - num_steps : self.steps])
+        train_s = fmean(map(self.profile.train_s, steps))
         return Report(
             steps=self.steps,
             measured=num_steps,
             tokens_per_s=num_tokens / seconds,
-            samples_per_s=sum(len(group.episodes) for group in trained) / seconds,
+            samples_per_s=sum(len(group.episodes) for _, group in trained) / seconds,
             generated_tokens_per_s=used.num_tokens / seconds,
             step_s=seconds / num_steps,
             train_s=train_s,
             rollouts_idle=1 - used.busy_s / replica_s,
             trainer_idle=1 - train_s * num_steps / seconds,
-            weights_exposed_s=(last.exposed_s - first.exposed_s) / self.profile.num_replicas / num_steps,
+            weights_exposed_s=used.exposed_s / self.profile.num_replicas / num_steps,
             publish_stall_s=fmean(self.actor.stall_s),
-            broadcast_s=fmean(self.relays.arrived_s.values()),
+            broadcast_s=fmean(self.world.arrived_s.values()),
             kv_used=used.cache_s / used.busy_s,
             cached_share=used.num_cached / ((used.num_cached + used.num_prefilled) or 1),
-            environments_busy=(last.environment_s - first.environment_s) / seconds,
+            environments_busy=used.environment_s / seconds,
             moved_groups=(last.num_moved - first.num_moved) / num_steps,
             staleness={str(versions): behind[versions] / num_tokens for versions in sorted(behind)},
             staleness_max=max(behind),

@@ -1,22 +1,33 @@
-"""Public fakes of every contract, and a clock that needs no waiting.
+"""Public fakes of every contract, and runs of the real driver on them, for tests of your plug-ins.
 
-    from rlsys.testing import FakeWorkers, run_virtual
+    from rlsys.testing import FakeRun
+    from rlsys.types import Task
 
-    def test_a_run_of_an_hour_takes_a_moment():
-        run_virtual(driver.run(0))
+    def test_my_plug_ins_train(tmp_path):
+        run = FakeRun(
+            tmp_path,
+            tasks=[Task(id="sum", prompt="2+2?", answer="4")],
+            reply=lambda said: "4",
+            algorithm={"type": "grpo", "group_size": 4},
+            rollout={"workflow": "single_turn"},
+            reward={"fn": "exact"},
+        )
+        assert run.train() == 3
+        assert run.metrics[-1]["reward/mean"] == 1.0
 
-A fake world keeps its weights as a version number and its payloads as plain objects; latencies are functions of the
-group, so that hypothesis can choose them. Fakes assert what their contract asks of the caller. Faults are scripted: the
-n-th call of a worker can die, hang or answer with wrong weights.
+`FakeRun` takes the sections of a configuration, plug-ins as objects too. An hour of it takes a moment: its clock is
+virtual. A `FakeWorld` keeps its weights as a version number and its payloads as plain objects. Its latencies are
+functions of the group, so that hypothesis can choose them, and its faults are scripted: the n-th call of a worker can
+die, hang or answer with wrong weights. Fakes assert what their contract asks of the caller.
 """
 
 from rlsys.simulate.clock import VirtualLoop, run_virtual
+from rlsys.simulate.pools import FakeJointRollouts, FakePinnedRollouts, FakeRewards, FakeRollouts, Fault, now
+from rlsys.simulate.training import FakeActor, FakeCritic, FakeReference, FakeRelays
+from rlsys.simulate.world import FakeWorld, RewardAsAdvantage, tasks
 from rlsys.testing.environment import FakeEnvironment
-from rlsys.testing.joint import FakeJointRollouts
 from rlsys.testing.policy import ScriptedPolicy, played
-from rlsys.testing.pools import FakePinnedRollouts, FakeRewards, FakeRollouts, Fault
-from rlsys.testing.training import FakeActor, FakeCritic, FakeReference, FakeRelays
-from rlsys.testing.world import FakeWorld, RewardAsAdvantage, tasks
+from rlsys.testing.run import FakeRun, Recorder
 
 __all__ = [
     "FakeActor",
@@ -28,11 +39,14 @@ __all__ = [
     "FakeRelays",
     "FakeRewards",
     "FakeRollouts",
+    "FakeRun",
     "FakeWorld",
     "Fault",
+    "Recorder",
     "RewardAsAdvantage",
     "ScriptedPolicy",
     "VirtualLoop",
+    "now",
     "played",
     "run_virtual",
     "tasks",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from rlsys.session import Policy
 from rlsys.toolcalls import described
 from rlsys.tools import ToolSchema
-from rlsys.types import Episode, Message, Prompt, Sampling, Task, Turn, VersionSpan
+from rlsys.types import Episode, Message, PolicyVersion, Prompt, Sampling, Task, Turn, VersionSpan
 from rlsys.workflow import Workflow
 
 
@@ -26,6 +26,8 @@ class ScriptedPolicy:
     """The reply to the text of everything said so far."""
     max_new_tokens: int = 1000
     """A longer reply is cut there, with finish `length`."""
+    version: PolicyVersion = 0
+    """The version that its tokens are stamped with."""
     asked: list[tuple[str, int]] = field(default_factory=list)
     """Prompt and seed of every request, in order."""
 
@@ -54,11 +56,11 @@ class ScriptedPolicy:
         finish = "stop" if text == reply else "length"
         ids, logprobs = tuple(map(ord, text)), (-1.0,) * len(text)
         sampling = Sampling(max_new_tokens=most)
-        return Turn(prompt_ids, ids, logprobs, (VersionSpan(0, len(ids)),), finish, text, sampling)
+        return Turn(prompt_ids, ids, logprobs, (VersionSpan(self.version, len(ids)),), finish, text, sampling)
 
     async def recite(self, prompt_ids: tuple[int, ...], reply: str) -> Turn:
         ids = tuple(map(ord, reply))
-        return Turn(prompt_ids, ids, (-1.0,) * len(ids), (VersionSpan(0, len(ids)),), "stop", reply)
+        return Turn(prompt_ids, ids, (-1.0,) * len(ids), (VersionSpan(self.version, len(ids)),), "stop", reply)
 
 
 def _written(messages: Sequence[Message]) -> str:

@@ -13,10 +13,10 @@ import ray
 from torch import Tensor
 
 from rlsys import Config
+from rlsys.assembly import build_driver
 from rlsys.broadcast import Peer
 from rlsys.events import Events
-from rlsys.launch.preparing import Data, task_source
-from rlsys.launch.training import driver_of
+from rlsys.launch.preparing import task_source
 from rlsys.relay import Relay, Store
 from rlsys.tracking.jsonl import JsonlSink
 from rlsys.types import POLICY, Sampling
@@ -136,7 +136,7 @@ def assert_noticed(config: Config, relays: RayRelays, rollouts: RolloutPool, not
     async def main() -> int:
         await crew.ready()
         try:
-            return await driver_of(config, Data(task_source(config), {}), crew.workers(), events).run(0)
+            return await build_driver(config, crew.workers(), task_source(config), events).run(0)
         finally:
             await crew.close()
 

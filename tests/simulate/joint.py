@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlsys.checkpoint import find_latest
 from rlsys.contracts import Workers
 from rlsys.deadlines import Progress
 from rlsys.driver import Driver
 from rlsys.events import Event, GroupDropped, GroupReissued, StepDone, WorkerFailed
 from rlsys.joint import Joint, train_jointly
-from rlsys.testing import FakeActor, FakeJointRollouts, FakeRelays, FakeRewards, FakeWorld, run_virtual
+from rlsys.testing import FakeActor, FakeJointRollouts, FakeRelays, FakeRewards, FakeWorld, Recorder, run_virtual
+from rlsys.testing.run import start_of
 from rlsys.types import PolicyVersion
 from tests.simulate.schedules import MACHINE_FAULTS, Choosy, heavy_tailed, most_failures
 from tests.simulate.world import driver_on
@@ -22,25 +22,22 @@ from tests.simulate.world import driver_on
 STEPS = 8
 
 
-@dataclass
-class Diary:
+class Diary(Recorder):
     """What became of the groups of one policy."""
 
-    dropped: list[tuple[int, str]] = field(default_factory=list)
-    """Serial and reason."""
-    reissued: list[int] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    """Workers."""
+    @property
+    def dropped(self) -> list[tuple[int, str]]:
+        """Serial and reason."""
+        return [(event.serial, event.reason) for event in self.of(GroupDropped)]
 
-    def handle(self, event: Event, time_s: float) -> None:
-        if isinstance(event, GroupDropped):
-            self.dropped.append((event.serial, event.reason))
-        elif isinstance(event, GroupReissued):
-            self.reissued.append(event.serial)
-        elif isinstance(event, WorkerFailed):
-            self.failed.append(event.worker)
+    @property
+    def reissued(self) -> list[int]:
+        return [event.serial for event in self.of(GroupReissued)]
 
-    def close(self) -> None: ...
+    @property
+    def failed(self) -> list[str]:
+        """Workers."""
+        return [event.worker for event in self.of(WorkerFailed)]
 
 
 @dataclass
@@ -82,9 +79,8 @@ class Session:
         for name, world in self.worlds.items():
             workers = Workers(self.joint.rollouts(name), self.joint.rewards(name), FakeActor(world), FakeRelays(world))
             options = {"steps": STEPS, "progress": progress, **self.limits.get(name, {})}
-            driver = driver_on(world, self.folder / name, workers=workers, **options)
-            driver.events.attach(self.diaries[name])
-            self.drivers[name] = driver
+            options["recorder"] = self.diaries[name]
+            self.drivers[name] = driver_on(world, self.folder / name, workers=workers, **options)
 
     def run(self, *, stop: tuple[str, int] | None = None) -> dict[str, PolicyVersion]:
         """Go on from the checkpoints there are; `stop` all once a policy has done so many steps."""
@@ -93,10 +89,7 @@ class Session:
         return run_virtual(self._run())
 
     async def _run(self) -> dict[str, PolicyVersion]:
-        starts: dict[str, PolicyVersion] = {}
-        for name, driver in self.drivers.items():
-            checkpoint = find_latest(self.folder / name)
-            starts[name] = 0 if checkpoint is None else await driver.restore(checkpoint)
+        starts = {name: await start_of(driver) for name, driver in self.drivers.items()}
         return await train_jointly(self.joint, self.drivers, starts)
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from rlsys.algorithm import Settled, Signal
-from rlsys.checkpoint import find_latest
 from rlsys.curation import Curation, Rules
 from rlsys.data.source import TaskSource
 from rlsys.driver import Driver
 from rlsys.events import Event, GroupDropped, GroupReissued
 from rlsys.testing import FakeWorld, Fault, RewardAsAdvantage, run_virtual, tasks
+from rlsys.testing.run import go_on
 from rlsys.types import Group
 from tests.simulate.world import NUM_TASKS, StopAfter, driver_on
 
@@ -133,8 +133,7 @@ def _session(
     chance: random.Random, folder: Path, limits: Mapping[str, Any], stop: int
 ) -> tuple[FakeWorld, Driver, Witness]:
     """One driver's part of a run, from the newest checkpoint until step `stop`."""
-    limits = dict(limits)
-    world = replace(world_of(chance), synchronous_steps=limits.pop("synchronous_steps"))
+    limits, world = dict(limits), world_of(chance)
     rules: Rules = limits.pop("rules")
     if rules != Rules():
         world.reward = lambda serial, episode: float(random.Random(serial * 97 + episode).random() < 0.35)
@@ -144,7 +143,7 @@ def _session(
     driver.events.attach(witness)
     if stop < STEPS:
         driver.events.attach(StopAfter(driver, stop))
-    assert run_virtual(_run(driver, folder)) == stop
+    assert run_virtual(go_on(driver)) == stop
     witness.count_permits()
     return world, driver, witness
 
@@ -222,8 +221,3 @@ class Witness:
 
     def close(self) -> None:
         pass
-
-
-async def _run(driver: Driver, folder: Path) -> int:
-    checkpoint = find_latest(folder)
-    return await driver.run(0 if checkpoint is None else await driver.restore(checkpoint))

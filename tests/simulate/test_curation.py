@@ -21,9 +21,9 @@ from rlsys.curation import Curation, Graft, Rules
 from rlsys.driver import Driver
 from rlsys.errors import RunAborted, WorkerDied
 from rlsys.events import EpisodeGrafted, GroupReissued, StepDone
-from rlsys.testing import FakeActor, FakeReference, FakeRewards, FakeWorld, RewardAsAdvantage, run_virtual
+from rlsys.testing import FakeActor, FakeReference, FakeRewards, FakeWorld, Recorder, RewardAsAdvantage, run_virtual
 from rlsys.types import Episode, Group, Ref, Score, Task
-from tests.simulate.world import NUM_TASKS, Recorder, StopAfter, driver_on, latencies
+from tests.simulate.world import NUM_TASKS, StopAfter, driver_on, go_on, latencies
 
 SIZE = 4
 EASY, HARD = "task-0", "task-1"
@@ -149,13 +149,7 @@ def test_synchronous_training_is_the_same_whoever_is_quicker_and_wherever_it_is_
         cut.events.attach(StopAfter(cut, stop_at))
         run_virtual(cut.run(0))
         resumed, trained_too = driver(Path(folder) / "cut", 200)
-
-        async def go_on() -> int:
-            checkpoint = find_latest(Path(folder) / "cut")
-            assert checkpoint is not None
-            return await resumed.run(await resumed.restore(checkpoint))
-
-        assert run_virtual(go_on()) == 12
+        assert run_virtual(go_on(resumed)) == 12
     assert trained_too.world.weights == trained.world.weights
     assert resumed.queue.ledger.state() == whole.queue.ledger.state()
     assert whole.queue.ledger.curation.num_passed_over > 0
@@ -320,14 +314,14 @@ def test_a_grafted_group_survives_a_resume_and_stored_successes_do_not(tmp_path)
     waiting = {row.serial: row.group for row in cut.queue.finished if row.serial in grafted}
     resumed, actor, _ = driver()
 
-    async def go_on() -> int:
-        checkpoint = find_latest(tmp_path)
+    async def restored() -> int:
+        checkpoint = find_latest(tmp_path / "checkpoints")
         assert checkpoint is not None
         version = await resumed.restore(checkpoint)
         assert resumed.queue.ledger.curation.metrics()["curation/stored"] == 0
         return await resumed.run(version)
 
-    assert run_virtual(go_on()) == 20
+    assert run_virtual(restored()) == 20
     assert waiting
     assert {group.serial: group for group in actor.groups if group.serial in waiting} == waiting
 
@@ -339,13 +333,7 @@ def test_the_history_of_an_asynchronous_run_that_was_interrupted_is_that_of_ever
     cut.events.attach(StopAfter(cut, 6))
     assert run_virtual(cut.run(0)) == 6
     assert cut.queue.ledger.state().curation.judged, "groups were judged and not trained"
-
-    async def go_on() -> int:
-        checkpoint = find_latest(tmp_path)
-        assert checkpoint is not None
-        return await resumed.run(await resumed.restore(checkpoint))
-
-    assert run_virtual(go_on()) == 14
+    assert run_virtual(go_on(resumed)) == 14
     trained = [*first.groups, *second.groups]
     episodes = {task: sum(len(g.episodes) for g in trained if g.task_id == task) for task in (EASY, HARD)}
     tallies = resumed.queue.ledger.curation.state().tallies

@@ -19,10 +19,10 @@ from rlsys.driver import Driver
 from rlsys.errors import CheckpointError, NoProgress, RunAborted, WorkerDied
 from rlsys.events import GroupDropped, GroupReissued, StepDone, WorkerFailed, WorkerRestarted
 from rlsys.record import read_groups
-from rlsys.testing import FakeReference, FakeRewards, FakeRollouts, FakeWorld, Fault, VirtualLoop, run_virtual
+from rlsys.testing import FakeReference, FakeRewards, FakeRollouts, FakeWorld, Fault, Recorder, VirtualLoop, run_virtual
 from rlsys.types import Assignment, Group, Score, Task
 from tests.simulate.schedules import LOSABLE
-from tests.simulate.world import Recorder, StopAfter, driver_on, latencies
+from tests.simulate.world import StopAfter, driver_on, go_on, latencies
 
 
 @settings(deadline=None, max_examples=60)
@@ -95,13 +95,7 @@ def test_an_interrupted_run_consumes_what_an_uninterrupted_one_does(seed, stop_a
         cut.events.attach(StopAfter(cut, stop_at))
         assert run_virtual(cut.run(0)) == stop_at
         resumed = driver_on(second, Path(folder) / "cut", steps=9, max_staleness=max_staleness)
-
-        async def go_on() -> int:
-            checkpoint = find_latest(Path(folder) / "cut")
-            assert checkpoint is not None
-            return await resumed.run(await resumed.restore(checkpoint))
-
-        assert run_virtual(go_on()) == 9
+        assert run_virtual(go_on(resumed)) == 9
     assert whole.consumed == second.consumed
     if max_staleness == 0:
         assert whole.weights == second.weights
@@ -339,10 +333,10 @@ def test_a_checkpoint_holds_the_hash_of_every_version_its_groups_have_and_waits_
     world = FakeWorld(broadcast_s=7.0, train_s=lambda version: 30.0)
     driver = driver_on(world, tmp_path, steps=3, max_staleness=2, checkpoint_every=1, recorder=recorder)
     run_virtual(driver.run(0))
-    state = read_state(tmp_path / "step_000002")
+    state = read_state(tmp_path / "checkpoints" / "step_000002")
     versions = {
         span.version
-        for record in read_groups(tmp_path / "step_000002" / "groups.jsonl")
+        for record in read_groups(tmp_path / "checkpoints" / "step_000002" / "groups.jsonl")
         for span in record.group.versions
     }
     assert versions
@@ -359,7 +353,7 @@ def test_whoever_stops_a_run_need_not_wait_for_relays_that_are_gone(tmp_path):
         return asyncio.get_running_loop().time()
 
     assert run_virtual(seconds()) < 20.0 + 5.0
-    assert find_latest(tmp_path) == tmp_path / "step_000001"
+    assert find_latest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step_000001"
 
 
 def test_a_replica_with_weights_nobody_published_is_caught_before_its_tokens_are_trained(tmp_path):
@@ -401,7 +395,7 @@ def test_a_silent_standstill_ends_the_run_with_a_table(tmp_path):
 
 def test_a_checkpoint_that_cannot_be_written_names_the_last_good_one(tmp_path):
     world = FakeWorld()
-    driver = driver_on(world, tmp_path / "checkpoints", checkpoint_every=2)
+    driver = driver_on(world, tmp_path, checkpoint_every=2)
     world.disk_is_full_at = "step_000004"
     with pytest.raises(CheckpointError, match=r"step 4 .*No space left(.|\n)*last good one is .*step_000002"):
         run_virtual(driver.run(0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,9 +19,9 @@ from rlsys.driver import Driver
 from rlsys.errors import NoProgress, RlsysError, RunAborted
 from rlsys.evaluation import EvalRules, EvaluationLane, Evaluator
 from rlsys.events import EvalDone, Event, StepDone, WorkerRestarted
-from rlsys.testing import FakePinnedRollouts, FakeRewards, FakeRollouts, FakeWorld, Fault, run_virtual, tasks
+from rlsys.testing import FakePinnedRollouts, FakeRewards, FakeRollouts, FakeWorld, Fault, Recorder, run_virtual, tasks
 from rlsys.types import Acknowledged, Assignment, Group, Score, Task, VersionSpan
-from tests.simulate.world import Recorder, driver_on
+from tests.simulate.world import driver_on, go_on, latencies
 
 NUM_TASKS = {"held_out": 5, "hard": 3}
 RULES = EvalRules(samples=2, temperature=1.0, seed=0, pass_reward=0.5, max_open=4)
@@ -69,11 +68,6 @@ def evaluated(
     evaluator = Evaluator(rollouts, driver.workers.rewards, driver.failures, driver.events, sets, RULES)
     driver.evaluation = EvaluationLane(evaluator, rollouts, driver.weights, every, steps, folder / "evaluations")
     return driver
-
-
-def latencies(seed: int, longest_s: float) -> Callable[[int], float]:
-    """Heavy-tailed seconds, a pure function of (seed, number)."""
-    return lambda number: random.Random(seed * 1_000_003 + number).paretovariate(1.1) % longest_s
 
 
 def steps_of(recorder: Recorder, dataset: str = "held_out") -> list[int]:
@@ -278,7 +272,7 @@ def test_an_evaluation_that_fails_at_the_very_end_ends_the_run_too_with_its_last
     world = FakeWorld(eval_faults=dict.fromkeys(range(8, 1000), Fault.DIES))
     with pytest.raises(RunAborted, match=r"eval-0"):
         run_virtual(evaluated(world, tmp_path, Recorder(), every=100).run(0))
-    assert find_latest(tmp_path) == tmp_path / "step_000006"
+    assert find_latest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step_000006"
 
 
 def test_results_that_cannot_be_written_end_the_run(tmp_path):
@@ -302,7 +296,7 @@ def test_a_stop_gives_up_the_evaluation_under_way_and_ends_the_run_in_order(tmp_
     assert run_virtual(seconds(driver.run(0))) < 10
     assert recorder.of(EvalDone) == []
     assert driver.evaluation.was_given_up
-    assert find_latest(tmp_path) == tmp_path / "step_000001"
+    assert find_latest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step_000001"
 
 
 @pytest.mark.parametrize("stop_s", [5.0, 50.0], ids=["while training", "while the learner waits"])
@@ -316,7 +310,7 @@ def test_a_stop_at_any_time_leaves_the_last_step_saved(tmp_path, stop_s):
         return reached
 
     reached = run_virtual(stopped())
-    assert find_latest(tmp_path) == tmp_path / f"step_{reached:06d}"
+    assert find_latest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / f"step_{reached:06d}"
 
 
 def test_a_stop_while_a_version_is_pinned_begins_no_evaluation(tmp_path):
@@ -352,13 +346,7 @@ def resumed(world: FakeWorld, folder: Path) -> list[tuple[int, str]]:
     """What a run evaluates that goes on from the latest checkpoint in `folder`, in order."""
     recorder = Recorder()
     driver = evaluated(world, folder, recorder)
-
-    async def go_on() -> None:
-        checkpoint = find_latest(folder)
-        assert checkpoint is not None
-        await driver.run(await driver.restore(checkpoint))
-
-    run_virtual(go_on())
+    run_virtual(go_on(driver))
     return [(e.step, e.dataset) for e in recorder.of(EvalDone)]
 
 
@@ -407,13 +395,7 @@ def due(folder: Path, rules: EvalRules = RULES, num_hard: int = NUM_TASKS["hard"
     assert isinstance(lane, EvaluationLane)
     lane.evaluator.rules = rules
     lane.evaluator.sets = {**lane.evaluator.sets, "hard": tasks(num_hard)}
-    checkpoint = find_latest(folder)
-    assert checkpoint is not None
-
-    async def go_on() -> None:
-        await driver.run(await driver.restore(checkpoint))
-
-    run_virtual(go_on())
+    run_virtual(go_on(driver))
     return sorted((e.step, e.dataset) for e in recorder.of(EvalDone))
 
 

@@ -24,9 +24,9 @@ from rlsys.events import GroupDropped, SignalMissing, StepDone
 from rlsys.failed import read_failed
 from rlsys.metrics import undocumented
 from rlsys.record import read_groups
-from rlsys.testing import FakeActor, FakeCritic, FakeReference, FakeWorld, RewardAsAdvantage, run_virtual
+from rlsys.testing import FakeActor, FakeCritic, FakeReference, FakeWorld, Recorder, RewardAsAdvantage, run_virtual
 from rlsys.types import Group, Ref
-from tests.simulate.world import Recorder, StopAfter, driver_on, latencies
+from tests.simulate.world import StopAfter, driver_on, go_on, latencies
 
 ALL = frozenset(Signal)
 
@@ -54,7 +54,7 @@ class Remembering(Contrast):
 class Without(RewardAsAdvantage):
     """Takes all advantages from groups of some serials, once it sees a whole step."""
 
-    serials: range
+    serials: tuple[int, ...]
 
     def settle(self, groups: Sequence[Group], past: Mapping[str, float]) -> Settled:
         settled = super().settle(groups, past).groups
@@ -64,15 +64,6 @@ class Without(RewardAsAdvantage):
 
 def equal_in_every_third(serial: int, episode: int) -> float:
     return 1.0 if serial % 3 == 0 else float(episode)
-
-
-def go_on(driver: Driver, folder: Path) -> int:
-    async def main() -> int:
-        checkpoint = find_latest(folder)
-        assert checkpoint is not None
-        return await driver.run(await driver.restore(checkpoint))
-
-    return run_virtual(main())
 
 
 # ---------------------------------------------------------------------------------- dynamic sampling
@@ -140,7 +131,7 @@ def test_many_groups_without_a_signal_are_told_once_and_long_before_they_end_the
 
 
 def test_steps_that_settling_empties_are_told_too(tmp_path):
-    recorder, algorithm = Recorder(), Without(serials=range(12))
+    recorder, algorithm = Recorder(), Without(serials=tuple(range(12)))
     run_virtual(driver_on(FakeWorld(), tmp_path, algorithm=algorithm, recorder=recorder).run(0))
     assert [told.num_groups for told in recorder.of(SignalMissing)] == [6]
 
@@ -158,7 +149,7 @@ def test_failed_groups_in_between_do_not_start_the_count_of_those_without_a_sign
 
 def test_a_step_that_settling_empties_is_dropped_whole_and_makes_no_version(tmp_path):
     recorder, world = Recorder(), FakeWorld()
-    driver = driver_on(world, tmp_path, max_staleness=1, algorithm=Without(serials=range(3, 6)), recorder=recorder)
+    driver = driver_on(world, tmp_path, max_staleness=1, algorithm=Without(serials=(3, 4, 5)), recorder=recorder)
     assert run_virtual(driver.run(0)) == 6
     assert [(e.serial, e.reason) for e in recorder.of(GroupDropped)] == [(n, "no_signal") for n in (3, 4, 5)]
     assert [e.step for e in recorder.of(StepDone)] == [1, 2, 3, 4, 5, 6]
@@ -168,13 +159,13 @@ def test_a_step_that_settling_empties_is_dropped_whole_and_makes_no_version(tmp_
 
 def test_a_group_that_settling_empties_is_trained_with_its_step(tmp_path):
     world = FakeWorld()
-    driver = driver_on(world, tmp_path, algorithm=Without(serials=range(3, 5)))
+    driver = driver_on(world, tmp_path, algorithm=Without(serials=(3, 4)))
     run_virtual(driver.run(0))
     assert (world.consumed.total(), driver.queue.dropped, driver.queue.ledger.next_serial) == (18, {}, 18)
 
 
 def test_settling_that_empties_every_step_ends_the_run(tmp_path):
-    driver = driver_on(FakeWorld(), tmp_path, algorithm=Without(serials=range(1000)), max_no_signal_groups=7)
+    driver = driver_on(FakeWorld(), tmp_path, algorithm=Without(serials=tuple(range(1000))), max_no_signal_groups=7)
     with pytest.raises(RunAborted, match=r"9 groups one after the other(.|\n)*of a step of 3 groups nothing is left"):
         run_virtual(driver.run(0))
 
@@ -205,7 +196,7 @@ def test_an_interrupted_run_settles_and_samples_as_an_uninterrupted_one_does(see
         driver.events.attach(StopAfter(driver, stop_at))
         assert run_virtual(driver.run(0)) == stop_at
         second, after, driver = session(Path(name) / "cut")
-        assert go_on(driver, Path(name) / "cut") == 9
+        assert run_virtual(go_on(driver)) == 9
     assert whole.consumed == second.consumed
     if max_staleness == 0:
         assert whole.weights == second.weights
@@ -264,8 +255,8 @@ def test_a_step_tells_how_long_fetching_and_its_columns_took(tmp_path):
 def test_columns_of_a_step_are_made_for_each_rank_and_micro_batch(tmp_path):
     driver = driver_on(FakeWorld(), tmp_path, signals=ALL, num_updates=3)
     run_virtual(driver.run(0))
-    assert actor_of(driver).trained is not None
-    plan, columns = actor_of(driver).trained or (None, {})
+    assert actor_of(driver).last_step is not None
+    plan, columns = actor_of(driver).last_step or (None, {})
     assert plan is not None
     assert len(plan.updates) == 3
     assert columns.keys() == {Signal.REFERENCE_MISMATCHED, Signal.VALUES}
@@ -303,7 +294,7 @@ def test_the_critic_is_resumed_with_the_actor(tmp_path):
     driver = driver_on(FakeWorld(), tmp_path, steps=3, signals=ALL)
     run_virtual(driver.run(0))
     resumed = driver_on(FakeWorld(), tmp_path, steps=5, signals=ALL)
-    assert go_on(resumed, tmp_path) == 5
+    assert run_virtual(go_on(resumed)) == 5
     critic = resumed.workers.critic
     assert isinstance(critic, FakeCritic)
     assert critic.num_steps == 5
@@ -312,16 +303,11 @@ def test_the_critic_is_resumed_with_the_actor(tmp_path):
 def test_a_checkpoint_without_a_critic_is_refused_where_one_is_needed(tmp_path):
     run_virtual(driver_on(NoCritic(), tmp_path, steps=3).run(0))
     with pytest.raises(CheckpointError, match=r"step_000003 holds no critic, .* `rlsys export`"):
-        go_on(driver_on(FakeWorld(), tmp_path, steps=5, signals=ALL), tmp_path)
+        run_virtual(go_on(driver_on(FakeWorld(), tmp_path, steps=5, signals=ALL)))
 
 
-def fast_rollouts(synchronous_steps: int, warmup_steps: int = 0) -> FakeWorld:
-    return FakeWorld(
-        rollout_s=lambda serial: 0.1,
-        train_s=lambda version: 10.0,
-        synchronous_steps=synchronous_steps,
-        warmup_steps=warmup_steps,
-    )
+def fast_rollouts() -> FakeWorld:
+    return FakeWorld(rollout_s=lambda serial: 0.1, train_s=lambda version: 10.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,28 +332,30 @@ def test_a_stabilizer_sees_its_steps_that_train_the_policy_without_staleness_res
     tmp_path, warmup_steps, stop_at
 ):
     def session() -> tuple[FakeWorld, Driver]:
-        world, algorithm = fast_rollouts(5, warmup_steps), WarmsUp(warmup_steps=warmup_steps)
-        return world, driver_on(world, tmp_path, steps=12, max_staleness=3, window=2, algorithm=algorithm)
+        world, algorithm = fast_rollouts(), WarmsUp(warmup_steps=warmup_steps)
+        return world, driver_on(
+            world, tmp_path, steps=12, max_staleness=3, window=2, synchronous_steps=5, algorithm=algorithm
+        )
 
     first, driver = session()
     driver.events.attach(StopAfter(driver, stop_at))
     assert run_virtual(driver.run(0)) == stop_at
     second, driver = session()
-    assert go_on(driver, tmp_path) == 12
+    assert run_virtual(go_on(driver)) == 12
     num_synchronous = warmup_steps + 5
     assert staleness_by_step(first, second) == [0] * num_synchronous + [0, 1, 2, 3, 3, 3, 3][: 12 - num_synchronous]
 
 
 def test_a_stabilizer_that_begins_at_a_resume_sees_its_steps_without_staleness_too(tmp_path):
-    first = fast_rollouts(0)
+    first = fast_rollouts()
     driver = driver_on(first, tmp_path, steps=12, max_staleness=2)
     driver.events.attach(StopAfter(driver, 5))
     assert run_virtual(driver.run(0)) == 5
     assert staleness_by_step(first) == [0, 1, 2, 2, 2]
     assert driver.queue.finished, "groups of older weights, which the checkpoint keeps"
-    recorder, second = Recorder(), fast_rollouts(3)
-    driver = driver_on(second, tmp_path, steps=12, max_staleness=2, recorder=recorder)
-    assert go_on(driver, tmp_path) == 12
+    recorder, second = Recorder(), fast_rollouts()
+    driver = driver_on(second, tmp_path, steps=12, max_staleness=2, synchronous_steps=3, recorder=recorder)
+    assert run_virtual(go_on(driver)) == 12
     assert staleness_by_step(second) == [0, 0, 0, 0, 1, 2, 2]
     assert (recorder.of(GroupDropped), driver.queue.dropped) == ([], {}), "they are rolled out again instead"
     assert second.trained_serials == list(range(15, 36))
@@ -406,12 +394,12 @@ def test_a_step_whose_numbers_are_not_finite_is_kept_and_the_error_says_how_to_r
     assert [[a.advantage for a in of_group] for of_group in failed.assigned] == [[0, 1], [1, 0], [0, 1]]
     names = {"actor", "critic", "groups.jsonl", "config.resolved.yaml", "step.json"}
     assert {path.name for path in folder.iterdir()} == names
-    assert (folder / "config.resolved.yaml").read_text() == driver.config != ""
-    saved = find_latest(tmp_path)
+    assert (folder / "config.resolved.yaml").read_text() == driver.config() != ""
+    saved = find_latest(tmp_path / "checkpoints")
     assert saved is not None
     assert kept_of(folder) == kept_of(saved), "both models are as they were before the step"
     resumed = driver_on(FakeWorld(), tmp_path, signals=ALL, num_updates=2)
-    assert go_on(resumed, tmp_path) == 6
+    assert run_virtual(go_on(resumed)) == 6
     whole = FakeWorld()
     run_virtual(driver_on(whole, tmp_path / "whole", signals=ALL, num_updates=2).run(0))
     assert actor_of(resumed).world.weights == whole.weights, "a resumed run issues the groups again"
@@ -424,7 +412,7 @@ def test_where_the_critic_fails_the_policy_has_taken_the_step_and_what_is_kept_s
     folder = tmp_path / "failed" / "step_000003"
     failed, kept = read_failed(folder), kept_of(folder)
     assert (failed.version, failed.model, failed.update) == (2, "critic", 0)
-    saved = find_latest(tmp_path)
+    saved = find_latest(tmp_path / "checkpoints")
     assert saved is not None
     assert kept["critic.json"] == kept_of(saved)["critic.json"]
     assert kept["weights.json"] != kept_of(saved)["weights.json"]

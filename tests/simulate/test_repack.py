@@ -8,8 +8,8 @@ import pytest
 
 from rlsys.events import StepDone, TrajectoriesMoved
 from rlsys.repacking import Repacker
-from rlsys.testing import FakeWorld, run_virtual
-from tests.simulate.world import Recorder, driver_on
+from rlsys.testing import FakeWorld, Recorder, run_virtual
+from tests.simulate.world import driver_on
 
 
 def trained(folder: Path, *, every_s: float | None) -> tuple[FakeWorld, Recorder]:

@@ -9,13 +9,11 @@ import pytest
 
 from rlsys.algorithm import Signal
 from rlsys.batch.plan import BatchPlan
-from rlsys.checkpoint import find_latest
 from rlsys.contracts import TrainStats, Workers
 from rlsys.driver import Driver
-from rlsys.events import Event, StepDone
 from rlsys.testing import FakeActor, FakeRelays, FakeRewards, FakeRollouts, FakeWorld, run_virtual
 from rlsys.types import Ref
-from tests.simulate.world import driver_on
+from tests.simulate.world import StopAfter, driver_on, go_on
 
 SLOW = 4
 """The group that is still being rolled out when the run is cut, while younger ones are finished."""
@@ -42,35 +40,15 @@ class OrderedWorld(FakeWorld):
         return Workers(FakeRollouts(self), FakeRewards(self), OrderedActor(self, self.order), FakeRelays(self))
 
 
-class StopAfterFirst:
-    """A user who presses Ctrl-C during the first step."""
-
-    def __init__(self, driver: Driver) -> None:
-        self.driver = driver
-
-    def handle(self, event: Event, time_s: float) -> None:
-        if isinstance(event, StepDone):
-            self.driver.stop()
-
-    def close(self) -> None:
-        pass
-
-
 def cut_and_resumed(folder: Path, *, max_staleness: int, steps: int = 6) -> tuple[list[int], Driver]:
     """Serials in the order they were trained: one step of a run of 12 permits, the rest under other limits."""
     order: list[int] = []
     cut = driver_on(OrderedWorld(order), folder, max_staleness=3)
-    cut.events.attach(StopAfterFirst(cut))
+    cut.events.attach(StopAfter(cut, 1))
     assert run_virtual(cut.run(0)) == 1
     assert {row.serial > SLOW for row in cut.queue.finished} == {True, False}
     resumed = driver_on(OrderedWorld(order), folder, max_staleness=max_staleness, steps=steps)
-
-    async def go_on() -> int:
-        checkpoint = find_latest(folder)
-        assert checkpoint is not None
-        return await resumed.run(await resumed.restore(checkpoint))
-
-    assert run_virtual(go_on()) == steps
+    assert run_virtual(go_on(resumed)) == steps
     return order, resumed
 
 

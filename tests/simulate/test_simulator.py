@@ -41,7 +41,7 @@ def returned_share(simulation: Simulation) -> float:
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_token_of_every_group_taken_is_trained_once_within_the_bound(setting: dict[str, Any]):
     simulation = ran(**setting)
-    profile, trained = simulation.profile, simulation.actor.trained
+    profile, trained = simulation.profile, simulation.trained
     work = Workload(profile)
     serials = [group.serial for group in trained]
     assert len(serials) == len(set(serials)) == 8 * profile.groups_per_step
@@ -79,7 +79,7 @@ def test_another_seed_is_other_work():
 
 
 def test_all_settings_see_the_same_work():
-    trained = [{g.serial: g.num_trained for g in ran(**s).actor.trained} for s in ({}, {"max_staleness": 3})]
+    trained = [{g.serial: g.num_trained for g in ran(**s).trained} for s in ({}, {"max_staleness": 3})]
     assert trained[0] == trained[1]
 
 
@@ -99,22 +99,22 @@ def test_a_table_of_lengths_is_drawn_from_evenly():
 
 def test_between_changes_no_group_has_two_versions_and_replicas_hold_different_ones():
     simulation = ran(12, max_staleness=3, repack_s=2.0)
-    assert all(len(group.versions) == 1 for group in simulation.actor.trained)
+    assert all(len(group.versions) == 1 for group in simulation.trained)
     assert simulation.rollouts.num_moved > 0
     held = {r.version for r in simulation.rollouts.replicas}
-    by_step = [simulation.actor.trained[i : i + 16] for i in range(0, 192, 16)]
+    by_step = [simulation.trained[i : i + 16] for i in range(0, 192, 16)]
     assert len(held) > 1 or any(len({g.versions[0].version for g in step}) > 1 for step in by_step)
 
 
 def test_in_flight_a_group_goes_on_under_new_weights():
     simulation = ran(max_staleness=3, weight_change="inflight")
-    assert any(len(group.versions) > 1 for group in simulation.actor.trained)
+    assert any(len(group.versions) > 1 for group in simulation.trained)
 
 
 def test_beside_old_weights_a_group_keeps_its_version_and_new_ones_start_at_once():
     cheap: dict[str, Any] = {"max_staleness": 3, "decode": {"weights_s": 1e-4}}  # reading two versions costs nothing
     beside, between = (ran(12, **cheap, weight_change=w, resident_versions=4) for w in ("beside", "between"))
-    assert all(len(group.versions) == 1 for group in beside.actor.trained)
+    assert all(len(group.versions) == 1 for group in beside.trained)
     assert beside.report.tokens_per_s > between.report.tokens_per_s
 
 
@@ -132,8 +132,8 @@ def test_repacking_raises_throughput_and_trains_the_identical_groups():
     assert on.report.moved_groups > 0
     assert on.report.generated_tokens_per_s > 1.1 * off.report.generated_tokens_per_s
     assert on.report.kv_used > off.report.kv_used
-    assert [g.serial for g in on.actor.trained] == [g.serial for g in off.actor.trained]
-    assert [g.num_trained for g in on.actor.trained] == [g.num_trained for g in off.actor.trained]
+    assert [g.serial for g in on.trained] == [g.serial for g in off.trained]
+    assert [g.num_trained for g in on.trained] == [g.num_trained for g in off.trained]
 
 
 def test_a_dead_replica_loses_no_group_and_the_others_never_stop():
@@ -148,7 +148,7 @@ def test_a_dead_replica_loses_no_group_and_the_others_never_stop():
     hit.run()
     assert len(versions) == 3
     assert [r.name for r in hit.rollouts.ended] == ["rollout-0", "rollout-0.1", "rollout-0.2"]
-    assert sorted(g.serial for g in hit.actor.trained) == sorted(g.serial for g in calm.actor.trained)
+    assert sorted(g.serial for g in hit.trained) == sorted(g.serial for g in calm.trained)
     assert hit.report.dropped == 0
     assert hit.report.staleness_max <= 2
     assert hit.report.tokens_per_s > 0.6 * calm.report.tokens_per_s
@@ -160,7 +160,7 @@ def test_a_dead_replica_is_passed_over_by_turns_that_are_routed_one_by_one():
     hit = Simulation(profile, 8, incidents=[(15.0, lambda simulation: simulation.rollouts.kill(1))])
     hit.run()
     assert len(hit.rollouts.ended) == 1
-    assert len({g.serial for g in hit.actor.trained}) == 8 * 16
+    assert len({g.serial for g in hit.trained}) == 8 * 16
 
 
 def test_the_publish_stall_does_not_know_how_many_replicas_there_are():
@@ -170,11 +170,11 @@ def test_the_publish_stall_does_not_know_how_many_replicas_there_are():
 
 def test_the_last_relay_has_the_weights_when_the_model_of_a_pipelined_chain_says():
     simulation = ran(4, gpus=68, inference_share=64 / 68)
-    relays, weights = simulation.relays, simulation.profile.weights
+    weights = simulation.profile.weights
     modelled = broadcast_s(
         simulation.profile.num_relays,
         weights.num_bytes,
-        relays.num_buckets,
+        simulation.world.num_buckets,
         weights.link_bytes_per_s,
         weights.link_latency_s,
     )
@@ -297,7 +297,7 @@ def test_the_environments_of_a_replica_that_dies_are_free_for_others():
     hit = Simulation(small(**chat, environments=16), 4, incidents=kills)
     hit.run()
     assert hit.rollouts.ended
-    assert len({g.serial for g in hit.actor.trained}) == 4 * 16
+    assert len({g.serial for g in hit.trained}) == 4 * 16
 
 
 def test_a_profile_of_a_file_says_what_it_says(tmp_path: Any):

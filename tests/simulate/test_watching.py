@@ -31,12 +31,12 @@ from rlsys.events import (
 )
 from rlsys.metrics import undocumented
 from rlsys.record import read_rollouts
-from rlsys.testing import FakeRollouts, FakeWorld, Fault, run_virtual
+from rlsys.testing import FakeRollouts, FakeWorld, Fault, Recorder, run_virtual
 from rlsys.types import EngineStats, Group, ReplicaLoad
 from rlsys.watching import AGAIN_S, AT_ONCE, PLACES_AT_ONCE, RAREST_S, Watching
 from rlsys.weights import WeightSync
 from tests.simulate.joint import Session
-from tests.simulate.world import Recorder, driver_on
+from tests.simulate.world import driver_on
 
 STEPS = 4
 

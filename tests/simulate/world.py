@@ -4,45 +4,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
-from rlsys.algorithm import Algorithm, Signal, version_after
-from rlsys.checkpoint import Checkpoints
+from rlsys.algorithm import Algorithm, Signal
+from rlsys.checkpoint import find_latest
 from rlsys.contracts import Workers
 from rlsys.curation import Curation
-from rlsys.data.source import TaskSource
 from rlsys.deadlines import Progress
 from rlsys.driver import Driver
-from rlsys.events import Event, Events, StepDone
-from rlsys.failures import FailurePolicy
-from rlsys.group_queue import GroupQueue
-from rlsys.learner import BatchShape
-from rlsys.ledger import Ledger
-from rlsys.testing import FakeWorld, RewardAsAdvantage, tasks
-from rlsys.testing.pools import now
-from rlsys.weights import WeightSync
-
-E = TypeVar("E", bound=Event)
+from rlsys.events import Event, StepDone
+from rlsys.stabilizer import StabilizerPlugin
+from rlsys.testing import FakeRun, FakeWorld, Recorder, RewardAsAdvantage, tasks
+from rlsys.testing.run import start_of
+from rlsys.types import PolicyVersion
 
 NUM_TASKS = 7
-
-
-@dataclass
-class Recorder:
-    """A sink that keeps every event."""
-
-    events: list[Event] = field(default_factory=list)
-
-    def handle(self, event: Event, time_s: float) -> None:
-        self.events.append(event)
-
-    def close(self) -> None:
-        pass
-
-    def of(self, kind: type[E]) -> list[E]:
-        return [e for e in self.events if isinstance(e, kind)]
 
 
 @dataclass
@@ -58,6 +35,23 @@ class StopAfter:
 
     def close(self) -> None:
         pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synchronous(StabilizerPlugin):
+    """Must see so many steps without staleness."""
+
+    steps: int
+
+    @property
+    def synchronous_steps(self) -> int:
+        return self.steps
+
+
+async def go_on(driver: Driver) -> PolicyVersion:
+    """Run from the newest checkpoint on, which there must be."""
+    assert find_latest(driver.run_dir / "checkpoints") is not None
+    return await driver.run(await start_of(driver))
 
 
 def latencies(seed: int, longest_s: float) -> Callable[[int], float]:
@@ -81,39 +75,39 @@ def driver_on(
     no_progress_s: float = 10_000.0,
     signals: frozenset[Signal] = frozenset(),
     algorithm: Algorithm | None = None,
+    synchronous_steps: int = 0,
     recorder: Recorder | None = None,
     workers: Workers | None = None,
     curation: Curation | None = None,
     progress: Progress | None = None,
 ) -> Driver:
-    """A run of `steps` steps over `NUM_TASKS` tasks; checkpoints go under `folder`, events have virtual times."""
-    workers = workers or world.workers()
-    algorithm = algorithm or RewardAsAdvantage(needs=signals)
-    events = Events([recorder] if recorder else [], clock=now)
-    return Driver(
+    """A run of `steps` steps over `NUM_TASKS` tasks in `folder`; events have virtual times."""
+    run = FakeRun(
+        folder,
+        world,
+        tasks=tasks(NUM_TASKS),
+        recorder=recorder,
         workers=workers,
-        algorithm=algorithm,
-        queue=GroupQueue(
-            groups_per_step,
-            max_staleness,
-            window,
-            version=0,
-            num_groups=steps * groups_per_step,
-            ledger=Ledger(TaskSource(tasks(NUM_TASKS), seed=0), algorithm.group_size, 0, curation or Curation()),
-            signals=frozenset(signal for signal in algorithm.signals if signal.made == "stream"),
-            synchronous_until=version_after(algorithm, world.synchronous_steps, start=0, end=steps),
-            lease_s=world.lease_s,
-            events=events,
-            progress=progress or Progress(),
-        ),
-        weights=WeightSync(workers.actor, workers.relays, transfer_s=60.0, max_age=max_staleness + window),
-        failures=FailurePolicy(max_attempts, max_failed_groups, max_no_signal_groups),
-        checkpoints=Checkpoints(folder, every=checkpoint_every, keep_last=100),
-        events=events,
-        shape=BatchShape(num_ranks=2, max_tokens=1000, num_updates=num_updates),
-        steps=steps,
-        no_progress_s=no_progress_s,
-        run_dir=folder,
-        config="run: {name: fake}\n",
-        rollouts_every=0,
+        progress=progress,
+        run={"steps": steps},
+        algorithm=algorithm or RewardAsAdvantage(needs=signals),
+        stabilizer=Synchronous(steps=synchronous_steps),
+        train={
+            "groups_per_step": groups_per_step,
+            "updates_per_step": num_updates,
+            "ranks": 2,
+            "micro_batch_tokens": 1000,
+        },
+        asynchrony={"max_staleness": max_staleness, "window": window},
+        checkpoint={"every": checkpoint_every, "keep_last": 100},
+        limits={
+            "lease_s": world.lease_s,
+            "transfer_s": 60.0,
+            "no_progress_s": no_progress_s,
+            "max_attempts": max_attempts,
+            "max_failed_groups": max_failed_groups,
+            "max_no_signal_groups": max_no_signal_groups,
+        },
     )
+    run.driver.queue.ledger.curation = curation or Curation()
+    return run.driver

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from rlsys.alerts import RULES, Alarms, Alert
-from rlsys.events import AlertRaised, EngineChosen, Event, Events, PhaseDone, QueueSeen, RunEnded, RunStarted, StepDone
+from rlsys.events import AlertRaised, EngineChosen, Events, PhaseDone, QueueSeen, RunEnded, RunStarted, StepDone
+from rlsys.testing import Recorder
 from rlsys.tracking.alerts import AlertSink
 from rlsys.tracking.console import ConsoleSink
 from tests.planted import COLLAPSE_STEP, planted_run
@@ -403,20 +404,8 @@ def test_an_alert_that_a_resume_ends_does_not_end_before_it_began() -> None:
 # ---------------------------------------------------------------------------------------------------------- in the run
 
 
-class Kept:
-    """A sink that keeps what it was handed."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def handle(self, event: Event, time_s: float) -> None:
-        self.events.append(event)
-
-    def close(self) -> None: ...
-
-
 def test_the_sink_tells_every_other_sink_after_the_step_that_led_to_it() -> None:
-    kept, screen = Kept(), StringIO()
+    kept, screen = Recorder(), StringIO()
     events = Events([kept, ConsoleSink(10, screen, every_s=0)])
     events.attach(AlertSink(events, {"not_finite": 0}))
 
@@ -431,7 +420,7 @@ def test_the_sink_tells_every_other_sink_after_the_step_that_led_to_it() -> None
 
 
 def test_what_a_reader_folds_from_the_file_is_what_the_run_told() -> None:
-    kept = Kept()
+    kept = Recorder()
     clock = iter(range(10**6))
     events = Events([kept], clock=lambda: float(next(clock)))
     events.attach(AlertSink(events, {}))

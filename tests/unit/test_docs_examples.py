@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
 import yaml
 
+import rlsys.testing
 from rlsys.algorithm import Algorithm
 from rlsys.config import Config
 from rlsys.testing import played
@@ -73,6 +75,22 @@ def test_the_algorithm_shown_assigns_and_takes_a_loss() -> None:
     block, _ = blocks("python")
     exec(compile(block, "algorithms.md", "exec"), namespace)
     assert namespace["Reinforce"](baseline=0.3).max_safe_staleness == 0
+
+
+def test_the_test_of_plug_ins_that_the_readme_shows_passes(tmp_path: Path) -> None:
+    namespace: dict[str, Any] = {}
+    readme = (DOCS.parent / "README.md").read_text()
+    for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL):
+        if "Reinforce" in block or "SecondThought" in block:
+            exec(compile(block, "README.md", "exec"), namespace)
+    namespace["test_my_algorithm_trains_what_my_workflow_says"](tmp_path / "run")
+
+
+def test_the_test_of_plug_ins_that_the_fakes_show_passes(tmp_path: Path) -> None:
+    namespace: dict[str, Any] = {}
+    shown = re.findall(r"^    .*$|^$", rlsys.testing.__doc__ or "", re.MULTILINE)
+    exec(compile(dedent("\n".join(shown)), "rlsys.testing", "exec"), namespace)
+    namespace["test_my_plug_ins_train"](tmp_path / "run")
 
 
 def test_the_workflow_shown_lets_its_agent_search() -> None:

@@ -14,9 +14,8 @@ from rlsys.evaluation import EvalRules, Evaluator
 from rlsys.events import Events, WorkerFailed
 from rlsys.failures import FailurePolicy
 from rlsys.measures import Measures
-from rlsys.testing import FakeRewards, FakeRollouts, FakeWorld, Fault, run_virtual, tasks
+from rlsys.testing import FakeRewards, FakeRollouts, FakeWorld, Fault, Recorder, run_virtual, tasks
 from rlsys.types import Assignment, Group
-from tests.simulate.world import Recorder
 
 
 @dataclass

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from rlsys import Config
+from rlsys.assembly import build_driver
 from rlsys.curation import Rules
 from rlsys.data.source import TaskSource
 from rlsys.errors import TrainingError
 from rlsys.events import Events
 from rlsys.failed import CONFIG
-from rlsys.launch.preparing import Data
-from rlsys.launch.training import driver_of
 from rlsys.stabilizer import StabilizerPlugin
 from rlsys.testing import FakeActor, FakeWorld, RewardAsAdvantage, run_virtual, tasks
 from rlsys.types import PolicyVersion
@@ -85,17 +84,17 @@ def test_several_engines_share_the_memory_of_a_gpu(tmp_path, num_engines, overri
     ],
 )
 def test_trajectories_are_moved_where_running_groups_hold_new_weights_back(tmp_path, overrides, every_s):
-    data = Data(TaskSource(tasks(3), seed=0), {})
-    repacker = driver_of(config(tmp_path, *overrides), data, FakeWorld().workers(), Events([])).repacker
+    data = TaskSource(tasks(3), seed=0)
+    repacker = build_driver(config(tmp_path, *overrides), FakeWorld().workers(), data, Events([])).repacker
     assert (repacker and repacker.every_s) == every_s
 
 
 def test_a_budget_that_the_algorithm_does_not_name_is_the_longest_completion(tmp_path):
     overrides = ["algorithm.type=dr_grpo", "rollout.max_new_tokens=100", "run.steps=1", "asynchrony.max_staleness=0"]
-    data, workers = Data(TaskSource(tasks(8), seed=0), {}), replace(FakeWorld().workers(), evaluation=None)
-    assert run_virtual(driver_of(config(tmp_path, *overrides), data, workers, Events([])).run(0)) == 1
-    assert isinstance(workers.actor, FakeActor) and workers.actor.trained
-    plan, _ = workers.actor.trained
+    data, workers = TaskSource(tasks(8), seed=0), FakeWorld().workers()
+    assert run_virtual(build_driver(config(tmp_path, *overrides), workers, data, Events([])).run(0)) == 1
+    assert isinstance(workers.actor, FakeActor) and workers.actor.last_step
+    plan, _ = workers.actor.last_step
     refs = [ref for rank in plan.updates[0].ranks for part in rank if part.weight for ref in part.samples]
     assert {ref.token_weight for ref in refs} == {1 / (len(refs) * 100)}
 
@@ -113,8 +112,8 @@ def test_steps_are_synchronous_until_the_stabilizer_saw_as_many_train_the_policy
     job = config(tmp_path, "run.steps=9", *chosen)
 
     async def main() -> int:
-        data = Data(TaskSource(tasks(3), seed=0), {})
-        return driver_of(job, data, FakeWorld().workers(), Events([])).queue.synchronous_until
+        data = TaskSource(tasks(3), seed=0)
+        return build_driver(job, FakeWorld().workers(), data, Events([])).queue.synchronous_until
 
     assert run_virtual(main()) == version
 
@@ -129,18 +128,18 @@ def test_tasks_are_curated_as_the_configuration_says(tmp_path):
         "stored_successes": 5,
     }
     job = config(tmp_path, "asynchrony.max_staleness=1", *(f"curation.{key}={value}" for key, value in keys.items()))
-    data = Data(TaskSource(tasks(3), seed=0), {})
+    data = TaskSource(tasks(3), seed=0)
     for told, rules in ((job, Rules(0.5, 0.7, (0.1, 0.9), 3, 2, 5)), (config(tmp_path), Rules())):
-        assert driver_of(told, data, FakeWorld().workers(), Events([])).queue.ledger.curation.rules == rules
+        assert build_driver(told, FakeWorld().workers(), data, Events([])).queue.ledger.curation.rules == rules
 
 
 def test_a_run_keeps_its_configuration_with_a_step_that_fails(tmp_path):
     job = config(tmp_path, "run.steps=1")
 
     async def main() -> int:
-        data = Data(TaskSource(tasks(3), seed=0), {})
-        workers = replace(FakeWorld(nan_at=0).workers(), evaluation=None)
-        return await driver_of(job, data, workers, Events([])).run(0)
+        data = TaskSource(tasks(3), seed=0)
+        workers = FakeWorld(nan_at=0).workers()
+        return await build_driver(job, workers, data, Events([])).run(0)
 
     with pytest.raises(TrainingError):
         run_virtual(main())

@@ -15,7 +15,8 @@ NAMES = [
 ]  # fmt: skip
 FAKES = [
     "FakeActor", "FakeCritic", "FakePinnedRollouts", "FakeReference", "FakeRelays", "FakeRewards", "FakeRollouts",
-    "FakeWorld", "Fault", "RewardAsAdvantage", "ScriptedPolicy", "VirtualLoop", "played", "run_virtual", "tasks",
+    "FakeRun", "FakeWorld", "Fault", "Recorder", "RewardAsAdvantage", "ScriptedPolicy", "VirtualLoop",
+    "played", "run_virtual", "tasks",
 ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from rlsys.contracts import RolledOut
 from rlsys.errors import WorkerDied
 from rlsys.events import Event, Events, TrajectoriesMoved
 from rlsys.repacking import Repacker
-from rlsys.testing import run_virtual
+from rlsys.testing import Recorder, run_virtual
 from rlsys.types import Acknowledged, Assignment, EngineStats, ReplicaLoad
 
 
@@ -48,22 +48,9 @@ class Looks:
         return {}
 
 
-class Kept:
-    """A sink that keeps every event."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def handle(self, event: Event, time_s: float) -> None:
-        self.events.append(event)
-
-    def close(self) -> None:
-        pass
-
-
 def looked(rollouts: Looks, published: Sequence[tuple[float, int]], lasts_s: float) -> tuple[Repacker, list[Event]]:
     """Run a repacker for so long; weights are published at the given seconds."""
-    kept = Kept()
+    kept = Recorder()
     repacker = Repacker(rollouts, every_s=5.0, max_requests=8, events=Events([kept]))
 
     async def main() -> None:

@@ -19,13 +19,14 @@ from typer.testing import CliRunner
 from algorithms.grpo import GRPO
 from rlsys import launch
 from rlsys.algorithm import Assigned, Settled, Signal
+from rlsys.assembly import shape_of
 from rlsys.batch.plan import BatchPlan, RankPlan
 from rlsys.batch.tensors import StepData
 from rlsys.cli import app
 from rlsys.config import Config
 from rlsys.errors import ConfigError, DataError
 from rlsys.events import Events, RunStarted, StepDone, WeightsPublished
-from rlsys.launch.preparing import RESOLVED, shape_of, write_run_dir
+from rlsys.launch.preparing import RESOLVED, write_run_dir
 from rlsys.record import RolloutRecord, Rows, read_rollouts, write_rollouts
 from rlsys.recording import Recording, read_history
 from rlsys.tracking.jsonl import JsonlSink

@@ -7,26 +7,17 @@ from dataclasses import replace
 from rlsys.contracts import Busy, RolledOut
 from rlsys.events import Event, Events, GroupJudged, WorkerBusy
 from rlsys.telling import SHORTEST_S, group_judged, group_rolled_out, tell_busy
+from rlsys.testing import Recorder
 from rlsys.types import TRUNCATED, TrajectoryMeta, failed
 from tests.groups import episode, group
 
 SUBAGENT = TrajectoryMeta("subagent", 0, TRUNCATED, None, episode(0.0, num_trained=4).trajectories[0].samples)
 
 
-class Recorder:
-    def __init__(self) -> None:
-        self.heard: list[Event] = []
-
-    def handle(self, event: Event, time_s: float) -> None:
-        self.heard.append(event)
-
-    def close(self) -> None: ...
-
-
 def told(spans: list[Busy], answered_s: float, now_s: float) -> list[Event]:
     recorder = Recorder()
     tell_busy(Events([recorder], clock=lambda: now_s), "judging", spans, answered_s)
-    return recorder.heard
+    return recorder.events
 
 
 def test_a_workers_clock_is_read_as_if_its_answer_took_no_time():

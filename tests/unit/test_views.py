@@ -65,7 +65,7 @@ class Unmoved(GRPO):
 
 def learner() -> Learner:
     clock = StepClock()
-    return Learner(FakeWorld().workers(), GRPO(group_size=2), BatchShape(1, 100), clock.span, None, "")  # type: ignore[arg-type]
+    return Learner(FakeWorld().workers(), GRPO(group_size=2), BatchShape(1, 100), clock.span, None, str)  # type: ignore[arg-type]
 
 
 def test_a_policy_that_said_nothing_has_nothing_to_learn_from_a_group_which_is_no_failure():

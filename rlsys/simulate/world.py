@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,9 +15,9 @@ from rlsys.algorithm import Algorithm, Assigned, LossInputs, LossOutput, Signal
 from rlsys.batch.plan import BatchPlan
 from rlsys.contracts import Workers
 from rlsys.errors import PayloadLost
-from rlsys.testing.pools import FakePinnedRollouts, FakeRewards, FakeRollouts, Fault
-from rlsys.testing.training import FakeActor, FakeCritic, FakeReference, FakeRelays
-from rlsys.types import Group, PolicyVersion, Ref, Task
+from rlsys.simulate.pools import JUDGE_RAISED, FakePinnedRollouts, FakeRewards, FakeRollouts, Fault, Spans, said
+from rlsys.simulate.training import FakeActor, FakeCritic, FakeReference, FakeRelays
+from rlsys.types import POLICY, Assignment, Episode, Group, PolicyVersion, Ref, Score, Task
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +48,11 @@ class RewardAsAdvantage(Algorithm):
         return LossOutput(-logprobs_N * batch.advantages_N)
 
 
+async def three_tokens(assignment: Assignment, index: int, spans: Spans, worker: str) -> Episode:
+    """An episode of one turn, the same for the same group and index."""
+    return Episode((said(POLICY, assignment.serial, index, spans, f"{assignment.serial}/{index}"),))
+
+
 @dataclass
 class FakeWorld:
     """One make-believe cluster: what its workers share, and what a test may set and look at."""
@@ -66,6 +71,8 @@ class FakeWorld:
     """Seconds of the critic to make the column of a step."""
     record_s: float = 0.0
     """Seconds to write the rollouts of a step."""
+    num_bytes: int = 4
+    """Bytes of one version."""
     publish_s: float = 0.1
     broadcast_s: float = 0.0
     """Seconds from the end of a publish until the relay holds the version."""
@@ -76,6 +83,12 @@ class FakeWorld:
     weight_change: str = "between"
     reward: Callable[[int, int], float | None] = lambda serial, episode: float((serial + episode) % 2)
     """Reward of an episode; None fails it."""
+    judge: Callable[[Task, Group], Iterable[Score]] | None = None
+    """Scores of a group, instead of `reward`."""
+    play: Callable[[Assignment, int, Spans, str], Awaitable[Episode]] = three_tokens
+    """An episode of a group, by its index, its versions and the name of its replica."""
+    steer: Callable[[PolicyVersion, int], Mapping[str, float]] = lambda version, num_updates: {}
+    """Metrics of the stabilizer in the step that trains a version, of so many updates."""
     rollout_faults: Mapping[int, Fault] = field(default_factory=dict)
     """Fault of the n-th rollout call, counted from 0 over all replicas."""
     reward_faults: Mapping[int, Fault] = field(default_factory=dict)
@@ -99,28 +112,57 @@ class FakeWorld:
     """Step of the critic, from 0, that finds such numbers."""
     synchronous_steps: int = 0
     """Steps that train the policy which the actor's stabilizer must see without staleness; 0: it has none."""
-    warmup_steps: int = 0
-    """Steps from the first on that do not train the policy, as the stabilizer is told."""
+    trains_policy: Callable[[PolicyVersion], bool] = lambda version: True
+    """Does the step that starts from this version train the policy?"""
 
     def __post_init__(self) -> None:
         self.weights = 0
         """What training amounts to: a chain over everything consumed, in order. Equal chains, equal training."""
         self.consumed: Counter[str] = Counter()
         """Task ids by times trained."""
-        self.trained_serials: list[int] = []
-        """Groups trained, in order."""
+        self.trained: list[tuple[PolicyVersion, Group]] = []
+        """Groups trained, in order, each with the version that its step began from."""
         self.columns: dict[Signal, tuple[BatchPlan, list[Ref]]] = {}
         """Columns of a step that were made last, and the plan they were made for."""
-        self.staleness: list[int] = []
-        """Staleness of every trained token span."""
-        self.staleness_by_version: Counter[PolicyVersion] = Counter()
-        """The most of the step that started from a version."""
         self.relay: PolicyVersion = -1
         self._arrived = asyncio.Event()
         self._num_fetches: Counter[str] = Counter()
         self.gone: dict[int, Ref] = {}
         """Payloads that were lost, by their `id`; kept, so that no other payload gets it."""
         self._num_given_up = 0
+
+    @property
+    def trained_serials(self) -> list[int]:
+        """Groups trained, in order."""
+        return [group.serial for _, group in self.trained]
+
+    @property
+    def staleness(self) -> list[int]:
+        """Staleness of every trained token span."""
+        return [version - span.version for version, group in self.trained for span in group.versions]
+
+    @property
+    def staleness_by_version(self) -> dict[PolicyVersion, int]:
+        """The most of the step that started from a version."""
+        behind = [(version, version - span.version) for version, group in self.trained for span in group.versions]
+        return dict(sorted(behind))
+
+    # --------------------------------------------------------------------------------------------- what workers ask
+
+    def step_s(self, version: PolicyVersion, groups: Sequence[Group]) -> float:
+        """Seconds of the actor's step on these groups."""
+        return self.train_s(version)
+
+    def scores(self, task: Task, group: Group) -> tuple[Score, ...]:
+        """A score for each episode, by `judge`, or by `reward` where there is none."""
+        if self.judge is not None:
+            return tuple(self.judge(task, group))
+        values = [self.reward(group.serial, e) for e in range(len(group.episodes))]
+        return tuple(Score(v) if v is not None else Score(None, JUDGE_RAISED) for v in values)
+
+    def send(self, version: PolicyVersion) -> None:
+        """A version has left the actor: let the relay have it after `broadcast_s`."""
+        asyncio.get_running_loop().call_later(self.broadcast_s, self.arrive, version)
 
     async def fetch(self, call: str, groups: Sequence[Group]) -> None:
         """Raise `PayloadLost` if this call is one of `payload_losses`, or comes after one that found a payload gone."""

@@ -15,10 +15,11 @@ from rlsys.batch.plan import BatchPlan
 from rlsys.contracts import Arrival, Published, TrainStats
 from rlsys.errors import TrainingError, WorkerDied, WorkerError
 from rlsys.record import GroupRecord, RolloutRecord, read_groups, write_groups, write_rollouts
+from rlsys.simulate.pools import now
 from rlsys.types import Episode, Group, PolicyVersion, Ref, Task
 
 if TYPE_CHECKING:
-    from rlsys.testing.world import FakeWorld
+    from rlsys.simulate.world import FakeWorld
 
 
 class _FakeModel:
@@ -60,12 +61,14 @@ class FakeActor(_FakeModel):
         self.version = 0
         self.num_seen = 0
         """Steps that train the policy, seen by its stabilizer."""
-        self.trained: tuple[BatchPlan, Mapping[Signal, Sequence[Ref]]] | None = None
+        self.last_step: tuple[BatchPlan, Mapping[Signal, Sequence[Ref]]] | None = None
         """Plan and columns of the last step."""
+        self.stall_s: list[float] = []
+        """Seconds of every publish."""
 
     async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
         self._check_step(plan, columns)
-        seconds = self.world.train_s(self.version)
+        seconds = self.world.step_s(self.version, self.fetched)
         await asyncio.sleep(seconds)
         if self.version == self.world.nan_at:
             raise TrainingError(f"the loss of step {self.version + 1} is nan", update=len(plan.updates) - 1)
@@ -74,21 +77,20 @@ class FakeActor(_FakeModel):
             spans = tuple((s.version, s.num_tokens) for s in group.versions)
             self.world.weights = hash((self.world.weights, group.serial, group.task_id, rewards, spans))
             self.world.consumed[group.task_id] += 1
-            self.world.trained_serials.append(group.serial)
-            behind = [self.version - s.version for s in group.versions]
-            self.world.staleness += behind
-            self.world.staleness_by_version[self.version] = max(*behind, self.world.staleness_by_version[self.version])
-        self.trained = (plan, columns)
+            self.world.trained.append((self.version, group))
+        metrics = {"loss": self.world.weights % 1000 / 7, **self.world.steer(self.version, len(plan.updates))}
+        self.last_step = (plan, columns)
         self._end_step()
-        self.num_seen += self.world.synchronous_steps > 0 and self.version >= self.world.warmup_steps
+        self.num_seen += self.world.synchronous_steps > 0 and self.world.trains_policy(self.version)
         self.version += 1
-        return TrainStats({"loss": self.world.weights % 1000 / 7}, seconds)
+        return TrainStats(metrics, seconds)
 
     async def publish(self, version: PolicyVersion) -> Published:
-        self.version = version
+        self.version, began_s = version, now()
         await asyncio.sleep(self.world.publish_s)
-        asyncio.get_running_loop().call_later(self.world.broadcast_s, self.world.arrive, version)
-        return Published(version, 4, self.world.publish_s)
+        self.world.send(version)
+        self.stall_s.append(now() - began_s)
+        return Published(version, self.world.num_bytes, self.stall_s[-1])
 
     async def announce_again(self, version: PolicyVersion) -> None:
         """Relays lose nothing here."""
@@ -161,20 +163,21 @@ class FakeCritic(_FakeModel):
 
 
 class FakeRelays:
-    """Implements `Relays`: four bytes that arrive after `FakeWorld.broadcast_s`."""
+    """Implements `Relays`: a version arrives as `FakeWorld.send` has it."""
 
     def __init__(self, world: FakeWorld) -> None:
         self.world = world
 
     async def arrival(self, version: PolicyVersion) -> Arrival:
         await self.world.held(version)
-        return Arrival(version, self.world.hash(version), 4, 4, self.world.broadcast_s)
+        num_bytes = self.world.num_bytes
+        return Arrival(version, self.world.hash(version), num_bytes, num_bytes, self.world.broadcast_s)
 
     async def supervise(
         self, on_failure: Callable[[WorkerError], None], on_recovery: Callable[[str, float], None]
     ) -> None:
         for death_s in self.world.relay_deaths_s:
-            await asyncio.sleep(death_s - _now())
+            await asyncio.sleep(death_s - now())
             on_failure(WorkerDied("relay-0", "keeping weights", "the process is gone"))
             await asyncio.sleep(self.world.restart_s)
             on_recovery("relay-0", self.world.restart_s)
@@ -216,12 +219,9 @@ def _num_trained(groups: Sequence[Group], plan: BatchPlan, rank: int) -> list[in
 
 
 def _payload(group: Group) -> tuple[Episode, ...]:
-    assert isinstance(group.payload, tuple)
-    return group.payload
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
+    """The episodes; none where a profile says how long they are, and no more."""
+    assert isinstance(group.payload, tuple | None)
+    return group.payload or ()
 
 
 def _write_json(path: Path, value: Mapping[str, object]) -> None:
