@@ -8,12 +8,11 @@ turn, in one thread; figures are medians of CPU time. `difference` is the larges
 the logprobs; advantages), over the largest result. Lengths of samples are spread evenly from 1 to twice their mean, so
 that about half of a padded matrix is padding.
 
-    python -m benchmarks.losses --repeats 15
+    python -m benchmarks.losses [--repeats 15 | --short]
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -34,15 +33,17 @@ from algorithms.kto import KTO
 from algorithms.m2po import M2PO
 from algorithms.ppo import PPO
 from algorithms.reinforce_pp import ReinforcePP
-from benchmarks.measure import print_result, spread
+from benchmarks.measure import parser_of, print_result, spread
 from rlsys.algorithm import Algorithm, LossInputs, Signal
 from rlsys.batch.tensors import MicroBatch
-from rlsys.types import OK, EpisodeMeta, Group, SampleMeta, TrajectoryMeta
+from rlsys.types import Group
+from tests.groups import episode, group
 from workers.train.ranks import Ranks
 from workers.train.step import Part, whiten
 
 SIZES = {"32k": (64, 512), "256k": (256, 1024)}
 """Samples, and mean trained tokens of each."""
+SMALL = {"1k": (32, 32)}
 KL_COEF = 0.1
 MEAN_BOUND = 1.005
 """Of geometric means: some samples are beyond it."""
@@ -134,21 +135,6 @@ def value_loss(both: Both) -> Callable[[], Tensor]:
         return values_N.grad
 
     return run
-
-
-def group_of(serial: int, rewards: Sequence[float]) -> Group:
-    """A judged group, an episode of three tokens for each reward."""
-    sample = SampleMeta(num_prompt=2, num_completion=3, num_trained=3, prompt_key=0)
-    return Group(
-        serial=serial,
-        task_id=f"task-{serial}",
-        permit_version=0,
-        replica="rollout-0",
-        episodes=tuple(EpisodeMeta((TrajectoryMeta("policy", None, OK, reward, (sample,)),)) for reward in rewards),
-        versions=(),
-        weights=(),
-        payload=None,
-    )
 
 
 def advantages(groups: Sequence[Group]) -> Tensor:
@@ -401,7 +387,7 @@ def cases(both: Both) -> dict[str, tuple[Callable[[], Tensor], Callable[[], Tens
     rewards_N, rewards_BT = batch.advantages_N, x.advantages
     rewards = [float(value) for value in torch.rand(both.batch.lengths_S.shape)]
     serials = [place // 8 for place in range(len(rewards))]
-    groups = [group_of(s, rewards[8 * s : 8 * s + 8]) for s in range(len(rewards) // 8)]
+    groups = [group(s, episodes=[episode(r) for r in rewards[8 * s : 8 * s + 8]]) for s in range(len(rewards) // 8)]
     weighted = GRPO(correction=(Tis(),))
     masked = GRPO(correction=(Geometric(low=1 / MEAN_BOUND, high=MEAN_BOUND), Tis()))
     grpo, dapo, gspo, cispo, m2po, ppo, kto = GRPO(), DAPO(), GSPO(), CISPO(), M2PO(), PPO(), KTO()
@@ -438,12 +424,14 @@ def cases(both: Both) -> dict[str, tuple[Callable[[], Tensor], Callable[[], Tens
 
 def main() -> None:
     """Print a line per comparison, then all figures as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=15)
-    repeats = parser.parse_args().repeats
+    arguments = parser.parse_args()
+    is_short = arguments.size == "short"
+    repeats = 1 if is_short else arguments.repeats
     torch.set_num_threads(1)
     figures: dict[str, object] = {}
-    for name, (num_samples, mean_length) in SIZES.items():
+    for name, (num_samples, mean_length) in (SMALL if is_short else SIZES).items():
         both = tokens(num_samples, mean_length)
         results = {case: compared(*runs, both.mask_BT, repeats) for case, runs in cases(both).items()}
         figures[name] = {"tokens": len(both.logprobs_N), "positions": both.mask_BT.numel(), **results}

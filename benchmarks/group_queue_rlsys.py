@@ -1,24 +1,34 @@
-"""The job of `benchmarks.queue` on rlsys: queue in the driver, streams to producers, parcels to the consumer.
+"""The job of `benchmarks.group_queue` on rlsys: queue in the driver, streams to producers, parcels to the consumer.
 
-`python -m benchmarks.queue_rlsys`. Producers answer as rollouts do, and their payloads stay where they are; the driver
-has metadata and references; the consumer fetches payloads as a rank of the actor does.
+`python -m benchmarks.group_queue_rlsys LOADS`. Producers answer as rollouts do, and their payloads stay where they are;
+the driver has metadata and references; the consumer fetches payloads as a rank of the actor does.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import sys
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from itertools import count
 
-import ray
-
-from benchmarks.queue_work import IN_FLIGHT, PRODUCERS, Load, Pace, Taken, answer, loads_of_argv, payload, read
+from benchmarks.group_queue_work import (
+    IN_FLIGHT,
+    PRODUCERS,
+    Load,
+    Pace,
+    Taken,
+    answer,
+    loads_of_argv,
+    payload,
+    read,
+    start_ray,
+)
 from rlsys.queue import StreamingQueue
 from rlsys.table import EPISODES, REWARD
-from rlsys.types import Acknowledged, EpisodeMeta, Group, Outcome, OutcomeKind, SampleMeta, TrajectoryMeta, VersionSpan
+from rlsys.types import Group
+from tests.groups import episode
+from tests.groups import group as group_of
 from workers.cluster import RayActor, Resources, spawn
 from workers.streams import CallStream, Parcel, answer_in_chunks
 
@@ -41,7 +51,11 @@ class Producer:
         async with self._turn:
             await asyncio.sleep(self._pace.left_s())
             arrays = payload(self._load.tokens, serial)
-            return (time.monotonic(), _metadata(serial, *arrays[0].shape)), arrays
+            num_episodes, num_tokens = arrays[0].shape
+            metadata = group_of(
+                serial, versions=[serial], episodes=[episode(1.0, num_trained=num_tokens)] * num_episodes
+            )
+            return (time.monotonic(), metadata), arrays
 
 
 class Consumer:
@@ -83,28 +97,9 @@ class Pipeline:
                 permit.open(serial)
                 (submitted_s, group), payload_ref = await self._streams[serial % PRODUCERS].call(serial)
                 self._submitted_s[serial] = submitted_s
-                group = _with_payload(group, payload_ref)
+                group = replace(group, payload=payload_ref)
                 permit.put(EPISODES, group)
                 permit.put(REWARD, group)
-
-
-def _metadata(serial: int, num_episodes: int, num_tokens: int) -> Group:
-    sample = SampleMeta(0, num_tokens, num_tokens, 0)
-    episode = EpisodeMeta((TrajectoryMeta("policy", None, Outcome(OutcomeKind.OK), 1.0, (sample,)),))
-    return Group(
-        serial=serial,
-        task_id=f"task-{serial}",
-        permit_version=serial,
-        replica="rollout-0",
-        episodes=(episode,) * num_episodes,
-        versions=(VersionSpan(serial, num_episodes * num_tokens),),
-        weights=(Acknowledged("rollout-0", serial, "hash"),),
-        payload=None,
-    )
-
-
-def _with_payload(group: Group, payload_ref: object) -> Group:
-    return Group(**{**vars(group), "payload": payload_ref})
 
 
 def _never(group: Group) -> None:
@@ -123,12 +118,6 @@ async def play(loads: list[Load]) -> list[Taken]:
     return taken
 
 
-def main() -> int:
-    """Start Ray, play, answer."""
-    ray.init("local", num_cpus=4, include_dashboard=False, logging_level=logging.ERROR)
-    answer(asyncio.run(play(loads_of_argv())))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    start_ray()
+    answer(asyncio.run(play(loads_of_argv())))
