@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,17 +24,32 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """vLLM turns thread counts, process groups and some of torch into its own: its tests come last.
+    """Tests with Ray come first, those with vLLM and then those with a browser come last, each kind in one process.
 
-    After them only those with a browser, whose driver keeps an event loop running in this thread: no other can. A
-    process is in one Ray cluster at a time: tests with three nodes come before those that share the one of one node.
+    A process is in one Ray cluster at a time: tests with three nodes come before those that share the one of one node.
+    vLLM turns thread counts, process groups and some of torch into its own; the driver of the browser keeps an event
+    loop running in its thread, and no other can: nothing else may come after them.
     """
 
-    def order(item: pytest.Item) -> tuple[bool, bool, bool]:
+    def order(item: pytest.Item) -> tuple[bool, bool, bool, bool]:
         fixtures = getattr(item, "fixturenames", ())
-        return "chromium" in fixtures, item.get_closest_marker("vllm") is not None, "three_nodes" not in fixtures
+        is_last = "chromium" in fixtures, item.get_closest_marker("vllm") is not None
+        return *is_last, "three_nodes" not in fixtures, not _has_ray(item, fixtures)
 
     items.sort(key=order)
+    for item in items:
+        in_browser, has_vllm, _, has_no_ray = order(item)
+        if in_browser or has_vllm:
+            item.add_marker(pytest.mark.xdist_group("last"))
+        elif not has_no_ray:
+            item.add_marker(pytest.mark.xdist_group("ray"))
+        elif "two_ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
+def _has_ray(item: pytest.Item, fixtures: Collection[str]) -> bool:
+    room = item.path.relative_to(Path(__file__).parent).parts[0]
+    return room in ("ray", "oracle", "benchmarks") or item.name.endswith("[ray]") or "three_nodes" in fixtures
 
 
 @pytest.fixture(scope="session")
