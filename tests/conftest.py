@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,32 +24,44 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests with Ray come first, those with vLLM and then those with a browser come last, each kind in one process.
+    """Tests with Ray come first; those with vLLM, and then those with a browser, come last.
 
     A process is in one Ray cluster at a time: tests with three nodes come before those that share the one of one node.
     vLLM turns thread counts, process groups and some of torch into its own; the driver of the browser keeps an event
-    loop running in its thread, and no other can: nothing else may come after them.
+    loop running in its thread, and no other can: nothing else may come after them. Where tests run in two processes,
+    those of a group share one.
     """
 
     def order(item: pytest.Item) -> tuple[bool, bool, bool, bool]:
-        fixtures = getattr(item, "fixturenames", ())
-        is_last = "chromium" in fixtures, item.get_closest_marker("vllm") is not None
-        return *is_last, "three_nodes" not in fixtures, not _has_ray(item, fixtures)
+        group = _group_of(item)
+        return (
+            "chromium" in _fixtures_of(item),
+            group == "last",
+            "three_nodes" not in _fixtures_of(item),
+            group != "ray",
+        )
 
     items.sort(key=order)
     for item in items:
-        in_browser, has_vllm, _, has_no_ray = order(item)
-        if in_browser or has_vllm:
-            item.add_marker(pytest.mark.xdist_group("last"))
-        elif not has_no_ray:
-            item.add_marker(pytest.mark.xdist_group("ray"))
-        elif "two_ranks" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+        if group := _group_of(item):
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
-def _has_ray(item: pytest.Item, fixtures: Collection[str]) -> bool:
+def _fixtures_of(item: pytest.Item) -> Mapping[str, Sequence[pytest.FixtureDef[object]]]:
+    return item._fixtureinfo.name2fixturedefs if isinstance(item, pytest.Function) else {}
+
+
+def _group_of(item: pytest.Item) -> str | None:
+    """Name of the tests that share something costly with this one; None if it may run anywhere."""
+    fixtures = _fixtures_of(item)
+    if "chromium" in fixtures or item.get_closest_marker("vllm"):
+        return "last"
     room = item.path.relative_to(Path(__file__).parent).parts[0]
-    return room in ("ray", "oracle", "benchmarks") or item.name.endswith("[ray]") or "three_nodes" in fixtures
+    if room in ("ray", "oracle", "benchmarks") or item.name.endswith("[ray]"):
+        return "ray"
+    if "two_ranks" in fixtures:
+        return "ranks"
+    return item.path.stem if any(found[-1].scope == "module" for found in fixtures.values()) else None
 
 
 @pytest.fixture(scope="session")
