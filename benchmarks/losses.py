@@ -34,7 +34,7 @@ from algorithms.m2po import M2PO
 from algorithms.ppo import PPO
 from algorithms.reinforce_pp import ReinforcePP
 from benchmarks.measure import parser_of, print_result, spread
-from rlsys.algorithm import Algorithm, LossInputs, Signal
+from rlsys.algorithm import Algorithm, LossInputs, LossOutput, Signal
 from rlsys.batch.tensors import MicroBatch
 from rlsys.types import Group
 from tests.groups import episode, group
@@ -99,6 +99,18 @@ def tokens(num_samples: int, mean_length: int) -> Both:
 # --------------------------------------------------------------------------------------------------------------- ours
 
 
+def gradient(loss: Callable[[Tensor], Tensor], by: Tensor) -> Callable[[], Tensor]:
+    """One call: the gradient of a loss by these numbers."""
+
+    def run() -> Tensor:
+        numbers = by.clone().requires_grad_()
+        loss(numbers).backward()
+        assert numbers.grad is not None
+        return numbers.grad
+
+    return run
+
+
 def ours(algorithm: Algorithm, both: Both) -> Callable[[], Tensor]:
     """One call: the gradient by the logprobs, of the loss averaged over tokens or sequences."""
     lengths_S = both.batch.lengths_S
@@ -107,34 +119,26 @@ def ours(algorithm: Algorithm, both: Both) -> Callable[[], Tensor]:
     else:
         weights_N = torch.full_like(both.logprobs_N, 1 / len(both.logprobs_N))
 
-    def run() -> Tensor:
-        logprobs_N = both.logprobs_N.clone().requires_grad_()
+    def loss(logprobs_N: Tensor) -> Tensor:
         batch = both.batch
         if algorithm.measures:
             batch = replace(batch, facts=algorithm.measure(batch, Ranks()))
-        output = algorithm.loss(logprobs_N, batch)
-        (output.loss_N * weights_N).sum().backward()
-        for value_N in output.metrics_N.values():
-            value_N.mean()
-        assert logprobs_N.grad is not None
-        return logprobs_N.grad
+        return with_metrics(algorithm.loss(logprobs_N, batch), weights_N)
 
-    return run
+    return gradient(loss, both.logprobs_N)
 
 
 def value_loss(both: Both) -> Callable[[], Tensor]:
     """One call: the gradient by the values, of the critic's loss averaged over tokens."""
+    weights_N = torch.full_like(both.logprobs_N, 1 / len(both.logprobs_N))
+    return gradient(lambda values_N: with_metrics(PPO().value_loss(values_N, both.batch), weights_N), both.logprobs_N)
 
-    def run() -> Tensor:
-        values_N = both.logprobs_N.clone().requires_grad_()
-        output = PPO().value_loss(values_N, both.batch)
-        output.loss_N.mean().backward()
-        for value_N in output.metrics_N.values():
-            value_N.mean()
-        assert values_N.grad is not None
-        return values_N.grad
 
-    return run
+def with_metrics(output: LossOutput, weights_N: Tensor) -> Tensor:
+    """The weighted sum of a loss, once its metrics are averaged."""
+    for value_N in output.metrics_N.values():
+        value_N.mean()
+    return (output.loss_N * weights_N).sum()
 
 
 def advantages(groups: Sequence[Group]) -> Tensor:
@@ -162,8 +166,12 @@ def clipped_reference(
 ) -> Tensor:
     """PPO's surrogate and its clip fractions."""
     ratio_BT = (logprobs_BT - old_BT).clamp(-20, 20).exp()
-    first_BT = -advantages_BT * ratio_BT
-    second_BT = -advantages_BT * ratio_BT.clamp(1 - low, 1 + high)
+    return surrogate_reference(ratio_BT, advantages_BT, mask_BT, low, high)
+
+
+def surrogate_reference(ratio_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, low: float, high: float) -> Tensor:
+    """The worse of both products, and the clip fractions."""
+    first_BT, second_BT = -advantages_BT * ratio_BT, -advantages_BT * ratio_BT.clamp(1 - low, 1 + high)
     masked_mean(ratio_BT.detach(), mask_BT)
     masked_mean((second_BT > first_BT).float() * (advantages_BT > 0), mask_BT)
     masked_mean((second_BT > first_BT).float() * (advantages_BT < 0), mask_BT)
@@ -255,12 +263,8 @@ def gspo_reference(logprobs_BT: Tensor, x: Padded, low: float, high: float) -> T
     lengths_B1 = x.mask.sum(-1, keepdim=True)
     means_B1 = ((logprobs_BT - x.behavior) * x.mask).sum(-1, keepdim=True) / lengths_B1
     log_ratio_BT = (logprobs_BT - logprobs_BT.detach() + means_B1.detach()).clamp(max=10)
-    ratio_BT = log_ratio_BT.exp()
-    first_BT, second_BT = -x.advantages * ratio_BT, -x.advantages * ratio_BT.clamp(1 - low, 1 + high)
-    masked_mean(ratio_BT.detach(), x.mask)
-    masked_mean((second_BT > first_BT).float() * (x.advantages > 0), x.mask)
-    masked_mean((second_BT > first_BT).float() * (x.advantages < 0), x.mask)
-    return ((torch.maximum(first_BT, second_BT) * x.mask).sum(-1, keepdim=True) / lengths_B1).mean()
+    loss_BT = surrogate_reference(log_ratio_BT.exp(), x.advantages, x.mask, low, high)
+    return ((loss_BT * x.mask).sum(-1, keepdim=True) / lengths_B1).mean()
 
 
 def cispo_reference(logprobs_BT: Tensor, x: Padded, low: float, high: float) -> Tensor:
@@ -344,14 +348,7 @@ def whitening_reference(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
 def reference(loss: Callable[..., Tensor], both: Both, *bounds: float | None) -> Callable[[], Tensor]:
     """One call: the gradient by the logprobs, padded."""
     x = Padded.of(both)
-
-    def run() -> Tensor:
-        logprobs_BT = x.logprobs.clone().requires_grad_()
-        loss(logprobs_BT, x, *bounds).backward()
-        assert logprobs_BT.grad is not None
-        return logprobs_BT.grad
-
-    return run
+    return gradient(lambda logprobs_BT: loss(logprobs_BT, x, *bounds), x.logprobs)
 
 
 # ---------------------------------------------------------------------------------------------------------- measuring
