@@ -105,7 +105,8 @@ def main() -> None:
 def measured(folder: Path, scale: Scale) -> Mapping[str, object]:
     """Every figure."""
     big_run(folder / "runs" / "big", num_events=scale.events, num_episodes=scale.episodes)
-    kinds = Counter(row["kind"] for row in rows_of(folder / "runs" / "big" / "events.jsonl"))
+    with (folder / "runs" / "big" / "events.jsonl").open() as file:
+        kinds = Counter(json.loads(line)["kind"] for line in file)
     progress(f"the run is written: {kinds}")
     opened = [answer_of(part("open", folder / "runs", 0)) for _ in range(scale.opens)]
     progress(f"opened: {opened}")
