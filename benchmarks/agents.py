@@ -14,8 +14,6 @@
   that ask again at once, each turn 50 to 150 ms; clients are another process with a raw HTTP client that keeps its
   connections. `openai_client_ms` is the same with the `openai` client, at 8 clients (more would keep a core busy by
   themselves): mostly its own cost.
-
-Progress goes to stderr, and one JSON object to the last line of stdout.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ replica, weights changed in flight, because an episode lasts longer than a step;
 turns, three seeds each. `speedup_at_4` is the wall time of the steps at 0 over that at 4, equal seeds, median over
 seeds; the first steps are left out of it, because pipelines begin empty. `reward` is the mean over the last eighth of
 the steps.
-
-Progress goes to stderr, and one JSON object to the last line of stdout.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ each back?
 Three raylets on this machine, the tiny sorter with slow tools (`benchmarks.slow_tools`), three rollout replicas, two
 reward workers, a relay on each node, `max_staleness` 2. Every few seconds one process of one of these kinds is ended by
 SIGKILL, in the middle of whatever it does. `is_same` says whether both runs consumed the same multiset of tasks.
-
-Progress goes to stderr, and one JSON object to the last line of stdout.
 """
 
 from __future__ import annotations

@@ -14,8 +14,6 @@ is opened and then asked for through HTTP, by `rlsys dashboard` in a process of 
   step of 16 groups on 4 replicas; `emit_share`: all of them, of a step of 0.25 s, which is a very short one.
 - `day_growth_mb`: resident memory that those sinks and a TensorBoard tracker took between the first tenth and the end
   of 864,000 events, which is a day at 10 a second.
-
-Progress goes to stderr, and one JSON object to the last line of stdout.
 """
 
 from __future__ import annotations

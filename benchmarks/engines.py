@@ -10,8 +10,6 @@ share of speed that the replica costs, compares neighbours in time. Tokens end b
 `weight_change`: how long a replica with requests in flight is paused for new SmolLM2 weights, over the time of one copy
 of as many bytes in the same process. `start_up_s`: seconds from a fresh process to the first token, by phase. `--short`
 is the tiny sorter with one request on vLLM, and the start-up of the local engine.
-
-Progress goes to stderr, and one JSON object to the last line of stdout.
 """
 
 from __future__ import annotations

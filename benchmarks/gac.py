@@ -10,8 +10,6 @@ positions: what the stabilizer costs depends on the parameters alone, so that it
 `gac_ms` is the CPU time inside the stabilizer in a step, `share` all of it over that of all steps: every tenth step
 measures the update's cosine as well, so that steps are counted in tens. `over_none` compares the medians of whole steps
 instead: it has everything in it, noise too. `--quick` leaves the Llama out, which takes ten minutes.
-
-Progress goes to stderr, and one JSON object to the last line of stdout.
 """
 
 from __future__ import annotations

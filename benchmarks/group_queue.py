@@ -11,8 +11,6 @@ rlsys: producers answer as rollouts do, the driver's StreamingQueue has metadata
 ray.util.queue: payloads through its actor. TransferQueue: its SimpleStorage, two storage units, in an environment of
 its own, `.cache/queue/venv`, made on first use (some minutes, not measured); threads set to the machine's cores, as it
 asks for, and a consumer that polls, since the wait of its controller lasts five seconds.
-
-Progress goes to stderr, and one JSON object to the last line of stdout.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What benchmarks share: arguments, runs of the tiny job, CPU time of process trees, medians, the closing line."""
+"""What benchmarks share: arguments, runs of the tiny job, CPU time of process trees, medians, the closing line.
+
+Every benchmark shows its progress on stderr, and prints one JSON object as the last line of stdout.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,9 @@ def marks_of(command: Sequence[str], env: Mapping[str, str], metrics: Path, step
 
 def parser_of(description: str | None, *, quick: str = "") -> argparse.ArgumentParser:
     """Parser with `--short` and, where `quick` says what it leaves out, `--quick`; both set `size`, a `Size`."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    output = "Progress goes to stderr, and one JSON object to the last line of stdout."
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, epilog=output, formatter_class=style)
     parser.set_defaults(size="full")
     sizes = parser.add_mutually_exclusive_group()
     if quick:

@@ -9,8 +9,6 @@ worker judged and the ranks computed, each by the worker's own clock. A line thr
 queue, planning, metrics, handing over 1.7 MB of weights, verifying them, and waking up. `driver_cpu_share` is the
 driver's CPU time over the wall time, at 32 groups. `start_up_s` is the time from the command to the end of the first
 step, `start_up_breakdown_s` the same by phase.
-
-Progress goes to stderr, and one JSON object to the last line of stdout.
 """
 
 from __future__ import annotations

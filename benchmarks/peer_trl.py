@@ -12,8 +12,6 @@ TRL runs in an environment of its own, `.cache/peer_trl/venv`, made on first use
 tuned no further than this: no gradient checkpointing; for SmolLM2 bf16 weights, faster there than fp32 with autocast,
 and micro-batches of 8 samples, faster than all 64 at once. It has no vLLM. Long prompts with short answers favour
 rlsys: it runs a prompt once for its group and computes logits for completion tokens only.
-
-Progress goes to stderr, and one JSON object to the last line of stdout.
 """
 
 from __future__ import annotations

@@ -17,8 +17,6 @@ publisher of a run. Every figure is the median of repeats; every row follows one
 `stall_over_memcpy` of the whole is the worst row at 270 MB and above; `flatness` is, for each size, the largest stall
 over the smallest, over the number of relays. All nodes are on this one machine: they share its cores and its memory's
 bandwidth, so the time until all relays hold a version grows with their number here as it does not between machines.
-
-Progress goes to stderr, and one JSON object to the last line of stdout.
 """
 
 from __future__ import annotations
