@@ -23,6 +23,10 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
+FIRST = ("ray", "ranks", "benchmarks")
+"""Groups of tests that take longest, in their order."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests with Ray come first; those with vLLM, and then those with a browser, come last.
 
@@ -32,14 +36,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     those of a group share one.
     """
 
-    def order(item: pytest.Item) -> tuple[bool, bool, bool, bool]:
-        group = _group_of(item)
-        return (
-            "chromium" in _fixtures_of(item),
-            group == "last",
-            "three_nodes" not in _fixtures_of(item),
-            group != "ray",
-        )
+    def order(item: pytest.Item) -> tuple[int, bool, bool]:
+        fixtures, group = _fixtures_of(item), _group_of(item)
+        place = FIRST.index(group) if group in FIRST else len(FIRST) + (group == "last")
+        return place, "chromium" in fixtures, "three_nodes" not in fixtures
 
     items.sort(key=order)
     for item in items:
@@ -57,7 +57,9 @@ def _group_of(item: pytest.Item) -> str | None:
     if "chromium" in fixtures or item.get_closest_marker("vllm"):
         return "last"
     room = item.path.relative_to(Path(__file__).parent).parts[0]
-    if room in ("ray", "oracle", "benchmarks") or item.name.endswith("[ray]"):
+    if room == "benchmarks":
+        return room
+    if room in ("ray", "oracle") or item.name.endswith("[ray]"):
         return "ray"
     if "two_ranks" in fixtures:
         return "ranks"
