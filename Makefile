@@ -1,4 +1,6 @@
-# make demo | demo-llm | test     do all the set-up they need, once
+# make demo | demo-llm            do all the set-up they need, once
+# make check                      format, lint, types, imports and unit tests: before every commit
+# make test                       all that, and every other test
 # make setup | setup-dev          the environment alone: to run, to develop
 # make lock                       the locks anew from requirements/*.in
 # VENV=folder, PYTHON=python3.12  where the environment goes, what makes it
@@ -9,7 +11,7 @@ PY := $(VENV)/bin/python
 UV := $(PY) requirements/uv.py
 UV_VERSION := 0.13.9
 
-.PHONY: setup setup-dev demo demo-llm test lock
+.PHONY: setup setup-dev demo demo-llm check test lint types imports unit lock
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed
@@ -21,12 +23,28 @@ demo: setup
 demo-llm: setup
 	@$(PY) -m examples.smollm.demo
 
+TOGETHER = $(MAKE) --no-print-directory --output-sync=target -j3
+PYTEST = $(PY) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+
+check: setup-dev
+	@$(TOGETHER) unit types lint imports
+
 test: setup-dev
+	@$(TOGETHER) types lint imports
+	$(PYTEST)
+
+lint:
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+
+types:
 	$(VENV)/bin/pyright --pythonpath $(PY)
+
+imports:
 	$(VENV)/bin/lint-imports
-	$(PY) -m pytest
+
+unit:
+	$(PYTEST) tests/unit -m "not slow"
 
 $(VENV)/.uv: Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

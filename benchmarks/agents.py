@@ -1,6 +1,6 @@
 """What agents wait for: tools, each other, and the gateway.
 
-    python -m benchmarks.agents [--quick]
+    python -m benchmarks.agents [--quick | --short]
 
 * `streamed`: episodes of 8 turns whose tool takes 100 ms with a long tail, 256 at a time on one replica; as one ends,
   the next begins. The same work `by_batch`: the next 256 begin once all have ended; and in `lock_step` besides: all
@@ -14,17 +14,13 @@
   that ask again at once, each turn 50 to 150 ms; clients are another process with a raw HTTP client that keeps its
   connections. `openai_client_ms` is the same with the `openai` client, at 8 clients (more would keep a core busy by
   themselves): mostly its own cost.
-
-Progress goes to stderr, and one JSON object to the last line of stdout.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import math
 import random
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,7 +33,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.gateway_load import overhead_of_gateway
-from benchmarks.measure import print_result, spread
+from benchmarks.measure import parser_of, print_result, progress, spread, spreads
 from rlsys.session import POLICY, Agent, Policy, Session
 from rlsys.testing import ScriptedPolicy
 from rlsys.tools import Tool, Toolbox
@@ -129,17 +125,17 @@ def latency_s(chance: random.Random) -> float:
 
 def main() -> None:
     """Measure all and print the closing line."""
-    parser = argparse.ArgumentParser(description="What agents wait for.")
-    parser.add_argument("--quick", action="store_true", help="one repeat; under two minutes")
-    repeats = 1 if parser.parse_args().quick else 3
+    size = parser_of(__doc__, quick="one repeat; under two minutes").parse_args().size
+    repeats = 3 if size == "full" else 1
+    batches, sessions, clients, conversations = (1, 16, 4, 2) if size == "short" else (3, NUM_SESSIONS, 64, 5)
     runs: dict[Pace, list[dict[str, float]]] = {"streamed": [], "by_batch": [], "lock_step": []}
     for repeat in range(repeats):
         for pace, figures in runs.items():
-            figures.append(asyncio.run(rollouts(num_batches=3, pace=pace)))
-            print(f"{repeat + 1}, {pace}: {figures[-1]}", file=sys.stderr)
+            figures.append(asyncio.run(rollouts(batches, sessions, pace=pace)))
+            progress(f"{repeat + 1}, {pace}: {figures[-1]}")
     subagents = [asyncio.run(parallel_subagents()) for _ in range(repeats)]
-    gateway = [overhead_of_gateway("raw", num_clients=64) for _ in range(repeats)]
-    clients = [overhead_of_gateway("openai", num_clients=8) for _ in range(repeats)]
+    gateway = [overhead_of_gateway("raw", clients, conversations) for _ in range(repeats)]
+    openai = [overhead_of_gateway("openai", clients // 8 or 1, conversations) for _ in range(repeats)]
     print_result(
         {
             "speedup_batch": spread(ratios(runs["streamed"], runs["by_batch"])),
@@ -149,7 +145,7 @@ def main() -> None:
             "gateway_ms": spread([run["overhead_ms"] for run in gateway]),
             "gateway_p95_ms": spread([run["overhead_p95_ms"] for run in gateway]),
             "session_ms": spread([run["direct_ms"] for run in gateway]),
-            "openai_client_ms": spread([run["overhead_ms"] for run in clients]),
+            "openai_client_ms": spread([run["overhead_ms"] for run in openai]),
         }
     )
 
@@ -159,16 +155,11 @@ def ratios(of: Sequence[Mapping[str, float]], to: Sequence[Mapping[str, float]])
     return [a["sessions_per_s"] / b["sessions_per_s"] for a, b in zip(of, to, strict=True)]
 
 
-def spreads(runs: Sequence[Mapping[str, float]]) -> dict[str, object]:
-    """Every figure over all repeats."""
-    return {name: spread([run[name] for run in runs]) for name in runs[0]}
-
-
-async def rollouts(num_batches: int, *, pace: Pace) -> dict[str, float]:
-    """Figures of `num_batches` times `NUM_SESSIONS` episodes on one replica."""
+async def rollouts(num_batches: int, num_sessions: int, *, pace: Pace) -> dict[str, float]:
+    """Figures of `num_batches` times `num_sessions` episodes on one replica."""
     meter = Meter()
-    worker = replica(Lookups(meter=meter, barrier=asyncio.Barrier(NUM_SESSIONS) if pace == "lock_step" else None))
-    groups = NUM_SESSIONS // GROUP_SIZE
+    worker = replica(Lookups(meter=meter, barrier=asyncio.Barrier(num_sessions) if pace == "lock_step" else None))
+    groups = num_sessions // GROUP_SIZE
     room = asyncio.Semaphore(groups)
 
     async def group(serial: int) -> None:
@@ -176,15 +167,13 @@ async def rollouts(num_batches: int, *, pace: Pace) -> dict[str, float]:
             await worker.run(Assignment(serial, Task(id=str(serial), prompt="Look."), GROUP_SIZE, 0, seed=serial))
 
     began_s = time.perf_counter()
-    if pace != "streamed":
-        for batch in range(num_batches):
-            await asyncio.gather(*(group(batch * groups + i) for i in range(groups)))
-    else:
-        await asyncio.gather(*(group(serial) for serial in range(num_batches * groups)))
+    at_once = num_batches * groups if pace == "streamed" else groups
+    for first in range(0, num_batches * groups, at_once):
+        await asyncio.gather(*map(group, range(first, first + at_once)))
     wall_s = time.perf_counter() - began_s
     await worker.close()
     return {
-        "sessions_per_s": num_batches * NUM_SESSIONS / wall_s,
+        "sessions_per_s": num_batches * num_sessions / wall_s,
         "environment_wait_share": meter.tool_s / meter.session_s,
         "engine_busy_share": meter.slot_s / wall_s / SLOTS,
         "engine_load": meter.request_s / wall_s,

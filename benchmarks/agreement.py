@@ -1,18 +1,17 @@
 """How far what samples is from what trains: SmolLM2, both engines, both types, two temperatures.
 
-    python -m benchmarks.agreement [--quick]
+    python -m benchmarks.agreement [--quick | --short]
 
 Each engine answers chat prompts; the trainer, as a run builds it, makes one step on those tokens and reports its own
 `sampler/*` metrics: |difference| of logprobs, KL, percentiles of the importance ratio, effective sample size. Nothing
-was trained in between, so all of it is rounding and kernels. One JSON object to the last line of stdout.
+was trained in between, so all of it is rounding and kernels. `--short` is the tiny sorter in float32 on the local
+engine. One JSON object to the last line of stdout: `agreement`, by engine, type and temperature.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Literal
@@ -21,13 +20,12 @@ import orjson
 import torch
 
 from algorithms.grpo import GRPO
-from benchmarks.measure import print_result
+from benchmarks.measure import Size, group_of, parser_of, print_result, progress, sorter
 from examples.smollm.prepare import Recipe, prepare
 from rlsys.algorithm import Aggregation, Assigned
 from rlsys.batch.plan import plan_batch
-from rlsys.batch.samples import meta_of, versions_of
 from rlsys.batch.tensors import StepData
-from rlsys.types import Episode, Group, Sampling, Trajectory, Turn
+from rlsys.types import Episode, Sampling, Trajectory, Turn
 from workers.codec import TextCodec
 from workers.engines.base import EngineName, EngineSpec, Request
 from workers.engines.loading import start_engine
@@ -41,35 +39,36 @@ Dtype = Literal["float32", "bfloat16"]
 
 def main() -> None:
     """Measure every combination and print the closing line."""
-    parser = argparse.ArgumentParser(description="Agreement of sampler and trainer.")
-    parser.add_argument("--quick", action="store_true", help="fewer prompts and tokens; about 2 minutes")
-    quick = parser.parse_args().quick
+    size: Size = parser_of(__doc__, quick="fewer prompts and tokens; about 2 minutes").parse_args().size
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(1)
-    prepare(FOLDER, Recipe())
+    is_short = size == "short"
+    folder = sorter(size) if is_short else FOLDER
+    if not is_short:
+        prepare(folder, Recipe())
+    num_prompts, num_tokens = {"full": (24, 64), "quick": (8, 24), "short": (2, 4)}[size]
     rows: dict[str, dict[str, float]] = {}
-    engines: tuple[EngineName, ...] = ("vllm", "local")
-    dtypes: tuple[Dtype, ...] = ("float32", "bfloat16")
+    engines: tuple[EngineName, ...] = ("local",) if is_short else ("vllm", "local")
+    dtypes: tuple[Dtype, ...] = ("float32",) if is_short else ("float32", "bfloat16")
     for engine, dtype in product(engines, dtypes):
-        episodes = asyncio.run(sampled(engine, dtype, num_prompts=8 if quick else 24, num_tokens=24 if quick else 64))
-        for temperature, of_one in episodes.items():
+        for temperature, episodes in asyncio.run(sampled(folder, engine, dtype, num_prompts, num_tokens)).items():
             name = f"{engine} {dtype} T={temperature:g}"
-            rows[name] = compared(of_one, dtype, temperature)
-            print(f"{name}: {rows[name]}", file=sys.stderr)
+            rows[name] = compared(folder, episodes, dtype, temperature)
+            progress(f"{name}: {rows[name]}")
     print_result({"agreement": rows})
 
 
 async def sampled(
-    engine: EngineName, dtype: Dtype, *, num_prompts: int, num_tokens: int
+    folder: Path, engine: EngineName, dtype: Dtype, num_prompts: int, num_tokens: int
 ) -> dict[float, tuple[Episode, ...]]:
     """One answer to each prompt, by temperature."""
-    path = str(FOLDER / "model")
+    path = str(folder / "model")
     codec = TextCodec.load(path)
     spec = EngineSpec(
         engine=engine, model_path=path, dtype=dtype, slots=num_prompts, max_context=256, kv_cache="keep",
         tensor_parallel=1, step_s=120.0, load_s=120.0,
     )  # fmt: skip
-    tasks = [orjson.loads(line) for line in (FOLDER / "eval.jsonl").read_bytes().splitlines()[:num_prompts]]
+    tasks = [orjson.loads(line) for line in (folder / "eval.jsonl").read_bytes().splitlines()[:num_prompts]]
     prompts = [
         codec.encode(tuple(task["prompt"]) if isinstance(task["prompt"], list) else task["prompt"]) for task in tasks
     ]
@@ -87,15 +86,11 @@ async def sampled(
     return answers
 
 
-def compared(episodes: tuple[Episode, ...], dtype: Dtype, temperature: float) -> dict[str, float]:
+def compared(folder: Path, episodes: tuple[Episode, ...], dtype: Dtype, temperature: float) -> dict[str, float]:
     """What the trainer's first step on these tokens says of the sampler."""
-    group = Group(
-        serial=0, task_id="t", permit_version=0, replica="r", episodes=meta_of(episodes),
-        versions=versions_of(episodes), weights=(), payload=None,
-    )  # fmt: skip
     assigned = [Assigned(e, 0, 1.0) for e in range(len(episodes))]
-    plan = plan_batch([group], [assigned], Aggregation(), num_ranks=1, max_tokens=2048)
-    backend = FsdpBackend(str(FOLDER / "model"), OptimizerSettings(lr=1e-6, total_steps=1), Ranks(), dtype=dtype)
+    plan = plan_batch([group_of(0, episodes)], [assigned], Aggregation(), num_ranks=1, max_tokens=2048)
+    backend = FsdpBackend(str(folder / "model"), OptimizerSettings(lr=1e-6, total_steps=1), Ranks(), dtype=dtype)
     data = StepData([episodes], [{}])
     metrics = backend.train_step(plan.of_rank(0), data, GRPO(), temperature=temperature)
     return {

@@ -1,24 +1,19 @@
 """A run whose workers are killed at random, against the same run undisturbed: is the same work done, and how fast is
 each back?
 
-    python -m benchmarks.chaos [--quick]
+    python -m benchmarks.chaos [--quick | --short]
 
 Three raylets on this machine, the tiny sorter with slow tools (`benchmarks.slow_tools`), three rollout replicas, two
 reward workers, a relay on each node, `max_staleness` 2. Every few seconds one process of one of these kinds is ended by
 SIGKILL, in the middle of whatever it does. `is_same` says whether both runs consumed the same multiset of tasks.
-
-Progress goes to stderr, and one JSON object to the last line of stdout.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -30,13 +25,11 @@ from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster
 
-from benchmarks.measure import print_result, spread
-from examples.sort.prepare import Recipe, prepare
+from benchmarks.measure import ENV, parser_of, print_result, progress, rows_of, sorter, spread, train_command
 
 KINDS = {"rollout": "ray::RolloutWorker", "reward": "ray::RewardWorker", "relay": "ray::Relay"}
 NODES, CPUS_PER_NODE = 3, 3
 STORE_BYTES = 256 << 20
-ENV = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +64,15 @@ class Killer:
 
 def main() -> None:
     """Run both and print the closing line."""
-    parser = argparse.ArgumentParser(description="Random kills against an undisturbed run.")
-    parser.add_argument("--quick", action="store_true", help="40 steps instead of 5 minutes")
+    parser = parser_of(__doc__, quick="40 steps instead of 5 minutes")
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
     arguments = parser.parse_args()
-    steps = 40 if arguments.quick else 200
-    prepare(Path(".cache/sort/seed0"), Recipe(seed=0))
-    calm = run(steps, None)
-    print(f"undisturbed: {steps} steps in {calm.seconds:.0f} s", file=sys.stderr, flush=True)
-    killer = Killer(every_s=6.0, chance=random.Random(arguments.seed))
-    disturbed = run(steps, killer)
+    steps, every_s = {"full": (200, 6.0), "quick": (40, 6.0), "short": (3, 1.0)}[arguments.size]
+    prepared = sorter(arguments.size)
+    calm = run(prepared, steps, None)
+    progress(f"undisturbed: {steps} steps in {calm.seconds:.0f} s")
+    killer = Killer(every_s, chance=random.Random(arguments.seed))
+    disturbed = run(prepared, steps, killer)
     print_result(
         {
             "is_same": disturbed.consumed == calm.consumed,
@@ -95,15 +87,16 @@ def main() -> None:
     )
 
 
-def run(steps: int, killer: Killer | None) -> Outcome:
+def run(prepared: Path, steps: int, killer: Killer | None) -> Outcome:
     """One training run on a cluster of its own."""
     with tempfile.TemporaryDirectory(prefix="chaos_") as folder, cluster() as address:
         log = Path(folder) / "log"
-        command = [sys.executable, "-m", "rlsys.cli", "train", "examples/sort/run.yaml", f"ray.address={address}"]
-        command += [f"run.folder={folder}", "run.name=run", f"run.steps={steps}", "record.rollouts_every=1"]
-        command += ["rollout.workflow=benchmarks.slow_tools:SlowTools", "rollout.replicas=3", "reward.workers=2"]
-        command += ["train.groups_per_step=8", "asynchrony.max_staleness=2", "checkpoint.every=0"]
-        command += ["limits.max_attempts=50", "limits.lease_s=60", "limits.transfer_s=60", "rollout.num_cpus=1"]
+        command = train_command(
+            prepared, Path(folder), f"ray.address={address}", f"run.steps={steps}", "record.rollouts_every=1",
+            "rollout.workflow=benchmarks.slow_tools:SlowTools", "rollout.replicas=3", "rollout.num_cpus=1",
+            "reward.workers=2", "train.groups_per_step=8", "asynchrony.max_staleness=2", "limits.max_attempts=50",
+            "limits.lease_s=60", "limits.transfer_s=60",
+        )  # fmt: skip
         began = time.monotonic()
         with log.open("w") as output:
             training = subprocess.Popen(command, env=ENV, stdout=output, stderr=output)
@@ -128,13 +121,13 @@ def _disturb(training: subprocess.Popen, killer: Killer | None, metrics: Path) -
 def _outcome(folder: Path, seconds: float) -> Outcome:
     consumed: Counter[str] = Counter()
     for path in (folder / "rollouts").glob("step_*.jsonl"):
-        consumed.update(json.loads(line)["task"]["id"] for line in path.read_text().splitlines())
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+        consumed.update(row["task"]["id"] for row in rows_of(path))
+    events = rows_of(folder / "events.jsonl")
     recovery_s: dict[str, list[float]] = defaultdict(list)
     for event in events:
         if event["kind"] == "worker_restarted":
             recovery_s[event["worker"].partition("-")[0]].append(event["seconds"])
-    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    last = rows_of(folder / "metrics.jsonl")[-1]
     reissued = sum(event["kind"] in ("worker_failed", "group_reissued") for event in events)
     return Outcome(consumed, seconds, recovery_s, last["async/dropped"], reissued)
 

@@ -1,6 +1,6 @@
 """What watching costs: opening a long run, asking for its pages, seeing a step live, and what the run itself pays.
 
-    python -m benchmarks.dashboard [--quick]
+    python -m benchmarks.dashboard [--quick | --short]
 
 A made-up run of 1,000,000 events and 100,000 episodes (`tests.histories.big_run`; nine in ten events are `worker_busy`)
 is opened and then asked for through HTTP, by `rlsys dashboard` in a process of its own:
@@ -14,8 +14,6 @@ is opened and then asked for through HTTP, by `rlsys dashboard` in a process of 
   step of 16 groups on 4 replicas; `emit_share`: all of them, of a step of 0.25 s, which is a very short one.
 - `day_growth_mb`: resident memory that those sinks and a TensorBoard tracker took between the first tenth and the end
   of 864,000 events, which is a day at 10 a second.
-
-Progress goes to stderr, and one JSON object to the last line of stdout.
 """
 
 from __future__ import annotations
@@ -28,14 +26,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 from urllib.parse import urlencode, urlsplit
 
-from benchmarks.measure import print_result, spread
+from benchmarks.measure import Size, answer_of, parser_of, print_result, progress, rows_of, spread
 from rlsys.events import (
     Event,
     Events,
@@ -66,35 +66,52 @@ CHARTS = (
 )
 STEP_S = 0.25
 GROUPS, REPLICAS = 16, 4
-DAY_EVENTS = 24 * 3600 * 10
+
+
+class Scale(NamedTuple):
+    """How much of everything."""
+
+    events: int
+    episodes: int
+    opens: int
+    pages: int
+    live_steps: int
+    emit_steps: int
+    day_events: int
+
+
+SCALES: Mapping[Size, Scale] = {
+    "full": Scale(1_000_000, 100_000, 3, 10, 30, 2_000, 24 * 3600 * 10),
+    "quick": Scale(50_000, 5_000, 3, 3, 5, 200, 20_000),
+    "short": Scale(2_000, 200, 1, 1, 2, 10, 2_000),
+}
 
 
 def main() -> None:
     """Measure everything and print the closing line; or play one of the processes that are measured."""
-    parser = argparse.ArgumentParser(description="The cost of watching.")
-    parser.add_argument("--quick", action="store_true", help="a small run and a short day; under a minute")
-    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser = parser_of(__doc__, quick="a small run and a short day; under a minute")
+    parser.add_argument("--part", nargs=3, metavar=("PART", "FOLDER", "COUNT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.part:
-        print(json.dumps(PARTS[arguments.part](arguments.folder, arguments.quick)))
+        name, folder, count = arguments.part
+        print(json.dumps(PARTS[name](Path(folder), int(count))))
     else:
         with tempfile.TemporaryDirectory() as folder:
-            print_result(measured(Path(folder), arguments.quick))
+            print_result(measured(Path(folder), SCALES[arguments.size]))
 
 
-def measured(folder: Path, quick: bool) -> Mapping[str, object]:
+def measured(folder: Path, scale: Scale) -> Mapping[str, object]:
     """Every figure."""
-    sizes = {"num_events": 50_000, "num_episodes": 5_000} if quick else {}
-    big_run(folder / "runs" / "big", **sizes)
-    kinds = _kinds(folder / "runs" / "big" / "events.jsonl")
-    print(f"the run is written: {kinds}", file=sys.stderr)
-    opened = [part("open", folder / "runs", quick) for _ in range(3)]
-    print(f"opened: {opened}", file=sys.stderr)
-    pages = page_ms(folder / "runs", 3 if quick else 10)
-    print(f"pages: {pages}", file=sys.stderr)
-    live = live_latency_s(folder / "live", 5 if quick else 30)
-    print(f"live: {live}", file=sys.stderr)
+    big_run(folder / "runs" / "big", num_events=scale.events, num_episodes=scale.episodes)
+    with (folder / "runs" / "big" / "events.jsonl").open() as file:
+        kinds = Counter(json.loads(line)["kind"] for line in file)
+    progress(f"the run is written: {kinds}")
+    opened = [answer_of(part("open", folder / "runs", 0)) for _ in range(scale.opens)]
+    progress(f"opened: {opened}")
+    pages = page_ms(folder / "runs", scale.pages)
+    progress(f"pages: {pages}")
+    live = live_latency_s(folder / "live", scale.live_steps)
+    progress(f"live: {live}")
     return {
         "open_s": spread([row["open_s"] for row in opened]),
         "reader_mb": median(row["mb"] for row in opened),
@@ -102,20 +119,18 @@ def measured(folder: Path, quick: bool) -> Mapping[str, object]:
         "page_ms": pages,
         "page_ms_worst": max(row["max"] for row in pages.values()),
         "live_latency_s": live,
-        **part("emit", folder / "emit", quick),
-        **part("day", folder / "day", quick),
-        "events": kinds,
+        **answer_of(part("emit", folder / "emit", scale.emit_steps)),
+        **answer_of(part("day", folder / "day", scale.day_events)),
+        "events": {"all": kinds.total(), **kinds},
     }
 
 
-def part(name: str, folder: Path, quick: bool) -> dict[str, float]:
-    """What a fresh process of this benchmark measured."""
-    command = [sys.executable, "-m", "benchmarks.dashboard", "--part", name, "--folder", str(folder)]
-    done = subprocess.run([*command, *(["--quick"] if quick else [])], stdout=subprocess.PIPE, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+def part(name: str, folder: Path, count: int) -> list[str]:
+    """The command of a fresh process of this benchmark, which measures one of `PARTS`."""
+    return [sys.executable, "-m", "benchmarks.dashboard", "--part", name, str(folder), str(count)]
 
 
-def opened(root: Path, quick: bool) -> dict[str, float]:
+def opened(root: Path, _: int) -> dict[str, float]:
     """Open a run as the overview, groups, cluster, ledger and alerts pages do, one after the other."""
     from rlsys.dashboard.readings import Readings
 
@@ -172,12 +187,11 @@ def _pages(get: _Get, cluster: Mapping[str, float], step: int) -> Iterator[tuple
 
 def live_latency_s(folder: Path, steps: int) -> dict[str, float | int]:
     """Follow a run that another process writes, as a page does."""
-    command = [sys.executable, "-m", "benchmarks.dashboard", "--part", "write", "--folder", str(folder / "run")]
     (folder / "run").mkdir(parents=True)
     JsonlSink(folder / "run").close()
     seen_s: dict[int, float] = {}
     with _served(folder) as get:
-        writer = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        writer = subprocess.Popen(part("write", folder / "run", 10_000), stdout=subprocess.DEVNULL)
         try:
             for _ in get.changes(run="run"):
                 for step in (row for s in get("series", run="run", name="loss")["series"] for row in s["steps"]):
@@ -187,26 +201,25 @@ def live_latency_s(folder: Path, steps: int) -> dict[str, float | int]:
         finally:
             writer.kill()
             writer.wait()
-    rows = map(json.loads, (folder / "run" / "metrics.jsonl").read_bytes().splitlines())
-    written_s = {row["step"]: row["time_s"] for row in rows}
+    written_s = {row["step"]: row["time_s"] for row in rows_of(folder / "run" / "metrics.jsonl")}
     return spread([seen_s[step] - written_s[step] for step in sorted(seen_s)])
 
 
-def write(run_dir: Path, quick: bool) -> dict[str, float]:
+def write(run_dir: Path, steps: int) -> dict[str, float]:
     """A run that goes on until it is killed; steps take from 0.3 to 0.7 s, so that they meet every phase of a poll."""
     events = Events([JsonlSink(run_dir)])
-    for step in range(1, 10_000):
+    for step in range(1, steps):
         events.emit(StepDone(step, {"loss": 1.0 / step, "time/step": 0.5}))
         time.sleep(0.3 + 0.4 * (step * 0.618 % 1))
     return {}
 
 
-def emit(folder: Path, quick: bool) -> dict[str, float]:
+def emit(folder: Path, steps: int) -> dict[str, float]:
     """The bus with the sinks that every run has."""
     events = Events([JsonlSink(folder), ConsoleSink(0, _nowhere())])
     events.attach(AlertSink(events, {}))
     times_s: list[float] = []
-    for step in range(1, 201 if quick else 2001):
+    for step in range(1, steps + 1):
         told = step_events(step, folder)
         began = time.perf_counter()
         for event in told:
@@ -221,7 +234,7 @@ def emit(folder: Path, quick: bool) -> dict[str, float]:
     }
 
 
-def day(folder: Path, quick: bool) -> dict[str, float]:
+def day(folder: Path, num_events: int) -> dict[str, float]:
     """A day of events through the sinks of a run and a tracker."""
     from rlsys.tracker import RunFacts
     from rlsys.tracking.tensorboard import TensorBoard
@@ -233,7 +246,7 @@ def day(folder: Path, quick: bool) -> dict[str, float]:
     events = Events([JsonlSink(folder), ConsoleSink(0, _nowhere()), tracker])
     events.attach(AlertSink(events, {}))
     events.emit(RunStarted(str(folder), 0, 10**6))
-    num_steps = ceil((20_000 if quick else DAY_EVENTS) / len(step_events(1, rollouts)))
+    num_steps = ceil(num_events / len(step_events(1, rollouts)))
     begin_mb = 0.0
     for step in range(1, num_steps + 1):
         for event in step_events(step, rollouts):
@@ -273,7 +286,7 @@ def step_events(step: int, rollouts: Path) -> Sequence[Event]:
     return told
 
 
-PARTS: Mapping[str, Callable[[Path, bool], dict[str, float]]] = {
+PARTS: Mapping[str, Callable[[Path, int], dict[str, float]]] = {
     "open": opened,
     "write": write,
     "emit": emit,
@@ -320,15 +333,6 @@ def _served(root: Path) -> Iterator[_Get]:
     finally:
         process.terminate()
         process.wait()
-
-
-def _kinds(path: Path) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    with path.open("rb") as file:
-        for line in file:
-            kind = line[9 : line.index(b'"', 9)].decode()
-            counts[kind] = counts.get(kind, 0) + 1
-    return {"all": sum(counts.values()), **counts}
 
 
 def _resident_mb() -> float:

@@ -1,6 +1,6 @@
 """What the engines do: tokens per second, what the replica around them costs, weight changes, start-up.
 
-    python -m benchmarks.engines [--quick]
+    python -m benchmarks.engines [--quick | --short]
 
 For the tiny sorter (float32) and SmolLM2 (bfloat16), with 1 and 2 threads, 1 to 64 requests of one group at once:
 tokens per second of both engines as a run uses them, group in, group out, through a replica's Ray actor; and of bare
@@ -8,9 +8,8 @@ vLLM, stepped in a plain loop in the same process on the same requests. Both tak
 share of speed that the replica costs, compares neighbours in time. Tokens end by length only.
 
 `weight_change`: how long a replica with requests in flight is paused for new SmolLM2 weights, over the time of one copy
-of as many bytes in the same process. `start_up`: seconds from a fresh process to the first token, by phase.
-
-Progress goes to stderr, and one JSON object to the last line of stdout.
+of as many bytes in the same process. `start_up_s`: seconds from a fresh process to the first token, by phase. `--short`
+is the tiny sorter with one request on vLLM, and the start-up of the local engine.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -32,14 +29,13 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import ray
 
-from benchmarks.measure import print_result, spread
+from benchmarks.measure import Size, answer_of, parser_of, print_result, progress, sorter, spread
 from examples.smollm import prepare as smollm
-from examples.sort import prepare as sort
 from rlsys.contracts import RolledOut
 from rlsys.types import POLICY, Assignment, Sampling, Task
 from rlsys.workflow import SingleTurn
 from workers.cluster import Resources, connect
-from workers.engines.base import EngineSpec, Request
+from workers.engines.base import EngineName, EngineSpec, Request
 from workers.generator import WeightChange
 from workers.pools import Supply
 from workers.remote_proxy import Remote, start
@@ -50,8 +46,7 @@ from workers.rollouts import RolloutPool
 if TYPE_CHECKING:
     from workers.engines.vllm import VllmEngine
 
-SIZES = (1, 8, 32, 64)
-ENGINES: tuple[Literal["vllm", "local"], ...] = ("vllm", "local")
+ENGINES: tuple[EngineName, ...] = ("vllm", "local")
 FOLDER = Path(".cache/engines")
 DEADLINE_S = 600.0
 
@@ -65,6 +60,26 @@ class Model:
     dtype: Literal["float32", "bfloat16"]
     prompt: str
     num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is measured."""
+
+    threads: tuple[int, ...] = (1, 2)
+    requests: tuple[int, ...] = (1, 8, 32, 64)
+    engines: tuple[EngineName, ...] = ENGINES
+    repeats: int = 3
+    changes: int = 15
+    started: tuple[EngineName, ...] = ENGINES
+    starts: int = 3
+
+
+SCALES: Mapping[Size, Scale] = {
+    "full": Scale(),
+    "quick": Scale(threads=(1,), changes=5, starts=1),
+    "short": Scale((1,), requests=(1,), engines=("vllm",), repeats=1, changes=1, started=("local",), starts=1),
+}
 
 
 class BenchWorker(RolloutWorker):
@@ -131,29 +146,26 @@ def _step_through(llm: Any, ids: tuple[int, ...], size: int, seed: int, num_toke
 
 def main() -> None:
     """Measure everything and print the closing line."""
-    parser = argparse.ArgumentParser(description="Speed of the engines.")
-    parser.add_argument("--quick", action="store_true", help="one thread, fewer tokens and repeats; about 5 minutes")
+    parser = parser_of(__doc__, quick="one thread, fewer tokens and repeats; about 5 minutes")
     parser.add_argument("--start", nargs=3, metavar=("ENGINE", "MODEL", "DTYPE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.start:
         print(json.dumps(asyncio.run(_started(*arguments.start))))
         return
-    models = prepared(quick=arguments.quick)
-    repeats = 3
+    scale = SCALES[arguments.size]
+    models = prepared(arguments.size)
     connect(None, 4)
     rates, costs = {}, {}
     for model in models:
-        for threads in (1,) if arguments.quick else (1, 2):
-            for engine in ENGINES:
+        for threads in scale.threads:
+            for engine in scale.engines:
                 key = f"{model.name} {engine} {threads} threads"
-                rates[key], cost = asyncio.run(speed(model, engine, threads, repeats))
+                rates[key], cost = asyncio.run(speed(model, engine, threads, scale))
                 costs |= {f"{key} x{size}": value for size, value in cost.items()}
-                print(f"{key}: {rates[key]}, cost {cost}", file=sys.stderr)
-    change = asyncio.run(weight_change(models[-1], repeats=5 if arguments.quick else 15))
+                progress(f"{key}: {rates[key]}, cost {cost}")
+    change = asyncio.run(weight_change(models[-1], scale.changes))
     ray.shutdown()
-    seconds = {
-        f"{m.name} {engine}": start_up(m, engine, 1 if arguments.quick else 3) for m in models for engine in ENGINES
-    }
+    seconds = {f"{m.name} {e}": start_up(m, e, scale.starts) for m in models for e in scale.started}
     print_result(
         {
             "tokens_per_s": rates,
@@ -165,16 +177,15 @@ def main() -> None:
     )
 
 
-def prepared(*, quick: bool) -> list[Model]:
-    """The two models, with tokenizers that name no token that ends a text."""
-    sort.prepare(Path(".cache/sort/seed0"), sort.Recipe(seed=0))
+def prepared(size: Size) -> list[Model]:
+    """The models, with tokenizers that name no token that ends a text."""
+    tokens = 64 if size == "full" else 32
+    tiny = Model("tiny", _endless("tiny", sorter(size) / "model"), "float32", "493817>", tokens)
+    if size == "short":
+        return [tiny]
     smollm.prepare(Path(".cache/smollm"), smollm.Recipe())
-    return [
-        Model("tiny", _endless("tiny", Path(".cache/sort/seed0/model")), "float32", "493817>", 32 if quick else 64),
-        Model(
-            "smollm", _endless("smollm", Path(".cache/smollm/model")), "bfloat16", "Count: 1, 2,", 16 if quick else 32
-        ),
-    ]
+    path = _endless("smollm", Path(".cache/smollm/model"))
+    return [tiny, Model("smollm", path, "bfloat16", "Count: 1, 2,", tokens // 2)]
 
 
 def _endless(name: str, model: Path) -> str:
@@ -185,7 +196,7 @@ def _endless(name: str, model: Path) -> str:
     return str(folder)
 
 
-def pool_of(model: Model, engine: Literal["vllm", "local"], threads: int) -> RolloutPool:
+def pool_of(model: Model, engine: EngineName, threads: int) -> RolloutPool:
     """One replica, as a run would start it."""
     engine_spec = EngineSpec(
         engine=engine, model_path=str(Path(model.path).resolve()), dtype=model.dtype, slots=64, max_context=512,
@@ -208,16 +219,16 @@ def _worker(pool: RolloutPool) -> Remote[BenchWorker]:
 
 
 async def speed(
-    model: Model, engine: Literal["vllm", "local"], threads: int, repeats: int
+    model: Model, engine: EngineName, threads: int, scale: Scale
 ) -> tuple[dict[str, dict[str, float]], dict[int, float]]:
     """Tokens per second by number of requests, through the actor and (vLLM) bare; and what the actor costs of it."""
     pool = pool_of(model, engine, threads)
     await pool.ready()
     rates: dict[str, dict[str, float]] = {"actor": {}, "bare": {}}
     costs: dict[int, float] = {}
-    for size in SIZES:
+    for size in scale.requests:
         actor, bare = [], []
-        for repeat in range(repeats + 1):
+        for repeat in range(scale.repeats + 1):
             seed = 1000 * size + 100 * repeat
             began = time.perf_counter()
             done = await pool.run(Assignment(seed, Task(id="t", prompt=model.prompt), size, 0, seed))
@@ -252,17 +263,11 @@ async def weight_change(model: Model, repeats: int) -> dict[str, object]:
 def start_up(model: Model, engine: str, repeats: int) -> Mapping[str, float]:
     """Seconds by phase of fresh processes, medians."""
     command = [sys.executable, "-m", "benchmarks.engines", "--start", engine, model.path, model.dtype]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    runs: list[dict[str, float]] = []
-    for _ in range(repeats):
-        lines = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
-        runs.append(json.loads(lines[-1]))
+    runs = [answer_of(command) for _ in range(repeats)]
     return {phase: round(median(run[phase] for run in runs), 2) for phase in runs[0]}
 
 
-async def _started(
-    engine: Literal["vllm", "local"], path: str, dtype: Literal["float32", "bfloat16"]
-) -> dict[str, float]:
+async def _started(engine: EngineName, path: str, dtype: Literal["float32", "bfloat16"]) -> dict[str, float]:
     """Seconds of importing (from the start of this fresh process), building, and the first token."""
     import psutil
     import torch

@@ -1,6 +1,6 @@
 """What gradient alignment control costs: its share of a training step, and its memory.
 
-    python -m benchmarks.gac [--quick]
+    python -m benchmarks.gac [--quick | --short]
 
 In one process, steps of the same back-end on the same batch take turns without a stabilizer, with one that observes
 (the default of every run), with one that projects every gradient, and with one that projects every update. For the tiny
@@ -10,15 +10,11 @@ positions: what the stabilizer costs depends on the parameters alone, so that it
 `gac_ms` is the CPU time inside the stabilizer in a step, `share` all of it over that of all steps: every tenth step
 measures the update's cosine as well, so that steps are counted in tens. `over_none` compares the medians of whole steps
 instead: it has everything in it, noise too. `--quick` leaves the Llama out, which takes ten minutes.
-
-Progress goes to stderr, and one JSON object to the last line of stdout.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,13 +27,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from algorithms.gac import GAC
 from algorithms.grpo import GRPO
-from benchmarks.measure import print_result, spread
-from examples.sort.prepare import Recipe, prepare
+from benchmarks.measure import Size, group_of, parser_of, print_result, progress, sorter, spread
 from rlsys.batch.plan import BatchPlan, plan_batch
-from rlsys.batch.samples import meta_of
 from rlsys.batch.tensors import StepData
 from rlsys.stabilizer import Stabilizer, Steered, Updates
-from rlsys.types import Episode, Group, Trajectory, Turn, VersionSpan
+from rlsys.types import Episode, Trajectory, Turn, VersionSpan
 from workers.train.fsdp import FsdpBackend
 from workers.train.ranks import Ranks
 from workers.train.settings import OptimizerSettings
@@ -105,22 +99,18 @@ class Timed:
 
 def main() -> None:
     """Measure both models and print the closing line."""
-    parser = argparse.ArgumentParser(description="Cost of gradient alignment control.")
-    parser.add_argument("--quick", action="store_true", help="the tiny model alone")
-    arguments = parser.parse_args()
+    size = parser_of(__doc__, quick="the tiny model alone").parse_args().size
     torch.set_num_threads(1)
-    print_result({case.name: measured(case) for case in cases(quick=arguments.quick)})
+    print_result({case.name: measured(case) for case in cases(size)})
 
 
-def cases(*, quick: bool) -> list[Case]:
+def cases(size: Size) -> list[Case]:
     """What is measured; models are made where they are missing."""
-    sorter = Path(".cache/sort/seed0")
-    prepare(sorter, Recipe(seed=0))
     tiny = Case(
-        name="sorter, 0.44 M", path=sorter / "model", num_vocab=90,
-        groups=32, group_size=8, num_prompt=7, num_output=7, num_steps=30,
+        name="sorter, 0.44 M", path=sorter(size) / "model", num_vocab=90,
+        groups=32, group_size=8, num_prompt=7, num_output=7, num_steps=1 if size == "short" else 30,
     )  # fmt: skip
-    if quick:
+    if size != "full":
         return [tiny]
     llama = Case(
         name="llama, 135 M", path=random_llama(Path(".cache/gac/llama")), num_vocab=49152,
@@ -159,7 +149,7 @@ def measured(case: Case) -> dict[str, object]:
                 step_s[name].append(time.process_time() - began)
                 if stabilizer:
                     gac_s[name].append(stabilizer.cpu_s - began_gac)
-        print(f"{case.name}: round {round_} of {case.num_steps}", file=sys.stderr, flush=True)
+        progress(f"{case.name}: round {round_} of {case.num_steps}")
     gradient_bytes = sum(4 * shard.numel() for shard in shards.values())
     figures: dict[str, object] = {"tokens": tokens_of(case), "gradient_bytes": gradient_bytes}
     figures["step_ms"] = {name: spread([1e3 * s for s in found]) for name, found in step_s.items()}
@@ -181,17 +171,11 @@ def tokens_of(case: Case) -> int:
 def batch(case: Case, algorithm: GRPO) -> tuple[BatchPlan, StepData]:
     """Random prompts, completions and rewards."""
     chance = random.Random(0)
-    groups: list[Group] = []
     payloads: list[tuple[Episode, ...]] = []
-    for serial in range(case.groups):
+    for _ in range(case.groups):
         prompt = tuple(chance.randrange(2, case.num_vocab) for _ in range(case.num_prompt))
         payloads.append(tuple(_episode(chance, case, prompt) for _ in range(case.group_size)))
-        groups.append(
-            Group(
-                serial=serial, task_id=str(serial), permit_version=0, replica="none", episodes=meta_of(payloads[-1]),
-                versions=(VersionSpan(0, case.group_size * case.num_output),), weights=(), payload=payloads[-1],
-            )
-        )  # fmt: skip
+    groups = [group_of(serial, payload) for serial, payload in enumerate(payloads)]
     assigned = algorithm.settle(groups, {}).groups
     plan = plan_batch(groups, assigned, algorithm.aggregation, num_ranks=1, max_tokens=8192)
     return plan, StepData(payloads, [{} for _ in groups])

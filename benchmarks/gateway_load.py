@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,12 +17,13 @@ from dataclasses import dataclass, field
 from statistics import fmean, quantiles
 from typing import Literal, TypeAlias
 
+from benchmarks.measure import answer_of
 from rlsys.gateway import shared_gateway
 from rlsys.session import POLICY, Session
 from rlsys.testing import ScriptedPolicy
 from rlsys.types import Message, Task, Turn, VersionSpan
 
-NUM_TURNS, NUM_CONVERSATIONS = 8, 5
+NUM_TURNS = 8
 SHORTEST_S, LONGEST_S = 0.05, 0.15
 Ask: TypeAlias = Callable[[Sequence[Message]], Awaitable[str]]
 """From a conversation to the reply."""
@@ -43,25 +43,22 @@ class SlowPolicy(ScriptedPolicy):
         return Turn(prompt_ids, ids, (-1.0,) * len(ids), (VersionSpan(0, len(ids)),), "stop", text)
 
 
-def overhead_of_gateway(client: Literal["raw", "openai"], num_clients: int) -> dict[str, float]:
+def overhead_of_gateway(client: Literal["raw", "openai"], num_clients: int, num_conversations: int) -> dict[str, float]:
     """Milliseconds a reply takes through the gateway beyond what it takes in the session itself."""
-    return asyncio.run(_overhead(client, num_clients))
+    return asyncio.run(_overhead(client, num_clients, num_conversations))
 
 
-async def _overhead(client: str, num_clients: int) -> dict[str, float]:
+async def _overhead(client: str, num_clients: int, num_conversations: int) -> dict[str, float]:
     policy = SlowPolicy()
     sessions = [Session(Task(id=str(n), prompt=""), {POLICY: policy}, seed=n) for n in range(num_clients)]
-    direct = [ms for all_ms in await asyncio.gather(*map(_in_session, sessions)) for ms in all_ms]
+    in_session = await asyncio.gather(*(_in_session(session, num_conversations) for session in sessions))
+    direct = [ms for all_ms in in_session for ms in all_ms]
     async with AsyncExitStack() as stack:
         gateway = await stack.enter_async_context(shared_gateway())
         endpoints = [await stack.enter_async_context(gateway.serve(session)) for session in sessions]
         where = json.dumps([[endpoint.base_url, endpoint.api_key] for endpoint in endpoints])
-        command = [sys.executable, "-m", "benchmarks.gateway_load", client]
-        process = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        told, _ = await process.communicate(where.encode())
-    if process.returncode:
-        raise RuntimeError(f"{' '.join(command)}: exit code {process.returncode}")
-    through = json.loads(told)
+        command = [sys.executable, "-m", "benchmarks.gateway_load", client, str(num_conversations)]
+        through = await asyncio.to_thread(answer_of, command, where)
     return {
         "overhead_ms": fmean(through) - fmean(direct),
         "overhead_p95_ms": quantiles(through, n=20)[-1] - quantiles(direct, n=20)[-1],
@@ -69,8 +66,8 @@ async def _overhead(client: str, num_clients: int) -> dict[str, float]:
     }
 
 
-async def _in_session(session: Session) -> list[float]:
-    agents = iter([session.agent(POLICY) for _ in range(NUM_CONVERSATIONS)])
+async def _in_session(session: Session, num_conversations: int) -> list[float]:
+    agents = iter([session.agent(POLICY) for _ in range(num_conversations)])
     agent = None
 
     async def ask(messages: Sequence[Message]) -> str:
@@ -79,14 +76,14 @@ async def _in_session(session: Session) -> list[float]:
         assert agent is not None
         return await agent.chat((messages[-1],))
 
-    return await converse(ask)
+    return await converse(ask, num_conversations)
 
 
-async def converse(ask: Ask) -> list[float]:
+async def converse(ask: Ask, num_conversations: int) -> list[float]:
     """Milliseconds of every turn besides those of the policy; the first conversation, in which connections are made,
     is not counted."""
     all_ms = []
-    for number in range(NUM_CONVERSATIONS):
+    for number in range(num_conversations):
         said: list[Message] = []
         for turn in range(NUM_TURNS):
             said.append(Message(role="user", content=f"{number}.{turn}"))
@@ -100,7 +97,7 @@ async def converse(ask: Ask) -> list[float]:
 # ---------------------------------------------------------------------------------------------- in a process of its own
 
 
-async def raw(base_url: str, api_key: str) -> list[float]:
+async def raw(num_conversations: int, base_url: str, api_key: str) -> list[float]:
     """HTTP by hand, one connection that is kept."""
     host, path = base_url.removeprefix("http://").split("/", 1)
     reader, writer = await asyncio.open_connection(*host.split(":"))
@@ -115,12 +112,12 @@ async def raw(base_url: str, api_key: str) -> list[float]:
         return json.loads(await reader.readexactly(length))["choices"][0]["message"]["content"]
 
     try:
-        return await converse(ask)
+        return await converse(ask, num_conversations)
     finally:
         writer.close()
 
 
-async def openai(base_url: str, api_key: str) -> list[float]:
+async def openai(num_conversations: int, base_url: str, api_key: str) -> list[float]:
     """The client that everybody uses."""
     from openai import AsyncOpenAI
 
@@ -130,12 +127,12 @@ async def openai(base_url: str, api_key: str) -> list[float]:
             reply = await client.chat.completions.create(model=POLICY, messages=[*messages])  # pyright: ignore
             return reply.choices[0].message.content or ""
 
-        return await converse(ask)
+        return await converse(ask, num_conversations)
 
 
 async def _clients() -> None:
     client = {"raw": raw, "openai": openai}[sys.argv[1]]
-    all_ms = await asyncio.gather(*(client(*where) for where in json.load(sys.stdin)))
+    all_ms = await asyncio.gather(*(client(int(sys.argv[2]), *where) for where in json.load(sys.stdin)))
     print(json.dumps([ms for each in all_ms for ms in each]))
 
 

@@ -8,12 +8,11 @@ turn, in one thread; figures are medians of CPU time. `difference` is the larges
 the logprobs; advantages), over the largest result. Lengths of samples are spread evenly from 1 to twice their mean, so
 that about half of a padded matrix is padding.
 
-    python -m benchmarks.losses --repeats 15
+    python -m benchmarks.losses [--repeats 15 | --short]
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -34,15 +33,17 @@ from algorithms.kto import KTO
 from algorithms.m2po import M2PO
 from algorithms.ppo import PPO
 from algorithms.reinforce_pp import ReinforcePP
-from benchmarks.measure import print_result, spread
-from rlsys.algorithm import Algorithm, LossInputs, Signal
+from benchmarks.measure import parser_of, print_result, spread
+from rlsys.algorithm import Algorithm, LossInputs, LossOutput, Signal
 from rlsys.batch.tensors import MicroBatch
-from rlsys.types import OK, EpisodeMeta, Group, SampleMeta, TrajectoryMeta
+from rlsys.types import Group
+from tests.groups import episode, group
 from workers.train.ranks import Ranks
 from workers.train.step import Part, whiten
 
 SIZES = {"32k": (64, 512), "256k": (256, 1024)}
 """Samples, and mean trained tokens of each."""
+SMALL = {"1k": (32, 32)}
 KL_COEF = 0.1
 MEAN_BOUND = 1.005
 """Of geometric means: some samples are beyond it."""
@@ -100,6 +101,18 @@ def tokens(num_samples: int, mean_length: int) -> Both:
 # --------------------------------------------------------------------------------------------------------------- ours
 
 
+def gradient(loss: Callable[[Tensor], Tensor], by: Tensor) -> Callable[[], Tensor]:
+    """One call: the gradient of a loss by these numbers."""
+
+    def run() -> Tensor:
+        numbers = by.clone().requires_grad_()
+        loss(numbers).backward()
+        assert numbers.grad is not None
+        return numbers.grad
+
+    return run
+
+
 def ours(algorithm: Algorithm, both: Both) -> Callable[[], Tensor]:
     """One call: the gradient by the logprobs, of the loss averaged over tokens or sequences."""
     lengths_S = both.batch.lengths_S
@@ -108,49 +121,26 @@ def ours(algorithm: Algorithm, both: Both) -> Callable[[], Tensor]:
     else:
         weights_N = torch.full_like(both.logprobs_N, 1 / len(both.logprobs_N))
 
-    def run() -> Tensor:
-        logprobs_N = both.logprobs_N.clone().requires_grad_()
+    def loss(logprobs_N: Tensor) -> Tensor:
         batch = both.batch
         if algorithm.measures:
             batch = replace(batch, facts=algorithm.measure(batch, Ranks()))
-        output = algorithm.loss(logprobs_N, batch)
-        (output.loss_N * weights_N).sum().backward()
-        for value_N in output.metrics_N.values():
-            value_N.mean()
-        assert logprobs_N.grad is not None
-        return logprobs_N.grad
+        return with_metrics(algorithm.loss(logprobs_N, batch), weights_N)
 
-    return run
+    return gradient(loss, both.logprobs_N)
 
 
 def value_loss(both: Both) -> Callable[[], Tensor]:
     """One call: the gradient by the values, of the critic's loss averaged over tokens."""
-
-    def run() -> Tensor:
-        values_N = both.logprobs_N.clone().requires_grad_()
-        output = PPO().value_loss(values_N, both.batch)
-        output.loss_N.mean().backward()
-        for value_N in output.metrics_N.values():
-            value_N.mean()
-        assert values_N.grad is not None
-        return values_N.grad
-
-    return run
+    weights_N = torch.full_like(both.logprobs_N, 1 / len(both.logprobs_N))
+    return gradient(lambda values_N: with_metrics(PPO().value_loss(values_N, both.batch), weights_N), both.logprobs_N)
 
 
-def group_of(serial: int, rewards: Sequence[float]) -> Group:
-    """A judged group, an episode of three tokens for each reward."""
-    sample = SampleMeta(num_prompt=2, num_completion=3, num_trained=3, prompt_key=0)
-    return Group(
-        serial=serial,
-        task_id=f"task-{serial}",
-        permit_version=0,
-        replica="rollout-0",
-        episodes=tuple(EpisodeMeta((TrajectoryMeta("policy", None, OK, reward, (sample,)),)) for reward in rewards),
-        versions=(),
-        weights=(),
-        payload=None,
-    )
+def with_metrics(output: LossOutput, weights_N: Tensor) -> Tensor:
+    """The weighted sum of a loss, once its metrics are averaged."""
+    for value_N in output.metrics_N.values():
+        value_N.mean()
+    return (output.loss_N * weights_N).sum()
 
 
 def advantages(groups: Sequence[Group]) -> Tensor:
@@ -178,8 +168,12 @@ def clipped_reference(
 ) -> Tensor:
     """PPO's surrogate and its clip fractions."""
     ratio_BT = (logprobs_BT - old_BT).clamp(-20, 20).exp()
-    first_BT = -advantages_BT * ratio_BT
-    second_BT = -advantages_BT * ratio_BT.clamp(1 - low, 1 + high)
+    return surrogate_reference(ratio_BT, advantages_BT, mask_BT, low, high)
+
+
+def surrogate_reference(ratio_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, low: float, high: float) -> Tensor:
+    """The worse of both products, and the clip fractions."""
+    first_BT, second_BT = -advantages_BT * ratio_BT, -advantages_BT * ratio_BT.clamp(1 - low, 1 + high)
     masked_mean(ratio_BT.detach(), mask_BT)
     masked_mean((second_BT > first_BT).float() * (advantages_BT > 0), mask_BT)
     masked_mean((second_BT > first_BT).float() * (advantages_BT < 0), mask_BT)
@@ -271,12 +265,8 @@ def gspo_reference(logprobs_BT: Tensor, x: Padded, low: float, high: float) -> T
     lengths_B1 = x.mask.sum(-1, keepdim=True)
     means_B1 = ((logprobs_BT - x.behavior) * x.mask).sum(-1, keepdim=True) / lengths_B1
     log_ratio_BT = (logprobs_BT - logprobs_BT.detach() + means_B1.detach()).clamp(max=10)
-    ratio_BT = log_ratio_BT.exp()
-    first_BT, second_BT = -x.advantages * ratio_BT, -x.advantages * ratio_BT.clamp(1 - low, 1 + high)
-    masked_mean(ratio_BT.detach(), x.mask)
-    masked_mean((second_BT > first_BT).float() * (x.advantages > 0), x.mask)
-    masked_mean((second_BT > first_BT).float() * (x.advantages < 0), x.mask)
-    return ((torch.maximum(first_BT, second_BT) * x.mask).sum(-1, keepdim=True) / lengths_B1).mean()
+    loss_BT = surrogate_reference(log_ratio_BT.exp(), x.advantages, x.mask, low, high)
+    return ((loss_BT * x.mask).sum(-1, keepdim=True) / lengths_B1).mean()
 
 
 def cispo_reference(logprobs_BT: Tensor, x: Padded, low: float, high: float) -> Tensor:
@@ -361,14 +351,7 @@ def whitening_reference(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
 def reference(loss: Callable[..., Tensor], both: Both, *bounds: float | None) -> Callable[[], Tensor]:
     """One call: the gradient by the logprobs, padded."""
     x = Padded.of(both)
-
-    def run() -> Tensor:
-        logprobs_BT = x.logprobs.clone().requires_grad_()
-        loss(logprobs_BT, x, *bounds).backward()
-        assert logprobs_BT.grad is not None
-        return logprobs_BT.grad
-
-    return run
+    return gradient(lambda logprobs_BT: loss(logprobs_BT, x, *bounds), x.logprobs)
 
 
 # ---------------------------------------------------------------------------------------------------------- measuring
@@ -404,7 +387,7 @@ def cases(both: Both) -> dict[str, tuple[Callable[[], Tensor], Callable[[], Tens
     rewards_N, rewards_BT = batch.advantages_N, x.advantages
     rewards = [float(value) for value in torch.rand(both.batch.lengths_S.shape)]
     serials = [place // 8 for place in range(len(rewards))]
-    groups = [group_of(s, rewards[8 * s : 8 * s + 8]) for s in range(len(rewards) // 8)]
+    groups = [group(s, episodes=[episode(r) for r in rewards[8 * s : 8 * s + 8]]) for s in range(len(rewards) // 8)]
     weighted = GRPO(correction=(Tis(),))
     masked = GRPO(correction=(Geometric(low=1 / MEAN_BOUND, high=MEAN_BOUND), Tis()))
     grpo, dapo, gspo, cispo, m2po, ppo, kto = GRPO(), DAPO(), GSPO(), CISPO(), M2PO(tau=M2_BOUND), PPO(), KTO()
@@ -441,12 +424,14 @@ def cases(both: Both) -> dict[str, tuple[Callable[[], Tensor], Callable[[], Tens
 
 def main() -> None:
     """Print a line per comparison, then all figures as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=15)
-    repeats = parser.parse_args().repeats
+    arguments = parser.parse_args()
+    is_short = arguments.size == "short"
+    repeats = 1 if is_short else arguments.repeats
     torch.set_num_threads(1)
     figures: dict[str, object] = {}
-    for name, (num_samples, mean_length) in SIZES.items():
+    for name, (num_samples, mean_length) in (SMALL if is_short else SIZES).items():
         both = tokens(num_samples, mean_length)
         results = {case: compared(*runs, both.mask_BT, repeats) for case, runs in cases(both).items()}
         figures[name] = {"tokens": len(both.logprobs_N), "positions": both.mask_BT.numel(), **results}

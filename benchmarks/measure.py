@@ -1,20 +1,38 @@
-"""What benchmarks share: CPU time of process trees, marks between which a run is steady, medians with their spread."""
+"""What benchmarks share: arguments, runs of the tiny job, CPU time of process trees, medians, the closing line.
+
+Every benchmark shows its progress on stderr, and prints one JSON object as the last line of stdout.
+"""
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
+if TYPE_CHECKING:
+    from rlsys.types import Episode, Group
+
+Size: TypeAlias = Literal["full", "quick", "short"]
+"""How long a benchmark takes. The figures of a short one mean nothing: it shows in seconds that the benchmark works."""
+ENV = os.environ | {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Environment of the processes that are measured: offline, one thread each."""
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 POLL_S = 0.01
 _PR_SET_CHILD_SUBREAPER = 36
@@ -55,9 +73,106 @@ def marks_of(command: Sequence[str], env: Mapping[str, str], metrics: Path, step
     return marks
 
 
+def parser_of(description: str | None, *, quick: str = "") -> argparse.ArgumentParser:
+    """Parser with `--short` and, where `quick` says what it leaves out, `--quick`; both set `size`, a `Size`."""
+    output = "Progress goes to stderr, and one JSON object to the last line of stdout."
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, epilog=output, formatter_class=style)
+    parser.set_defaults(size="full")
+    sizes = parser.add_mutually_exclusive_group()
+    if quick:
+        sizes.add_argument("--quick", dest="size", action="store_const", const="quick", help=quick)
+    told = "a few seconds, to see that it works; its figures mean nothing"
+    sizes.add_argument("--short", dest="size", action="store_const", const="short", help=told)
+    return parser
+
+
+def sorter(size: Size, seed: int = 0) -> Path:
+    """Folder with the policy and the tasks of `examples.sort`; the policy of a short benchmark has learned nothing."""
+    from examples.sort.prepare import Recipe, prepare
+
+    is_short = size == "short"
+    folder = Path(f".cache/sort/{'short' if is_short else 'seed'}{seed}")
+    prepare(folder, Recipe(seed=seed, steps=2, num_train=256, num_eval=16) if is_short else Recipe(seed=seed))
+    return folder
+
+
+def train_command(prepared: Path, folder: Path, *overrides: str) -> list[str]:
+    """The command that trains the policy of `sorter` in `folder`/run, as `examples/sort/run.yaml` says otherwise."""
+    command = [sys.executable, "-m", "rlsys.cli", "train", "examples/sort/run.yaml", "--json"]
+    command += [f"run.folder={folder}", "run.name=run", "checkpoint.every=0"]
+    command += [f"model.path={prepared / 'model'}", f"data.path={prepared / 'train.jsonl'}"]
+    return [*command, f"eval.data.held_out={prepared / 'eval.jsonl'}", *overrides]
+
+
+def train(prepared: Path, *overrides: str) -> tuple[list[dict[str, float]], Mapping[str, Any]]:
+    """Train that policy; answer its metrics, a row for each step, and what `--json` prints."""
+    with tempfile.TemporaryDirectory(prefix="benchmark_") as folder:
+        result = answer_of(train_command(prepared, Path(folder), "record.rollouts_every=0", *overrides))
+        return rows_of(Path(folder) / "run" / "metrics.jsonl"), result
+
+
+def answer_of(command: Sequence[str], text: str | None = None, **env: str) -> Any:  # noqa: ANN401  (JSON)
+    """JSON of the last line of a command's output, given `text`. Raises `RuntimeError` with the end of its stderr."""
+    done = subprocess.run(command, env=ENV | env, input=text, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def own_python(folder: Path, requirements: Sequence[str], size: Size) -> str:
+    """Python of an environment that has packages which rlsys' own lacks; unless it is short, makes it on first use.
+
+    Exits with code 2 and the remedy where there is no such environment.
+    """
+    mark, wanted, python = folder / "installed.txt", "\n".join(requirements), folder / "bin" / "python"
+    if mark.exists() and mark.read_text() == wanted:
+        return str(python)
+    if size == "short":
+        _end(f"{folder} lacks {', '.join(requirements)}; remedy: run this benchmark once without --short")
+    progress(f"installing {', '.join(requirements)} into {folder}, once")
+    subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requirements]
+    if subprocess.run(install, check=False, stdout=sys.stderr).returncode:
+        _end(f"pip could not install {', '.join(requirements)}; remedy: set PIP_EXTRA_INDEX_URL to an index with them")
+    mark.write_text(wanted)
+    return str(python)
+
+
+def _end(message: str) -> NoReturn:
+    progress(message)
+    sys.exit(2)
+
+
+def group_of(serial: int, episodes: tuple[Episode, ...]) -> Group:
+    """A group that was sampled at version 0, its payload in it."""
+    from rlsys.batch.samples import meta_of, versions_of
+    from rlsys.types import Group
+
+    return Group(
+        serial=serial, task_id=f"task-{serial}", permit_version=0, replica="rollout-0", episodes=meta_of(episodes),
+        versions=versions_of(episodes), weights=(), payload=episodes,
+    )  # fmt: skip
+
+
 def spread(values: Sequence[float]) -> dict[str, float | int]:
     """Median, least and greatest of repeated measurements."""
     return {"median": median(values), "min": min(values), "max": max(values), "repeats": len(values)}
+
+
+def spreads(runs: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float | int]]:
+    """The spread of every figure over all repeats."""
+    return {name: spread([run[name] for run in runs]) for name in runs[0]}
+
+
+def progress(*what: object) -> None:
+    """Show on stderr how far a benchmark is."""
+    print(*what, file=sys.stderr, flush=True)
 
 
 def print_result(figures: Mapping[str, object]) -> None:

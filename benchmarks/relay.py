@@ -1,6 +1,6 @@
 """The relay tier: how long a publish stops the trainer, and how soon every node has the new weights.
 
-    python -m benchmarks.relay [--quick] [--megabytes 270]
+    python -m benchmarks.relay [--quick | --short] [--megabytes 270]
 
 A local cluster of raylets, one relay and one rollout reader on each, at 1, 2, 4 and 8 of them; a trainer's process on
 the first, with float32 parameters of a transformer's shapes, publishes them as bfloat16 (10 MB, 270 MB, 1 GB) with the
@@ -17,18 +17,14 @@ publisher of a run. Every figure is the median of repeats; every row follows one
 `stall_over_memcpy` of the whole is the worst row at 270 MB and above; `flatness` is, for each size, the largest stall
 over the smallest, over the number of relays. All nodes are on this one machine: they share its cores and its memory's
 bandwidth, so the time until all relays hold a version grows with their number here as it does not between machines.
-
-Progress goes to stderr, and one JSON object to the last line of stdout.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import os
 import secrets
-import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -42,7 +38,7 @@ from ray._private.authentication.authentication_token_setup import enable_token_
 from ray.cluster_utils import Cluster
 from torch import Tensor
 
-from benchmarks.measure import print_result, spread
+from benchmarks.measure import parser_of, print_result, progress, spread
 from rlsys.relay import Relay
 from rlsys.weights import TensorSpec
 from workers.cluster import NO_MATHS, Resources
@@ -163,19 +159,20 @@ class Tier:
 
 def main() -> None:
     """Measure, and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="10 MB only")
+    parser = parser_of(__doc__, quick="10 MB only")
     parser.add_argument("--megabytes", type=int, help="this size only")
     parser.add_argument("--relays", type=int, help="this number of relays only")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
-    sizes = SIZES[:1] if arguments.quick else SIZES
+    is_short = arguments.size == "short"
+    sizes = SIZES if arguments.size == "full" else SIZES[:1]
     sizes = (arguments.megabytes * MEGABYTE,) if arguments.megabytes else sizes
-    numbers = (arguments.relays,) if arguments.relays else NUM_RELAYS
+    numbers = (arguments.relays,) if arguments.relays else NUM_RELAYS[:1] if is_short else NUM_RELAYS
+    repeats = 1 if is_short else arguments.repeats
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     enable_token_auth_by_default()
     asked = [(size, n) for size in sizes for n in numbers]
-    rows = [row for size, n in asked if fits(size, n) for row in measured(size, n, arguments.repeats)]
+    rows = [row for size, n in asked if fits(size, n) for row in measured(size, n, repeats)]
     full = [row for row in rows if row["changed"] == 1.0]
     print_result(
         {
@@ -231,7 +228,7 @@ async def _publishes(tier: Tier, schedule: Sequence[float]) -> list[dict[str, fl
     publishes = []
     for version, changed in enumerate(schedule):
         publishes.append(await tier.published(version, changed))
-        print(len(tier.readers), "relays", changed, publishes[-1], file=sys.stderr)
+        progress(len(tier.readers), "relays", changed, publishes[-1])
     return publishes
 
 

@@ -1,7 +1,7 @@
 """Random schedules with faults on the virtual clock: does the staleness bound hold, and is every task trained
 once, is no healthy group issued again, and no permit lost or made up?
 
-    python -m benchmarks.schedules --count 10000
+    python -m benchmarks.schedules [--count 10000 | --short]
 
 Each schedule draws latencies with long tails, limits, ways of changing weights, interruptions, and faults of rollouts,
 reward workers, relays and payloads; see `tests/simulate/schedules.py`. Prints one JSON object; exits with 1 if any
@@ -10,25 +10,25 @@ schedule broke a promise, and names its seed.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections import defaultdict
 from multiprocessing import Pool
 
+from benchmarks.measure import parser_of, print_result
 from tests.simulate.schedules import Outcome, played
 
 
 def main() -> int:
     """Play them all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--count", type=int, default=10_000, help="schedules, of seeds 0, 1, ...")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
+    count = 40 if options.size == "short" else options.count
     began = time.monotonic()
     with Pool(options.processes) as pool:
-        outcomes = pool.map(played, range(options.count), chunksize=50)
+        outcomes = pool.map(played, range(count), chunksize=50)
     broken = {
         "bound_exceeded": [seed for seed, o in enumerate(outcomes) if o.staleness > o.bound],
         "not_exactly_once": [seed for seed, o in enumerate(outcomes) if not o.is_exactly_once],
@@ -37,14 +37,15 @@ def main() -> int:
         "issued_again_for_nothing": [seed for seed, o in enumerate(outcomes) if o.num_healthy],
         "permits_miscounted": [seed for seed, o in enumerate(outcomes) if not o.has_all_permits],
     }
-    told = {
-        "schedules": options.count,
-        "seconds": round(time.monotonic() - began, 1),
-        "broken": broken,
-        "groups_issued_again": sum(o.num_reissued for o in outcomes),
-        "largest_staleness": _largest(outcomes),
-    }
-    print(json.dumps(told))
+    print_result(
+        {
+            "schedules": count,
+            "seconds": round(time.monotonic() - began, 1),
+            "broken": broken,
+            "groups_issued_again": sum(o.num_reissued for o in outcomes),
+            "largest_staleness": _largest(outcomes),
+        }
+    )
     return 1 if any(broken.values()) else 0
 
 

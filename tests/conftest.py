@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,18 +25,47 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """vLLM turns thread counts, process groups and some of torch into its own: its tests come last.
+FIRST = ("ray", "ranks", "benchmarks")
+"""Groups of tests that take longest, in their order."""
 
-    After them only those with a browser, whose driver keeps an event loop running in this thread: no other can. A
-    process is in one Ray cluster at a time: tests with three nodes come before those that share the one of one node.
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests with Ray come first; those with vLLM, and then those with a browser, come last.
+
+    A process is in one Ray cluster at a time: tests with three nodes come before those that share the one of one node.
+    vLLM turns thread counts, process groups and some of torch into its own; the driver of the browser keeps an event
+    loop running in its thread, and no other can: nothing else may come after them. Where tests run in two processes,
+    those of a group share one.
     """
 
-    def order(item: pytest.Item) -> tuple[bool, bool, bool]:
-        fixtures = getattr(item, "fixturenames", ())
-        return "chromium" in fixtures, item.get_closest_marker("vllm") is not None, "three_nodes" not in fixtures
+    def order(item: pytest.Item) -> tuple[int, bool, bool]:
+        fixtures, group = _fixtures_of(item), _group_of(item)
+        place = FIRST.index(group) if group in FIRST else len(FIRST) + (group == "last")
+        return place, "chromium" in fixtures, "three_nodes" not in fixtures
 
     items.sort(key=order)
+    for item in items:
+        if group := _group_of(item):
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _fixtures_of(item: pytest.Item) -> Mapping[str, Sequence[pytest.FixtureDef[object]]]:
+    return item._fixtureinfo.name2fixturedefs if isinstance(item, pytest.Function) else {}
+
+
+def _group_of(item: pytest.Item) -> str | None:
+    """Name of the tests that share something costly with this one; None if it may run anywhere."""
+    fixtures = _fixtures_of(item)
+    if "chromium" in fixtures or item.get_closest_marker("vllm"):
+        return "last"
+    room = item.path.relative_to(Path(__file__).parent).parts[0]
+    if room == "benchmarks":
+        return room
+    if room in ("ray", "oracle") or item.name.endswith("[ray]"):
+        return "ray"
+    if "two_ranks" in fixtures:
+        return "ranks"
+    return item.path.stem if any(found[-1].scope == "module" for found in fixtures.values()) else None
 
 
 @pytest.fixture(scope="session")

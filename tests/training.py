@@ -138,7 +138,7 @@ def data_of(payloads: list[tuple[Episode, ...]]) -> StepData:
 
 
 class TwoRanks:
-    """Two processes that have joined each other, and stay for the whole module: starting one costs seconds."""
+    """Two processes that have joined each other, and stay: starting one costs seconds."""
 
     def __init__(self, folder: Path) -> None:
         self._pools = [

@@ -20,15 +20,15 @@ def kit(request: pytest.FixtureRequest) -> Iterator[Kit]:
     request.param.end()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny model to train."""
     return save_model(tmp_path_factory.mktemp("qwen3"), tiny_qwen3())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoRanks]:
-    """Two processes that have joined each other."""
+    """Two processes that have joined each other, for all tests."""
     ranks = TwoRanks(tmp_path_factory.mktemp("rendezvous"))
     yield ranks
     ranks.close()

@@ -78,8 +78,9 @@ def test_vllm_takes_further_arguments_but_not_those_that_are_ours() -> None:
 @VLLM
 def test_a_sharded_vllm_takes_weights_like_any_other() -> None:
     kit = Kit(lambda: vllm(tied=True, tensor_parallel=2), tied=True)
+    others = set(multiprocessing.active_children())
     run(kit, lambda engine: _changes(engine, kit))
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= others
 
 
 async def _changes(engine: Engine, kit: Kit) -> None:

@@ -33,6 +33,7 @@ def on(device: str | None) -> Callable[[], str | None]:
     return lambda: device
 
 
+@pytest.mark.slow
 def test_on_a_cpu_a_large_model_is_worth_vllm_and_a_small_one_is_not(tmp_path: Path) -> None:
     small = spec(tmp_path / "small", hidden_size=64, intermediate_size=128, num_hidden_layers=2)
     large = spec(tmp_path / "large", hidden_size=1024, intermediate_size=2048, num_hidden_layers=8)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import aiohttp
 import orjson
+import pytest
 
 from rlsys.gateway import Gateway, shared_gateway
 from rlsys.session import POLICY
@@ -61,6 +62,7 @@ def usage() -> tuple[int, int, int]:
     return num_files(), len(gc.get_objects()), pages * PAGE
 
 
+@pytest.mark.slow
 def test_ten_thousand_sessions_leave_nothing_behind():
     async def many(gateway: Gateway, num: int, num_leaving: int) -> None:
         for first in range(0, num, 100):

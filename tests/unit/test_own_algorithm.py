@@ -33,12 +33,14 @@ def output_of(program: list[str], environment: dict[str, str]) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_an_installed_package_is_listed_under_its_name(installed: dict[str, str]) -> None:
     lines = output_of(["-m", "rlsys.cli", "algorithms"], installed).splitlines()
     (line,) = [line for line in lines if line.startswith("best_of_group ")]
     assert "best_of_group:BestOfGroup" in line and "Imitate the best members of each group" in line
 
 
+@pytest.mark.slow
 def test_a_configuration_names_it_and_it_trains(installed: dict[str, str], tmp_path: Path) -> None:
     first, second, third = map(float, output_of(["-m", "tests.own_algorithm", str(tmp_path)], installed).split())
     assert first > second > third

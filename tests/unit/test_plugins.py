@@ -60,6 +60,7 @@ def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedPro
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
+@pytest.mark.slow
 def test_one_package_that_does_not_load_hides_no_other(environment):
     listed = run(environment, "algorithms")
     assert listed.returncode == 0, listed.stderr
@@ -76,6 +77,7 @@ def test_one_package_that_does_not_load_hides_no_other(environment):
     assert names.isdisjoint({"torn", "mine", "dapo"})
 
 
+@pytest.mark.slow
 def test_a_name_that_two_packages_claim_is_refused_with_both_and_every_other_works(environment):
     keys = ["run.steps=1", "model.path=m", "data.path=d"]
     clash = run(environment, "config", "check", *keys, "algorithm.type=mine")

@@ -12,6 +12,8 @@ import pytest
 from rlsys.errors import DataError, WorkerDied
 from workers.train.processes import in_processes
 
+pytestmark = pytest.mark.slow
+
 
 def sums(rank: int, address: str) -> float:
     import torch

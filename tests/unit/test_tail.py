@@ -183,11 +183,11 @@ def test_the_command_shows_a_run_on_stdout(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_it_quietly(tmp_path: Path) -> None:
     history = begun(tmp_path / "run")
-    command = [sys.executable, "-m", "rlsys.cli", "tail", str(history.folder)]
+    as_in_a_terminal = ["env", "--default-signal=INT"]  # a script that starts these tests with `&` has SIGINT ignored
+    command = [*as_in_a_terminal, sys.executable, "-m", "rlsys.cli", "tail", str(history.folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        while "run directory" not in process.stdout.readline():
-            pass
+        assert any("run directory" in line for line in process.stdout)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (0, "")

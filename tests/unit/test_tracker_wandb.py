@@ -19,6 +19,7 @@ from tests.rollouts import rollouts
 from tests.wandb_server import serving
 
 CONFIG = {"run": {"name": "sums", "steps": 20}, "train": {"lr": 1e-5}}
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

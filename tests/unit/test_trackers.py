@@ -347,6 +347,7 @@ print([m for m in ("torch", "tensorflow") if m in sys.modules])
 # ------------------------------------------------------------------------------------------------------------ mlflow
 
 
+@pytest.mark.slow
 def test_mlflow_holds_configuration_history_and_rollouts_of_a_run_and_of_its_resumption(tmp_path: Path):
     mlflow = pytest.importorskip("mlflow", reason="needs the package mlflow-skinny, the extra `mlflow` of rlsys")
     path = rollouts(tmp_path / "step_10.jsonl", [0.0, 1.0])

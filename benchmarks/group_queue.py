@@ -1,6 +1,6 @@
 """The way from rollouts to the learner: rlsys against `ray.util.queue` and TransferQueue, side by side.
 
-    python -m benchmarks.queue [--quick]
+    python -m benchmarks.group_queue [--quick | --short]
 
 Two producer processes hand groups of 8 episodes to one consumer process, with 1 k and with 32 k tokens in a group: ids
 and logprobs in numpy arrays, the same for all three. Once as fast as they can, 64 groups in flight where the system
@@ -11,31 +11,21 @@ rlsys: producers answer as rollouts do, the driver's StreamingQueue has metadata
 ray.util.queue: payloads through its actor. TransferQueue: its SimpleStorage, two storage units, in an environment of
 its own, `.cache/queue/venv`, made on first use (some minutes, not measured); threads set to the machine's cores, as it
 asks for, and a consumer that polls, since the wait of its controller lasts five seconds.
-
-Progress goes to stderr, and one JSON object to the last line of stdout.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import subprocess
 import sys
 from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.measure import print_result, spread
-from benchmarks.queue_work import Load, Taken
+from benchmarks.group_queue_work import Load, Taken
+from benchmarks.measure import answer_of, own_python, parser_of, print_result, progress, spread
 
-ENVIRONMENT = Path(".cache/queue/venv")
 REQUIREMENTS = ("torch==2.13.0+cpu", "TransferQueue==0.1.11", "ray==2.60.0", "tensordict==0.15.3")
-ENV = os.environ | {
-    "OMP_NUM_THREADS": "1",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "TQ_NUM_THREADS": str(os.cpu_count() or 1),
-}
 TOKENS = {"1k": 1024, "32k": 32768}
 PACED_S = 0.04
 """Between two groups of one of the two producers."""
@@ -44,20 +34,19 @@ WARM_UP = Load(1024, 64, 0.0)
 
 def main() -> None:
     """Compare and print the closing line."""
-    parser = argparse.ArgumentParser(description="rlsys' queue against ray.util.queue and TransferQueue.")
-    parser.add_argument("--quick", action="store_true", help="fewer groups and rounds; about a minute once set up")
-    is_quick = parser.parse_args().quick
-    make_environment()
+    size = parser_of(__doc__, quick="fewer groups and rounds; about a minute once set up").parse_args().size
+    num_rounds, *num_groups = {"full": (5, 1600, 500), "quick": (2, 400, 200), "short": (1, 16, 4)}[size]
+    peer_python = own_python(Path(".cache/queue/venv"), REQUIREMENTS, size)
     jobs = {
-        "rlsys": [sys.executable, "-m", "benchmarks.queue_rlsys"],
-        "ray_queue": [sys.executable, "-m", "benchmarks.queue_ray"],
-        "transferqueue": [str(ENVIRONMENT / "bin" / "python"), "-m", "benchmarks.queue_transferqueue"],
+        "rlsys": [sys.executable, "-m", "benchmarks.group_queue_rlsys"],
+        "ray_queue": [sys.executable, "-m", "benchmarks.group_queue_ray"],
+        "transferqueue": [peer_python, "-m", "benchmarks.group_queue_transferqueue"],
     }
     rounds: dict[str, list[list[Taken]]] = defaultdict(list)
-    for number in range(2 if is_quick else 5):
+    for number in range(num_rounds):
         for name, command in jobs.items():
-            rounds[name].append(run(command, loads(400 if is_quick else 1600, 200 if is_quick else 500)))
-            print(f"round {number + 1}  {name}  {rounds[name][-1]}", file=sys.stderr, flush=True)
+            rounds[name].append(run(command, loads(*num_groups)))
+            progress(f"round {number + 1}  {name}  {rounds[name][-1]}")
     print_result({size: figures(rounds, place) for place, size in enumerate(TOKENS)})
 
 
@@ -68,11 +57,9 @@ def loads(num_fast: int, num_paced: int) -> list[Load]:
 
 def run(command: list[str], stretches: list[Load]) -> list[Taken]:
     """One system, all stretches, in processes of its own; those that warm it up are not counted."""
+    threads = str(os.cpu_count() or 1)
     asked = json.dumps([asdict(load) for load in (WARM_UP, *stretches)])
-    done = subprocess.run([*command, asked], env=ENV, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
-    return [Taken(**row) for row in json.loads(done.stdout.splitlines()[-1])][1:]
+    return [Taken(**row) for row in answer_of([*command, asked], TQ_NUM_THREADS=threads)][1:]
 
 
 def figures(rounds: dict[str, list[list[Taken]]], place: int) -> dict[str, object]:
@@ -92,18 +79,6 @@ def figures(rounds: dict[str, list[list[Taken]]], place: int) -> dict[str, objec
         **{what: min(peer[what] for peer in peers) / median["rlsys"][what] for what in ("p50_s", "p99_s")},
     }
     return {**told, "times_better_than_the_best_peer": ahead}
-
-
-def make_environment() -> None:
-    """Create TransferQueue's environment unless it holds what is asked for; the one rlsys runs in is left alone."""
-    mark, wanted = ENVIRONMENT / "installed.txt", "\n".join(REQUIREMENTS)
-    if mark.exists() and mark.read_text() == wanted:
-        return
-    print(f"installing TransferQueue into {ENVIRONMENT}", file=sys.stderr, flush=True)
-    subprocess.run([sys.executable, "-m", "venv", "--clear", ENVIRONMENT], check=True)
-    install = [ENVIRONMENT / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*install, *REQUIREMENTS], check=True, stdout=sys.stderr)
-    mark.write_text(wanted)
 
 
 if __name__ == "__main__":

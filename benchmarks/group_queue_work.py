@@ -1,4 +1,4 @@
-"""What the three jobs of `benchmarks.queue` share, so that their work is equal. Needs numpy only.
+"""What the three jobs of `benchmarks.group_queue` share, so that their work is equal. Needs numpy and Ray only.
 
 A group is `EPISODES` episodes: token ids and logprobs, as two arrays. Two producers make groups; one consumer takes
 them and reads them. Submit is when a producer begins to hand a group over; take is when the consumer has its arrays.
@@ -9,10 +9,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
+import ray
+
+from workers.cluster import connect
 
 EPISODES = 8
 PRODUCERS = 2
@@ -62,9 +66,9 @@ def payload(tokens: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return ids, (ids % 97).astype(np.float32)
 
 
-def read(ids: np.ndarray, logprobs: np.ndarray) -> float:
-    """Touch every token, as a trainer does, so that a payload that never came is noticed."""
-    return float(ids.sum()) + float(logprobs.sum())
+def read(ids: Iterable[np.ndarray], logprobs: Iterable[np.ndarray]) -> float:
+    """Touch every token of every episode, as a trainer does, so that a payload that never came is noticed."""
+    return sum(float(of_episode.sum()) for column in (ids, logprobs) for of_episode in column)
 
 
 class Pace:
@@ -80,6 +84,65 @@ class Pace:
         left_s = self._next_s - time.monotonic()
         self._next_s += self._interval_s
         return max(0.0, left_s) if self._interval_s else 0.0
+
+
+class Producer:
+    """A process that hands groups over, by the `put` of a system."""
+
+    def __init__(self, place: int) -> None:
+        self._place = place
+
+    def run(self, load: Load, name: str) -> None:
+        """Put this producer's share of a load."""
+        pace = Pace(load, self._place)
+        for i in range(load.groups // PRODUCERS):
+            time.sleep(pace.left_s())
+            arrays = payload(load.tokens, i)
+            self.put(name, time.monotonic(), *arrays)
+
+    def put(self, name: str, submitted_s: float, ids: np.ndarray, logprobs: np.ndarray) -> None:
+        """Hand one group over; `name` is the load's."""
+        raise NotImplementedError
+
+
+class Consumer:
+    """The process that takes groups and reads them, by the `take` of a system."""
+
+    def run(self, load: Load, name: str) -> Taken:
+        """Take all groups of a load."""
+        submitted_s, taken_s = [], []
+        while len(taken_s) < load.groups:
+            for at_s, ids, logprobs in self.take(name, load.at_once):
+                read(ids, logprobs)
+                submitted_s.append(at_s)
+                taken_s.append(time.monotonic())
+        return Taken.of(submitted_s, taken_s)
+
+    def take(self, name: str, at_once: int) -> Iterable[tuple[float, Any, Any]]:
+        """When each of some groups was submitted, and its arrays; waits until there is one."""
+        raise NotImplementedError
+
+
+def start_ray() -> None:
+    """A local cluster for one system."""
+    connect(None, 4)
+
+
+def play(producer: type[Producer], consumer: type[Consumer], *given: object) -> None:
+    """Play every load in processes of these kinds, and answer."""
+    actors = [_started(producer, *given, place) for place in range(PRODUCERS)]
+    taker = _started(consumer, *given)
+    taken = []
+    for number, load in enumerate(loads_of_argv()):
+        work = [actor.run.remote(load, f"load_{number}") for actor in actors]
+        taken.append(ray.get(taker.run.remote(load, f"load_{number}")))
+        ray.get(work)
+    answer(taken)
+
+
+def _started(kind: type, *given: object) -> Any:  # noqa: ANN401  (Ray's handle)
+    remote: Any = ray.remote(kind)
+    return remote.options(num_cpus=0).remote(*given)
 
 
 def loads_of_argv() -> list[Load]:

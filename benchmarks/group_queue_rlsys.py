@@ -1,25 +1,37 @@
-"""The job of `benchmarks.queue` on rlsys: queue in the driver, streams to producers, parcels to the consumer.
+"""The job of `benchmarks.group_queue` on rlsys: queue in the driver, streams to producers, parcels to the consumer.
 
-`python -m benchmarks.queue_rlsys`. Producers answer as rollouts do, and their payloads stay where they are; the driver
-has metadata and references; the consumer fetches payloads as a rank of the actor does.
+`python -m benchmarks.group_queue_rlsys LOADS`. Producers answer as rollouts do, and their payloads stay where they are;
+the driver has metadata and references; the consumer fetches payloads as a rank of the actor does.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import sys
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from functools import partial
-from itertools import count
 
-import ray
-
-from benchmarks.queue_work import IN_FLIGHT, PRODUCERS, Load, Pace, Taken, answer, loads_of_argv, payload, read
-from rlsys.queue import StreamingQueue
-from rlsys.table import EPISODES, REWARD
-from rlsys.types import Acknowledged, EpisodeMeta, Group, Outcome, OutcomeKind, SampleMeta, TrajectoryMeta, VersionSpan
+from benchmarks.group_queue_work import (
+    IN_FLIGHT,
+    PRODUCERS,
+    Load,
+    Pace,
+    Taken,
+    answer,
+    loads_of_argv,
+    payload,
+    read,
+    start_ray,
+)
+from rlsys.contracts import Busy, RolledOut
+from rlsys.data.source import TaskSource
+from rlsys.group_queue import GroupQueue
+from rlsys.ledger import Ledger
+from rlsys.testing import tasks
+from rlsys.types import Group
+from tests.groups import episode
+from tests.groups import group as group_of
 from workers.cluster import NO_MATHS
 from workers.remote_proxy import Remote, start
 from workers.streams import CallStream, Parcel, answer_in_chunks
@@ -44,7 +56,11 @@ class Producer:
         async with self._turn:
             await asyncio.sleep(self._pace.left_s())
             arrays = payload(self._load.tokens, serial)
-            return (time.monotonic(), _metadata(serial, *arrays[0].shape)), arrays
+            num_episodes, num_tokens = arrays[0].shape
+            metadata = group_of(
+                serial, versions=[serial], episodes=[episode(1.0, num_trained=num_tokens)] * num_episodes
+            )
+            return (time.monotonic(), metadata), arrays
 
 
 class Consumer:
@@ -63,15 +79,15 @@ class Pipeline:
 
     def __init__(self, load: Load, streams: list[CallStream], consumer: Remote[Consumer]) -> None:
         self._load, self._streams, self._consumer = load, streams, consumer
-        self._queue = StreamingQueue(load.at_once, IN_FLIGHT // load.at_once - 1, 1, 0, load.groups)
-        self._serials = count()
+        ledger = Ledger(TaskSource(tasks(1), seed=0), group_size=1, seed=0)
+        self._queue = GroupQueue(load.at_once, IN_FLIGHT // load.at_once - 1, 1, 0, load.groups, ledger)
         self._submitted_s: dict[int, float] = {}
 
     async def run(self) -> Taken:
         producers = [asyncio.create_task(self._produce()) for _ in range(self._queue.capacity)]
         serials, taken_s = [], []
         for version in range(self._load.groups // self._load.at_once):
-            rows = await self._queue.take(version=version, on_stale=_never)
+            rows = await self._queue.take(version)
             taken_s += await self._consumer.call(
                 Consumer.read, Parcel.of((row.serial, row.group.payload) for row in rows)
             )
@@ -84,36 +100,13 @@ class Pipeline:
     async def _produce(self) -> None:
         while True:
             async with self._queue.permit() as permit:
-                serial = next(self._serials)
-                permit.open(serial)
-                (submitted_s, group), payload_ref = await self._streams[serial % PRODUCERS].call(serial)
-                self._submitted_s[serial] = submitted_s
-                group = _with_payload(group, payload_ref)
-                permit.put(EPISODES, group)
-                permit.put(REWARD, group)
-
-
-def _metadata(serial: int, num_episodes: int, num_tokens: int) -> Group:
-    sample = SampleMeta(0, num_tokens, num_tokens, 0)
-    episode = EpisodeMeta((TrajectoryMeta("policy", None, Outcome(OutcomeKind.OK), 1.0, (sample,)),))
-    return Group(
-        serial=serial,
-        task_id=f"task-{serial}",
-        permit_version=serial,
-        replica="rollout-0",
-        episodes=(episode,) * num_episodes,
-        versions=(VersionSpan(serial, num_episodes * num_tokens),),
-        weights=(Acknowledged("rollout-0", serial, "hash"),),
-        payload=None,
-    )
-
-
-def _with_payload(group: Group, payload_ref: object) -> Group:
-    return Group(**{**vars(group), "payload": payload_ref})
-
-
-def _never(group: Group) -> None:
-    raise AssertionError(f"group {group.serial} is stale")
+                group = self._queue.start_rollout(permit)
+                (submitted_s, episodes), payload_ref = await self._streams[group.serial % PRODUCERS].call(group.serial)
+                self._submitted_s[group.serial] = submitted_s
+                episodes = replace(episodes, payload=payload_ref)
+                self._queue.finish_rollout(group, RolledOut(episodes, Busy("producer", submitted_s, submitted_s)))
+                self._queue.score(group, episodes)
+                self._queue.offer(group)
 
 
 async def play(loads: list[Load]) -> list[Taken]:
@@ -131,12 +124,6 @@ async def play(loads: list[Load]) -> list[Taken]:
     return taken
 
 
-def main() -> int:
-    """Start Ray, play, answer."""
-    ray.init("local", num_cpus=4, include_dashboard=False, logging_level=logging.ERROR)
-    answer(asyncio.run(play(loads_of_argv())))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    start_ray()
+    answer(asyncio.run(play(loads_of_argv())))

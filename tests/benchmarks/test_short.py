@@ -1,0 +1,112 @@
+"""Every benchmark in its short form, and what it says where its peer is not installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+KEYS = {
+    "agents": {
+        "speedup_batch", "speedup_lock_step", "streamed", "by_batch", "lock_step", "subagents", "gateway_ms",
+        "gateway_p95_ms", "session_ms", "openai_client_ms",
+    },
+    "agreement": {"agreement"},
+    "async_vs_sync": {
+        "speedup_at_4", "speedup", "reward", "seconds_per_step", "staleness", "staleness_max", "wait_batch_share",
+        "steps", "correction",
+    },
+    "chaos": {"is_same", "groups", "killed", "seconds", "recovery_s", "dropped", "reissued", "steps"},
+    "dashboard": {
+        "open_s", "reader_mb", "whole_run_ms", "page_ms", "page_ms_worst", "live_latency_s", "emit_us", "emit_share",
+        "events_per_step", "groups_per_step", "day_growth_mb", "day_events", "day_steps", "events",
+    },
+    "engines": {"tokens_per_s", "wrapper_cost", "wrapper_cost_median", "weight_change", "start_up_s"},
+    "gac": {"sorter, 0.44 M"},
+    "losses": {"1k"},
+    "overhead": {
+        "ms_per_step", "ms_per_group", "overhead_ms", "driver_cpu_share", "start_up_s", "start_up_breakdown_s",
+    },
+    "relay": {"stall_over_memcpy", "flatness", "left_out", "rows"},
+    "schedules": {"schedules", "seconds", "broken", "groups_issued_again", "largest_staleness"},
+}  # fmt: skip
+"""Of the closing line, by benchmark."""
+PEERS = {"peer_trl": ".cache/peer_trl/venv", "group_queue": ".cache/queue/venv"}
+"""Benchmarks that need an environment of their own, and where that is."""
+LOADS = [
+    {"tokens": 1024, "groups": 16, "interval_s": 0.0},
+    {"tokens": 1024, "groups": 4, "interval_s": 0.01},
+]
+
+
+def run(name: str, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=environment)
+
+
+def answer_of(name: str, *arguments: str) -> Any:
+    done = run(name, *arguments)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_benchmark_is_here() -> None:
+    paths = (ROOT / "benchmarks").glob("*.py")
+    assert {path.stem for path in paths if "= parser_of(" in path.read_text()} == KEYS.keys() | PEERS.keys()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", sorted(KEYS.keys() - {"dashboard"}))
+def test_a_short_benchmark_ends_with_its_figures(name: str) -> None:
+    figures = answer_of(name, "--short")
+    assert figures.pop("command") == f"python -m benchmarks.{name} --short"
+    assert figures.keys() == KEYS[name]
+
+
+def test_the_benchmark_of_the_dashboard_measures_every_page_and_what_a_run_pays() -> None:
+    measured = answer_of("dashboard", "--short")
+    assert measured.keys() == KEYS["dashboard"] | {"command"}
+    assert measured["open_s"]["median"] > 0
+    assert {"run", "runs", "series", "groups", "group", "episode", "task", "cluster"} <= measured["page_ms"].keys()
+    assert 0 < measured["live_latency_s"]["median"] < 10
+    assert measured["emit_us"] > 0
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_benchmark_whose_peer_is_not_installed_ends_with_2_and_the_remedy(name: str, tmp_path: Path) -> None:
+    done = run(name, "--short", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"{PEERS[name]} lacks torch==")
+    assert done.stderr.endswith("remedy: run this benchmark once without --short\n")
+
+
+@pytest.mark.parametrize("name", ["group_queue_ray", "group_queue_rlsys"])
+def test_the_queues_that_need_no_other_environment_do_their_loads(name: str) -> None:
+    taken = answer_of(name, json.dumps(LOADS))
+    assert [one.keys() for one in taken] == [{"groups_per_s", "p50_s", "p99_s"}] * len(LOADS)
+
+
+def test_marks_count_the_cpu_time_of_processes_that_have_ended(tmp_path: Path) -> None:
+    spin = "import time\nwhile time.process_time() < 0.3: pass"
+    job = (
+        "import subprocess, sys\n"
+        "for _ in range(3):\n"
+        "    with open(sys.argv[1], 'a') as file: file.write('{}\\n')\n"
+        f"    subprocess.run([sys.executable, '-c', {spin!r}], check=True)\n"
+    )
+    program = (
+        "import sys; from pathlib import Path; from benchmarks.measure import ENV, marks_of\n"
+        "first, last = marks_of([sys.executable, '-c', sys.argv[1], sys.argv[2]], ENV, Path(sys.argv[2]), [1, 3])\n"
+        "print(last.step - first.step, last.cpu_s - first.cpu_s)\n"
+    )
+    command = [sys.executable, "-c", program, job, str(tmp_path / "metrics.jsonl")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    steps, cpu_s = done.stdout.split()
+    assert int(steps) == 2 and float(cpu_s) > 0.5
