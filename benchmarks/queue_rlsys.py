@@ -11,14 +11,25 @@ import logging
 import sys
 import time
 from collections.abc import AsyncIterator
-from itertools import count
 
 import ray
 
 from benchmarks.queue_work import IN_FLIGHT, PRODUCERS, Load, Pace, Taken, answer, loads_of_argv, payload, read
-from rlsys.queue import StreamingQueue
-from rlsys.table import EPISODES, REWARD
-from rlsys.types import Acknowledged, EpisodeMeta, Group, Outcome, OutcomeKind, SampleMeta, TrajectoryMeta, VersionSpan
+from rlsys.contracts import Busy, RolledOut
+from rlsys.data.source import TaskSource
+from rlsys.group_queue import GroupQueue
+from rlsys.ledger import Ledger
+from rlsys.types import (
+    Acknowledged,
+    EpisodeMeta,
+    Group,
+    Outcome,
+    OutcomeKind,
+    SampleMeta,
+    Task,
+    TrajectoryMeta,
+    VersionSpan,
+)
 from workers.cluster import RayActor, Resources, spawn
 from workers.streams import CallStream, Parcel, answer_in_chunks
 
@@ -60,18 +71,19 @@ class Pipeline:
 
     def __init__(self, load: Load, streams: list[CallStream], consumer: RayActor) -> None:
         self._load, self._streams, self._consumer = load, streams, consumer
-        self._queue = StreamingQueue(load.at_once, IN_FLIGHT // load.at_once - 1, 1, 0, load.groups)
-        self._serials = count()
+        ledger = Ledger(TaskSource([Task("task", "a task")], seed=0), group_size=1, seed=0)
+        self._queue = GroupQueue(load.at_once, IN_FLIGHT // load.at_once - 1, 1, 0, load.groups, ledger)
         self._submitted_s: dict[int, float] = {}
 
     async def run(self) -> Taken:
         producers = [asyncio.create_task(self._produce()) for _ in range(self._queue.capacity)]
         serials, taken_s = [], []
         for version in range(self._load.groups // self._load.at_once):
-            rows = await self._queue.take(version=version, on_stale=_never)
-            taken_s += await self._consumer.read.remote(Parcel.of((row.serial, row.group.payload) for row in rows))
-            serials += [row.serial for row in rows]
-            self._queue.release(rows, version + 1)
+            groups = await self._queue.take(version)
+            taken_s += await self._consumer.read.remote(Parcel.of((each.serial, each.group.payload) for each in groups))
+            serials += [each.serial for each in groups]
+            self._queue.release(groups, version + 1)
+        assert not self._queue.dropped
         for producer in producers:
             producer.cancel()
         return Taken.of([self._submitted_s[serial] for serial in serials], taken_s)
@@ -79,13 +91,14 @@ class Pipeline:
     async def _produce(self) -> None:
         while True:
             async with self._queue.permit() as permit:
-                serial = next(self._serials)
-                permit.open(serial)
+                issued = self._queue.start_rollout(permit)
+                serial = issued.serial
                 (submitted_s, group), payload_ref = await self._streams[serial % PRODUCERS].call(serial)
                 self._submitted_s[serial] = submitted_s
                 group = _with_payload(group, payload_ref)
-                permit.put(EPISODES, group)
-                permit.put(REWARD, group)
+                self._queue.finish_rollout(issued, RolledOut(group, Busy("rollout-0", 0.0, 0.0)))
+                self._queue.score(issued, group)
+                self._queue.offer(issued)
 
 
 def _metadata(serial: int, num_episodes: int, num_tokens: int) -> Group:
@@ -105,10 +118,6 @@ def _metadata(serial: int, num_episodes: int, num_tokens: int) -> Group:
 
 def _with_payload(group: Group, payload_ref: object) -> Group:
     return Group(**{**vars(group), "payload": payload_ref})
-
-
-def _never(group: Group) -> None:
-    raise AssertionError(f"group {group.serial} is stale")
 
 
 async def play(loads: list[Load]) -> list[Taken]:
