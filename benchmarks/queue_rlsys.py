@@ -71,7 +71,7 @@ class Pipeline:
 
     def __init__(self, load: Load, streams: list[CallStream], consumer: RayActor) -> None:
         self._load, self._streams, self._consumer = load, streams, consumer
-        ledger = Ledger(TaskSource([Task("task", "a task")], seed=0), group_size=1, seed=0)
+        ledger = Ledger(TaskSource([Task(id="task", prompt="a task")], seed=0), group_size=1, seed=0)
         self._queue = GroupQueue(load.at_once, IN_FLIGHT // load.at_once - 1, 1, 0, load.groups, ledger)
         self._submitted_s: dict[int, float] = {}
 
