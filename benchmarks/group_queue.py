@@ -7,7 +7,7 @@ and logprobs in numpy arrays, the same for all three. Once as fast as they can, 
 bounds them, 8 to a take: groups per second. And once paced, 50 groups per second in all, one to a take: seconds from
 submit to take, median and 99th percentile. Rounds alternate between the three; figures are medians over rounds.
 
-rlsys: producers answer as rollouts do, the driver's StreamingQueue has metadata and references, the consumer fetches.
+rlsys: producers answer as rollouts do, the driver's GroupQueue has metadata and references, the consumer fetches.
 ray.util.queue: payloads through its actor. TransferQueue: its SimpleStorage, two storage units, in an environment of
 its own, `.cache/queue/venv`, made on first use (some minutes, not measured); threads set to the machine's cores, as it
 asks for, and a consumer that polls, since the wait of its controller lasts five seconds.
