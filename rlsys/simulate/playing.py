@@ -215,7 +215,7 @@ class TurnRouter:
     def __init__(self, replicas: Sequence[SimReplica], *, by_prefix: bool) -> None:
         """`by_prefix`: a session goes back to where its prefix is cached, unless that is overloaded."""
         self._replicas, self._by_prefix = replicas, by_prefix
-        self._router = Router(len(replicas))
+        self.router = Router(len(replicas))
         self._routed: dict[int, tuple[int, int]] = {}
         """By the id of a session under way: its place and its weight."""
         self.num_turns = self.num_back = 0
@@ -225,7 +225,7 @@ class TurnRouter:
         """Choose a replica for the session's present turn."""
         key = (play.assignment.serial, session.index, None if self._by_prefix else session.turn)
         weight = request_weight(session.num_context)
-        place = self._router.route(weight, key)
+        place = self.router.route(weight, key)
         self._routed[id(session)] = place, weight
         if session.turn:
             self.num_turns += 1
@@ -234,12 +234,4 @@ class TurnRouter:
 
     def release(self, session: Session) -> None:
         """Its turn is answered."""
-        self._router.release(*self._routed.pop(id(session)))
-
-    def leave(self, place: int) -> None:
-        """The replica of that place died."""
-        self._router.leave(place)
-
-    def join(self, place: int) -> None:
-        """Another replica has that place."""
-        self._router.join(place)
+        self.router.release(*self._routed.pop(id(session)))

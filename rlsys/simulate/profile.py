@@ -203,7 +203,8 @@ class Profile(Section):
     resident_versions: PositiveInt = 2
     """As `rollout.resident_versions` of a run; counts with `weight_change: beside`."""
     repack_s: NonNegativeFloat = 0.0
-    """As `rollout.repack_s` of a run: seconds between two looks for replicas to empty; 0: never."""
+    """As `rollout.repack_s` of a run: seconds between two looks for replicas to empty; 0: never. Counts with
+    `weight_change: between` and several replicas, as there."""
     routing: Literal["group", "request", "prefix"] = "group"
     """group: a group's requests all go to the replica that plays it. request: each to the least loaded one. prefix:
     each to where its session's prefix is cached, unless that is overloaded. The last two only with

@@ -38,6 +38,7 @@ class SimRollouts(Pool):
         self.turns: TurnRouter | None = None
         if profile.routing != "group":
             self.turns = TurnRouter(self.replicas, by_prefix=profile.routing == "prefix")
+        self._routers = [self._router, *([self.turns.router] if self.turns else [])]
         self.ended: list[SimReplica] = []
         """Those that died, with what they did."""
         self.num_moved = 0
@@ -96,9 +97,8 @@ class SimRollouts(Pool):
     def _leave(self, worker: str) -> None:
         for place, replica in enumerate(self.replicas):
             if replica.name == worker:
-                self._router.leave(place)
-                if self.turns is not None:
-                    self.turns.leave(place)
+                for router in self._routers:
+                    router.leave(place)
 
     async def _install(self, worker: str, successor: str) -> None:
         place = next(place for place, replica in enumerate(self.replicas) if replica.name == worker)
@@ -106,6 +106,5 @@ class SimRollouts(Pool):
         await replica.hold(max(r.version for r in self.replicas))
         self.ended.append(self.replicas[place])
         self.replicas[place] = replica
-        self._router.join(place)
-        if self.turns is not None:
-            self.turns.join(place)
+        for router in self._routers:
+            router.join(place)

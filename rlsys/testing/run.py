@@ -90,7 +90,8 @@ class FakeRun:
         """With `reply`, the configured workflow is played: it is what the policy says to the text of everything said so
         far. Reward functions then judge that. With `gradients`, by version, the configured stabilizer sees them.
 
-        `workers`: instead of the world's. Raises `ConfigError`.
+        A world is for one run, which sets what its workers play, judge and steer by. `workers`: instead of the world's.
+        Raises `ConfigError`.
         """
         self.config = config = fake_config(folder, sections)
         self.world = world = world or FakeWorld()
