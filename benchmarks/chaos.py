@@ -4,8 +4,9 @@ each back?
     python -m benchmarks.chaos [--quick | --short]
 
 Three raylets on this machine, the tiny sorter with slow tools (`benchmarks.slow_tools`), three rollout replicas, two
-reward workers, a relay on each node, `max_staleness` 2. Every few seconds one process of one of these kinds is ended by
-SIGKILL, in the middle of whatever it does. `is_same` says whether both runs consumed the same multiset of tasks.
+reward workers, a relay on each node, `max_staleness` 2; `--short` has one node and one replica. Every few seconds one
+process of one of these kinds is ended by SIGKILL, in the middle of whatever it does. `is_same` says whether both runs
+consumed the same multiset of tasks.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from ray.cluster_utils import Cluster
 from benchmarks.measure import ENV, parser_of, print_result, progress, rows_of, sorter, spread, train_command
 
 KINDS = {"rollout": "ray::RolloutWorker", "reward": "ray::RewardWorker", "relay": "ray::Relay"}
-NODES, CPUS_PER_NODE = 3, 3
+CPUS = 9
+"""Of all nodes together."""
 STORE_BYTES = 256 << 20
 
 
@@ -67,12 +69,12 @@ def main() -> None:
     parser = parser_of(__doc__, quick="40 steps instead of 5 minutes")
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
     arguments = parser.parse_args()
-    steps, every_s = {"full": (200, 6.0), "quick": (40, 6.0), "short": (3, 1.0)}[arguments.size]
+    steps, nodes, every_s = {"full": (200, 3, 6.0), "quick": (40, 3, 6.0), "short": (3, 1, 1.0)}[arguments.size]
     prepared = sorter(arguments.size)
-    calm = run(prepared, steps, None)
+    calm = run(prepared, steps, nodes, None)
     progress(f"undisturbed: {steps} steps in {calm.seconds:.0f} s")
     killer = Killer(every_s, chance=random.Random(arguments.seed))
-    disturbed = run(prepared, steps, killer)
+    disturbed = run(prepared, steps, nodes, killer)
     print_result(
         {
             "is_same": disturbed.consumed == calm.consumed,
@@ -87,13 +89,13 @@ def main() -> None:
     )
 
 
-def run(prepared: Path, steps: int, killer: Killer | None) -> Outcome:
+def run(prepared: Path, steps: int, nodes: int, killer: Killer | None) -> Outcome:
     """One training run on a cluster of its own."""
-    with tempfile.TemporaryDirectory(prefix="chaos_") as folder, cluster() as address:
+    with tempfile.TemporaryDirectory(prefix="chaos_") as folder, cluster(nodes) as address:
         log = Path(folder) / "log"
         command = train_command(
             prepared, Path(folder), f"ray.address={address}", f"run.steps={steps}", "record.rollouts_every=1",
-            "rollout.workflow=benchmarks.slow_tools:SlowTools", "rollout.replicas=3", "rollout.num_cpus=1",
+            "rollout.workflow=benchmarks.slow_tools:SlowTools", f"rollout.replicas={nodes}", "rollout.num_cpus=1",
             "reward.workers=2", "train.groups_per_step=8", "asynchrony.max_staleness=2", "limits.max_attempts=50",
             "limits.lease_s=60", "limits.transfer_s=60",
         )  # fmt: skip
@@ -133,11 +135,11 @@ def _outcome(folder: Path, seconds: float) -> Outcome:
 
 
 @contextmanager
-def cluster() -> Iterator[str]:
-    """The address of a fresh cluster of `NODES` raylets on this machine."""
+def cluster(num_nodes: int) -> Iterator[str]:
+    """The address of a fresh cluster of so many raylets on this machine."""
     nodes = Cluster()
-    for _ in range(NODES):
-        nodes.add_node(num_cpus=CPUS_PER_NODE, object_store_memory=STORE_BYTES)
+    for _ in range(num_nodes):
+        nodes.add_node(num_cpus=CPUS // num_nodes, object_store_memory=STORE_BYTES)
     try:
         assert nodes.address is not None
         yield nodes.address
