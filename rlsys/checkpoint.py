@@ -16,15 +16,15 @@ A checkpoint is written beside the others as `step_N.tmp`, flushed to the disk, 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import ConfigDict, TypeAdapter, with_config
 
 from rlsys.errors import CheckpointError
+from rlsys.files import flush, write_atomically
 from rlsys.ledger import LedgerState
 from rlsys.types import PolicyVersion
 
@@ -152,20 +152,3 @@ def check_written(folder: Path) -> None:
 
 def _sizes(folder: Path) -> dict[str, int]:
     return {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
-def flush(folder: Path, files: Iterable[Path]) -> None:
-    """Force some files of a folder, and its list of names, onto the disk. Ranks flush what they write themselves."""
-    for path in [*(f for f in files if f.is_file()), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file that is whole whenever it is there."""
-    partial = path.with_suffix(".tmp")
-    partial.write_text(text)
-    partial.replace(path)

@@ -7,15 +7,27 @@ both. Every method may raise `WorkerDied` or `DeadlineExceeded`; what else it ma
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from rlsys.algorithm import Assigned, Signal
 from rlsys.batch.plan import BatchPlan
-from rlsys.curation import Graft
 from rlsys.errors import WorkerError
-from rlsys.types import Acknowledged, Assignment, EngineStats, Group, PolicyVersion, Ref, ReplicaLoad, Score, Task
+from rlsys.types import (
+    Acknowledged,
+    Assignment,
+    EngineStats,
+    Group,
+    PolicyVersion,
+    Ref,
+    ReplicaLoad,
+    Score,
+    Task,
+    VersionSpan,
+)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -70,6 +82,32 @@ class Judged:
 
     scores: tuple[Score, ...]
     busy: Busy
+
+
+@dataclass(frozen=True, slots=True)
+class Graft:
+    """One episode of a group gives its place to one of another group of the same task."""
+
+    group: Group
+    episode: int
+    donor: Group
+    donor_episode: int
+
+    def applied(self, payload: Ref, versions: tuple[VersionSpan, ...]) -> Group:
+        """The group as it is then; `payload` refers to the episodes that `with_episode` composed, `versions` are
+        theirs. What the donor's episode was rewarded with, sampled from and acknowledged by stays its own; columns
+        were made of other episodes, and are gone."""
+        episodes = with_episode(self.group.episodes, self.episode, self.donor.episodes[self.donor_episode])
+        held = {span.version for span in versions}
+        weights = dict.fromkeys(a for a in (*self.group.weights, *self.donor.weights) if a.version in held)
+        return replace(
+            self.group, episodes=episodes, versions=versions, weights=tuple(weights), payload=payload, columns={}
+        )
+
+
+def with_episode(episodes: Sequence[T], index: int, episode: T) -> tuple[T, ...]:
+    """The same episodes, or what is known of them, with `episode` in the place of number `index`."""
+    return (*episodes[:index], episode, *episodes[index + 1 :])
 
 
 class Rollouts(Protocol):

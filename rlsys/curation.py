@@ -15,41 +15,15 @@ anew with a resume.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from rlsys.types import Group, PolicyVersion, Ref, VersionSpan
+from rlsys.config.curation import Rules, fewer
+from rlsys.contracts import Graft
+from rlsys.types import Group, PolicyVersion
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """What is curated, and how; by default nothing. The section `curation` of a configuration says more on each."""
-
-    success_reward: float = 1.0
-    """An episode with this reward or more is a success."""
-    fewer_above: float | None = None
-    """Success rate above which a task is given half the episodes."""
-    within: tuple[float, float] = (0.0, 1.0)
-    """Least and greatest success rate of a task that is issued."""
-    min_episodes: int = 8
-    """Judged episodes before a task's success rate counts."""
-    look_again: int = 4
-    """Times a task is passed over before it is issued with its history forgotten; 0: it never is."""
-    stored_successes: int = 0
-    """Most successes that are kept, one per task; 0 keeps none."""
-
-    @property
-    def is_selective(self) -> bool:
-        """May a task be passed over?"""
-        return self.within != (0.0, 1.0)
-
-    @property
-    def needs_history(self) -> bool:
-        """Does anything depend on success rates?"""
-        return self.is_selective or self.fewer_above is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,32 +61,6 @@ class CurationState:
     """By serial of a group that is not settled."""
     settled: list[Judgement] = field(default_factory=list)
     """Of groups dropped since the newest step was published."""
-
-
-@dataclass(frozen=True, slots=True)
-class Graft:
-    """One episode of a group gives its place to one of another group of the same task."""
-
-    group: Group
-    episode: int
-    donor: Group
-    donor_episode: int
-
-    def applied(self, payload: Ref, versions: tuple[VersionSpan, ...]) -> Group:
-        """The group as it is then; `payload` refers to the episodes that `with_episode` composed, `versions` are
-        theirs. What the donor's episode was rewarded with, sampled from and acknowledged by stays its own; columns
-        were made of other episodes, and are gone."""
-        episodes = with_episode(self.group.episodes, self.episode, self.donor.episodes[self.donor_episode])
-        held = {span.version for span in versions}
-        weights = dict.fromkeys(a for a in (*self.group.weights, *self.donor.weights) if a.version in held)
-        return replace(
-            self.group, episodes=episodes, versions=versions, weights=tuple(weights), payload=payload, columns={}
-        )
-
-
-def with_episode(episodes: Sequence[T], index: int, episode: T) -> tuple[T, ...]:
-    """The same episodes, or what is known of them, with `episode` in the place of number `index`."""
-    return (*episodes[:index], episode, *episodes[index + 1 :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,11 +219,6 @@ class Curation:
             state = CurationState()
         self._tallies, self._settled = dict(state.tallies), list(state.settled)
         self._judged = {serial: judgement for serial, judgement in state.judged.items() if serial in finished}
-
-
-def fewer(group_size: int) -> int:
-    """Episodes of a smaller group: half, rounded up."""
-    return (group_size + 1) // 2
 
 
 def _rewards(group: Group) -> dict[int, float]:

@@ -24,8 +24,8 @@ from pathlib import Path
 from rlsys import deadlines
 from rlsys.algorithm import Algorithm, Signal
 from rlsys.checkpoint import Checkpoints
-from rlsys.contracts import Busy, Workers
-from rlsys.curation import Curation, Graft
+from rlsys.contracts import Busy, Graft, Workers
+from rlsys.curation import Curation
 from rlsys.errors import DeadlineExceeded, NoProgress, NoSignal, PayloadLost, RunAborted, WorkerDied, first_of
 from rlsys.evaluation import Evaluation
 from rlsys.events import (

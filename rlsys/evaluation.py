@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-from rlsys.checkpoint import write_atomically
 from rlsys.contracts import PinnedRollouts, Rewards, Rollouts
 from rlsys.data.source import content_hash
 from rlsys.errors import PayloadLost, RlsysError, RunAborted, TaskTooLong, WeightsMismatch
 from rlsys.events import EvalDone, Events
 from rlsys.failures import Abort, Decision, FailurePolicy
+from rlsys.files import write_atomically
 from rlsys.measures import Measures, measures_of
 from rlsys.persistence import Persistence
 from rlsys.seeds import group_seed

@@ -23,8 +23,8 @@ from typing import Literal
 from pydantic import TypeAdapter, ValidationError
 
 from rlsys.algorithm import Assigned, Signal
-from rlsys.checkpoint import write_atomically
 from rlsys.errors import DataError
+from rlsys.files import write_atomically
 from rlsys.types import PolicyVersion
 
 GROUPS, ACTOR, CRITIC, CONFIG = "groups.jsonl", "actor", "critic", "config.resolved.yaml"

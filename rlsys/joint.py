@@ -26,8 +26,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from rlsys.contracts import Judged, Rewards, RolledOut, Rollouts
-from rlsys.curation import Graft
+from rlsys.contracts import Graft, Judged, Rewards, RolledOut, Rollouts
 from rlsys.driver import Driver
 from rlsys.errors import RunAborted, first_of
 from rlsys.group_queue import GroupQueue

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from rlsys.contracts import Judged
-from rlsys.curation import Graft
+from rlsys.contracts import Graft, Judged
 from rlsys.errors import DeadlineExceeded, RlsysError, RunAborted, WeightsMismatch, WorkerDied, WorkerError
 from rlsys.types import Group, Task
 from rlsys.weights import with_deadline

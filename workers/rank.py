@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Literal
 
 from rlsys.algorithm import Algorithm, Signal
 from rlsys.batch.plan import RankPlan
-from rlsys.checkpoint import flush
 from rlsys.contracts import TrainStats
 from rlsys.deadlines import remote
 from rlsys.errors import CheckpointError, PayloadLost
+from rlsys.files import flush
 from rlsys.types import Group
 from workers.cluster import Resources
 from workers.streams import Parcel

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from pebble import ProcessExpired, ProcessPool
 
 from rlsys.batch.samples import versions_of
-from rlsys.contracts import Busy, Judged
-from rlsys.curation import with_episode
+from rlsys.contracts import Busy, Judged, with_episode
 from rlsys.deadlines import remote
 from rlsys.errors import PayloadLost, WorkerDied
 from rlsys.rewards.calling import Completion

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, field_validator
@@ -10,9 +10,36 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, field_
 from rlsys.algorithm import Algorithm
 from rlsys.config.problems import Location
 from rlsys.config.section import Section
-from rlsys.curation import Rules, fewer
 
 Rate = Annotated[float, Field(ge=0, le=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What is curated, and how; by default nothing. The section `curation` of a configuration says more on each."""
+
+    success_reward: float = 1.0
+    """An episode with this reward or more is a success."""
+    fewer_above: float | None = None
+    """Success rate above which a task is given half the episodes."""
+    within: tuple[float, float] = (0.0, 1.0)
+    """Least and greatest success rate of a task that is issued."""
+    min_episodes: int = 8
+    """Judged episodes before a task's success rate counts."""
+    look_again: int = 4
+    """Times a task is passed over before it is issued with its history forgotten; 0: it never is."""
+    stored_successes: int = 0
+    """Most successes that are kept, one per task; 0 keeps none."""
+
+    @property
+    def is_selective(self) -> bool:
+        """May a task be passed over?"""
+        return self.within != (0.0, 1.0)
+
+    @property
+    def needs_history(self) -> bool:
+        """Does anything depend on success rates?"""
+        return self.is_selective or self.fewer_above is not None
 
 
 class CurationSection(Section):
@@ -75,3 +102,8 @@ def _can_have(algorithm: Algorithm, group_size: int) -> bool:
     except ValidationError:
         return False
     return group_size < algorithm.group_size
+
+
+def fewer(group_size: int) -> int:
+    """Episodes of a smaller group: half, rounded up."""
+    return (group_size + 1) // 2

@@ -11,7 +11,7 @@ from operator import and_
 from pathlib import Path
 
 from rlsys.algorithm import Signal
-from rlsys.checkpoint import STEP, find_latest, is_complete, step_of, write_atomically
+from rlsys.checkpoint import STEP, find_latest, is_complete, step_of
 from rlsys.config import Config
 from rlsys.config.policies import PolicySection
 from rlsys.data.opening import Place
@@ -20,7 +20,7 @@ from rlsys.data.source import TaskSource
 from rlsys.doctor import ensure_not_shadowed
 from rlsys.errors import CheckpointError, ConfigError, DataError, ModelError
 from rlsys.failed import CONFIG
-from rlsys.hub import can_be_hub_name
+from rlsys.files import can_be_hub_name, write_atomically
 from rlsys.importing import import_from_here
 from rlsys.launch.sessions import keep_earlier
 from rlsys.rewards.combining import RewardSum

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from rlsys.checkpoint import STEP, step_of, write_atomically
+from rlsys.checkpoint import STEP, step_of
 from rlsys.config import Config
 from rlsys.failed import CONFIG
+from rlsys.files import write_atomically
 from rlsys.leaves import leaves
 from rlsys.types import PolicyVersion
 

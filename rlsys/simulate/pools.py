@@ -9,8 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from rlsys.batch.samples import meta_of, versions_of
-from rlsys.contracts import Busy, Judged, RolledOut
-from rlsys.curation import Graft, with_episode
+from rlsys.contracts import Busy, Graft, Judged, RolledOut, with_episode
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied
 from rlsys.types import (
     POLICY,

@@ -13,8 +13,7 @@ import pytest
 from algorithms.grpo import GRPO
 from rlsys.algorithm import Algorithm
 from rlsys.batch.plan import plan_batch
-from rlsys.contracts import Arrival, PinnedRollouts, Rewards, Rollouts, Workers
-from rlsys.curation import Graft
+from rlsys.contracts import Arrival, Graft, PinnedRollouts, Rewards, Rollouts, Workers
 from rlsys.errors import WeightsMismatch, WorkerDied
 from rlsys.record import read_rollouts
 from rlsys.testing import FakePinnedRollouts, FakeRewards, FakeRollouts, FakeWorld, Fault, RewardAsAdvantage

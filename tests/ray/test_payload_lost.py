@@ -14,8 +14,7 @@ from ray.cluster_utils import Cluster
 
 from rlsys.algorithm import Aggregation, Assigned, Signal
 from rlsys.batch.plan import BatchPlan, RankPlan, plan_batch
-from rlsys.contracts import TrainStats
-from rlsys.curation import Graft
+from rlsys.contracts import Graft, TrainStats
 from rlsys.errors import PayloadLost
 from rlsys.record import read_groups
 from rlsys.types import Episode, Group, Score, Task, Trajectory, Turn, VersionSpan

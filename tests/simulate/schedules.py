@@ -11,7 +11,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from rlsys.algorithm import Settled, Signal
-from rlsys.curation import Curation, Rules
+from rlsys.config.curation import Rules
+from rlsys.curation import Curation
 from rlsys.data.source import TaskSource
 from rlsys.driver import Driver
 from rlsys.events import Event, GroupDropped, GroupReissued

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from rlsys.algorithm import Signal
 from rlsys.batch.plan import BatchPlan
 from rlsys.checkpoint import find_latest
-from rlsys.contracts import Judged, TrainStats, Workers
-from rlsys.curation import Curation, Graft, Rules
+from rlsys.config.curation import Rules
+from rlsys.contracts import Graft, Judged, TrainStats, Workers
+from rlsys.curation import Curation
 from rlsys.driver import Driver
 from rlsys.errors import RunAborted, WorkerDied
 from rlsys.events import EpisodeGrafted, GroupReissued, StepDone

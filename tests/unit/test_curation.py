@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.curation import Curation, Graft, Rules, Tally, with_episode
+from rlsys.config.curation import Rules
+from rlsys.contracts import Graft, with_episode
+from rlsys.curation import Curation, Tally
 from rlsys.data.source import TaskSource
 from rlsys.errors import RunAborted
 from rlsys.ledger import Ledger, LedgerState

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlsys.contracts import Busy, Judged, RolledOut
-from rlsys.curation import Graft
+from rlsys.contracts import Busy, Graft, Judged, RolledOut
 from rlsys.errors import WorkerDied
 from rlsys.group_queue import Permit
 from rlsys.joint import Joint

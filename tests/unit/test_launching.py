@@ -9,7 +9,7 @@ import pytest
 
 from rlsys import Config
 from rlsys.assembly import build_driver
-from rlsys.curation import Rules
+from rlsys.config.curation import Rules
 from rlsys.data.source import TaskSource
 from rlsys.errors import TrainingError
 from rlsys.events import Events

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from rlsys.errors import ModelError
-from rlsys.hub import can_be_hub_name
+from rlsys.files import can_be_hub_name
 
 AutoClass: TypeAlias = type[AutoModelForCausalLM | AutoModelForSequenceClassification]
 
