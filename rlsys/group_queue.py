@@ -3,7 +3,7 @@
 The queue alone changes the state of a group (`rlsys.in_flight_group`), and emits the event of each change. Columns come
 as they are made: an annotator takes rolled-out groups while others are still out, and the learner takes groups that
 have all their columns, oldest first (TransferQueue, arXiv:2507.01663). Columns for an attempt that is over are refused
-and counted. An operation costs O(log n) for n groups in flight.
+and counted. An operation costs O(log n) for n groups in flight, `oldest_in_time` O(n).
 
 With P groups a step, S = max_staleness and window W there are B = (S + 1) * P permits, and
 
@@ -122,7 +122,7 @@ class GroupQueue:
         num_before = place if version < self.synchronous_until else place + self.window - 1
         return version + num_before // self.groups_per_step - self.bound_at(version)
 
-    # --------------------------------------------------------------------------------------------- where is group 17?
+    # ------------------------------------------------------------------------------------------------ what is in flight
 
     @property
     def num_permits(self) -> int:
@@ -150,7 +150,7 @@ class GroupQueue:
         said = f"task {group.assignment.task.id}"
         if group.state is State.REISSUED:
             return f"{said}, waits to be issued again"
-        lasts_s = deadlines.now() - group.entered_s[State.ROLLING_OUT]
+        lasts_s = deadlines.now() - group.entered_s.get(State.ROLLING_OUT, deadlines.now())
         if replica is not None and group.state is State.ROLLING_OUT:
             lease = f"lease ends in {self.lease_s - lasts_s:.0f} s"
             return f"{said}, attempt {group.attempt}, {replica} since {lasts_s:.0f} s, {lease}"
@@ -271,7 +271,8 @@ class GroupQueue:
         """Go on with `episodes`, of another payload, in place of those that were rolled out: columns made of these are
         refused."""
         (before := permit.group).check(State.ROLLED_OUT)
-        permit.group = replace(before, state=State.ROLLING_OUT, columns={}, annotators=set())
+        entered_s = {**before.entered_s}
+        permit.group = replace(before, state=State.ROLLING_OUT, columns={}, annotators=set(), entered_s=entered_s)
         self._enter(before, State.REISSUED)
         self.groups[before.serial] = permit.group
         self._fill(permit.group, episodes)

@@ -61,7 +61,8 @@ class InFlightGroup:
     def group(self) -> Group:
         """The rolled-out group with the scores and signals that are there."""
         assert self.episodes is not None, f"group {self.serial} is {self.state.name}"
-        return replace(self.episodes, columns={**self.columns}) if self.columns else self.episodes
+        columns = {**self.episodes.columns, **self.columns}
+        return replace(self.episodes, columns=columns) if self.columns else self.episodes
 
     def next_attempt(self, assignment: Assignment) -> InFlightGroup:
         """What takes its place."""
