@@ -366,7 +366,11 @@ def test_mlflow_holds_configuration_history_and_rollouts_of_a_run_and_of_its_res
     assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["config.yaml", "rollouts"]
 
 
-def test_an_experiment_that_another_made_a_moment_ago_is_that_of_mlflow_too(tmp_path: Path):
+@pytest.mark.slow
+def test_an_experiment_that_another_made_a_moment_ago_is_that_of_mlflow_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow = pytest.importorskip("mlflow", reason="needs the package mlflow-skinny, the extra `mlflow` of rlsys")
 
     class Late(mlflow.MlflowClient):

@@ -105,4 +105,4 @@ def _percentiles(counts_BK: Tensor, num_B: Tensor) -> Tensor:
     shares_Q = torch.tensor(list(PERCENTILES.values()), dtype=torch.float64, device=num_B.device)
     ranks_BQ = (shares_Q * (num_B[:, None] - 1)).floor()
     bins_BQ = torch.searchsorted(counts_BK.cumsum(1), ranks_BQ, right=True)
-    return ((bins_BQ - HALF) * BIN_WIDTH).exp()
+    return ((bins_BQ - HALF).double() * BIN_WIDTH).exp()
