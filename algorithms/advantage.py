@@ -21,7 +21,7 @@ Place: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A trajectory with a finite reward of its own, as judged, and its place in the group."""
+    """A trajectory with a finite reward of its own, as scored, and its place in the group."""
 
     place: Place
     meta: TrajectoryMeta

@@ -13,7 +13,7 @@ from algorithms.advantage import centred, compared
 from algorithms.fields import RULES
 from algorithms.policy_gradient import PolicyGradient
 from algorithms.surrogate import ClippedSurrogate
-from rlsys.algorithm import Assigned, LossInputs, LossOutput, Settled
+from rlsys.algorithm import LossInputs, LossOutput, StepAdvantages, TrajectoryAdvantage
 from rlsys.types import Group
 
 if TYPE_CHECKING:
@@ -47,19 +47,19 @@ class AEPO(ClippedSurrogate, PolicyGradient):
         if self.entropy_low >= self.entropy_high:
             yield f"entropy_low: should be less than entropy_high, {self.entropy_high:g} (got {self.entropy_low:g})"
 
-    def advantages(self, group: Group) -> Iterator[Assigned]:
+    def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
         return self.credited(group, compared(group, partial(centred, std_normalize=self.std_normalize)))
 
-    def settle(self, groups: Sequence[Group], past: Mapping[str, float]) -> Settled:
+    def finalize_advantages(self, groups: Sequence[Group], past: Mapping[str, float]) -> StepAdvantages:
         """Without negative advantages if the band says so, unless nothing would be left to train."""
-        every = super().settle(groups, past).groups
+        every = super().finalize_advantages(groups, past).groups
         entropy, is_on = past.get(ENTROPY), past.get(TRAINS_NEGATIVES, 1.0) > 0
         if entropy is not None and entropy > self.entropy_high:
             is_on = False
         elif entropy is not None and entropy < self.entropy_low:
             is_on = True
         kept = every if is_on else tuple(tuple(a for a in assigned if a.advantage >= 0) for assigned in every)
-        return Settled(kept if any(kept) else every, {TRAINS_NEGATIVES: float(is_on)})
+        return StepAdvantages(kept if any(kept) else every, {TRAINS_NEGATIVES: float(is_on)})
 
     def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
         policies = self.policies(logprobs_N, batch)

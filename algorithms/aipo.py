@@ -12,7 +12,7 @@ from algorithms.advantage import centred, compared
 from algorithms.corrections import Corrections
 from algorithms.fields import RULES, AtLeastOne
 from algorithms.policy_gradient import PolicyGradient
-from rlsys.algorithm import Assigned, LossInputs, LossOutput
+from rlsys.algorithm import LossInputs, LossOutput, TrajectoryAdvantage
 from rlsys.types import Group
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class AIPO(PolicyGradient):
 
     takes_weights: ClassVar[bool] = False
 
-    def advantages(self, group: Group) -> Iterator[Assigned]:
+    def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
         return self.credited(group, compared(group, partial(centred, std_normalize=False)))
 
     def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:

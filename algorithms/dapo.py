@@ -13,7 +13,7 @@ from algorithms.advantage import Peer, centred, compared
 from algorithms.fields import RULES
 from algorithms.policy_gradient import PolicyGradient
 from algorithms.surrogate import ClippedSurrogate
-from rlsys.algorithm import Assigned, LossInputs, LossOutput
+from rlsys.algorithm import LossInputs, LossOutput, TrajectoryAdvantage
 from rlsys.types import Group
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class DAPO(ClippedSurrogate, PolicyGradient):
         excess = sum(sample.num_trained for sample in peer.meta.samples) - (self.max_length - self.overlong_tokens)
         return peer.reward - min(1.0, max(0.0, excess / self.overlong_tokens))
 
-    def advantages(self, group: Group) -> Iterator[Assigned]:
+    def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
         statistic = partial(centred, std_normalize=self.std_normalize)
         return self.credited(group, compared(group, statistic, reward=self.penalised))
 

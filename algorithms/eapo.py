@@ -14,7 +14,7 @@ from algorithms.fields import RULES, AtMostOne, Over, ShareBelowOne
 from algorithms.gspo import sequence_ratio
 from algorithms.policy_gradient import PolicyGradient
 from algorithms.surrogate import ClippedSurrogate
-from rlsys.algorithm import Assigned, LossInputs, LossOutput, Settled
+from rlsys.algorithm import LossInputs, LossOutput, StepAdvantages, TrajectoryAdvantage
 from rlsys.types import Group
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class EAPO(ClippedSurrogate, PolicyGradient):
     """Train a multiple of this many samples, leaving out some, evenly over the step; the paper takes the data-parallel
     size and keeps more than 99 %. Our trainer needs no multiple, so that 1, all samples, is the default."""
 
-    def advantages(self, group: Group) -> Iterator[Assigned]:
+    def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
         """One advantage per sample."""
         found: dict[Place, list[float]] = {}
         for peers_G in peers(group):
@@ -58,22 +58,22 @@ class EAPO(ClippedSurrogate, PolicyGradient):
         for place, meta, shares in self.credits(group, found):
             for s in range(len(meta.samples)):
                 value = sum(share * found[source][s if source == place else -1] for source, share in shares.items())
-                yield Assigned(*place, value, s)
+                yield TrajectoryAdvantage(*place, value, s)
 
     def by_round(self, peer: Peer) -> list[float]:
         """The reward of each round."""
         last, num_rounds = peer.reward, max(1, len(peer.meta.samples))
         return [last * self.gamma**left if last > 0 else last for left in reversed(range(num_rounds))]
 
-    def settle(self, groups: Sequence[Group], past: Mapping[str, float]) -> Settled:
+    def finalize_advantages(self, groups: Sequence[Group], past: Mapping[str, float]) -> StepAdvantages:
         """The largest multiple of `samples_multiple` of those with a trained token; everything if there are fewer."""
-        every = super().settle(groups, past).groups
+        every = super().finalize_advantages(groups, past).groups
         trained = [(g, a) for g, assigned in enumerate(every) for a in assigned if _is_trained(a, groups[g])]
         num = len(trained)
         num_left_out = num % self.samples_multiple if num >= self.samples_multiple else 0
         left_out = {trained[(2 * i + 1) * num // (2 * num_left_out)] for i in range(num_left_out)}
         kept = (tuple(a for a in assigned if (g, a) not in left_out) for g, assigned in enumerate(every))
-        return Settled(tuple(kept), {"batch/samples_left_out": float(num_left_out)})
+        return StepAdvantages(tuple(kept), {"batch/samples_left_out": float(num_left_out)})
 
     def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
         policies = self.policies(logprobs_N, batch)
@@ -81,7 +81,7 @@ class EAPO(ClippedSurrogate, PolicyGradient):
         return self.corrected(policies, surrogate, self.kl(policies))
 
 
-def _is_trained(assigned: Assigned, group: Group) -> bool:
+def _is_trained(assigned: TrajectoryAdvantage, group: Group) -> bool:
     """Has the sample a trained token?"""
     samples = group.episodes[assigned.episode].trajectories[assigned.trajectory].samples
     return samples[assigned.sample or 0].num_trained > 0

@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from algorithms.fields import RULES, Fraction
 from rlsys.errors import CheckpointError
-from rlsys.stabilizer import StabilizerPlugin, Steered, Updates, inner_product
+from rlsys.stabilizer import GradientDecision, StabilizerPlugin, Updates, inner_product
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -156,7 +156,7 @@ class Alignment:
         wanted = int(self._num_wanted) or self._config.calibrate_steps
         return max(0, wanted - int(self._num_recorded)) if self._config.calibrate_steps else 0
 
-    def steer(self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce) -> Steered:
+    def steer(self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce) -> GradientDecision:
         """See `Stabilizer.steer`. One all-reduce of one number."""
         self._excess = 0.0
         pairs = ((gradients[n], p) for n, p in self._previous.items() if n in gradients)
@@ -182,7 +182,7 @@ class Alignment:
         if thresholds:
             metrics |= {"gac/c_low": thresholds.low, "gac/c_high": thresholds.high}
         is_skipped = self._config.enabled and regime is Regime.SKIPPED
-        return Steered(is_skipped, is_edited=removed != 0, metrics=metrics)
+        return GradientDecision(is_skipped, is_edited=removed != 0, metrics=metrics)
 
     def correct(self, updates: Updates, all_reduce: AllReduce) -> Mapping[str, float]:
         """See `Stabilizer.correct`. One all-reduce of three numbers, where there is anything to measure or to do."""

@@ -12,7 +12,7 @@ from algorithms.advantage import centred, compared
 from algorithms.fields import RULES
 from algorithms.policy_gradient import PolicyGradient
 from algorithms.surrogate import ClippedSurrogate
-from rlsys.algorithm import Assigned, LossInputs, LossOutput
+from rlsys.algorithm import LossInputs, LossOutput, TrajectoryAdvantage
 from rlsys.types import Group
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class GRPO(ClippedSurrogate, PolicyGradient):
     std_normalize: bool = True
     """Divide advantages by the group's standard deviation; false as in Dr. GRPO (arXiv:2503.20783)."""
 
-    def advantages(self, group: Group) -> Iterator[Assigned]:
+    def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
         """A = (R - mean) / (std + 1e-6) over peers."""
         return self.credited(group, compared(group, partial(centred, std_normalize=self.std_normalize)))
 

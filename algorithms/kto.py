@@ -11,7 +11,16 @@ from pydantic.dataclasses import dataclass
 
 from algorithms.fields import RULES
 from algorithms.functional import sample_totals
-from rlsys.algorithm import Aggregation, Algorithm, Assigned, LossInputs, LossOutput, Ranks, Settled, Signal
+from rlsys.algorithm import (
+    Aggregation,
+    Algorithm,
+    LossInputs,
+    LossOutput,
+    Ranks,
+    Signal,
+    StepAdvantages,
+    TrajectoryAdvantage,
+)
 from rlsys.types import Group
 
 if TYPE_CHECKING:
@@ -72,7 +81,9 @@ class KTO(Algorithm):
     @property
     def signals(self) -> frozenset[Signal]:
         matched = frozenset({Signal.REFERENCE_LOGPROBS})
-        return matched | {Signal.REFERENCE_MISMATCHED, Signal.POLICY_MISMATCHED} if self.measures else matched
+        return (
+            matched | {Signal.REFERENCE_MISMATCHED, Signal.POLICY_MISMATCHED} if self.has_step_statistics else matched
+        )
 
     @property
     def max_safe_staleness(self) -> int | None:
@@ -90,10 +101,10 @@ class KTO(Algorithm):
         return Aggregation("sequences")
 
     @property
-    def measures(self) -> bool:
+    def has_step_statistics(self) -> bool:
         return self.variant == "kto"
 
-    def advantages(self, group: Group) -> Iterator[Assigned]:
+    def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
         """The weight of a trajectory's samples, negative where they are undesirable. One without a reward, or with one
         that is not finite, is assigned nothing."""
         for (e, t), trajectory in group.trajectories():
@@ -101,9 +112,9 @@ class KTO(Algorithm):
             reward = root.reward if trajectory.reward is None else trajectory.reward
             if reward is not None and isfinite(reward):
                 is_desirable = reward > self.desirable_above
-                yield Assigned(e, t, self.desirable_weight if is_desirable else -self.undesirable_weight)
+                yield TrajectoryAdvantage(e, t, self.desirable_weight if is_desirable else -self.undesirable_weight)
 
-    def settle(self, groups: Sequence[Group], past: Mapping[str, float]) -> Settled:
+    def finalize_advantages(self, groups: Sequence[Group], past: Mapping[str, float]) -> StepAdvantages:
         """The same weights, balanced, and the share of desirable samples."""
         assigned = [self.assign(group) for group in groups]
         num_desirable, num_undesirable = _counted(groups, assigned)
@@ -117,9 +128,9 @@ class KTO(Algorithm):
             assigned = [
                 tuple(_scaled(a, back * scales[0], back * scales[1]) for a in of_group) for of_group in assigned
             ]
-        return Settled(tuple(assigned), metrics)
+        return StepAdvantages(tuple(assigned), metrics)
 
-    def measure(self, step: LossInputs, ranks: Ranks) -> Mapping[str, float]:
+    def step_statistics(self, step: LossInputs, ranks: Ranks) -> Mapping[str, float]:
         """`z0`, in nats; and the mean of beta r over desirable and over undesirable samples, where there are any."""
         columns_N, lengths_S = step.columns_N, step.lengths_S
         mismatched_N = columns_N[Signal.POLICY_MISMATCHED] - columns_N[Signal.REFERENCE_MISMATCHED]
@@ -180,7 +191,7 @@ def _spread(values_S: Tensor, lengths_S: Tensor, num_tokens: int) -> Tensor:
     return values_S.repeat_interleave(lengths_S, output_size=num_tokens)
 
 
-def _counted(groups: Sequence[Group], assigned: Sequence[Sequence[Assigned]]) -> tuple[int, int]:
+def _counted(groups: Sequence[Group], assigned: Sequence[Sequence[TrajectoryAdvantage]]) -> tuple[int, int]:
     """Desirable and undesirable samples that have a trained token."""
     is_desirable = [
         a.advantage > 0
@@ -192,6 +203,6 @@ def _counted(groups: Sequence[Group], assigned: Sequence[Sequence[Assigned]]) ->
     return sum(is_desirable), len(is_desirable) - sum(is_desirable)
 
 
-def _scaled(assigned: Assigned, desirable: float, undesirable: float) -> Assigned:
+def _scaled(assigned: TrajectoryAdvantage, desirable: float, undesirable: float) -> TrajectoryAdvantage:
     scale = desirable if assigned.advantage > 0 else undesirable
-    return Assigned(assigned.episode, assigned.trajectory, assigned.advantage * scale)
+    return TrajectoryAdvantage(assigned.episode, assigned.trajectory, assigned.advantage * scale)

@@ -14,7 +14,7 @@ from algorithms.corrections import Corrections, Tis
 from algorithms.fields import RULES, Over
 from algorithms.policy_gradient import PolicyGradient
 from algorithms.surrogate import ClippedSurrogate
-from rlsys.algorithm import Assigned, LossInputs, LossOutput
+from rlsys.algorithm import LossInputs, LossOutput, TrajectoryAdvantage
 from rlsys.types import Group
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class LongCat(ClippedSurrogate, PolicyGradient):
     std_normalize: bool = True
     """Divide advantages by the group's standard deviation."""
 
-    def advantages(self, group: Group) -> Iterator[Assigned]:
+    def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
         return self.credited(group, compared(group, partial(centred, std_normalize=self.std_normalize)))
 
     def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:

@@ -14,7 +14,7 @@ from algorithms.corrections import Corrections
 from algorithms.fields import RULES
 from algorithms.functional import log_ratio
 from algorithms.policy_gradient import PolicyGradient
-from rlsys.algorithm import Assigned, LossInputs, LossOutput, Ranks
+from rlsys.algorithm import LossInputs, LossOutput, Ranks, TrajectoryAdvantage
 from rlsys.types import Group
 
 if TYPE_CHECKING:
@@ -58,13 +58,13 @@ class M2PO(PolicyGradient):
         return None
 
     @property
-    def measures(self) -> bool:
+    def has_step_statistics(self) -> bool:
         return True
 
-    def advantages(self, group: Group) -> Iterator[Assigned]:
+    def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
         return self.credited(group, compared(group, partial(centred, std_normalize=self.std_normalize)))
 
-    def measure(self, step: LossInputs, ranks: Ranks) -> Mapping[str, float]:
+    def step_statistics(self, step: LossInputs, ranks: Ranks) -> Mapping[str, float]:
         """The largest (log r)² of a trust-region token that is kept; -1 where none is."""
         drift_N, is_trust_region_N = _drift(step)
         squares_N = ranks.gather(drift_N[is_trust_region_N]).sort().values

@@ -16,7 +16,7 @@ from algorithms.advantage import Place
 from algorithms.corrections import Corrections, Policies, Tis, carries_ratio, corrected, problems_of
 from algorithms.fields import RULES, Fraction, Over
 from algorithms.kl import Estimator, kl_term
-from rlsys.algorithm import Aggregation, Algorithm, Assigned, LossInputs, LossOutput, Signal
+from rlsys.algorithm import Aggregation, Algorithm, LossInputs, LossOutput, Signal, TrajectoryAdvantage
 from rlsys.types import Group, OutcomeKind, TrajectoryMeta
 
 if TYPE_CHECKING:
@@ -116,11 +116,11 @@ class PolicyGradient(Algorithm):
             if not is_masked and all(source in known for source in shares):
                 yield place, meta, shares
 
-    def credited(self, group: Group, advantages: Mapping[Place, float]) -> Iterator[Assigned]:
+    def credited(self, group: Group, advantages: Mapping[Place, float]) -> Iterator[TrajectoryAdvantage]:
         """Those with a reward of their own are assigned their advantage, others their root's, mixed as `team_share`
         says."""
         for place, _, shares in self.credits(group, advantages):
-            yield Assigned(*place, sum(advantages[source] * share for source, share in shares.items()))
+            yield TrajectoryAdvantage(*place, sum(advantages[source] * share for source, share in shares.items()))
 
     def proximal_logprobs(self, logprobs_N: Tensor, batch: LossInputs) -> Tensor:
         """Logprobs under the policy that corrections lead up to, without gradient."""

@@ -14,7 +14,7 @@ from algorithms.functional import gae
 from algorithms.kl import penalised_rewards
 from algorithms.policy_gradient import PolicyGradient
 from algorithms.surrogate import ClippedSurrogate
-from rlsys.algorithm import Assigned, LossInputs, LossOutput, Shaped, Signal
+from rlsys.algorithm import LossInputs, LossOutput, Signal, TokenAdvantages, TrajectoryAdvantage
 from rlsys.types import Group, PolicyVersion
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class PPO(ClippedSurrogate, PolicyGradient):
 
     A trajectory that was cut into several samples has its reward at the end of each of them: a sample is an episode of
     its own, because what its first token would hand back to the sample before it is not the state that one ended in.
-    A trajectory cut by length ends in the reward it was judged with, not in a value. An agent without a reward of its
+    A trajectory cut by length ends in the reward it was scored with, not in a value. An agent without a reward of its
     own ends in its root's; one that has one, in the two mixed by `team_share`.
     """
 
@@ -70,16 +70,16 @@ class PPO(ClippedSurrogate, PolicyGradient):
     def trains_policy(self, version: PolicyVersion) -> bool:
         return version >= self.critic_warmup
 
-    def advantages(self, group: Group) -> Iterator[Assigned]:
+    def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
         """Nothing is compared: the number of a trajectory is its reward."""
         return self.credited(group, {peer.place: peer.reward for peer in rewarded(group)})
 
-    def shape(self, inputs: LossInputs) -> Shaped:
+    def token_advantages(self, inputs: LossInputs) -> TokenAdvantages:
         """GAE; the critic's target is A + V."""
         values_N = inputs.columns_N[Signal.VALUES]
         rewards_N = penalised_rewards(inputs, self.kl_coef, self.kl_estimator)
         advantages_N = gae(rewards_N, values_N, inputs.lengths_S, self.gamma, self.gae_lambda)
-        return Shaped(advantages_N, advantages_N + values_N)
+        return TokenAdvantages(advantages_N, advantages_N + values_N)
 
     def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
         policies = self.policies(logprobs_N, batch)
@@ -89,7 +89,7 @@ class PPO(ClippedSurrogate, PolicyGradient):
     def value_loss(self, values_N: Tensor, batch: LossInputs) -> LossOutput:
         """max((V - R)², (clip(V, V_old ± value_clip) - R)²) / 2 per token."""
         if batch.returns_N is None:
-            raise ValueError("the critic's loss needs the returns that `shape` gives")
+            raise ValueError("the critic's loss needs the returns that `token_advantages` gives")
         errors_N = (values_N - batch.returns_N).square()
         if self.value_clip is None:
             return LossOutput(errors_N / 2)

@@ -14,7 +14,7 @@ from algorithms.fields import RULES
 from algorithms.kl import Estimator, rewards_to_go
 from algorithms.policy_gradient import PolicyGradient
 from algorithms.surrogate import ClippedSurrogate
-from rlsys.algorithm import Assigned, LossInputs, LossOutput, Shaped
+from rlsys.algorithm import LossInputs, LossOutput, TokenAdvantages, TrajectoryAdvantage
 from rlsys.types import Group
 
 if TYPE_CHECKING:
@@ -40,12 +40,12 @@ class ReinforcePP(ClippedSurrogate, PolicyGradient):
     def whitens(self) -> bool:
         return True
 
-    def advantages(self, group: Group) -> Iterator[Assigned]:
+    def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
         """Nothing is compared: the number of a trajectory is its reward."""
         return self.credited(group, {peer.place: peer.reward for peer in rewarded(group)})
 
-    def shape(self, inputs: LossInputs) -> Shaped:
-        return Shaped(rewards_to_go(inputs, self.kl_coef, self.kl_estimator))
+    def token_advantages(self, inputs: LossInputs) -> TokenAdvantages:
+        return TokenAdvantages(rewards_to_go(inputs, self.kl_coef, self.kl_estimator))
 
     def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
         policies = self.policies(logprobs_N, batch)
@@ -64,7 +64,7 @@ class ReinforcePPBaseline(ClippedSurrogate, PolicyGradient):
     def whitens(self) -> bool:
         return True
 
-    def advantages(self, group: Group) -> Iterator[Assigned]:
+    def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
         return self.credited(group, compared(group, partial(centred, std_normalize=False)))
 
     def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:

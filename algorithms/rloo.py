@@ -12,7 +12,7 @@ from algorithms.fields import RULES, Over
 from algorithms.kl import rewards_to_go
 from algorithms.policy_gradient import PolicyGradient
 from algorithms.surrogate import ClippedSurrogate
-from rlsys.algorithm import Assigned, LossInputs, LossOutput, Shaped
+from rlsys.algorithm import LossInputs, LossOutput, TokenAdvantages, TrajectoryAdvantage
 from rlsys.types import Group
 
 if TYPE_CHECKING:
@@ -36,11 +36,11 @@ class RLOO(ClippedSurrogate, PolicyGradient):
 
     kl_in_reward: ClassVar[bool] = True
 
-    def advantages(self, group: Group) -> Iterator[Assigned]:
+    def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
         return self.credited(group, compared(group, left_out))
 
-    def shape(self, inputs: LossInputs) -> Shaped:
-        return Shaped(rewards_to_go(inputs, self.kl_coef, self.kl_estimator))
+    def token_advantages(self, inputs: LossInputs) -> TokenAdvantages:
+        return TokenAdvantages(rewards_to_go(inputs, self.kl_coef, self.kl_estimator))
 
     def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
         policies = self.policies(logprobs_N, batch)

@@ -34,17 +34,17 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.gateway_load import overhead_of_gateway
 from benchmarks.measure import parser_of, print_result, progress, spread, spreads
-from rlsys.session import POLICY, Agent, Policy, Session
+from rlsys.agents.session import POLICY, Agent, Policy, Session
+from rlsys.agents.tools import Tool, Toolbox
+from rlsys.agents.workflow import Workflow
 from rlsys.testing import ScriptedPolicy
-from rlsys.tools import Tool, Toolbox
 from rlsys.types import Assignment, Sampling, Task
-from rlsys.workflow import Workflow
-from workers.codec import TextCodec
-from workers.engines.base import Request
+from workers.engines.engine import Request
 from workers.engines.scripted import ScriptedEngine
-from workers.generator import Generator, WeightChange
-from workers.policy import Speech
-from workers.rollout import RolloutWorker
+from workers.rollout.generator import Generator, WeightChange
+from workers.rollout.group_route import PolicyText
+from workers.rollout.rollout_worker import RolloutWorker
+from workers.text.tokenizer import TextTokenizer
 
 NUM_SESSIONS, GROUP_SIZE, NUM_TURNS = 256, 8, 8
 MEDIAN_S, SPREAD, LONGEST_S = 0.1, 0.8, 3.0
@@ -162,9 +162,9 @@ async def rollouts(num_batches: int, num_sessions: int, *, pace: Pace) -> dict[s
     groups = num_sessions // GROUP_SIZE
     room = asyncio.Semaphore(groups)
 
-    async def group(serial: int) -> None:
+    async def group(group_id: int) -> None:
         async with room:
-            await worker.run(Assignment(serial, Task(id=str(serial), prompt="Look."), GROUP_SIZE, 0, seed=serial))
+            await worker.run(Assignment(group_id, Task(id=str(group_id), prompt="Look."), GROUP_SIZE, 0, seed=group_id))
 
     began_s = time.perf_counter()
     at_once = num_batches * groups if pace == "streamed" else groups
@@ -182,14 +182,14 @@ async def rollouts(num_batches: int, num_sessions: int, *, pace: Pace) -> dict[s
 
 def replica(workflow: Workflow) -> RolloutWorker:
     """A rollout worker whose engine calls the tool, whatever it is told."""
-    codec = TextCodec(tokenizer())
+    codec = TextTokenizer(tokenizer())
     said = codec.reply(CALL)
 
     def reply(request: Request) -> Sequence[int]:
         return said
 
     engine = ScriptedEngine(reply, num_slots=SLOTS, tick_s=TICK_S, max_context=4096)
-    speech = Speech(codec, Sampling(max_new_tokens=len(said)), max_prompt_tokens=4000)
+    speech = PolicyText(codec, Sampling(max_new_tokens=len(said)), max_prompt_tokens=4000)
     return RolloutWorker("rollout-0", workflow, {POLICY: Generator("rollout-0", engine, speech, None, NO_CHANGE)})
 
 

@@ -22,16 +22,16 @@ import torch
 from algorithms.grpo import GRPO
 from benchmarks.measure import Size, group_of, parser_of, print_result, progress, sorter
 from examples.smollm.prepare import Recipe, prepare
-from rlsys.algorithm import Aggregation, Assigned
-from rlsys.batch.plan import plan_batch
+from rlsys.algorithm import Aggregation, TrajectoryAdvantage
+from rlsys.batch.packing import plan_batch
 from rlsys.batch.tensors import StepData
 from rlsys.types import Episode, Sampling, Trajectory, Turn
-from workers.codec import TextCodec
-from workers.engines.base import EngineName, EngineSpec, Request
-from workers.engines.loading import start_engine
+from workers.engines.engine import EngineName, EngineSpec, Request
+from workers.engines.engine_choice import start_engine
+from workers.text.tokenizer import TextTokenizer
 from workers.train.fsdp import FsdpBackend
-from workers.train.ranks import Ranks
-from workers.train.settings import OptimizerSettings
+from workers.train.optimizer_settings import OptimizerSettings
+from workers.train.rank_group import RankGroup
 
 FOLDER = Path(".cache/smollm")
 Dtype = Literal["float32", "bfloat16"]
@@ -63,7 +63,7 @@ async def sampled(
 ) -> dict[float, tuple[Episode, ...]]:
     """One answer to each prompt, by temperature."""
     path = str(folder / "model")
-    codec = TextCodec.load(path)
+    codec = TextTokenizer.load(path)
     spec = EngineSpec(
         engine=engine, model_path=path, dtype=dtype, slots=num_prompts, max_context=256, kv_cache="keep",
         tensor_parallel=1, step_s=120.0, load_s=120.0,
@@ -88,9 +88,9 @@ async def sampled(
 
 def compared(folder: Path, episodes: tuple[Episode, ...], dtype: Dtype, temperature: float) -> dict[str, float]:
     """What the trainer's first step on these tokens says of the sampler."""
-    assigned = [Assigned(e, 0, 1.0) for e in range(len(episodes))]
+    assigned = [TrajectoryAdvantage(e, 0, 1.0) for e in range(len(episodes))]
     plan = plan_batch([group_of(0, episodes)], [assigned], Aggregation(), num_ranks=1, max_tokens=2048)
-    backend = FsdpBackend(str(folder / "model"), OptimizerSettings(lr=1e-6, total_steps=1), Ranks(), dtype=dtype)
+    backend = FsdpBackend(str(folder / "model"), OptimizerSettings(lr=1e-6, total_steps=1), RankGroup(), dtype=dtype)
     data = StepData([episodes], [{}])
     metrics = backend.train_step(plan.of_rank(0), data, GRPO(), temperature=temperature)
     return {

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import TypeAlias
 
 from benchmarks.measure import Size, parser_of, print_result, progress, sorter, spread, spreads, train
-from rlsys.metrics import STALENESS_BUCKETS
+from rlsys.monitoring.metric_catalog import STALENESS_BUCKETS
 
 BOUNDS = (0, 1, 2, 4)
 SKIPPED_STEPS = 6

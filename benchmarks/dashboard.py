@@ -36,12 +36,12 @@ from typing import NamedTuple
 from urllib.parse import urlencode, urlsplit
 
 from benchmarks.measure import Size, answer_of, parser_of, print_result, progress, rows_of, spread
-from rlsys.events import (
+from rlsys.monitoring.events import (
     Event,
     Events,
     GroupIssued,
-    GroupJudged,
     GroupRolledOut,
+    GroupScored,
     ReplicaSeen,
     RolloutsWritten,
     RunStarted,
@@ -49,9 +49,9 @@ from rlsys.events import (
     WeightsPublished,
     WorkerBusy,
 )
-from rlsys.tracking.alerts import AlertSink
-from rlsys.tracking.console import ConsoleSink
-from rlsys.tracking.jsonl import JsonlSink
+from rlsys.monitoring.trackers.alert_sink import AlertSink
+from rlsys.monitoring.trackers.console import ConsoleSink
+from rlsys.monitoring.trackers.jsonl import JsonlSink
 from tests.histories import big_run, small_run
 
 CHARTS = (
@@ -132,7 +132,7 @@ def part(name: str, folder: Path, count: int) -> list[str]:
 
 def opened(root: Path, _: int) -> dict[str, float]:
     """Open a run as the overview, groups, cluster, ledger and alerts pages do, one after the other."""
-    from rlsys.dashboard.readings import Readings
+    from rlsys.dashboard.queries import Readings
 
     before_mb, began = _resident_mb(), time.perf_counter()
     readings = Readings(root)
@@ -171,7 +171,7 @@ def _pages(get: _Get, cluster: Mapping[str, float], step: int) -> Iterator[tuple
     """Each page and its parameters; where there is a choice of step, group or time, this is one."""
     run = {"run": "big"}
     group = get("groups", **run, step=step)["groups"][0]
-    of_group = {**run, "step": step, "serial": group["serial"]}
+    of_group = {**run, "step": step, "group_id": group["group_id"]}
     middle_s = cluster["begin_s"] + (cluster["end_s"] - cluster["begin_s"]) * 0.5
     yield from ((name, run) for name in ("run", "log", "metrics", "alerts", "ledger", "cluster", "tasks"))
     yield "runs", {}
@@ -236,9 +236,9 @@ def emit(folder: Path, steps: int) -> dict[str, float]:
 
 def day(folder: Path, num_events: int) -> dict[str, float]:
     """A day of events through the sinks of a run and a tracker."""
-    from rlsys.tracker import RunFacts
-    from rlsys.tracking.tensorboard import TensorBoard
-    from rlsys.tracking.thread import InThread
+    from rlsys.monitoring.tracker import RunFacts
+    from rlsys.monitoring.trackers.tensorboard import TensorBoard
+    from rlsys.monitoring.trackers.tracker_thread import InThread
 
     rollouts = small_run(folder / "small") / "rollouts" / "step_000001.jsonl"
     facts = RunFacts(run_dir=folder, name="day", policy="", config={})
@@ -266,14 +266,14 @@ def step_events(step: int, rollouts: Path) -> Sequence[Event]:
     """What a step of 16 groups tells, whose rollouts are in this file."""
     now_s, groups = time.time(), [*range(GROUPS * step, GROUPS * (step + 1))]
     told: list[Event] = []
-    for serial in groups:
-        task_id, replica = f"task-{serial % 500}", f"rollout-{serial % REPLICAS}"
+    for group_id in groups:
+        task_id, replica = f"task-{group_id % 500}", f"rollout-{group_id % REPLICAS}"
         told += [
-            GroupIssued(serial, task_id, step, 8),
+            GroupIssued(group_id, task_id, step, 8),
             WorkerBusy(replica, "generating", now_s - 0.1, now_s),
-            GroupRolledOut(serial, task_id, replica, step, step, (100,) * 8, 1, 0.1, 0.0),
-            WorkerBusy("reward-0", "judging", now_s - 0.01, now_s),
-            GroupJudged(serial, task_id, (1.0, 0.0) * 4),
+            GroupRolledOut(group_id, task_id, replica, step, step, (100,) * 8, 1, 0.1, 0.0),
+            WorkerBusy("reward-0", "scoring", now_s - 0.01, now_s),
+            GroupScored(group_id, task_id, (1.0, 0.0) * 4),
         ]
     told += [ReplicaSeen(f"rollout-{r}", step, False, 3, 0, 0.25, 100_000 + step) for r in range(REPLICAS)]
     told += [WorkerBusy(f"rollout-{r}", "pulling", now_s - 0.02, now_s) for r in range(REPLICAS)]

@@ -31,17 +31,17 @@ import ray
 
 from benchmarks.measure import Size, answer_of, parser_of, print_result, progress, sorter, spread
 from examples.smollm import prepare as smollm
+from rlsys.agents.workflow import SingleTurn
 from rlsys.contracts import RolledOut
 from rlsys.types import POLICY, Assignment, Sampling, Task
-from rlsys.workflow import SingleTurn
-from workers.cluster import Resources, connect
-from workers.engines.base import EngineName, EngineSpec, Request
-from workers.generator import WeightChange
-from workers.pools import Supply
-from workers.remote_proxy import Remote, start
-from workers.replica_spec import GeneratorSpec, RolloutSpec
-from workers.rollout import RolloutWorker
-from workers.rollouts import RolloutPool
+from workers.engines.engine import EngineName, EngineSpec, Request
+from workers.ray.cluster import Resources, connect
+from workers.ray.pool import PoolSpec
+from workers.ray.remote_proxy import Remote, start
+from workers.rollout.generator import WeightChange
+from workers.rollout.replica_spec import GeneratorSpec, RolloutSpec
+from workers.rollout.rollout_pool import RolloutPool
+from workers.rollout.rollout_worker import RolloutWorker
 
 if TYPE_CHECKING:
     from workers.engines.vllm import VllmEngine
@@ -211,7 +211,7 @@ def pool_of(model: Model, engine: EngineName, threads: int) -> RolloutPool:
     def one(name: str) -> Remote[RolloutWorker]:
         return start(BenchWorker, name, partial(BenchWorker.of, name, spec, {}, None), spec.resources, DEADLINE_S)
 
-    return RolloutPool(Supply(1, one, DEADLINE_S, max_attempts=1))
+    return RolloutPool(PoolSpec(1, one, DEADLINE_S, max_attempts=1))
 
 
 def _worker(pool: RolloutPool) -> Remote[BenchWorker]:
@@ -272,7 +272,7 @@ async def _started(engine: EngineName, path: str, dtype: Literal["float32", "bfl
     import psutil
     import torch
 
-    from workers.engines.loading import start_engine
+    from workers.engines.engine_choice import start_engine
 
     if engine == "vllm":
         import vllm.v1.engine.llm_engine  # noqa: F401

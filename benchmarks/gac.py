@@ -28,13 +28,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from algorithms.gac import GAC
 from algorithms.grpo import GRPO
 from benchmarks.measure import Size, group_of, parser_of, print_result, progress, sorter, spread
-from rlsys.batch.plan import BatchPlan, plan_batch
+from rlsys.batch.packing import BatchPlan, plan_batch
 from rlsys.batch.tensors import StepData
-from rlsys.stabilizer import Stabilizer, Steered, Updates
+from rlsys.stabilizer import GradientDecision, Stabilizer, Updates
 from rlsys.types import Episode, Trajectory, Turn, VersionSpan
 from workers.train.fsdp import FsdpBackend
-from workers.train.ranks import Ranks
-from workers.train.settings import OptimizerSettings
+from workers.train.optimizer_settings import OptimizerSettings
+from workers.train.rank_group import RankGroup
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,7 +78,7 @@ class Timed:
     def end_step(self) -> None:
         self._stabilizer.end_step()
 
-    def steer(self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce) -> Steered:
+    def steer(self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce) -> GradientDecision:
         began = time.process_time()
         steered = self._stabilizer.steer(gradients, squared_norm, all_reduce)
         self.cpu_s += time.process_time() - began
@@ -133,7 +133,7 @@ def random_llama(folder: Path) -> Path:
 
 def measured(case: Case) -> dict[str, object]:
     """The figures of one model."""
-    backend = FsdpBackend(str(case.path), OptimizerSettings(lr=1e-6, total_steps=10**6), Ranks())
+    backend = FsdpBackend(str(case.path), OptimizerSettings(lr=1e-6, total_steps=10**6), RankGroup())
     algorithm = GRPO(group_size=case.group_size)
     plan, data = batch(case, algorithm)
     shards = backend.shards()
@@ -175,8 +175,8 @@ def batch(case: Case, algorithm: GRPO) -> tuple[BatchPlan, StepData]:
     for _ in range(case.groups):
         prompt = tuple(chance.randrange(2, case.num_vocab) for _ in range(case.num_prompt))
         payloads.append(tuple(_episode(chance, case, prompt) for _ in range(case.group_size)))
-    groups = [group_of(serial, payload) for serial, payload in enumerate(payloads)]
-    assigned = algorithm.settle(groups, {}).groups
+    groups = [group_of(group_id, payload) for group_id, payload in enumerate(payloads)]
+    assigned = algorithm.finalize_advantages(groups, {}).groups
     plan = plan_batch(groups, assigned, algorithm.aggregation, num_ranks=1, max_tokens=8192)
     return plan, StepData(payloads, [{} for _ in groups])
 

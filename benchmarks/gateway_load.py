@@ -18,8 +18,8 @@ from statistics import fmean, quantiles
 from typing import Literal, TypeAlias
 
 from benchmarks.measure import answer_of
-from rlsys.gateway import shared_gateway
-from rlsys.session import POLICY, Session
+from rlsys.agents.gateway import shared_gateway
+from rlsys.agents.session import POLICY, Session
 from rlsys.testing import ScriptedPolicy
 from rlsys.types import Message, Task, Turn, VersionSpan
 

@@ -25,16 +25,16 @@ from benchmarks.group_queue_work import (
     start_ray,
 )
 from rlsys.contracts import Busy, RolledOut
-from rlsys.data.source import TaskSource
-from rlsys.group_queue import GroupQueue
-from rlsys.ledger import Ledger
+from rlsys.data.task_source import TaskSource
+from rlsys.loop.group_queue import GroupQueue
+from rlsys.loop.task_ledger import Ledger
 from rlsys.testing import tasks
 from rlsys.types import Group
 from tests.groups import episode
 from tests.groups import group as group_of
-from workers.cluster import NO_MATHS
-from workers.remote_proxy import Remote, start
-from workers.streams import CallStream, Parcel, answer_in_chunks
+from workers.ray.batched_calls import CallStream, Parcel, answer_in_chunks
+from workers.ray.cluster import NO_MATHS
+from workers.ray.remote_proxy import Remote, start
 
 DEADLINE_S = 600.0
 
@@ -49,16 +49,16 @@ class Producer:
     async def begin(self, load: Load) -> None:
         self._load, self._pace = load, Pace(load, self._place)
 
-    def run(self, serials: list[int]) -> AsyncIterator[object]:
-        return answer_in_chunks(serials, self._rolled_out)
+    def run(self, group_ids: list[int]) -> AsyncIterator[object]:
+        return answer_in_chunks(group_ids, self._rolled_out)
 
-    async def _rolled_out(self, serial: int) -> tuple[tuple[float, Group], tuple]:
+    async def _rolled_out(self, group_id: int) -> tuple[tuple[float, Group], tuple]:
         async with self._turn:
             await asyncio.sleep(self._pace.left_s())
-            arrays = payload(self._load.tokens, serial)
+            arrays = payload(self._load.tokens, group_id)
             num_episodes, num_tokens = arrays[0].shape
             metadata = group_of(
-                serial, versions=[serial], episodes=[episode(1.0, num_trained=num_tokens)] * num_episodes
+                group_id, versions=[group_id], episodes=[episode(1.0, num_trained=num_tokens)] * num_episodes
             )
             return (time.monotonic(), metadata), arrays
 
@@ -85,24 +85,26 @@ class Pipeline:
 
     async def run(self) -> Taken:
         producers = [asyncio.create_task(self._produce()) for _ in range(self._queue.capacity)]
-        serials, taken_s = [], []
+        group_ids, taken_s = [], []
         for version in range(self._load.groups // self._load.at_once):
             rows = await self._queue.take(version)
             taken_s += await self._consumer.call(
-                Consumer.read, Parcel.of((row.serial, row.group.payload) for row in rows)
+                Consumer.read, Parcel.of((row.group_id, row.group.payload) for row in rows)
             )
-            serials += [row.serial for row in rows]
+            group_ids += [row.group_id for row in rows]
             self._queue.release(rows, version + 1)
         for producer in producers:
             producer.cancel()
-        return Taken.of([self._submitted_s[serial] for serial in serials], taken_s)
+        return Taken.of([self._submitted_s[group_id] for group_id in group_ids], taken_s)
 
     async def _produce(self) -> None:
         while True:
             async with self._queue.permit() as permit:
                 group = self._queue.start_rollout(permit)
-                (submitted_s, episodes), payload_ref = await self._streams[group.serial % PRODUCERS].call(group.serial)
-                self._submitted_s[group.serial] = submitted_s
+                (submitted_s, episodes), payload_ref = await self._streams[group.group_id % PRODUCERS].call(
+                    group.group_id
+                )
+                self._submitted_s[group.group_id] = submitted_s
                 episodes = replace(episodes, payload=payload_ref)
                 self._queue.finish_rollout(group, RolledOut(episodes, Busy("producer", submitted_s, submitted_s)))
                 self._queue.score(group, episodes)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from workers.cluster import connect
+from workers.ray.cluster import connect
 
 EPISODES = 8
 PRODUCERS = 2

@@ -2,11 +2,11 @@
 Python loop over tokens for GAE.
 
 For 32 k and 256 k trained tokens: the loss with its metrics, averaged, and its backward to the logprobs, M2PO's and
-KTO's `measure` included; the critic's loss with its backward to the values; advantages of groups; rewards to go with
-the KL (REINFORCE++); GAE; whitening. Both sides compute the same, on the same numbers, in
-turn, in one thread; figures are medians of CPU time. `difference` is the largest one between the results (gradients by
-the logprobs; advantages), over the largest result. Lengths of samples are spread evenly from 1 to twice their mean, so
-that about half of a padded matrix is padding.
+KTO's `step_statistics` included; the critic's loss with its backward to the values; advantages of groups; rewards to go
+with the KL (REINFORCE++); GAE; whitening. Both sides compute the same, on the same numbers, in turn, in one thread;
+figures are medians of CPU time. `difference` is the largest one between the results (gradients by the logprobs;
+advantages), over the largest result. Lengths of samples are spread evenly from 1 to twice their mean, so that about
+half of a padded matrix is padding.
 
     python -m benchmarks.losses [--repeats 15 | --short]
 """
@@ -38,8 +38,8 @@ from rlsys.algorithm import Algorithm, LossInputs, LossOutput, Signal
 from rlsys.batch.tensors import MicroBatch
 from rlsys.types import Group
 from tests.groups import episode, group
-from workers.train.ranks import Ranks
-from workers.train.step import Part, whiten
+from workers.train.rank_group import RankGroup
+from workers.train.step_data import Part, whiten
 
 SIZES = {"32k": (64, 512), "256k": (256, 1024)}
 """Samples, and mean trained tokens of each."""
@@ -123,8 +123,8 @@ def ours(algorithm: Algorithm, both: Both) -> Callable[[], Tensor]:
 
     def loss(logprobs_N: Tensor) -> Tensor:
         batch = both.batch
-        if algorithm.measures:
-            batch = replace(batch, facts=algorithm.measure(batch, Ranks()))
+        if algorithm.has_step_statistics:
+            batch = replace(batch, facts=algorithm.step_statistics(batch, RankGroup()))
         return with_metrics(algorithm.loss(logprobs_N, batch), weights_N)
 
     return gradient(loss, both.logprobs_N)
@@ -145,13 +145,13 @@ def with_metrics(output: LossOutput, weights_N: Tensor) -> Tensor:
 
 def advantages(groups: Sequence[Group]) -> Tensor:
     """GRPO's, of all members of all groups."""
-    return torch.tensor([a.advantage for assigned in GRPO().settle(groups, {}).groups for a in assigned])
+    return torch.tensor([a.advantage for assigned in GRPO().finalize_advantages(groups, {}).groups for a in assigned])
 
 
 def whitened(batch: LossInputs, values_N: Tensor) -> Tensor:
     """The trainer's own, for one micro-batch of one rank."""
     part = Part(cast("MicroBatch", None), 1.0, replace(batch, advantages_N=values_N), is_scored=True)
-    whiten([part], Ranks())
+    whiten([part], RankGroup())
     return part.inputs.advantages_N
 
 
@@ -331,14 +331,14 @@ def gae_reference(rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, gamma:
     return torch.stack(reversed_advantages[::-1], 1)
 
 
-def advantages_reference(rewards: Sequence[float], serials: Sequence[int]) -> Tensor:
+def advantages_reference(rewards: Sequence[float], group_ids: Sequence[int]) -> Tensor:
     """By a dictionary of the rewards of each group, and small tensors."""
     by_group: dict[int, list[float]] = defaultdict(list)
-    for serial, reward in zip(serials, rewards, strict=True):
-        by_group[serial].append(reward)
-    means = {serial: torch.tensor(members).mean() for serial, members in by_group.items()}
-    stds = {serial: torch.tensor(members).std() for serial, members in by_group.items()}
-    return torch.stack([(r - means[s]) / (stds[s] + 1e-6) for r, s in zip(rewards, serials, strict=True)])
+    for group_id, reward in zip(group_ids, rewards, strict=True):
+        by_group[group_id].append(reward)
+    means = {group_id: torch.tensor(members).mean() for group_id, members in by_group.items()}
+    stds = {group_id: torch.tensor(members).std() for group_id, members in by_group.items()}
+    return torch.stack([(r - means[s]) / (stds[s] + 1e-6) for r, s in zip(rewards, group_ids, strict=True)])
 
 
 def whitening_reference(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -386,7 +386,7 @@ def cases(both: Both) -> dict[str, tuple[Callable[[], Tensor], Callable[[], Tens
     values_N, values_BT = batch.columns_N[Signal.VALUES], x.columns[Signal.VALUES]
     rewards_N, rewards_BT = batch.advantages_N, x.advantages
     rewards = [float(value) for value in torch.rand(both.batch.lengths_S.shape)]
-    serials = [place // 8 for place in range(len(rewards))]
+    group_ids = [place // 8 for place in range(len(rewards))]
     groups = [group(s, episodes=[episode(r) for r in rewards[8 * s : 8 * s + 8]]) for s in range(len(rewards) // 8)]
     weighted = GRPO(correction=(Tis(),))
     masked = GRPO(correction=(Geometric(low=1 / MEAN_BOUND, high=MEAN_BOUND), Tis()))
@@ -408,7 +408,7 @@ def cases(both: Both) -> dict[str, tuple[Callable[[], Tensor], Callable[[], Tens
         "ppo": (ours(ppo, both), reference(grpo_reference, both, ppo.clip_low, ppo.clip_high)),
         "ppo, critic": (value_loss(both), reference(value_loss_reference, both, ppo.value_clip)),
         "reinforce_pp": (
-            lambda: ReinforcePP(kl_coef=KL_COEF).shape(batch).advantages_N,
+            lambda: ReinforcePP(kl_coef=KL_COEF).token_advantages(batch).advantages_N,
             lambda: rewards_to_go_reference(x, KL_COEF),
         ),
         "m2po": (ours(m2po, both), reference(m2po_reference, both, m2po.tau)),
@@ -417,7 +417,7 @@ def cases(both: Both) -> dict[str, tuple[Callable[[], Tensor], Callable[[], Tens
             lambda: gae(rewards_N, values_N, batch.lengths_S, 1.0, 0.95),
             lambda: gae_reference(rewards_BT, values_BT, x.mask, 1.0, 0.95),
         ),
-        "advantages": (lambda: advantages(groups), lambda: advantages_reference(rewards, serials)),
+        "advantages": (lambda: advantages(groups), lambda: advantages_reference(rewards, group_ids)),
         "whitening": (lambda: whitened(batch, values_N), lambda: whitening_reference(values_BT, x.mask)),
     }
 

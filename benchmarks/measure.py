@@ -149,14 +149,14 @@ def _end(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def group_of(serial: int, episodes: tuple[Episode, ...]) -> Group:
+def group_of(group_id: int, episodes: tuple[Episode, ...]) -> Group:
     """A group that was sampled at version 0, its payload in it."""
     from rlsys.batch.samples import meta_of, versions_of
     from rlsys.types import Group
 
     return Group(
-        serial=serial, task_id=f"task-{serial}", permit_version=0, replica="rollout-0", episodes=meta_of(episodes),
-        versions=versions_of(episodes), weights=(), payload=episodes,
+        group_id=group_id, task_id=f"task-{group_id}", permit_version=0, replica="rollout-0",
+        episodes=meta_of(episodes), versions=versions_of(episodes), weights=(), payload=episodes,
     )  # fmt: skip
 
 

@@ -1,10 +1,10 @@
-"""What the orchestration itself costs: a step's wall time without generating, judging and training.
+"""What the orchestration itself costs: a step's wall time without generating, scoring and training.
 
     python -m benchmarks.overhead [--quick | --short]
 
 The tiny sorter at `max_staleness: 0`, where nothing overlaps and so nothing hides, with one replica, 8 and 32 groups a
 step. The overhead of a step, `overhead_ms`, is its wall time minus the time in which the replica generated, the reward
-worker judged and the ranks computed, each by the worker's own clock. A line through the medians of both sizes gives
+worker scored and the ranks computed, each by the worker's own clock. A line through the medians of both sizes gives
 `ms_per_step` (what a step costs whatever its size) and `ms_per_group` (what each group adds): it holds Ray's calls, the
 queue, planning, metrics, handing over 1.7 MB of weights, verifying them, and waking up. `driver_cpu_share` is the
 driver's CPU time over the wall time, at 32 groups. `start_up_s` is the time from the command to the end of the first

@@ -39,11 +39,11 @@ from ray.cluster_utils import Cluster
 from torch import Tensor
 
 from benchmarks.measure import parser_of, print_result, progress, spread
-from rlsys.relay import Relay
-from rlsys.weights import TensorSpec
-from workers.cluster import NO_MATHS, Resources
-from workers.relays import RayRelays
-from workers.remote_proxy import Remote, start
+from rlsys.weight_sync.relay import Relay
+from rlsys.weight_sync.sync import TensorSpec
+from workers.ray.cluster import NO_MATHS, Resources
+from workers.ray.remote_proxy import Remote, start
+from workers.relay.relay_pool import RayRelays
 from workers.transport.object_store import ObjectStorePublisher, ObjectStorePuller
 
 MEGABYTE = 10**6

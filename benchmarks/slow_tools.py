@@ -11,7 +11,7 @@ import asyncio
 import math
 import random
 
-from rlsys.workflow import Session, Workflow
+from rlsys.agents.workflow import Session, Workflow
 
 MAX_TURNS = 12
 SHORTEST_S, LONGEST_S = 0.05, 0.5
@@ -19,7 +19,7 @@ MEDIAN_S = 0.15
 
 
 class SlowTools(Workflow):
-    """One agent a turn, judged by itself: 1.0 for the digits in order, else 0.0."""
+    """One agent a turn, scored by itself: 1.0 for the digits in order, else 0.0."""
 
     async def run(self, session: Session) -> None:
         """Wait for a tool, sort, and so on."""

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from rlsys.seeds import group_seed, request_seed
-from workers.engines.sampling import uniform
+from rlsys.util.seeds import group_seed, request_seed
+from workers.engines.token_sampling import uniform
 
 
 @dataclass(frozen=True)
@@ -84,17 +84,17 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=0.0)
     for step in range(settings.steps):
         # Sample: `group_size` completions of every prompt, each from a seed of its own.
-        serials = range(step * settings.groups_per_step, (step + 1) * settings.groups_per_step)
+        group_ids = range(step * settings.groups_per_step, (step + 1) * settings.groups_per_step)
         completions = [
             Completion(tokenizer(tasks[s][0]).input_ids, request_seed(group_seed(settings.seed, s), episode, 0), [], [])
-            for s in serials
+            for s in group_ids
             for episode in range(settings.group_size)
         ]
         sample(model, completions, settings, eos_id)
 
         # Judge, and compare each sample with its group: mean 0, unbiased standard deviation 1.
         texts = tokenizer.batch_decode([c.output_ids for c in completions], skip_special_tokens=True)
-        answers = [tasks[s][1] for s in serials for _ in range(settings.group_size)]
+        answers = [tasks[s][1] for s in group_ids for _ in range(settings.group_size)]
         rewards_B = torch.tensor([reward(text, answer) for text, answer in zip(texts, answers, strict=True)])
         rewards_GB = rewards_B.view(-1, settings.group_size)  # (groups, group_size)
         centred_GB = rewards_GB - rewards_GB.mean(1, keepdim=True)

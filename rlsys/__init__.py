@@ -13,37 +13,46 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rlsys.algorithm import Aggregation, Algorithm, Assigned, LossInputs, LossOutput, Settled, Shaped, Signal
+    from rlsys.agents.environment import Environment, Step
+    from rlsys.agents.tools import Tool, Toolbox, tool
+    from rlsys.agents.workflow import Agent, Session, Workflow
+    from rlsys.algorithm import (
+        Aggregation,
+        Algorithm,
+        LossInputs,
+        LossOutput,
+        Signal,
+        StepAdvantages,
+        TokenAdvantages,
+        TrajectoryAdvantage,
+    )
     from rlsys.config import Config
-    from rlsys.environment import Environment, Step
     from rlsys.errors import RlsysError, ToolError
     from rlsys.launch import TrainResult, evaluate, export, train
-    from rlsys.stabilizer import Stabilizer, StabilizerPlugin, Steered
-    from rlsys.tools import Tool, Toolbox, tool
-    from rlsys.workflow import Agent, Session, Workflow
+    from rlsys.stabilizer import GradientDecision, Stabilizer, StabilizerPlugin
 
 __all__ = [
     "Agent",
     "Aggregation",
     "Algorithm",
-    "Assigned",
     "Config",
     "Environment",
+    "GradientDecision",
     "LossInputs",
     "LossOutput",
     "RlsysError",
     "Session",
-    "Settled",
-    "Shaped",
     "Signal",
     "Stabilizer",
     "StabilizerPlugin",
-    "Steered",
     "Step",
+    "StepAdvantages",
+    "TokenAdvantages",
     "Tool",
     "ToolError",
     "Toolbox",
     "TrainResult",
+    "TrajectoryAdvantage",
     "Workflow",
     "evaluate",
     "export",
@@ -55,20 +64,20 @@ _HOMES = {
     "rlsys.algorithm": (
         "Aggregation",
         "Algorithm",
-        "Assigned",
+        "TrajectoryAdvantage",
         "LossInputs",
         "LossOutput",
-        "Settled",
-        "Shaped",
+        "StepAdvantages",
+        "TokenAdvantages",
         "Signal",
     ),
     "rlsys.config": ("Config",),
-    "rlsys.environment": ("Environment", "Step"),
+    "rlsys.agents.environment": ("Environment", "Step"),
     "rlsys.errors": ("RlsysError", "ToolError"),
     "rlsys.launch": ("TrainResult", "evaluate", "export", "train"),
-    "rlsys.stabilizer": ("Stabilizer", "StabilizerPlugin", "Steered"),
-    "rlsys.tools": ("Tool", "Toolbox", "tool"),
-    "rlsys.workflow": ("Agent", "Session", "Workflow"),
+    "rlsys.stabilizer": ("Stabilizer", "StabilizerPlugin", "GradientDecision"),
+    "rlsys.agents.tools": ("Tool", "Toolbox", "tool"),
+    "rlsys.agents.workflow": ("Agent", "Session", "Workflow"),
 }
 
 

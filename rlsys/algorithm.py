@@ -4,7 +4,7 @@ An algorithm is one frozen dataclass, config and code in one, and pure: it says 
 (`signals`), turns rewards into advantages (`advantages`), and gives a loss per token (`loss`). That is all most need;
 every other method has a default, and each is called in the order in which they stand here:
 
-    advantages    driver    a judged group              one number per trajectory to train
+    advantages    driver    a scored group              one number per trajectory to train
     settle        driver    the groups of a step        the same, seen together
     shape         ranks     a micro-batch               one number per token
     measure       ranks     all tokens of a step        what `loss` must know of the whole step
@@ -63,11 +63,12 @@ _MADE: dict[Signal, Literal["stream", "step", "actor"]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Assigned:
+class TrajectoryAdvantage:
     """The advantage of one trajectory, or of one sample of it. What nobody assigns is not trained: unassigned is not
     zero.
 
-    An algorithm that has its own `shape` or `loss` may mean something else by the number: a reward, or a label.
+    An algorithm that has its own `token_advantages` or `loss` may mean something else by the number: a reward, or a
+    label.
     """
 
     episode: int
@@ -78,10 +79,10 @@ class Assigned:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class StepAdvantages:
     """The advantages of a step, one tuple per group, and metrics to report about them."""
 
-    groups: tuple[tuple[Assigned, ...], ...]
+    groups: tuple[tuple[TrajectoryAdvantage, ...], ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -113,20 +114,20 @@ class LossInputs:
     """Logprobs under the trainer's weights at the start of the step, without gradient. What they differ by from
     `behavior_logprobs_N` is all that lies between engine and trainer: older weights, other kernels, other precision."""
     advantages_N: Tensor
-    """As assigned to the trajectory in `shape`, as shaped afterwards."""
+    """As assigned to the trajectory in `token_advantages`, as shaped afterwards."""
     staleness_N: Tensor
     """Versions between the weights a token was sampled from and those at the start of the step."""
     lengths_S: Tensor
     """Trained tokens of each sample: the first sample has the first `lengths_S[0]` entries, and so on."""
     columns_N: Mapping[Signal, Tensor] = field(default_factory=dict)
     returns_N: Tensor | None = None
-    """What the critic should have expected, if `shape` gave it."""
+    """What the critic should have expected, if `token_advantages` gave it."""
     facts: Mapping[str, float] = field(default_factory=dict)
-    """What `measure` returned for this step."""
+    """What `step_statistics` returned for this step."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shaped:
+class TokenAdvantages:
     """Advantages per token, and the critic's targets where there is a critic."""
 
     advantages_N: Tensor
@@ -143,7 +144,8 @@ class LossOutput:
 
 
 class Ranks(Protocol):
-    """Collectives over the ranks of a step, for `measure`. Every rank calls the same ones, in the same order."""
+    """Collectives over the ranks of a step, for `step_statistics`. Every rank calls the same ones, in the same
+    order."""
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place."""
@@ -185,8 +187,8 @@ class Algorithm:
         return False
 
     @property
-    def measures(self) -> bool:
-        """Does `loss` need `measure`? It costs a pass over the whole step before the first update."""
+    def has_step_statistics(self) -> bool:
+        """Does `loss` need `step_statistics`? It costs a pass over the whole step before the first update."""
         return False
 
     def trains_policy(self, version: PolicyVersion) -> bool:
@@ -194,17 +196,18 @@ class Algorithm:
         return True
 
     def has_signal(self, group: Group) -> bool:
-        """Is there anything to learn from this judged group? If not it is dropped as `no_signal`, and another one is
+        """Is there anything to learn from this scored group? If not it is dropped as `no_signal`, and another one is
         rolled out in its place."""
         return True
 
-    def advantages(self, group: Group) -> Iterator[Assigned]:
+    def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
         """One advantage per trajectory to train. Failed episodes are not offered and must not count in any
         statistic."""
         raise NotImplementedError(f"{type(self).__name__} gives no advantages: implement `advantages`")
 
-    def assign(self, group: Group) -> tuple[Assigned, ...]:
-        """`advantages`, without those of frozen agents: what `settle` goes by, and whether a group is of use.
+    def assign(self, group: Group) -> tuple[TrajectoryAdvantage, ...]:
+        """`advantages`, without those of frozen agents: what `finalize_advantages` goes by, and whether a group is of
+        use.
 
         What failed, or another policy said, is never trained, and left out too. Raises `ConfigError` for a trajectory
         that is not there.
@@ -215,11 +218,11 @@ class Algorithm:
         if strange := next((a for a in assigned if (a.episode, a.trajectory) not in places), None):
             raise ConfigError(
                 f"{type(self).__name__} gives an advantage to trajectory {strange.trajectory} of episode "
-                f"{strange.episode}, which group {group.serial} does not have: go by `group.trajectories()`"
+                f"{strange.episode}, which group {group.group_id} does not have: go by `group.trajectories()`"
             )
         return tuple(a for a in assigned if (a.episode, a.trajectory) in trained)
 
-    def settle(self, groups: Sequence[Group], past: Mapping[str, float]) -> Settled:
+    def finalize_advantages(self, groups: Sequence[Group], past: Mapping[str, float]) -> StepAdvantages:
         """The advantages of a step's groups, for what depends on all of them.
 
         `past` are the metrics of the step before, by their full names, that the actor, the critic and this method
@@ -227,22 +230,22 @@ class Algorithm:
         is reported here is remembered. A name that another part of rlsys reports is refused. Whoever overrides it asks
         `assign`, or this method, for advantages.
         """
-        return Settled(tuple(self.assign(group) for group in groups))
+        return StepAdvantages(tuple(self.assign(group) for group in groups))
 
-    def shape(self, inputs: LossInputs) -> Shaped:
+    def token_advantages(self, inputs: LossInputs) -> TokenAdvantages:
         """Advantages per token; samples are whole. Without gradient, and before any whitening.
 
         It is called before the policy's first pass over the step: `proximal_logprobs_N` are NaN here, since nobody
         knows them yet.
         """
-        return Shaped(inputs.advantages_N)
+        return TokenAdvantages(inputs.advantages_N)
 
-    def measure(self, step: LossInputs, ranks: Ranks) -> Mapping[str, float]:
+    def step_statistics(self, step: LossInputs, ranks: Ranks) -> Mapping[str, float]:
         """Figures of the whole step, equal on all ranks, that every `loss` finds in `facts`. Without gradient.
 
         `step` holds all samples that this rank trains in the step. Their `proximal_logprobs_N` are the policy's.
         """
-        raise NotImplementedError(f"{type(self).__name__} measures nothing: implement `measure`")
+        raise NotImplementedError(f"{type(self).__name__} measures nothing: implement `step_statistics`")
 
     def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
         """The loss of each trained token, given its logprob under the current policy (with gradient)."""

@@ -81,8 +81,8 @@ def evaluate(
 ) -> None:
     """Measure a run's latest weights, or a model, on tasks it was not trained on."""
     from rlsys import launch
-    from rlsys.config.evaluation import datasets_of
-    from rlsys.measures import table_of
+    from rlsys.config.eval_section import datasets_of
+    from rlsys.loop.eval_metrics import table_of
 
     results = launch.evaluate(
         target,
@@ -155,7 +155,7 @@ def dashboard(
     token is needed, which is part of the address. Set RLSYS_DASHBOARD_TOKEN to choose it, or to ask for one here too.
     """
     from rlsys.dashboard.listener import Listener
-    from rlsys.dashboard.serving import Dashboard
+    from rlsys.dashboard.serve import Dashboard
 
     listener = Listener.bind(host, port) if fd is None else Listener.inherited(fd)
     served = Dashboard(folder, listener)
@@ -175,7 +175,7 @@ def tail(
 
     Shows what it did last, and then what it does, until it ends or Ctrl-C.
     """
-    from rlsys.dashboard import tailing
+    from rlsys.dashboard import tail as tailing
 
     try:
         tailing.tail(run, sys.stdout, once=once)
@@ -192,8 +192,8 @@ def report(
 
     To send, print or keep: charts, alerts, workers, episodes of the last step. It holds no script and fetches nothing.
     """
-    from rlsys.dashboard.readings import Readings
-    from rlsys.dashboard.report import report_of
+    from rlsys.dashboard.html_report import report_of
+    from rlsys.dashboard.queries import Readings
 
     text = report_of(Readings(run))
     try:
@@ -216,7 +216,7 @@ def simulate(
 ) -> None:
     """Say what a cluster would do: the real driver on simulated workers and a virtual clock."""
     _refuse_unknown_options(overrides or [])
-    from rlsys.simulate import show
+    from rlsys.simulate import tables as show
     from rlsys.simulate.sweep import Sweep
     from rlsys.simulate.sweep import simulate as run
 
@@ -271,9 +271,9 @@ def inspect_data(
     if unpaired := next((c for c in columns or [] if "=" not in c), None):
         raise typer.BadParameter(f"--columns {unpaired}: give OURS=THEIRS, as in prompt=problem")
     from rlsys import launch
-    from rlsys.config.load import load
+    from rlsys.config.loader import load
     from rlsys.config.schema import ColumnsSection
-    from rlsys.data.inspect import text_of
+    from rlsys.data.inspection import text_of
 
     names = load(ColumnsSection, [], columns or []).names()
     found = launch.inspect_data(path, columns=names, model=model, max_prompt_tokens=max_prompt_tokens)
@@ -365,7 +365,7 @@ def _refuse_unknown_options(arguments: list[str]) -> None:
 
 
 def _show_plan(config: Config, *, as_json: bool) -> None:
-    from rlsys.config.plan import plan_of
+    from rlsys.config.resource_plan import plan_of
 
     plan = plan_of(config)
     if as_json:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from rlsys.algorithm import Assigned, Signal
-from rlsys.batch.plan import BatchPlan
+from rlsys.algorithm import Signal, TrajectoryAdvantage
+from rlsys.batch.packing import BatchPlan
 from rlsys.errors import WorkerError
 from rlsys.types import (
     Acknowledged,
@@ -61,7 +61,7 @@ class Busy:
 
 @dataclass(frozen=True)
 class RolledOut:
-    """A rolled-out group, not judged yet."""
+    """A rolled-out group, not scored yet."""
 
     group: Group
     busy: Busy
@@ -77,7 +77,7 @@ class RolledOut:
 
 
 @dataclass(frozen=True)
-class Judged:
+class GroupScores:
     """One score per episode of a group, in order."""
 
     scores: tuple[Score, ...]
@@ -147,7 +147,7 @@ class Rollouts(Protocol):
         """
         ...
 
-    def whereabouts(self) -> Mapping[int, str]:
+    def placements(self) -> Mapping[int, str]:
         """Serials of the groups being rolled out, and the replica each was given to."""
         ...
 
@@ -155,10 +155,10 @@ class Rollouts(Protocol):
 class PinnedRollouts(Rollouts, Protocol):
     """A pool of rollout replicas that stays on one version: for evaluation beside training."""
 
-    async def hold(self, version: PolicyVersion) -> None:
+    async def pin(self, version: PolicyVersion) -> None:
         """Pin the pool to `version`, which must be among the newest published.
 
-        Once this returns, `run` samples from exactly `version` until the next `hold`, on replaced replicas too,
+        Once this returns, `run` samples from exactly `version` until the next `pin`, on replaced replicas too,
         whatever is published meanwhile. Raises `WeightsMismatch` if the version is gone already.
         """
         ...
@@ -167,7 +167,7 @@ class PinnedRollouts(Rollouts, Protocol):
 class Rewards(Protocol):
     """The pool of reward workers."""
 
-    async def score(self, task: Task, group: Group) -> Judged:
+    async def score(self, task: Task, group: Group) -> GroupScores:
         """Judge each episode. A judge that raises or hangs is a Score without a value. Raises `PayloadLost`."""
         ...
 
@@ -264,10 +264,10 @@ class Actor(Protocol):
         step: int,
         tasks: Sequence[Task],
         groups: Sequence[Group],
-        assigned: Sequence[Sequence[Assigned]],
+        assigned: Sequence[Sequence[TrajectoryAdvantage]],
     ) -> None:
         """Write the groups that the last step trained, for people and for `rlsys replay`: what was asked, said and
-        judged, and what was made of it. Raises `PayloadLost`."""
+        scored, and what was made of it. Raises `PayloadLost`."""
         ...
 
     async def save_groups(self, path: Path, groups: Sequence[Group]) -> None:

@@ -31,7 +31,7 @@ class ModelError(RlsysError):
     exit_code = 2
 
 
-class CannotJudge(RlsysError):
+class CannotScore(RlsysError):
     """A reward function cannot judge a completion: that one fails, with this text as the reason. For users' functions
     too."""
 
@@ -66,13 +66,13 @@ class WeightsMismatch(WorkerError):
 class PayloadLost(RlsysError):
     """The bytes of finished groups are gone with the node that held them: those groups are issued again."""
 
-    def __init__(self, serials: tuple[int, ...]) -> None:
-        groups = ", ".join(map(str, serials))
+    def __init__(self, group_ids: tuple[int, ...]) -> None:
+        groups = ", ".join(map(str, group_ids))
         super().__init__(f"the bytes of group {groups} are gone with the node that held them")
-        self.serials = serials
+        self.group_ids = group_ids
 
     def __reduce__(self):  # noqa: ANN204  (exceptions cross process borders)
-        return type(self), (self.serials,)
+        return type(self), (self.group_ids,)
 
 
 class WorkflowError(WorkerError):
@@ -93,12 +93,12 @@ class TaskTooLong(WorkerError):
 
 
 class NothingToTrain(RlsysError):
-    """Too few episodes of a group could be judged to give any of them an advantage. The group is dropped and
+    """Too few episodes of a group could be scored to give any of them an advantage. The group is dropped and
     counted."""
 
 
 class NoSignal(RlsysError):
-    """Groups were judged, and there is nothing to learn in them. They are dropped and counted, but nothing failed."""
+    """Groups were scored, and there is nothing to learn in them. They are dropped and counted, but nothing failed."""
 
 
 class RunAborted(RlsysError):

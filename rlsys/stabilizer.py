@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Steered:
+class GradientDecision:
     """What became of a gradient."""
 
     is_skipped: bool = False
@@ -28,7 +28,7 @@ class Steered:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-class Piece(Protocol):
+class GradientPiece(Protocol):
     """A part of one parameter's shard, and the directions in which the optimizer moves it: computed on demand, each
     before the learning rate and without weight decay; for Adam, m̂ / (sqrt(v̂) + eps). A direction is in new memory,
     tens of megabytes at most, and flat."""
@@ -54,7 +54,7 @@ class Piece(Protocol):
 class Updates(Protocol):
     """What the optimizer is about to do."""
 
-    def pieces(self) -> Iterable[Piece]:
+    def pieces(self) -> Iterable[GradientPiece]:
         """All of this rank's shards that have a gradient, piece by piece and in the same order every time."""
         ...
 
@@ -68,7 +68,7 @@ class Stabilizer(Protocol):
         """Of its `synchronous_steps`, those it has not seen yet; equal on all ranks."""
         ...
 
-    def steer(self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce) -> Steered:
+    def steer(self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce) -> GradientDecision:
         """Look at the gradient of an update, and edit it in place; before it is clipped.
 
         `squared_norm` is that of the whole gradient over all ranks, and finite. `all_reduce` sums a small tensor over

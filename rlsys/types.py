@@ -63,7 +63,7 @@ class Task:
 class Assignment:
     """One Task handed out for rollout: what a Permit turns into."""
 
-    serial: int
+    group_id: int
     """Number of this group in the run, 0, 1, 2, ...; the queue's order and the root of its sampling seeds."""
     task: Task
     size: int
@@ -262,7 +262,7 @@ class Group:
     The unit that is queued, dropped or trained.
     """
 
-    serial: int
+    group_id: int
     task_id: str
     permit_version: PolicyVersion
     replica: str
@@ -317,13 +317,13 @@ class Group:
     def with_scores(self, scores: tuple[Score, ...]) -> Group:
         """This group with one score per episode written into its root trajectory (and its failures marked)."""
         if len(scores) != len(self.episodes):
-            raise ValueError(f"group {self.serial}: {len(scores)} scores for {len(self.episodes)} episodes")
+            raise ValueError(f"group {self.group_id}: {len(scores)} scores for {len(self.episodes)} episodes")
         return replace(self, episodes=tuple(_scored(e, s) for e, s in zip(self.episodes, scores, strict=True)))
 
 
 @dataclass(frozen=True)
 class Score:
-    """What judging one episode gave: a finite value, or None and the reason there is none."""
+    """What scoring one episode gave: a finite value, or None and the reason there is none."""
 
     value: float | None
     failure: str = ""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlsys.dashboard.listener import Listener
-from rlsys.dashboard.serving import Dashboard
+from rlsys.dashboard.serve import Dashboard
 
 
 @contextmanager

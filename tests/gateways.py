@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import aiohttp
 from openai import AsyncOpenAI
 
+from rlsys.agents.gateway import Endpoint, Gateway, shared_gateway
+from rlsys.agents.session import Budget, Policy, Session
 from rlsys.errors import DataError, TaskTooLong
-from rlsys.gateway import Endpoint, Gateway, shared_gateway
-from rlsys.session import Budget, Policy, Session
 from rlsys.testing import ScriptedPolicy
 from rlsys.types import Message, Task, Turn
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlsys.contracts import Busy, RolledOut
-from rlsys.data.source import TaskSource
-from rlsys.group_queue import GroupQueue, Permit
-from rlsys.in_flight_group import InFlightGroup
-from rlsys.ledger import Ledger
+from rlsys.data.task_source import TaskSource
+from rlsys.loop.group_queue import GroupQueue, Permit
+from rlsys.loop.in_flight_group import InFlightGroup
+from rlsys.loop.task_ledger import Ledger
 from rlsys.testing import tasks
 from rlsys.types import (
     OK,
@@ -30,7 +30,7 @@ def episode(reward: float | None, outcome: Outcome = OK, num_trained: int = 3) -
 
 
 def group(
-    serial: int,
+    group_id: int,
     *,
     versions: Sequence[int] = (0,),
     hashes: Sequence[str] | None = None,
@@ -39,8 +39,8 @@ def group(
     """A group with three tokens of each of `versions`, acknowledged as `hashes` (by default `hash-of-VERSION`)."""
     hashes = hashes if hashes is not None else [f"hash-of-{v}" for v in versions]
     return Group(
-        serial=serial,
-        task_id=f"task-{serial}",
+        group_id=group_id,
+        task_id=f"task-{group_id}",
         permit_version=versions[0],
         replica="rollout-0",
         episodes=tuple(episodes or [episode(1.0), episode(0.0)]),

@@ -1,7 +1,7 @@
 """Run folders made by hand, of any size, for tests and benchmarks of what reads them.
 
-The events are real ones and go through the real `JsonlSink`; rollouts have the shape of `rlsys.record`. What they tell
-is made up, by a clock of its own: the same arguments make the same files, byte by byte.
+The events are real ones and go through the real `JsonlSink`; rollouts have the shape of `rlsys.replay.rollout_log`.
+What they tell is made up, by a clock of its own: the same arguments make the same files, byte by byte.
 
     small_run(tmp_path / "run")                            # 30 steps, finished
     history = History(folder, Shape(), begin_s=time.time())  # or one that goes on while somebody watches
@@ -24,7 +24,7 @@ from typing import TypeAlias
 
 import orjson
 
-from rlsys.events import (
+from rlsys.monitoring.events import (
     CheckpointSaved,
     EngineChosen,
     EvalDone,
@@ -32,10 +32,10 @@ from rlsys.events import (
     Events,
     GroupDropped,
     GroupIssued,
-    GroupJudged,
     GroupPlaced,
     GroupReissued,
     GroupRolledOut,
+    GroupScored,
     PhaseDone,
     QueueSeen,
     ReplicaSeen,
@@ -48,7 +48,7 @@ from rlsys.events import (
     WorkerFailed,
     WorkerRestarted,
 )
-from rlsys.tracking.jsonl import JsonlSink
+from rlsys.monitoring.trackers.jsonl import JsonlSink
 
 _Said: TypeAlias = tuple[str, int | None, list[tuple[str, str]]]
 """An agent, its parent, and of each turn what it heard and what it said."""
@@ -115,7 +115,7 @@ class History:
         self.events = Events([self._sink], clock=lambda: self.now_s)
         self._random = Random(7)
         self._step = 0
-        self._serial = 0
+        self._group_id = 0
         self._num_tokens = [0] * shape.replicas
         self._names = [f"rollout-{r}" for r in range(shape.replicas)]
 
@@ -138,7 +138,7 @@ class History:
     def step(self) -> None:
         """One training step: its groups from issue to training, and what else happens in that time."""
         shape, begin_s, before = self.shape, self.now_s, self._step
-        first = self._serial - 3
+        first = self._group_id - 3
         lines = [line for g in range(shape.groups) if (line := self._group(first + g, g, begin_s))]
         self.now_s = begin_s + 0.7 * shape.step_s
         self.events.emit(WorkerBusy("actor", "fetching", self.now_s - 0.02, self.now_s))
@@ -151,8 +151,8 @@ class History:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"".join(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE) for line in lines))
         self.events.emit(RolloutsWritten(self._step, str(path)))
-        serials = tuple(line["serial"] for line in lines)
-        self.events.emit(StepDone(self._step, self._metrics(lines), serials))
+        group_ids = tuple(line["group_id"] for line in lines)
+        self.events.emit(StepDone(self._step, self._metrics(lines), group_ids))
         self._after(before)
 
     def end(self, reason: str, detail: str = "") -> None:
@@ -166,40 +166,40 @@ class History:
         self.events.emit(event)
 
     def _issue(self) -> None:
-        task_id = f"task-{self._serial % self.shape.tasks}"
-        self.events.emit(GroupIssued(self._serial, task_id, self._step, self.shape.size))
-        self._serial += 1
+        task_id = f"task-{self._group_id % self.shape.tasks}"
+        self.events.emit(GroupIssued(self._group_id, task_id, self._step, self.shape.size))
+        self._group_id += 1
 
-    def _group(self, serial: int, place: int, begin_s: float) -> Mapping | None:
+    def _group(self, group_id: int, place: int, begin_s: float) -> Mapping | None:
         """One group from its replica to its reward; nothing of it is left if it is dropped. Another is issued."""
-        shape, replica = self.shape, serial % self.shape.replicas
-        name, task_id = self._names[replica], f"task-{serial % self.shape.tasks}"
+        shape, replica = self.shape, group_id % self.shape.replicas
+        name, task_id = self._names[replica], f"task-{group_id % self.shape.tasks}"
         self.now_s = begin_s + 0.6 * shape.step_s * place / shape.groups
-        self.events.emit(GroupPlaced(serial, name))
+        self.events.emit(GroupPlaced(group_id, name))
         began_s, seconds = self.now_s, 0.09 * shape.step_s
         for span in range(shape.spans):
             start_s = began_s + seconds * span / shape.spans
             self.now_s = start_s + 0.9 * seconds / shape.spans
             self.events.emit(WorkerBusy(name, "generating", start_s, self.now_s))
         self.now_s = began_s + seconds
-        line = self._line(serial, place, name, task_id)
+        line = self._line(group_id, place, name, task_id)
         lengths = tuple(_num_tokens(e) for e in line["episodes"])
         outcomes = [e["trajectories"][0]["outcome"]["kind"] for e in line["episodes"]]
         self._num_tokens[replica] += sum(lengths)
-        oldest = max(0, self._step - serial % (shape.max_staleness + 1))
+        oldest = max(0, self._step - group_id % (shape.max_staleness + 1))
         self.events.emit(
             GroupRolledOut(
-                serial, task_id, name, oldest, oldest, lengths, outcomes.count("truncated"), seconds, 0.01 * seconds
+                group_id, task_id, name, oldest, oldest, lengths, outcomes.count("truncated"), seconds, 0.01 * seconds
             )
         )
         self.now_s += 0.02
-        judge = f"reward-{serial % shape.reward_workers}"
-        self.events.emit(WorkerBusy(judge, "judging", self.now_s - 0.02, self.now_s))
+        judge = f"reward-{group_id % shape.reward_workers}"
+        self.events.emit(WorkerBusy(judge, "scoring", self.now_s - 0.02, self.now_s))
         rewards = tuple(e["trajectories"][0]["reward"] for e in line["episodes"])
-        self.events.emit(GroupJudged(serial, task_id, rewards))
+        self.events.emit(GroupScored(group_id, task_id, rewards))
         self._issue()
         if place == 1 and self._step % 10 == 4:
-            self.events.emit(GroupDropped(serial, task_id, "failed", "its sandbox could not be made"))
+            self.events.emit(GroupDropped(group_id, task_id, "failed", "its sandbox could not be made"))
             return None
         return line
 
@@ -214,9 +214,9 @@ class History:
         tell(QueueSeen(3 + step % 4, step % 3))
         if step == 10 and shape.replicas > 2:
             tell(WorkerFailed("rollout-2", "rolling out group 58", "the process ended with SIGKILL"))
-            serial, task_id = self._serial - 1, f"task-{(self._serial - 1) % shape.tasks}"
-            tell(GroupReissued(serial, task_id, "rollout-2 died"))
-            tell(GroupIssued(serial, task_id, step, shape.size))
+            group_id, task_id = self._group_id - 1, f"task-{(self._group_id - 1) % shape.tasks}"
+            tell(GroupReissued(group_id, task_id, "rollout-2 died"))
+            tell(GroupIssued(group_id, task_id, step, shape.size))
             self._names[2] = "rollout-2.1"
             tell(WorkerRestarted("rollout-2.1", 4.2))
         if step % 10 == 0:
@@ -225,14 +225,14 @@ class History:
             metrics = {f"eval/held_out/{name}": value for name, value in values.items()}
             tell(EvalDone(before, "held_out", _hash(before), 1.5, metrics))
 
-    def _line(self, serial: int, place: int, replica: str, task_id: str) -> dict:
-        """A group as `rlsys.record` writes it."""
-        shape, version = self.shape, max(0, self._step - serial % (self.shape.max_staleness + 1))
+    def _line(self, group_id: int, place: int, replica: str, task_id: str) -> dict:
+        """A group as `rlsys.replay.rollout_log` writes it."""
+        shape, version = self.shape, max(0, self._step - group_id % (self.shape.max_staleness + 1))
         with_agents = shape.has_subagents and place % 3 == 0
         episodes, readings = [], []
         for e in range(shape.size):
             right = place != 2 and self._random.random() < 0.2 + 0.7 * self._step / shape.steps
-            says = list(_agents(serial, e, right) if with_agents else _alone(serial, e, right))
+            says = list(_agents(group_id, e, right) if with_agents else _alone(group_id, e, right))
             made = [self._trajectory(*said, version) for said in says]
             episodes.append(
                 {"trajectories": [t for t, _ in made], "num_tool_calls": int(with_agents), "num_sequential": 0}
@@ -243,8 +243,13 @@ class History:
         parts = [{} if r is None else {"exact": float(r > 0.5), "format": 0.5 * (r % 1 > 0)} for r in rewards]
         return {
             "step": self._step + 1,
-            "serial": serial,
-            "task": {"id": task_id, "prompt": _prompt(serial), "answer": str(serial), "info": {"level": serial % 5}},
+            "group_id": group_id,
+            "task": {
+                "id": task_id,
+                "prompt": _prompt(group_id),
+                "answer": str(group_id),
+                "info": {"level": group_id % 5},
+            },
             "replica": replica,
             "permit_version": version,
             "episodes": episodes,
@@ -335,27 +340,27 @@ class History:
         }
 
 
-def _prompt(serial: int) -> list[dict]:
+def _prompt(group_id: int) -> list[dict]:
     return [
         {"role": "system", "content": "Answer with a number."},
-        {"role": "user", "content": f"What is {serial} plus zero?"},
+        {"role": "user", "content": f"What is {group_id} plus zero?"},
     ]
 
 
-def _alone(serial: int, episode: int, right: bool) -> Iterator[_Said]:
-    answer = serial if right else serial + 1 + episode
-    heard = f"<|im_start|>user\nWhat is {serial} plus zero?<|im_end|>\n<|im_start|>assistant\n"
+def _alone(group_id: int, episode: int, right: bool) -> Iterator[_Said]:
+    answer = group_id if right else group_id + 1 + episode
+    heard = f"<|im_start|>user\nWhat is {group_id} plus zero?<|im_end|>\n<|im_start|>assistant\n"
     yield "policy", None, [(heard, f"Adding zero changes nothing, so the answer is {answer}")]
 
 
-def _agents(serial: int, episode: int, right: bool) -> Iterator[_Said]:
+def _agents(group_id: int, episode: int, right: bool) -> Iterator[_Said]:
     """A lead that calls a subagent as a tool, which answers it."""
-    answer = serial if right else serial + 1 + episode
-    call = f'<tool_call>\n{{"name": "ask", "arguments": {{"question": "{serial} + 0"}}}}\n</tool_call>'
-    asked = f"<|im_start|>user\nWhat is {serial} plus zero?<|im_end|>\n<|im_start|>assistant\n"
+    answer = group_id if right else group_id + 1 + episode
+    call = f'<tool_call>\n{{"name": "ask", "arguments": {{"question": "{group_id} + 0"}}}}\n</tool_call>'
+    asked = f"<|im_start|>user\nWhat is {group_id} plus zero?<|im_end|>\n<|im_start|>assistant\n"
     told = f"<|im_end|>\n<|im_start|>tool\n{answer}<|im_end|>\n<|im_start|>assistant\n"
     yield "lead", None, [(asked, f"I will ask.\n{call}"), (told, f"The answer is {answer}")]
-    yield "subagent", 0, [(f"<|im_start|>user\n{serial} + 0<|im_end|>\n<|im_start|>assistant\n", f"That is {answer}")]
+    yield "subagent", 0, [(f"<|im_start|>user\n{group_id} + 0<|im_end|>\n<|im_start|>assistant\n", f"That is {answer}")]
 
 
 def _end(root: dict, place: int, episode: int, right: bool) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import orjson
 
-from rlsys.events import AlertRaised, EngineChosen, EvalDone, GroupDropped, PhaseDone, WorkerFailed
+from rlsys.monitoring.events import AlertRaised, EngineChosen, EvalDone, GroupDropped, PhaseDone, WorkerFailed
 from tests.histories import History, Shape
 
 RUN = "x<img src=x onerror=window.pwned=1>&\"'#%2e%2e?a=b"

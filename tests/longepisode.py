@@ -31,7 +31,7 @@ def long_run(folder: Path) -> Path:
 
 def _lengthen(line: dict) -> None:
     """Make the first episode of a group the long one: three versions, and an advantage for each token."""
-    assert line["serial"] == SERIAL
+    assert line["group_id"] == SERIAL
     episode, readings = line["episodes"][0], line["readings"][0]
     lead, subagent = episode["trajectories"][0], episode["trajectories"][1]
     turn, reading = lead["turns"][0], readings[0][0]

@@ -9,14 +9,14 @@ import random
 import sys
 from pathlib import Path
 
-from rlsys.batch.plan import plan_batch
+from rlsys.batch.packing import plan_batch
 from rlsys.batch.tensors import StepData
 from rlsys.config import Config
 from tests.models import random_group, save_model, tiny_qwen3
 from tests.training import group_of
 from workers.train.fsdp import FsdpBackend
-from workers.train.ranks import Ranks
-from workers.train.settings import OptimizerSettings
+from workers.train.optimizer_settings import OptimizerSettings
+from workers.train.rank_group import RankGroup
 
 NEEDED = ["run.steps=1", "model.path=m", "data.path=d"]
 
@@ -25,13 +25,13 @@ def main() -> None:
     """The model is written to the folder of the command line."""
     algorithm = Config.load([], [*NEEDED, "algorithm.type=best_of_group", "algorithm.at_least=0.1"]).algorithm
     payloads = [random_group(random.Random(seed), 4) for seed in range(2)]
-    groups = [group_of(serial, payload) for serial, payload in enumerate(payloads)]
+    groups = [group_of(group_id, payload) for group_id, payload in enumerate(payloads)]
     assert all(algorithm.has_signal(group) for group in groups)
     assigned = [tuple(algorithm.advantages(group)) for group in groups]
     assert [len(of_group) for of_group in assigned] == [1, 1]
     plan = plan_batch(groups, assigned, algorithm.aggregation, num_ranks=1, max_tokens=512).of_rank(0)
     backend = FsdpBackend(
-        save_model(Path(sys.argv[1]), tiny_qwen3()), OptimizerSettings(lr=1e-2, total_steps=10), Ranks()
+        save_model(Path(sys.argv[1]), tiny_qwen3()), OptimizerSettings(lr=1e-2, total_steps=10), RankGroup()
     )
     data = StepData(payloads, [{}, {}])
     print(*(backend.train_step(plan, data, algorithm, temperature=1.0)["loss"] for _ in range(3)))

@@ -18,17 +18,17 @@ from random import Random
 from typing import Any
 
 from rlsys.algorithm import Signal
-from rlsys.assembly import build_driver
-from rlsys.batch.plan import BatchPlan
+from rlsys.batch.packing import BatchPlan
 from rlsys.config import Config
-from rlsys.contracts import Judged, RolledOut, TrainStats
-from rlsys.data.source import TaskSource
-from rlsys.driver import Driver
-from rlsys.events import EngineChosen, Event, Events, PhaseDone, RunStarted, StepDone
+from rlsys.contracts import GroupScores, RolledOut, TrainStats
+from rlsys.data.task_source import TaskSource
+from rlsys.loop.build_driver import build_driver
+from rlsys.loop.driver import Driver
+from rlsys.monitoring.events import EngineChosen, Event, Events, PhaseDone, RunStarted, StepDone
+from rlsys.monitoring.trackers.alert_sink import AlertSink
+from rlsys.monitoring.trackers.jsonl import JsonlSink
 from rlsys.testing import FakeActor, FakeRewards, FakeRollouts, FakeWorld, RewardAsAdvantage, now, run_virtual
-from rlsys.testing.run import fake_config
-from rlsys.tracking.alerts import AlertSink
-from rlsys.tracking.jsonl import JsonlSink
+from rlsys.testing.fake_run import fake_config
 from rlsys.types import Assignment, EngineStats, Group, Ref, ReplicaLoad, Task
 
 STALE_REPLICA, STALE_VERSION = "rollout-2", 3
@@ -109,9 +109,11 @@ class _At:
 def _driver(config: Config, events: Events) -> Driver:
     world = FakeWorld(
         num_replicas=4,
-        rollout_s=lambda serial: 0.8 + Random(serial).random(),
+        rollout_s=lambda group_id: 0.8 + Random(group_id).random(),
         train_s=lambda version: 0.1,
-        reward=lambda serial, episode: float(Random(serial * 7 + episode).random() < min(0.6, 0.2 + serial / 300)),
+        reward=lambda group_id, episode: float(
+            Random(group_id * 7 + episode).random() < min(0.6, 0.2 + group_id / 300)
+        ),
     )
     workers = replace(
         world.workers(), rollouts=_Rollouts(world), rewards=_SlowRewards(world), actor=_CollapsingActor(world)
@@ -130,7 +132,7 @@ class _Rollouts(FakeRollouts):
         if self.world.relay > STALE_VERSION and STALE_REPLICA in self.members:
             self.members.remove(STALE_REPLICA)  # it is given nothing while it loads
         if assignment.task.id == STUCK_TASK:
-            await self._call("rolling out", assignment.serial, 1e9)
+            await self._call("rolling out", assignment.group_id, 1e9)
         return await super().run(assignment)
 
     async def loads(self) -> Sequence[ReplicaLoad]:
@@ -144,10 +146,10 @@ class _SlowRewards(FakeRewards):
 
     def __init__(self, world: FakeWorld) -> None:
         super().__init__(world)
-        world.reward_s = lambda serial: 0.8
+        world.reward_s = lambda group_id: 0.8
         self._free = asyncio.Lock()
 
-    async def score(self, task: Task, group: Group) -> Judged:
+    async def score(self, task: Task, group: Group) -> GroupScores:
         async with self._free:
             return await super().score(task, group)
 

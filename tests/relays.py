@@ -7,11 +7,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from rlsys.broadcast import Announcement, Holding, Neighbour, Origin, Peer, broadcast
 from rlsys.errors import WorkerDied
-from rlsys.relay import Relay
 from rlsys.types import Ref
-from rlsys.weights import Bucket, Manifest
+from rlsys.weight_sync.broadcast import Announcement, Holding, Neighbour, Origin, Peer, broadcast
+from rlsys.weight_sync.relay import Relay
+from rlsys.weight_sync.sync import Bucket, Manifest
 
 T = TypeVar("T")
 TRANSFER_S = 60.0

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from examples.sort.tokenizer import build_tokenizer
+from rlsys.agents.workflow import SingleTurn, Workflow
 from rlsys.types import POLICY, Assignment, Sampling, Task
-from rlsys.weights import Manifest, Probe
-from rlsys.workflow import SingleTurn, Workflow
-from workers.codec import TextCodec
-from workers.engines.base import Engine, Request
+from rlsys.weight_sync.sync import Manifest, Probe
+from workers.engines.engine import Engine, Request
 from workers.engines.scripted import ScriptedEngine
-from workers.generator import Generator, WeightChange
-from workers.policy import Speech
-from workers.recorder import Recorder
-from workers.rollout import RolloutWorker
+from workers.rollout.generator import Generator, WeightChange
+from workers.rollout.group_route import PolicyText
+from workers.rollout.partial_stream import PartialStream
+from workers.rollout.rollout_worker import RolloutWorker
+from workers.text.tokenizer import TextTokenizer
 from workers.transport.hashing import content_hash
 
 T = TypeVar("T")
@@ -82,17 +82,17 @@ def replica_of(
     when: Literal["between", "inflight", "beside"] = "between",
     workflow: Workflow | None = None,
     num_tokens: int = 6,
-    recorder: Recorder | None = None,
+    recorder: PartialStream | None = None,
 ) -> RolloutWorker:
     """A replica that takes prompts of 60 tokens, and replies with `num_tokens`."""
     sampling = Sampling(max_new_tokens=num_tokens)
-    speech = Speech(TextCodec(build_tokenizer()), sampling, max_prompt_tokens=60)
+    speech = PolicyText(TextTokenizer(build_tokenizer()), sampling, max_prompt_tokens=60)
     generator = Generator(name, engine, speech, puller, WeightChange(when, tolerance=1e-3), recorder)
     return RolloutWorker(name, workflow or SingleTurn(), {POLICY: generator})
 
 
-def assignment(version: int = 0, *, serial: int = 3, prompt: str = "12>", size: int = 2) -> Assignment:
-    return Assignment(serial, Task(id="sort-12", prompt=prompt), size, version, seed=1)
+def assignment(version: int = 0, *, group_id: int = 3, prompt: str = "12>", size: int = 2) -> Assignment:
+    return Assignment(group_id, Task(id="sort-12", prompt=prompt), size, version, seed=1)
 
 
 def played(workers: Sequence[RolloutWorker], scenario: Callable[[], Coroutine[object, object, T]]) -> T:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlsys.algorithm import Assigned
-from rlsys.record import RolloutRecord, write_rollouts
+from rlsys.algorithm import TrajectoryAdvantage
+from rlsys.replay.rollout_log import RolloutRecord, write_rollouts
 from rlsys.types import Episode, Message, Outcome, OutcomeKind, Task, Trajectory, Turn, VersionSpan
 
 
@@ -30,11 +30,11 @@ def rollouts(path: Path, rewards: Sequence[float | None], step: int = 10) -> Pat
         outcome = Outcome(OutcomeKind.OK) if reward is not None else Outcome(OutcomeKind.FAILED, "no judge")
         return Episode((Trajectory("policy", (turn,), outcome, reward),))
 
-    def record(serial: int) -> RolloutRecord:
-        prompt = (Message(role="user", content="1 + 1?"),) if serial else "2 + 2?"
-        task = Task(id=f"t{serial}", prompt=prompt)
-        pair = tuple(map(episode, rewards[2 * serial : 2 * serial + 2]))
-        return RolloutRecord(step, serial, task, "rollout-0", 0, pair, (Assigned(1, 0, 0.5),), ({}, {}))
+    def record(group_id: int) -> RolloutRecord:
+        prompt = (Message(role="user", content="1 + 1?"),) if group_id else "2 + 2?"
+        task = Task(id=f"t{group_id}", prompt=prompt)
+        pair = tuple(map(episode, rewards[2 * group_id : 2 * group_id + 2]))
+        return RolloutRecord(step, group_id, task, "rollout-0", 0, pair, (TrajectoryAdvantage(1, 0, 0.5),), ({}, {}))
 
     write_rollouts(path, map(record, range(len(rewards) // 2)))
     return path

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from rlsys.algorithm import Aggregation, Algorithm, Assigned, LossInputs, LossOutput
+from rlsys.algorithm import Aggregation, Algorithm, LossInputs, LossOutput, TrajectoryAdvantage
 from rlsys.algorithm import Ranks as Collectives
-from rlsys.batch.plan import BatchPlan, plan_batch
+from rlsys.batch.packing import BatchPlan, plan_batch
 from rlsys.batch.samples import Sample, meta_of
 from rlsys.batch.tensors import StepData
 from rlsys.types import Episode, Group, Trajectory
 from tests.models import episode_of, random_prompt, random_sample
-from workers.train.ranks import Ranks
-from workers.train.settings import OptimizerSettings
+from workers.train.optimizer_settings import OptimizerSettings
+from workers.train.rank_group import RankGroup
 
 T = TypeVar("T")
 SETTINGS = OptimizerSettings(lr=1e-2, eps=1e-4, weight_decay=0.1, warmup_steps=2, total_steps=10, final_lr_fraction=0.1)
@@ -43,11 +43,11 @@ class Surrogate(Algorithm):
     def aggregation(self) -> Aggregation:
         return Aggregation(self.over, 7 if self.over == "budget" else 0)
 
-    def advantages(self, group: Group) -> Iterator[Assigned]:
+    def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
         rewards = [episode.trajectories[0].reward or 0.0 for episode in group.episodes]
         mean = sum(rewards) / len(rewards)
         for (e, t), _ in group.trajectories():
-            yield Assigned(e, t, rewards[e] - mean)
+            yield TrajectoryAdvantage(e, t, rewards[e] - mean)
 
     def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
         ratio_N = (logprobs_N - batch.proximal_logprobs_N).exp()
@@ -66,10 +66,10 @@ class Measuring(Surrogate):
         return True
 
     @property
-    def measures(self) -> bool:
+    def has_step_statistics(self) -> bool:
         return True
 
-    def measure(self, step: LossInputs, ranks: Collectives) -> Mapping[str, float]:
+    def step_statistics(self, step: LossInputs, ranks: Collectives) -> Mapping[str, float]:
         own_N = (step.proximal_logprobs_N - step.behavior_logprobs_N).abs()
         sorted_N = ranks.gather(own_N).sort().values
         middle = len(sorted_N) // 2
@@ -105,10 +105,10 @@ def _fresh(rng: random.Random, prompt: tuple[int, ...]) -> Sample:
     return random_sample(rng, prompt)
 
 
-def group_of(serial: int, payload: tuple[Episode, ...]) -> Group:
+def group_of(group_id: int, payload: tuple[Episode, ...]) -> Group:
     return Group(
-        serial=serial,
-        task_id=str(serial),
+        group_id=group_id,
+        task_id=str(group_id),
         permit_version=0,
         replica="r0",
         episodes=meta_of(payload),
@@ -124,7 +124,7 @@ def planned(
     """Five groups of random samples, in micro-batches so small that ranks differ in number and one runs fillers."""
     rng = random.Random(step)
     payloads = [random_team(rng, 4) for _ in range(5)]
-    groups = [group_of(serial, payload) for serial, payload in enumerate(payloads)]
+    groups = [group_of(group_id, payload) for group_id, payload in enumerate(payloads)]
     assigned = [list(algorithm.advantages(g)) for g in groups]
     aggregation = algorithm.aggregation
     plan = plan_batch(
@@ -157,12 +157,12 @@ class TwoRanks:
             pool.shutdown()
 
 
-_joined: list[Ranks] = []
+_joined: list[RankGroup] = []
 
 
 def _join(rank: int, address: str) -> None:
     torch.set_num_threads(1)
-    _joined.append(Ranks(rank, 2, address=address, timeout_s=90))
+    _joined.append(RankGroup(rank, 2, address=address, timeout_s=90))
 
 
 def _run(function: Callable[..., T], *arguments: object) -> T:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import gymnasium
 from websockets.asyncio.server import ServerConnection, serve
 
-from rlsys.environment import Environment, Step
+from rlsys.agents.environment import Environment, Step
 from rlsys.testing import FakeEnvironment
 from rlsys.types import Prompt, Task
 

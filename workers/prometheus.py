@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlsys.events import AlertRaised
-from rlsys.metrics import METRICS, Named, named
-from rlsys.tracker import EndReason, RolloutRow, RunFacts, TrackerPlugin
+from rlsys.monitoring.events import AlertRaised
+from rlsys.monitoring.metric_catalog import METRICS, Named, named
+from rlsys.monitoring.tracker import EndReason, RolloutRow, RunFacts, TrackerPlugin
 
 if TYPE_CHECKING:
     from ray.util.metrics import Gauge

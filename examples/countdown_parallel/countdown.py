@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rlsys.session import Agent
-from rlsys.workflows.spawn_join import Family, SpawnJoin
+from rlsys.agents.session import Agent
+from rlsys.agents.workflows.spawn_join import Family, SpawnJoin
 
 OPERATIONS: Mapping[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 MAX_TRIES = len(OPERATIONS)

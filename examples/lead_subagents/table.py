@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlsys.session import Agent, Session
-from rlsys.workflows.lead_subagents import LeadSubagents
+from rlsys.agents.session import Agent, Session
+from rlsys.agents.workflows.lead_subagents import LeadSubagents
 
 MAX_LOOKUPS = 2
 """Letters that one subagent may look up: three subagents are needed for six."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlsys import Algorithm, Assigned, LossInputs, LossOutput
+from rlsys import Algorithm, LossInputs, LossOutput, TrajectoryAdvantage
 from rlsys.types import Group
 
 if TYPE_CHECKING:
@@ -28,11 +28,11 @@ class BestOfGroup(Algorithm):
     def has_signal(self, group: Group) -> bool:
         return max(rewards_of(group).values()) >= self.at_least
 
-    def advantages(self, group: Group) -> Iterator[Assigned]:
+    def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
         rewards = rewards_of(group)
         for place, reward in rewards.items():
             if reward == max(rewards.values()):
-                yield Assigned(*place, advantage=1.0)
+                yield TrajectoryAdvantage(*place, advantage=1.0)
 
     def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
         return LossOutput(-batch.advantages_N * logprobs_N)

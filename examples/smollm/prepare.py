@@ -28,7 +28,7 @@ from typing import TypeAlias
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from rlsys.rewards.text import exact
+from rlsys.rewards.text_rewards import exact
 
 Triple: TypeAlias = tuple[int, ...]
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -23,17 +23,17 @@ from algorithms.gac import GAC
 from examples.sort.prepare import Recipe, prepare
 from examples.sort.reward import exact_sort
 from examples.stability.algorithms import ALGORITHMS, DEFAULT
-from rlsys.batch.plan import plan_batch
+from rlsys.batch.packing import plan_batch
 from rlsys.batch.samples import meta_of, versions_of
 from rlsys.batch.tensors import StepData
-from rlsys.seeds import group_seed, request_seed
 from rlsys.types import Episode, Group, PolicyVersion, Sampling, Trajectory, Turn
-from workers.engines.base import Request
+from rlsys.util.seeds import group_seed, request_seed
+from workers.engines.engine import Request
 from workers.engines.local import LocalEngine
 from workers.train.fsdp import FsdpBackend
-from workers.train.model import load_model, load_tokenizer
-from workers.train.ranks import Ranks
-from workers.train.settings import OptimizerSettings
+from workers.train.model_loading import load_model, load_tokenizer
+from workers.train.optimizer_settings import OptimizerSettings
+from workers.train.rank_group import RankGroup
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,7 +116,7 @@ async def _trained(run: Run, folder: Path) -> Outcome:
     outcome = Outcome(metrics={name: [] for name in KEPT})
     algorithm = replace(ALGORITHMS[run.algorithm], group_size=run.group_size)
     settings = OptimizerSettings(lr=run.lr, warmup_steps=5, total_steps=run.steps, final_lr_fraction=0.1)
-    backend = FsdpBackend(str(folder / "model"), settings, Ranks())
+    backend = FsdpBackend(str(folder / "model"), settings, RankGroup())
     stabilizer = run.gac.start(backend.shards())
     snapshots = {0: backend.full_weights(torch.float32)}
     sampler = Sampler(run, folder)
@@ -126,7 +126,7 @@ async def _trained(run: Run, folder: Path) -> Outcome:
             source = run.sampled_from(version)
             await sampler.take(source, snapshots[source])
             groups = await sampler.groups_of(version)
-            settled = algorithm.settle(groups, metrics)
+            settled = algorithm.finalize_advantages(groups, metrics)
             plan = plan_batch(groups, settled.groups, algorithm.aggregation, num_ranks=1, max_tokens=MAX_TOKENS)
             data = StepData([group.payload for group in groups], [{} for _ in groups])  # type: ignore[misc]
             metrics = backend.train_step(plan.of_rank(0), data, algorithm, temperature=1.0, stabilizer=stabilizer)
@@ -175,14 +175,14 @@ class Sampler:
             await self._engine.resume()
 
     async def groups_of(self, step: int) -> list[Group]:
-        """The groups that step number `step` trains, judged; their payloads are in them."""
+        """The groups that step number `step` trains, scored; their payloads are in them."""
         run = self._run
-        serials = range(step * run.groups, (step + 1) * run.groups)
-        tasks = {serial: self._tasks[serial % len(self._tasks)] for serial in serials}
+        group_ids = range(step * run.groups, (step + 1) * run.groups)
+        tasks = {group_id: self._tasks[group_id % len(self._tasks)] for group_id in group_ids}
         return await self._groups(tasks, run.group_size, run.seed)
 
     async def exam(self) -> list[Group]:
-        """Groups of held-out tasks, judged; the same tasks and seeds whatever was trained."""
+        """Groups of held-out tasks, scored; the same tasks and seeds whatever was trained."""
         return await self._groups(dict(enumerate(self._held_out)), EXAM_SIZE, EXAM_SEED)
 
     async def close(self) -> None:
@@ -194,11 +194,11 @@ class Sampler:
         return [Task(tuple(self._tokenizer(row["prompt"]).input_ids), row["answer"]) for row in rows]
 
     async def _groups(self, tasks: Mapping[int, Task], group_size: int, seed: int) -> list[Group]:
-        """One group for each task, by its serial."""
-        places = [(serial, member) for serial in tasks for member in range(group_size)]
+        """One group for each task, by its group_id."""
+        places = [(group_id, member) for group_id in tasks for member in range(group_size)]
         episodes = await asyncio.gather(*(self._episode(tasks[s], f"{s}/{m}", seeded(seed, s, m)) for s, m in places))
         payloads = [tuple(episodes[i : i + group_size]) for i in range(0, len(episodes), group_size)]
-        return [self._group(serial, payload) for serial, payload in zip(tasks, payloads, strict=True)]
+        return [self._group(group_id, payload) for group_id, payload in zip(tasks, payloads, strict=True)]
 
     async def _episode(self, task: Task, name: str, seed: int) -> Episode:
         done = await self._engine.generate(Request(name, task.prompt_ids, SAMPLING, seed))
@@ -207,10 +207,10 @@ class Sampler:
         turn = Turn(task.prompt_ids, done.output_ids, done.logprobs, done.versions, done.finish, text, SAMPLING)
         return Episode((Trajectory("policy", (turn,), reward=exact_sort(text, task.answer)),))
 
-    def _group(self, serial: int, payload: tuple[Episode, ...]) -> Group:
+    def _group(self, group_id: int, payload: tuple[Episode, ...]) -> Group:
         return Group(
-            serial=serial,
-            task_id=str(serial % len(self._tasks)),
+            group_id=group_id,
+            task_id=str(group_id % len(self._tasks)),
             permit_version=self._engine.version,
             replica="sampler",
             episodes=meta_of(payload),
@@ -220,9 +220,9 @@ class Sampler:
         )
 
 
-def seeded(seed: int, serial: int, member: int) -> int:
+def seeded(seed: int, group_id: int, member: int) -> int:
     """The seed that one member of a group is sampled with."""
-    return request_seed(group_seed(seed, serial), member, 0)
+    return request_seed(group_seed(seed, group_id), member, 0)
 
 
 def _reward_of(groups: Sequence[Group]) -> float:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 from math import prod
 
-from rlsys.tools import Toolbox, ToolCall
-from rlsys.workflow import Session, Workflow
+from rlsys.agents.tools import Toolbox, ToolCall
+from rlsys.agents.workflow import Session, Workflow
 
 CALL, TOLD, WRONG = "?", ">", "!"
 

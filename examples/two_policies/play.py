@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from rlsys.session import Agent
+from rlsys.agents.session import Agent
+from rlsys.agents.workflows.self_play import SelfPlay
 from rlsys.types import Prompt, Task
-from rlsys.workflows.self_play import SelfPlay
 
 NUM_DIGITS = 6
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 
 from examples.two_policies.play import NUM_DIGITS
-from rlsys.record import read_rollouts
+from rlsys.replay.rollout_log import read_rollouts
 from rlsys.types import Episode
 
 NUM_STEPS = 5

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algorithm import LossInputs, Signal
-from rlsys.batch.plan import Load, MicroBatchPlan
+from rlsys.batch.packing import Load, MicroBatchPlan
 from rlsys.batch.samples import Sample, samples_in
 from rlsys.types import Episode, PolicyVersion
 

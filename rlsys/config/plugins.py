@@ -20,13 +20,13 @@ from pydantic import ConfigDict, GetJsonSchemaHandler, TypeAdapter, ValidationEr
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
+from rlsys.agents.workflow import Workflow
 from rlsys.algorithm import Algorithm
-from rlsys.config.problems import Location, nested, problems_in
+from rlsys.config.config_problems import Location, nested, problems_in
 from rlsys.errors import ConfigError
-from rlsys.importing import imported
+from rlsys.monitoring.tracker import TrackerPlugin
 from rlsys.stabilizer import StabilizerPlugin
-from rlsys.tracker import TrackerPlugin
-from rlsys.workflow import Workflow
+from rlsys.util.importing import imported
 
 P = TypeVar("P")
 

@@ -23,9 +23,10 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from rlsys.algorithm import Algorithm, Signal, version_after
-from rlsys.config.curation import CurationSection
-from rlsys.config.dashboard import DashboardSection, Thresholds
-from rlsys.config.evaluation import EvalSection
+from rlsys.config.config_problems import nested
+from rlsys.config.curriculum_section import CurationSection
+from rlsys.config.dashboard_section import DashboardSection, Thresholds
+from rlsys.config.eval_section import EvalSection
 from rlsys.config.plugins import (
     ALGORITHMS,
     STABILIZERS,
@@ -35,11 +36,10 @@ from rlsys.config.plugins import (
     TrackerSection,
     WorkflowSection,
 )
-from rlsys.config.policies import PolicyName, PolicySection, problems_of, unbound
-from rlsys.config.problems import nested
-from rlsys.config.rewards import RewardSection
+from rlsys.config.policy_sections import PolicyName, PolicySection, problems_of, unbound
+from rlsys.config.reward_section import RewardSection
 from rlsys.config.section import Section
-from rlsys.data.adapters import Columns
+from rlsys.data.row_adapters import Columns
 from rlsys.stabilizer import StabilizerPlugin
 
 
@@ -257,7 +257,7 @@ class LimitsSection(Section):
 
     lease_s: PositiveFloat = 600.0
     """Deadline of rolling out one group, seconds; then its replica is replaced and the group issued again. Waiting at
-    the replica for weights does not count. Of a reward worker: deadline of judging one group."""
+    the replica for weights does not count. Of a reward worker: deadline of scoring one group."""
     transfer_s: PositiveFloat = 120.0
     """Deadline of one weight transfer, seconds. A single relay has a quarter of it to answer; one that does not is
     killed, and filled again."""
@@ -266,7 +266,7 @@ class LimitsSection(Section):
     no_progress_s: PositiveFloat = 900.0
     """Seconds without a finished group or step after which the run ends with a table of what is pending."""
     max_attempts: PositiveInt = 3
-    """Times that rolling out one group or judging it fails, or its payload is lost, before the run ends; each is
+    """Times that rolling out one group or scoring it fails, or its payload is lost, before the run ends; each is
     counted apart."""
     max_failed_groups: PositiveInt = 16
     """Groups dropped in a row, failed or too long, that end the run."""
@@ -335,13 +335,13 @@ class Config(Section):
 
         Raises `ConfigError` listing every problem of all of them.
         """
-        from rlsys.config.load import load  # it needs this class
+        from rlsys.config.loader import load  # it needs this class
 
         return load(cls, [paths] if isinstance(paths, str | Path) else paths, overrides)
 
     def to_yaml(self) -> str:
         """Every key with its value, as `config.resolved.yaml` holds it; `load` gives it back."""
-        from rlsys.config.load import dump
+        from rlsys.config.loader import dump
 
         return dump(self.model_dump(mode="json"))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rlsys.dashboard.answers import Bottleneck
-from rlsys.dashboard.series import Columns
+from rlsys.dashboard.responses import Bottleneck
+from rlsys.dashboard.series import SeriesColumns
 
 _STEPS = 20
 _TOO_MUCH = 0.15
@@ -49,7 +49,7 @@ _REMEDY_OF_TRAINER: Mapping[str, str] = {
 """By the largest part of its work; of all others it is `_MORE_CORES`."""
 
 
-def bottleneck(columns: Columns, step: int) -> Bottleneck | None:
+def bottleneck(columns: SeriesColumns, step: int) -> Bottleneck | None:
     """Who holds the others up, over the 20 steps up to `step`; None if these have not reported what took their time."""
     steps_s = columns.sum_since("time/step", step - _STEPS)
     if steps_s <= 0:

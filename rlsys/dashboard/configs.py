@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from rlsys.dashboard.answers import Difference
 from rlsys.dashboard.folders import CONFIG, RunFolder
-from rlsys.leaves import leaves
+from rlsys.dashboard.responses import Difference
+from rlsys.util.leaves import leaves
 
 _Tree: TypeAlias = Mapping[str, Any]
 

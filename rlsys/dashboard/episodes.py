@@ -8,13 +8,13 @@ from math import exp
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
-from rlsys.dashboard.answers import EpisodeAnswer, EpisodeRow, GroupAnswer, TrajectoryAnswer, TurnAnswer
+from rlsys.agents.tool_calls import ToolCall, read_calls
 from rlsys.dashboard.folders import as_text
-from rlsys.dashboard.groups import Rewards
-from rlsys.dashboard.problems import NoSuch
-from rlsys.reading import TurnReading
-from rlsys.record import RolloutRecord
-from rlsys.toolcalls import ToolCall, read_calls
+from rlsys.dashboard.groups import RewardRange
+from rlsys.dashboard.http_problems import NoSuch
+from rlsys.dashboard.responses import EpisodeAnswer, EpisodeRow, GroupAnswer, TrajectoryAnswer, TurnAnswer
+from rlsys.replay.rollout_log import RolloutRecord
+from rlsys.replay.token_stats import TokenStats
 from rlsys.types import Episode, Json, Task, Trajectory, Turn
 
 _MOST_TEXT = 2000
@@ -31,10 +31,10 @@ class Neighbours(NamedTuple):
     next: int | None
 
 
-def rewards_of(record: RolloutRecord) -> Rewards:
+def rewards_of(record: RolloutRecord) -> RewardRange:
     """The rewards of its episodes' roots."""
     roots = (episode.trajectories[0] for episode in record.episodes)
-    return Rewards.of([None if root.outcome.is_failed else root.reward for root in roots])
+    return RewardRange.of([None if root.outcome.is_failed else root.reward for root in roots])
 
 
 def num_tokens(episode: Episode) -> int:
@@ -46,9 +46,9 @@ def group_answer(record: RolloutRecord, beside: Neighbours) -> GroupAnswer:
     """The episodes of a group side by side."""
     return GroupAnswer(
         step=record.step,
-        serial=record.serial,
-        previous_serial=beside.previous,
-        next_serial=beside.next,
+        group_id=record.group_id,
+        previous_group_id=beside.previous,
+        next_group_id=beside.next,
         task_id=record.task.id,
         prompt=_messages(record.task),
         answer=record.task.answer,
@@ -62,11 +62,11 @@ def group_answer(record: RolloutRecord, beside: Neighbours) -> GroupAnswer:
 def episode_answer(record: RolloutRecord, episode: int, run_dir: Path) -> EpisodeAnswer:
     """One episode, token by token. Raises `NoSuch`."""
     if not 0 <= episode < len(record.episodes):
-        raise NoSuch(f"group {record.serial} has no episode {episode}, but 0 to {len(record.episodes) - 1}")
+        raise NoSuch(f"group {record.group_id} has no episode {episode}, but 0 to {len(record.episodes) - 1}")
     trajectories = record.episodes[episode].trajectories
     return EpisodeAnswer(
         step=record.step,
-        serial=record.serial,
+        group_id=record.group_id,
         episode=episode,
         num_episodes=len(record.episodes),
         task_id=record.task.id,
@@ -131,17 +131,17 @@ def _advantage(record: RolloutRecord, e: int, t: int) -> float | None:
     return None if has_own else record.advantages[e][t]
 
 
-def _recorded(record: RolloutRecord, e: int, t: int) -> Sequence[TurnReading]:
+def _recorded(record: RolloutRecord, e: int, t: int) -> Sequence[TokenStats]:
     return record.readings[e][t] if record.readings else ()
 
 
-def _readings(record: RolloutRecord, e: int, t: int, said: Trajectory) -> Sequence[TurnReading]:
+def _readings(record: RolloutRecord, e: int, t: int, said: Trajectory) -> Sequence[TokenStats]:
     """Of each turn; where nothing was recorded of them, readings without anything."""
     found = _recorded(record, e, t)
-    return found if len(found) == len(said.turns) else [TurnReading()] * len(said.turns)
+    return found if len(found) == len(said.turns) else [TokenStats()] * len(said.turns)
 
 
-def _turn(turn: Turn, reading: TurnReading, assigned: float | None, mask: _Mask) -> TurnAnswer:
+def _turn(turn: Turn, reading: TokenStats, assigned: float | None, mask: _Mask) -> TurnAnswer:
     calls = [_call(call) for call in _calls(turn.text)]
     if len(reading.pieces) != len(turn.output_ids) or not reading.pieces:
         return TurnAnswer(

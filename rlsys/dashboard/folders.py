@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from rlsys.dashboard.files import inside
-from rlsys.dashboard.problems import NoSuch
+from rlsys.dashboard.http_problems import NoSuch
 
 EVENTS, METRICS, CONFIG = "events.jsonl", "metrics.jsonl", "config.resolved.yaml"
 

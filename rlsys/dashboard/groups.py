@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
-from rlsys.events import (
+from rlsys.monitoring.events import (
     Event,
     GroupDropped,
     GroupIssued,
-    GroupJudged,
     GroupPlaced,
     GroupReissued,
     GroupRolledOut,
+    GroupScored,
     RunStarted,
     StepDone,
 )
@@ -29,7 +29,7 @@ PENDING: Mapping[State, Pending] = {state: state for state in get_args(Pending)}
 
 
 @dataclass(frozen=True, slots=True)
-class Rewards:
+class RewardRange:
     """The rewards of a group's episodes, summed up."""
 
     num_episodes: int
@@ -40,7 +40,7 @@ class Rewards:
     max: float | None
 
     @classmethod
-    def of(cls, rewards: Sequence[float | None]) -> Rewards:
+    def of(cls, rewards: Sequence[float | None]) -> RewardRange:
         """Sum them up; None: the episode failed, or has none."""
         given = [r for r in rewards if r is not None]
         failed = len(rewards) - len(given)
@@ -58,7 +58,7 @@ class Rewards:
 class GroupFacts:
     """One group."""
 
-    serial: int
+    group_id: int
     task_id: str
     issued_s: float
     """The first time."""
@@ -71,7 +71,7 @@ class GroupFacts:
     num_attempts: int = 1
     reason: str = ""
     """Why it was issued again the last time, or dropped."""
-    rewards: Rewards | None = None
+    rewards: RewardRange | None = None
     length_mean: float | None = None
     num_truncated: int | None = None
     oldest: int | None = None
@@ -86,9 +86,9 @@ class GroupFacts:
 
 @dataclass
 class Groups:
-    """Every group of a run by its serial, and the groups of every step."""
+    """Every group of a run by its group_id, and the groups of every step."""
 
-    by_serial: dict[int, GroupFacts] = field(default_factory=dict)
+    by_group_id: dict[int, GroupFacts] = field(default_factory=dict)
     by_task: dict[str, list[int]] = field(default_factory=dict)
     """Serials in the order they were issued."""
     by_step: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class Groups:
         GroupIssued,
         GroupPlaced,
         GroupRolledOut,
-        GroupJudged,
+        GroupScored,
         GroupDropped,
         GroupReissued,
         StepDone,
@@ -116,23 +116,23 @@ class Groups:
         match event:
             case GroupIssued():
                 self._issued(event, time_s)
-            case GroupPlaced(serial=serial, worker=worker):
-                if facts := self.by_serial.get(serial):
+            case GroupPlaced(group_id=group_id, worker=worker):
+                if facts := self.by_group_id.get(group_id):
                     facts.enter("is rolled out", time_s if facts.where != worker else facts.since_s)
                     facts.where = worker
             case GroupRolledOut():
                 self._rolled_out(event, time_s)
-            case GroupJudged(serial=serial, task_id=task_id, rewards=rewards):
-                facts = self._of(serial, task_id, time_s)
-                facts.rewards = Rewards.of(rewards)
+            case GroupScored(group_id=group_id, task_id=task_id, rewards=rewards):
+                facts = self._of(group_id, task_id, time_s)
+                facts.rewards = RewardRange.of(rewards)
                 facts.enter("waits to be trained", time_s)
                 self.took_s.append(time_s - facts.issued_s)
-            case GroupDropped(serial=serial, task_id=task_id, reason=reason):
-                facts = self._of(serial, task_id, time_s)
+            case GroupDropped(group_id=group_id, task_id=task_id, reason=reason):
+                facts = self._of(group_id, task_id, time_s)
                 facts.enter("dropped", time_s)
                 facts.reason = reason
-            case GroupReissued(serial=serial, task_id=task_id, reason=reason):
-                facts = self._of(serial, task_id, time_s)
+            case GroupReissued(group_id=group_id, task_id=task_id, reason=reason):
+                facts = self._of(group_id, task_id, time_s)
                 facts.enter("is lost", time_s)
                 facts.where, facts.reason, self.num_reissued = "", reason, self.num_reissued + 1
             case StepDone():
@@ -143,10 +143,10 @@ class Groups:
                 pass
 
     def _issued(self, event: GroupIssued, time_s: float) -> None:
-        facts = self.by_serial.get(event.serial)
-        if facts is None or event.serial in self.forgotten or facts.state not in PENDING:
-            self.forgotten.discard(event.serial)
-            facts = self._new(event.serial, event.task_id, time_s)
+        facts = self.by_group_id.get(event.group_id)
+        if facts is None or event.group_id in self.forgotten or facts.state not in PENDING:
+            self.forgotten.discard(event.group_id)
+            facts = self._new(event.group_id, event.task_id, time_s)
         else:
             facts.num_attempts += 1
             facts.where = ""
@@ -154,42 +154,42 @@ class Groups:
         facts.size = event.size
 
     def _rolled_out(self, event: GroupRolledOut, time_s: float) -> None:
-        facts = self._of(event.serial, event.task_id, time_s)
+        facts = self._of(event.group_id, event.task_id, time_s)
         facts.where, facts.oldest, facts.num_truncated = event.worker, event.oldest, event.num_truncated
         facts.length_mean = sum(event.lengths) / len(event.lengths) if event.lengths else None
         facts.size = facts.size or len(event.lengths)
         facts.enter("waits for its reward", time_s)
 
     def _trained(self, event: StepDone, time_s: float) -> None:
-        if not event.serials:
+        if not event.group_ids:
             return
-        self.by_step[event.step] = event.serials
-        for serial in event.serials:
-            self.forgotten.discard(serial)
-            if facts := self.by_serial.get(serial):
+        self.by_step[event.step] = event.group_ids
+        for group_id in event.group_ids:
+            self.forgotten.discard(group_id)
+            if facts := self.by_group_id.get(group_id):
                 facts.step = event.step
                 facts.enter("trained", time_s)
 
-    def _of(self, serial: int, task_id: str, time_s: float) -> GroupFacts:
+    def _of(self, group_id: int, task_id: str, time_s: float) -> GroupFacts:
         """What is known of it; a group whose issue was not told began now."""
-        self.forgotten.discard(serial)
-        return self.by_serial.get(serial) or self._new(serial, task_id, time_s)
+        self.forgotten.discard(group_id)
+        return self.by_group_id.get(group_id) or self._new(group_id, task_id, time_s)
 
-    def _new(self, serial: int, task_id: str, time_s: float) -> GroupFacts:
-        facts = self.by_serial.get(serial)
+    def _new(self, group_id: int, task_id: str, time_s: float) -> GroupFacts:
+        facts = self.by_group_id.get(group_id)
         if facts is None:
-            self.by_task.setdefault(task_id, []).append(serial)
+            self.by_task.setdefault(task_id, []).append(group_id)
         elif facts.task_id != task_id:
-            self.by_task[facts.task_id].remove(serial)
-            self.by_task.setdefault(task_id, []).append(serial)
-        facts = self.by_serial[serial] = GroupFacts(serial, task_id, time_s, time_s)
+            self.by_task[facts.task_id].remove(group_id)
+            self.by_task.setdefault(task_id, []).append(group_id)
+        facts = self.by_group_id[group_id] = GroupFacts(group_id, task_id, time_s, time_s)
         return facts
 
     def _back_to(self, step: int) -> None:
         """A run began, maybe again: what was not trained up to this step is told of again, or is lost."""
         for at in [at for at in self.by_step if at > step]:
             del self.by_step[at]
-        for serial, facts in self.by_serial.items():
+        for group_id, facts in self.by_group_id.items():
             if facts.state in PENDING or (facts.step is not None and facts.step > step):
-                self.forgotten.add(serial)
+                self.forgotten.add(group_id)
                 facts.step = None

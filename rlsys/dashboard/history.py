@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
-from rlsys.alerts import Alarms
-from rlsys.dashboard.answers import LogLine
-from rlsys.dashboard.decoding import UnknownKind, Unreadable, decode, decode_metrics
+from rlsys.dashboard.event_decoding import UnknownKind, Unreadable, decode, decode_metrics
 from rlsys.dashboard.files import Chunk, Tail
 from rlsys.dashboard.groups import Groups
 from rlsys.dashboard.replicas import Replicas
-from rlsys.dashboard.series import Columns
+from rlsys.dashboard.responses import LogLine
+from rlsys.dashboard.series import SeriesColumns
 from rlsys.dashboard.spans import PREFIX, Spans
-from rlsys.events import (
+from rlsys.monitoring.alerts import Alarms
+from rlsys.monitoring.events import (
     EngineChosen,
     EvalDone,
     Event,
@@ -24,12 +24,12 @@ from rlsys.events import (
     StepDone,
     WorkerFailed,
 )
-from rlsys.tracking.console import note_of
+from rlsys.monitoring.trackers.console import note_of
 
 _Hears: TypeAlias = Callable[[Event, float], object]
 
 
-class History:
+class EventHistory:
     """A fold over the events of a run, told by `look`.
 
     Where a run has no events, the rows of its metrics are taken for them.
@@ -37,7 +37,7 @@ class History:
 
     def __init__(self, events: Path | None, metrics: Path | None, thresholds: Mapping[str, float | None]) -> None:
         """None: the file is not there. `thresholds`: of alerts, as `Alarms` takes them."""
-        self.columns, self.groups, self.replicas = Columns(), Groups(), Replicas()
+        self.columns, self.groups, self.replicas = SeriesColumns(), Groups(), Replicas()
         self.alarms, self.spans = Alarms(thresholds), Spans(events)
         self.phases: dict[str, float] = {}
         """Of start-up and shutdown: name -> seconds."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from rlsys.dashboard.answers import Lane, Span
+from rlsys.dashboard.responses import Lane, LaneSpan
 from rlsys.dashboard.spans import Stretch, Tracks, merged
 
 _ORDER = ("actor", "critic", "rollout", "reward", "reference", "eval", "relay")
@@ -48,7 +48,9 @@ def _lane(worker: str, did: Mapping[str, Sequence[Stretch]], window_s: float) ->
     by_activity = {
         activity: min(1.0, sum(busy_s for _, _, busy_s in stretches) / window_s) for activity, stretches in did.items()
     }
-    spans = [Span(activity, start_s, end_s) for activity, stretches in did.items() for start_s, end_s, _ in stretches]
+    spans = [
+        LaneSpan(activity, start_s, end_s) for activity, stretches in did.items() for start_s, end_s, _ in stretches
+    ]
     spans.sort(key=lambda span: span.start_s)
     # Activities may overlap, so that their sum is too much; what is shown as one may be partly idle, so that is too.
     covered = merged(((span.start_s, span.end_s, span.end_s - span.start_s) for span in spans), 0.0)

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import floor, isfinite, log10
 
-from rlsys.dashboard.answers import Series
 from rlsys.dashboard.markup import Html, h, joined
+from rlsys.dashboard.responses import Series
 
 _WIDTH, _HEIGHT = 440, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 12, 22, 40

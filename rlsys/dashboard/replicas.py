@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from rlsys.dashboard.answers import QueuePoint, ReplicaRow, RestartRow
 from rlsys.dashboard.lanes import kind_of, natural
-from rlsys.events import (
+from rlsys.dashboard.responses import QueuePoint, ReplicaRow, RestartRow
+from rlsys.monitoring.events import (
     EngineChosen,
     Event,
     QueueSeen,

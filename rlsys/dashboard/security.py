@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rlsys.dashboard.answers import ErrorAnswer
+from rlsys.dashboard.responses import ErrorAnswer
 from rlsys.errors import ConfigError
 
 TOKEN_VARIABLE = "RLSYS_DASHBOARD_TOKEN"

@@ -7,8 +7,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from math import isnan
 
-from rlsys.dashboard.answers import MetricName, Series
-from rlsys.metrics import Metric, metric_of
+from rlsys.dashboard.responses import MetricName, Series
+from rlsys.monitoring.metric_catalog import Metric, metric_of
 
 _NOT_IN_TABLE = Metric("", "")
 
@@ -39,7 +39,7 @@ class _Column:
         del self.steps[at:], self.values[at:]
 
 
-class Columns:
+class SeriesColumns:
     """Every metric of a run."""
 
     def __init__(self) -> None:

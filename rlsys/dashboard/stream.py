@@ -14,7 +14,7 @@ from typing import Protocol
 
 from starlette.concurrency import run_in_threadpool
 
-from rlsys.dashboard.answers import Change
+from rlsys.dashboard.responses import Change
 from rlsys.errors import RlsysError
 
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
-from rlsys.alerts import Alert
-from rlsys.dashboard.answers import RunSummary, Status
 from rlsys.dashboard.configs import RunConfig
 from rlsys.dashboard.folders import RunFolder
-from rlsys.dashboard.history import History
+from rlsys.dashboard.history import EventHistory
+from rlsys.dashboard.responses import RunSummary, Status
+from rlsys.monitoring.alerts import Alert
 
 _STEPS = 20
 _LEAST_SILENCE_S = 60.0
@@ -25,7 +25,7 @@ _BY_WEIGHT: Sequence[Status] = ("running", "starting", "silent", "failed", "inte
 """Of a run of several policies that has not ended: the first of these that one of them is."""
 
 
-def summary(folder: RunFolder, history: History, config: RunConfig, now_s: float) -> RunSummary:
+def summary(folder: RunFolder, history: EventHistory, config: RunConfig, now_s: float) -> RunSummary:
     """A run as of `now_s`."""
     status, step_s = _status(folder, history, config, now_s), _step_s(history)
     total = _total_steps(history, config)
@@ -63,13 +63,13 @@ def summary_of_several(own: RunSummary, policies: Sequence[RunSummary]) -> RunSu
     )
 
 
-def open_alerts(history: History, config: RunConfig, now_s: float) -> list[Alert]:
+def open_alerts(history: EventHistory, config: RunConfig, now_s: float) -> list[Alert]:
     """Those that hold as of `now_s`: silence raises one without any event, as long as there are steps to come."""
     silent = None if _is_done(history, config) else history.alarms.silent(now_s)
     return [*history.alarms.open, *([silent] if silent else [])]
 
 
-def _status(folder: RunFolder, history: History, config: RunConfig, now_s: float) -> Status:
+def _status(folder: RunFolder, history: EventHistory, config: RunConfig, now_s: float) -> Status:
     """See `Status`. It goes by when events were emitted: the clocks of the run's machine and this one must agree.
 
     A run that took all its steps and never said that it ended is finished: those of older versions said nothing.
@@ -83,23 +83,23 @@ def _status(folder: RunFolder, history: History, config: RunConfig, now_s: float
     return "running" if has_started else "starting"
 
 
-def _step_s(history: History) -> float | None:
+def _step_s(history: EventHistory) -> float | None:
     """Median seconds of its last steps."""
     times_s = history.columns.last("time/step", _STEPS)
     return median(times_s) if times_s else None
 
 
-def _total_steps(history: History, config: RunConfig) -> int | None:
+def _total_steps(history: EventHistory, config: RunConfig) -> int | None:
     return history.started.total_steps if history.started else config.int_of("run.steps")
 
 
-def _is_done(history: History, config: RunConfig) -> bool:
+def _is_done(history: EventHistory, config: RunConfig) -> bool:
     """Has it no more steps to take?"""
     total = _total_steps(history, config)
     return total is not None and history.step >= total > 0
 
 
-def _last_error(history: History) -> str | None:
+def _last_error(history: EventHistory) -> str | None:
     if history.ended and history.ended.reason == "failed":
         return history.ended.detail or "it failed"
     failure = history.failure

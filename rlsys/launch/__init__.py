@@ -5,12 +5,12 @@
 works from the command line, from a Python script (also one that called `ray.init` already) and inside a Ray job.
 """
 
-from rlsys.launch.offline import evaluate, export, inspect_data
-from rlsys.launch.preparing import look_up
-from rlsys.launch.replaying import replay, replay_step
-from rlsys.launch.result import TrainResult
-from rlsys.launch.training import train
-from rlsys.launch.trying import Tried, config_to_try, try_workflow
+from rlsys.launch.offline_commands import evaluate, export, inspect_data
+from rlsys.launch.preflight import look_up
+from rlsys.launch.replay_commands import replay, replay_step
+from rlsys.launch.train_result import TrainResult
+from rlsys.launch.train_run import train
+from rlsys.launch.try_workflow import Tried, config_to_try, try_workflow
 
 __all__ = [
     "TrainResult",

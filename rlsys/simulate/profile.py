@@ -28,11 +28,11 @@ from pydantic import (
 )
 
 from rlsys.config import Config
-from rlsys.config.load import load
-from rlsys.config.problems import nested
+from rlsys.config.config_problems import nested
+from rlsys.config.loader import load
 from rlsys.config.section import Section
 from rlsys.errors import ConfigError
-from rlsys.simulate.world import RewardAsAdvantage
+from rlsys.simulate.fake_world import RewardAsAdvantage
 from rlsys.types import Group
 
 TRANSFER_S = 4 * 3600.0

@@ -15,23 +15,23 @@ from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
 
-from rlsys.assembly import build_driver
 from rlsys.contracts import Workers
-from rlsys.data.source import TaskSource
-from rlsys.events import Event, Events, StepDone
-from rlsys.simulate.clock import run_virtual
-from rlsys.simulate.cluster import Cluster
-from rlsys.simulate.engine import Used
-from rlsys.simulate.pools import FakeRewards, now
+from rlsys.data.task_source import TaskSource
+from rlsys.loop.build_driver import build_driver
+from rlsys.monitoring.events import Event, Events, StepDone
+from rlsys.simulate.fake_pools import FakeRewards, now
+from rlsys.simulate.fake_training import FakeActor, FakeRelays
+from rlsys.simulate.fake_world import tasks
 from rlsys.simulate.profile import Profile
-from rlsys.simulate.report import Report
-from rlsys.simulate.rollouts import SimRollouts
-from rlsys.simulate.training import FakeActor, FakeRelays
-from rlsys.simulate.world import tasks
+from rlsys.simulate.sim_cluster import Cluster
+from rlsys.simulate.sim_engine import Used
+from rlsys.simulate.sim_report import Report
+from rlsys.simulate.sim_rollouts import SimRollouts
+from rlsys.simulate.virtual_clock import run_virtual
 from rlsys.types import Group
 
 NUM_TASKS = 1024
-"""Distinct tasks; what a group costs depends on its serial alone."""
+"""Distinct tasks; what a group costs depends on its group_id alone."""
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlsys.errors import ConfigError
 from rlsys.simulate.profile import Profile
-from rlsys.simulate.report import Report
+from rlsys.simulate.sim_report import Report
 from rlsys.simulate.simulation import Simulation
 
 DEFAULT_STEPS = 12
@@ -41,7 +41,7 @@ class Sweep:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SweepOutcome:
     """What was simulated, and found."""
 
     profile: str
@@ -82,7 +82,7 @@ def simulate(
     steps: int = DEFAULT_STEPS,
     sweep: Sweep | None = None,
     on_run: Callable[[str, Report], None] = lambda value, report: None,
-) -> Outcome:
+) -> SweepOutcome:
     """Simulate a profile, once for each value of the sweep; `on_run` is told of each run as it ends.
 
     Raises `ConfigError` before the first run if any value is not possible.
@@ -93,7 +93,7 @@ def simulate(
     for value, profile in profiles.items():
         runs[value] = Simulation(profile, steps).run()
         on_run(value, runs[value])
-    return Outcome(str(name), sweep.key if sweep else "", runs)
+    return SweepOutcome(str(name), sweep.key if sweep else "", runs)
 
 
 def _is_number(text: str) -> bool:

@@ -21,13 +21,13 @@ functions of the group, so that hypothesis can choose them, and its faults are s
 die, hang or answer with wrong weights. Fakes assert what their contract asks of the caller.
 """
 
-from rlsys.simulate.clock import VirtualLoop, run_virtual
-from rlsys.simulate.pools import FakeJointRollouts, FakePinnedRollouts, FakeRewards, FakeRollouts, Fault, now
-from rlsys.simulate.training import FakeActor, FakeCritic, FakeReference, FakeRelays
-from rlsys.simulate.world import FakeWorld, RewardAsAdvantage, tasks
-from rlsys.testing.environment import FakeEnvironment
-from rlsys.testing.policy import ScriptedPolicy, played
-from rlsys.testing.run import FakeRun, Recorder
+from rlsys.simulate.fake_pools import FakeJointRollouts, FakePinnedRollouts, FakeRewards, FakeRollouts, Fault, now
+from rlsys.simulate.fake_training import FakeActor, FakeCritic, FakeReference, FakeRelays
+from rlsys.simulate.fake_world import FakeWorld, RewardAsAdvantage, tasks
+from rlsys.simulate.virtual_clock import VirtualLoop, run_virtual
+from rlsys.testing.fake_environment import FakeEnvironment
+from rlsys.testing.fake_run import FakeRun, PartialStream
+from rlsys.testing.scripted_policy import ScriptedPolicy, played
 
 __all__ = [
     "FakeActor",
@@ -42,7 +42,7 @@ __all__ = [
     "FakeRun",
     "FakeWorld",
     "Fault",
-    "Recorder",
+    "PartialStream",
     "RewardAsAdvantage",
     "ScriptedPolicy",
     "VirtualLoop",

@@ -155,7 +155,7 @@ def page(tab: Page, origin: str, complaints: Complaints) -> Iterator[Page]:
 
 @pytest.fixture
 def visit(page: Page, origin: str) -> Visit:
-    """Go to a view: `visit("overview", "small")`, `visit("group", "small", step=3, serial=18)`, `visit("runs")`."""
+    """Go to a view: `visit("overview", "small")`, `visit("group", "small", step=3, group_id=18)`, `visit("runs")`."""
 
     def go(view: str, run: str | None = None, /, **query: object) -> Page:
         page.goto(f"{origin}/{address_of(view, run, **query)}")

@@ -85,11 +85,11 @@ def test_brackets_walk_along_steps_groups_and_episodes(visit: Visit) -> None:
     pressed(page, "[")
     expect(title).to_contain_text("12")
 
-    page = visit("group", "small", step=12, serial=68)
+    page = visit("group", "small", step=12, group_id=68)
     pressed(page, "]")
     expect(title).to_contain_text("Group 69")
 
-    page = visit("episode", "small", step=12, serial=69, episode=0)
+    page = visit("episode", "small", step=12, group_id=69, episode=0)
     pressed(page, "]")
     expect(title).to_contain_text("Episode 1")
 
@@ -136,8 +136,8 @@ def test_the_first_stop_of_the_tab_key_skips_to_the_content(visit: Visit) -> Non
     [
         ("overview", {}),
         ("groups", {"step": 12}),
-        ("group", {"step": 12, "serial": 68}),
-        ("episode", {"step": 12, "serial": 69, "episode": 0}),
+        ("group", {"step": 12, "group_id": 68}),
+        ("episode", {"step": 12, "group_id": 69, "episode": 0}),
         ("cluster", {}),
         ("ledger", {}),
         ("alerts", {}),
@@ -176,7 +176,7 @@ _STOP = """() => {
 
 
 def test_agents_and_colours_of_an_episode_are_chosen_by_keys(visit: Visit) -> None:
-    page = visit("episode", "small", step=12, serial=69, episode=0)
+    page = visit("episode", "small", step=12, group_id=69, episode=0)
     page.get_by_test_id("by-logprob").focus()
     pressed(page, "ArrowRight")
     assert focused(page) == "by-ratio"

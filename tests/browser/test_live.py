@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from rlsys.dashboard.listener import Listener
-from rlsys.dashboard.serving import Dashboard
-from rlsys.events import CheckpointSaved, StepDone
+from rlsys.dashboard.serve import Dashboard
+from rlsys.monitoring.events import CheckpointSaved, StepDone
 from tests.browser.conftest import shown
 from tests.histories import History, Shape
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
 
-from rlsys.events import ACTIVITIES
+from rlsys.monitoring.events import ACTIVITIES
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import orjson
 import pytest
 
-from rlsys.events import RunEnded, StepDone, WorkerFailed
+from rlsys.monitoring.events import RunEnded, StepDone, WorkerFailed
 from tests.browser.conftest import shown
 from tests.browser.onpage import rows_of, see
 from tests.histories import History, Shape
@@ -92,9 +92,9 @@ def test_an_advantage_for_every_token_is_not_told_as_one_number(visit: Visit, fo
             reading["advantages"] = [0.25] * len(reading["pieces"])
     path.write_bytes(orjson.dumps(line) + b"\n")
 
-    cards = visit("group", "ppo", step=1, serial=0).locator("[data-testid=episode]").all_inner_texts()
+    cards = visit("group", "ppo", step=1, group_id=0).locator("[data-testid=episode]").all_inner_texts()
     assert all("one per token" in card for card in cards)
-    page = visit("episode", "ppo", step=1, serial=0, episode=0, by="advantage")
+    page = visit("episode", "ppo", step=1, group_id=0, episode=0, by="advantage")
     expect(see(page, "advantage")).to_contain_text("one per token")
     expect(see(page, "who")).to_contain_text("advantage one per token")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from rlsys.events import RunEnded
+from rlsys.monitoring.events import RunEnded
 from tests.browser.conftest import NARROW, Visit, shown
 from tests.browser.onpage import rows_of, see
 from tests.histories import History, Shape

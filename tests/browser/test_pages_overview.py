@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rlsys.alerts import RULES
-from rlsys.events import CheckpointSaved
+from rlsys.monitoring.alerts import RULES
+from rlsys.monitoring.events import CheckpointSaved
 from tests.browser.conftest import shown
 from tests.browser.onpage import rows_of, see
 from tests.histories import History, Shape

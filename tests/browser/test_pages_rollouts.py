@@ -76,8 +76,8 @@ def test_steps_are_walked_by_keys_and_by_number(visit: Visit) -> None:
 
 
 def test_a_group_shows_its_episodes_side_by_side(visit: Visit, origin: str) -> None:
-    page = visit("group", "small", step=30, serial=177)
-    answer = ask(page, origin, "group", step=30, serial=177)
+    page = visit("group", "small", step=30, group_id=177)
+    answer = ask(page, origin, "group", step=30, group_id=177)
     cards = see(page, "episode").all()
     assert len(cards) == len(answer["episodes"]) == 4
     for card, episode in zip(cards, answer["episodes"], strict=True):
@@ -89,7 +89,7 @@ def test_a_group_shows_its_episodes_side_by_side(visit: Visit, origin: str) -> N
 
 
 def test_an_episode_reads_as_a_conversation_with_tool_calls_set_apart(visit: Visit) -> None:
-    page = visit("episode", "small", step=30, serial=174, episode=0)
+    page = visit("episode", "small", step=30, group_id=174, episode=0)
     told = see(page, "turn").get_by_test_id("message").all_inner_texts()
     assert [text.split("\n")[0] for text in told] == ["user", "tool"]
     assert "What is 174 plus zero?" in told[0]
@@ -98,7 +98,7 @@ def test_an_episode_reads_as_a_conversation_with_tool_calls_set_apart(visit: Vis
 
 
 def test_the_tree_of_agents_is_walked_by_keys(visit: Visit) -> None:
-    page = visit("episode", "small", step=30, serial=174, episode=0)
+    page = visit("episode", "small", step=30, group_id=174, episode=0)
     agents = see(page, "agent")
     assert [agents.nth(i).get_attribute("aria-level") for i in range(2)] == ["1", "2"]
     agents.first.focus()
@@ -111,8 +111,8 @@ def test_the_tree_of_agents_is_walked_by_keys(visit: Visit) -> None:
 
 
 def test_tokens_are_coloured_with_a_legend_that_accounts_for_each(visit: Visit, origin: str) -> None:
-    page = visit("episode", "small", step=30, serial=174, episode=0)
-    answer = ask(page, origin, "episode", step=30, serial=174, episode=0)
+    page = visit("episode", "small", step=30, group_id=174, episode=0)
+    answer = ask(page, origin, "episode", step=30, group_id=174, episode=0)
     columns = {
         "logprob, nats": "logprobs",
         "ratio": "ratios",
@@ -132,8 +132,8 @@ def test_tokens_are_coloured_with_a_legend_that_accounts_for_each(visit: Visit, 
 
 
 def test_a_token_tells_its_values_to_the_pointer_and_to_the_keys(visit: Visit, origin: str) -> None:
-    page = visit("episode", "small", step=30, serial=174, episode=0, by="none")
-    turn = ask(page, origin, "episode", step=30, serial=174, episode=0)["trajectories"][0]["turns"][1]
+    page = visit("episode", "small", step=30, group_id=174, episode=0, by="none")
+    turn = ask(page, origin, "episode", step=30, group_id=174, episode=0)["trajectories"][0]["turns"][1]
     text = see(page, "tokens").nth(1)
     text.focus()
     page.keyboard.press("ArrowRight")
@@ -152,17 +152,17 @@ def test_a_token_tells_its_values_to_the_pointer_and_to_the_keys(visit: Visit, o
 
 
 def test_an_episode_is_copied_as_the_server_told_it(visit: Visit, origin: str) -> None:
-    page = visit("episode", "small", step=30, serial=174, episode=2)
+    page = visit("episode", "small", step=30, group_id=174, episode=2)
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     see(page, "copy-json").click()
     page.get_by_text("Copied").wait_for()
     copied = orjson.loads(page.evaluate("navigator.clipboard.readText()"))
-    assert copied == ask(page, origin, "episode", step=30, serial=174, episode=2)
+    assert copied == ask(page, origin, "episode", step=30, group_id=174, episode=2)
     assert see(page, "replay").inner_text().endswith("small --step 30")
 
 
 def test_ten_thousand_tokens_stay_quick_and_whole(visit: Visit, long: str) -> None:
-    page = visit("episode", long, step=STEP, serial=SERIAL, episode=0, by="version")
+    page = visit("episode", long, step=STEP, group_id=SERIAL, episode=0, by="version")
     text = see(page, "tokens").first
     assert text.locator("span").count() == 3, "one element for each version"
     begin_s = time.monotonic()
@@ -177,7 +177,7 @@ def test_ten_thousand_tokens_stay_quick_and_whole(visit: Visit, long: str) -> No
 
 def test_a_long_episode_fits_a_telephone(visit: Visit, long: str, page: Page) -> None:
     page.set_viewport_size(NARROW)
-    visit("episode", long, step=STEP, serial=SERIAL, episode=0)
+    visit("episode", long, step=STEP, group_id=SERIAL, episode=0)
     assert page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"]
     see(page, "tokens").first.click(position={"x": 40, "y": 60})
     tip = see(page, "tip").bounding_box()
@@ -192,7 +192,7 @@ def test_a_file_without_tokens_still_shows_its_text_and_says_what_is_missing(vis
     path = folder / "wordless" / "rollouts" / "step_000001.jsonl"
     line = orjson.loads(path.read_bytes())
     path.write_bytes(orjson.dumps({**line, "readings": []}) + b"\n")
-    page = visit("episode", "wordless", step=1, serial=0, episode=0)
+    page = visit("episode", "wordless", step=1, group_id=0, episode=0)
     assert "was not recorded" in see(page, "not-recorded").inner_text()
     assert "I will ask." in see(page, "tokens").first.inner_text()
     assert see(page, "by-entropy").is_disabled()
@@ -222,10 +222,10 @@ def test_tasks_are_found_by_a_part_of_their_id(visit: Visit) -> None:
 
 def test_a_group_that_is_not_there_is_named_with_a_way_to_try_again(visit: Visit, complaints: Complaints) -> None:
     complaints.expected.append("404")
-    page = visit("group", "small", step=30, serial=9999)
+    page = visit("group", "small", step=30, group_id=9999)
     said = see(page, "error").text_content() or ""
     assert "“Group” could not be shown" in said
-    assert "9999" in said and "/api/group?run=small&step=30&serial=9999" in said and "Try again" in said
+    assert "9999" in said and "/api/group?run=small&step=30&group_id=9999" in said and "Try again" in said
 
 
 def test_groups_follow_a_run_that_goes_on(visit: Visit, folder: Path) -> None:

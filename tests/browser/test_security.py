@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from rlsys.dashboard.readings import Readings
-from rlsys.dashboard.report import report_of
+from rlsys.dashboard.html_report import report_of
+from rlsys.dashboard.queries import Readings
 from tests.browser.conftest import NARROW, Complaints, address_of, shown
 from tests.dashboards import served
 from tests.hostile import ATTACKS, LONG, MARK, RUN, task_id_of
@@ -27,9 +27,9 @@ PLACES = {
     "compare": ("compare", None, {"run": [RUN, "small"]}),
     "overview": ("overview", RUN, {}),
     "groups": ("groups", RUN, {"step": 2}),
-    "group": ("group", RUN, {"step": 2, "serial": 3}),
-    "episode": ("episode", RUN, {"step": 2, "serial": 3, "episode": 0}),
-    "episode of one word": ("episode", RUN, {"step": 2, "serial": 3, "episode": 1}),
+    "group": ("group", RUN, {"step": 2, "group_id": 3}),
+    "episode": ("episode", RUN, {"step": 2, "group_id": 3, "episode": 0}),
+    "episode of one word": ("episode", RUN, {"step": 2, "group_id": 3, "episode": 1}),
     "tasks": ("tasks", RUN, {}),
     "task": ("task", RUN, {"task": TASK}),
     "cluster": ("cluster", RUN, {}),
@@ -86,7 +86,7 @@ def test_hostile_tasks_agents_and_texts_can_be_walked_through(visit: Visit) -> N
 
 
 def test_a_word_of_a_megabyte_does_not_stop_the_page(visit: Visit) -> None:
-    page = visit("episode", RUN, step=2, serial=3, episode=1)
+    page = visit("episode", RUN, step=2, group_id=3, episode=1)
 
     text = page.locator("main").text_content() or ""
     left_out = re.search(r"([\d,]+) more characters", text)

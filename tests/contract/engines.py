@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from rlsys.types import PolicyVersion, Sampling
-from workers.engines.base import Completion, Engine, Request, spans_of
+from workers.engines.engine import Completion, Engine, Request, spans_of
 from workers.engines.local import LocalEngine
 from workers.engines.scripted import ScriptedEngine
 

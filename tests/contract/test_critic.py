@@ -16,15 +16,15 @@ from tokenizers.models import WordLevel
 from torch import Tensor, tensor
 from transformers import PreTrainedTokenizerFast
 
-from rlsys.algorithm import LossInputs, LossOutput, Shaped, Signal
-from rlsys.batch.plan import RankPlan
+from rlsys.algorithm import LossInputs, LossOutput, Signal, TokenAdvantages
+from rlsys.batch.packing import RankPlan
 from rlsys.batch.tensors import StepData
 from rlsys.errors import ModelError, TrainingError
-from rlsys.metrics import undocumented
+from rlsys.monitoring.metric_catalog import undocumented
 from tests.models import VOCAB, save_model, tiny_llama, tiny_qwen3
 from tests.training import SETTINGS, Surrogate, TwoRanks, data_of, differing, everything_in, planned
-from workers.train.ranks import Ranks
-from workers.train.values import CriticBackend, Fit, ValueModel, check_vocabulary
+from workers.train.rank_group import RankGroup
+from workers.train.value_model import CriticBackend, Fit, ValueModel, check_vocabulary
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -37,10 +37,10 @@ class Valued(Surrogate):
     def signals(self) -> frozenset[Signal]:
         return frozenset({Signal.VALUES})
 
-    def shape(self, inputs: LossInputs) -> Shaped:
+    def token_advantages(self, inputs: LossInputs) -> TokenAdvantages:
         returns_N = inputs.advantages_N.clone()
         returns_N[inputs.lengths_S.cumsum(0) - 1] += 1
-        return Shaped(returns_N - inputs.columns_N[Signal.VALUES], returns_N)
+        return TokenAdvantages(returns_N - inputs.columns_N[Signal.VALUES], returns_N)
 
     def value_loss(self, values_N: Tensor, batch: LossInputs) -> LossOutput:
         assert batch.returns_N is not None
@@ -56,17 +56,19 @@ class Nan(Valued):
 
 @dataclass(frozen=True, kw_only=True)
 class Aimless(Valued):
-    def shape(self, inputs: LossInputs) -> Shaped:
-        return Shaped(inputs.advantages_N)
+    def token_advantages(self, inputs: LossInputs) -> TokenAdvantages:
+        return TokenAdvantages(inputs.advantages_N)
 
 
-def step_of(ranks: Ranks, algorithm: Valued, num_updates: int = 1, max_tokens: int = 40) -> tuple[RankPlan, StepData]:
+def step_of(
+    ranks: RankGroup, algorithm: Valued, num_updates: int = 1, max_tokens: int = 40
+) -> tuple[RankPlan, StepData]:
     plan, payloads = planned(0, ranks.num_ranks, algorithm, num_updates, max_tokens)
     return plan.of_rank(ranks.rank), data_of(payloads)
 
 
 def train_step(
-    critic: CriticBackend, ranks: Ranks, algorithm: Valued, num_updates: int = 1, max_tokens: int = 40
+    critic: CriticBackend, ranks: RankGroup, algorithm: Valued, num_updates: int = 1, max_tokens: int = 40
 ) -> dict[str, float]:
     plan, data = step_of(ranks, algorithm, num_updates, max_tokens)
     columns = {Signal.VALUES: critic.values(plan, data)}
@@ -85,7 +87,7 @@ class Job:
     load: Path | None = None
 
 
-def do(job: Job, ranks: Ranks) -> list[dict[str, float]]:
+def do(job: Job, ranks: RankGroup) -> list[dict[str, float]]:
     critic = CriticBackend(job.model_path, SETTINGS, ranks, dtype=job.dtype)
     if job.load:
         critic.load(job.load)
@@ -105,7 +107,7 @@ def test_a_value_is_the_head_on_the_hidden_state_before_its_token(make) -> None:
     """By one forward over each whole sequence alone, in value and in gradient."""
     model = ValueModel(make().base_model)
     torch.nn.init.normal_(model.head.weight)
-    plan, data = step_of(Ranks(), Valued(), max_tokens=10_000)
+    plan, data = step_of(RankGroup(), Valued(), max_tokens=10_000)
     ((micro_batch,),) = plan.updates
     batch = data.micro_batch(micro_batch)
     values_N = model(batch)
@@ -125,8 +127,8 @@ def test_a_value_is_the_head_on_the_hidden_state_before_its_token(make) -> None:
 
 
 def test_a_critic_that_has_learned_nothing_values_everything_at_zero(model_path: str) -> None:
-    critic = CriticBackend(model_path, SETTINGS, Ranks())
-    plan, data = step_of(Ranks(), Valued(), 2)
+    critic = CriticBackend(model_path, SETTINGS, RankGroup())
+    plan, data = step_of(RankGroup(), Valued(), 2)
     columns = critic.values(plan, data)
     assert [len(c) for c in columns] == [data.num_trained(m) for u in plan.updates for m in u]
     assert {str(column.dtype) for column in columns} == {"float32"}
@@ -134,8 +136,8 @@ def test_a_critic_that_has_learned_nothing_values_everything_at_zero(model_path:
 
 
 def test_it_learns_what_its_states_tell_of_the_returns(model_path: str) -> None:
-    critic = CriticBackend(model_path, replace(SETTINGS, lr=3e-2, total_steps=100), Ranks())
-    metrics = [train_step(critic, Ranks(), Valued()) for _ in range(15)]
+    critic = CriticBackend(model_path, replace(SETTINGS, lr=3e-2, total_steps=100), RankGroup())
+    metrics = [train_step(critic, RankGroup(), Valued()) for _ in range(15)]
     assert undocumented(metrics[0]) == ["critic/error"]
     assert metrics[0]["critic/explained_variance"] == pytest.approx(0, abs=1e-6)
     assert metrics[0]["critic/value_mean"] == 0
@@ -150,9 +152,9 @@ def test_two_ranks_and_any_micro_batches_learn_what_one_does(
     over: Literal["tokens", "sequences", "agents"], model_path: str, two_ranks: TwoRanks, tmp_path: Path
 ) -> None:
     job = Job(model_path=model_path, folder=tmp_path / "one", algorithm=Valued(over=over), num_updates=2)
-    one = do(job, Ranks())
+    one = do(job, RankGroup())
     two, other = two_ranks(do, replace(job, folder=tmp_path / "two"))
-    split = do(replace(job, folder=tmp_path / "split", max_tokens=1), Ranks())
+    split = do(replace(job, folder=tmp_path / "split", max_tokens=1), RankGroup())
     assert two == other
     for a, b, c in zip(one, two, split, strict=True):
         assert b == pytest.approx(a, rel=1e-3, abs=1e-5)
@@ -168,7 +170,7 @@ def test_a_checkpoint_moves_between_numbers_of_ranks_bit_for_bit(
 ) -> None:
     a, b, c = (tmp_path / name for name in "abc")
     two_ranks(do, Job(model_path=model_path, folder=a))
-    do(Job(model_path=model_path, folder=b, num_steps=0, load=a), Ranks())
+    do(Job(model_path=model_path, folder=b, num_steps=0, load=a), RankGroup())
     two_ranks(do, Job(model_path=model_path, folder=c, num_steps=0, load=b))
     saved = everything_in(a)
     assert saved["model.head.weight"].any()
@@ -179,9 +181,9 @@ def test_a_checkpoint_moves_between_numbers_of_ranks_bit_for_bit(
 def test_in_bfloat16_head_and_values_are_float32(
     num_ranks: int, model_path: str, two_ranks: TwoRanks, tmp_path: Path
 ) -> None:
-    exact = do(Job(model_path=model_path, folder=tmp_path / "exact"), Ranks())
+    exact = do(Job(model_path=model_path, folder=tmp_path / "exact"), RankGroup())
     job = Job(model_path=model_path, folder=tmp_path / "rough", dtype="bfloat16")
-    rough = do(job, Ranks()) if num_ranks == 1 else two_ranks(do, job)[0]
+    rough = do(job, RankGroup()) if num_ranks == 1 else two_ranks(do, job)[0]
     assert rough[2]["critic/loss"] == pytest.approx(exact[2]["critic/loss"], rel=0.1)
     head = weights_in(tmp_path / "rough")["model.head.weight"]
     assert head.dtype is torch.float32
@@ -189,22 +191,22 @@ def test_in_bfloat16_head_and_values_are_float32(
 
 
 def test_a_loss_that_is_not_finite_names_the_critic_and_steps_nothing(model_path: str) -> None:
-    critic = CriticBackend(model_path, SETTINGS, Ranks())
+    critic = CriticBackend(model_path, SETTINGS, RankGroup())
     with pytest.raises(TrainingError, match="the critic's step 1: loss is nan, and nothing of it was stepped"):
-        train_step(critic, Ranks(), Nan())
+        train_step(critic, RankGroup(), Nan())
     assert critic.step == 0
-    plan, data = step_of(Ranks(), Valued())
+    plan, data = step_of(RankGroup(), Valued())
     assert not any(column.any() for column in critic.values(plan, data))
 
 
 def test_an_algorithm_without_returns_is_named(model_path: str) -> None:
     with pytest.raises(ValueError, match=r"Aimless\.shape gives no returns"):
-        train_step(CriticBackend(model_path, SETTINGS, Ranks()), Ranks(), Aimless())
+        train_step(CriticBackend(model_path, SETTINGS, RankGroup()), RankGroup(), Aimless())
 
 
 def test_a_model_that_is_not_there_is_named() -> None:
     with pytest.raises(ModelError, match=r"critic.path '/no/such/model' does not exist"):
-        CriticBackend("/no/such/model", SETTINGS, Ranks())
+        CriticBackend("/no/such/model", SETTINGS, RankGroup())
 
 
 def fit(*micro_batches: Sequence[tuple[float, float]]) -> Fit:
@@ -217,15 +219,15 @@ def fit(*micro_batches: Sequence[tuple[float, float]]) -> Fit:
 
 def test_explained_variance_by_hand() -> None:
     """Var of 1, 2, 3, 6 is 3.5; of the errors 1, 0, 0, 1 it is 0.25."""
-    figures = fit([(1.0, 0.0), (2.0, 2.0)], [(3.0, 3.0), (6.0, 5.0)]).reduced(Ranks())
+    figures = fit([(1.0, 0.0), (2.0, 2.0)], [(3.0, 3.0), (6.0, 5.0)]).reduced(RankGroup())
     assert figures["critic/explained_variance"] == pytest.approx(1 - 0.25 / 3.5)
     assert figures["critic/value_mean"] == 2.5
-    assert fit([(1.0, 4.0), (2.0, 5.0)]).reduced(Ranks())["critic/explained_variance"] == pytest.approx(1)
+    assert fit([(1.0, 4.0), (2.0, 5.0)]).reduced(RankGroup())["critic/explained_variance"] == pytest.approx(1)
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, -1e6])
 def test_equal_returns_have_no_variance_to_explain(value: float) -> None:
-    assert fit([(value, 1.0), (value, 2.0), (value, 0.5)]).reduced(Ranks())["critic/explained_variance"] == 0
+    assert fit([(value, 1.0), (value, 2.0), (value, 0.5)]).reduced(RankGroup())["critic/explained_variance"] == 0
 
 
 @settings(deadline=None, max_examples=50)
@@ -233,7 +235,7 @@ def test_equal_returns_have_no_variance_to_explain(value: float) -> None:
 def test_no_split_changes_the_fit(step: list[tuple[int, int]], data) -> None:
     cut = data.draw(st.integers(1, len(step) - 1))
     whole, split = fit(step), fit(step[:cut], step[cut:])
-    assert split.reduced(Ranks()) == pytest.approx(whole.reduced(Ranks()), rel=1e-9, abs=1e-9)
+    assert split.reduced(RankGroup()) == pytest.approx(whole.reduced(RankGroup()), rel=1e-9, abs=1e-9)
 
 
 def test_a_critic_that_reads_other_token_ids_than_the_policy_writes_is_refused(model_path: str, tmp_path: Path) -> None:

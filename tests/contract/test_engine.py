@@ -32,7 +32,7 @@ from tests.contract.engines import (
     turns,
     with_a_model,
 )
-from workers.engines.base import Completion, Engine
+from workers.engines.engine import Completion, Engine
 
 
 def test_every_token_has_a_logprob_and_a_version(kit: Kit) -> None:

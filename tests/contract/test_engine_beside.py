@@ -22,7 +22,7 @@ from tests.contract.engines import (
     scripted,
     turns,
 )
-from workers.engines.base import Completion, Engine
+from workers.engines.engine import Completion, Engine
 from workers.transport.hashing import content_hash
 
 KITS = [

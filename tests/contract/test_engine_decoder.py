@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 from rlsys.types import PolicyVersion, Sampling
 from tests.contract.engines import NUM_VOCAB, head, llama, qwen
-from workers.engines.base import Completion, Request
 from workers.engines.decoder import Decoder
-from workers.engines.residents import Residents
-from workers.engines.stepping import Job
+from workers.engines.engine import Completion, Request
+from workers.engines.resident_weights import Residents
+from workers.engines.stepping import EngineJob
 
 PROMPTS = [
     tuple((7 * i + 3 * k) % NUM_VOCAB for k in range(length)) for i, length in enumerate((1, 2, 7, 7, 8, 31, 33, 90))
@@ -44,9 +44,9 @@ class Bench:
 
     def decode(self, arrivals: list[tuple[int, Request, PolicyVersion]]) -> list[Completion]:
         """Run requests that arrive at the given steps under the given version, as slots allow."""
-        jobs = [Job(request, LOOP.create_future(), [(0, version)]) for _, request, version in arrivals]
+        jobs = [EngineJob(request, LOOP.create_future(), [(0, version)]) for _, request, version in arrivals]
         waiting = sorted(zip(jobs, arrivals, strict=True), key=lambda item: item[1][0])
-        done: dict[Job, Completion] = {}
+        done: dict[EngineJob, Completion] = {}
         step = 0
         while len(done) < len(jobs):
             free = self.decoder.num_slots - len(self.decoder.jobs)
@@ -108,7 +108,7 @@ def test_a_long_completion_is_gone_on_with_bit_for_bit(num_prompt: int) -> None:
 
     def decoded(begun: Completion | None) -> Completion:
         request = Request("", prompt, Sampling(max_new_tokens=150), 1, begun)
-        decoder.admit([Job(request, LOOP.create_future(), [(0, 0)])])
+        decoder.admit([EngineJob(request, LOOP.create_future(), [(0, 0)])])
         while not (ended := decoder.ended()):
             for run in decoder.runs():
                 decoder.step(run)

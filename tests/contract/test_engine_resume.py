@@ -22,8 +22,8 @@ from tests.contract.engines import (
     run,
     with_a_model,
 )
-from workers.engines.base import Completion, Engine, Request
-from workers.engines.slots import KeptCache
+from workers.engines.engine import Completion, Engine, Request
+from workers.engines.slot_cache import KeptCache
 
 
 def steady(kit: Kit, *, new: int = 40, name: str = "a") -> Request:

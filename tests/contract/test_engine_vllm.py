@@ -21,7 +21,7 @@ from tests.contract.engines import (
     run,
     vllm,
 )
-from workers.engines.base import Engine
+from workers.engines.engine import Engine
 from workers.transport.hashing import content_hash
 
 

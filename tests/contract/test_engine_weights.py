@@ -24,7 +24,7 @@ from tests.contract.engines import (
     vllm,
     with_a_model,
 )
-from workers.engines.base import Completion, Engine
+from workers.engines.engine import Completion, Engine
 from workers.transport.hashing import content_hash
 
 

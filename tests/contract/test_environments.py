@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from rlsys.environment import Environment, Step
-from rlsys.environments import make
-from rlsys.environments.mcp import mcp_toolbox
-from rlsys.environments.openenv import OpenEnv
+from rlsys.agents.environment import Environment, Step
+from rlsys.agents.environments import make
+from rlsys.agents.environments.mcp import mcp_toolbox
+from rlsys.agents.environments.openenv import OpenEnv
+from rlsys.agents.tools import ToolCall
 from rlsys.errors import ConfigError, ToolError
 from rlsys.testing import FakeEnvironment
-from rlsys.tools import ToolCall
 from rlsys.types import Json, Message, Prompt, Task
 from tests.processes import is_gone
 from tests.worlds import openenv_server
@@ -151,7 +151,7 @@ def test_the_fake_is_cut_short_when_its_tries_are_used_up():
         ("openenv:nowhere", {}, "environment 'openenv:nowhere': give the server's address"),
         ("openenv:http://a", {"actoin": 1}, "args: got an unexpected keyword argument 'actoin'; it takes url, action"),
         ("rlsys.nothing:A", {}, "No module named 'rlsys.nothing'; give `gymnasium:...`, `reasoning_gym:...`"),
-        ("rlsys.testing:FakeWorld", {}, "is not a subclass of rlsys.environment.Environment"),
+        ("rlsys.testing:FakeWorld", {}, "is not a subclass of rlsys.agents.environment.Environment"),
     ],
 )
 def test_what_cannot_be_made_is_a_configuration_error(spec: str, args: dict[str, Json], said: str):

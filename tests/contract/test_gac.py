@@ -12,12 +12,12 @@ from torch import Tensor
 
 from algorithms.gac import GAC, Regime
 from rlsys.errors import CheckpointError
-from rlsys.metrics import undocumented
+from rlsys.monitoring.metric_catalog import undocumented
 from rlsys.stabilizer import CHUNK
 from tests.training import PLAIN, SETTINGS, TwoRanks, data_of, differing, everything_in, planned
 from workers.train.fsdp import FsdpBackend
-from workers.train.optim import squared_norm
-from workers.train.ranks import Ranks
+from workers.train.optimizer import squared_norm
+from workers.train.rank_group import RankGroup
 
 ON = GAC(enabled=True, c_low=0.01, c_high=1.0, update_every=1)
 
@@ -31,7 +31,7 @@ def large_gradients(step: int) -> dict[str, Tensor]:
     }
 
 
-def steered(ranks: Ranks) -> list[tuple[Mapping[str, float], dict[str, Tensor]]]:
+def steered(ranks: RankGroup) -> list[tuple[Mapping[str, float], dict[str, Tensor]]]:
     """What a rank with its share of every parameter reports and is left with, over three steps."""
 
     def shards(step: int) -> dict[str, Tensor]:
@@ -55,7 +55,7 @@ def steered(ranks: Ranks) -> list[tuple[Mapping[str, float], dict[str, Tensor]]]
 
 def test_two_ranks_with_half_of_every_parameter_find_and_do_the_same_as_one(two_ranks: TwoRanks) -> None:
     """With one all-reduce of one number."""
-    one, (first, second) = steered(Ranks()), two_ranks(steered)
+    one, (first, second) = steered(RankGroup()), two_ranks(steered)
     for (metrics, gradient), (metrics_0, half_0), (metrics_1, half_1) in zip(one, first, second, strict=True):
         assert metrics_0 == metrics_1
         assert metrics_0 == pytest.approx(metrics, rel=0, abs=1e-6)
@@ -65,7 +65,7 @@ def test_two_ranks_with_half_of_every_parameter_find_and_do_the_same_as_one(two_
 
 
 def trained(
-    model_path: str, config: GAC | None, num_steps: int, load: Path | None, save: Path, ranks: Ranks
+    model_path: str, config: GAC | None, num_steps: int, load: Path | None, save: Path, ranks: RankGroup
 ) -> list[dict[str, float]]:
     backend = FsdpBackend(model_path, SETTINGS, ranks)
     stabilizer = config.start(backend.shards()) if config else None
@@ -81,8 +81,8 @@ def trained(
 
 
 def test_observing_changes_no_bit_of_training(model_path: str, tmp_path: Path) -> None:
-    plain = trained(model_path, None, 3, None, tmp_path / "none", Ranks())
-    watched = trained(model_path, GAC(update_every=1), 3, None, tmp_path / "off", Ranks())
+    plain = trained(model_path, None, 3, None, tmp_path / "none", RankGroup())
+    watched = trained(model_path, GAC(update_every=1), 3, None, tmp_path / "off", RankGroup())
     without, beside = everything_in(tmp_path / "none"), everything_in(tmp_path / "off")
     assert [name for name in without if not torch.equal(without[name], beside[name])] == []
     for a, b in zip(plain, watched, strict=True):
@@ -94,7 +94,7 @@ def test_observing_changes_no_bit_of_training(model_path: str, tmp_path: Path) -
 @pytest.mark.parametrize("where", ["gradient", "update"])
 def test_two_ranks_train_as_one_does(where: str, model_path: str, two_ranks: TwoRanks, tmp_path: Path) -> None:
     config = replace(ON, where=where)
-    one = trained(model_path, config, 3, None, tmp_path / "one", Ranks())
+    one = trained(model_path, config, 3, None, tmp_path / "one", RankGroup())
     two = two_ranks(trained, model_path, config, 3, None, tmp_path / "two")[0]
     assert [of_step["gac/regime"] for of_step in one] == [0, 1, 1]
     for a, b in zip(one, two, strict=True):
@@ -106,9 +106,9 @@ def test_resuming_on_any_number_of_ranks_continues_the_calibration(
     model_path: str, two_ranks: TwoRanks, tmp_path: Path
 ) -> None:
     config = GAC(enabled=True, calibrate_steps=10)
-    straight = trained(model_path, config, 12, None, tmp_path / "straight", Ranks())
-    trained(model_path, config, 6, None, tmp_path / "a", Ranks())
-    rest = trained(model_path, config, 6, tmp_path / "a", tmp_path / "resumed", Ranks())
+    straight = trained(model_path, config, 12, None, tmp_path / "straight", RankGroup())
+    trained(model_path, config, 6, None, tmp_path / "a", RankGroup())
+    rest = trained(model_path, config, 6, tmp_path / "a", tmp_path / "resumed", RankGroup())
     assert rest == straight[6:]
     assert differing(everything_in(tmp_path / "straight"), everything_in(tmp_path / "resumed")) == []
     on_two = two_ranks(trained, model_path, config, 6, tmp_path / "a", tmp_path / "two")[0]
@@ -118,12 +118,12 @@ def test_resuming_on_any_number_of_ranks_continues_the_calibration(
 
 
 def test_a_run_that_switches_it_on_goes_on_with_what_was_observed(model_path: str, tmp_path: Path) -> None:
-    trained(model_path, GAC(), 2, None, tmp_path / "off", Ranks())
-    (first,) = trained(model_path, ON, 1, tmp_path / "off", tmp_path / "on", Ranks())
+    trained(model_path, GAC(), 2, None, tmp_path / "off", RankGroup())
+    (first,) = trained(model_path, ON, 1, tmp_path / "off", tmp_path / "on", RankGroup())
     assert first["gac/regime"] == Regime.PROJECTED
 
 
-def updated_twice(model_path: str, config: GAC, num_steps: int, ranks: Ranks) -> tuple[int, dict[str, float]]:
+def updated_twice(model_path: str, config: GAC, num_steps: int, ranks: RankGroup) -> tuple[int, dict[str, float]]:
     backend, metrics = FsdpBackend(model_path, SETTINGS, ranks), {}
     stabilizer = config.start(backend.shards())
     for _ in range(num_steps):
@@ -135,18 +135,18 @@ def updated_twice(model_path: str, config: GAC, num_steps: int, ranks: Ranks) ->
 
 def test_a_calibration_counts_steps_however_many_updates_they_have(model_path: str) -> None:
     config = GAC(calibrate_steps=10)
-    left, metrics = updated_twice(model_path, config, 9, Ranks())
+    left, metrics = updated_twice(model_path, config, 9, RankGroup())
     assert left == 1
     assert "gac/c_low" not in metrics
-    left, metrics = updated_twice(model_path, config, 11, Ranks())
+    left, metrics = updated_twice(model_path, config, 11, RankGroup())
     assert left == 0
     assert metrics["gac/c_low"] > 0
 
 
 def test_thresholds_that_were_found_stay_whatever_is_to_be_calibrated_then(model_path: str, tmp_path: Path) -> None:
-    trained(model_path, GAC(calibrate_steps=10), 10, None, tmp_path / "ten", Ranks())
+    trained(model_path, GAC(calibrate_steps=10), 10, None, tmp_path / "ten", RankGroup())
     found = [
-        trained(model_path, config, 1, tmp_path / "ten", tmp_path / "on", Ranks())[0]
+        trained(model_path, config, 1, tmp_path / "ten", tmp_path / "on", RankGroup())[0]
         for config in (
             GAC(calibrate_steps=10),
             GAC(calibrate_steps=40, max_skips=3, where="update"),
@@ -158,17 +158,17 @@ def test_thresholds_that_were_found_stay_whatever_is_to_be_calibrated_then(model
 
 
 def test_in_the_middle_of_a_calibration_its_length_cannot_change(model_path: str, tmp_path: Path) -> None:
-    trained(model_path, GAC(calibrate_steps=20), 3, None, tmp_path / "three", Ranks())
+    trained(model_path, GAC(calibrate_steps=20), 3, None, tmp_path / "three", RankGroup())
     message = r"stabilizer.calibrate_steps is 40, and .* over 20 steps, of which 3 are done: go on with 20, or with 0"
     with pytest.raises(CheckpointError, match=message):
-        trained(model_path, GAC(calibrate_steps=40), 0, tmp_path / "three", tmp_path / "on", Ranks())
-    (given_up,) = trained(model_path, GAC(c_low=0.1), 1, tmp_path / "three", tmp_path / "off", Ranks())
+        trained(model_path, GAC(calibrate_steps=40), 0, tmp_path / "three", tmp_path / "on", RankGroup())
+    (given_up,) = trained(model_path, GAC(c_low=0.1), 1, tmp_path / "three", tmp_path / "off", RankGroup())
     assert given_up["gac/c_low"] == 0.1
 
 
 def test_a_run_that_begins_to_calibrate_later_is_synchronous_from_there_on(model_path: str, tmp_path: Path) -> None:
-    trained(model_path, GAC(), 2, None, tmp_path / "off", Ranks())
-    backend = FsdpBackend(model_path, SETTINGS, Ranks())
+    trained(model_path, GAC(), 2, None, tmp_path / "off", RankGroup())
+    backend = FsdpBackend(model_path, SETTINGS, RankGroup())
     stabilizer = GAC(calibrate_steps=10).start(backend.shards())
     backend.load(tmp_path / "off", stabilizer)
     assert stabilizer.synchronous_steps_left == 10

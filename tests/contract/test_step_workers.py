@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.algorithm import Signal
-from rlsys.batch.plan import BatchPlan, plan_batch
+from rlsys.batch.packing import BatchPlan, plan_batch
 from rlsys.contracts import Critic, StepAnnotator
 from rlsys.errors import PayloadLost
 from rlsys.testing import FakeActor, FakeCritic, FakeReference, FakeWorld, RewardAsAdvantage, run_virtual

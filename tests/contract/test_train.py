@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlsys.algorithm import Algorithm
 from rlsys.errors import CheckpointError, ModelError
-from rlsys.metrics import undocumented
+from rlsys.monitoring.metric_catalog import undocumented
 from tests.models import save_model, tiny_llama, tiny_qwen3
 from tests.training import (
     PLAIN,
@@ -28,11 +28,11 @@ from tests.training import (
     planned,
 )
 from workers.train.fsdp import FsdpBackend
-from workers.train.metrics import BIN_WIDTH
-from workers.train.model import load_model
-from workers.train.ranks import Ranks
-from workers.train.settings import OptimizerSettings, learning_rate
-from workers.transport.tensors import Snapshot, specs_of
+from workers.train.model_loading import load_model
+from workers.train.optimizer_settings import OptimizerSettings, learning_rate
+from workers.train.rank_group import RankGroup
+from workers.train.rank_metrics import BIN_WIDTH
+from workers.transport.buckets import Snapshot, specs_of
 
 Outcome = tuple[dict[str, Tensor], list[dict[str, float]], int]
 """Weights, metrics of each step, and the step arrived at."""
@@ -55,12 +55,12 @@ class Job:
     export: Path | None = None
 
 
-def train_step(backend: FsdpBackend, ranks: Ranks, job: Job) -> dict[str, float]:
+def train_step(backend: FsdpBackend, ranks: RankGroup, job: Job) -> dict[str, float]:
     plan, payloads = planned(backend.step, ranks.num_ranks, job.algorithm, job.num_updates, job.max_tokens)
     return backend.train_step(plan.of_rank(ranks.rank), data_of(payloads), job.algorithm, temperature=0.9)
 
 
-def do(job: Job, ranks: Ranks) -> Outcome:
+def do(job: Job, ranks: RankGroup) -> Outcome:
     backend = FsdpBackend(job.model_path, SETTINGS, ranks, dtype=job.dtype, probe_length=8 if job.probes else 0)
     if job.load:
         backend.load(job.load)
@@ -77,7 +77,7 @@ def do(job: Job, ranks: Ranks) -> Outcome:
 
 
 def on_one_rank(job: Job) -> Outcome:
-    return do(job, Ranks())
+    return do(job, RankGroup())
 
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -161,7 +161,7 @@ def test_a_probe_changes_neither_training_nor_what_is_saved(
 
 
 def test_a_probe_is_the_models_own_opinion_of_a_text_it_finds_likely(model_path: str) -> None:
-    probe = FsdpBackend(model_path, SETTINGS, Ranks(), probe_length=12).probe()
+    probe = FsdpBackend(model_path, SETTINGS, RankGroup(), probe_length=12).probe()
     assert probe is not None
     model = load_model(model_path, torch.float32)
     with torch.no_grad():
@@ -169,7 +169,7 @@ def test_a_probe_is_the_models_own_opinion_of_a_text_it_finds_likely(model_path:
     expected = logprobs.gather(1, torch.tensor(probe.token_ids[1:])[:, None])[:, 0]
     assert probe.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
     assert len(probe.token_ids) == 12
-    assert FsdpBackend(model_path, SETTINGS, Ranks()).probe() is None
+    assert FsdpBackend(model_path, SETTINGS, RankGroup()).probe() is None
 
 
 def test_a_checkpoint_moves_between_numbers_of_ranks_bit_for_bit(
@@ -218,7 +218,7 @@ def test_an_export_loads_as_a_hugging_face_model(model_path: str, two_ranks: Two
 
 
 def test_full_weights_are_copies_without_tied_duplicates(model_path: str) -> None:
-    ranks = Ranks()
+    ranks = RankGroup()
     backend = FsdpBackend(model_path, SETTINGS, ranks)
     weights = backend.full_weights(torch.bfloat16)
     assert "model.embed_tokens.weight" in weights
@@ -231,7 +231,7 @@ def test_full_weights_are_copies_without_tied_duplicates(model_path: str) -> Non
 
 
 def test_weights_are_copied_into_the_memory_they_are_published_from(model_path: str) -> None:
-    backend = FsdpBackend(model_path, SETTINGS, Ranks())
+    backend = FsdpBackend(model_path, SETTINGS, RankGroup())
     specs = backend.specs(torch.bfloat16)
     snapshot = Snapshot(specs, bucket_bytes=4096)
     backend.copy_weights(snapshot.tensors)
@@ -242,15 +242,15 @@ def test_weights_are_copied_into_the_memory_they_are_published_from(model_path: 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_copies_them_into_page_locked_memory(model_path: str) -> None:
-    on_cpu = FsdpBackend(model_path, SETTINGS, Ranks())
-    on_gpu = FsdpBackend(model_path, SETTINGS, Ranks(), device=torch.device("cuda"))
+    on_cpu = FsdpBackend(model_path, SETTINGS, RankGroup())
+    on_gpu = FsdpBackend(model_path, SETTINGS, RankGroup(), device=torch.device("cuda"))
     snapshot = Snapshot(on_gpu.specs(torch.bfloat16), bucket_bytes=4096, pin=True)
     on_gpu.copy_weights(snapshot.tensors)
     assert differing(snapshot.tensors, on_cpu.full_weights(torch.bfloat16)) == []
 
 
 def test_what_cannot_be_saved_or_loaded_says_where(model_path: str, tmp_path: Path) -> None:
-    backend = FsdpBackend(model_path, SETTINGS, Ranks())
+    backend = FsdpBackend(model_path, SETTINGS, RankGroup())
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match=r"cannot write .*file"):
         backend.save(tmp_path / "file")

@@ -12,10 +12,10 @@ import torch
 from rlsys.types import PolicyVersion
 from tests.training import PLAIN, SETTINGS, Measuring, Surrogate, TwoRanks, data_of, planned
 from workers.train.fsdp import FsdpBackend
-from workers.train.model import load_model
-from workers.train.ranks import Ranks
-from workers.train.reading import TokenColumns
-from workers.train.scoring import trained_logprobs
+from workers.train.logprobs import trained_logprobs
+from workers.train.model_loading import load_model
+from workers.train.rank_group import RankGroup
+from workers.train.token_columns import TokenColumns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class WarmingUp(Surrogate):
         return version >= 1
 
 
-def columns_of(model_path: str, algorithm: Surrogate, num_updates: int, num_steps: int, ranks: Ranks) -> list:
+def columns_of(model_path: str, algorithm: Surrogate, num_updates: int, num_steps: int, ranks: RankGroup) -> list:
     """What this rank keeps of each of some equal steps."""
     backend = FsdpBackend(model_path, SETTINGS, ranks)
     found = [backend.columns()]
@@ -52,7 +52,7 @@ def by_sample(columns: list[TokenColumns]) -> dict[tuple[int, ...], np.ndarray]:
 
 def test_every_trained_token_has_its_logprob_under_the_weights_that_the_step_began_from(model_path):
     """Also those of the second update, which were trained under later weights."""
-    nothing, columns = columns_of(model_path, PLAIN, 2, 1, Ranks())
+    nothing, columns = columns_of(model_path, PLAIN, 2, 1, RankGroup())
     assert nothing == []
     plan, payloads = planned(0, 1, PLAIN, 2)
     model, data = load_model(model_path, torch.float32), data_of(payloads)
@@ -70,7 +70,7 @@ def test_every_trained_token_has_its_logprob_under_the_weights_that_the_step_beg
 
 @pytest.mark.parametrize("algorithm", [PLAIN, Measuring()])
 def test_two_ranks_keep_what_one_keeps_each_its_own_samples(algorithm, model_path, two_ranks: TwoRanks):
-    *_, alone = columns_of(model_path, algorithm, 2, 1, Ranks())
+    *_, alone = columns_of(model_path, algorithm, 2, 1, RankGroup())
     shares = [of_rank[-1] for of_rank in two_ranks(columns_of, model_path, algorithm, 2, 1)]
     assert all(shares)
     one, two = by_sample(alone), by_sample([*shares[0], *shares[1]])
@@ -80,15 +80,15 @@ def test_two_ranks_keep_what_one_keeps_each_its_own_samples(algorithm, model_pat
 
 
 def test_a_token_that_the_loss_leaves_out_is_masked_and_whitened_advantages_are_kept(model_path):
-    *_, columns = columns_of(model_path, Measuring(), 1, 1, Ranks())
+    *_, columns = columns_of(model_path, Measuring(), 1, 1, RankGroup())
     is_masked_N = np.concatenate([one.is_masked_N for one in columns])
     assert abs(is_masked_N.mean() - 0.5) < 0.1, "Measuring leaves out the half that drifted most"
     assert np.concatenate([one.advantages_N for one in columns]).mean() == pytest.approx(0, abs=1e-5)
-    *_, plain = columns_of(model_path, PLAIN, 1, 1, Ranks())
+    *_, plain = columns_of(model_path, PLAIN, 1, 1, RankGroup())
     assert not any(one.is_masked_N.any() for one in plain)
 
 
 def test_a_step_that_does_not_train_the_policy_keeps_nothing_also_of_the_step_before(model_path):
-    before, frozen, trained = columns_of(model_path, WarmingUp(), 1, 2, Ranks())
+    before, frozen, trained = columns_of(model_path, WarmingUp(), 1, 2, RankGroup())
     assert (before, frozen) == ([], [])
     assert trained

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from rlsys.errors import CheckpointError, TrainingError
-from rlsys.stabilizer import Steered, Updates
+from rlsys.stabilizer import GradientDecision, Updates
 from tests.training import PLAIN, SETTINGS, TwoRanks, data_of, differing, everything_in, planned
 from workers.train.fsdp import FsdpBackend
-from workers.train.optim import CPU_PIECE, AdamUpdates, adamw
-from workers.train.ranks import Ranks
-from workers.train.settings import OptimizerSettings
+from workers.train.optimizer import CPU_PIECE, AdamUpdates, adamw
+from workers.train.optimizer_settings import OptimizerSettings
+from workers.train.rank_group import RankGroup
 from workers.train.sharded import Sharded
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ class Quiet:
     def end_step(self) -> None:
         pass
 
-    def steer(self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce) -> Steered:
-        return Steered()
+    def steer(self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce) -> GradientDecision:
+        return GradientDecision()
 
     def correct(self, updates: Updates, all_reduce: AllReduce) -> Mapping[str, float]:
         return {}
@@ -48,11 +48,11 @@ class Quiet:
 class Halve(Quiet):
     """Halves gradients, and counts their elements over all ranks."""
 
-    def steer(self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce) -> Steered:
+    def steer(self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce) -> GradientDecision:
         for gradient in gradients.values():
             gradient.mul_(0.5)
         count = all_reduce(torch.tensor(sum(g.numel() for g in gradients.values()))).item()
-        return Steered(is_edited=True, metrics={"stabilizer/elements": count})
+        return GradientDecision(is_edited=True, metrics={"stabilizer/elements": count})
 
 
 def directions(updates: Updates) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -83,9 +83,9 @@ class SkipOdd(Quiet):
     def __init__(self) -> None:
         self.num_seen = self.num_corrected = 0
 
-    def steer(self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce) -> Steered:
+    def steer(self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce) -> GradientDecision:
         self.num_seen += 1
-        return Steered(is_skipped=self.num_seen % 2 == 1, metrics={"stabilizer/seen": self.num_seen})
+        return GradientDecision(is_skipped=self.num_seen % 2 == 1, metrics={"stabilizer/seen": self.num_seen})
 
     def correct(self, updates: Updates, all_reduce: AllReduce) -> Mapping[str, float]:
         self.num_corrected += 1
@@ -99,11 +99,11 @@ class Remember(Quiet):
         self.last = {name: torch.zeros_like(shard) for name, shard in shapes.items()}
         self.num_seen = torch.zeros((), dtype=torch.int64)
 
-    def steer(self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce) -> Steered:
+    def steer(self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce) -> GradientDecision:
         for name, gradient in gradients.items():
             self.last[name].copy_(gradient)
         self.num_seen += 1
-        return Steered()
+        return GradientDecision()
 
     def state_dict(self) -> dict[str, Tensor]:
         return {**self.last, "num_seen": self.num_seen}
@@ -113,29 +113,31 @@ class Remember(Quiet):
             tensor.copy_(state[name])
 
 
-def backend_of(model_path: str, ranks: Ranks) -> FsdpBackend:
+def backend_of(model_path: str, ranks: RankGroup) -> FsdpBackend:
     return FsdpBackend(model_path, SETTINGS, ranks)
 
 
-def train_step(backend: FsdpBackend, ranks: Ranks, stabilizer: Quiet | None, num_updates: int = 1) -> dict[str, float]:
+def train_step(
+    backend: FsdpBackend, ranks: RankGroup, stabilizer: Quiet | None, num_updates: int = 1
+) -> dict[str, float]:
     plan, payloads = planned(backend.step, ranks.num_ranks, PLAIN, num_updates)
     mine = plan.of_rank(ranks.rank)
     return backend.train_step(mine, data_of(payloads), PLAIN, temperature=0.9, stabilizer=stabilizer)
 
 
-def halved(model_path: str, ranks: Ranks) -> dict[str, float]:
+def halved(model_path: str, ranks: RankGroup) -> dict[str, float]:
     return train_step(backend_of(model_path, ranks), ranks, Halve())
 
 
 def test_a_stabilizer_edits_every_shard_before_clipping(model_path: str, two_ranks: TwoRanks) -> None:
-    backend = backend_of(model_path, Ranks())
-    plain = train_step(backend, Ranks(), None)
-    for metrics in (*two_ranks(halved, model_path), halved(model_path, Ranks())):
+    backend = backend_of(model_path, RankGroup())
+    plain = train_step(backend, RankGroup(), None)
+    for metrics in (*two_ranks(halved, model_path), halved(model_path, RankGroup())):
         assert metrics["optim/grad_norm"] == pytest.approx(plain["optim/grad_norm"] / 2, rel=1e-4)
         assert metrics["stabilizer/elements"] == sum(w.numel() for w in backend.full_weights(torch.float32).values())
 
 
-def foreseen(model_path: str, ranks: Ranks) -> float:
+def foreseen(model_path: str, ranks: RankGroup) -> float:
     """The largest difference between what it was told and what became of this rank's shards, in learning rates."""
     backend, stabilizer, worst = backend_of(model_path, ranks), Foresee(), 0.0
     previous: dict[str, Tensor] = {}
@@ -155,7 +157,7 @@ def foreseen(model_path: str, ranks: Ranks) -> float:
 
 def test_it_foresees_the_clipped_update_and_knows_the_one_before(model_path: str, two_ranks: TwoRanks) -> None:
     """To what fp32 weights can tell: they are about 1, and a learning rate is a hundredth of that."""
-    assert max(foreseen(model_path, Ranks()), *two_ranks(foreseen, model_path)) < 1e-4
+    assert max(foreseen(model_path, RankGroup()), *two_ranks(foreseen, model_path)) < 1e-4
 
 
 def test_the_foreseen_update_is_adamws_to_a_millionth() -> None:
@@ -210,10 +212,10 @@ def test_a_large_parameter_comes_in_pieces_that_are_added_to_where_they_belong()
 class Refuses(Quiet):
     """Is never to see a gradient that is not finite; makes one where there is none."""
 
-    def steer(self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce) -> Steered:
+    def steer(self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce) -> GradientDecision:
         assert isfinite(squared_norm)
         next(iter(gradients.values())).fill_(torch.inf)
-        return Steered(is_edited=True)
+        return GradientDecision(is_edited=True)
 
 
 @pytest.mark.parametrize(("is_broken", "what"), [(True, "grad_norm is nan"), (False, "grad_norm after Refuses is inf")])
@@ -221,7 +223,7 @@ def test_a_gradient_that_is_not_finite_reaches_no_stabilizer_and_none_of_its_own
     is_broken: bool, what: str
 ) -> None:
     module = nn.Linear(3, 2)
-    sharded = Sharded(module, module, SETTINGS, Ranks(), "float32")
+    sharded = Sharded(module, module, SETTINGS, RankGroup(), "float32")
     start = module.weight.detach().clone()
     for parameter in module.parameters():
         parameter.grad = torch.full_like(parameter, torch.nan if is_broken else 1.0)
@@ -231,7 +233,7 @@ def test_a_gradient_that_is_not_finite_reaches_no_stabilizer_and_none_of_its_own
     assert torch.equal(module.weight, start)
 
 
-def skipped(model_path: str, folder: Path, ranks: Ranks) -> dict[str, float]:
+def skipped(model_path: str, folder: Path, ranks: RankGroup) -> dict[str, float]:
     backend, stabilizer = backend_of(model_path, ranks), SkipOdd()
     backend.save(folder / "fresh")
     first = train_step(backend, ranks, stabilizer)
@@ -249,7 +251,7 @@ def test_a_skip_leaves_weights_and_optimizer_bit_for_bit(
     num_ranks: int, model_path: str, two_ranks: TwoRanks, tmp_path: Path
 ) -> None:
     if num_ranks == 1:
-        metrics = skipped(model_path, tmp_path, Ranks())
+        metrics = skipped(model_path, tmp_path, RankGroup())
     else:
         metrics = two_ranks(skipped, model_path, tmp_path)[0]
     fresh, left, stepped = (everything_in(tmp_path / name) for name in ("fresh", "skipped", "stepped"))
@@ -261,12 +263,12 @@ def test_a_skip_leaves_weights_and_optimizer_bit_for_bit(
 
 
 def test_metrics_of_several_updates_are_means_over_those_that_report_them(model_path: str) -> None:
-    metrics = train_step(backend_of(model_path, Ranks()), Ranks(), SkipOdd(), num_updates=4)
+    metrics = train_step(backend_of(model_path, RankGroup()), RankGroup(), SkipOdd(), num_updates=4)
     assert metrics["stabilizer/seen"] == 2.5
     assert metrics["stabilizer/corrected"] == 1.5
 
 
-def remembered(model_path: str, load: Path | None, num_steps: int, save: Path, ranks: Ranks) -> int:
+def remembered(model_path: str, load: Path | None, num_steps: int, save: Path, ranks: RankGroup) -> int:
     backend = backend_of(model_path, ranks)
     stabilizer = Remember(backend.shards())
     if load:
@@ -282,7 +284,7 @@ def test_its_state_moves_between_numbers_of_ranks_with_the_weights(
 ) -> None:
     a, b, c, straight = (tmp_path / name for name in ("a", "b", "c", "straight"))
     assert two_ranks(remembered, model_path, None, 2, a) == [2, 2]
-    assert remembered(model_path, a, 0, b, Ranks()) == 2
+    assert remembered(model_path, a, 0, b, RankGroup()) == 2
     assert two_ranks(remembered, model_path, b, 0, c) == [2, 2]
     first, second, third = (everything_in(folder) for folder in (a, b, c))
     assert len([name for name in first if name.startswith("stabilizer.")]) == len(backend_weights(model_path)) + 1
@@ -295,19 +297,19 @@ def test_its_state_moves_between_numbers_of_ranks_with_the_weights(
 
 
 def backend_weights(model_path: str) -> dict[str, Tensor]:
-    return backend_of(model_path, Ranks()).full_weights(torch.float32)
+    return backend_of(model_path, RankGroup()).full_weights(torch.float32)
 
 
 def test_checkpoints_with_and_without_its_state_load_into_runs_without_and_with_it(
     model_path: str, tmp_path: Path
 ) -> None:
     """A run that starts to have a stabilizer has a fresh one."""
-    backend = backend_of(model_path, Ranks())
-    train_step(backend, Ranks(), None)
+    backend = backend_of(model_path, RankGroup())
+    train_step(backend, RankGroup(), None)
     backend.save(tmp_path / "without")
     backend.save(tmp_path / "with", Remember(backend.shards()))
     for saved, stabilizer in (("with", None), ("without", Remember(backend.shards()))):
-        other = backend_of(model_path, Ranks())
+        other = backend_of(model_path, RankGroup())
         other.load(tmp_path / saved, stabilizer)
         assert other.step == 1
         assert differing(other.full_weights(torch.float32), backend.full_weights(torch.float32)) == []
@@ -315,7 +317,7 @@ def test_checkpoints_with_and_without_its_state_load_into_runs_without_and_with_
 
 
 def test_the_state_of_another_stabilizer_is_refused(model_path: str, tmp_path: Path) -> None:
-    backend = backend_of(model_path, Ranks())
+    backend = backend_of(model_path, RankGroup())
     stabilizer = Remember(backend.shards())
     backend.save(tmp_path, stabilizer)
     del stabilizer.last["model.norm.weight"]

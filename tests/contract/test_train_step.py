@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algorithm import LossInputs, LossOutput, Signal
-from rlsys.batch.plan import BatchPlan
+from rlsys.batch.packing import BatchPlan
 from rlsys.batch.tensors import StepData
 from rlsys.errors import TrainingError
 from rlsys.types import PolicyVersion
@@ -27,11 +27,11 @@ from tests.training import (
     planned,
 )
 from workers.train.fsdp import FsdpBackend
-from workers.train.model import load_model
-from workers.train.ranks import Ranks
-from workers.train.scoring import trained_logprobs
-from workers.train.settings import learning_rate
-from workers.train.step import Part, Step
+from workers.train.logprobs import trained_logprobs
+from workers.train.model_loading import load_model
+from workers.train.optimizer_settings import learning_rate
+from workers.train.rank_group import RankGroup
+from workers.train.step_data import Part, RankStep
 
 CPU = torch.device("cpu")
 MODEL = tiny_qwen3()
@@ -71,7 +71,7 @@ class Paired(Surrogate):
 
 
 def trained(
-    model_path: str, algorithm: Surrogate, num_updates: int, ranks: Ranks, num_steps: int = 1
+    model_path: str, algorithm: Surrogate, num_updates: int, ranks: RankGroup, num_steps: int = 1
 ) -> tuple[FsdpBackend, dict[str, float]]:
     backend, metrics = FsdpBackend(model_path, SETTINGS, ranks), {}
     for _ in range(num_steps):
@@ -81,8 +81,8 @@ def trained(
     return backend, metrics
 
 
-def step_of(plan: BatchPlan, data: StepData, algorithm: Surrogate, rank: int = 0) -> Step:
-    return Step(plan=plan.of_rank(rank), data=data, algorithm=algorithm, version=3, device=CPU)
+def step_of(plan: BatchPlan, data: StepData, algorithm: Surrogate, rank: int = 0) -> RankStep:
+    return RankStep(plan=plan.of_rank(rank), data=data, algorithm=algorithm, version=3, device=CPU)
 
 
 def score(batch) -> Tensor:
@@ -90,13 +90,13 @@ def score(batch) -> Tensor:
         return trained_logprobs(MODEL, batch, 0.9)[0]
 
 
-def parts_of(step: Step, ranks: Ranks | None = None) -> list[Part]:
-    return [part for update in step.whole(score, ranks or Ranks()) for part in update]
+def parts_of(step: RankStep, ranks: RankGroup | None = None) -> list[Part]:
+    return [part for update in step.whole(score, ranks or RankGroup()) for part in update]
 
 
 def test_updates_are_adamw_steps_on_parts_of_the_batch_against_the_policy_before_the_step(model_path: str) -> None:
     """By hand: every ratio is against the logprobs at the start, each update has denominators of its own."""
-    backend, metrics = trained(model_path, PLAIN, 2, Ranks())
+    backend, metrics = trained(model_path, PLAIN, 2, RankGroup())
     plan, payloads = planned(0, 1, PLAIN, 2, max_tokens=10_000)
     model, data = load_model(model_path, torch.float32), data_of(payloads)
     s = SETTINGS
@@ -123,7 +123,7 @@ def test_updates_are_adamw_steps_on_parts_of_the_batch_against_the_policy_before
 
 
 def test_the_only_update_of_a_step_starts_from_the_policy_it_is_taken_by(model_path: str) -> None:
-    _, metrics = trained(model_path, PLAIN, 1, Ranks(), num_steps=2)
+    _, metrics = trained(model_path, PLAIN, 1, RankGroup(), num_steps=2)
     assert metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-6)
 
 
@@ -133,7 +133,7 @@ def test_the_only_update_of_a_step_starts_from_the_policy_it_is_taken_by(model_p
 def test_a_pass_over_the_step_is_made_before_it_only_where_something_needs_it(
     algorithm: Surrogate, num_updates: int, passes: int, model_path: str
 ) -> None:
-    backend, forwards = FsdpBackend(model_path, SETTINGS, Ranks()), []
+    backend, forwards = FsdpBackend(model_path, SETTINGS, RankGroup()), []
     backend._scorer.register_forward_hook(lambda *_: forwards.append(1))
     plan, payloads = planned(0, 1, algorithm, num_updates)
     backend.train_step(plan.of_rank(0), data_of(payloads), algorithm, temperature=0.9)
@@ -167,7 +167,7 @@ def test_equal_advantages_are_whitened_to_zero() -> None:
 
 
 def test_what_is_measured_is_of_every_sample_once_and_reaches_every_loss(model_path: str, two_ranks: TwoRanks) -> None:
-    _, metrics = trained(model_path, Measuring(), 2, Ranks())
+    _, metrics = trained(model_path, Measuring(), 2, RankGroup())
     plan, _ = planned(0, 1, Measuring(), 2)
     num_samples = sum(len(m.samples) for update in plan.updates for m in update.ranks[0])
     assert metrics["num_samples"] == pytest.approx(num_samples)
@@ -175,17 +175,17 @@ def test_what_is_measured_is_of_every_sample_once_and_reaches_every_loss(model_p
     assert two_ranks(measured, model_path) == [pytest.approx(metrics["num_samples"])] * 2
 
 
-def measured(model_path: str, ranks: Ranks) -> float:
+def measured(model_path: str, ranks: RankGroup) -> float:
     return trained(model_path, Measuring(), 2, ranks)[1]["num_samples"]
 
 
 def test_values_of_ranks_with_different_numbers_of_them_are_gathered_in_order(two_ranks: TwoRanks) -> None:
     assert two_ranks(gathered, 3) == [[0.0, 0.0, 0.0, 1.0]] * 2
     assert two_ranks(gathered, 0) == [[1.0]] * 2
-    assert gathered(2, Ranks()) == [0.0, 0.0]
+    assert gathered(2, RankGroup()) == [0.0, 0.0]
 
 
-def gathered(num_first: int, ranks: Ranks) -> list[float]:
+def gathered(num_first: int, ranks: RankGroup) -> list[float]:
     return ranks.gather(torch.full((1 if ranks.rank else num_first,), float(ranks.rank))).tolist()
 
 
@@ -194,9 +194,9 @@ def test_shape_sees_no_proximal_logprobs_and_loss_sees_them_with_all_else() -> N
 
     @dataclass(frozen=True, kw_only=True)
     class Looking(Surrogate):
-        def shape(self, inputs):
+        def token_advantages(self, inputs):
             seen["shape"] = inputs
-            shaped = super().shape(inputs)
+            shaped = super().token_advantages(inputs)
             return replace(shaped, advantages_N=shaped.advantages_N + 1, returns_N=shaped.advantages_N)
 
     plan, payloads = planned(0, 1, Looking(), 2)
@@ -211,14 +211,14 @@ def test_shape_sees_no_proximal_logprobs_and_loss_sees_them_with_all_else() -> N
 
 
 def test_a_step_in_which_the_policy_is_not_trained_counts_and_changes_nothing(model_path: str, tmp_path: Path) -> None:
-    fresh, _ = trained(model_path, WarmingUp(), 2, Ranks(), num_steps=0)
+    fresh, _ = trained(model_path, WarmingUp(), 2, RankGroup(), num_steps=0)
     fresh.save(tmp_path / "fresh")
-    backend, metrics = trained(model_path, WarmingUp(), 2, Ranks(), num_steps=2)
+    backend, metrics = trained(model_path, WarmingUp(), 2, RankGroup(), num_steps=2)
     backend.save(tmp_path / "warm")
     assert metrics == {}
     assert backend.step == 2
     assert differing(everything_in(tmp_path / "fresh"), everything_in(tmp_path / "warm")) == ["progress.step"]
-    backend, metrics = trained(model_path, WarmingUp(), 2, Ranks(), num_steps=3)
+    backend, metrics = trained(model_path, WarmingUp(), 2, RankGroup(), num_steps=3)
     assert metrics["optim/lr"] == SETTINGS.lr
     assert differing(fresh.full_weights(torch.float32), backend.full_weights(torch.float32)) != []
 
@@ -226,13 +226,13 @@ def test_a_step_in_which_the_policy_is_not_trained_counts_and_changes_nothing(mo
 def test_nan_on_one_rank_fails_all_and_steps_none(model_path: str, two_ranks: TwoRanks) -> None:
     plan, _ = planned(0, 1, PLAIN)
     lowest = min(ref.advantage for m in plan.updates[0].ranks[0] for ref in m.samples)
-    fresh = FsdpBackend(model_path, SETTINGS, Ranks()).full_weights(torch.float32)
+    fresh = FsdpBackend(model_path, SETTINGS, RankGroup()).full_weights(torch.float32)
     (after, step), _ = two_ranks(failed, model_path, NanAtLowest(lowest=lowest))
     assert step == 0
     assert differing(fresh, after) == []
 
 
-def failed(model_path: str, algorithm: NanAtLowest, ranks: Ranks) -> tuple[dict[str, Tensor], int]:
+def failed(model_path: str, algorithm: NanAtLowest, ranks: RankGroup) -> tuple[dict[str, Tensor], int]:
     """A step that fails on both ranks; the weights afterwards."""
     backend = FsdpBackend(model_path, SETTINGS, ranks)
     plan, payloads = planned(0, ranks.num_ranks, algorithm)
@@ -242,7 +242,7 @@ def failed(model_path: str, algorithm: NanAtLowest, ranks: Ranks) -> tuple[dict[
 
 
 def test_nan_in_a_later_update_names_it_and_leaves_the_earlier_ones(model_path: str) -> None:
-    backend = FsdpBackend(model_path, SETTINGS, Ranks())
+    backend = FsdpBackend(model_path, SETTINGS, RankGroup())
     plan, payloads = planned(0, 1, PLAIN, 2)
     lowest = [min(ref.advantage for m in update.ranks[0] for ref in m.samples) for update in plan.updates]
     later = replace(plan, updates=tuple(sorted(plan.updates, key=lambda u: -lowest[plan.updates.index(u)])))
@@ -250,17 +250,17 @@ def test_nan_in_a_later_update_names_it_and_leaves_the_earlier_ones(model_path: 
     with pytest.raises(TrainingError, match="step 1, update 2 of 2: loss is nan, and nothing of it was stepped"):
         backend.train_step(later.of_rank(0), data_of(payloads), algorithm, temperature=0.9)
     assert backend.step == 0
-    fresh = FsdpBackend(model_path, SETTINGS, Ranks())
+    fresh = FsdpBackend(model_path, SETTINGS, RankGroup())
     assert differing(fresh.full_weights(torch.float32), backend.full_weights(torch.float32)) != []
 
 
 def test_a_failed_step_leaves_no_trace_in_the_next(model_path: str) -> None:
     plan, payloads = planned(0, 1, PLAIN)
-    backend = FsdpBackend(model_path, SETTINGS, Ranks())
+    backend = FsdpBackend(model_path, SETTINGS, RankGroup())
     with pytest.raises(TrainingError, match="loss is nan"):
         backend.train_step(plan.of_rank(0), data_of(payloads), NanAtLowest(lowest=9.0), temperature=0.9)
     backend.train_step(plan.of_rank(0), data_of(payloads), PLAIN, temperature=0.9)
-    once, _ = trained(model_path, PLAIN, 1, Ranks())
+    once, _ = trained(model_path, PLAIN, 1, RankGroup())
     assert differing(backend.full_weights(torch.float32), once.full_weights(torch.float32)) == []
 
 
@@ -274,19 +274,19 @@ def test_mismatched_pairs_are_scored_by_the_policy_before_the_step(model_path: s
         assert pairs is not None
         with torch.no_grad():
             total += float(trained_logprobs(model, pairs, 0.9)[0].sum())
-    _, metrics = trained(model_path, Paired(), 2, Ranks())
+    _, metrics = trained(model_path, Paired(), 2, RankGroup())
     assert metrics["mismatched"] == pytest.approx(total / plan.num_tokens, rel=1e-4)
     assert two_ranks(paired, model_path) == [pytest.approx(metrics["mismatched"], rel=1e-4)] * 2
 
 
-def paired(model_path: str, ranks: Ranks) -> float:
+def paired(model_path: str, ranks: RankGroup) -> float:
     return trained(model_path, Paired(), 2, ranks)[1]["mismatched"]
 
 
 def test_without_another_prompt_in_the_step_no_pair_differs(model_path: str) -> None:
     plan, payloads = planned(0, 1, Paired())
     alone = replace(plan, partners=(None,) * len(payloads))
-    backend = FsdpBackend(model_path, SETTINGS, Ranks())
+    backend = FsdpBackend(model_path, SETTINGS, RankGroup())
     metrics = backend.train_step(alone.of_rank(0), data_of(payloads), Paired(), temperature=0.9)
     assert metrics["mismatched"] == 0.0
 

@@ -12,15 +12,15 @@ import pytest
 
 from algorithms.grpo import GRPO
 from rlsys.algorithm import Algorithm
-from rlsys.batch.plan import plan_batch
+from rlsys.batch.packing import plan_batch
 from rlsys.contracts import Arrival, Graft, PinnedRollouts, Rewards, Rollouts, Workers
 from rlsys.errors import WeightsMismatch, WorkerDied
-from rlsys.record import read_rollouts
+from rlsys.replay.rollout_log import read_rollouts
 from rlsys.testing import FakePinnedRollouts, FakeRewards, FakeRollouts, FakeWorld, Fault, RewardAsAdvantage
 from rlsys.types import Assignment, Group, Task, Turn
 from tests.jobs import config_of
-from workers.crew import Crew
-from workers.pools import Pool
+from workers.ray.pool import Pool
+from workers.worker_set import WorkerSet
 
 T = TypeVar("T")
 SIZE = 4
@@ -56,14 +56,14 @@ def fakes(runner: asyncio.Runner) -> Kit:
     reward_faults: dict[int, Fault] = {}
     eval_faults: dict[int, Fault] = {}
     world = FakeWorld(
-        rollout_s=lambda serial: 0.0,
-        reward_s=lambda serial: 0.0,
+        rollout_s=lambda group_id: 0.0,
+        reward_s=lambda group_id: 0.0,
         train_s=lambda version: 0.0,
         publish_s=0.0,
         restart_s=0.0,
         rollout_faults=rollout_faults,
         reward_faults=reward_faults,
-        eval_s=lambda serial: 0.0,
+        eval_s=lambda group_id: 0.0,
         eval_faults=eval_faults,
     )
     workers = world.workers()
@@ -90,7 +90,7 @@ def killer(pool: Pool) -> Callable[[], None]:
 @pytest.fixture(scope="module")
 def on_ray(cluster, model_path: Path, data_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
     evaluation = ["eval.every=1", f"eval.data={data_path}"]
-    crew = Crew.of(config_of(model_path, data_path, tmp_path_factory.mktemp("runs"), evaluation))
+    crew = WorkerSet.of(config_of(model_path, data_path, tmp_path_factory.mktemp("runs"), evaluation))
     pinned = crew.evaluation
     assert pinned is not None
     with asyncio.Runner() as runner:
@@ -106,8 +106,8 @@ def on_ray(cluster, model_path: Path, data_path: Path, tmp_path_factory: pytest.
         runner.run(crew.close())
 
 
-def assignment(serial: int = 0, version: int = 0) -> Assignment:
-    return Assignment(serial, TASK, SIZE, version, seed=99)
+def assignment(group_id: int = 0, version: int = 0) -> Assignment:
+    return Assignment(group_id, TASK, SIZE, version, seed=99)
 
 
 async def published(kit: Kit, version: int) -> Arrival:
@@ -123,9 +123,9 @@ async def replaced(pool: Rollouts | Rewards, worker: str) -> None:
     assert await told == worker
 
 
-async def given(kit: Kit, serial: int) -> str:
+async def given(kit: Kit, group_id: int) -> str:
     """The replica that a group which begins now is given to."""
-    while (worker := kit.workers.rollouts.whereabouts().get(serial)) is None:  # noqa: ASYNC110  (nobody tells)
+    while (worker := kit.workers.rollouts.placements().get(group_id)) is None:  # noqa: ASYNC110  (nobody tells)
         await asyncio.sleep(0)
     return worker
 
@@ -134,17 +134,17 @@ def unheard(worker: str, seconds: float) -> None:
     raise AssertionError(f"nobody replaces {worker} twice")
 
 
-async def rolled_out(kit: Kit, *, version: int, serial: int = 0) -> Group:
-    return (await kit.workers.rollouts.run(assignment(serial, version))).group
+async def rolled_out(kit: Kit, *, version: int, group_id: int = 0) -> Group:
+    return (await kit.workers.rollouts.run(assignment(group_id, version))).group
 
 
-async def judged(kit: Kit, group: Group) -> Group:
+async def scored(kit: Kit, group: Group) -> Group:
     return group.with_scores((await kit.workers.rewards.score(TASK, group)).scores)
 
 
 async def turns_of(kit: Kit, group: Group, folder: Path) -> list[Turn]:
     """What was said in a group, as its record shows."""
-    path = folder / f"{group.replica}-{group.serial}.jsonl"
+    path = folder / f"{group.replica}-{group.group_id}.jsonl"
     await kit.workers.actor.record(path, 1, [TASK], [group], [()])
     (record,) = read_rollouts(path)
     return [replace(t, versions=()) for e in record.episodes for j in e.trajectories for t in j.turns]
@@ -156,9 +156,9 @@ async def turns_of(kit: Kit, group: Group, folder: Path) -> list[Turn]:
 def test_a_group_has_its_episodes_and_acknowledges_what_was_published(kit, tmp_path):
     async def scenario() -> None:
         receipt = await published(kit, 3)
-        done = await kit.workers.rollouts.run(assignment(serial=5, version=3))
+        done = await kit.workers.rollouts.run(assignment(group_id=5, version=3))
         group = done.group
-        assert (group.serial, group.task_id, group.permit_version, len(group.episodes)) == (5, "t", 3, SIZE)
+        assert (group.group_id, group.task_id, group.permit_version, len(group.episodes)) == (5, "t", 3, SIZE)
         assert group.oldest_version >= 3
         assert {(a.version, a.hash) for a in group.weights} == {(3, receipt.hash)}
         assert {a.replica for a in group.weights} == {group.replica, done.busy.worker}
@@ -202,7 +202,7 @@ def test_a_dead_replica_is_named_and_replaced_what_it_made_survives_and_work_tri
         first = await rolled_out(kit, version=7)
         kit.kill_rollout()
         with pytest.raises(WorkerDied) as raised:
-            await rolled_out(kit, version=7, serial=1)
+            await rolled_out(kit, version=7, group_id=1)
         dead = raised.value.worker
         assert dead.startswith("rollout-")
         await replaced(rollouts, dead)
@@ -221,11 +221,11 @@ def test_whereabouts_are_those_of_groups_that_run(kit):
     async def scenario() -> None:
         rollouts = kit.workers.rollouts
         await published(kit, 8)
-        running = asyncio.create_task(rolled_out(kit, version=8, serial=17))
+        running = asyncio.create_task(rolled_out(kit, version=8, group_id=17))
         where = await given(kit, 17)
         group = await running
         assert group.replica == where
-        assert 17 not in rollouts.whereabouts()
+        assert 17 not in rollouts.placements()
 
     kit.play(scenario())
 
@@ -234,7 +234,7 @@ def test_loads_tell_the_version_and_the_work_of_every_live_replica(kit):
     async def scenario() -> None:
         rollouts = kit.workers.rollouts
         await published(kit, 12)
-        await asyncio.gather(*(rolled_out(kit, version=12, serial=s) for s in (21, 22)))
+        await asyncio.gather(*(rolled_out(kit, version=12, group_id=s) for s in (21, 22)))
         loads = await rollouts.loads()
         assert {load.replica for load in loads} == {a.replica for a in await rollouts.versions()}
         assert {(load.version, load.stats.num_running, load.is_loading) for load in loads} == {(12, 0, False)}
@@ -246,11 +246,11 @@ def test_what_moves_goes_on_with_the_same_tokens_and_nothing_moves_where_nothing
     async def scenario() -> None:
         rollouts = kit.workers.rollouts
         await published(kit, 13)
-        groups = await asyncio.gather(*(rolled_out(kit, version=13, serial=s) for s in (31, 32)))
+        groups = await asyncio.gather(*(rolled_out(kit, version=13, group_id=s) for s in (31, 32)))
         one, other = (group.replica for group in groups)
         assert await rollouts.move(one, other) == 0
         assert await rollouts.move("rollout-999", other) == 0
-        again = asyncio.create_task(rolled_out(kit, version=13, serial=31))
+        again = asyncio.create_task(rolled_out(kit, version=13, group_id=31))
         source = await given(kit, 31)
         assert await rollouts.move(source, other if source == one else one) in (0, 1)  # it may have ended first
         group = await again
@@ -267,11 +267,11 @@ def test_every_episode_gets_one_score(kit):
     async def scenario() -> None:
         await kit.workers.actor.publish(9)
         group = await rolled_out(kit, version=9)
-        judged = await kit.workers.rewards.score(TASK, group)
-        assert len(judged.scores) == SIZE
-        assert all(score.value is not None and not score.failure for score in judged.scores)
-        assert judged.busy.worker.startswith("reward-")
-        assert (await kit.workers.rewards.score(TASK, group)).scores == judged.scores
+        scored = await kit.workers.rewards.score(TASK, group)
+        assert len(scored.scores) == SIZE
+        assert all(score.value is not None and not score.failure for score in scored.scores)
+        assert scored.busy.worker.startswith("reward-")
+        assert (await kit.workers.rewards.score(TASK, group)).scores == scored.scores
 
     kit.play(scenario())
 
@@ -299,9 +299,9 @@ def test_a_dead_reward_worker_is_named_and_replaced_and_judges_the_same(kit):
 def test_an_episode_of_one_group_takes_the_place_of_one_of_another_with_all_that_is_its_own(kit, tmp_path):
     async def scenario() -> None:
         await published(kit, 14)
-        donor = await judged(kit, await rolled_out(kit, version=14, serial=41))
+        donor = await scored(kit, await rolled_out(kit, version=14, group_id=41))
         await published(kit, 15)
-        group = await judged(kit, await rolled_out(kit, version=15, serial=42))
+        group = await scored(kit, await rolled_out(kit, version=15, group_id=42))
         grafted = await kit.workers.rewards.graft(Graft(group, 1, donor, 3))
         before, given = [await turns_of(kit, g, tmp_path) for g in (group, donor)]
         expected = [*before[:1], given[3], *before[2:]]
@@ -313,8 +313,8 @@ def test_an_episode_of_one_group_takes_the_place_of_one_of_another_with_all_that
             (14, num_given),
             (15, sum(len(turn.output_ids) for turn in expected) - num_given),
         ]
-        assert (grafted.serial, grafted.columns) == (42, {})
-        assert (await judged(kit, grafted)).num_ok == SIZE, "it is a group like any other"
+        assert (grafted.group_id, grafted.columns) == (42, {})
+        assert (await scored(kit, grafted)).num_ok == SIZE, "it is a group like any other"
 
     kit.play(scenario())
 
@@ -323,7 +323,7 @@ def test_a_reward_worker_that_died_grafts_nothing_and_another_does_the_same(kit,
     async def scenario() -> None:
         rewards = kit.workers.rewards
         await kit.workers.actor.publish(16)
-        group, donor = [await judged(kit, await rolled_out(kit, version=16, serial=s)) for s in (43, 44)]
+        group, donor = [await scored(kit, await rolled_out(kit, version=16, group_id=s)) for s in (43, 44)]
         before = await rewards.graft(Graft(group, 0, donor, 0))
         kit.kill_reward()
         with pytest.raises(WorkerDied) as raised:
@@ -343,7 +343,7 @@ def test_restarting_a_worker_that_never_was_changes_nothing(kit, kind):
         pool = kit.workers.rollouts if kind == "rollout" else kit.workers.rewards
         await pool.restart(f"{kind}-999", unheard)
         await kit.workers.actor.publish(11)
-        assert (await judged(kit, await rolled_out(kit, version=11))).num_ok == SIZE
+        assert (await scored(kit, await rolled_out(kit, version=11))).num_ok == SIZE
 
     kit.play(scenario())
 
@@ -368,7 +368,7 @@ def test_an_arrival_tells_what_came_and_says_the_same_to_everyone_who_asks(kit):
 async def trained(kit: Kit, version: int) -> Arrival:
     """Publish `version`, train one step on groups of it, and publish what came of it."""
     await kit.workers.actor.publish(version)
-    groups = [await judged(kit, await rolled_out(kit, version=version, serial=s)) for s in range(3)]
+    groups = [await scored(kit, await rolled_out(kit, version=version, group_id=s)) for s in range(3)]
     assigned = [tuple(kit.algorithm.advantages(g)) for g in groups]
     plan = plan_batch(groups, assigned, kit.algorithm.aggregation, num_ranks=1, max_tokens=40)
     await kit.workers.actor.fetch(groups, plan)
@@ -397,13 +397,13 @@ def test_finished_groups_survive_a_restart(kit, tmp_path, count):
     async def scenario() -> None:
         actor = kit.workers.actor
         await actor.publish(30)
-        groups = [await judged(kit, await rolled_out(kit, version=30, serial=s)) for s in range(count)]
+        groups = [await scored(kit, await rolled_out(kit, version=30, group_id=s)) for s in range(count)]
         await actor.save_groups(tmp_path / "groups.jsonl", groups)
         loaded = await actor.load_groups(tmp_path / "groups.jsonl")
         assert [replace(g, payload=None) for g in loaded] == [replace(g, payload=None) for g in groups]
         for before, after in zip(groups, loaded, strict=True):
             assert await turns_of(kit, after, tmp_path) == await turns_of(kit, before, tmp_path)
-            assert await judged(kit, after) == replace(before, payload=after.payload)
+            assert await scored(kit, after) == replace(before, payload=after.payload)
 
     kit.play(scenario())
 
@@ -420,14 +420,14 @@ def test_a_pinned_pool_samples_from_what_it_holds_whatever_is_published_until_it
     async def scenario() -> None:
         pinned = pinned_rollouts(kit)
         receipt = await published(kit, 42)
-        await pinned.hold(42)
+        await pinned.pin(42)
         for version in range(43, 47):
             await kit.workers.actor.publish(version)
         group = (await pinned.run(assignment(version=42))).group
         assert {span.version for span in group.versions} == {42}
         assert {(a.version, a.hash) for a in group.weights} == {(42, receipt.hash)}
         assert group.replica.startswith("eval-")
-        await pinned.hold(46)
+        await pinned.pin(46)
         assert {span.version for span in (await pinned.run(assignment(version=46))).group.versions} == {46}
 
     kit.play(scenario())
@@ -437,7 +437,7 @@ def test_a_replica_of_a_pinned_pool_that_is_replaced_takes_the_pinned_version_th
     async def scenario() -> None:
         pinned = pinned_rollouts(kit)
         await kit.workers.actor.publish(47)
-        await pinned.hold(47)
+        await pinned.pin(47)
         first = (await pinned.run(assignment(version=47))).group
         for version in range(48, 52):
             await kit.workers.actor.publish(version)
@@ -458,6 +458,6 @@ def test_a_version_that_is_gone_cannot_be_held(kit):
         for version in range(52, 57):
             await kit.workers.actor.publish(version)
         with pytest.raises(WeightsMismatch, match="pinning version 53"):
-            await pinned_rollouts(kit).hold(53)
+            await pinned_rollouts(kit).pin(53)
 
     kit.play(scenario())

@@ -13,8 +13,8 @@ from examples.single_file_grpo import Settings, run
 from examples.sort.prepare import Recipe, new_model
 from examples.sort.tokenizer import build_tokenizer
 from rlsys import Config, export, train
-from rlsys.data.rows import load_tasks
-from rlsys.data.source import TaskSource
+from rlsys.data.task_file import load_tasks
+from rlsys.data.task_source import TaskSource
 
 STEPS, GROUPS, SIZE = 5, 6, 4
 

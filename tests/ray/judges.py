@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from rlsys.workflow import Session, Workflow
+from rlsys.agents.workflow import Session, Workflow
 
 UNPICKLED_BY = Path(tempfile.gettempdir()) / f"rlsys-test-unpickled-by-{os.getuid()}"
 """Process ids of everyone who unpickled a payload of `Marked`."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rlsys.workflow import Session, Workflow
+from rlsys.agents.workflow import Session, Workflow
 
 
 class AskAndAnswer(Workflow):
-    """One agent says something, another answers it; each is judged by the digits it says."""
+    """One agent says something, another answers it; each is scored by the digits it says."""
 
     async def run(self, session: Session) -> None:
         asker = session.agent("asker")

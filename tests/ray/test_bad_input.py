@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from rlsys import train
-from rlsys.checkpoint import find_latest
 from rlsys.errors import CheckpointError, ConfigError, RunAborted
-from rlsys.record import read_rollouts
+from rlsys.loop.checkpoint import find_latest
+from rlsys.replay.rollout_log import read_rollouts
 from rlsys.types import OutcomeKind
 from tests.jobs import config_of, keys_of
 from tests.ray.commands import Ended, rlsys

@@ -13,10 +13,10 @@ import pytest
 from ray.job_submission import JobStatus, JobSubmissionClient
 from transformers import AutoModelForCausalLM
 
-from rlsys.checkpoint import find_latest
+from rlsys.loop.checkpoint import find_latest
 from tests.jobs import keys_of
 from tests.ray.commands import RLSYS, ROOT, SCRIPTS, Command, Ended, rlsys, wait_until
-from workers.cluster import free_port
+from workers.ray.cluster import free_port
 
 pytestmark = pytest.mark.timeout(400)
 

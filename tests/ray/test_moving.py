@@ -13,21 +13,21 @@ from rlsys.contracts import RolledOut
 from rlsys.errors import WorkerDied
 from rlsys.types import POLICY, Assignment, Episode, Task
 from tests.jobs import config_of
-from workers.crew import Crew
-from workers.streams import PayloadRef
+from workers.ray.batched_calls import PayloadRef
+from workers.worker_set import WorkerSet
 
 
 @pytest.fixture
-def crew(cluster, model_path, data_path, tmp_path) -> Crew:
+def crew(cluster, model_path, data_path, tmp_path) -> WorkerSet:
     overrides = ["rollout.workflow=tests.ray.tools:Asks", "data.max_prompt_tokens=24", "rollout.max_new_tokens=16"]
-    return Crew.of(config_of(model_path, data_path, tmp_path, overrides))
+    return WorkerSet.of(config_of(model_path, data_path, tmp_path, overrides))
 
 
-def assignment(serial: int, answer: Path, version: int = 0) -> Assignment:
-    return Assignment(serial, Task(id="t", prompt="312>", info={"answer": str(answer)}), 2, version, seed=serial)
+def assignment(group_id: int, answer: Path, version: int = 0) -> Assignment:
+    return Assignment(group_id, Task(id="t", prompt="312>", info={"answer": str(answer)}), 2, version, seed=group_id)
 
 
-def played(crew: Crew, scenario: Callable[[], Awaitable[None]]) -> None:
+def played(crew: WorkerSet, scenario: Callable[[], Awaitable[None]]) -> None:
     async def main() -> None:
         await crew.ready()
         await crew.lines[POLICY].actor.publish(0)
@@ -39,13 +39,13 @@ def played(crew: Crew, scenario: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(main(), 100))
 
 
-async def running(crew: Crew, task: Assignment) -> tuple[asyncio.Task[RolledOut], str]:
+async def running(crew: WorkerSet, task: Assignment) -> tuple[asyncio.Task[RolledOut], str]:
     """A group that waits on its tool, and where."""
     group = asyncio.create_task(crew.rollouts.run(task))
     while True:
         await asyncio.sleep(0.02)
         loads = await crew.rollouts.loads()
-        where = crew.rollouts.whereabouts().get(task.serial)
+        where = crew.rollouts.placements().get(task.group_id)
         if any(load.replica == where and load.stats.num_tokens and load.stats.num_running for load in loads):
             return group, where or ""
 
@@ -62,7 +62,7 @@ def test_a_group_moves_the_replica_it_left_takes_new_weights_and_a_host_that_die
     async def scenario() -> None:
         done = tmp_path / "done"
         done.touch()
-        others = await asyncio.gather(*(rollouts.run(assignment(serial, done)) for serial in (5, 6)))
+        others = await asyncio.gather(*(rollouts.run(assignment(group_id, done)) for group_id in (5, 6)))
         group, source = await running(crew, assignment(5, answer))
         (host,) = {each.group.replica for each in others} - {source}
         assert await rollouts.move(source, host) == 1
@@ -85,7 +85,7 @@ def test_a_group_that_lost_its_host_begins_again_with_what_was_noted(crew, tmp_p
     async def scenario() -> None:
         done = tmp_path / "done"
         done.touch()
-        others = await asyncio.gather(*(rollouts.run(assignment(serial, done)) for serial in (5, 6)))
+        others = await asyncio.gather(*(rollouts.run(assignment(group_id, done)) for group_id in (5, 6)))
         group, source = await running(crew, assignment(5, answer))
         (host,) = {each.group.replica for each in others} - {source}
         assert crew.rollouts._partials is not None
@@ -104,7 +104,7 @@ def test_a_group_that_lost_its_host_begins_again_with_what_was_noted(crew, tmp_p
         after = {load.replica: load.stats.num_tokens for load in await rollouts.loads()}
         first_turns = sum(len(e.trajectories[0].turns[0].output_ids) for e in payload_of(again))
         assert after[source] - sampled[source] == again.group.num_trained - first_turns
-        same = next(each for each in others if each.group.serial == 5)
+        same = next(each for each in others if each.group.group_id == 5)
         assert payload_of(again) == payload_of(same)
 
     played(crew, scenario)

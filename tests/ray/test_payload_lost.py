@@ -12,22 +12,22 @@ from typing import Any
 import pytest
 from ray.cluster_utils import Cluster
 
-from rlsys.algorithm import Aggregation, Assigned, Signal
-from rlsys.batch.plan import BatchPlan, RankPlan, plan_batch
+from rlsys.algorithm import Aggregation, Signal, TrajectoryAdvantage
+from rlsys.batch.packing import BatchPlan, RankPlan, plan_batch
 from rlsys.contracts import Graft, TrainStats
 from rlsys.errors import PayloadLost
-from rlsys.record import read_groups
+from rlsys.replay.rollout_log import read_groups
 from rlsys.types import Episode, Group, Score, Task, Trajectory, Turn, VersionSpan
 from tests.groups import group
-from workers.actor import ActorRank
-from workers.cluster import NO_MATHS, node_ids
-from workers.handles import ActorHandle, ReferenceHandle
-from workers.pools import RewardPool, Supply
-from workers.reference import ReferenceWorker
-from workers.remote_proxy import Remote, start
-from workers.reward import RewardWorker
-from workers.streams import CallStream, answer_in_chunks
-from workers.train.reading import TokenColumns
+from workers.ray.batched_calls import CallStream, answer_in_chunks
+from workers.ray.cluster import NO_MATHS, node_ids
+from workers.ray.pool import PoolSpec, RewardPool
+from workers.ray.remote_proxy import Remote, start
+from workers.reward.reward_worker import RewardWorker
+from workers.train.actor_rank import ActorRank
+from workers.train.reference_worker import ReferenceWorker
+from workers.train.token_columns import TokenColumns
+from workers.train.train_handles import ActorHandle, ReferenceHandle
 
 Payload = tuple[Episode, ...]
 BIG = "x" * 200_000
@@ -37,11 +37,11 @@ BIG = "x" * 200_000
 class Writer:
     """Makes payloads on its own node."""
 
-    def run(self, serials: list[int]) -> AsyncIterator[object]:
-        return answer_in_chunks(serials, self._made)
+    def run(self, group_ids: list[int]) -> AsyncIterator[object]:
+        return answer_in_chunks(group_ids, self._made)
 
-    async def _made(self, serial: int) -> tuple[int, Payload]:
-        return serial, payload_of(serial)
+    async def _made(self, group_id: int) -> tuple[int, Payload]:
+        return group_id, payload_of(group_id)
 
 
 class Rank(ActorRank):
@@ -74,18 +74,18 @@ class Reader(ReferenceWorker):
         return [data.num_trained(m) for u in plan.updates for m in u]
 
 
-def payload_of(serial: int) -> Payload:
+def payload_of(group_id: int) -> Payload:
     turn = Turn((1,), (2,), (-0.5,), (VersionSpan(0, 1),), "stop", BIG)
-    return (Episode((Trajectory(str(serial), (turn,)),)),) * 2
+    return (Episode((Trajectory(str(group_id), (turn,)),)),) * 2
 
 
-async def made(writer: Remote[Writer], serials: list[int]) -> list[Group]:
-    calls = CallStream[int, int]("writer", "writing", lambda serials: writer.stream(Writer.run, serials))
-    refs = [ref for _, ref in await asyncio.gather(*(calls.call(serial) for serial in serials))]
-    return [replace(group(serial), payload=ref) for serial, ref in zip(serials, refs, strict=True)]
+async def made(writer: Remote[Writer], group_ids: list[int]) -> list[Group]:
+    calls = CallStream[int, int]("writer", "writing", lambda group_ids: writer.stream(Writer.run, group_ids))
+    refs = [ref for _, ref in await asyncio.gather(*(calls.call(group_id) for group_id in group_ids))]
+    return [replace(group(group_id), payload=ref) for group_id, ref in zip(group_ids, refs, strict=True)]
 
 
-def test_the_groups_that_went_with_a_node_are_named_and_the_others_are_trained_judged_and_saved(
+def test_the_groups_that_went_with_a_node_are_named_and_the_others_are_trained_scored_and_saved(
     three_nodes: Cluster, tmp_path: Path
 ):
     here = node_ids()[0]
@@ -94,11 +94,11 @@ def test_the_groups_that_went_with_a_node_are_named_and_the_others_are_trained_j
     writers = [start(Writer, "writer", Writer, NO_MATHS, 60.0, place=node) for node in (here, there)]
     actor = ActorHandle([start(Rank, f"actor-{r}", Rank, NO_MATHS, 60.0, place=here) for r in range(2)])
     build = partial(Judge, (), 1, 60.0)
-    rewards = RewardPool(Supply(1, lambda name: start(Judge, name, build, NO_MATHS, 60.0, place=here), 60.0, 1))
+    rewards = RewardPool(PoolSpec(1, lambda name: start(Judge, name, build, NO_MATHS, 60.0, place=here), 60.0, 1))
     reference = ReferenceHandle(start(Reader, "reference", Reader, NO_MATHS, 60.0, place=here))
 
     def planned(groups: list[Group]) -> BatchPlan:
-        assigned = [tuple(Assigned(episode, 0, 1.0) for episode in range(2)) for _ in groups]
+        assigned = [tuple(TrajectoryAdvantage(episode, 0, 1.0) for episode in range(2)) for _ in groups]
         return plan_batch(groups, assigned, Aggregation(), num_ranks=2, max_tokens=1000)
 
     async def trained(groups: list[Group]) -> TrainStats:
@@ -120,19 +120,19 @@ def test_the_groups_that_went_with_a_node_are_named_and_the_others_are_trained_j
         ):
             with pytest.raises(PayloadLost) as raised:
                 await attempt()
-            assert set(raised.value.serials) == {3, 4}
+            assert set(raised.value.group_ids) == {3, 4}
         outcomes = await asyncio.gather(*(rewards.score(task, g) for g in groups), return_exceptions=True)
         assert [isinstance(outcome, PayloadLost) for outcome in outcomes] == [False, False, True, True]
         for graft, lost in ((Graft(kept[0], 0, gone[0], 1), {3}), (Graft(gone[1], 0, gone[0], 1), {3, 4})):
             with pytest.raises(PayloadLost) as raised:
                 await rewards.graft(graft)
-            assert set(raised.value.serials) == lost
-        assert (await rewards.graft(Graft(kept[0], 0, kept[1], 1))).serial == 1
+            assert set(raised.value.group_ids) == lost
+        assert (await rewards.graft(Graft(kept[0], 0, kept[1], 1))).group_id == 1
         assert (await trained(kept)).metrics == {"num_tokens": 2}
         assert len(await reference.annotate(kept, Signal.REFERENCE_LOGPROBS)) == 2
         assert len(await reference.annotate_step(kept, planned(kept), Signal.REFERENCE_MISMATCHED)) == 2
         await actor.save_groups(tmp_path / "groups.jsonl", kept)
-        assert [record.group.serial for record in read_groups(tmp_path / "groups.jsonl")] == [1, 2]
+        assert [record.group.group_id for record in read_groups(tmp_path / "groups.jsonl")] == [1, 2]
         await actor.close()
         await rewards.close()
         await reference.close()

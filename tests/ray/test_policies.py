@@ -11,10 +11,10 @@ import pytest
 from rlsys import train
 from rlsys.config import Config
 from rlsys.errors import WorkerDied
-from rlsys.record import read_rollouts
+from rlsys.replay.rollout_log import read_rollouts
 from rlsys.types import Assignment, Episode, Task
 from tests.jobs import config_of
-from workers.crew import Crew
+from workers.worker_set import WorkerSet
 
 POLICIES = "policies={first: {}, second: {train: {groups_per_step: 2, lr: 1e-2}}, third: {is_frozen: true}}"
 
@@ -36,7 +36,7 @@ def rows(path: Path) -> list[dict]:
 def trained_by(run: Path) -> list[tuple[int, Episode]]:
     """Serial and episodes of all that a policy trained."""
     records = [record for path in sorted((run / "rollouts").iterdir()) for record in read_rollouts(path)]
-    return [(record.serial, episode) for record in records for episode in record.episodes]
+    return [(record.group_id, episode) for record in records for episode in record.episodes]
 
 
 @pytest.mark.usefixtures("cluster")
@@ -59,9 +59,9 @@ def test_two_policies_are_trained_and_resumed_each_by_itself(model_path, data_pa
         assert fresh
         assert max(fresh) < 1e-4
         trained = trained_by(own)
-        serials = [serial for serial, _ in trained]
-        assert len(set(serials)) == num_groups
-        assert {serials.count(serial) for serial in serials} == {4}, "each group once, with four episodes"
+        group_ids = [group_id for group_id, _ in trained]
+        assert len(set(group_ids)) == num_groups
+        assert {group_ids.count(group_id) for group_id in group_ids} == {4}, "each group once, with four episodes"
         assert {(t.policy, t.agent) for _, e in trained for t in e.trajectories} == {
             ("first", "asker"),
             ("second", "answerer"),
@@ -72,12 +72,12 @@ def test_two_policies_are_trained_and_resumed_each_by_itself(model_path, data_pa
 
 
 def test_groups_that_lost_a_replica_of_several_policies_are_rolled_out_again(cluster, model_path, data_path, tmp_path):
-    crew = Crew.of(pair(model_path, data_path, tmp_path, "rollout.replicas=2"))
+    crew = WorkerSet.of(pair(model_path, data_path, tmp_path, "rollout.replicas=2"))
     rollouts, recovered = crew.rollouts, asyncio.Event()
 
-    async def group(serial: int) -> set[str]:
+    async def group(group_id: int) -> set[str]:
         """The replicas that were given it."""
-        assignment = Assignment(serial, Task(id="t", prompt="312>"), 2, 0, serial, {"first": 0, "second": 0})
+        assignment = Assignment(group_id, Task(id="t", prompt="312>"), 2, 0, group_id, {"first": 0, "second": 0})
         try:
             return {(await rollouts.run(assignment)).group.replica}
         except WorkerDied as death:
@@ -91,7 +91,7 @@ def test_groups_that_lost_a_replica_of_several_policies_are_rolled_out_again(clu
         for line in crew.lines.values():
             await line.actor.publish(0)
         rollouts.members[0].worker.kill()
-        ends = await asyncio.gather(*(group(serial) for serial in range(4)))
+        ends = await asyncio.gather(*(group(group_id) for group_id in range(4)))
         await recovered.wait()
         await group(4)
         assert {held.version for policy in crew.lines for held in await rollouts.versions(policy)} == {0}

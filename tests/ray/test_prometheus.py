@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlsys import train
-from rlsys.metrics import named
+from rlsys.monitoring.metric_catalog import named
 from tests.jobs import config_of
 from workers.prometheus import gauge_name
 

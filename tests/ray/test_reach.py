@@ -19,8 +19,8 @@ from tests.ray.commands import DEADLINE_S, ROOT, SCRIPTS
 STARTED = """
 import json, os, sys
 import ray
-from workers.cluster import Resources, connect, spawn
-from workers.rank import Rank
+from workers.ray.cluster import Resources, connect, spawn
+from workers.train.rank import Rank
 
 class Idle(Rank):
     def token(self):
@@ -28,9 +28,9 @@ class Idle(Rank):
 
     def join(self, rank, address):
         import torch
-        from workers.train.ranks import Ranks
+        from workers.train.rank_group import RankGroup
 
-        self._ranks = Ranks(rank, 2, address=address, timeout_s=60)
+        self._ranks = RankGroup(rank, 2, address=address, timeout_s=60)
         return float(self._ranks.sum(torch.ones(1)))
 
 for _ in range(int(sys.argv[1])):

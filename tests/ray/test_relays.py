@@ -17,14 +17,14 @@ from torch import Tensor
 
 from rlsys.contracts import Arrival, Published
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied, WorkerError
-from rlsys.relay import Relay
-from rlsys.weights import Manifest
-from workers.cluster import NO_MATHS, node_ids
-from workers.relays import RayRelays
-from workers.remote_proxy import Remote, start
+from rlsys.weight_sync.relay import Relay
+from rlsys.weight_sync.sync import Manifest
+from workers.ray.cluster import NO_MATHS, node_ids
+from workers.ray.remote_proxy import Remote, start
+from workers.relay.relay_pool import RayRelays
+from workers.transport.buckets import specs_of
 from workers.transport.hashing import content_hash
 from workers.transport.object_store import ObjectStorePublisher, ObjectStorePuller
-from workers.transport.tensors import specs_of
 
 TRANSFER_S = 30.0
 CALL_S = 60.0

@@ -9,11 +9,11 @@ from functools import partial
 
 import pytest
 
-from rlsys.deadlines import remote
 from rlsys.errors import DeadlineExceeded, ModelError, WorkerDied, WorkerError
-from workers.cluster import NO_MATHS
-from workers.remote_proxy import Remote, start
-from workers.streams import CallStream, answer_in_chunks
+from rlsys.util.deadlines import remote
+from workers.ray.batched_calls import CallStream, answer_in_chunks
+from workers.ray.cluster import NO_MATHS
+from workers.ray.remote_proxy import Remote, start
 
 
 class Model:

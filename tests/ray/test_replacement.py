@@ -8,7 +8,7 @@ from rlsys.contracts import RolledOut
 from rlsys.errors import WorkerDied
 from rlsys.types import POLICY, Assignment, Task
 from tests.jobs import config_of
-from workers.crew import Crew
+from workers.worker_set import WorkerSet
 
 TASK = Task(id="t", prompt="312>", answer="123")
 
@@ -16,23 +16,23 @@ TASK = Task(id="t", prompt="312>", answer="123")
 def test_groups_that_lost_their_only_replica_are_all_rolled_out_by_its_successor(
     cluster, model_path, data_path, tmp_path
 ):
-    crew = Crew.of(config_of(model_path, data_path, tmp_path, ["rollout.replicas=1"]))
+    crew = WorkerSet.of(config_of(model_path, data_path, tmp_path, ["rollout.replicas=1"]))
     rollouts, recovered = crew.rollouts, []
 
-    async def group(serial: int) -> tuple[str, RolledOut]:
+    async def group(group_id: int) -> tuple[str, RolledOut]:
         """Rolled out at the second attempt."""
         try:
-            await rollouts.run(Assignment(serial, TASK, 2, 0, seed=serial))
+            await rollouts.run(Assignment(group_id, TASK, 2, 0, seed=group_id))
         except WorkerDied as death:
             await rollouts.restart(death.worker, lambda worker, seconds: recovered.append(worker))
-            return death.worker, await rollouts.run(Assignment(serial, TASK, 2, 0, seed=serial))
+            return death.worker, await rollouts.run(Assignment(group_id, TASK, 2, 0, seed=group_id))
         raise AssertionError("the replica was to die")
 
     async def main() -> list[tuple[str, RolledOut]]:
         await crew.ready()
         await crew.lines[POLICY].actor.publish(0)
         rollouts.members[0].worker.kill()
-        ends = await asyncio.gather(*(group(serial) for serial in range(5)))
+        ends = await asyncio.gather(*(group(group_id) for group_id in range(5)))
         await crew.close()
         return ends
 
@@ -40,4 +40,4 @@ def test_groups_that_lost_their_only_replica_are_all_rolled_out_by_its_successor
     assert recovered == ["rollout-0"]
     assert {name for name, _ in ends} == {"rollout-0"}
     assert {done.group.replica for _, done in ends} == {"rollout-0.1"}
-    assert sorted(done.group.serial for _, done in ends) == [0, 1, 2, 3, 4]
+    assert sorted(done.group.group_id for _, done in ends) == [0, 1, 2, 3, 4]

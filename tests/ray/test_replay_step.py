@@ -11,7 +11,7 @@ import pytest
 
 from rlsys import train
 from rlsys.launch import replay_step
-from rlsys.record import read_rollouts
+from rlsys.replay.rollout_log import read_rollouts
 from tests.jobs import config_of
 from tests.ray.commands import DEADLINE_S, RLSYS
 

@@ -11,7 +11,7 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 import rlsys
 from examples.sort.tokenizer import build_tokenizer
-from rlsys.record import read_rollouts
+from rlsys.replay.rollout_log import read_rollouts
 from tests.jobs import config_of
 
 

@@ -13,15 +13,15 @@ import pytest
 import ray
 from torch import Tensor
 
-from rlsys.algorithm import LossInputs, LossOutput, Shaped, Signal
+from rlsys.algorithm import LossInputs, LossOutput, Signal, TokenAdvantages
 from tests.training import SETTINGS, Surrogate, group_of, planned
-from workers.actor import ActorRank, ActorSpec
-from workers.cluster import Resources
-from workers.critic import CriticRank, CriticSpec
-from workers.handles import ActorHandle, CriticHandle, ReferenceHandle
-from workers.reference import ReferenceWorker
-from workers.remote_proxy import start
-from workers.streams import PayloadRef
+from workers.ray.batched_calls import PayloadRef
+from workers.ray.cluster import Resources
+from workers.ray.remote_proxy import start
+from workers.train.actor_rank import ActorRank, ActorSpec
+from workers.train.critic_rank import CriticRank, CriticSpec
+from workers.train.reference_worker import ReferenceWorker
+from workers.train.train_handles import ActorHandle, CriticHandle, ReferenceHandle
 
 SMALL = Resources(num_cpus=0.1)
 
@@ -34,9 +34,9 @@ class Everything(Surrogate):
     def signals(self) -> frozenset[Signal]:
         return frozenset(Signal)
 
-    def shape(self, inputs: LossInputs) -> Shaped:
+    def token_advantages(self, inputs: LossInputs) -> TokenAdvantages:
         returns_N = inputs.advantages_N + 2
-        return Shaped(returns_N - inputs.columns_N[Signal.VALUES], returns_N)
+        return TokenAdvantages(returns_N - inputs.columns_N[Signal.VALUES], returns_N)
 
     def value_loss(self, values_N: Tensor, batch: LossInputs) -> LossOutput:
         assert batch.returns_N is not None

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from rlsys import Config, evaluate, export, train
 from rlsys.errors import ConfigError, ModelError, RunAborted
-from rlsys.metrics import undocumented
-from rlsys.record import read_rollouts
+from rlsys.monitoring.metric_catalog import undocumented
+from rlsys.replay.rollout_log import read_rollouts
 from tests.jobs import config_of
 from tests.ray.judges import UNPICKLED_BY
 
@@ -82,7 +82,7 @@ def test_cut_off_after_a_step_and_resumed_the_weights_are_bit_for_bit_the_same(
 
 def said(path: Path) -> list[object]:
     """What a step trained: tasks, tokens, logprobs, rewards."""
-    return [(r.serial, r.task, r.episodes, r.advantages) for r in read_rollouts(path)]
+    return [(r.group_id, r.task, r.episodes, r.advantages) for r in read_rollouts(path)]
 
 
 def test_two_ranks_train_the_weights_of_one(whole_run, model_path, data_path, tmp_path):

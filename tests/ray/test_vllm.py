@@ -10,7 +10,7 @@ import pytest
 import rlsys
 from examples.sort.tokenizer import build_tokenizer
 from rlsys.errors import ModelError
-from rlsys.record import read_rollouts
+from rlsys.replay.rollout_log import read_rollouts
 from tests.jobs import config_of
 from tests.models import tiny_sorter
 

@@ -13,28 +13,28 @@ import ray
 from torch import Tensor
 
 from rlsys import Config
-from rlsys.assembly import build_driver
-from rlsys.broadcast import Peer
-from rlsys.events import Events
-from rlsys.launch.preparing import task_source
-from rlsys.relay import Relay, Store
-from rlsys.tracking.jsonl import JsonlSink
+from rlsys.agents.workflow import SingleTurn
+from rlsys.launch.preflight import task_source
+from rlsys.loop.build_driver import build_driver
+from rlsys.monitoring.events import Events
+from rlsys.monitoring.trackers.jsonl import JsonlSink
 from rlsys.types import POLICY, Sampling
-from rlsys.weights import Manifest
-from rlsys.workflow import SingleTurn
+from rlsys.weight_sync.broadcast import Peer
+from rlsys.weight_sync.relay import Relay, Store
+from rlsys.weight_sync.sync import Manifest
 from tests.jobs import config_of
-from workers.cluster import Resources
-from workers.crew import Crew, Line
-from workers.engines.base import EngineSpec
-from workers.generator import WeightChange
-from workers.launching import start_actor, start_rewards, start_rollouts
-from workers.pools import Supply
-from workers.relays import RayRelays
-from workers.remote_proxy import Remote, start
-from workers.replica_spec import GeneratorSpec, RolloutSpec
-from workers.rollout import RolloutWorker
-from workers.rollouts import RolloutPool
+from workers.engines.engine import EngineSpec
+from workers.ray.cluster import Resources
+from workers.ray.pool import PoolSpec
+from workers.ray.remote_proxy import Remote, start
+from workers.relay.relay_pool import RayRelays
+from workers.rollout.generator import WeightChange
+from workers.rollout.replica_spec import GeneratorSpec, RolloutSpec
+from workers.rollout.rollout_pool import RolloutPool
+from workers.rollout.rollout_worker import RolloutWorker
+from workers.start import start_actor, start_rewards, start_rollouts
 from workers.transport.hashing import content_hash
+from workers.worker_set import PolicyWorkers, WorkerSet
 
 Lie = Literal["one flipped bit", "bytes of the version before", "the version before"]
 FAULTY = 2
@@ -104,7 +104,7 @@ def test_an_engine_that_does_not_use_the_weights_it_acknowledged_is_noticed_by_i
     def one(name: str) -> Remote[RolloutWorker]:
         return start(RolloutWorker, name, partial(lazy, name, spec, relays), spec.resources, 30.0)
 
-    rollouts = RolloutPool(Supply(2, one, 60.0, max_attempts=3))
+    rollouts = RolloutPool(PoolSpec(2, one, 60.0, max_attempts=3))
     assert_noticed(config, relays, rollouts, "rollout.probe_tolerance); before the change it held version 1")
 
 
@@ -130,7 +130,7 @@ def assert_noticed(config: Config, relays: RayRelays, rollouts: RolloutPool, not
     """Train; the lie is told apart, its replica replaced, and every token trained is of the weights it claims."""
     config.run_dir.mkdir()
     actor, rewards = start_actor(config, relays), start_rewards(config)
-    crew = Crew({POLICY: Line(relays, actor)}, rollouts, rewards)
+    crew = WorkerSet({POLICY: PolicyWorkers(relays, actor)}, rollouts, rewards)
     events = Events([JsonlSink(config.run_dir)])
 
     async def main() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from rlsys.workflow import Session, Workflow
+from rlsys.agents.workflow import Session, Workflow
 
 
 class Asks(Workflow):

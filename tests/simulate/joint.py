@@ -1,4 +1,4 @@
-"""Several drivers on the same fake replicas, for the tests of `rlsys.joint`."""
+"""Several drivers on the same fake replicas, for the tests of `rlsys.loop.multi_policy`."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.contracts import Workers
-from rlsys.deadlines import Progress
-from rlsys.driver import Driver
-from rlsys.events import Event, GroupDropped, GroupReissued, StepDone, WorkerFailed
-from rlsys.joint import Joint, train_jointly
-from rlsys.testing import FakeActor, FakeJointRollouts, FakeRelays, FakeRewards, FakeWorld, Recorder, run_virtual
-from rlsys.testing.run import start_of
+from rlsys.loop.driver import Driver
+from rlsys.loop.multi_policy import Joint, train_jointly
+from rlsys.monitoring.events import Event, GroupDropped, GroupReissued, StepDone, WorkerFailed
+from rlsys.testing import FakeActor, FakeJointRollouts, FakeRelays, FakeRewards, FakeWorld, PartialStream, run_virtual
+from rlsys.testing.fake_run import start_of
 from rlsys.types import PolicyVersion
+from rlsys.util.deadlines import Progress
 from tests.simulate.schedules import MACHINE_FAULTS, Choosy, heavy_tailed, most_failures
 from tests.simulate.world import driver_on
 
 STEPS = 8
 
 
-class Diary(Recorder):
+class Diary(PartialStream):
     """What became of the groups of one policy."""
 
     @property
     def dropped(self) -> list[tuple[int, str]]:
         """Serial and reason."""
-        return [(event.serial, event.reason) for event in self.of(GroupDropped)]
+        return [(event.group_id, event.reason) for event in self.of(GroupDropped)]
 
     @property
     def reissued(self) -> list[int]:
-        return [event.serial for event in self.of(GroupReissued)]
+        return [event.group_id for event in self.of(GroupReissued)]
 
     @property
     def failed(self) -> list[str]:
@@ -64,7 +64,7 @@ class Session:
     folder: Path
     limits: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """By policy: arguments of `driver_on`."""
-    speaks: Callable[[str, int], bool] = lambda policy, serial: True
+    speaks: Callable[[str, int], bool] = lambda policy, group_id: True
     rewards: FakeWorld | None = None
     """Whose judges they share; None: those of the first world."""
 
@@ -99,7 +99,7 @@ def random_session(chance: random.Random, folder: Path, limits: Mapping[str, Map
     most = sum(most_failures(world) for world in worlds.values()) + 1
     limits = {name: {**own, "max_attempts": most} for name, own in limits.items()}
     quiet = chance.choice((0, 0, 4))
-    return Session(worlds, folder, limits, lambda policy, serial: not quiet or serial % quiet != 0)
+    return Session(worlds, folder, limits, lambda policy, group_id: not quiet or group_id % quiet != 0)
 
 
 def random_limits(chance: random.Random) -> dict[str, dict[str, Any]]:

@@ -10,14 +10,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rlsys.algorithm import Settled, Signal
-from rlsys.config.curation import Rules
-from rlsys.curation import Curation
-from rlsys.data.source import TaskSource
-from rlsys.driver import Driver
-from rlsys.events import Event, GroupDropped, GroupReissued
+from rlsys.algorithm import Signal, StepAdvantages
+from rlsys.config.curriculum_section import Rules
+from rlsys.data.task_source import TaskSource
+from rlsys.loop.curriculum import Curriculum
+from rlsys.loop.driver import Driver
+from rlsys.monitoring.events import Event, GroupDropped, GroupReissued
 from rlsys.testing import FakeWorld, Fault, RewardAsAdvantage, run_virtual, tasks
-from rlsys.testing.run import go_on
+from rlsys.testing.fake_run import go_on
 from rlsys.types import Group
 from tests.simulate.world import NUM_TASKS, StopAfter, driver_on
 
@@ -29,20 +29,20 @@ LOSABLE = ("score", "annotate", "fetch", "fetch_critic", "annotate_step", "save_
 
 @dataclass(frozen=True, kw_only=True)
 class Choosy(RewardAsAdvantage):
-    """Finds nothing to learn in some groups, and in some steps, as a pure function of their serials."""
+    """Finds nothing to learn in some groups, and in some steps, as a pure function of their group_ids."""
 
     is_choosy: bool = False
     """Is there nothing to learn in every fifth group?"""
     empties: int = 0
-    """Settling leaves nothing of a step whose oldest group's serial is a multiple of this; 0: it leaves all."""
+    """Settling leaves nothing of a step whose oldest group's group_id is a multiple of this; 0: it leaves all."""
 
     def has_signal(self, group: Group) -> bool:
-        return not self.is_choosy or group.serial % 5 != 0
+        return not self.is_choosy or group.group_id % 5 != 0
 
-    def settle(self, groups: Sequence[Group], past: Mapping[str, float]) -> Settled:
-        settled = super().settle(groups, past)
-        is_emptied = self.empties and min(group.serial for group in groups) % self.empties == 0
-        return Settled(tuple(() for _ in settled.groups)) if is_emptied else settled
+    def finalize_advantages(self, groups: Sequence[Group], past: Mapping[str, float]) -> StepAdvantages:
+        settled = super().finalize_advantages(groups, past)
+        is_emptied = self.empties and min(group.group_id for group in groups) % self.empties == 0
+        return StepAdvantages(tuple(() for _ in settled.groups)) if is_emptied else settled
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,8 @@ def played(seed: int) -> Outcome:
 def _outcome(sessions: Sequence[tuple[FakeWorld, Driver, Witness]], limits: Mapping[str, Any]) -> Outcome:
     world, driver, _ = sessions[-1]
     num_groups = driver.queue.groups_per_step * STEPS
-    trained = [serial for world, _, _ in sessions for serial in world.trained_serials]
-    dropped = [serial for _, _, told in sessions for serial in told.dropped]
+    trained = [group_id for world, _, _ in sessions for group_id in world.trained_group_ids]
+    dropped = [group_id for _, _, told in sessions for group_id in told.dropped]
     source = TaskSource(tasks(NUM_TASKS), seed=0)
     expected = Counter(source.next().id for _ in range(num_groups))
     is_undisturbed = limits["algorithm"] == Choosy(needs=limits["algorithm"].needs) and limits["rules"] == Rules()
@@ -118,7 +118,7 @@ def _outcome(sessions: Sequence[tuple[FakeWorld, Driver, Witness]], limits: Mapp
         num_healthy=sum(max(0, told.num_reissued - len(world.gone)) for world, _, told in sessions),
         is_exactly_once=(
             len(trained) == num_groups
-            and sorted(trained + dropped) == list(range(driver.queue.ledger.next_serial))
+            and sorted(trained + dropped) == list(range(driver.queue.ledger.next_group_id))
             and not driver.queue.ledger.open
             and (world.consumed == expected or not is_undisturbed)
         ),
@@ -137,9 +137,9 @@ def _session(
     limits, world = dict(limits), world_of(chance)
     rules: Rules = limits.pop("rules")
     if rules != Rules():
-        world.reward = lambda serial, episode: float(random.Random(serial * 97 + episode).random() < 0.35)
+        world.reward = lambda group_id, episode: float(random.Random(group_id * 97 + episode).random() < 0.35)
         world.payload_losses = {**world.payload_losses, "graft": {chance.randrange(6)}}
-    driver = driver_on(world, folder, **limits, max_attempts=most_failures(world) + 1, curation=Curation(rules))
+    driver = driver_on(world, folder, **limits, max_attempts=most_failures(world) + 1, curation=Curriculum(rules))
     witness = Witness(driver)
     driver.events.attach(witness)
     if stop < STEPS:
@@ -164,7 +164,7 @@ def rules_of(seed: int) -> Rules:
 
 
 def most_failures(world: FakeWorld) -> int:
-    """How often one group can fail in one way, at most: of rolling it out, of judging it, of keeping its payload."""
+    """How often one group can fail in one way, at most: of rolling it out, of scoring it, of keeping its payload."""
     num_losses = sum(len(calls) for calls in world.payload_losses.values())
     return max(len(world.rollout_faults), len(world.reward_faults), num_losses)
 
@@ -211,7 +211,7 @@ class Witness:
     def handle(self, event: Event, time_s: float) -> None:
         self.num_reissued += isinstance(event, GroupReissued)
         if isinstance(event, GroupDropped):
-            self.dropped.append(event.serial)
+            self.dropped.append(event.group_id)
         else:  # of several groups that are dropped at once, each has its event
             self.count_permits()
 

@@ -14,15 +14,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.algorithm import Signal
-from rlsys.batch.plan import BatchPlan
-from rlsys.checkpoint import find_latest
-from rlsys.config.curation import Rules
-from rlsys.contracts import Graft, Judged, TrainStats, Workers
-from rlsys.curation import Curation
-from rlsys.driver import Driver
+from rlsys.batch.packing import BatchPlan
+from rlsys.config.curriculum_section import Rules
+from rlsys.contracts import Graft, GroupScores, TrainStats, Workers
 from rlsys.errors import RunAborted, WorkerDied
-from rlsys.events import EpisodeGrafted, GroupReissued, StepDone
-from rlsys.testing import FakeActor, FakeReference, FakeRewards, FakeWorld, Recorder, RewardAsAdvantage, run_virtual
+from rlsys.loop.checkpoint import find_latest
+from rlsys.loop.curriculum import Curriculum
+from rlsys.loop.driver import Driver
+from rlsys.monitoring.events import EpisodeGrafted, GroupReissued, StepDone
+from rlsys.testing import (
+    FakeActor,
+    FakeReference,
+    FakeRewards,
+    FakeWorld,
+    PartialStream,
+    RewardAsAdvantage,
+    run_virtual,
+)
 from rlsys.types import Episode, Group, Ref, Score, Task
 from tests.simulate.world import NUM_TASKS, StopAfter, driver_on, go_on, latencies
 
@@ -43,12 +51,12 @@ class Picky(RewardAsAdvantage):
 class ByTask(FakeRewards):
     """One task always succeeds and one never does; of the others, every second episode."""
 
-    async def score(self, task: Task, group: Group) -> Judged:
-        judged = await super().score(task, group)
-        scores = (Score(self._reward(task, group.serial, e)) for e in range(len(judged.scores)))
-        return replace(judged, scores=tuple(scores))
+    async def score(self, task: Task, group: Group) -> GroupScores:
+        scored = await super().score(task, group)
+        scores = (Score(self._reward(task, group.group_id, e)) for e in range(len(scored.scores)))
+        return replace(scored, scores=tuple(scores))
 
-    def _reward(self, task: Task, serial: int, episode: int) -> float:
+    def _reward(self, task: Task, group_id: int, episode: int) -> float:
         known = {EASY: 1.0, HARD: 0.0}
         return known.get(task.id, float(episode % 2))
 
@@ -65,22 +73,22 @@ class Remembering(FakeActor):
         return await super().train_step(plan, columns)
 
 
-def curated(world: FakeWorld, folder: Path, rules: Rules, **limits: Any) -> tuple[Driver, Remembering, Recorder]:
+def curated(world: FakeWorld, folder: Path, rules: Rules, **limits: Any) -> tuple[Driver, Remembering, PartialStream]:
     """A driver whose rewards are `ByTask`, its actor, and what it says."""
-    actor, recorder = Remembering(world), Recorder()
+    actor, recorder = Remembering(world), PartialStream()
     workers = limits.pop("workers", None) or replace(world.workers(), rewards=ByTask(world))
     driver = driver_on(
         world,
         folder,
         workers=replace(workers, actor=actor),
         recorder=recorder,
-        curation=Curation(rules),
+        curation=Curriculum(rules),
         **{"algorithm": RewardAsAdvantage(group_size=SIZE), **limits},
     )
     return driver, actor, recorder
 
 
-def counted(recorder: Recorder, name: str) -> list[float]:
+def counted(recorder: PartialStream, name: str) -> list[float]:
     return [e.metrics[f"curation/{name}"] for e in recorder.of(StepDone)]
 
 
@@ -105,7 +113,7 @@ def test_solved_and_hopeless_tasks_are_passed_over_and_looked_at_again(tmp_path)
 
 
 def test_a_run_whose_tasks_are_all_solved_ends_with_the_remedy(tmp_path):
-    world = FakeWorld(reward=lambda serial, episode: 1.0)
+    world = FakeWorld(reward=lambda group_id, episode: 1.0)
     rules = Rules(within=(0.0, 0.9), min_episodes=SIZE, look_again=0)
     driver, _, _ = curated(world, tmp_path, rules, workers=world.workers(), steps=14)
     with pytest.raises(
@@ -162,8 +170,8 @@ def test_synchronous_training_is_the_same_whoever_is_quicker_and_wherever_it_is_
 class MostlyFailing(ByTask):
     """Every third group of every task succeeds, in its last episode."""
 
-    def _reward(self, task: Task, serial: int, episode: int) -> float:
-        return float(serial % 3 == 0 and episode == SIZE - 1)
+    def _reward(self, task: Task, group_id: int, episode: int) -> float:
+        return float(group_id % 3 == 0 and episode == SIZE - 1)
 
 
 class Attentive(FakeReference):
@@ -182,7 +190,7 @@ def grafting_workers(world: FakeWorld) -> Workers:
     )
 
 
-def grafted(world: FakeWorld, folder: Path, **limits: Any) -> tuple[Driver, Remembering, Recorder]:
+def grafted(world: FakeWorld, folder: Path, **limits: Any) -> tuple[Driver, Remembering, PartialStream]:
     driver, actor, recorder = curated(
         world,
         folder,
@@ -199,7 +207,7 @@ def grafted(world: FakeWorld, folder: Path, **limits: Any) -> tuple[Driver, Reme
     return driver, actor, recorder
 
 
-UNEVEN: dict[str, Any] = {"rollout_s": lambda serial: 2.0 + 7.0 * (serial % 5)}
+UNEVEN: dict[str, Any] = {"rollout_s": lambda group_id: 2.0 + 7.0 * (group_id % 5)}
 
 
 def payload_of(group: Group) -> tuple[Episode, ...]:
@@ -207,14 +215,14 @@ def payload_of(group: Group) -> tuple[Episode, ...]:
     return group.payload
 
 
-@pytest.mark.parametrize("annotate_s", [0.0, 0.01, 5.0], ids=["before it is judged", "while", "after"])
+@pytest.mark.parametrize("annotate_s", [0.0, 0.01, 5.0], ids=["before it is scored", "while", "after"])
 def test_a_group_that_failed_altogether_is_trained_with_a_stored_success(tmp_path, annotate_s):
-    driver, actor, recorder = grafted(FakeWorld(**UNEVEN, annotate_s=lambda serial: annotate_s), tmp_path)
+    driver, actor, recorder = grafted(FakeWorld(**UNEVEN, annotate_s=lambda group_id: annotate_s), tmp_path)
     events = recorder.of(EpisodeGrafted)
-    by_serial = {group.serial: group for group in actor.groups}
-    assert events and len(by_serial) == len(actor.groups) == 60
+    by_group_id = {group.group_id: group for group in actor.groups}
+    assert events and len(by_group_id) == len(actor.groups) == 60
     for told in events:
-        group, donor = by_serial[told.serial], by_serial[told.donor]
+        group, donor = by_group_id[told.group_id], by_group_id[told.donor]
         assert payload_of(group)[told.episode] == payload_of(donor)[SIZE - 1], "its tokens, logprobs and versions"
         assert group.episodes[told.episode] == donor.episodes[SIZE - 1], "its reward"
         assert (group.task_id, group.num_ok) == (donor.task_id, SIZE)
@@ -252,7 +260,7 @@ def test_no_stored_success_is_staler_than_the_bound_when_it_is_trained(
     assert max(world.staleness) <= driver.queue.staleness_bound
     assert driver.queue.dropped == {}
     assert world.consumed.total() == 60
-    assert sorted(world.trained_serials) == list(range(60))
+    assert sorted(world.trained_group_ids) == list(range(60))
 
 
 def test_a_tight_bound_leaves_successes_unused_and_counts_them(tmp_path):
@@ -274,11 +282,11 @@ class DiesAtAGraft(MostlyFailing):
 
     def __init__(self, world: FakeWorld) -> None:
         super().__init__(world)
-        self.judged: Counter[int] = Counter()
+        self.scored: Counter[int] = Counter()
         self.num_grafts = 0
 
-    async def score(self, task: Task, group: Group) -> Judged:
-        self.judged[group.serial] += 1
+    async def score(self, task: Task, group: Group) -> GroupScores:
+        self.scored[group.group_id] += 1
         return await super().score(task, group)
 
     async def graft(self, graft: Graft) -> Group:
@@ -288,7 +296,7 @@ class DiesAtAGraft(MostlyFailing):
         return await super().graft(graft)
 
 
-def test_a_graft_that_fails_is_made_again_and_the_group_not_judged_again(tmp_path):
+def test_a_graft_that_fails_is_made_again_and_the_group_not_scored_again(tmp_path):
     world = FakeWorld(**UNEVEN)
     rewards = DiesAtAGraft(world)
     workers = replace(world.workers(), rewards=rewards)
@@ -297,13 +305,13 @@ def test_a_graft_that_fails_is_made_again_and_the_group_not_judged_again(tmp_pat
     )
     run_virtual(driver.run(0))
     events = recorder.of(EpisodeGrafted)
-    assert set(rewards.judged.values()) == {1}
+    assert set(rewards.scored.values()) == {1}
     assert len(events) == rewards.num_grafts - 1 == counted(recorder, "grafted")[-1]
     assert rewards.restarted == ["reward-0"]
 
 
 def test_a_grafted_group_survives_a_resume_and_stored_successes_do_not(tmp_path):
-    def driver() -> tuple[Driver, Remembering, Recorder]:
+    def driver() -> tuple[Driver, Remembering, PartialStream]:
         world = FakeWorld(**UNEVEN)
         workers = replace(world.workers(), rewards=MostlyFailing(world))
         return curated(world, tmp_path, Rules(stored_successes=5), workers=workers, steps=20, max_staleness=8)
@@ -311,8 +319,8 @@ def test_a_grafted_group_survives_a_resume_and_stored_successes_do_not(tmp_path)
     cut, _, told = driver()
     cut.events.attach(StopAfter(cut, 4))
     assert run_virtual(cut.run(0)) == 4
-    grafted = {event.serial for event in told.of(EpisodeGrafted)}
-    waiting = {row.serial: row.group for row in cut.queue.finished if row.serial in grafted}
+    grafted = {event.group_id for event in told.of(EpisodeGrafted)}
+    waiting = {row.group_id: row.group for row in cut.queue.finished if row.group_id in grafted}
     resumed, actor, _ = driver()
 
     async def restored() -> int:
@@ -324,7 +332,7 @@ def test_a_grafted_group_survives_a_resume_and_stored_successes_do_not(tmp_path)
 
     assert run_virtual(restored()) == 20
     assert waiting
-    assert {group.serial: group for group in actor.groups if group.serial in waiting} == waiting
+    assert {group.group_id: group for group in actor.groups if group.group_id in waiting} == waiting
 
 
 def test_the_history_of_an_asynchronous_run_that_was_interrupted_is_that_of_everything_it_trained(tmp_path):
@@ -333,7 +341,7 @@ def test_the_history_of_an_asynchronous_run_that_was_interrupted_is_that_of_ever
     (cut, first, _), (resumed, second, _) = parts
     cut.events.attach(StopAfter(cut, 6))
     assert run_virtual(cut.run(0)) == 6
-    assert cut.queue.ledger.state().curation.judged, "groups were judged and not trained"
+    assert cut.queue.ledger.state().curation.scored, "groups were scored and not trained"
     assert run_virtual(go_on(resumed)) == 14
     trained = [*first.groups, *second.groups]
     episodes = {task: sum(len(g.episodes) for g in trained if g.task_id == task) for task in (EASY, HARD)}

@@ -13,13 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.algorithm import Signal
-from rlsys.checkpoint import find_latest, read_state
-from rlsys.contracts import Judged, RolledOut
-from rlsys.driver import Driver
+from rlsys.contracts import GroupScores, RolledOut
 from rlsys.errors import CheckpointError, NoProgress, RunAborted, WorkerDied
-from rlsys.events import GroupDropped, GroupReissued, StepDone, WorkerFailed, WorkerRestarted
-from rlsys.record import read_groups
-from rlsys.testing import FakeReference, FakeRewards, FakeRollouts, FakeWorld, Fault, Recorder, VirtualLoop, run_virtual
+from rlsys.loop.checkpoint import find_latest, read_state
+from rlsys.loop.driver import Driver
+from rlsys.monitoring.events import GroupDropped, GroupReissued, StepDone, WorkerFailed, WorkerRestarted
+from rlsys.replay.rollout_log import read_groups
+from rlsys.testing import (
+    FakeReference,
+    FakeRewards,
+    FakeRollouts,
+    FakeWorld,
+    Fault,
+    PartialStream,
+    VirtualLoop,
+    run_virtual,
+)
 from rlsys.types import Assignment, Group, Score, Task
 from tests.simulate.schedules import LOSABLE
 from tests.simulate.world import StopAfter, driver_on, go_on, latencies
@@ -53,14 +62,14 @@ def test_no_trained_token_is_staler_than_the_bound(seed, max_staleness, groups_p
 
 
 def test_the_bound_is_reached_so_it_is_not_loose(tmp_path):
-    world = FakeWorld(rollout_s=lambda serial: 0.1, train_s=lambda version: 10.0)
+    world = FakeWorld(rollout_s=lambda group_id: 0.1, train_s=lambda version: 10.0)
     run_virtual(driver_on(world, tmp_path, steps=12, max_staleness=4).run(0))
     assert max(world.staleness) == 4
 
 
 def test_staleness_zero_never_generates_while_training(tmp_path):
     world = FakeWorld()
-    recorder = Recorder()
+    recorder = PartialStream()
     run_virtual(driver_on(world, tmp_path, recorder=recorder).run(0))
     assert set(world.staleness) == {0}
     steps = recorder.of(StepDone)
@@ -69,8 +78,8 @@ def test_staleness_zero_never_generates_while_training(tmp_path):
 
 def test_asynchrony_overlaps_generation_with_training(tmp_path):
     def duration_s(max_staleness: int) -> float:
-        recorder = Recorder()
-        world = FakeWorld(rollout_s=lambda serial: 2.0, train_s=lambda version: 2.0)
+        recorder = PartialStream()
+        world = FakeWorld(rollout_s=lambda group_id: 2.0, train_s=lambda version: 2.0)
         run_virtual(
             driver_on(
                 world, tmp_path / str(max_staleness), steps=10, max_staleness=max_staleness, recorder=recorder
@@ -114,7 +123,7 @@ def test_whatever_dies_the_same_tasks_are_consumed_and_none_is_scored_zero(
     seed, rollout_faults, reward_faults, max_staleness
 ):
     def run(**faults) -> FakeWorld:
-        world = FakeWorld(rollout_s=latencies(seed, 9.0), reward=lambda serial, episode: 1.0, **faults)
+        world = FakeWorld(rollout_s=latencies(seed, 9.0), reward=lambda group_id, episode: 1.0, **faults)
         with TemporaryDirectory() as folder:
             driver = driver_on(world, Path(folder), steps=8, max_staleness=max_staleness, max_attempts=10)
             run_virtual(driver.run(0))
@@ -157,7 +166,7 @@ def test_groups_whose_payload_is_lost_are_issued_again_and_the_same_tasks_are_co
 
 @pytest.mark.parametrize("call", LOSABLE)
 def test_a_lost_payload_is_told_and_its_group_keeps_its_number_and_its_place(tmp_path, call):
-    recorder = Recorder()
+    recorder = PartialStream()
     world = FakeWorld(payload_losses={call: {1}})
     driver = driver_on(
         world, tmp_path, max_staleness=2, checkpoint_every=1, signals=frozenset(Signal), recorder=recorder
@@ -165,8 +174,8 @@ def test_a_lost_payload_is_told_and_its_group_keeps_its_number_and_its_place(tmp
     run_virtual(driver.run(0))
     lost = recorder.of(GroupReissued)
     assert lost
-    assert all(f"group {', '.join(str(e.serial) for e in lost)} are gone" in e.reason for e in lost)
-    assert (driver.queue.num_reissued, driver.queue.dropped, driver.queue.ledger.next_serial) == (len(lost), {}, 18)
+    assert all(f"group {', '.join(str(e.group_id) for e in lost)} are gone" in e.reason for e in lost)
+    assert (driver.queue.num_reissued, driver.queue.dropped, driver.queue.ledger.next_group_id) == (len(lost), {}, 18)
     assert world.consumed.total() == 18
 
 
@@ -182,7 +191,7 @@ def test_a_payload_that_is_lost_every_time_ends_the_run(tmp_path):
     kind=st.sampled_from([Fault.DIES, Fault.HANGS]),
 )
 def test_a_group_outlives_failures_of_every_kind_as_long_as_none_comes_three_times(failures, kind):
-    """`failures`: of rolling out and of judging, each time that group 0 is issued; all but the last are lost."""
+    """`failures`: of rolling out and of scoring, each time that group 0 is issued; all but the last are lost."""
     rollout_faults: list[bool] = []
     reward_faults: list[bool] = []
     for num_rollout, num_reward in failures:
@@ -200,10 +209,10 @@ def test_a_group_outlives_failures_of_every_kind_as_long_as_none_comes_three_tim
 
 def test_a_loss_that_is_noticed_late_is_not_laid_on_the_next_attempt(tmp_path):
     """Two losses would end the run; the judges notice the annotator's while their groups' next attempts are trained."""
-    recorder = Recorder()
+    recorder = PartialStream()
     world = FakeWorld(
-        rollout_s=lambda serial: 1.0 if serial < 3 else 3.0,
-        reward_s=lambda serial: 1.0,
+        rollout_s=lambda group_id: 1.0 if group_id < 3 else 3.0,
+        reward_s=lambda group_id: 1.0,
         train_s=lambda version: 20.0,
         payload_losses={"annotate": {1}},
         notice_s=lambda number: 40.0 if number else 0.0,
@@ -211,7 +220,7 @@ def test_a_loss_that_is_noticed_late_is_not_laid_on_the_next_attempt(tmp_path):
     signals = frozenset(Signal)
     driver = driver_on(world, tmp_path, steps=10, max_staleness=1, max_attempts=2, signals=signals, recorder=recorder)
     run_virtual(driver.run(0))
-    assert [e.serial for e in recorder.of(GroupReissued)] == [3, 5]
+    assert [e.group_id for e in recorder.of(GroupReissued)] == [3, 5]
     assert (driver.queue.dropped, driver.queue.num_permits, driver.queue.ledger.open) == ({}, 0, {})
     assert world.consumed.total() == 30
 
@@ -220,15 +229,15 @@ def test_an_attempt_that_is_over_and_gives_nothing_to_train_is_no_reason_to_drop
     class LateAndVoid(FakeRewards):
         """Has the first payload before it is lost, and takes its time to fail on it."""
 
-        async def score(self, task: Task, group: Group) -> Judged:
+        async def score(self, task: Task, group: Group) -> GroupScores:
             is_first = self.num_calls == 0
-            judged = await super().score(task, group)
+            scored = await super().score(task, group)
             if not is_first:
-                return judged
+                return scored
             await asyncio.sleep(5.0)
-            return replace(judged, scores=tuple(Score(None, "the judge raised") for _ in judged.scores))
+            return replace(scored, scores=tuple(Score(None, "the judge raised") for _ in scored.scores))
 
-    world = FakeWorld(payload_losses={"annotate": {0}}, reward_s=lambda serial: 0.0, annotate_s=lambda serial: 1.0)
+    world = FakeWorld(payload_losses={"annotate": {0}}, reward_s=lambda group_id: 0.0, annotate_s=lambda group_id: 1.0)
     workers = replace(world.workers(), rewards=LateAndVoid(world))
     driver = driver_on(
         world, tmp_path, groups_per_step=1, signals=frozenset(Signal), max_failed_groups=1, workers=workers
@@ -239,8 +248,8 @@ def test_an_attempt_that_is_over_and_gives_nothing_to_train_is_no_reason_to_drop
 
 def test_signals_are_added_while_other_groups_are_still_rolled_out(tmp_path):
     def duration_s(num_slow: int) -> float:
-        recorder = Recorder()
-        world = FakeWorld(rollout_s=lambda serial: 1.0 + serial % 3, annotate_s=lambda serial: 1.0 * num_slow)
+        recorder = PartialStream()
+        world = FakeWorld(rollout_s=lambda group_id: 1.0 + group_id % 3, annotate_s=lambda group_id: 1.0 * num_slow)
         driver = driver_on(world, tmp_path / str(num_slow), signals=frozenset(Signal), recorder=recorder)
         run_virtual(driver.run(0))
         assert [e.metrics["time/annotate"] for e in recorder.of(StepDone)] == pytest.approx([3.0 * num_slow] * 6)
@@ -262,7 +271,7 @@ def test_an_annotator_that_fails_ends_the_run_with_its_words(tmp_path):
 
 
 def test_a_group_whose_replica_died_is_rolled_out_elsewhere_before_the_replacement_is_ready(tmp_path):
-    recorder = Recorder()
+    recorder = PartialStream()
     world = FakeWorld(rollout_faults={0: Fault.DIES}, restart_s=1000.0)
     run_virtual(driver_on(world, tmp_path, recorder=recorder).run(0))
     assert [type(e).__name__ for e in recorder.events if isinstance(e, WorkerFailed | WorkerRestarted)] == [
@@ -272,8 +281,8 @@ def test_a_group_whose_replica_died_is_rolled_out_elsewhere_before_the_replaceme
 
 
 def test_a_suspended_process_neither_gives_up_nor_takes_its_workers_for_dead(tmp_path):
-    recorder = Recorder()
-    world = FakeWorld(rollout_s=lambda serial: 20.0)
+    recorder = PartialStream()
+    world = FakeWorld(rollout_s=lambda group_id: 20.0)
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -287,7 +296,7 @@ def test_a_suspended_process_neither_gives_up_nor_takes_its_workers_for_dead(tmp
 
 
 def test_a_dead_replica_is_replaced_once_and_its_groups_are_issued_again(tmp_path):
-    recorder = Recorder()
+    recorder = PartialStream()
     world = FakeWorld(rollout_faults={0: Fault.DIES})
     driver = driver_on(world, tmp_path, recorder=recorder)
     run_virtual(driver.run(0))
@@ -299,11 +308,11 @@ def test_a_dead_worker_is_told_once_however_many_groups_hit_it(tmp_path):
     class Rollouts(FakeRollouts):
         async def run(self, assignment: Assignment) -> RolledOut:
             if (owner := self.members[0]) == "rollout-0":
-                await asyncio.sleep(1.0 + assignment.serial)
-                raise WorkerDied(owner, f"rolling out group {assignment.serial}", "the process is gone")
+                await asyncio.sleep(1.0 + assignment.group_id)
+                raise WorkerDied(owner, f"rolling out group {assignment.group_id}", "the process is gone")
             return await super().run(assignment)
 
-    recorder, world = Recorder(), FakeWorld(num_replicas=1)
+    recorder, world = PartialStream(), FakeWorld(num_replicas=1)
     workers = replace(world.workers(), rollouts=Rollouts(world))
     driver = driver_on(world, tmp_path, recorder=recorder, workers=workers)
     run_virtual(driver.run(0))
@@ -314,8 +323,8 @@ def test_a_dead_worker_is_told_once_however_many_groups_hit_it(tmp_path):
 
 
 def test_a_relay_that_dies_is_told_and_nobody_waits_for_it(tmp_path):
-    def run(folder: Path, deaths_s: Sequence[float]) -> tuple[float, Recorder, FakeWorld]:
-        world, recorder, loop = FakeWorld(relay_deaths_s=deaths_s), Recorder(), VirtualLoop()
+    def run(folder: Path, deaths_s: Sequence[float]) -> tuple[float, PartialStream, FakeWorld]:
+        world, recorder, loop = FakeWorld(relay_deaths_s=deaths_s), PartialStream(), VirtualLoop()
         driver = driver_on(world, folder, recorder=recorder)
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
             assert runner.run(driver.run(0)) == 6
@@ -329,7 +338,7 @@ def test_a_relay_that_dies_is_told_and_nobody_waits_for_it(tmp_path):
 
 
 def test_a_checkpoint_holds_the_hash_of_every_version_its_groups_have_and_waits_for_no_other(tmp_path):
-    recorder = Recorder()
+    recorder = PartialStream()
     world = FakeWorld(broadcast_s=7.0, train_s=lambda version: 30.0)
     driver = driver_on(world, tmp_path, steps=3, max_staleness=2, checkpoint_every=1, recorder=recorder)
     run_virtual(driver.run(0))
@@ -357,7 +366,7 @@ def test_whoever_stops_a_run_need_not_wait_for_relays_that_are_gone(tmp_path):
 
 
 def test_a_replica_with_weights_nobody_published_is_caught_before_its_tokens_are_trained(tmp_path):
-    recorder = Recorder()
+    recorder = PartialStream()
     world = FakeWorld(rollout_faults={4: Fault.WRONG_WEIGHTS})
     run_virtual(driver_on(world, tmp_path, recorder=recorder).run(0))
     assert len(recorder.of(WorkerRestarted)) == 1
@@ -371,7 +380,7 @@ def test_work_that_fails_every_time_ends_the_run_naming_the_worker(tmp_path):
 
 
 def test_a_group_nobody_can_judge_is_dropped_and_replaced(tmp_path):
-    recorder = Recorder()
+    recorder = PartialStream()
     world = FakeWorld(reward_faults={1: Fault.FAILS, 5: Fault.FAILS})
     driver = driver_on(world, tmp_path, recorder=recorder)
     run_virtual(driver.run(0))
@@ -381,13 +390,13 @@ def test_a_group_nobody_can_judge_is_dropped_and_replaced(tmp_path):
 
 
 def test_a_judge_that_always_fails_ends_the_run_with_its_words(tmp_path):
-    world = FakeWorld(reward=lambda serial, episode: None)
+    world = FakeWorld(reward=lambda group_id, episode: None)
     with pytest.raises(RunAborted, match=r"4 groups were dropped one after the other.*the judge raised"):
         run_virtual(driver_on(world, tmp_path).run(0))
 
 
 def test_a_silent_standstill_ends_the_run_with_a_table(tmp_path):
-    world = FakeWorld(rollout_s=lambda serial: 10.0 if serial < 4 else 1e9, lease_s=600.0)
+    world = FakeWorld(rollout_s=lambda group_id: 10.0 if group_id < 4 else 1e9, lease_s=600.0)
     line = r"group 5: task task-\d, attempt 1, rollout-\d since 510 s, lease ends in 90 s"
     with pytest.raises(NoProgress, match=rf"nothing moved for 500 s(.|\n)*group 3: .* trained\n(.|\n)*{line}"):
         run_virtual(driver_on(world, tmp_path, no_progress_s=500.0).run(0))
@@ -407,5 +416,5 @@ def test_the_last_step_leaves_no_group_unused(tmp_path):
     world = FakeWorld()
     driver = driver_on(world, tmp_path, steps=5, max_staleness=3)
     run_virtual(driver.run(0))
-    assert driver.queue.ledger.next_serial == 15
+    assert driver.queue.ledger.next_group_id == 15
     assert not driver.queue.ledger.open

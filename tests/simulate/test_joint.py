@@ -34,20 +34,20 @@ def test_under_any_faults_each_policy_trains_every_group_once_and_within_its_bou
             sessions[1].run()
     for policy, own in limits.items():
         last = sessions[-1].drivers[policy]
-        trained = [serial for session in sessions for serial in session.worlds[policy].trained_serials]
-        dropped = {serial for session in sessions for serial, _ in session.diaries[policy].dropped}
+        trained = [group_id for session in sessions for group_id in session.worlds[policy].trained_group_ids]
+        dropped = {group_id for session in sessions for group_id, _ in session.diaries[policy].dropped}
         assert len(trained) == len(set(trained)) == own["steps"] * own["groups_per_step"]
-        assert dropped.union(trained) == set(range(last.queue.ledger.next_serial)), "what is issued is settled"
+        assert dropped.union(trained) == set(range(last.queue.ledger.next_group_id)), "what is issued is settled"
         assert not last.queue.ledger.open
         behind = [s for session in sessions for s in session.worlds[policy].staleness]
         assert max(behind) <= last.queue.staleness_bound
         assert not any(reason == "stale" for session in sessions for _, reason in session.diaries[policy].dropped)
 
 
-def test_an_episode_is_rolled_out_and_judged_once_for_all_policies(tmp_path: Path):
+def test_an_episode_is_rolled_out_and_scored_once_for_all_policies(tmp_path: Path):
     session = Session(worlds(), tmp_path)
     assert session.run() == {"proposer": STEPS, "solver": STEPS}
-    assert [a.serial for a in session.pool.assignments] == list(range(3 * STEPS))
+    assert [a.group_id for a in session.pool.assignments] == list(range(3 * STEPS))
     assert session.judges.num_calls == 3 * STEPS
 
 
@@ -65,26 +65,26 @@ def test_a_group_that_one_policy_drops_is_trained_by_the_other(tmp_path: Path):
     limits = {"proposer": {"algorithm": Choosy(is_choosy=True)}}
     session = Session(worlds(), tmp_path, limits)
     session.run()
-    proposer, solver = (session.worlds[name].trained_serials for name in ("proposer", "solver"))
-    assert not [serial for serial in proposer if serial % 5 == 0]
+    proposer, solver = (session.worlds[name].trained_group_ids for name in ("proposer", "solver"))
+    assert not [group_id for group_id in proposer if group_id % 5 == 0]
     assert solver == list(range(3 * STEPS)), "its groups are those of a run without drops"
     assert len(proposer) == len(solver)
 
 
 def test_a_policy_that_does_not_speak_in_a_group_drops_it_without_a_failure(tmp_path: Path):
     limits = {"solver": {"max_failed_groups": 1}}
-    session = Session(worlds(), tmp_path, limits, speaks=lambda policy, serial: serial % 2 == 0)
+    session = Session(worlds(), tmp_path, limits, speaks=lambda policy, group_id: group_id % 2 == 0)
     session.run()
     assert {reason for _, reason in session.diaries["solver"].dropped} == {"no_signal"}
-    assert all(serial % 2 == 0 for serial in session.worlds["solver"].trained_serials)
-    assert session.worlds["proposer"].trained_serials == list(range(3 * STEPS))
+    assert all(group_id % 2 == 0 for group_id in session.worlds["solver"].trained_group_ids)
+    assert session.worlds["proposer"].trained_group_ids == list(range(3 * STEPS))
 
 
 def test_a_policy_that_is_done_goes_on_speaking_for_the_other(tmp_path: Path):
     session = Session(worlds(), tmp_path, {"proposer": {"steps": 2}})
     assert session.run() == {"proposer": 2, "solver": STEPS}
     assert session.pool.assignments[-1].versions["proposer"] == session.pool.held["proposer"] == 2, "its last weights"
-    assert session.worlds["solver"].trained_serials == list(range(3 * STEPS))
+    assert session.worlds["solver"].trained_group_ids == list(range(3 * STEPS))
 
 
 def test_the_relays_of_a_policy_that_is_done_are_supervised_until_the_others_are(tmp_path: Path):
@@ -97,8 +97,8 @@ def test_the_relays_of_a_policy_that_is_done_are_supervised_until_the_others_are
 def test_a_rollout_that_fails_is_made_again_once_for_both(tmp_path: Path):
     session = Session(worlds(rollout_faults={4: Fault.DIES}), tmp_path)
     session.run()
-    serials = [a.serial for a in session.pool.assignments]
-    assert [serial for serial in serials if serials.count(serial) > 1] == [4, 4]
+    group_ids = [a.group_id for a in session.pool.assignments]
+    assert [group_id for group_id in group_ids if group_ids.count(group_id) > 1] == [4, 4]
 
 
 def test_a_payload_that_only_one_lost_is_rolled_out_again_for_that_one(tmp_path: Path):
@@ -107,9 +107,9 @@ def test_a_payload_that_only_one_lost_is_rolled_out_again_for_that_one(tmp_path:
     session.run()
     assert session.diaries["solver"].reissued == [3, 5]
     assert session.diaries["proposer"].reissued == []
-    assert [world.trained_serials for world in both.values()] == [list(range(3 * STEPS))] * 2
-    serials = [a.serial for a in session.pool.assignments]
-    assert sorted(serial for serial in serials if serials.count(serial) > 1) == [3, 3, 5, 5]
+    assert [world.trained_group_ids for world in both.values()] == [list(range(3 * STEPS))] * 2
+    group_ids = [a.group_id for a in session.pool.assignments]
+    assert sorted(group_id for group_id in group_ids if group_ids.count(group_id) > 1) == [3, 3, 5, 5]
 
 
 def test_groups_that_fail_for_one_fail_for_all_and_end_the_run(tmp_path: Path):
@@ -124,8 +124,8 @@ def test_policies_saved_at_different_steps_each_go_on_from_their_own(tmp_path: P
         Session({"proposer": FakeWorld(), "solver": FakeWorld(nan_at=5)}, tmp_path, limits).run()
     resumed = Session(worlds(), tmp_path, limits)
     assert resumed.run() == {"proposer": STEPS, "solver": STEPS}
-    assert resumed.worlds["proposer"].trained_serials == list(range(3 * 3, 3 * STEPS))
-    assert resumed.worlds["solver"].trained_serials == list(range(2 * 4, 2 * STEPS))
+    assert resumed.worlds["proposer"].trained_group_ids == list(range(3 * 3, 3 * STEPS))
+    assert resumed.worlds["solver"].trained_group_ids == list(range(2 * 4, 2 * STEPS))
 
 
 def test_a_policy_that_waits_for_another_to_catch_up_is_not_taken_for_stuck(tmp_path: Path):
@@ -135,7 +135,7 @@ def test_a_policy_that_waits_for_another_to_catch_up_is_not_taken_for_stuck(tmp_
     slow = {"proposer": FakeWorld(), "solver": FakeWorld(train_s=lambda version: 50.0)}
     resumed = Session(slow, tmp_path, limits)
     assert resumed.run() == {"proposer": STEPS, "solver": STEPS}
-    assert len(resumed.worlds["solver"].trained_serials) > 4 + len(resumed.worlds["proposer"].trained_serials)
+    assert len(resumed.worlds["solver"].trained_group_ids) > 4 + len(resumed.worlds["proposer"].trained_group_ids)
 
 
 def test_a_run_that_is_stuck_says_which_policy_a_group_waits_for(tmp_path: Path):

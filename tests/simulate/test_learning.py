@@ -14,17 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.algorithm import Algorithm, Settled, Signal
-from rlsys.batch.plan import BatchPlan
-from rlsys.checkpoint import find_latest
+from rlsys.algorithm import Algorithm, Signal, StepAdvantages
+from rlsys.batch.packing import BatchPlan
 from rlsys.contracts import TrainStats, Workers
-from rlsys.driver import Driver
 from rlsys.errors import CheckpointError, ConfigError, RunAborted, TrainingError, WorkerDied
-from rlsys.events import GroupDropped, SignalMissing, StepDone
-from rlsys.failed import read_failed
-from rlsys.metrics import undocumented
-from rlsys.record import read_groups
-from rlsys.testing import FakeActor, FakeCritic, FakeReference, FakeWorld, Recorder, RewardAsAdvantage, run_virtual
+from rlsys.loop.checkpoint import find_latest
+from rlsys.loop.driver import Driver
+from rlsys.loop.failed_step import read_failed
+from rlsys.monitoring.events import GroupDropped, SignalMissing, StepDone
+from rlsys.monitoring.metric_catalog import undocumented
+from rlsys.replay.rollout_log import read_groups
+from rlsys.testing import FakeActor, FakeCritic, FakeReference, FakeWorld, PartialStream, RewardAsAdvantage, run_virtual
 from rlsys.types import Group, Ref
 from tests.simulate.world import StopAfter, driver_on, go_on, latencies
 
@@ -45,49 +45,51 @@ class Remembering(Contrast):
 
     seen: list[Mapping[str, float]] = field(default_factory=list)
 
-    def settle(self, groups: Sequence[Group], past: Mapping[str, float]) -> Settled:
+    def finalize_advantages(self, groups: Sequence[Group], past: Mapping[str, float]) -> StepAdvantages:
         self.seen.append(past)
-        return replace(super().settle(groups, past), metrics={"policy/entropy": past.get("policy/entropy", 0.0) + 1})
+        return replace(
+            super().finalize_advantages(groups, past), metrics={"policy/entropy": past.get("policy/entropy", 0.0) + 1}
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Without(RewardAsAdvantage):
-    """Takes all advantages from groups of some serials, once it sees a whole step."""
+    """Takes all advantages from groups of some group_ids, once it sees a whole step."""
 
-    serials: tuple[int, ...]
+    group_ids: tuple[int, ...]
 
-    def settle(self, groups: Sequence[Group], past: Mapping[str, float]) -> Settled:
-        settled = super().settle(groups, past).groups
-        kept = [() if group.serial in self.serials else of for group, of in zip(groups, settled, strict=True)]
-        return Settled(tuple(kept))
+    def finalize_advantages(self, groups: Sequence[Group], past: Mapping[str, float]) -> StepAdvantages:
+        settled = super().finalize_advantages(groups, past).groups
+        kept = [() if group.group_id in self.group_ids else of for group, of in zip(groups, settled, strict=True)]
+        return StepAdvantages(tuple(kept))
 
 
-def equal_in_every_third(serial: int, episode: int) -> float:
-    return 1.0 if serial % 3 == 0 else float(episode)
+def equal_in_every_third(group_id: int, episode: int) -> float:
+    return 1.0 if group_id % 3 == 0 else float(episode)
 
 
 # ---------------------------------------------------------------------------------- dynamic sampling
 
 
 def test_a_group_without_a_signal_is_dropped_replaced_and_no_failure(tmp_path):
-    recorder, world = Recorder(), FakeWorld(reward=equal_in_every_third)
+    recorder, world = PartialStream(), FakeWorld(reward=equal_in_every_third)
     driver = driver_on(
         world, tmp_path, algorithm=Contrast(), max_failed_groups=1, max_no_signal_groups=4, recorder=recorder
     )
     assert run_virtual(driver.run(0)) == 6
     dropped = recorder.of(GroupDropped)
-    assert [(e.serial % 3, e.reason) for e in dropped] == [(0, "no_signal")] * len(dropped)
+    assert [(e.group_id % 3, e.reason) for e in dropped] == [(0, "no_signal")] * len(dropped)
     assert "equal rewards: [1.0]" in dropped[0].detail
     assert world.consumed.total() == 18
-    assert driver.queue.ledger.next_serial == 18 + len(dropped) == 27
+    assert driver.queue.ledger.next_group_id == 18 + len(dropped) == 27
     assert not driver.queue.ledger.open
     assert recorder.of(StepDone)[-1].metrics["curation/no_signal"] == len(dropped)
 
 
 def test_another_group_takes_the_place_of_one_without_a_signal_while_the_trainer_is_busy(tmp_path):
     def duration_s(num_void: int) -> float:
-        recorder = Recorder()
-        world = FakeWorld(reward=lambda serial, episode: 1.0 if 2 <= serial < 2 + num_void else float(episode))
+        recorder = PartialStream()
+        world = FakeWorld(reward=lambda group_id, episode: 1.0 if 2 <= group_id < 2 + num_void else float(episode))
         world.train_s = lambda version: 20.0
         driver = driver_on(
             world,
@@ -121,7 +123,7 @@ def test_a_group_in_which_only_frozen_agents_spoke_has_no_signal_and_did_not_fai
 
 
 def test_many_groups_without_a_signal_are_told_once_and_long_before_they_end_the_run(tmp_path):
-    recorder, world = Recorder(), FakeWorld(reward=lambda serial, episode: float(serial >= 7 and episode))
+    recorder, world = PartialStream(), FakeWorld(reward=lambda group_id, episode: float(group_id >= 7 and episode))
     driver = driver_on(world, tmp_path, algorithm=Contrast(), max_no_signal_groups=50, recorder=recorder)
     assert run_virtual(driver.run(0)) == 6
     (told,) = recorder.of(SignalMissing)
@@ -131,13 +133,13 @@ def test_many_groups_without_a_signal_are_told_once_and_long_before_they_end_the
 
 
 def test_steps_that_settling_empties_are_told_too(tmp_path):
-    recorder, algorithm = Recorder(), Without(serials=tuple(range(12)))
+    recorder, algorithm = PartialStream(), Without(group_ids=tuple(range(12)))
     run_virtual(driver_on(FakeWorld(), tmp_path, algorithm=algorithm, recorder=recorder).run(0))
     assert [told.num_groups for told in recorder.of(SignalMissing)] == [6]
 
 
 def test_failed_groups_in_between_do_not_start_the_count_of_those_without_a_signal_anew(tmp_path):
-    world = FakeWorld(reward=lambda serial, episode: None if serial % 4 == 0 else 1.0)
+    world = FakeWorld(reward=lambda group_id, episode: None if group_id % 4 == 0 else 1.0)
     driver = driver_on(world, tmp_path, algorithm=Contrast(), max_failed_groups=4, max_no_signal_groups=30)
     with pytest.raises(RunAborted, match="30 groups one after the other"):
         run_virtual(driver.run(0))
@@ -148,30 +150,30 @@ def test_failed_groups_in_between_do_not_start_the_count_of_those_without_a_sign
 
 
 def test_a_step_that_settling_empties_is_dropped_whole_and_makes_no_version(tmp_path):
-    recorder, world = Recorder(), FakeWorld()
-    driver = driver_on(world, tmp_path, max_staleness=1, algorithm=Without(serials=(3, 4, 5)), recorder=recorder)
+    recorder, world = PartialStream(), FakeWorld()
+    driver = driver_on(world, tmp_path, max_staleness=1, algorithm=Without(group_ids=(3, 4, 5)), recorder=recorder)
     assert run_virtual(driver.run(0)) == 6
-    assert [(e.serial, e.reason) for e in recorder.of(GroupDropped)] == [(n, "no_signal") for n in (3, 4, 5)]
+    assert [(e.group_id, e.reason) for e in recorder.of(GroupDropped)] == [(n, "no_signal") for n in (3, 4, 5)]
     assert [e.step for e in recorder.of(StepDone)] == [1, 2, 3, 4, 5, 6]
     assert world.consumed.total() == 18
-    assert (driver.queue.ledger.next_serial, driver.queue.ledger.open, driver.queue.num_permits) == (21, {}, 0)
+    assert (driver.queue.ledger.next_group_id, driver.queue.ledger.open, driver.queue.num_permits) == (21, {}, 0)
 
 
 def test_a_group_that_settling_empties_is_trained_with_its_step(tmp_path):
     world = FakeWorld()
-    driver = driver_on(world, tmp_path, algorithm=Without(serials=(3, 4)))
+    driver = driver_on(world, tmp_path, algorithm=Without(group_ids=(3, 4)))
     run_virtual(driver.run(0))
-    assert (world.consumed.total(), driver.queue.dropped, driver.queue.ledger.next_serial) == (18, {}, 18)
+    assert (world.consumed.total(), driver.queue.dropped, driver.queue.ledger.next_group_id) == (18, {}, 18)
 
 
 def test_settling_that_empties_every_step_ends_the_run(tmp_path):
-    driver = driver_on(FakeWorld(), tmp_path, algorithm=Without(serials=tuple(range(1000))), max_no_signal_groups=7)
+    driver = driver_on(FakeWorld(), tmp_path, algorithm=Without(group_ids=tuple(range(1000))), max_no_signal_groups=7)
     with pytest.raises(RunAborted, match=r"9 groups one after the other(.|\n)*of a step of 3 groups nothing is left"):
         run_virtual(driver.run(0))
 
 
 def test_settling_sees_the_metrics_of_the_step_before_and_its_own_are_reported(tmp_path):
-    recorder, algorithm = Recorder(), Remembering()
+    recorder, algorithm = PartialStream(), Remembering()
     run_virtual(driver_on(FakeWorld(), tmp_path, algorithm=algorithm, recorder=recorder).run(0))
     reported = [e.metrics for e in recorder.of(StepDone)]
     assert [m["policy/entropy"] for m in reported] == [1, 2, 3, 4, 5, 6]
@@ -205,8 +207,8 @@ def test_an_interrupted_run_settles_and_samples_as_an_uninterrupted_one_does(see
 
 def test_settling_may_not_report_what_another_part_reports(tmp_path):
     class Loud(RewardAsAdvantage):
-        def settle(self, groups: Sequence[Group], past: Mapping[str, float]) -> Settled:
-            return replace(super().settle(groups, past), metrics={"loss": 0.0})
+        def finalize_advantages(self, groups: Sequence[Group], past: Mapping[str, float]) -> StepAdvantages:
+            return replace(super().finalize_advantages(groups, past), metrics={"loss": 0.0})
 
     with pytest.raises(ConfigError, match="the metrics loss are reported twice"):
         run_virtual(driver_on(FakeWorld(), tmp_path, algorithm=Loud()).run(0))
@@ -221,7 +223,7 @@ def actor_of(driver: Driver) -> FakeActor:
 
 
 def test_the_critic_trains_after_the_actor_and_both_report(tmp_path):
-    recorder = Recorder()
+    recorder = PartialStream()
     world = FakeWorld(train_s=lambda version: 2.0, critic_s=lambda step: 5.0)
     driver = driver_on(world, tmp_path, signals=ALL, recorder=recorder)
     run_virtual(driver.run(0))
@@ -242,7 +244,7 @@ def test_a_step_tells_how_long_fetching_and_its_columns_took(tmp_path):
             await asyncio.sleep(4.0)
             await super().fetch(groups, plan)
 
-    recorder, world = Recorder(), FakeWorld()
+    recorder, world = PartialStream(), FakeWorld()
     workers = world.workers()
     made = {**workers.step_annotators, Signal.REFERENCE_MISMATCHED: Slow(world)}
     workers = replace(workers, actor=SlowToFetch(world), step_annotators=made)
@@ -307,7 +309,7 @@ def test_a_checkpoint_without_a_critic_is_refused_where_one_is_needed(tmp_path):
 
 
 def fast_rollouts() -> FakeWorld:
-    return FakeWorld(rollout_s=lambda serial: 0.1, train_s=lambda version: 10.0)
+    return FakeWorld(rollout_s=lambda group_id: 0.1, train_s=lambda version: 10.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,12 +355,12 @@ def test_a_stabilizer_that_begins_at_a_resume_sees_its_steps_without_staleness_t
     assert run_virtual(driver.run(0)) == 5
     assert staleness_by_step(first) == [0, 1, 2, 2, 2]
     assert driver.queue.finished, "groups of older weights, which the checkpoint keeps"
-    recorder, second = Recorder(), fast_rollouts()
+    recorder, second = PartialStream(), fast_rollouts()
     driver = driver_on(second, tmp_path, steps=12, max_staleness=2, synchronous_steps=3, recorder=recorder)
     assert run_virtual(go_on(driver)) == 12
     assert staleness_by_step(second) == [0, 0, 0, 0, 1, 2, 2]
     assert (recorder.of(GroupDropped), driver.queue.dropped) == ([], {}), "they are rolled out again instead"
-    assert second.trained_serials == list(range(15, 36))
+    assert second.trained_group_ids == list(range(15, 36))
 
 
 # ---------------------------------------------------------------------------------- what is kept
@@ -390,7 +392,7 @@ def test_a_step_whose_numbers_are_not_finite_is_kept_and_the_error_says_how_to_r
     assert (failed.model, failed.update, raised.value.update) == ("actor", 1, 1)
     assert set(failed.signals) == ALL
     groups = [record.group for record in read_groups(folder / "groups.jsonl")]
-    assert [group.serial for group in groups] == [6, 7, 8]
+    assert [group.group_id for group in groups] == [6, 7, 8]
     assert [[a.advantage for a in of_group] for of_group in failed.assigned] == [[0, 1], [1, 0], [0, 1]]
     names = {"actor", "critic", "groups.jsonl", "config.resolved.yaml", "step.json"}
     assert {path.name for path in folder.iterdir()} == names
@@ -473,8 +475,8 @@ def test_groups_of_one_have_nothing_to_compare_and_the_run_says_so(tmp_path):
 @pytest.mark.parametrize("reward", [math.nan, math.inf, None])
 @pytest.mark.parametrize("algorithm", [RewardAsAdvantage(), Contrast()], ids=lambda a: type(a).__name__)
 def test_a_reward_that_is_no_number_fails_its_episode_and_no_other(tmp_path, reward, algorithm: Algorithm):
-    recorder = Recorder()
-    world = FakeWorld(reward=lambda serial, episode: reward if serial == episode == 1 else float(episode))
+    recorder = PartialStream()
+    world = FakeWorld(reward=lambda group_id, episode: reward if group_id == episode == 1 else float(episode))
     driver = driver_on(world, tmp_path, algorithm=replace(algorithm, group_size=3), recorder=recorder)
     run_virtual(driver.run(0))
     first = recorder.of(StepDone)[0].metrics
@@ -484,6 +486,6 @@ def test_a_reward_that_is_no_number_fails_its_episode_and_no_other(tmp_path, rew
 
 @pytest.mark.parametrize("reward", [math.nan, -math.inf])
 def test_rewards_that_are_never_a_number_end_the_run_with_the_number_they_are(tmp_path, reward):
-    driver = driver_on(FakeWorld(reward=lambda serial, episode: reward), tmp_path)
+    driver = driver_on(FakeWorld(reward=lambda group_id, episode: reward), tmp_path)
     with pytest.raises(RunAborted, match=f"4 groups were dropped one after the other.*its reward is {reward}"):
         run_virtual(driver.run(0))

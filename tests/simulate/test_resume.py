@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from rlsys.algorithm import Signal
-from rlsys.batch.plan import BatchPlan
+from rlsys.batch.packing import BatchPlan
 from rlsys.contracts import TrainStats, Workers
-from rlsys.driver import Driver
+from rlsys.loop.driver import Driver
 from rlsys.testing import FakeActor, FakeRelays, FakeRewards, FakeRollouts, FakeWorld, run_virtual
 from rlsys.types import Ref
 from tests.simulate.world import StopAfter, driver_on, go_on
@@ -27,13 +27,13 @@ class OrderedActor(FakeActor):
         self.order = order
 
     async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
-        self.order += [group.serial for group in self.fetched]
+        self.order += [group.group_id for group in self.fetched]
         return await super().train_step(plan, columns)
 
 
 class OrderedWorld(FakeWorld):
     def __init__(self, order: list[int]) -> None:
-        super().__init__(rollout_s=lambda serial: 50.0 if serial == SLOW else 1.0, train_s=lambda version: 10.0)
+        super().__init__(rollout_s=lambda group_id: 50.0 if group_id == SLOW else 1.0, train_s=lambda version: 10.0)
         self.order = order
 
     def workers(self) -> Workers:
@@ -46,7 +46,7 @@ def cut_and_resumed(folder: Path, *, max_staleness: int, steps: int = 6) -> tupl
     cut = driver_on(OrderedWorld(order), folder, max_staleness=3)
     cut.events.attach(StopAfter(cut, 1))
     assert run_virtual(cut.run(0)) == 1
-    assert {row.serial > SLOW for row in cut.queue.finished} == {True, False}
+    assert {row.group_id > SLOW for row in cut.queue.finished} == {True, False}
     resumed = driver_on(OrderedWorld(order), folder, max_staleness=max_staleness, steps=steps)
     assert run_virtual(go_on(resumed)) == steps
     return order, resumed

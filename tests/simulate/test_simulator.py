@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from rlsys.broadcast import broadcast_s
-from rlsys.config.load import dump
+from rlsys.config.loader import dump
 from rlsys.simulate.profile import Profile
 from rlsys.simulate.simulation import Simulation
-from rlsys.simulate.work import Workload
+from rlsys.simulate.workload import Workload
+from rlsys.weight_sync.broadcast import broadcast_s
 from tests.simulate.profiles import small
 
 SETTINGS: list[dict[str, Any]] = [
@@ -43,10 +43,10 @@ def test_every_token_of_every_group_taken_is_trained_once_within_the_bound(setti
     simulation = ran(**setting)
     profile, trained = simulation.profile, simulation.trained
     work = Workload(profile)
-    serials = [group.serial for group in trained]
-    assert len(serials) == len(set(serials)) == 8 * profile.groups_per_step
+    group_ids = [group.group_id for group in trained]
+    assert len(group_ids) == len(set(group_ids)) == 8 * profile.groups_per_step
     for group in trained:
-        expected = sum(step.num_tokens for e in range(profile.group_size) for step in work.episode(group.serial, e))
+        expected = sum(step.num_tokens for e in range(profile.group_size) for step in work.episode(group.group_id, e))
         assert group.num_trained == sum(span.num_tokens for span in group.versions) == expected
     assert simulation.report.staleness_max <= simulation.report.staleness_bound
     assert sum(simulation.report.staleness.values()) == pytest.approx(1.0)
@@ -79,20 +79,20 @@ def test_another_seed_is_other_work():
 
 
 def test_all_settings_see_the_same_work():
-    trained = [{g.serial: g.num_trained for g in ran(**s).trained} for s in ({}, {"max_staleness": 3})]
+    trained = [{g.group_id: g.num_trained for g in ran(**s).trained} for s in ({}, {"max_staleness": 3})]
     assert trained[0] == trained[1]
 
 
 def test_the_work_has_the_mean_and_the_cap_that_the_profile_names():
     profile = small(response={"mean": 900, "sigma": 1.0, "cap": 3000})
-    lengths = [Workload(profile).episode(serial, e)[0].num_tokens for serial in range(2000) for e in range(4)]
+    lengths = [Workload(profile).episode(group_id, e)[0].num_tokens for group_id in range(2000) for e in range(4)]
     assert sum(lengths) / len(lengths) == pytest.approx(900, rel=0.03)
     assert max(lengths) == 3000
 
 
 def test_a_table_of_lengths_is_drawn_from_evenly():
     profile = small(response={"table": [10, 20, 400]})
-    counts = Counter(Workload(profile).episode(serial, 0)[0].num_tokens for serial in range(3000))
+    counts = Counter(Workload(profile).episode(group_id, 0)[0].num_tokens for group_id in range(3000))
     assert counts.keys() == {10, 20, 400}
     assert min(counts.values()) > 900
 
@@ -132,7 +132,7 @@ def test_repacking_raises_throughput_and_trains_the_identical_groups():
     assert on.report.moved_groups > 0
     assert on.report.generated_tokens_per_s > 1.1 * off.report.generated_tokens_per_s
     assert on.report.kv_used > off.report.kv_used
-    assert [g.serial for g in on.trained] == [g.serial for g in off.trained]
+    assert [g.group_id for g in on.trained] == [g.group_id for g in off.trained]
     assert [g.num_trained for g in on.trained] == [g.num_trained for g in off.trained]
 
 
@@ -148,7 +148,7 @@ def test_a_dead_replica_loses_no_group_and_the_others_never_stop():
     hit.run()
     assert len(versions) == 3
     assert [r.name for r in hit.rollouts.ended] == ["rollout-0", "rollout-0.1", "rollout-0.2"]
-    assert sorted(g.serial for g in hit.trained) == sorted(g.serial for g in calm.trained)
+    assert sorted(g.group_id for g in hit.trained) == sorted(g.group_id for g in calm.trained)
     assert hit.report.dropped == 0
     assert hit.report.staleness_max <= 2
     assert hit.report.tokens_per_s > 0.6 * calm.report.tokens_per_s
@@ -160,7 +160,7 @@ def test_a_dead_replica_is_passed_over_by_turns_that_are_routed_one_by_one():
     hit = Simulation(profile, 8, incidents=[(15.0, lambda simulation: simulation.rollouts.kill(1))])
     hit.run()
     assert len(hit.rollouts.ended) == 1
-    assert len({g.serial for g in hit.trained}) == 8 * 16
+    assert len({g.group_id for g in hit.trained}) == 8 * 16
 
 
 def test_the_publish_stall_does_not_know_how_many_replicas_there_are():
@@ -297,7 +297,7 @@ def test_the_environments_of_a_replica_that_dies_are_free_for_others():
     hit = Simulation(small(**chat, environments=16), 4, incidents=kills)
     hit.run()
     assert hit.rollouts.ended
-    assert len({g.serial for g in hit.trained}) == 4 * 16
+    assert len({g.group_id for g in hit.trained}) == 4 * 16
 
 
 def test_a_profile_of_a_file_says_what_it_says(tmp_path: Any):

@@ -13,37 +13,37 @@ from pathlib import Path
 import pytest
 
 from rlsys.algorithm import Signal
-from rlsys.driver import Driver
 from rlsys.errors import NoProgress, WorkerDied
-from rlsys.events import (
+from rlsys.loop.driver import Driver
+from rlsys.loop.replica_watcher import AGAIN_S, AT_ONCE, PLACES_AT_ONCE, RAREST_S, ReplicaWatcher
+from rlsys.monitoring.events import (
     ACTIVITIES,
     GroupDropped,
     GroupIssued,
-    GroupJudged,
     GroupPlaced,
     GroupReissued,
     GroupRolledOut,
+    GroupScored,
     QueueSeen,
     ReplicaSeen,
     RolloutsWritten,
     StepDone,
     WorkerBusy,
 )
-from rlsys.metrics import undocumented
-from rlsys.record import read_rollouts
-from rlsys.testing import FakeRollouts, FakeWorld, Fault, Recorder, run_virtual
+from rlsys.monitoring.metric_catalog import undocumented
+from rlsys.replay.rollout_log import read_rollouts
+from rlsys.testing import FakeRollouts, FakeWorld, Fault, PartialStream, run_virtual
 from rlsys.types import EngineStats, Group, ReplicaLoad
-from rlsys.watching import AGAIN_S, AT_ONCE, PLACES_AT_ONCE, RAREST_S, Watching
-from rlsys.weights import WeightSync
+from rlsys.weight_sync.sync import WeightSync
 from tests.simulate.joint import Session
 from tests.simulate.world import driver_on
 
 STEPS = 4
 
 
-def told_by(driver: Driver, *, look_s: float = 0.0) -> Recorder:
+def told_by(driver: Driver, *, look_s: float = 0.0) -> PartialStream:
     """What a whole run emits."""
-    recorder = Recorder()
+    recorder = PartialStream()
     driver.events.attach(recorder)
     driver.look_s = look_s
     run_virtual(driver.run(0))
@@ -52,36 +52,36 @@ def told_by(driver: Driver, *, look_s: float = 0.0) -> Recorder:
 
 def test_every_trained_group_is_told_from_its_issue_to_its_step(tmp_path):
     told = told_by(driver_on(FakeWorld(), tmp_path, steps=STEPS, max_staleness=1))
-    trained = [serial for step in told.of(StepDone) for serial in step.serials]
+    trained = [group_id for step in told.of(StepDone) for group_id in step.group_ids]
     assert trained == list(range(3 * STEPS))
-    stages = (GroupIssued, GroupRolledOut, GroupJudged)
-    places = {kind: {e.serial: i for i, e in enumerate(told.events) if isinstance(e, kind)} for kind in stages}
-    done = {serial: i for i, e in enumerate(told.events) if isinstance(e, StepDone) for serial in e.serials}
-    for serial in trained:
-        passed = [*(places[kind][serial] for kind in stages), done[serial]]
-        assert passed == sorted(passed), serial
-    tasks = {e.serial: e.task_id for e in told.of(GroupIssued)}
-    assert {e.serial: e.task_id for e in told.of(GroupJudged)} == tasks
-    assert {e.rewards for e in told.of(GroupJudged)} == {(0.0, 1.0), (1.0, 0.0)}
+    stages = (GroupIssued, GroupRolledOut, GroupScored)
+    places = {kind: {e.group_id: i for i, e in enumerate(told.events) if isinstance(e, kind)} for kind in stages}
+    done = {group_id: i for i, e in enumerate(told.events) if isinstance(e, StepDone) for group_id in e.group_ids}
+    for group_id in trained:
+        passed = [*(places[kind][group_id] for kind in stages), done[group_id]]
+        assert passed == sorted(passed), group_id
+    tasks = {e.group_id: e.task_id for e in told.of(GroupIssued)}
+    assert {e.group_id: e.task_id for e in told.of(GroupScored)} == tasks
+    assert {e.rewards for e in told.of(GroupScored)} == {(0.0, 1.0), (1.0, 0.0)}
     assert {e.lengths for e in told.of(GroupRolledOut)} == {(3, 3)}
 
 
 def test_a_group_that_is_given_up_is_told_with_its_rewards_and_then_dropped(tmp_path):
-    world = FakeWorld(reward=lambda serial, episode: None if serial == 2 else float(episode))
+    world = FakeWorld(reward=lambda group_id, episode: None if group_id == 2 else float(episode))
     told = told_by(driver_on(world, tmp_path, steps=STEPS))
-    assert [e.serial for e in told.of(GroupDropped)] == [2]
-    assert 2 in {e.serial for e in told.of(GroupRolledOut)}
-    of_it = [e for e in told.events if isinstance(e, GroupJudged | GroupDropped) and e.serial == 2]
-    assert [type(e) for e in of_it] == [GroupJudged, GroupDropped]
-    assert next(e.rewards for e in told.of(GroupJudged) if e.serial == 2) == (None, None)
+    assert [e.group_id for e in told.of(GroupDropped)] == [2]
+    assert 2 in {e.group_id for e in told.of(GroupRolledOut)}
+    of_it = [e for e in told.events if isinstance(e, GroupScored | GroupDropped) and e.group_id == 2]
+    assert [type(e) for e in of_it] == [GroupScored, GroupDropped]
+    assert next(e.rewards for e in told.of(GroupScored) if e.group_id == 2) == (None, None)
 
 
 def test_a_lost_group_is_told_to_be_issued_again(tmp_path):
     told = told_by(driver_on(FakeWorld(payload_losses={"fetch": {1}}), tmp_path, steps=STEPS))
-    lost = [e.serial for e in told.of(GroupReissued)]
+    lost = [e.group_id for e in told.of(GroupReissued)]
     assert lost
-    issued = [e.serial for e in told.of(GroupIssued)]
-    assert {serial: issued.count(serial) for serial in lost} == dict.fromkeys(lost, 2)
+    issued = [e.group_id for e in told.of(GroupIssued)]
+    assert {group_id: issued.count(group_id) for group_id in lost} == dict.fromkeys(lost, 2)
 
 
 def test_spans_of_work_say_who_did_what_when(tmp_path):
@@ -92,15 +92,15 @@ def test_spans_of_work_say_who_did_what_when(tmp_path):
     driver = driver_on(world, tmp_path, steps=1, groups_per_step=1, signals=signals)
     told = [(e.worker, e.activity, e.start_s, e.end_s) for e in told_by(driver).of(WorkerBusy)]
     published = world.publish_s
-    judged_s = published + 2.0 + 0.5
+    scored_s = published + 2.0 + 0.5
     assert {activity for _, activity, _, _ in told} <= ACTIVITIES.keys()
     expected = [
         ("reference", "annotating", published + 2.0, published + 2.1),
         ("rollout-0", "generating", published, published + 2.0),
-        ("reward-0", "judging", published + 2.0, judged_s),
-        ("actor", "training", judged_s, judged_s + 3.0),
-        ("critic", "training", judged_s + 3.0, judged_s + 4.5),
-        ("actor", "publishing", judged_s + 4.5, judged_s + 4.5 + published),
+        ("reward-0", "scoring", published + 2.0, scored_s),
+        ("actor", "training", scored_s, scored_s + 3.0),
+        ("critic", "training", scored_s + 3.0, scored_s + 4.5),
+        ("actor", "publishing", scored_s + 4.5, scored_s + 4.5 + published),
     ]
     assert [span[:2] for span in sorted(told)] == [span[:2] for span in sorted(expected)]
     for span, right in zip(sorted(told), sorted(expected), strict=True):
@@ -161,8 +161,11 @@ def test_a_step_whose_rollouts_are_written_says_where(tmp_path):
     told = told_by(driver)
     written = told.of(RolloutsWritten)
     assert [e.step for e in written] == [2, 4]
-    serials = {step.step: step.serials for step in told.of(StepDone)}
-    assert [tuple(r.group.serial for r in read_rollouts(Path(e.path))) for e in written] == [serials[2], serials[4]]
+    group_ids = {step.step: step.group_ids for step in told.of(StepDone)}
+    assert [tuple(r.group.group_id for r in read_rollouts(Path(e.path))) for e in written] == [
+        group_ids[2],
+        group_ids[4],
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------------------- looks
@@ -174,26 +177,26 @@ def test_nobody_looks_unless_told_to(tmp_path):
 
 
 def test_a_look_tells_where_groups_are_once_for_each_place(tmp_path):
-    world = FakeWorld(rollout_s=lambda serial: 10.0)
+    world = FakeWorld(rollout_s=lambda group_id: 10.0)
     told = told_by(driver_on(world, tmp_path, steps=2), look_s=1.0)
-    owners = {e.serial: e.worker for e in told.of(GroupRolledOut)}
-    placed = [(e.serial, e.worker) for e in told.of(GroupPlaced)]
+    owners = {e.group_id: e.worker for e in told.of(GroupRolledOut)}
+    placed = [(e.group_id, e.worker) for e in told.of(GroupPlaced)]
     assert sorted(placed) == sorted(owners.items())
 
 
 def test_a_group_that_hangs_is_told_to_be_where_it_hangs(tmp_path):
     world = FakeWorld(rollout_faults={1: Fault.HANGS}, lease_s=1e6)
-    recorder = Recorder()
+    recorder = PartialStream()
     driver = driver_on(world, tmp_path, steps=STEPS, no_progress_s=60.0, recorder=recorder)
     driver.look_s = 2.0
     with pytest.raises(NoProgress):
         run_virtual(driver.run(0))
-    pending = {e.serial for e in recorder.of(GroupIssued)} - {e.serial for e in recorder.of(GroupRolledOut)}
-    assert [(e.serial, e.worker) for e in recorder.of(GroupPlaced) if e.serial in pending] == [(1, "rollout-1")]
+    pending = {e.group_id for e in recorder.of(GroupIssued)} - {e.group_id for e in recorder.of(GroupRolledOut)}
+    assert [(e.group_id, e.worker) for e in recorder.of(GroupPlaced) if e.group_id in pending] == [(1, "rollout-1")]
 
 
 def test_the_queue_is_told_when_it_changes_and_not_else(tmp_path):
-    world = FakeWorld(rollout_s=lambda serial: 10.0, train_s=lambda version: 10.0)
+    world = FakeWorld(rollout_s=lambda group_id: 10.0, train_s=lambda version: 10.0)
     depths = told_by(driver_on(world, tmp_path, steps=2), look_s=1.0).of(QueueSeen)
     assert depths[0] == QueueSeen(3, 0)
     assert all(depth != following for depth, following in pairwise(depths))
@@ -211,7 +214,7 @@ class Stuck(FakeRollouts):
 
 
 def looked_at(tmp_path: Path) -> dict[str, list[ReplicaSeen]]:
-    world = FakeWorld(rollout_s=lambda serial: 4.0)
+    world = FakeWorld(rollout_s=lambda group_id: 4.0)
     workers = replace(world.workers(), rollouts=Stuck(world))
     told = told_by(driver_on(world, tmp_path, steps=6, workers=workers), look_s=2.0)
     by_worker: dict[str, list[ReplicaSeen]] = defaultdict(list)
@@ -250,9 +253,9 @@ def test_a_pool_that_cannot_be_asked_ends_no_run(tmp_path):
     assert told.of(QueueSeen), "the queue is the driver's own"
 
 
-def watching(tmp_path: Path, every_s: float = 2.0, groups_per_step: int = 3) -> Watching:
+def watching(tmp_path: Path, every_s: float = 2.0, groups_per_step: int = 3) -> ReplicaWatcher:
     driver = driver_on(FakeWorld(), tmp_path, groups_per_step=groups_per_step)
-    return Watching(driver.workers.rollouts, driver.queue, driver.events, every_s)
+    return ReplicaWatcher(driver.workers.rollouts, driver.queue, driver.events, every_s)
 
 
 def test_of_more_replicas_looks_are_rarer_but_none_seems_to_be_gone(tmp_path):
@@ -262,45 +265,45 @@ def test_of_more_replicas_looks_are_rarer_but_none_seems_to_be_gone(tmp_path):
 
 
 def test_one_look_tells_the_places_of_so_many_groups_and_the_next_of_others(tmp_path):
-    looks, recorder = watching(tmp_path, groups_per_step=PLACES_AT_ONCE + 5), Recorder()
+    looks, recorder = watching(tmp_path, groups_per_step=PLACES_AT_ONCE + 5), PartialStream()
     looks.events.attach(recorder)
-    serials = range(PLACES_AT_ONCE + 5)
-    whereabouts = dict.fromkeys(reversed(serials), "rollout-0")
+    group_ids = range(PLACES_AT_ONCE + 5)
+    placements = dict.fromkeys(reversed(group_ids), "rollout-0")
 
     async def three_looks() -> list[int]:
         looks._see(await looks.rollouts.loads())
         counts = []
         async with AsyncExitStack() as permits:
-            for _ in serials:
+            for _ in group_ids:
                 looks.queue.start_rollout(await permits.enter_async_context(looks.queue.permit()))
             for _ in range(3):
-                looks._place(whereabouts)
+                looks._place(placements)
                 counts.append(len(recorder.of(GroupPlaced)))
         return counts
 
     assert run_virtual(three_looks()) == [PLACES_AT_ONCE, PLACES_AT_ONCE + 5, PLACES_AT_ONCE + 5]
-    assert [e.serial for e in recorder.of(GroupPlaced)] == list(serials)
+    assert [e.group_id for e in recorder.of(GroupPlaced)] == list(group_ids)
 
 
 def test_looking_changes_nothing_of_what_is_trained(tmp_path):
     def trained(look_s: float) -> tuple[int, list[int]]:
-        world = FakeWorld(rollout_s=lambda serial: 1.0 + serial % 3, weight_change="inflight")
+        world = FakeWorld(rollout_s=lambda group_id: 1.0 + group_id % 3, weight_change="inflight")
         told_by(driver_on(world, tmp_path / str(look_s), steps=STEPS, max_staleness=2), look_s=look_s)
-        return world.weights, world.trained_serials
+        return world.weights, world.trained_group_ids
 
     assert trained(0.3) == trained(0.0)
 
 
 def test_of_several_policies_each_is_told_of_its_own_groups_at_replicas_and_not_whom_they_wait_for(tmp_path):
     slow = FakeWorld(train_s=lambda version: 30.0)
-    session = Session({"proposer": FakeWorld(rollout_s=lambda serial: 5.0), "solver": slow}, tmp_path)
-    recorders = {name: Recorder() for name in session.drivers}
+    session = Session({"proposer": FakeWorld(rollout_s=lambda group_id: 5.0), "solver": slow}, tmp_path)
+    recorders = {name: PartialStream() for name in session.drivers}
     for name, driver in session.drivers.items():
         driver.events.attach(recorders[name])
         driver.look_s = 1.0
     session.run()
     for told in recorders.values():
-        issued = {e.serial for e in told.of(GroupIssued)}
+        issued = {e.group_id for e in told.of(GroupIssued)}
         placed = told.of(GroupPlaced)
-        assert {e.serial for e in placed} <= issued
+        assert {e.group_id for e in placed} <= issued
         assert {e.worker for e in placed} == {"rollout-0", "rollout-1"}

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlsys.algorithm import Algorithm, Signal
-from rlsys.checkpoint import find_latest
 from rlsys.contracts import Workers
-from rlsys.curation import Curation
-from rlsys.deadlines import Progress
-from rlsys.driver import Driver
-from rlsys.events import Event, StepDone
+from rlsys.loop.checkpoint import find_latest
+from rlsys.loop.curriculum import Curriculum
+from rlsys.loop.driver import Driver
+from rlsys.monitoring.events import Event, StepDone
 from rlsys.stabilizer import StabilizerPlugin
-from rlsys.testing import FakeRun, FakeWorld, Recorder, RewardAsAdvantage, tasks
-from rlsys.testing.run import start_of
+from rlsys.testing import FakeRun, FakeWorld, PartialStream, RewardAsAdvantage, tasks
+from rlsys.testing.fake_run import start_of
 from rlsys.types import PolicyVersion
+from rlsys.util.deadlines import Progress
 
 NUM_TASKS = 7
 
@@ -76,9 +76,9 @@ def driver_on(
     signals: frozenset[Signal] = frozenset(),
     algorithm: Algorithm | None = None,
     synchronous_steps: int = 0,
-    recorder: Recorder | None = None,
+    recorder: PartialStream | None = None,
     workers: Workers | None = None,
-    curation: Curation | None = None,
+    curation: Curriculum | None = None,
     progress: Progress | None = None,
 ) -> Driver:
     """A run of `steps` steps over `NUM_TASKS` tasks in `folder`; events have virtual times."""
@@ -109,5 +109,5 @@ def driver_on(
             "max_no_signal_groups": max_no_signal_groups,
         },
     )
-    run.driver.queue.ledger.curation = curation or Curation()
+    run.driver.queue.ledger.curation = curation or Curriculum()
     return run.driver

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from workers.engines.base import Completion
-from workers.engines.sampling import as_int64, draw, uniform
-from workers.engines.slots import GROUPED_ATTENTION, KeptCache, SlotCache, check_cacheable
-from workers.engines.stepping import Job
+from workers.engines.engine import Completion
+from workers.engines.slot_cache import GROUPED_ATTENTION, KeptCache, SlotCache, check_cacheable
+from workers.engines.stepping import EngineJob
+from workers.engines.token_sampling import as_int64, draw, uniform
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,7 +44,7 @@ class Decoder:
         self.num_slots, self.max_context = num_slots, max_context
         self.num_vocab = model.get_input_embeddings().get_parameter("weight").shape[0]
         self.num_tokens = 0
-        self.jobs: list[Job] = []
+        self.jobs: list[EngineJob] = []
         self._model, self._device, self._dtype = model.eval(), model.device, model.dtype
         model.set_attn_implementation(GROUPED_ATTENTION if self._device.type == "cpu" else "sdpa")
         self._num_rows = _up(num_slots, ROW_MULTIPLE)
@@ -79,13 +79,13 @@ class Decoder:
         self._prefill([(0,)], 0)
 
     @torch.inference_mode()
-    def admit(self, jobs: Sequence[Job]) -> None:
+    def admit(self, jobs: Sequence[EngineJob]) -> None:
         """Give each job, all of one version, a slot; those that have not begun get their first token.
 
         Equal prompts share one prefill, whose keys are copied. Jobs that bring keys and values need none.
         """
         kept = {job: cache for job in jobs if (cache := self._kept_by(job)) is not None}
-        groups: dict[tuple[int, ...], list[Job]] = {}
+        groups: dict[tuple[int, ...], list[EngineJob]] = {}
         for job in jobs:
             if job not in kept:
                 groups.setdefault(job.request.prompt_ids, []).append(job)
@@ -95,7 +95,7 @@ class Decoder:
             self._cache.take(len(self.jobs), cache)
             self._enter([job])
 
-    def _admit_groups(self, groups: dict[tuple[int, ...], list[Job]]) -> None:
+    def _admit_groups(self, groups: dict[tuple[int, ...], list[EngineJob]]) -> None:
         first, num_prompts = len(self.jobs), len(groups)
         logits_BV = self._prefill(list(groups), first)
         prompt_of = [*range(num_prompts), *(i for i, group in enumerate(groups.values()) for _ in group[1:])]
@@ -167,18 +167,18 @@ class Decoder:
         logprobs_LV = logits_BLV[0, :-1].float().log_softmax(-1)
         return tuple(logprobs_LV.gather(1, ids_BL[0, 1:, None])[:, 0].tolist())
 
-    def progress(self) -> list[tuple[Job, list[int], list[float]]]:
+    def progress(self) -> list[tuple[EngineJob, list[int], list[float]]]:
         """Every job with the ids and logprobs that it has sampled here."""
         return self._sampled(range(len(self.jobs)))
 
     @torch.inference_mode()
     def release(
         self, slots: Sequence[int], *, is_aborted: bool = False, keep_cache: bool = False
-    ) -> list[tuple[Job, Completion]]:
+    ) -> list[tuple[EngineJob, Completion]]:
         """Take these jobs out, with what they sampled; the last jobs of their run move into the holes."""
         if not slots:
             return []
-        done: list[tuple[Job, Completion]] = []
+        done: list[tuple[EngineJob, Completion]] = []
         for slot, (job, ids, logprobs) in zip(slots, self._sampled(slots), strict=True):
             ended = "stop" if ids and ids[-1] in self._stop_token_ids else "length"
             cache = self._cache.keep(slot, job.version, self._context(slot)) if keep_cache else None
@@ -186,7 +186,7 @@ class Decoder:
         self._close_ranks(frozenset(slots))
         return done
 
-    def _sampled(self, slots: Sequence[int]) -> list[tuple[Job, list[int], list[float]]]:
+    def _sampled(self, slots: Sequence[int]) -> list[tuple[EngineJob, list[int], list[float]]]:
         if not slots:
             return []
         slots_S = self._tensor(slots)
@@ -204,7 +204,7 @@ class Decoder:
         num_sampled = int(self._counts_S[slot]) - 1
         return self.jobs[slot].request.prompt_ids + tuple(self._output_ids[slot, :num_sampled].tolist())
 
-    def _kept_by(self, job: Job) -> KeptCache | None:
+    def _kept_by(self, job: EngineJob) -> KeptCache | None:
         """The keys and values that a job brings, if they are of its tokens, its version and this model."""
         kept, request = job.request.begun and job.request.begun.cache, job.request
         if not (isinstance(kept, KeptCache) and request.num_begun):
@@ -252,7 +252,7 @@ class Decoder:
             logits_to_keep=keep,
         ).logits
 
-    def _enter(self, jobs: Sequence[Job]) -> None:
+    def _enter(self, jobs: Sequence[EngineJob]) -> None:
         """Put jobs into the next slots, each with what it had begun with."""
         slots = slice(len(self.jobs), len(self.jobs) + len(jobs))
         requests = [job.request for job in jobs]

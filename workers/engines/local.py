@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Literal
 
 from rlsys.errors import WorkerError
 from rlsys.types import EngineStats, PolicyVersion, VersionSpan
-from workers.engines.base import Completion
 from workers.engines.decoder import Decoder
-from workers.engines.limits import Limits
-from workers.engines.residents import LaidOut, Residents
-from workers.engines.stepping import Job, SteppingEngine
-from workers.engines.weights import ModelShapes, check_weights
+from workers.engines.engine import Completion
+from workers.engines.request_limits import RequestLimits
+from workers.engines.resident_weights import LaidOut, Residents
+from workers.engines.stepping import EngineJob, SteppingEngine
+from workers.engines.weight_check import ModelShapes, check_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +52,7 @@ class LocalEngine(SteppingEngine):
         self._staged: tuple[Mapping[str, Tensor], LaidOut] | None = None
         self._seeking_room: list[Future[None]] = []
         self._decoder = Decoder(model, num_slots=num_slots, max_context=max_context, stop_token_ids=stop_token_ids)
-        limits = Limits(max_context, self._decoder.num_vocab, stop_token_ids)
+        limits = RequestLimits(max_context, self._decoder.num_vocab, stop_token_ids)
         super().__init__(name, version=version, num_slots=num_slots, limits=limits, step_s=step_s)
 
     @property
@@ -92,10 +92,10 @@ class LocalEngine(SteppingEngine):
     def _start_up(self) -> None:
         self._decoder.warm_up()
 
-    def _running(self) -> Sequence[Job]:
+    def _running(self) -> Sequence[EngineJob]:
         return self._decoder.jobs
 
-    def _progress(self) -> Iterable[tuple[Job, Sequence[int], Sequence[float]]]:
+    def _progress(self) -> Iterable[tuple[EngineJob, Sequence[int], Sequence[float]]]:
         return self._decoder.progress()
 
     def _advance(self) -> None:
@@ -112,9 +112,9 @@ class LocalEngine(SteppingEngine):
         self._stream(range(len(self._decoder.jobs)))
         self._release(self._decoder.ended())
 
-    def _arrivals(self) -> list[Job]:
+    def _arrivals(self) -> list[EngineJob]:
         """The next jobs in line, of one version, for which there is a free slot and room in one prefill."""
-        jobs: list[Job] = []
+        jobs: list[EngineJob] = []
         prompts: set[tuple[int, ...]] = set()
         longest = 0
         while self._waiting and len(self._decoder.jobs) + len(jobs) < self._num_slots:
@@ -128,7 +128,7 @@ class LocalEngine(SteppingEngine):
             jobs.append(self._waiting.popleft())
         return jobs
 
-    def _version_for(self, job: Job) -> PolicyVersion:
+    def _version_for(self, job: EngineJob) -> PolicyVersion:
         """The version that a job came to where it began, if that is held; else the newest."""
         if job.request.num_begun and job.request.begun is not None:
             came_to = job.request.begun.versions[-1].version
@@ -152,7 +152,7 @@ class LocalEngine(SteppingEngine):
         if slots:
             self._evict()
 
-    def _cut(self, is_meant: Callable[[Job], bool], *, keep_cache: bool) -> None:
+    def _cut(self, is_meant: Callable[[EngineJob], bool], *, keep_cache: bool) -> None:
         slots = [slot for slot, job in enumerate(self._decoder.jobs) if is_meant(job)]
         self._release(slots, is_aborted=True, keep_cache=keep_cache)
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Literal
 
 from rlsys.errors import WorkerDied, WorkerError
 from rlsys.types import EngineStats, PolicyVersion, VersionSpan
-from workers.engines.base import Completion, Request, spans_of
-from workers.engines.limits import Limits
-from workers.engines.streaming import as_sampled
-from workers.engines.weights import ModelShapes, check_weights
+from workers.engines.engine import Completion, Request, spans_of
+from workers.engines.request_limits import RequestLimits
+from workers.engines.token_stream import as_sampled
+from workers.engines.weight_check import ModelShapes, check_weights
 from workers.transport.hashing import content_hash
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class ScriptedEngine:
     ) -> None:
         self.version = version
         self._reply, self._num_slots, self._tick_s = reply, num_slots, tick_s
-        self._limits = Limits(max_context, sys.maxunicode + 1)
+        self._limits = RequestLimits(max_context, sys.maxunicode + 1)
         self._shapes, self._resident_versions, self._name = shapes, resident_versions, name
         self._jobs: list[_Job] = []
         self._timer: TimerHandle | None = None

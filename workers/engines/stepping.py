@@ -18,12 +18,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, TypeVar
 
-from rlsys import deadlines
 from rlsys.errors import DeadlineExceeded, RlsysError, WorkerDied, WorkerError
 from rlsys.types import EngineStats, PolicyVersion, VersionSpan
-from workers.engines.base import Completion, Request
-from workers.engines.limits import Limits
-from workers.engines.streaming import as_sampled
+from rlsys.util import deadlines
+from workers.engines.engine import Completion, Request
+from workers.engines.request_limits import RequestLimits
+from workers.engines.token_stream import as_sampled
 
 T = TypeVar("T")
 LOOKS = 4
@@ -31,7 +31,7 @@ LOOKS = 4
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class EngineJob:
     """One request and who waits for it."""
 
     request: Request
@@ -85,11 +85,13 @@ class _End:
 class SteppingEngine(ABC):
     """Implements `Engine` but for `load`, `stage` and `score`. `version` is that of the weights the model came with."""
 
-    def __init__(self, name: str, *, version: PolicyVersion, num_slots: int, limits: Limits, step_s: float) -> None:
+    def __init__(
+        self, name: str, *, version: PolicyVersion, num_slots: int, limits: RequestLimits, step_s: float
+    ) -> None:
         """`name` is the worker's in errors; `step_s` the deadline of one step, in seconds."""
         self._name, self._version, self._step_s = name, version, step_s
         self._num_slots, self._limits = num_slots, limits
-        self._waiting: deque[Job] = deque()
+        self._waiting: deque[EngineJob] = deque()
         self._commands: deque[Callable[[], None]] = deque()
         self._pending: dict[Future, str] = {}
         self._outbox: list[tuple[AbstractEventLoop, Callable[[], object]]] = []
@@ -108,7 +110,7 @@ class SteppingEngine(ABC):
     # ------------------------------------------------------------------------------------------- what a step is
 
     @abstractmethod
-    def _running(self) -> Sequence[Job]:
+    def _running(self) -> Sequence[EngineJob]:
         """The jobs that have a slot."""
 
     @abstractmethod
@@ -116,11 +118,11 @@ class SteppingEngine(ABC):
         """Admit arrivals, sample a token for every running job, and answer those that ended."""
 
     @abstractmethod
-    def _cut(self, is_meant: Callable[[Job], bool], *, keep_cache: bool) -> None:
+    def _cut(self, is_meant: Callable[[EngineJob], bool], *, keep_cache: bool) -> None:
         """End the running jobs that are meant with what they have, finish `abort`."""
 
     @abstractmethod
-    def _progress(self) -> Iterable[tuple[Job, Sequence[int], Sequence[float]]]:
+    def _progress(self) -> Iterable[tuple[EngineJob, Sequence[int], Sequence[float]]]:
         """The running jobs with the ids and logprobs that they have sampled here."""
 
     @abstractmethod
@@ -184,15 +186,15 @@ class SteppingEngine(ABC):
         if self._end is None or self._end.kind is WorkerDied:
             await to_thread(self._thread.join)
 
-    def _enter(self, request: Request, stream: Queue[Completion | None] | None = None) -> Job:
+    def _enter(self, request: Request, stream: Queue[Completion | None] | None = None) -> EngineJob:
         self._limits.check(self._name, request)
         loop = get_running_loop()
-        job = Job(request, loop.create_future(), stream=stream)
+        job = EngineJob(request, loop.create_future(), stream=stream)
         self._submit(self._waiting, job, job.future, f"sampling request {request.id}")
         loop.call_soon(self._wake.set)
         return job
 
-    def _withdraw(self, job: Job) -> None:
+    def _withdraw(self, job: EngineJob) -> None:
         with suppress(WorkerError):
             self._post(partial(self._abort, lambda other: other.future is job.future))
 
@@ -270,7 +272,7 @@ class SteppingEngine(ABC):
         """Is there anything to step?"""
         return bool(self._running())
 
-    def _abort(self, is_meant: Callable[[Job], bool], *, keep_cache: bool = False) -> None:
+    def _abort(self, is_meant: Callable[[EngineJob], bool], *, keep_cache: bool = False) -> None:
         for job in [job for job in tuple(self._waiting) if is_meant(job)]:
             self._waiting.remove(job)
             self._answer(job.future, job.withdrawn(keep_cache=keep_cache))
@@ -304,7 +306,7 @@ class SteppingEngine(ABC):
         self._pending.pop(future, None)
         self._outbox.append((future.get_loop(), partial(_settle, future, outcome)))
 
-    def _emit(self, job: Job, piece: Completion) -> None:
+    def _emit(self, job: EngineJob, piece: Completion) -> None:
         """Pass on what a streamed job sampled, at the end of this turn."""
         assert job.stream is not None
         self._outbox.append((job.future.get_loop(), partial(job.stream.put_nowait, piece)))

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from rlsys.errors import ConfigError, ModelError, RlsysError, WorkerDied
-from rlsys.seeds import continuation_seed
 from rlsys.types import EngineStats, PolicyVersion, VersionSpan
-from workers.engines.base import Completion
-from workers.engines.limits import Limits
-from workers.engines.stepping import Job, SteppingEngine
-from workers.engines.weights import ModelShapes, check_weights
-from workers.train.model import outline
+from rlsys.util.seeds import continuation_seed
+from workers.engines.engine import Completion
+from workers.engines.request_limits import RequestLimits
+from workers.engines.stepping import EngineJob, SteppingEngine
+from workers.engines.weight_check import ModelShapes, check_weights
+from workers.train.model_loading import outline
 from workers.transport.hashing import content_hash
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ SCORING_FIRST = -1
 
 
 @dataclass(slots=True, eq=False)
-class _VllmJob(Job):
+class _VllmJob(EngineJob):
     output_ids: list[int] = field(default_factory=list)
     """Sampled here."""
     logprobs: list[float] = field(default_factory=list)
@@ -128,7 +128,7 @@ class VllmEngine(SteppingEngine):
         self._staged: tuple[Mapping[str, Tensor], str] | None = None
         self._staging = threading.Lock()
         num_vocab = model.get_input_embeddings().get_parameter("weight").shape[0]
-        limits = Limits(max_context, num_vocab, stop_token_ids)
+        limits = RequestLimits(max_context, num_vocab, stop_token_ids)
         super().__init__(name, version=version, num_slots=num_slots, limits=limits, step_s=step_s)
 
     async def stage(self, weights: Mapping[str, Tensor]) -> None:
@@ -169,10 +169,10 @@ class VllmEngine(SteppingEngine):
     def _core(self) -> Any:  # noqa: ANN401  (vLLM's own type)
         return self._llm.engine_core.engine_core  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _running(self) -> Sequence[Job]:
+    def _running(self) -> Sequence[EngineJob]:
         return list(self._jobs.values())
 
-    def _progress(self) -> Iterable[tuple[Job, Sequence[int], Sequence[float]]]:
+    def _progress(self) -> Iterable[tuple[EngineJob, Sequence[int], Sequence[float]]]:
         return [(job, job.output_ids, job.logprobs) for job in self._jobs.values()]
 
     def _is_busy(self) -> bool:
@@ -185,7 +185,7 @@ class VllmEngine(SteppingEngine):
             for output in self._llm.engine_core.get_output().outputs:
                 self._take(output)
 
-    def _add(self, job: Job) -> None:
+    def _add(self, job: EngineJob) -> None:
         from vllm import SamplingParams
 
         request, sampling = job.request, job.request.sampling
@@ -261,7 +261,7 @@ class VllmEngine(SteppingEngine):
         phase = f"sampling request {job.request.id} on version {self._version}"
         return WorkerDied(self._name, phase, f"vLLM ended it: {reason}")
 
-    def _cut(self, is_meant: Callable[[Job], bool], *, keep_cache: bool) -> None:
+    def _cut(self, is_meant: Callable[[EngineJob], bool], *, keep_cache: bool) -> None:
         names = [name for name, job in self._jobs.items() if is_meant(job)]
         self._llm.engine_core.abort_requests(names)
         for name in names:

@@ -13,21 +13,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rlsys.algorithm import Algorithm
-from rlsys.batch.plan import RankPlan
+from rlsys.batch.packing import RankPlan
 from rlsys.batch.samples import Sample
 from rlsys.batch.tensors import MicroBatch, StepData
 from rlsys.stabilizer import Stabilizer
 from rlsys.types import VersionSpan
-from rlsys.weights import Probe, TensorSpec
-from workers.train.metrics import Mismatch, StepMetrics
-from workers.train.model import CPU, load_model, load_tokenizer
-from workers.train.probing import probe_tokens
-from workers.train.ranks import Ranks
-from workers.train.reading import Kept, TokenColumns
-from workers.train.scoring import Scorer
-from workers.train.settings import OptimizerSettings
+from rlsys.weight_sync.sync import Probe, TensorSpec
+from workers.train.logprobs import Scorer
+from workers.train.model_loading import CPU, load_model, load_tokenizer
+from workers.train.optimizer_settings import OptimizerSettings
+from workers.train.probe import probe_tokens
+from workers.train.rank_group import RankGroup
+from workers.train.rank_metrics import Mismatch, StepMetrics
 from workers.train.sharded import Sharded, Updated, mean_of
-from workers.train.step import Part, Step
+from workers.train.step_data import Part, RankStep
+from workers.train.token_columns import Kept, TokenColumns
 
 
 class FsdpBackend:
@@ -37,7 +37,7 @@ class FsdpBackend:
         self,
         model_path: str,
         settings: OptimizerSettings,
-        ranks: Ranks,
+        ranks: RankGroup,
         *,
         dtype: Literal["float32", "bfloat16"] = "float32",
         device: torch.device = CPU,
@@ -76,7 +76,7 @@ class FsdpBackend:
             with torch.no_grad():
                 return self._scorer(batch, temperature)[0]
 
-        step = Step(plan=plan, data=data, algorithm=algorithm, version=self.step, device=self._device)
+        step = RankStep(plan=plan, data=data, algorithm=algorithm, version=self.step, device=self._device)
         totals, mismatch = StepMetrics(), Mismatch(self._device)
         updates: list[Updated] = []
         for parts in step.whole(logprobs, self._ranks):

@@ -15,11 +15,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from rlsys.errors import TrainingError
-from rlsys.stabilizer import Stabilizer, Steered
-from workers.train import checkpoint
-from workers.train.optim import AdamUpdates, adamw, clip, local, local_gradients, squared_norm
-from workers.train.ranks import Ranks
-from workers.train.settings import OptimizerSettings, learning_rate
+from rlsys.stabilizer import GradientDecision, Stabilizer
+from workers.train import train_checkpoint as checkpoint
+from workers.train.optimizer import AdamUpdates, adamw, clip, local, local_gradients, squared_norm
+from workers.train.optimizer_settings import OptimizerSettings, learning_rate
+from workers.train.rank_group import RankGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Sharded:
         module: nn.Module,
         root: nn.Module,
         settings: OptimizerSettings,
-        ranks: Ranks,
+        ranks: RankGroup,
         dtype: Literal["float32", "bfloat16"],
         *,
         in_float32: Sequence[nn.Module] = (),
@@ -95,7 +95,7 @@ class Sharded:
         gradients, all_reduce = local_gradients(self._module), self._ranks.sum
         total, squares = all_reduce(torch.stack([loss.double(), squared_norm(gradients)])).tolist()
         _check_finite({"loss": total, "grad_norm": squares}, what, index)
-        steered = stabilizer.steer(gradients, squares, all_reduce) if stabilizer else Steered()
+        steered = stabilizer.steer(gradients, squares, all_reduce) if stabilizer else GradientDecision()
         if steered.is_edited:
             squares = all_reduce(squared_norm(gradients)).item()
             _check_finite({f"grad_norm after {type(stabilizer).__name__}": squares}, what, index)

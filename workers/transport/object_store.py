@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, cast
 import ray
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
-from rlsys.broadcast import (
+from rlsys.contracts import Published
+from rlsys.errors import DeadlineExceeded, WorkerError
+from rlsys.types import PolicyVersion, Ref
+from rlsys.weight_sync.broadcast import (
     FAILURES,
     TRIES,
     Announcement,
@@ -24,14 +27,11 @@ from rlsys.broadcast import (
     passing,
     patiently,
 )
-from rlsys.contracts import Published
-from rlsys.errors import DeadlineExceeded, WorkerError
-from rlsys.relay import Relay
-from rlsys.types import PolicyVersion, Ref
-from rlsys.weights import Manifest, Probe, TensorSpec
-from workers.cluster import node_ids
-from workers.remote_proxy import Remote, call
-from workers.transport.tensors import Snapshot, lay_out, padded, unpack
+from rlsys.weight_sync.relay import Relay
+from rlsys.weight_sync.sync import Manifest, Probe, TensorSpec
+from workers.ray.cluster import node_ids
+from workers.ray.remote_proxy import Remote, call
+from workers.transport.buckets import Snapshot, lay_out, padded, unpack
 
 if TYPE_CHECKING:
     import numpy as np
@@ -134,9 +134,9 @@ class ObjectStorePublisher:
         origin = Origin("actor-0", ray.get_runtime_context().get_node_id(), refs)
         self._stored[version] = Announcement(manifest, origin, num_sent, time.monotonic() - ended_s)
         await self._reach(self._stored[version])
-        await self._let_go()
+        await self._evict()
 
-    async def _let_go(self) -> None:
+    async def _evict(self) -> None:
         """Drop all but the newest `NUM_STORED` versions and the pinned one; nothing if no relay says which that is."""
         answers = await asyncio.gather(*(relay.held() for relay in self._chain()), return_exceptions=True)
         holdings = [answer for answer in answers if isinstance(answer, Holding)]

@@ -1,4 +1,4 @@
-/** Asks the server: `rlsys/dashboard/answers.py` says what for, and what comes back. */
+/** Asks the server: `rlsys/dashboard/responses.py` says what for, and what comes back. */
 
 /** The server did not answer as it should. `address` is what was asked for, `status` 0 if nobody answered. */
 export class ApiError extends Error {

@@ -195,7 +195,7 @@ function up(place) {
   const parent = PARENTS[place.view];
   if (!parent) return null;
   if (parent === "runs") return link("runs", null);
-  const keep = parent === "group" ? ["step", "serial"] : parent === "groups" ? ["step"] : [];
+  const keep = parent === "group" ? ["step", "group_id"] : parent === "groups" ? ["step"] : [];
   return link(parent, place.run, Object.fromEntries(keep.map((name) => [name, place.query.get(name)])));
 }
 

@@ -1,5 +1,5 @@
 /**
- * Which metrics belong together on a chart. Names are those of `rlsys/metrics.py`, which also gives units and meanings;
+ * Which metrics belong together on a chart. Names are those of `rlsys/monitoring/metric_catalog.py`, which also gives units and meanings;
  * one that ends in `*` stands for all that begin so and fit `only`. A chart of which a run has nothing is left out, and
  * one that `isQuiet` also where it is 0 throughout, as is a part of a stack.
  */

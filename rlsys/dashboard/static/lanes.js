@@ -69,7 +69,7 @@ export function sinceBegin(seconds, step_s = 1) {
 export const ACTIVITIES = {
   generating: { colour: "--c1", top: 0, height: 1, help: "a replica played a group" },
   evaluating: { colour: "--c4", top: 0, height: 1, help: "a replica of the evaluation lane played a group" },
-  judging: { colour: "--c3", top: 0, height: 1, help: "a reward worker judged a group" },
+  scoring: { colour: "--c3", top: 0, height: 1, help: "a reward worker scored a group" },
   annotating: { colour: "--c6", top: 0, height: 1, help: "an annotator added a column to groups" },
   training: { colour: "--c2", top: 0, height: 1, help: "the actor or the critic took its step" },
   fetching: { colour: "--c7", top: 0.5, height: 0.5, help: "the trainer's ranks fetched the data of a step" },

@@ -41,6 +41,6 @@ export function taskName(run, task) {
 }
 
 /** The place of a group, and of one of its episodes if `episode` is given. */
-export function rollout(run, { step, serial, episode }) {
-  return link(episode === undefined ? "group" : "episode", run, { step, serial, episode });
+export function rollout(run, { step, group_id, episode }) {
+  return link(episode === undefined ? "group" : "episode", run, { step, group_id, episode });
 }

@@ -1,4 +1,4 @@
-/** What looked wrong, since when, and what to do; and the rules it is judged by. */
+/** What looked wrong, since when, and what to do; and the rules it is scored by. */
 
 import { get } from "../api.js";
 import { Chart } from "../charts.js";

@@ -17,7 +17,7 @@ export const title = "Episode";
 
 export async function render(root, place, { signal, run }) {
   const { query } = place;
-  const asked = { step: query.get("step"), serial: query.get("serial"), episode: query.get("episode") ?? 0 };
+  const asked = { step: query.get("step"), group_id: query.get("group_id"), episode: query.get("episode") ?? 0 };
   const answer = await get("episode", { run: place.run, ...asked }, signal);
   const shown = { agent: Number(query.get("agent") ?? 0), by: query.get("by") ?? "logprob" };
   if (!answer.trajectories[shown.agent]) shown.agent = 0;
@@ -54,7 +54,7 @@ export async function render(root, place, { signal, run }) {
 }
 
 function head(run, answer) {
-  const group = { step: answer.step, serial: answer.serial };
+  const group = { step: answer.step, group_id: answer.group_id };
   const to = (episode) => (episode >= 0 && episode < answer.num_episodes ? rollout(run.summary.id, { ...group, episode }) : null);
   return h("div", { class: "head" },
     h("h1", { "data-testid": "title" }, `Episode ${answer.episode} of `, taskName(run, answer.task_id)),

@@ -12,22 +12,22 @@ import { link } from "../router.js";
 export const title = "Group";
 
 export async function render(root, place, { signal, run }) {
-  const asked = { step: place.query.get("step"), serial: place.query.get("serial") };
+  const asked = { step: place.query.get("step"), group_id: place.query.get("group_id") };
   const answer = await get("group", { run: place.run, ...asked }, signal);
-  const to = (serial) => (serial === null ? null : rollout(place.run, { step: answer.step, serial }));
+  const to = (group_id) => (group_id === null ? null : rollout(place.run, { step: answer.step, group_id }));
   update(root, head(run, answer, to), facts(answer), taskBox(answer, true),
     h("h2", null, `${count(answer.episodes.length, "episode")} side by side`), episodes(place.run, answer));
 }
 
 function head(run, answer, to) {
   return h("div", { class: "head" },
-    h("h1", { "data-testid": "title" }, `Group ${answer.serial}: `, taskName(run, answer.task_id)),
+    h("h1", { "data-testid": "title" }, `Group ${answer.group_id}: `, taskName(run, answer.task_id)),
     answer.is_zero_std && badge("equal rewards", "warn", "It teaches nothing to who compares"),
     h("span", { class: "space" }),
     h("nav", { class: "tools", "aria-label": "Groups of the step" },
       h("a", { class: "button", href: link("groups", run.summary.id, { step: answer.step }), "data-testid": "to-step" }, `Step ${answer.step}`),
-      neighbour("previous", "Previous group", to(answer.previous_serial)),
-      neighbour("next", "Next group", to(answer.next_serial))));
+      neighbour("previous", "Previous group", to(answer.previous_group_id)),
+      neighbour("next", "Next group", to(answer.next_group_id))));
 }
 
 function facts(answer) {
@@ -54,7 +54,7 @@ function episodes(run, answer) {
 }
 
 function card(run, answer, episode, scales) {
-  const href = rollout(run, { step: answer.step, serial: answer.serial, episode: episode.episode });
+  const href = rollout(run, { step: answer.step, group_id: answer.group_id, episode: episode.episode });
   return h("article", { class: `episode outcome-${episode.outcome}`, "data-testid": "episode" },
     h("h3", null, h("a", { href, "data-row": true, "data-testid": "episode-link" }, `Episode ${episode.episode}`), outcome(episode)),
     h("dl", { class: "measures" },

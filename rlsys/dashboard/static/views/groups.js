@@ -121,15 +121,15 @@ function groupTable(run, answer, rows) {
     { label: "Length (tokens)", isNumber: true, title: "Tokens sampled in an episode, mean", cell: (group) => number(group.length_mean) },
     { label: "Staleness (versions)", isNumber: true, title: "Versions between its oldest token and the weights it trained", cell: (group) => number(group.staleness) },
     { label: "Replica", cell: (group) => group.replica },
-    { label: "Group", isNumber: true, title: "Serial number of the group", cell: (group) => group.serial },
+    { label: "Group", isNumber: true, title: "Serial number of the group", cell: (group) => group.group_id },
   ];
-  return table(columns, rows, { id: "groups", key: (group) => group.serial });
+  return table(columns, rows, { id: "groups", key: (group) => group.group_id });
 }
 
 /** Its episodes if they were written, else its task over time. */
 function named(run, step, group) {
   if (!group.has_rollouts) return h("a", { href: link("task", run, { task: group.task_id }), "data-row": true, "data-testid": "task-link", title: "The task over time" }, group.task_id);
-  return h("a", { href: rollout(run, { step, serial: group.serial }), "data-row": true, "data-testid": "group-link" }, group.task_id);
+  return h("a", { href: rollout(run, { step, group_id: group.group_id }), "data-row": true, "data-testid": "group-link" }, group.task_id);
 }
 
 function notWritten(run) {

@@ -73,9 +73,9 @@ function pendingTable(run, answer) {
     { label: "In this state", isNumber: true, cell: (row) => duration(row.state_s) },
     { label: "Attempts", isNumber: true, cell: (row) => number(row.num_attempts) },
     hasReasons && { label: "Issued again because", cell: (row) => row.last_reason },
-    { label: "Group", isNumber: true, title: "Serial number of the group", cell: (row) => row.serial },
+    { label: "Group", isNumber: true, title: "Serial number of the group", cell: (row) => row.group_id },
   ].filter(Boolean);
-  return table(columns, byUrgency(answer.pending), { id: "pending", key: (row) => row.serial, rowClass: (row) => (row.is_overdue ? "overdue" : null) });
+  return table(columns, byUrgency(answer.pending), { id: "pending", key: (row) => row.group_id, rowClass: (row) => (row.is_overdue ? "overdue" : null) });
 }
 
 function droppedTable(answer) {

@@ -88,13 +88,13 @@ function history(run, answer) {
     { label: "Length (tokens)", isNumber: true, cell: (point) => number(point.length_mean) },
   ];
   return h("section", { key: "history" }, h("h2", null, "Every time, newest first"),
-    table(columns, [...answer.points].reverse(), { id: "points", key: (point) => point.serial }));
+    table(columns, [...answer.points].reverse(), { id: "points", key: (point) => point.group_id }));
 }
 
 function group(run, point) {
-  const name = `group ${point.serial}`;
+  const name = `group ${point.group_id}`;
   if (!point.has_rollouts) return h("span", { title: "Its texts were not written, or it was not trained" }, name);
-  return h("a", { href: rollout(run, { step: point.step, serial: point.serial }), "data-row": true, "data-testid": "group-link" }, name);
+  return h("a", { href: rollout(run, { step: point.step, group_id: point.group_id }), "data-row": true, "data-testid": "group-link" }, name);
 }
 
 function fate(point) {

@@ -1,0 +1,68 @@
+"""Text environments of Gymnasium: observations and actions are written out.
+
+    workflow: {type: play, environment: "gymnasium:FrozenLake-v1", args: {actions: [left, down, right, up]}}
+
+An observation is the environment's rendering where it is made with `render_mode: ansi`, else the value itself. An
+action is the reply (a `Text` space), or the last of the actions' names or numbers in it (a `Discrete` space); a reply
+without one is answered with what is allowed, and the world stays as it is. The task's prompt comes first: the rules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from rlsys.agents.environment import Environment, Step
+from rlsys.agents.environments import needs, told
+from rlsys.agents.tools import in_thread
+from rlsys.errors import ConfigError
+from rlsys.types import Json, Prompt, Task
+
+
+class Gymnasium(Environment):
+    """One environment of `gymnasium.make`. Its calls run in threads, one at a time."""
+
+    def __init__(self, name: str, *, actions: Sequence[str] = (), **args: Json) -> None:
+        """`actions` are the words for the actions of a `Discrete` space, in order; `args` go to `gymnasium.make`.
+
+        Raises `ConfigError` for an environment that does not exist, or whose actions are not text.
+        """
+        gymnasium = needs("gymnasium", "gymnasium")
+        try:
+            self.world: Any = gymnasium.make(name, **args)
+        except (gymnasium.error.Error, TypeError) as error:
+            raise ConfigError(f"environment 'gymnasium:{name}': {error}") from error
+        what, space = f"environment 'gymnasium:{name}'", self.world.action_space
+        self._takes_text = isinstance(space, gymnasium.spaces.Text)
+        if not self._takes_text and not isinstance(space, gymnasium.spaces.Discrete):
+            raise ConfigError(f"{what} takes actions in {space}; give one with Discrete or Text")
+        if actions and (self._takes_text or len(actions) != space.n):
+            raise ConfigError(f"{what}: {len(actions)} names of actions do not fit {space}")
+        numbers = () if self._takes_text else range(int(space.start), int(space.start + space.n))
+        self._actions = {str(word): number for word, number in zip(actions or numbers, numbers, strict=True)}
+
+    async def reset(self, task: Task, seed: int) -> Prompt:
+        observation, _ = await in_thread(self.world.reset, {"seed": seed % 2**32})
+        return told(task.prompt, await self._written(observation))
+
+    async def step(self, reply: str) -> Step:
+        action = reply if self._takes_text else self._action_in(reply)
+        if action is None:
+            return Step(f"No action is named in your reply. The actions are {', '.join(self._actions)}.")
+        observation, reward, is_done, is_truncated, _ = await in_thread(self.world.step, {"action": action})
+        return Step(await self._written(observation), float(reward), bool(is_done), bool(is_truncated))
+
+    async def close(self) -> None:
+        await in_thread(self.world.close, {})
+
+    async def _written(self, observation: object) -> str:
+        if self.world.render_mode == "ansi":
+            return str(await in_thread(self.world.render, {})).strip("\n")
+        return str(observation)
+
+    def _action_in(self, reply: str) -> int | None:
+        words = "|".join(map(re.escape, sorted(self._actions, key=len, reverse=True)))
+        found = re.findall(rf"(?<![\w.-])(?:{words})(?!\w|\.\d)", reply, re.IGNORECASE)
+        by_word = {word.lower(): number for word, number in self._actions.items()}
+        return by_word[found[-1].lower()] if found else None

@@ -1,0 +1,126 @@
+"""Tools of an MCP server (https://modelcontextprotocol.io), as a `Toolbox` or as an environment.
+
+    workflow: {type: play, environment: "mcp:python my_server.py"}
+
+    async with mcp_toolbox("http://127.0.0.1:8000/mcp") as tools:
+        agent = session.agent("policy", system="Call tools where they help.")
+        answer = await agent.use(session.task.prompt, tools)
+
+A command is started for each episode, in a process group of its own, and speaks over its standard input and output; it
+is ended with all processes of that group. A URL is a server that runs already (streamable HTTP).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from rlsys.agents.environment import Environment, Step
+from rlsys.agents.environments import needs
+from rlsys.agents.tools import MAX_CHARS, TIMEOUT_S, Tool, Toolbox
+from rlsys.errors import ConfigError, ToolError, first_of
+from rlsys.types import Prompt, Task
+
+_THEN_END_ITS_CHILDREN = '"$@"; kill -KILL 0'
+"""A shell script: run a command, then end its process group. What is run are its arguments, never part of it."""
+
+
+class Mcp(Environment):
+    """A world that is all tools: a prompt in, calls of tools, one answer out, which ends it. `reward.fn` judges it."""
+
+    def __init__(
+        self,
+        server: str,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        max_chars: int = MAX_CHARS,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """See `mcp_toolbox`."""
+        self._tools = mcp_toolbox(server, timeout_s=timeout_s, max_chars=max_chars, variables=variables)
+        self._stack = AsyncExitStack()
+
+    async def reset(self, task: Task, seed: int) -> Prompt:
+        self.tools = await self._stack.enter_async_context(self._tools)
+        return task.prompt
+
+    async def step(self, reply: str) -> Step:
+        return Step("", is_done=True)
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+
+@asynccontextmanager
+async def mcp_toolbox(
+    server: str,
+    *,
+    timeout_s: float = TIMEOUT_S,
+    max_chars: int = MAX_CHARS,
+    variables: Mapping[str, str] | None = None,
+) -> AsyncIterator[Toolbox]:
+    """The tools of a server, given by its URL or as a command line, while it is open. Enter and leave it in one task.
+
+    `timeout_s` is the deadline of a call, and of the server's first answer; a result of more than `max_chars` is cut.
+    `variables` of the environment are given to a command, besides `PATH`, `HOME` and the like.
+
+    Raises `ConfigError` for an empty command, `ToolError` if the server cannot be reached or goes away.
+    """
+    mcp = needs("mcp", "mcp")
+    where: Any = server
+    if not server.startswith(("http://", "https://")):
+        if not (command := shlex.split(server)):
+            raise ConfigError("environment 'mcp:': give a command or a URL after the colon")
+        arguments = ["-c", _THEN_END_ITS_CHILDREN, "sh", *command]
+        where = mcp.StdioServerParameters(command="/bin/sh", args=arguments, env=dict(variables or {}))
+    async with AsyncExitStack() as stack:
+        try:
+            async with asyncio.timeout(timeout_s):
+                client = await stack.enter_async_context(mcp.Client(where, cache=None))
+                offered = await _offered(client)
+        except Exception as error:
+            cause = first_of(error) if isinstance(error, BaseExceptionGroup) else error
+            raise ToolError(f"the MCP server {server!r} does not answer: {type(cause).__name__}: {cause}") from error
+        raised = None
+        try:
+            yield Toolbox(*(_tool(client, server, each, timeout_s, max_chars) for each in offered))
+        except Exception as error:  # noqa: BLE001  (raised below: the client would wrap it in a group)
+            raised = error
+    if raised is not None:
+        raise raised
+
+
+async def _offered(client: Any) -> list[Any]:  # noqa: ANN401  (classes of the package)
+    page = await client.list_tools()
+    tools = list(page.tools)
+    while page.next_cursor:
+        page = await client.list_tools(cursor=page.next_cursor)
+        tools += page.tools
+    return tools
+
+
+def _tool(client: Any, server: str, offered: Any, timeout_s: float, max_chars: int) -> Tool:  # noqa: ANN401
+    types, anyio = needs("mcp.types", "mcp"), needs("anyio", "mcp")
+
+    async def call(**arguments: object) -> str:
+        try:
+            result = await client.call_tool(offered.name, arguments)
+        except (anyio.ClosedResourceError, anyio.BrokenResourceError) as error:
+            raise ToolError(f"the MCP server {server!r} is gone") from error
+        except needs("mcp.shared.exceptions", "mcp").MCPError as error:
+            if error.code == types.CONNECTION_CLOSED:
+                raise ToolError(f"the MCP server {server!r} is gone: {error}") from error
+            raise
+        text = "\n".join(part.text if part.type == "text" else f"[{part.type}]" for part in result.content)
+        if result.is_error:
+            raise McpToolFailed(text)
+        return text
+
+    return Tool(offered.name, offered.description or "", offered.input_schema, call, timeout_s, max_chars)
+
+
+class McpToolFailed(Exception):
+    """A tool says that it failed: its text is for the model."""

@@ -1,0 +1,128 @@
+"""Environments on an OpenEnv server (https://github.com/meta-pytorch/OpenEnv), one session each over its WebSocket.
+
+    workflow: {type: play, environment: "openenv:http://127.0.0.1:8000", args: {action: message}}
+
+The protocol: the client sends `{"type": "reset" | "step" | "state" | "close", "data": {...}}`, where the data of `step`
+are the action; the server answers `{"type": "observation", "data": {"observation": {...}, "reward": 1.0,
+"done": false}}`, or `{"type": "error", "data": {"message": "...", "code": "..."}}`.
+
+The server must allow as many sessions as run at once (its `max_concurrent_envs`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from rlsys.agents.environment import Environment, Step
+from rlsys.agents.environments import needs, told
+from rlsys.errors import ConfigError, ToolError
+from rlsys.types import Json, Prompt, Task
+
+_MAX_MESSAGE_BYTES = 16 << 20
+_ABOUT_THE_STEP = ("done", "reward", "metadata")
+
+
+class OpenEnv(Environment):
+    """One session of a server."""
+
+    def __init__(self, url: str, *, action: str | None = None, reset: Mapping[str, Json] | None = None) -> None:
+        """`action` is the field of an action that the reply fills; None: the reply itself is an action, a JSON object.
+
+        `reset` is sent with the seed. Raises `ConfigError` for something that is no URL.
+        """
+        self._websockets = needs("websockets.asyncio.client", "openenv")
+        self._errors = needs("websockets.exceptions", "openenv").WebSocketException
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https", "ws", "wss") or not parts.hostname:
+            raise ConfigError(f"environment 'openenv:{url}': give the server's address, such as http://127.0.0.1:8000")
+        self._url = parts._replace(
+            scheme=parts.scheme.replace("http", "ws"), path=parts.path.rstrip("/") + "/ws"
+        ).geturl()
+        self._proxy = None if parts.hostname in ("localhost", "127.0.0.1", "::1") else True
+        self._action, self._reset = action, dict(reset or {})
+        self._connection: Any = None
+
+    async def reset(self, task: Task, seed: int) -> Prompt:
+        try:
+            self._connection = await self._websockets.connect(self._url, proxy=self._proxy, max_size=_MAX_MESSAGE_BYTES)
+        except (OSError, self._errors) as error:
+            raise ToolError(f"cannot reach {self._url}: {error}") from error
+        data = await self._asked("reset", {"seed": seed % 2**31, **self._reset})
+        return told(task.prompt, _written(data))
+
+    async def step(self, reply: str) -> Step:
+        action = {self._action: reply} if self._action else _object_in(reply)
+        if action is None:
+            return Step("Your reply is not an action: give one JSON object, and nothing else.")
+        try:
+            data = await self._asked("step", action)
+        except _Refused as error:
+            return Step(f"Your action is refused: {error}")
+        reward = data.get("reward")
+        return Step(_written(data), None if reward is None else float(reward), bool(data.get("done", False)))
+
+    async def state(self) -> Mapping[str, Json]:
+        """What the server tells of the session: its id, the number of steps, and more."""
+        return await self._asked("state", None)
+
+    async def close(self) -> None:
+        """Ends the session; a server that is gone has ended it already."""
+        if self._connection is None:
+            return
+        try:
+            await self._connection.send(json.dumps({"type": "close"}))
+        except self._errors:
+            pass
+        finally:
+            await self._connection.close()
+
+    async def _asked(self, what: str, data: Mapping[str, Json] | None) -> dict[str, Any]:
+        """The data of the server's answer. Raises `ToolError` where it has none, `_Refused` for an action it does not
+        take."""
+        message = {"type": what} if data is None else {"type": what, "data": data}
+        try:
+            await self._connection.send(json.dumps(message))
+            answer = _STRICT.decode(await self._connection.recv(decode=True))
+            kind, given = answer["type"], dict(answer["data"])
+        except (self._errors, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ToolError(f"{self._url} gave no answer to {what!r}: {type(error).__name__}: {error}") from error
+        if kind != "error":
+            return given
+        problem = f"{given.get('message')} ({given.get('code')})"
+        if what == "step" and given.get("code") == "VALIDATION_ERROR":
+            raise _Refused(problem)
+        raise ToolError(f"{self._url} answers to {what!r}: {problem}")
+
+
+class _Refused(Exception):
+    """The server does not take this action: the policy's mistake."""
+
+
+def _object_in(reply: str) -> dict[str, Json] | None:
+    """The action in a reply; None if it is not one JSON object that can be sent."""
+    try:
+        value = _STRICT.decode(reply)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # no half of a surrogate pair, no 1e999
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+_STRICT = json.JSONDecoder(parse_constant=_no_constant)
+
+
+def _written(data: Mapping[str, Any]) -> str:
+    """An observation for the model: its one text, or else its fields as JSON."""
+    observation = data.get("observation", {})
+    if not isinstance(observation, Mapping):
+        return str(observation)
+    shown = {name: value for name, value in observation.items() if name not in _ABOUT_THE_STEP}
+    only = next(iter(shown.values()), "") if len(shown) <= 1 else None
+    return only if isinstance(only, str) else json.dumps(shown, ensure_ascii=False)

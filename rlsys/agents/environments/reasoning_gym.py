@@ -1,0 +1,52 @@
+"""Tasks of reasoning-gym as an environment: each group gets a fresh one, made from its seed.
+
+    workflow: {type: play, environment: "reasoning_gym:basic_arithmetic", args: {max_digits: 3}}
+
+The task's prompt comes first and the question after it. For a fixed set of tasks, write them to a file instead and
+judge with the reward function `reasoning_gym`, see `rlsys.rewards.reasoning_gym_reward`.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Any
+
+from rlsys.agents.environment import Environment, Step
+from rlsys.agents.environments import needs, told
+from rlsys.agents.tools import in_thread
+from rlsys.errors import ConfigError
+from rlsys.types import Json, Prompt, Task
+
+
+class ReasoningGym(Environment):
+    """One question; the reply is scored from 0 to 1 by the data set that made it."""
+
+    def __init__(self, name: str, *, tag: str = "answer", **args: Json) -> None:
+        """What counts of a reply is in its last `<tag>...</tag>`, else all of it; `args` go to `create_dataset`.
+
+        Raises `ConfigError` if there is no such data set; `reset` does, if it does not take these arguments.
+        """
+        self._gym = needs("reasoning_gym", "gym")
+        if name not in (known := needs("reasoning_gym.factory", "gym").DATASETS):
+            close = get_close_matches(name, known, n=3) or known
+            raise ConfigError(
+                f"environment 'reasoning_gym:{name}': there is no such task; there are {', '.join(close)}"
+            )
+        self._name, self._tag, self._args = name, tag, args
+        self._made: Any = None
+
+    async def reset(self, task: Task, seed: int) -> Prompt:
+        self._made = await in_thread(self._create, {"seed": seed % 2**32})
+        return told(task.prompt, self._made[0]["question"])
+
+    async def step(self, reply: str) -> Step:
+        said = self._gym.utils.extract_answer(reply, tag_name=self._tag)
+        answer = reply.strip() if said is None else said
+        score = await in_thread(self._made.score_answer, {"answer": answer, "entry": self._made[0]})
+        return Step("", reward=float(score), is_done=True)
+
+    def _create(self, seed: int) -> Any:  # noqa: ANN401  (a class of the package)
+        try:
+            return self._gym.create_dataset(self._name, size=1, seed=seed, **self._args)
+        except (ValueError, TypeError, AssertionError) as error:
+            raise ConfigError(f"environment 'reasoning_gym:{self._name}': {error}") from error

@@ -1,0 +1,12 @@
+"""An OpenAI-compatible endpoint for each session, so that any program with an OpenAI client can be trained.
+
+    async with shared_gateway() as gateway, gateway.serve(session) as endpoint:
+        async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+            await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "Sort 312"}])
+
+Token in, token out: what the policy said is never tokenized again while a client goes on from it (`conversations`).
+"""
+
+from rlsys.agents.gateway.gateway_server import Endpoint, Gateway, shared_gateway
+
+__all__ = ["Endpoint", "Gateway", "shared_gateway"]

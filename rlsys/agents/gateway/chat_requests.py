@@ -1,0 +1,214 @@
+"""What a client asks for: the body of `POST /v1/chat/completions`, checked.
+
+The run decides how tokens are drawn, since what is trained must come from the distribution that the run knows. Fields
+that only shape that distribution (`temperature`, `top_p`, `seed`, penalties) are accepted and not used, as are those
+that say nothing here; those that would change what a reply is or how it is read, and cannot be honoured, are refused
+(`NOT_HERE`), so that no client believes in something that did not happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NoReturn
+
+import orjson
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+from rlsys.agents.tools import Tool, Toolbox
+from rlsys.types import Json, Message
+
+_ENDS = "a reply ends where the policy ends it"
+_DRAWN = "the run decides how tokens are drawn"
+_SHOWN = "the run's chat template is what the policy is trained on"
+NOT_HERE: Mapping[str, str] = {
+    **dict.fromkeys(("stop", "stop_token_ids", "min_tokens", "ignore_eos"), _ENDS),
+    **dict.fromkeys(("logit_bias", "allowed_token_ids", "bad_words", "best_of", "structured_outputs"), _DRAWN),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _DRAWN),
+    **dict.fromkeys(("chat_template", "chat_template_kwargs", "continue_final_message", "echo"), _SHOWN),
+    "functions": "give `tools`",
+    "function_call": "give `tool_choice`",
+    "audio": "the policy reads and writes text",
+    "web_search_options": "the policy knows no search but your tools",
+}
+"""Fields, OpenAI's and vLLM's, that are refused unless they are null or empty, and why."""
+
+
+class Refused(Exception):
+    """A request that gets an error instead of a reply, in OpenAI's form."""
+
+    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+
+    @property
+    def body(self) -> Json:
+        """`{"error": {...}}`, as OpenAI's clients expect it."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """One reply that a client asks for."""
+
+    model: str
+    """Name of the agent that is to speak."""
+    messages: tuple[Message, ...]
+    tools: Toolbox
+    """The client's own, which it runs itself."""
+    may_call: bool
+    """Are calls in the reply read? Not without tools, nor with `tool_choice: none`; then they stay text."""
+    max_new_tokens: int | None
+    """The client's limit, if it has one; the run's holds besides."""
+    is_streamed: bool
+    wants_usage: bool
+    """At the end of a stream too; a reply in one piece always tells it."""
+    wants_logprobs: bool
+
+
+def read_request(body: bytes) -> ChatRequest:
+    """Raises `Refused` with status 400, naming every field that is wrong."""
+    try:
+        asked = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise Refused(400, f"the body is not JSON: {error}") from None
+    if not isinstance(asked, dict):
+        raise Refused(400, "the body is not a JSON object")
+    try:
+        return _BODY.validate_python(asked).request()
+    except ValidationError as error:
+        raise _refusal(error) from None
+    except (ValueError, orjson.JSONEncodeError) as error:  # two tools of one name, or nested too deeply
+        raise Refused(400, str(error), param="tools") from None
+
+
+# ------------------------------------------------------------------------------------------------- the form of the body
+
+
+class _Lenient(BaseModel):
+    """Fields that are not named here say nothing here."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class _TextPart(_Lenient):
+    type: Literal["text"]
+    text: str
+
+
+def _as_text(content: object) -> object:
+    """Parts of text are one text; anything else is left to the check."""
+    if isinstance(content, list):
+        return "".join(part.text for part in _PARTS.validate_python(content))
+    return "" if content is None else content
+
+
+class _CalledFunction(_Lenient):
+    name: str
+    arguments: str
+
+
+class _Call(_Lenient):
+    id: str
+    type: Literal["function"] = "function"
+    function: _CalledFunction
+
+
+class _Said(_Lenient):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str, BeforeValidator(_as_text)] = ""
+    name: str | None = None
+    tool_calls: tuple[_Call, ...] | None = None
+    tool_call_id: str | None = None
+
+    def message(self) -> Message:
+        message = Message(role="system" if self.role == "developer" else self.role, content=self.content)
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_calls:
+            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
+
+
+class _Function(_Lenient):
+    name: str
+    description: str | None = ""
+    parameters: dict[str, Any] | None = None
+
+
+class _Tool(_Lenient):
+    type: Literal["function"]
+    function: _Function
+
+    def tool(self) -> Tool:
+        about = self.function
+        orjson.dumps(about.parameters)  # raises for what is nested too deeply to be shown to a model
+        return Tool(about.name, about.description or "", about.parameters or _NO_PARAMETERS, _run_by_the_client)
+
+
+class _StreamOptions(_Lenient):
+    include_usage: bool = False
+
+
+class _ResponseFormat(_Lenient):
+    type: Literal["text"]
+
+
+_Limit = Annotated[int, Field(ge=1)]
+
+
+class _Body(_Lenient):
+    model: str
+    messages: Annotated[tuple[_Said, ...], Field(min_length=1)]
+    tools: tuple[_Tool, ...] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    max_tokens: _Limit | None = None
+    max_completion_tokens: _Limit | None = None
+    n: Literal[1] | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    logprobs: bool | None = None
+    top_logprobs: Literal[0] | None = None
+    response_format: _ResponseFormat | None = None
+    modalities: tuple[Literal["text"], ...] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, body: dict[str, object]) -> dict[str, object]:
+        asked = {key: why for key, why in NOT_HERE.items() if body.get(key)}
+        if asked:
+            raise ValueError("; ".join(f"`{key}` is not supported: {why}" for key, why in asked.items()))
+        return body
+
+    def request(self) -> ChatRequest:
+        limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
+        return ChatRequest(
+            model=self.model,
+            messages=tuple(said.message() for said in self.messages),
+            tools=Toolbox(*(each.tool() for each in self.tools or ())),
+            may_call=bool(self.tools) and self.tool_choice != "none",
+            max_new_tokens=min(limits, default=None),
+            is_streamed=bool(self.stream),
+            wants_usage=self.stream_options is not None and self.stream_options.include_usage,
+            wants_logprobs=bool(self.logprobs),
+        )
+
+
+def _run_by_the_client() -> NoReturn:
+    raise NotImplementedError("the client runs its tools itself")
+
+
+_NO_PARAMETERS: Mapping[str, Json] = {"type": "object", "properties": {}}
+_BODY = TypeAdapter(_Body)
+_PARTS = TypeAdapter(list[_TextPart])
+
+
+def _refusal(error: ValidationError) -> Refused:
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    places = [".".join(map(str, problem["loc"])) for problem in problems]
+    texts = [f"{place}: {p['msg']}" if place else p["msg"] for place, p in zip(places, problems, strict=True)]
+    return Refused(400, "; ".join(texts), param=places[0] or None)

@@ -1,0 +1,295 @@
+"""The HTTP edge: a base URL and a secret for each session, OpenAI's paths, errors in OpenAI's form.
+
+| status | when |
+| --- | --- |
+| 400 | the body is wrong or asks for what cannot be had; `context_length_exceeded`; `budget_spent` |
+| 401 | the token is not this session's |
+| 404 | no such session, path or agent (`model_not_found`) |
+| 410 | the session is over |
+| 413 | the body is larger than `MAX_BODY` |
+| 500 | a bug: it is raised in the workflow too, and ends the run at its line |
+| 503 | the infrastructure failed: that is raised in the workflow too, and the group is issued again |
+
+A client that disconnects before it has its reply cancels the sampling of it, and nothing was said. A stream is sent
+once its reply is whole: a reply is recorded whole or not at all, and its status is known before it begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar
+from weakref import WeakKeyDictionary
+
+import orjson
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from rlsys.agents.gateway.chat_replies import ChatReply
+from rlsys.agents.gateway.chat_requests import ChatRequest, Refused, read_request
+from rlsys.agents.gateway.conversations import Conversations
+from rlsys.agents.session import Agent, AgentStopped, ContextFull, Session
+from rlsys.errors import DataError, TaskTooLong, WorkerError
+from rlsys.types import Json
+
+T = TypeVar("T")
+Refusal: TypeAlias = AgentStopped | TaskTooLong | DataError
+"""What keeps a request from being sampled and is no failure of the run."""
+
+HOST = "127.0.0.1"
+MAX_BODY = 32 << 20
+"""Bytes of a request: some million tokens of text."""
+RETRY_AFTER_S = 1
+KEEPALIVE_S = 30
+"""A connection without a request for so long is closed: agents leave theirs open. `httpx` does not use one again after
+5 s, nor `aiohttp` after 15, so that none of theirs is closed under a request."""
+GRACE_S = 1.0
+"""Work of the client's side that is cancelled may take so long to end."""
+
+
+class Endpoint:
+    """A session as a client sees it: where it is, the secret that opens it, and what went wrong there."""
+
+    def __init__(self, session: Session, base_url: str, api_key: str) -> None:
+        self.base_url, self.api_key = base_url, api_key
+        self.refusals: dict[str, Refusal] = {}
+        """Why requests were not sampled: a full context, a spent budget, messages that the model cannot be given. By
+        the code that the client was told, the last of each."""
+        self._conversations = Conversations(session)
+        self._failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        self._work: set[asyncio.Task[ChatReply]] = set()
+        self._is_over = False
+
+    @property
+    def models(self) -> list[str]:
+        """What a client may call the policy: names of agents that are bound to one, and of policies."""
+        session = self._conversations.session
+        return list(dict.fromkeys([*session.bindings, *session.policies]))
+
+    @property
+    def last_speaker(self) -> Agent | None:
+        """Whose reply is the last that was given; None before the first."""
+        return self._conversations.last_speaker
+
+    async def reply(self, asked: ChatRequest) -> ChatReply:
+        """Raises `Refused` for whatever keeps the agent from replying; what is not the client's doing is also raised by
+        `while_sound`."""
+        if self._is_over:  # while the body was read
+            raise _over()
+        if self._failure.done():
+            raise _unavailable(self._failure.result())
+        work = asyncio.create_task(self._conversations.reply(asked))
+        self._work.add(work)
+        work.add_done_callback(self._work.discard)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if self._is_over:
+                raise _over() from None
+            raise
+        except Refused:
+            raise
+        except Exception as error:  # noqa: BLE001  (raised in the workflow)
+            raise self._refused(error) from None
+
+    async def while_sound(self, work: Awaitable[T]) -> T:
+        """What `work`, the client's side, comes to.
+
+        Waits for it, or for the first failure that is not the client's doing; that is raised, and `work` cancelled. If
+        `work` raises what tells of a refusal, the refusal is raised from it. Work that does not end when it is
+        cancelled is left alone after `GRACE_S`; the endpoint answers it no more once it is closed.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait((task, self._failure), return_when=asyncio.FIRST_COMPLETED)
+            if self._failure.done():
+                raise self._failure.result()
+            if task.cancelled():
+                raise RuntimeError("the agent cancelled itself")
+            if (error := task.exception()) and (refusal := self._told_by(error)):
+                raise refusal from error
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.wait((task,), timeout=GRACE_S)
+
+    async def close(self) -> None:
+        """Answer no more: what is being sampled is cancelled, and returns once it has ended."""
+        self._is_over = True
+        if self._work:
+            for work in self._work:
+                work.cancel()
+            await asyncio.wait(self._work)
+
+    def _refused(self, error: Exception) -> Refused:
+        match error:
+            case ContextFull() | TaskTooLong():
+                code, param = "context_length_exceeded", "messages"
+            case AgentStopped():
+                code, param = "budget_spent", None
+            case DataError():
+                code, param = "messages_refused", "messages"
+            case _:
+                if not self._failure.done():
+                    self._failure.set_result(error)
+                return _unavailable(error)
+        self.refusals[code] = error
+        return Refused(400, str(error), code=code, param=param)
+
+    def _told_by(self, error: BaseException) -> Refusal | None:
+        """The refusal that an exception of the client's side comes from: one whose code or words it says, in itself or
+        in its cause. Of several at once, all have to.
+
+        Clients raise a refusal with the whole body in its text, programs end with that on stderr, and libraries wrap
+        it. What was raised while a refusal was handled, and does not name it as its cause, is something else.
+        """
+        if isinstance(error, BaseExceptionGroup):
+            told = [self._told_by(each) for each in error.exceptions]
+            return told[0] if all(told) else None
+        text = str(error)
+        found = (refusal for code, refusal in self.refusals.items() if code in text or str(refusal) in text)
+        return next(found, None) or (self._told_by(error.__cause__) if error.__cause__ else None)
+
+
+class Gateway:
+    """One listening socket for the sessions of a process. Lives in the event loop that these run in."""
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._endpoints: dict[int, Endpoint] = {}
+        self._num_sessions = 0
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[_in_openai_form])
+        app.router.add_post("/s/{session}/v1/chat/completions", self._chat)
+        app.router.add_get("/s/{session}/v1/models", self._models)
+        app.router.add_get("/s/{session}/v1/models/{model:.+}", self._model)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=0, keepalive_timeout=KEEPALIVE_S
+        )
+        self._port = 0
+
+    def __len__(self) -> int:
+        """Sessions that are open."""
+        return len(self._endpoints)
+
+    async def start(self) -> None:
+        """Listen on a free port of the loopback interface."""
+        await self._runner.setup()
+        await web.TCPSite(self._runner, HOST, 0).start()
+        self._port = self._runner.addresses[0][1]
+
+    async def close(self) -> None:
+        """Close the socket and every connection."""
+        await self._runner.cleanup()
+
+    @asynccontextmanager
+    async def serve(self, session: Session) -> AsyncIterator[Endpoint]:
+        """The endpoint of a session; over at the end, whatever clients still want."""
+        number = self._num_sessions
+        self._num_sessions += 1
+        endpoint = Endpoint(session, f"http://{HOST}:{self._port}/s/{number}/v1", self._key(number))
+        self._endpoints[number] = endpoint
+        try:
+            yield endpoint
+        finally:
+            del self._endpoints[number]
+            await endpoint.close()
+
+    def _key(self, number: int) -> str:
+        """A session's token; it need not be remembered to tell, later, that a session is over."""
+        return hmac.new(self._secret, str(number).encode(), hashlib.sha256).hexdigest()
+
+    def _endpoint(self, request: web.Request) -> Endpoint:
+        name = request.match_info["session"]
+        number = int(name) if name.isdecimal() and len(name) < 16 else self._num_sessions
+        if number >= self._num_sessions:
+            raise Refused(404, f"there is no session {name}", code="session_not_found")
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if not hmac.compare_digest(given, f"Bearer {self._key(number)}".encode()):
+            raise Refused(401, f"the token is not that of session {name}", code="invalid_api_key")
+        if number not in self._endpoints:
+            raise _over()
+        return self._endpoints[number]
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        endpoint = self._endpoint(request)
+        asked = read_request(await request.read())
+        reply = await endpoint.reply(asked)
+        if not asked.is_streamed:
+            return web.Response(body=reply.whole(), content_type="application/json")
+        return web.Response(body=reply.events(wants_usage=asked.wants_usage), content_type="text/event-stream")
+
+    async def _models(self, request: web.Request) -> web.Response:
+        models = [_model_object(name) for name in self._endpoint(request).models]
+        return web.Response(body=orjson.dumps({"object": "list", "data": models}), content_type="application/json")
+
+    async def _model(self, request: web.Request) -> web.Response:
+        name = request.match_info["model"]
+        if name not in self._endpoint(request).models:
+            raise Refused(404, f"there is no model {name!r}", code="model_not_found", param="model")
+        return web.Response(body=orjson.dumps(_model_object(name)), content_type="application/json")
+
+
+def _model_object(name: str) -> Json:
+    return {"id": name, "object": "model", "created": int(time.time()), "owned_by": "rlsys"}
+
+
+@web.middleware
+async def _in_openai_form(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except Refused as error:
+        refused = error
+    except web.HTTPException as error:
+        refused = Refused(error.status, error.text or error.reason)
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if refused.status == 503 else None
+    body = orjson.dumps(refused.body)
+    return web.Response(status=refused.status, body=body, content_type="application/json", headers=headers)
+
+
+def _over() -> Refused:
+    return Refused(410, "the session is over", code="session_over")
+
+
+def _unavailable(error: Exception) -> Refused:
+    if isinstance(error, WorkerError):
+        return Refused(503, str(error), code="worker_failed")
+    return Refused(500, f"{type(error).__name__}: {error}", code="bug")
+
+
+# ---------------------------------------------------------------------------------------------------------- one a loop
+
+
+@dataclass
+class _Shared:
+    gateway: Gateway | None = None
+    num_users: int = 0
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+_SHARED: WeakKeyDictionary[asyncio.AbstractEventLoop, _Shared] = WeakKeyDictionary()
+
+
+@asynccontextmanager
+async def shared_gateway() -> AsyncIterator[Gateway]:
+    """The gateway of this event loop: started by the first that asks for it, closed when nobody uses it any more."""
+    shared = _SHARED.setdefault(asyncio.get_running_loop(), _Shared())
+    shared.num_users += 1
+    try:
+        async with shared.changing:
+            if shared.gateway is None:
+                gateway = Gateway()
+                await gateway.start()
+                shared.gateway = gateway
+        yield shared.gateway
+    finally:
+        shared.num_users -= 1
+        async with shared.changing:
+            if shared.num_users == 0 and shared.gateway is not None:
+                gateway, shared.gateway = shared.gateway, None
+                await gateway.close()

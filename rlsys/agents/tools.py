@@ -1,0 +1,310 @@
+"""Tools: typed Python functions that a policy may call.
+
+    def search(query: str, limit: int = 5) -> list[str]:
+        \"\"\"Titles of the pages that match a query.\"\"\"
+
+    tools = Toolbox(search, tool(calculate, timeout_s=2))
+
+The schema comes from the signature, the description from the docstring. What a tool raises, and what a model asks that
+no tool can do, becomes text for the model. A `RlsysError` passes through: it says that something other than the policy
+broke.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import difflib
+import inspect
+import re
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal, TypeAlias, cast, get_type_hints
+from weakref import WeakKeyDictionary
+
+from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import CoreSchema, to_json
+
+from rlsys.agents.tool_calls import Call, Malformed, ToolCall
+from rlsys.errors import RlsysError, ToolError, first_of
+from rlsys.types import Json
+
+__all__ = ["Call", "Malformed", "Tool", "ToolCall", "ToolResult", "ToolSchema", "Toolbox", "tool"]
+
+ToolSchema: TypeAlias = Mapping[str, Json]
+"""A tool in the OpenAI form: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+
+Answered: TypeAlias = Literal["ok", "error", "timeout"]
+
+TIMEOUT_S = 30.0
+MAX_CHARS = 20_000
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """What a call gave."""
+
+    content: str
+    """For the model."""
+    outcome: Literal["ok", "error", "timeout", "unknown", "malformed", "refused"]
+    seconds: float
+    is_cut: bool = False
+    """Was it longer than the tool's `max_chars`?"""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function with a name, a description and a JSON schema of its arguments. Made by `tool`, or from a server's
+    own description of it."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Json]
+    """JSON schema of the arguments, an object."""
+    function: Callable[..., object]
+    """Called with the arguments by name; sync (run in a thread) or async. What it returns becomes text: a string as it
+    is, anything else as JSON."""
+    timeout_s: float = TIMEOUT_S
+    """Deadline of one call, seconds."""
+    max_chars: int = MAX_CHARS
+    """Longest result, in characters; the rest is cut off with a note."""
+    arguments: type[BaseModel] | None = None
+    """What arguments are validated by before the call; None passes them on as they are."""
+
+    @property
+    def schema(self) -> ToolSchema:
+        """OpenAI's form of it."""
+        about = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": about}
+
+    def validated(self, arguments: Mapping[str, Json]) -> Mapping[str, object]:
+        """What the function is called with. Raises pydantic's `ValidationError` for arguments that do not fit."""
+        if self.arguments is None:
+            return arguments
+        parsed = self.arguments.model_validate(arguments)
+        return {str(info.alias): getattr(parsed, field) for field, info in self.arguments.model_fields.items()}
+
+
+def tool(
+    function: Callable[..., Any], *, name: str | None = None, timeout_s: float = TIMEOUT_S, max_chars: int = MAX_CHARS
+) -> Tool:
+    """A tool from a typed function: its name, its docstring, and a schema of its signature.
+
+    An async function is cancelled at its deadline. A sync one runs in a thread, `MAX_THREADS` at a time, which nothing
+    can kill: it is left behind, and while `MAX_HANGING` are, further calls raise `ToolError`. Give it a time limit of
+    its own, and code that a model wrote a process of its own.
+
+    Raises `TypeError` for a function without a name or docstring, or with a signature that has no schema.
+    """
+    name = name or str(getattr(function, "__name__", type(function).__name__))
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
+        raise TypeError(f"{name!r} is no name for a tool: give 1 to 64 letters, digits, `_` and `-`, with name=")
+    described = function if inspect.isroutine(function) or inspect.isclass(function) else type(function).__call__
+    description = inspect.getdoc(described)
+    if not description:
+        raise TypeError(f"the tool {name!r} has no docstring: it is what tells the model when to call it")
+    try:
+        types = get_type_hints(described, include_extras=True)
+    except NameError as error:
+        raise TypeError(f"a type of the tool {name!r} is not found: {error}; define it in the module itself") from error
+    arguments = _arguments_of(function, types, name)
+    parameters = arguments.model_json_schema(schema_generator=_Untitled)
+    for titled in ("title", "description"):
+        parameters.pop(titled, None)
+    return Tool(name, description, parameters, function, timeout_s, max_chars, arguments)
+
+
+class Toolbox:
+    """The tools that an agent may use. Holds no state: one serves many sessions."""
+
+    def __init__(self, *tools: Tool | Callable[..., Any]) -> None:
+        """Functions are made tools by `tool`. Raises `ValueError` for two of one name."""
+        made = [each if isinstance(each, Tool) else tool(each) for each in tools]
+        self.tools: Mapping[str, Tool] = {each.name: each for each in made}
+        if len(self.tools) < len(made):
+            names = sorted(each.name for each in made)
+            twice = next(a for a, b in pairwise(names) if a == b)
+            raise ValueError(f"two tools are called {twice!r}: give one another name, with tool(function, name=...)")
+
+    def __len__(self) -> int:
+        return len(self.tools)
+
+    @property
+    def schemas(self) -> tuple[ToolSchema, ...]:
+        """For a chat template or an endpoint."""
+        return tuple(each.schema for each in self.tools.values())
+
+    async def run(self, calls: Sequence[Call]) -> list[ToolResult]:
+        """The results of calls, in their order; they run in parallel, each with its tool's deadline.
+
+        Raises what is not for the model: `RlsysError`, and cancellation, which reaches the tools too.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                results = [group.create_task(self._result(call)) for call in calls]
+        except BaseExceptionGroup as errors:
+            raise first_of(errors) from None
+        return [result.result() for result in results]
+
+    async def _result(self, call: Call) -> ToolResult:
+        start_s = time.monotonic()
+        if isinstance(call, Malformed):
+            return ToolResult(f"This call cannot be read: {call.problem}", "malformed", 0.0)
+        tool = self.tools.get(call.name)
+        if tool is None:
+            return ToolResult(self._unknown(call.name), "unknown", 0.0)
+        content, outcome = await self._answer(tool, call.arguments)
+        shown, is_cut = _cut(content, tool.max_chars)
+        return ToolResult(shown, outcome, time.monotonic() - start_s, is_cut)
+
+    async def _answer(self, tool: Tool, arguments: Mapping[str, Json]) -> tuple[str, Answered]:
+        """What a call gives in text, uncut, and how it went. Raises what is not for the model."""
+        return await _answer(tool, arguments)
+
+    def _unknown(self, name: str) -> str:
+        close = difflib.get_close_matches(name, self.tools, n=1)
+        remedy = f"did you mean `{close[0]}`?" if close else f"there are: {', '.join(self.tools) or 'none'}"
+        return f"No tool is called `{_cut(name, 100)[0]}`; {remedy}"
+
+
+NO_TOOLS = Toolbox()
+MAX_THREADS = 256
+"""Calls of sync tools at a time, in one event loop; further ones wait, before their deadline begins."""
+MAX_HANGING = 64
+"""Threads of sync tools past their deadline, in one process, from which on no further sync tool is called."""
+_overdue: set[threading.Thread] = set()
+_threads: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+
+async def _answer(tool: Tool, arguments: Mapping[str, Json]) -> tuple[str, Answered]:
+    """What a tool gives for these arguments, in text, within its deadline."""
+    deadline = asyncio.timeout(tool.timeout_s)
+    try:
+        given = tool.validated(arguments)
+        async with _room(tool.function), deadline:
+            value = await _value(tool.function, given)
+        return (value if isinstance(value, str) else to_json(value, fallback=str).decode()), "ok"
+    except RlsysError:
+        raise
+    except ValidationError as error:
+        return _complaint(tool, error), "error"
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        return "CancelledError: the tool cancelled itself", "error"
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever a tool raises is an answer to the model)
+        if deadline.expired():
+            return f"{tool.name} took longer than its {tool.timeout_s:g} s", "timeout"
+        return f"{type(error).__name__}: {error}", "error"
+
+
+def _is_async(function: Callable[..., object]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def _room(function: Callable[..., object]) -> AbstractAsyncContextManager[object]:
+    """Room for one more thread, if the function needs one: waits for one of `MAX_THREADS` calls to end, which each does
+    at its deadline."""
+    if _is_async(function):
+        return nullcontext()
+    return _threads.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_THREADS))
+
+
+async def _value(function: Callable[..., object], arguments: Mapping[str, object]) -> object:
+    value = function(**arguments) if _is_async(function) else await in_thread(function, arguments)
+    return await cast("Awaitable[object]", value) if inspect.isawaitable(value) else value
+
+
+async def in_thread(function: Callable[..., Any], arguments: Mapping[str, object]) -> Any:  # noqa: ANN401
+    """Call a sync function in a daemon thread of its own, so that one that hangs holds up neither others nor the end
+    of the process. Raises `ToolError` while too many hang, or if the machine has no thread left.
+
+    Waits for the thread, which is unblocked by the function alone; the caller's deadline ends the waiting.
+    """
+    _overdue.intersection_update([thread for thread in _overdue if thread.is_alive()])
+    if len(_overdue) >= MAX_HANGING:
+        raise ToolError(
+            f"{MAX_HANGING} calls of sync tools ({', '.join(sorted({t.name for t in _overdue}))}) hang past their "
+            "deadlines, and threads cannot be killed: give them time limits of their own, or make them async"
+        )
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[Any] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def settle(value: object, error: BaseException | None) -> None:
+        if answer.cancelled():
+            return
+        if error is None:
+            answer.set_result(value)
+        else:
+            answer.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
+
+    def work() -> None:
+        value, error = None, None
+        try:
+            value = context.run(function, **arguments)
+        except BaseException as raised:  # noqa: BLE001  (it is raised where the answer is awaited)
+            error = raised
+        with suppress(RuntimeError):  # the loop is closed, and nobody waits
+            loop.call_soon_threadsafe(settle, value, error)
+
+    thread = threading.Thread(target=work, name=getattr(function, "__name__", "tool"), daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise ToolError(f"no thread can be started for the tool {thread.name!r}: {error}") from error
+    try:
+        return await answer
+    except asyncio.CancelledError:
+        _overdue.add(thread)
+        raise
+
+
+def _cut(text: str, most: int) -> tuple[str, bool]:
+    """A text of at most `most` characters, with a note where more was left out; half a surrogate pair becomes `?`."""
+    shown = text[:most].encode(errors="replace").decode()
+    if len(text) <= most:
+        return shown, False
+    return f"{shown}\n[cut: the first {most} of {len(text)} characters]", True
+
+
+# ------------------------------------------------------------------------------------------------------------ arguments
+
+
+class _Untitled(GenerateJsonSchema):
+    """A schema without titles, which say nothing that names do not."""
+
+    def field_title_should_be_set(self, schema: CoreSchema | Any) -> bool:  # noqa: ANN401  (as the base has it)
+        return False
+
+
+def _arguments_of(function: Callable[..., Any], types: Mapping[str, Any], name: str) -> type[BaseModel]:
+    """A model with the parameters of a function as aliases of its fields, so that they may have any name."""
+    fields: dict[str, Any] = {}
+    for number, parameter in enumerate(inspect.signature(function).parameters.values()):
+        where = f"parameter {parameter.name!r} of the tool {name!r}"
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise TypeError(f"{where} cannot be given by name; tools take plain named parameters")
+        if parameter.name not in types:
+            raise TypeError(f"{where} has no type: annotate it, as in `query: str`")
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[f"argument_{number}"] = (types[parameter.name], Field(default, alias=parameter.name))
+    try:
+        return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+    except PydanticUserError as error:
+        raise TypeError(f"the signature of the tool {name!r} has no schema: {error.message}") from error
+
+
+def _complaint(tool: Tool, error: ValidationError) -> str:
+    """What is wrong with arguments, for the model. A tool's own `ValidationError` reads the same."""
+    problems = [
+        f"{'.'.join(map(str, detail['loc'])) or 'arguments'}: {detail['msg']}"
+        for detail in error.errors(include_url=False, include_input=False)
+    ]
+    return f"`{tool.name}` was called with wrong arguments: {'; '.join(problems)}"

@@ -1,0 +1,134 @@
+"""The workflow door: who speaks when on a task, in ordinary async Python.
+
+    @dataclass(frozen=True, kw_only=True)
+    class Retry(Workflow):
+        times: int = 2
+
+        async def run(self, session: Session) -> None:
+            solver = session.agent("solver")
+            answer = await solver.chat(session.task.prompt)
+            for _ in range(self.times):
+                if "?" in answer:
+                    answer = await solver.chat("Decide.")
+
+Its fields are its configuration, `rollout.workflow: {type: my.module:Retry, times: 3}`. Authors see messages and text;
+`Agent` (rlsys/agents/agent.py) records tokens, logprobs and versions.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pydantic import PositiveInt
+
+from rlsys.agents import session as sessions
+from rlsys.agents.session import (
+    Agent,
+    AgentStopped,
+    Budget,
+    BudgetSpent,
+    ContextFull,
+    Policy,
+    Reply,
+    Session,
+    settled_episode,
+)
+from rlsys.errors import RlsysError, WorkflowError, first_of
+from rlsys.types import POLICY, Episode, Task
+
+__all__ = [
+    "POLICY",
+    "Agent",
+    "AgentStopped",
+    "Budget",
+    "BudgetSpent",
+    "ContextFull",
+    "Policy",
+    "Reply",
+    "Session",
+    "SingleTurn",
+    "Workflow",
+    "play",
+]
+
+_SHOWN_MESSAGES = 20
+"""Of the transcript, in the report of a bug."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workflow:
+    """Base of every workflow: implement `run`. One instance serves many sessions at once, so keep state in locals.
+
+    A subclass with fields of its own is a frozen keyword-only dataclass too; one without needs no decorator.
+    """
+
+    max_turns: PositiveInt = 64
+    """Turns of each agent; a further one ends the episode, truncated."""
+    max_episode_tokens: PositiveInt | None = None
+    """Sampled tokens of an episode, over all agents; None: any. The last turn is cut to fit. Agents that run side by
+    side have equal shares of what is left."""
+    max_tool_calls: PositiveInt | None = None
+    """Tool calls of an episode, over all agents; None: any. More end the episode, truncated. Shared as tokens are."""
+    max_calls_per_turn: PositiveInt = 32
+    """Tool calls of one reply that are run; of more the last are refused, which is told to the model."""
+
+    async def run(self, session: Session) -> None:
+        """Play one episode: make agents, chat. Whatever it raises ends the run at its own line."""
+        raise NotImplementedError(f"{type(self).__name__} plays nothing: implement `run`")
+
+    def check(self, tasks: Sequence[Task], *, group_size: int, temperature: float) -> None:
+        """Raise `ConfigError` or `DataError` for what it cannot play, before anything starts.
+
+        `tasks` are those of training, in the order of the file; `group_size` and `temperature` are
+        `algorithm.group_size` and `rollout.temperature`.
+        """
+
+    def in_evaluation(self) -> Workflow:
+        """Who speaks when the policy is measured: the same."""
+        return self
+
+    def session(
+        self, task: Task, policies: Mapping[str, Policy], seed: int, episode_index: int, bindings: Mapping[str, str]
+    ) -> Session:
+        """A session for one episode, with this workflow's budget."""
+        budget = Budget(self.max_turns, self.max_episode_tokens, self.max_tool_calls, self.max_calls_per_turn)
+        return Session(task, policies, seed, episode_index, bindings, budget)
+
+    async def play(self, session: Session) -> Episode:
+        """Run it in a session of it: what was recorded, however an agent was stopped. Raises what `run` raises."""
+        return await settled_episode(session, self.run(session))
+
+
+class SingleTurn(Workflow):
+    """One agent, one answer to the task's prompt."""
+
+    async def run(self, session: Session) -> None:
+        await session.agent(POLICY).chat(session.task.prompt)
+
+
+async def play(workflow: Workflow, session: Session, worker: str) -> Episode:
+    """Run a workflow in a session of it: what was recorded, however an agent was stopped.
+
+    A bug in it becomes a `WorkflowError` of this worker, with the way from the author's line to it and with what was
+    said; a `RlsysError` passes as it is.
+    """
+    try:
+        return await workflow.play(session)
+    except Exception as raised:  # noqa: BLE001  (raised again, with what was said)
+        error = first_of(raised) if isinstance(raised, ExceptionGroup) else raised
+        if isinstance(error, RlsysError):
+            raise error from None
+        phase = f"running {type(workflow).__name__} on task {session.task.id}"
+        raise WorkflowError(worker, phase, _report_of(error, session)) from None
+
+
+def _report_of(error: BaseException, session: Session) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [i for i, f in enumerate(frames, 1) if f.filename == sessions.__file__ and "settled" in f.name]
+    own = frames[max(ours, default=0) :]
+    parts = [f"{type(error).__name__}: {error}", "".join(traceback.format_list(own))]
+    if session.log:
+        parts.append(f"what was said:\n{session.transcript(_SHOWN_MESSAGES)}")
+    return "\n".join(part.rstrip() for part in parts if part)

@@ -1,0 +1,112 @@
+"""Training on what was said before: the workflow `recorded`, which reads answers from the data and samples nothing.
+
+    {"prompt": "385120>", "completion": "012358", "label": true}
+    {"prompt": [{"role": "user", "content": "2+3?"}], "completion": [{"role": "assistant", "content": "6"}], "label": 0}
+
+Rows are TRL's unpaired preferences: `label` says whether the completion is wanted, and is the reward, 1 or 0. A
+completion of several messages is a conversation that went on: the assistant's are trained, the others are context.
+
+The engine says how likely each token is under the weights it holds, and that is recorded with their version: the
+distance between engine and trainer stays visible, while nothing is claimed about who wrote the completion. A loss that
+weighs tokens by their probability under whoever wrote them has nothing to work with here; KTO's does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rlsys.agents.workflow import Session, SingleTurn, Workflow
+from rlsys.data.row_adapters import RowProblem, message_of, named
+from rlsys.errors import ConfigError, DataError
+from rlsys.types import Message, Prompt, Task
+
+_PROBLEMS_SHOWN = 10
+
+
+class Offline(Workflow):
+    """One agent that says what the row's `completion` says, scored by its `label`."""
+
+    async def run(self, session: Session) -> None:
+        agent = session.agent("policy")
+        session.reward(label_of(session.task))  # first: a conversation that outgrows the context ends below
+        for prompt, reply in exchanges_of(session.task):
+            await agent.recite(prompt, reply)
+
+    def check(self, tasks: Sequence[Task], *, group_size: int, temperature: float) -> None:
+        """Raises `ConfigError` for keys that make no sense here, `DataError` listing the rows that cannot be used."""
+        if group_size != 1:
+            raise ConfigError(
+                f"algorithm.group_size: {group_size} episodes of a row would all be its one recorded completion; set "
+                "it to 1 with rollout.workflow=offline"
+            )
+        if temperature != 1:
+            raise ConfigError(
+                f"rollout.temperature: {temperature:g} changes nothing that is recorded, and engines say how likely "
+                "tokens are at 1; leave it at 1 with rollout.workflow=offline (eval.temperature is free)"
+            )
+        problems = [f"row {n}: {problem}" for n, task in enumerate(tasks, 1) if (problem := _problem_in(task))]
+        if problems:
+            more = len(problems) - _PROBLEMS_SHOWN
+            shown = problems[:_PROBLEMS_SHOWN] + ([f"... and {more} more"] if more > 0 else [])
+            count = "1 row" if len(problems) == 1 else f"{len(problems)} rows"
+            what = f"data.path: {count} cannot be used by rollout.workflow=offline"
+            raise DataError("\n  ".join([what, *shown]))
+
+    def in_evaluation(self) -> Workflow:
+        """The policy answers for itself."""
+        return SingleTurn()
+
+
+def label_of(task: Task) -> float:
+    """1.0 for a completion that is wanted, else 0.0. Raises `RowProblem`."""
+    label = task.info.get("label")
+    if label is None:
+        raise RowProblem(f"no `label`; the row has {_columns_of(task)}")
+    if isinstance(label, bool | int | float) and label in (0, 1):
+        return float(label)
+    raise RowProblem(f"`label` is {label!r}; give true or false")
+
+
+def exchanges_of(task: Task) -> Iterator[tuple[Prompt, str]]:
+    """What is said to the policy, and its reply, in turn. Raises `RowProblem`."""
+    completion = task.info.get("completion")
+    if completion is None:
+        raise RowProblem(f"no `completion`; the row has {_columns_of(task)}")
+    if isinstance(completion, str):
+        yield task.prompt, _reply(completion)
+        return
+    if not isinstance(completion, list):
+        raise RowProblem(f"`completion` is {named(completion)}; give text or a list of messages")
+    if isinstance(task.prompt, str):
+        raise RowProblem("the `prompt` is text and the `completion` a list of messages; give both alike")
+    said: tuple[Message, ...] = task.prompt
+    messages = [message_of("completion", number, message) for number, message in enumerate(completion, 1)]
+    if not messages or messages[-1]["role"] != "assistant":
+        raise RowProblem("the `completion` does not end with a message of the assistant; only those are trained")
+    for message in messages:
+        if message["role"] != "assistant":
+            said = (*said, message)
+        elif not said:
+            raise RowProblem("the `completion` has two messages of the assistant in a row; make them one")
+        else:
+            yield said, _reply(message["content"])
+            said = ()
+
+
+def _reply(text: str) -> str:
+    if not text:
+        raise RowProblem("the `completion` is empty; there is nothing to learn from it")
+    return text
+
+
+def _problem_in(task: Task) -> RowProblem | None:
+    try:
+        label_of(task)
+        list(exchanges_of(task))
+    except RowProblem as problem:
+        return problem
+    return None
+
+
+def _columns_of(task: Task) -> str:
+    return ", ".join(["prompt", *task.info])

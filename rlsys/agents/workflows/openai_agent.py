@@ -1,0 +1,213 @@
+"""Train any program that speaks to an OpenAI-compatible endpoint: the workflow `openai_agent`.
+
+    rollout:
+      workflow: {type: openai_agent, agent: "my_agent:solve"}
+
+    async def solve(prompt, base_url, api_key, model) -> float:
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            reply = await client.chat.completions.create(model=model, messages=[{"role": "user", "content": prompt}])
+        return float("42" in reply.choices[0].message.content)
+
+or a program as it is, a process per episode:
+
+    rollout:
+      workflow: {type: openai_agent, command: [python, my_agent.py]}
+
+Each episode has an endpoint of its own (`rlsys.agents.gateway`). What was said through it is trained, and nothing else.
+The agent runs its tools itself, so `max_tool_calls` does not count them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import shutil
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, SupportsFloat
+from weakref import WeakKeyDictionary
+
+from pydantic import AfterValidator, PositiveFloat, PositiveInt
+
+from rlsys.agents.gateway import Endpoint, shared_gateway
+from rlsys.agents.gateway.gateway_server import HOST
+from rlsys.agents.sandbox.programs import ProgramFailed, run_program
+from rlsys.agents.session import POLICY, Agent, Session
+from rlsys.agents.workflow import Workflow
+from rlsys.errors import ConfigError, DataError
+from rlsys.types import Prompt, Task
+from rlsys.util.importing import imported
+
+ARGUMENTS = ("task", "prompt", "base_url", "api_key", "model")
+"""What an agent function may ask for, by name."""
+_ROOM: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, asyncio.Semaphore]] = WeakKeyDictionary()
+
+
+class _Late(Exception):
+    """An agent did not end in time."""
+
+
+def _loads(spec: str) -> str:
+    _function(spec)
+    return spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenAIAgent(Workflow):
+    """An agent of your own behind an OpenAI client; give `agent` or `command`.
+
+    An episode fails, and is left out of training, if the agent gets no reply at all, takes longer than `deadline_s`, or
+    is a program that ends with an exit code other than 0. If it ends so, or its function raises, because a turn was
+    refused, the episode is truncated there for a full context or a spent budget, and fails for messages that the chat
+    template does not take. Whatever else a function raises is a bug, and ends the run at its line.
+
+    The agent whose reply was the last is the root of the episode: that reply is what reward functions judge, however
+    many conversations there were.
+    """
+
+    agent: Annotated[str, AfterValidator(_loads)] | None = None
+    """An async function, `module:function`. Its arguments are picked by name: `task`, `prompt`, `base_url`, `api_key`,
+    `model`. It returns the episode's reward; or None or text, and the reward functions judge the last reply. It runs in
+    the event loop of the replica, where a client that is not async would block every session and wait for itself: run
+    such code as a `command`."""
+    command: tuple[str, ...] = ()
+    """A program and its arguments, in which `{prompt}` and `{model}` are filled in. It gets OPENAI_BASE_URL and
+    OPENAI_API_KEY, and the prompt as its input: text as it is, messages as JSON."""
+    model: str = POLICY
+    """The model that it asks for, which is the name of the agent that speaks; in a run of several policies, bind it to
+    one in `agents`."""
+    deadline_s: PositiveFloat = 600.0
+    """Longest episode, seconds; it is ended there, with its children if it is a program. A function that does not end
+    when it is cancelled goes on by itself, without an endpoint."""
+    max_processes: PositiveInt = 32
+    """Programs that run at the same time on one replica; others wait, before their deadline begins."""
+
+    def __post_init__(self) -> None:
+        if (self.agent is None) == (not self.command):
+            raise ValueError("give either `agent`, an async function, or `command`, a program")
+
+    def check(self, tasks: Sequence[Task], *, group_size: int, temperature: float) -> None:
+        """Raises `ConfigError` if there is no such program."""
+        if self.command and shutil.which(self.command[0], path=_search_path()) is None:
+            raise ConfigError(f"rollout.workflow.command: there is no program {self.command[0]!r}")
+
+    async def run(self, session: Session) -> None:
+        """Serve the session to the agent until that ends, and judge the episode by what it returned."""
+        try:
+            returned = await self._served(session)
+        except (ProgramFailed, _Late) as error:
+            self._root(session).fail(str(error))
+        except DataError as refusal:  # of messages: the policy led there if it spoke, and else the agent is wrong
+            root = self._root(session)
+            if not root.turns and refusal.__cause__:
+                raise refusal.__cause__ from None
+            root.fail(str(refusal))
+        else:
+            self._judge(session, returned)
+
+    async def _served(self, session: Session) -> object:
+        """What the agent returned. Raises the refusal if that is all it got."""
+        async with shared_gateway() as gateway, gateway.serve(session) as endpoint:
+            try:
+                returned = await self._returned(session.task, endpoint)
+            finally:
+                await endpoint.close()
+                _seat(session, endpoint.last_speaker)
+        if endpoint.last_speaker is None:
+            for refusal in endpoint.refusals.values():
+                raise refusal from None
+        return returned
+
+    def _judge(self, session: Session, returned: object) -> None:
+        root = self._root(session)
+        if not root.turns:
+            root.fail(
+                "the agent ended, and no request of it got a reply; is its client told the base URL, and to use no "
+                f"proxy for {HOST}?"
+            )
+        elif isinstance(returned, str):
+            session.note(root, "returned", returned)
+        elif isinstance(returned, SupportsFloat):
+            session.reward(float(returned))
+        elif returned is not None:
+            what = f"{type(returned).__name__} {returned!r:.60}"
+            raise TypeError(f"the agent {self.agent!r} returned the {what}; give a number, text or None")
+
+    def _root(self, session: Session) -> Agent:
+        return session.agents[0] if session.agents else session.agent(self.model)
+
+    async def _returned(self, task: Task, endpoint: Endpoint) -> object:
+        if self.agent is None:
+            async with _room(self.max_processes):
+                return await self._in_time(endpoint, self._run_program(task.prompt, endpoint))
+        values = (task, task.prompt, endpoint.base_url, endpoint.api_key, self.model)
+        function, names = _function(self.agent)
+        given: dict[str, object] = dict(zip(ARGUMENTS, values, strict=True))
+        return await self._in_time(endpoint, function(**{name: given[name] for name in names}))
+
+    async def _run_program(self, prompt: Prompt, endpoint: Endpoint) -> None:
+        text = prompt if isinstance(prompt, str) else json.dumps(prompt)
+        command = [part.replace("{model}", self.model).replace("{prompt}", text) for part in self.command]
+        await run_program(command, env=_environment(endpoint), stdin=text)
+
+    async def _in_time(self, endpoint: Endpoint, work: Awaitable[object]) -> object:
+        limit = asyncio.timeout(self.deadline_s)
+        try:
+            async with limit:
+                return await endpoint.while_sound(work)
+        except TimeoutError:
+            if not limit.expired():  # the agent's own
+                raise
+            raise _Late(f"the agent took longer than {self.deadline_s:g} s (deadline_s)") from None
+
+
+@cache
+def _function(spec: str) -> tuple[Callable[..., Awaitable[object]], tuple[str, ...]]:
+    """An agent function, and the names of what it is given. Raises `ValueError` saying what is wrong with it."""
+    found = imported("agent", spec)
+    if not callable(found) or not inspect.iscoroutinefunction(found):
+        raise ValueError(f"the agent {spec!r} is not an async function; run other code as a `command`")
+    parameters = inspect.signature(found).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return found, ARGUMENTS
+    unknown = [p.name for p in parameters if p.name not in ARGUMENTS and p.default is p.empty]
+    unnamed = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]
+    if wrong := unknown or unnamed:
+        raise ValueError(f"the agent {spec!r} asks for {', '.join(wrong)}; by name there are {', '.join(ARGUMENTS)}")
+    return found, tuple(p.name for p in parameters if p.name in ARGUMENTS)
+
+
+def _seat(session: Session, root: Agent | None) -> None:
+    """Put `root` first, above all others, and leave out who never spoke. None: nobody spoke."""
+    if root is None:
+        return
+    others = [agent for agent in session.agents if agent.turns and agent is not root]
+    seated = {agent.index for agent in (root, *others)}
+    for agent in others:
+        agent.path = (0, *agent.path)
+        agent.parent = agent.parent if agent.parent in seated else root.index
+    root.path, root.parent = (), None
+    session.agents[:] = [root, *others]
+
+
+def _room(most: int) -> asyncio.Semaphore:
+    """For the programs of this event loop."""
+    rooms = _ROOM.setdefault(asyncio.get_running_loop(), {})
+    return rooms.setdefault(most, asyncio.Semaphore(most))
+
+
+def _environment(endpoint: Endpoint) -> dict[str, str]:
+    """A program's: ours, the endpoint, and no proxy on the way to it."""
+    mine = {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": endpoint.api_key, "PATH": _search_path()}
+    no_proxy = ",".join(filter(None, [os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), HOST]))
+    return {**os.environ, **mine, "NO_PROXY": no_proxy, "no_proxy": no_proxy}
+
+
+def _search_path() -> str:
+    """Ours, but `python` is this one."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])

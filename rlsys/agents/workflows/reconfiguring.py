@@ -1,0 +1,114 @@
+"""An agent that configures itself by a tool call (ToolSelf, arXiv:2602.07883).
+
+stage 1    search, search, reconfigure(sub_goal=..., strategy=..., tools=["python"], knowledge=..., mode=...)
+stage 2    begins from that configuration: python, python, terminate(answer="42")
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pydantic import PositiveInt
+
+from rlsys.agents.session import Session
+from rlsys.agents.tools import Toolbox
+from rlsys.agents.workflow import Workflow
+from rlsys.agents.workflows.workflow_tools import Moves, ToolNames, opened, toolbox_of
+from rlsys.types import Prompt
+
+EXECUTOR = (
+    "Solve the task in stages. In a stage you work towards its sub-goal with its tools. When it is reached, or leads "
+    "nowhere, call reconfigure to begin the next stage. When the task is solved, call terminate with the answer."
+)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What a stage begins with."""
+
+    sub_goal: str = "Solve the task."
+    strategy: str = "Your own."
+    tools: tuple[str, ...] = ()
+    """Names of the tools it may call, beside `reconfigure` and `terminate`."""
+    knowledge: str = "None yet."
+    """What earlier stages found out."""
+    mode: Literal["basic", "truncation"] = "basic"
+    """What becomes of the context. `basic`: it goes on, and the configuration follows. `truncation`: it begins anew,
+    with the task and the configuration, which starts a new sample. The paper names the modes and says no more."""
+
+    def __str__(self) -> str:
+        lines = {"Sub-goal": self.sub_goal, "Strategy": self.strategy, "Knowledge": self.knowledge}
+        lines["Tools"] = ", ".join((*self.tools, "reconfigure", "terminate"))
+        return "\n".join(f"{name}: {text}" for name, text in lines.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reconfiguring(Workflow):
+    """One agent that works in stages, each with a sub-goal, strategy, tools and knowledge of its own choice.
+
+    It ends with `terminate`, or with a reply that calls nothing. Its last turn is what a reward function judges: with
+    `terminate` that is the call, in which `regex` finds `"answer": "(.*?)"`. All stages are one trajectory, and so
+    share one reward: the label that KTO needs.
+    """
+
+    tools: ToolNames
+    """What a stage may choose from, as `module:function`. The first has all of them."""
+    max_turns: PositiveInt = 200
+    """Turns of an episode; still calling tools in the last one, it is truncated."""
+    system: str = EXECUTOR
+    """What its context opens with."""
+
+    def __post_init__(self) -> None:
+        Executor(self.toolbox()).moves()  # raises `ValueError` for a tool that is called as they are
+
+    def toolbox(self) -> Toolbox:
+        """All tools there are."""
+        return toolbox_of(self.tools)
+
+    async def run(self, session: Session) -> None:
+        agent = session.agent("policy")
+        executor = Executor(self.toolbox())
+        prompt: Prompt | None = opened(self.system, session.task.prompt, str(executor.stage))
+        while not executor.is_over:
+            stage, tools = executor.stage, executor.moves()
+            reply = await agent.act(prompt, tools)
+            if not reply.calls:
+                return
+            prompt = await agent.answer(reply.calls, tools)
+            if executor.stage is not stage and executor.stage.mode == "truncation":
+                agent.rewrite(opened(self.system, session.task.prompt, str(executor.stage)))
+                prompt = None
+
+
+@dataclass
+class Executor:
+    """The state of one episode, and the two tools that change it."""
+
+    every: Toolbox
+    stage: Configuration = field(init=False)
+    is_over: bool = False
+
+    def __post_init__(self) -> None:
+        self.stage = Configuration(tools=tuple(self.every.tools))
+
+    def moves(self) -> Moves:
+        """What this stage may call."""
+        return Moves(
+            self.reconfigure, self.terminate, others=Toolbox(*map(self.every.tools.__getitem__, self.stage.tools))
+        )
+
+    async def reconfigure(
+        self, sub_goal: str, strategy: str, tools: list[str], knowledge: str, mode: Literal["basic", "truncation"]
+    ) -> str:
+        """Begin the next stage. knowledge: all that it has to know of what was found so far. mode: basic keeps the
+        conversation, truncation forgets all of it but the task and this configuration."""
+        if unknown := [name for name in tools if name not in self.every.tools]:
+            return f"There are no tools {', '.join(unknown)}; there are {', '.join(self.every.tools) or 'none'}"
+        self.stage = Configuration(sub_goal, strategy, tuple(dict.fromkeys(tools)), knowledge, mode)
+        return f"The next stage begins.\n{self.stage}"
+
+    async def terminate(self, answer: str) -> str:
+        """End the task with its answer."""
+        self.is_over = True
+        return ""

@@ -1,0 +1,97 @@
+"""A proposer makes a task, and solvers try it.
+
+    proposer   <task>17 * 23</task>                      rewarded for a task that is neither too easy nor too hard
+    solvers        391   401   391   391    side by side    each rewarded for being right
+
+With one policy for both it plays against itself; `agents` of a configuration binds each to a policy of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Annotated, cast
+
+from pydantic import AfterValidator, PositiveInt
+
+from rlsys.agents.session import Agent, Session
+from rlsys.agents.tool_calls import spoken
+from rlsys.agents.workflow import Workflow
+from rlsys.agents.workflows.workflow_tools import opened
+from rlsys.errors import ToolError
+from rlsys.types import Prompt, Task
+from rlsys.util.importing import imported
+
+PROPOSER = "Make one task of the kind that you are asked for, and write it within <task> and </task>."
+SOLVER = "Solve the task."
+INVALID = -1.0
+"""Reward of a proposer whose reply holds no task: less than for a task that teaches nothing."""
+_TASK = re.compile(r"<task>(.+?)</task>", re.DOTALL)
+
+
+def load_judge(spec: str) -> Callable[[str, str], float]:
+    """The function that `module:name` names. Raises `ValueError`."""
+    found = imported("judge", spec)
+    if not callable(found):
+        raise ValueError(f"the judge {spec!r} is no function")
+    return cast("Callable[[str, str], float]", found)
+
+
+def _loads(spec: str) -> str:
+    load_judge(spec)
+    return spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfPlay(Workflow):
+    """One proposer, the root, and `attempts` solvers of the task that it makes.
+
+    Every episode of a group has a task of its own, and a policy-gradient algorithm compares the solvers of all of them:
+    those of an easier task come out ahead, whoever they are. R-Zero trains its solver on several answers to one task,
+    in turns of their own: so train `solver` as the policy of a run whose data are the tasks that were proposed.
+
+    A solver's reward is what `judge` says. The proposer's is 1 - |1 - 2 p| for the mean p of the solvers' (R-Zero,
+    arXiv:2508.05004): 1 where half of them are right, 0 where all or none is, and -1 for a reply without a task. A
+    solver that is stopped counts as wrong; one whose tools broke has failed, and counts as nothing.
+    """
+
+    judge: Annotated[str, AfterValidator(_loads)]
+    """`module:function`: called with the task and a solver's reply, returns 0 to 1, quickly. What it raises ends the
+    run."""
+    attempts: PositiveInt = 4
+    """Solvers of one task."""
+
+    async def run(self, session: Session) -> None:
+        proposer = session.agent("proposer")
+        task = self.read(await proposer.chat(self.ask(session.task)))
+        if task is None:
+            session.reward(INVALID)
+            return
+        solvers = [session.agent("solver", parent=proposer) for _ in range(self.attempts)]
+        replies = await session.gather(*(self.solve(solver, task) for solver in solvers))
+        scores: list[float] = []
+        for solver, reply in zip(solvers, replies, strict=True):
+            if isinstance(reply, ToolError):
+                solver.fail(str(reply))
+            else:
+                scores.append(load_judge(self.judge)(task, reply) if isinstance(reply, str) else 0.0)
+                session.reward(scores[-1], solver)
+        if scores:
+            session.reward(1 - abs(1 - 2 * fmean(scores)))
+        else:
+            proposer.fail("the tools of all solvers broke")
+
+    def ask(self, task: Task) -> Prompt:
+        """What the proposer is told; `task` says what kind is wanted."""
+        return opened(PROPOSER, task.prompt)
+
+    def read(self, reply: str) -> str | None:
+        """The task in a proposer's reply; None if there is none."""
+        found = _TASK.search(spoken(reply))
+        return found[1].strip() or None if found else None
+
+    async def solve(self, solver: Agent, task: str) -> str:
+        """One solver's reply."""
+        return await solver.chat(opened(SOLVER, task))

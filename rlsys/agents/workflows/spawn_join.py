@@ -1,0 +1,111 @@
+"""Parallel thinking by spawn and join (APR, arXiv:2504.15466).
+
+    parent     thinks, spawn(contexts=["try 3 * 4 first", "try 3 + 4 first"])
+    children       each: the context it was given, its own search, join(text)    side by side
+    parent     its own thoughts, then the joined texts; goes on
+
+The parent never sees what a child thought, only what the child chose to hand over, and a child of the parent only what
+the parent wrote for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import PositiveInt
+
+from rlsys.agents.session import Agent, Session
+from rlsys.agents.workflow import Workflow
+from rlsys.agents.workflows.workflow_tools import Moves, opened
+from rlsys.errors import ToolError
+
+PARENT = (
+    "Solve the problem. Where several ways are worth a try, spawn a child for each: they think in parallel, know "
+    "nothing but the context you write for them, and hand back what they find. Then answer without calling a tool."
+)
+CHILD = "Explore what you are given. Then call join with what is worth knowing: nothing else is handed over."
+NOTHING = "(nothing joined)"
+"""What a parent is told of a child that ended without joining."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A parent in its session."""
+
+    session: Session
+    parent: Agent
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpawnJoin(Workflow):
+    """A parent spawns children with contexts that it writes, and goes on with its own context and what they join.
+
+    A child that never joins hands over nothing, and is truncated if that is for want of turns; one whose tools broke
+    has failed and is left out of training. Either way the episode goes on. The transcript ends with the episode's
+    sequential tokens: those of the longest chain in which every token had to wait for the one before, and so what its
+    time depends on where children have engines enough.
+    """
+
+    max_children: PositiveInt = 10
+    """Children of one spawn; of more contexts the last are refused."""
+    max_parent_turns: PositiveInt = 10
+    """Turns of the parent."""
+    max_child_turns: PositiveInt = 4
+    """Turns of each child."""
+    parent_system: str = PARENT
+    """What the parent's context opens with."""
+    child_system: str = CHILD
+    """What every child's context opens with."""
+
+    async def run(self, session: Session) -> None:
+        family = Family(session, session.agent("parent"))
+        try:
+            await self.solve(family)
+        finally:
+            told = f"sequential tokens: {session.num_sequential} of {session.num_sampled}"
+            session.note(family.parent, "workflow", told)
+
+    async def solve(self, family: Family) -> None:
+        """The parent's part."""
+
+        async def spawn(contexts: list[str]) -> str:
+            """Start a child for each context. They think in parallel; returns what each of them joins, in order."""
+            return self.report(await self.spawn(family, contexts))
+
+        prompt = opened(self.parent_system, family.session.task.prompt)
+        await family.parent.use(prompt, Moves(spawn), max_turns=self.max_parent_turns)
+
+    async def spawn(self, family: Family, contexts: Sequence[str]) -> list[str]:
+        """What each child joined, `NOTHING` for one that did not."""
+        session = family.session
+        children = [session.agent("child", parent=family.parent) for _ in contexts[: self.max_children]]
+        joined = await session.gather(*map(self.explore, children, contexts))
+        for child, text in zip(children, joined, strict=True):
+            if isinstance(text, ToolError):
+                child.fail(str(text))
+        refused = [f"(refused: at most {self.max_children} children at once)"] * (len(contexts) - len(children))
+        return [*(text if isinstance(text, str) else NOTHING for text in joined), *refused]
+
+    async def explore(self, child: Agent, context: str) -> str | None:
+        """One child's part: what it joins, None if it does not."""
+        joined: list[str] = []
+
+        async def join(text: str) -> str:
+            """Hand this text over to your parent, and end."""
+            joined.append(text)
+            return ""
+
+        prompt, tools = opened(self.child_system, context), Moves(join)
+        for _ in range(self.max_child_turns):
+            reply = await child.act(prompt, tools)
+            prompt = await child.answer(reply.calls, tools)
+            if joined or not reply.calls:
+                break
+        else:
+            child.is_cut = True
+        return "\n".join(joined) or None
+
+    def report(self, joined: Sequence[str]) -> str:
+        """What the parent is told."""
+        return "\n\n".join(f"Child {number}: {text}" for number, text in enumerate(joined, 1)) or "No contexts."

@@ -1,0 +1,270 @@
+"""Plan one step from metadata: which rank trains which samples in which micro-batch, and what each token weighs.
+
+Law: how the plan splits an update, over micro-batches or ranks, changes no gradient beyond rounding, because the weight
+of a token depends on the update alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from rlsys.algorithm import Aggregation, TrajectoryAdvantage
+from rlsys.batch.balance import balanced
+from rlsys.types import Group, SampleMeta
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRef:
+    """Where one sample of the step is found, its trajectory's advantage, and its weight in the loss."""
+
+    group: int
+    """Index into the step's list of groups."""
+    episode: int
+    trajectory: int
+    sample: int
+    advantage: float
+    token_weight: float
+    """What each of its trained tokens counts: the loss of an update is the sum of its tokens' losses times this."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchPlan:
+    """Samples that go through the model together. `weight` 0 marks a filler that keeps ranks in step."""
+
+    samples: tuple[SampleRef, ...]
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatePlan:
+    """One optimizer update. `ranks[r]` are rank r's micro-batches; all have equally many (collectives must match)."""
+
+    ranks: tuple[tuple[MicroBatchPlan, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What one rank does in a step: see `BatchPlan`."""
+
+    updates: tuple[tuple[MicroBatchPlan, ...], ...]
+    num_tokens: int
+    partners: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """One step: its updates in order, each on other groups."""
+
+    updates: tuple[UpdatePlan, ...]
+    num_tokens: int
+    """Trained tokens of the step, over all ranks; fillers not counted."""
+    partners: tuple[int | None, ...]
+    """Per group: the group whose first prompt its samples are put after in mismatched pairs; None if every other one
+    has the same first prompt."""
+
+    def of_rank(self, rank: int) -> RankPlan:
+        """The part of one rank."""
+        return RankPlan(tuple(update.ranks[rank] for update in self.updates), self.num_tokens, self.partners)
+
+
+def plan_batch(
+    groups: Sequence[Group],
+    assigned: Sequence[Sequence[TrajectoryAdvantage]],
+    aggregation: Aggregation,
+    *,
+    num_ranks: int,
+    max_tokens: int,
+    num_updates: int = 1,
+    has_pairs: bool = False,
+) -> BatchPlan:
+    """Plan a step.
+
+    `assigned[i]` are the advantages of `groups[i]`. The groups that have something to train are cut, in order, into
+    `num_updates` runs of nearly equally many, or into single ones if there are fewer. Within an update, samples of a
+    group with an equal prompt stay in one bundle, so that the prompt is run once; a bundle that alone exceeds
+    `max_tokens` (prompt once plus completions) is split. Ranks get bundles of about equally many tokens
+    (`rlsys.batch.balance`); each then fills micro-batches of at most `max_tokens`, or one sample. With `has_pairs` they
+    are no larger when every sample follows its partner's prompt instead. Samples without a trained token are left out.
+    Raises `ValueError` if nothing is left, or for more updates than groups.
+    """
+    if num_updates > len(groups):
+        raise ValueError(f"a step of {len(groups)} groups cannot be cut into {num_updates} updates")
+    found = [list(_samples(i, group, assigned[i])) for i, group in enumerate(groups)]
+    trained = [samples for samples in found if samples]
+    if not trained:
+        raise ValueError("nothing to train: no trajectory of these groups was assigned an advantage")
+    partners = _partners(groups)
+    others = [None if partner is None or not has_pairs else _first_sample(groups[partner]) for partner in partners]
+    least_prompts = [other.num_prompt if other else 0 for other in others]
+    return BatchPlan(
+        updates=tuple(
+            _update(run, aggregation, num_ranks, max_tokens, least_prompts) for run in _runs(trained, num_updates)
+        ),
+        num_tokens=sum(sample.meta.num_trained for samples in trained for sample in samples),
+        partners=partners,
+    )
+
+
+def num_trained(group: Group, assigned: Sequence[TrajectoryAdvantage]) -> int:
+    """Tokens of the group that are trained if these are its advantages."""
+    return sum(sample.meta.num_trained for sample in _samples(0, group, assigned))
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What samples cost that go through the model together: both matrices are padded to their longest row."""
+
+    num_samples: int = 0
+    longest_completion: int = 0
+    num_prompts: int = 0
+    longest_prompt: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Token positions the model computes, padding included."""
+        return self.num_samples * self.longest_completion + self.num_prompts * self.longest_prompt
+
+    def __add__(self, other: Load) -> Load:
+        """The load of both together."""
+        return Load(
+            self.num_samples + other.num_samples,
+            max(self.longest_completion, other.longest_completion),
+            self.num_prompts + other.num_prompts,
+            max(self.longest_prompt, other.longest_prompt),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """A sample to train, before its weight is known."""
+
+    group: int
+    episode: int
+    trajectory: int
+    index: int
+    advantage: float
+    meta: SampleMeta
+
+    def weighed(self, token_weight: float) -> SampleRef:
+        return SampleRef(self.group, self.episode, self.trajectory, self.index, self.advantage, token_weight)
+
+
+def _samples(index: int, group: Group, assigned: Sequence[TrajectoryAdvantage]) -> Iterator[_Sample]:
+    advantages = {(a.episode, a.trajectory, a.sample): a.advantage for a in assigned}
+    for (e, t), trajectory in group.trajectories():
+        for s, meta in enumerate(trajectory.samples):
+            advantage = advantages.get((e, t, s), advantages.get((e, t, None)))
+            if advantage is not None and meta.num_trained:
+                yield _Sample(index, e, t, s, advantage, meta)
+
+
+def _runs(trained: Sequence[list[_Sample]], num_runs: int) -> Iterator[Sequence[list[_Sample]]]:
+    """Neighbours together; the longer runs, by one, are spread evenly."""
+    num_runs = min(num_runs, len(trained))
+    cuts = [i * len(trained) // num_runs for i in range(num_runs + 1)]
+    for start, end in pairwise(cuts):
+        yield trained[start:end]
+
+
+def _update(
+    groups: Sequence[list[_Sample]],
+    aggregation: Aggregation,
+    num_ranks: int,
+    max_tokens: int,
+    least_prompts: Sequence[int],
+) -> UpdatePlan:
+    weights = iter(_token_weights([sample for samples in groups for sample in samples], aggregation))
+    bundles = [bundle for samples in groups for bundle in _bundles(samples, weights, max_tokens, least_prompts)]
+    shares = balanced([bundle.load.num_tokens for bundle in bundles], num_ranks)
+    ranks = [_fill([bundles[i] for i in share], max_tokens) for share in shares]
+    depth = max(len(r) for r in ranks)
+    filler = MicroBatchPlan((bundles[0].samples[0],), weight=0.0)
+    return UpdatePlan(tuple(tuple(r + [filler] * (depth - len(r))) for r in ranks))
+
+
+def _token_weights(samples: Sequence[_Sample], aggregation: Aggregation) -> list[float]:
+    """Per sample of an update, what each of its trained tokens counts. Times the tokens they sum to 1, but for
+    `budget`."""
+    match aggregation.over:
+        case "tokens":
+            return [1 / sum(sample.meta.num_trained for sample in samples)] * len(samples)
+        case "sequences":
+            return [1 / (len(samples) * sample.meta.num_trained) for sample in samples]
+        case "budget":
+            if aggregation.budget is None:
+                raise ValueError("the loss is averaged over a budget of tokens, and nothing says how many")
+            return [1 / (len(samples) * aggregation.budget)] * len(samples)
+        case "agents":
+            num_tokens: Counter[tuple[int, int, int]] = Counter()
+            for s in samples:
+                num_tokens[s.group, s.episode, s.trajectory] += s.meta.num_trained
+            num_agents = Counter((g, e) for g, e, _ in num_tokens)
+            shares = {(g, e, t): 1 / (len(num_agents) * num_agents[g, e] * n) for (g, e, t), n in num_tokens.items()}
+            return [shares[s.group, s.episode, s.trajectory] for s in samples]
+
+
+def _partners(groups: Sequence[Group]) -> tuple[int | None, ...]:
+    """For each group the next one, in order and around the end, whose first sample has another prompt."""
+    firsts = [_first_sample(group) for group in groups]
+    prompts = [first and first.prompt_key for first in firsts]
+    size = len(groups)
+    if len({*prompts} - {None}) < 2:
+        return (None,) * size
+
+    def partner(i: int) -> int | None:
+        others = ((i + k) % size for k in range(1, size))
+        return next((j for j in others if prompts[j] is not None and prompts[j] != prompts[i]), None)
+
+    return tuple(partner(i) for i in range(size))
+
+
+def _first_sample(group: Group) -> SampleMeta | None:
+    """The one whose prompt pairs take, of a failed episode too; None without any sample."""
+    return next((s for episode in group.episodes for t in episode.trajectories for s in t.samples), None)
+
+
+@dataclass(slots=True)
+class _Bundle:
+    """Samples of one group that share a prompt."""
+
+    order: tuple[int, ...]
+    load: Load
+    samples: list[SampleRef]
+
+
+def _bundles(
+    samples: Sequence[_Sample], weights: Iterator[float], max_tokens: int, least_prompts: Sequence[int]
+) -> list[_Bundle]:
+    """The samples of one group, each with the next weight. Neighbours in length share a bundle, so that one long
+    completion does not pad all others. A prompt counts as at least so long, by group: the one of a pair may be longer.
+    """
+    weighed = [(sample.meta, sample.weighed(next(weights))) for sample in samples]
+    open_by_prompt: dict[int, _Bundle] = {}
+    done: list[_Bundle] = []
+    for meta, ref in sorted(weighed, key=lambda sample: sample[0].num_completion):
+        bundle = open_by_prompt.get(meta.prompt_key)
+        more = Load(1, meta.num_completion)
+        if bundle is None or (bundle.load + more).num_tokens > max_tokens:
+            num_prompt = max(meta.num_prompt, least_prompts[ref.group])
+            place = (ref.group, ref.episode, ref.trajectory, ref.sample)
+            bundle = open_by_prompt[meta.prompt_key] = _Bundle(place, Load(0, 0, 1, num_prompt), [])
+            done.append(bundle)
+        bundle.load += more
+        bundle.samples.append(ref)
+    return done
+
+
+def _fill(bundles: list[_Bundle], max_tokens: int) -> list[MicroBatchPlan]:
+    """Micro-batches of neighbours in length: a bundle that does not fit opens the next one."""
+    micro_batches: list[list[SampleRef]] = []
+    load = Load()
+    for bundle in sorted(bundles, key=lambda b: (b.load.longest_completion, b.order)):
+        if not micro_batches or (load + bundle.load).num_tokens > max_tokens:
+            micro_batches.append([])
+            load = Load()
+        micro_batches[-1] += bundle.samples
+        load += bundle.load
+    return [MicroBatchPlan(tuple(m)) for m in micro_batches]

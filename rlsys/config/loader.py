@@ -1,0 +1,254 @@
+"""Files and overrides become one tree with a source per key; validated once, every problem reported at once."""
+
+from __future__ import annotations
+
+import io
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+from ruamel.yaml import YAML, MappingNode, Node, SafeRepresenter, ScalarNode, SequenceNode
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+from rlsys.config.config_problems import Location, Problem, dotted, problems_in, unknown_key
+from rlsys.config.plugins import PluginKind
+from rlsys.config.policy_sections import OWN, PolicySection
+from rlsys.errors import ConfigError
+
+Tree: TypeAlias = dict[str, Any]
+Sources: TypeAlias = dict[tuple[str, ...], str]
+Plugin: TypeAlias = "PluginKind[Any]"
+C = TypeVar("C", bound=BaseModel)
+
+
+@dataclass(slots=True)
+class Layer:
+    """One file, or one override: a tree, and where each of its keys was written (`file:line` or the command line)."""
+
+    tree: Tree
+    sources: Sources = field(default_factory=dict)
+
+
+def load(config: type[C], paths: Sequence[str | Path], overrides: Sequence[str]) -> C:
+    """Read, merge and validate. Raises `ConfigError` with every problem, each with its key and source."""
+    merged, plugins = Layer({}), dict(_plugins_under(config))
+    for layer in [*(_read(Path(p)) for p in paths), *(_override(o) for o in overrides)]:
+        for at in plugins:
+            _write_out(layer, at)
+        _merge(merged.tree, layer.tree, merged.sources)
+        merged.sources |= layer.sources
+    try:
+        return config.model_validate(merged.tree)
+    except ValidationError as error:
+        where = ", ".join(str(p) for p in paths) or "command line"
+        raise ConfigError(_report(list(problems_in(error)), config, merged, where)) from None
+
+
+def dump(tree: Mapping[str, object]) -> str:
+    """A tree as YAML that `load` reads back."""
+    stream = io.StringIO()
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style, yaml.sort_base_mapping_type_on_output = False, False  # type: ignore[assignment]
+    yaml.Representer = _Representer
+    yaml.dump(tree, stream)
+    return stream.getvalue()
+
+
+class _Representer(SafeRepresenter):
+    """Writes YAML that reads back as the same text."""
+
+
+def _text(representer: _Representer, value: str) -> ScalarNode:
+    """In double quotes, which escape it, where there is a line break that YAML would fold."""
+    style = '"' if any(mark in value for mark in "\x85\u2028\u2029") else None
+    return representer.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Representer.add_representer(str, _text)
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
+
+
+def _read(path: Path) -> Layer:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"cannot read configuration {path}: {reason}") from None
+    return _toml(path, text) if path.suffix == ".toml" else _yaml(path, text)
+
+
+def _yaml(path: Path, text: str) -> Layer:
+    try:
+        tree = YAML(typ="safe", pure=True).load(text)
+        node = YAML(typ="safe", pure=True).compose(text)
+    except MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem or error.context}") from None
+    except YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from None
+    if tree is None:
+        return Layer({})
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}:1: a configuration is a mapping of sections, not a {type(tree).__name__}")
+    return Layer(tree, {at: f"{path}:{line}" for at, line in _yaml_lines(node)})
+
+
+def _yaml_lines(node: Node, at: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], int]]:
+    """The line of every key and of every entry of a list, which is called by its number from 0."""
+    entries: list[tuple[str, Node, Node]] = []
+    if isinstance(node, MappingNode):
+        entries = [(str(key.value), key, value) for key, value in node.value]
+    elif isinstance(node, SequenceNode):
+        entries = [(str(index), value, value) for index, value in enumerate(node.value)]
+    lines = []
+    for name, start, value in entries:
+        here = (*at, name)
+        lines += [(here, start.start_mark.line + 1), *_yaml_lines(value, here)]
+    return lines
+
+
+def _toml(path: Path, text: str) -> Layer:
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    sources: Sources = {}
+    table: tuple[str, ...] = ()
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[([\w.-]+)\]", line):
+            table = tuple(header[1].split("."))
+            sources[table] = f"{path}:{number}"
+        elif assignment := re.match(r"\s*([\w.-]+)\s*=", line):
+            sources[(*table, *assignment[1].split("."))] = f"{path}:{number}"
+    return Layer(tree, sources)
+
+
+def _override(text: str) -> Layer:
+    """One `a.b=value`, also written `--a.b=value`; the value is YAML."""
+    key, equals, value = text.removeprefix("--").partition("=")
+    if not equals or not all(key.split(".")):
+        raise ConfigError(f"command line: {text!r} is not of the form section.key=value")
+    try:
+        tree = YAML(typ="safe", pure=True).load(value)
+    except YAMLError:
+        raise ConfigError(f"command line: {text!r}: the value is not valid YAML; quote it") from None
+    at = tuple(key.split("."))
+    for part in reversed(at):
+        tree = {part: tree}
+    return Layer(tree, {at[:n]: f"command line: {text}" for n in range(1, len(at) + 1)})
+
+
+def _merge(into: Tree, tree: Tree, sources: Sources, at: tuple[str, ...] = ()) -> None:
+    """Lay `tree` over `into`, whose `sources` lose what is replaced.
+
+    A mapping that changes its `type` starts anew: the old type's keys mean nothing to it.
+    """
+    if "type" in tree and "type" in into and tree["type"] != into["type"]:
+        into.clear()
+        _forget(sources, at)
+    for key, value in tree.items():
+        here = (*at, str(key))
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value, sources, here)
+        else:
+            into[key] = value
+            _forget(sources, here)
+
+
+def _write_out(layer: Layer, at: tuple[str, ...]) -> None:
+    """A plug-in's name in place of its section is its `type`."""
+    around, name = _at(layer.tree, at[:-1]), _at(layer.tree, at)
+    if isinstance(around, dict) and isinstance(name, str):
+        around[at[-1]] = {"type": name}
+        if at in layer.sources:
+            layer.sources[*at, "type"] = layer.sources[at]
+
+
+def _forget(sources: Sources, at: tuple[str, ...]) -> None:
+    for inside in [source for source in sources if source[: len(at)] == at]:
+        del sources[inside]
+
+
+# ---------------------------------------------------------------------------------------------------------- reporting
+
+
+def _report(problems: list[Problem], config: type[BaseModel], merged: Layer, where: str) -> str:
+    keys = _keys(config, merged.tree)
+    lines = [
+        f"  {_source(p.location, merged.sources) or where}: {dotted(p.location)}: "
+        + (unknown_key(p.location, keys) if p.is_unknown else p.text)
+        for p in problems
+    ]
+    count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
+    return "\n".join([f"{count} in the configuration:", *lines])
+
+
+def _source(location: Location, sources: Sources) -> str | None:
+    """Where the key, or else the innermost section around it, was written."""
+    at = tuple(str(part) for part in location)
+    return next((sources[at[:n]] for n in range(len(at), 0, -1) if at[:n] in sources), None)
+
+
+def _keys(config: type[BaseModel], tree: Tree) -> dict[tuple[str, ...], Sequence[str]]:
+    """The keys of every section, those of the chosen plug-ins included."""
+    keys = dict(_keys_under(config))
+    for at, kind in _plugins_under(config):
+        with suppress(ConfigError):  # reported already, as a problem of its `type`
+            keys[at] = kind.keys(_at(tree, at))
+    for policy in _names(_at(tree, ("policies",))):
+        keys["policies", policy] = tuple(PolicySection.model_fields)
+        keys |= {("policies", policy, name): keys[name,] for name in OWN if (name,) in keys}
+        for at, kind in _plugins_under(config):
+            own = _at(tree, ("policies", policy, *at))
+            with suppress(ConfigError):
+                if isinstance(own, dict) and "type" in own:
+                    keys["policies", policy, *at] = kind.keys(own)
+    return keys
+
+
+def _names(tree: object) -> list[str]:
+    return [str(name) for name in tree] if isinstance(tree, dict) else []
+
+
+def _plugins_under(section: type[BaseModel], at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Plugin]]:
+    """Where a section, and the sections in it, have one that describes a plug-in."""
+    for name, info in section.model_fields.items():
+        parts = [*info.metadata, *_parts_of(info.annotation)]
+        yield from (((*at, name), part) for part in parts if isinstance(part, PluginKind))
+        for inner in _sections_in(info.annotation):
+            yield from _plugins_under(inner, (*at, name))
+
+
+def _parts_of(annotation: object) -> Iterator[object]:
+    for part in get_args(annotation):
+        yield part
+        yield from _parts_of(part)
+
+
+def _at(tree: object, at: tuple[str, ...]) -> object:
+    """What is there; None if nothing is."""
+    for part in at:
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
+
+
+def _keys_under(section: type[BaseModel], at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Sequence[str]]]:
+    """The keys of a section and of the sections in it, optional ones and entries of lists included."""
+    yield at, list(section.model_fields)
+    for name, info in section.model_fields.items():
+        for inner in _sections_in(info.annotation):
+            yield from _keys_under(inner, (*at, name))
+
+
+def _sections_in(annotation: object) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _sections_in(part)

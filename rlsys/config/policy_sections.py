@@ -1,0 +1,118 @@
+"""The `policies` section: several policies in one run, each by what differs from the rest of the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
+
+from rlsys.algorithm import Algorithm
+from rlsys.config.config_problems import Location, problems_in
+from rlsys.config.eval_section import EvalSection
+from rlsys.config.plugins import ALGORITHMS, STABILIZERS
+from rlsys.config.section import Section
+from rlsys.stabilizer import StabilizerPlugin
+
+if TYPE_CHECKING:
+    from rlsys.config.schema import Config
+
+OWN = ("model", "algorithm", "stabilizer", "train", "critic", "reference")
+"""Sections that a policy may have keys of its own in."""
+PolicyName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
+"""Also the name of its folder in `RUN/policies`."""
+Differences = Annotated[
+    dict[str, Any], BeforeValidator(lambda value: {"type": value} if isinstance(value, str) else value)
+]
+
+
+class PolicySection(Section):
+    """One of several policies: whatever is not said here is as in the section of that name."""
+
+    is_frozen: bool = False
+    """It speaks with the weights of `model.path` for good; nobody trains it."""
+    model: Differences = Field(default={})
+    """Keys of `model` that differ."""
+    algorithm: Differences = Field(default={})
+    """Keys of `algorithm` that differ; with another `type`, all of its keys. `group_size` is the same for all."""
+    stabilizer: Differences | None = Field(default={})
+    """Keys of `stabilizer` that differ; null: none."""
+    train: Differences = Field(default={})
+    """Keys of `train` that differ, `lr` or `groups_per_step` for instance."""
+    critic: Differences = Field(default={})
+    """Keys of `critic` that differ."""
+    reference: Differences = Field(default={})
+    """Keys of `reference` that differ."""
+
+    @model_serializer(mode="wrap")
+    def _as_given(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in write(self).items() if key in self.model_fields_set}
+
+    def over(self, sections: Mapping[str, Any]) -> dict[str, Any]:
+        """These sections with what differs laid over them: those that differ as trees, the others as they are."""
+        own = {name: getattr(self, name) for name in OWN if name in self.model_fields_set}
+        return {**sections, **{name: _laid_over(_tree(sections[name]), own[name]) for name in own}}
+
+
+def problems_of(
+    config: type[Config], policies: Mapping[str, PolicySection], sections: Mapping[str, Any]
+) -> Iterator[tuple[Location, str]]:
+    """What is wrong with the policies of a run whose other `sections` are right."""
+    trained: dict[str, Algorithm] = {}
+    for name, policy in policies.items():
+        try:
+            whole = config.model_validate(policy.over(sections))
+        except ValidationError as error:
+            for problem in problems_in(error):
+                yield (name, *problem.location), problem.text
+            continue
+        if policy.is_frozen:
+            for key in sorted(policy.model_fields_set - {"is_frozen", "model"}):
+                yield (name, key), "a frozen policy is not trained: it has no more than a model of its own"
+        else:
+            trained[name] = whole.algorithm
+    if policies:
+        yield from _problems_together(trained, sections)
+
+
+def _problems_together(trained: Mapping[str, Algorithm], sections: Mapping[str, Any]) -> Iterator[tuple[Location, str]]:
+    if not trained:
+        yield (), "all of them are frozen: there is nothing to train"
+    sizes = {name: algorithm.group_size for name, algorithm in trained.items()}
+    if len({*sizes.values()}) > 1:
+        told = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        yield (), f"they compare the same episodes, so that algorithm.group_size is the same for all ({told})"
+    for name, algorithm in trained.items():
+        if any(signal.is_paired for signal in algorithm.signals):
+            text = "pairs a completion with the prompt of another group, which may be another policy's"
+            yield (name, "algorithm"), f"{type(algorithm).__name__} {text}: it trains a run of one policy"
+    evaluation, curation = sections["eval"], sections["curation"]
+    assert isinstance(evaluation, EvalSection)
+    if evaluation.every:
+        yield (), "the evaluation lane measures one policy: set eval.every to 0"
+    if curation != type(curation)():
+        yield (), "all draw the same groups: the section curation is for a run of one policy"
+
+
+def unbound(agents: Mapping[str, str], policies: Mapping[str, PolicySection]) -> Iterator[tuple[Location, str]]:
+    """Agents bound to policies that there are not."""
+    there = f"there are: {', '.join(policies)}" if policies else "name them in the section policies"
+    for agent, policy in agents.items():
+        if policy not in policies:
+            yield (agent,), f"no policy is called {policy}; {there}"
+
+
+def _tree(section: object) -> dict[str, Any]:
+    """A section as it is written in a file."""
+    if isinstance(section, BaseModel):
+        return section.model_dump(mode="json")
+    if isinstance(section, Algorithm):
+        return ALGORITHMS.written(section)
+    return STABILIZERS.written(section) if isinstance(section, StabilizerPlugin) else {}
+
+
+def _laid_over(tree: Mapping[str, Any], own: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """One that changes its `type` starts anew: the old type's keys mean nothing to it."""
+    if own is None:
+        return None
+    return dict(own) if own.get("type", tree.get("type")) != tree.get("type") else {**tree, **own}

@@ -1,0 +1,187 @@
+"""The `reward` section: one reward function or several with weights, and a reward model."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    Discriminator,
+    Field,
+    JsonValue,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from rlsys.config.config_problems import Location, nested, union_tag
+from rlsys.config.section import ImportSpec, Section
+from rlsys.rewards.reward_registry import BUILTIN, JUDGE, JUDGE_TIMEOUT_S
+from rlsys.rewards.reward_sum import MODEL, RewardSpec
+
+
+def _known(spec: str) -> str:
+    """Refuses a bare name that is none of ours; what is in a module is looked up later, which may be slow."""
+    if ":" not in spec and spec not in BUILTIN:
+        close = difflib.get_close_matches(spec, BUILTIN, n=1)
+        hint = f"did you mean `{close[0]}`?" if close else f"give {', '.join(BUILTIN)}, or `module:name` of yours"
+        raise ValueError(f"no reward function is named {spec!r}; {hint}")
+    return spec
+
+
+FunctionSpec = Annotated[ImportSpec, AfterValidator(_known)]
+
+
+class RewardItem(Section):
+    """One reward function of several."""
+
+    fn: FunctionSpec
+    """Reward function: a built-in, `module:name`, or `path/to/file.py:name`."""
+    weight: float = 1.0
+    """What its value is multiplied by before the values are added up."""
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]+$")
+    """What its metric `reward/by/NAME` calls it; None: the name of the function."""
+    args: dict[str, JsonValue] = Field(default_factory=dict)
+    """Extra arguments of the function, by name; for a class, those it is made with."""
+
+    @property
+    def label(self) -> str:
+        """`name`, or what stands for it."""
+        return self.name or self.fn.rpartition(":")[2]
+
+
+class RewardModelSection(Section):
+    """A classifier of one label that judges beside the functions, or instead of them."""
+
+    path: str = Field(min_length=1)
+    """Folder of a Hugging Face sequence classifier with its tokenizer, or `org/name` on the hub."""
+    weight: float = 1.0
+    """What its value is multiplied by before the values are added up."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of its weights."""
+    max_tokens: PositiveInt = 4096
+    """Most tokens of prompt and completion together; of more, the end is scored."""
+    threads: PositiveInt = 1
+    """CPU threads of the model in one worker."""
+    num_cpus: NonNegativeFloat = 1.0
+    """CPUs Ray reserves for the model in one worker, besides `reward.num_cpus`."""
+    num_gpus: NonNegativeFloat = 0.0
+    """GPUs Ray reserves for the model in one worker."""
+
+
+_ONE, _SEVERAL = union_tag("one"), union_tag("several")
+
+Functions = Annotated[
+    Annotated[FunctionSpec, Tag(_ONE)] | Annotated[tuple[RewardItem, ...], Tag(_SEVERAL)],
+    Discriminator(lambda value: _ONE if isinstance(value, str) else _SEVERAL),
+]
+
+
+class RewardSection(Section):
+    """The workers that judge."""
+
+    model: RewardModelSection | None = None
+    """A reward model, whose value is added to those of the functions; None: no model."""
+    fn: Functions | None = None
+    """Reward function: a built-in, `module:name`, or `path/to/file.py:name`. Or a list of them with weights, such as
+    `[{fn: exact}, {fn: my.py:fmt, weight: 0.2}]`: the reward is the weighted sum of those that apply. None: `exact`,
+    or the model alone where there is one."""
+    timeout_s: PositiveFloat = 10.0
+    """Deadline of one call of the functions, seconds; a call that misses it is killed and its episode fails. A group is
+    scored in one go first, within this time; only if it takes longer are its episodes scored one by one, and those of
+    the groups after it until all of one are in time. Not below the `timeout_s` of an `llm_judge`."""
+    workers: PositiveInt = 1
+    """Ray actors that judge side by side."""
+    processes: PositiveInt = 1
+    """Killable processes of one worker."""
+    num_cpus: NonNegativeFloat = 1.0
+    """CPUs Ray reserves for one worker, those of its model aside."""
+
+    @property
+    def functions(self) -> tuple[RewardSpec, ...]:
+        """Every function, each with its own name."""
+        return tuple(RewardSpec(item.fn, item.label, item.weight, item.args) for item in self._items)
+
+    @property
+    def worker_cpus(self) -> float:
+        """CPUs of one worker, its model's included."""
+        return self.num_cpus + (self.model.num_cpus if self.model else 0.0)
+
+    @property
+    def worker_gpus(self) -> float:
+        """GPUs of one worker."""
+        return self.model.num_gpus if self.model else 0.0
+
+    def rooted(self) -> Self:
+        """The same with absolute paths: workers do not run in this process's folder."""
+        fn, model = self.fn, self.model
+        if isinstance(fn, str):
+            fn = _absolute(fn)
+        elif fn is not None:
+            fn = tuple(item.model_copy(update={"fn": _absolute(item.fn)}) for item in fn)
+        if model is not None and Path(model.path).is_dir():
+            model = model.model_copy(update={"path": str(Path(model.path).absolute())})
+        return self.model_copy(update={"fn": fn, "model": model})
+
+    @property
+    def _items(self) -> tuple[RewardItem, ...]:
+        if self.fn is None:
+            return () if self.model else (RewardItem(fn="exact"),)
+        return (RewardItem(fn=self.fn),) if isinstance(self.fn, str) else self.fn
+
+    @field_validator("fn", mode="before")
+    @classmethod
+    def _has_one_of_two_forms(cls, fn: object) -> object:
+        if not isinstance(fn, str | list | tuple | None):
+            raise ValueError(f"give one function, such as `exact`, or a list, such as [{{fn: exact}}] (got {fn!r})")
+        items = [] if fn is None or isinstance(fn, str) else fn
+        names = [((index,), f"write it as {{fn: {item}}}") for index, item in enumerate(items) if isinstance(item, str)]
+        if names:
+            raise nested(names)
+        return fn
+
+    @field_validator("fn")
+    @classmethod
+    def _has_one_name_each(cls, fn: Functions | None, info: ValidationInfo) -> Functions | None:
+        has_model = info.data.get("model") is not None
+        if isinstance(fn, str) and has_model and RewardItem(fn=fn).label == MODEL:
+            raise ValueError(
+                f"{MODEL!r} is the name of the reward model too; write it as [{{fn: {fn}, name: another}}]"
+            )
+        if fn is None or isinstance(fn, str):
+            return fn
+        if not fn:
+            raise ValueError("names no function; leave the key out for the default")
+        taken = Counter(item.label for item in fn)
+        if has_model:
+            taken[MODEL] += 1
+        problems: list[tuple[Location, str]] = [
+            ((index, "name"), f"{item.label!r} is the name of another one too; give each a `name` of its own")
+            for index, item in enumerate(fn)
+            if taken[item.label] > 1
+        ]
+        if problems:
+            raise nested(problems)
+        return fn
+
+    @model_validator(mode="after")
+    def _gives_judges_their_time(self) -> Self:
+        """A request that may outlast the call around it would fail as a hang, and its group be scored one by one."""
+        for spec in self.functions:
+            own_s = spec.args.get("timeout_s", JUDGE_TIMEOUT_S)
+            if spec.fn == JUDGE and isinstance(own_s, int | float) and own_s > self.timeout_s:
+                text = f"is {self.timeout_s:g}, and {JUDGE} waits {own_s:g} s for one request: raise it, or lower "
+                raise nested([(("timeout_s",), text + f"`timeout_s` in the args of {spec.name!r}")])
+        return self
+
+
+def _absolute(spec: str) -> str:
+    file, colon, name = spec.rpartition(":")
+    return f"{Path(file).absolute()}{colon}{name}" if file.endswith(".py") else spec

@@ -1,0 +1,177 @@
+"""The dashboard over HTTP: the addresses of `rlsys.dashboard.responses`, and the pages' own files.
+
+It only reads. Nothing it does reaches the run: it looks at the files of a run, which a dead run has as well.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+from fastapi import APIRouter, FastAPI, Header, Query, Request
+from fastapi.exceptions import RequestValidationError
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.staticfiles import StaticFiles
+
+from rlsys.dashboard.http_problems import NoSuch
+from rlsys.dashboard.queries import MOST_OPENED, Readings
+from rlsys.dashboard.security import refused
+from rlsys.dashboard.stream import Changes, TooManyPages
+from rlsys.errors import RlsysError
+
+STATIC = Path(__file__).parent / "static"
+
+_HEARTBEAT_S = 15
+
+Run = Annotated[str, Query(max_length=4096)]
+Name = Annotated[str, Query(max_length=4096)]
+Whole = Annotated[int, Query(ge=0, lt=2**53)]
+"""What JavaScript counts with."""
+
+
+class Answer(Response):
+    """An answer as JSON; what is not finite is null."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:  # noqa: ANN401  (as the base class has it)
+        """The bytes."""
+        return orjson.dumps(content, default=dict)
+
+
+def app_of(readings: Readings, changes: Changes) -> FastAPI:
+    """All addresses. Who may ask is the concern of `rlsys.dashboard.security.Guard`, around it."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, exception_handlers=_HANDLERS)
+    for router in (_runs(readings), _rollouts(readings), _stream(changes)):
+        app.include_router(router, prefix="/api")
+    app.mount("/", StaticFiles(directory=STATIC, html=True))
+    return app
+
+
+def _runs(readings: Readings) -> APIRouter:
+    router, get = _router()
+
+    @get("/runs")
+    def runs() -> Answer:
+        return Answer(readings.runs())
+
+    @get("/run")
+    def one(run: Run) -> Answer:
+        return Answer(readings.run(run))
+
+    @get("/log")
+    def log(run: Run, before: Whole | None = None, limit: Annotated[int, Query(ge=1, le=1000)] = 200) -> Answer:
+        return Answer(readings.log(run, before, limit))
+
+    @get("/series")
+    def series(
+        run: Run,
+        name: Annotated[list[Name], Query(max_length=500)],
+        points: Annotated[int, Query(ge=2, le=10_000)] = 1000,
+    ) -> Answer:
+        return Answer(readings.series(run, name, points))
+
+    @get("/metrics")
+    def metrics(run: Run) -> Answer:
+        return Answer(readings.metrics(run))
+
+    @get("/alerts")
+    def alerts(run: Run) -> Answer:
+        return Answer(readings.alerts(run))
+
+    @get("/cluster")
+    def cluster(
+        run: Run,
+        from_s: Annotated[float | None, Query(alias="from", allow_inf_nan=False)] = None,
+        to_s: Annotated[float | None, Query(alias="to", allow_inf_nan=False)] = None,
+        width: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+    ) -> Answer:
+        return Answer(readings.cluster(run, from_s, to_s, width))
+
+    @get("/ledger")
+    def ledger(run: Run) -> Answer:
+        return Answer(readings.ledger(run))
+
+    @get("/compare")
+    def compare(run: Annotated[list[Run], Query(min_length=1, max_length=MOST_OPENED)]) -> Answer:
+        return Answer(readings.compare(run))
+
+    return router
+
+
+def _rollouts(readings: Readings) -> APIRouter:
+    router, get = _router()
+
+    @get("/groups")
+    def groups(run: Run, step: Whole | None = None, page: Whole = 0, show: str = "all", q: Name = "") -> Answer:
+        return Answer(readings.groups(run, step, page, show, q))
+
+    @get("/group")
+    def group(run: Run, step: Whole, group_id: Whole) -> Answer:
+        return Answer(readings.group(run, step, group_id))
+
+    @get("/episode")
+    def episode(run: Run, step: Whole, group_id: Whole, episode: Whole) -> Answer:
+        return Answer(readings.episode(run, step, group_id, episode))
+
+    @get("/task")
+    def task(run: Run, task: Name) -> Answer:
+        return Answer(readings.task(run, task))
+
+    @get("/tasks")
+    def tasks(run: Run, q: Name = "", page: Whole = 0) -> Answer:
+        return Answer(readings.tasks(run, q, page))
+
+    return router
+
+
+def _stream(changes: Changes) -> APIRouter:
+    router, get = _router()
+
+    @get("/stream")
+    async def stream(run: Run | None = None, last_event_id: Annotated[str, Header()] = "") -> Response:
+        now = await changes.now(run)
+        seen = int(last_event_id) if last_event_id.isdecimal() and last_event_id.isascii() else None
+
+        async def told():  # noqa: ANN202  (an async generator of messages)
+            async for change in changes.follow(run, now, seen):
+                yield ServerSentEvent(orjson.dumps(change).decode(), event="change", id=str(change.revision))
+
+        return EventSourceResponse(told(), ping=_HEARTBEAT_S)
+
+    return router
+
+
+def _router() -> tuple[APIRouter, partial[Any]]:
+    router = APIRouter()
+    return router, partial(router.api_route, methods=["GET", "HEAD"])
+
+
+def _unreadable(request: Request, error: Exception) -> Response:
+    """Something of the reader itself went wrong: it is told, and its traceback is logged by the server."""
+    return refused(500, f"the dashboard itself failed, see its output: {type(error).__name__}: {error}")
+
+
+def _refused_by_reader(request: Request, error: RlsysError) -> Response:
+    statuses = {NoSuch: 404, TooManyPages: 503}
+    return refused(statuses.get(type(error), 400), str(error))
+
+
+def _not_understood(request: Request, error: RequestValidationError) -> Response:
+    return refused(400, "; ".join(f"{found['loc'][-1]}: {found['msg']}" for found in error.errors()))
+
+
+def _not_there(request: Request, error: HTTPException) -> Response:
+    return refused(error.status_code, f"{request.url.path}: {error.detail}")
+
+
+_HANDLERS: dict[Any, Any] = {
+    Exception: _unreadable,
+    RlsysError: _refused_by_reader,
+    RequestValidationError: _not_understood,
+    HTTPException: _not_there,
+}

@@ -1,0 +1,87 @@
+"""The part of a report that shows what the policy says: episodes of the last step, with their texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlsys.dashboard.http_problems import NoSuch
+from rlsys.dashboard.markup import Html, h
+from rlsys.dashboard.plots import short
+from rlsys.dashboard.queries import Readings
+from rlsys.dashboard.responses import EpisodeRow, GroupAnswer, GroupRow
+
+_MOST_TEXT = 4000
+"""Characters of one prompt."""
+
+
+def episodes(readings: Readings, run: str) -> Iterator[Html]:
+    """The best group of the newest step whose rollouts were written, the worst, and one of equal rewards."""
+    written = readings.run(run).steps_written
+    if written is None:
+        return
+    step = written[1]
+    rows = _groups(readings, run, step)
+    yield h("h2", f"Episodes of step {step}")
+    scored = [row for row in rows if row.reward_mean is not None]
+    chosen: dict[int, str] = {}
+    if scored:
+        best, worst = (pick(scored, key=_mean) for pick in (max, min))
+        chosen[best.group_id] = "Best group"
+        chosen.setdefault(worst.group_id, "Worst group")
+    equal = next((row for row in rows if row.is_zero_std and row.group_id not in chosen), None)
+    if equal is not None:
+        chosen[equal.group_id] = "A group of equal rewards, which cannot teach by comparison"
+    for group_id, title in chosen.items():
+        try:
+            yield _group(title, readings.group(run, step, group_id))
+        except NoSuch as error:  # its line is damaged: no reason to do without the rest
+            yield h("p", f"{title}: {error}", class_="muted")
+
+
+def _mean(row: GroupRow) -> float:
+    assert row.reward_mean is not None
+    return row.reward_mean
+
+
+def _groups(readings: Readings, run: str, step: int) -> list[GroupRow]:
+    """All groups of a step, whatever page they are on."""
+    page = readings.groups(run, step)
+    rows = list(page.groups)
+    while page.groups and len(rows) < page.num_groups:
+        page = readings.groups(run, step, page.page + 1)
+        rows.extend(page.groups)
+    return rows
+
+
+def _group(title: str, group: GroupAnswer) -> Html:
+    prompt = "\n\n".join(f"{message.get('role')}: {message.get('content')}" for message in group.prompt)
+    return h(
+        "section",
+        h("h3", f"{title}: task {group.task_id}, group {group.group_id}"),
+        h("p", "Prompt", class_="muted"),
+        h("pre", cut(prompt, _MOST_TEXT), dir="auto"),
+        *([h("p", "Expected: ", h("code", cut(group.answer, 300)))] if group.answer is not None else []),
+        h("div", *map(_episode, group.episodes), class_="episodes"),
+    )
+
+
+def _episode(episode: EpisodeRow) -> Html:
+    reason = f" ({episode.reason})" if episode.reason else ""
+    facts = [
+        f"reward {short(episode.reward)}",
+        f"advantage {short(episode.advantage)}",
+        f"{episode.outcome}{reason}",
+        f"{episode.num_tokens} tokens, {episode.num_turns} turn{'s' if episode.num_turns != 1 else ''}",
+        *(f"{name} {short(value)}" for name, value in episode.parts.items()),
+    ]
+    return h(
+        "article",
+        h("h4", f"Episode {episode.episode}"),
+        h("p", ", ".join(facts), class_="muted"),
+        h("pre", episode.text or "(it said nothing)", dir="auto"),
+    )
+
+
+def cut(text: str, most: int) -> str:
+    """At most so many characters of a text, and how many more there are."""
+    return text if len(text) <= most else f"{text[:most]}… ({len(text) - most:,} characters more)"

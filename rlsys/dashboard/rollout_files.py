@@ -1,0 +1,135 @@
+"""The files of rollouts: one per step, one line per group, of which only the one asked for is decoded."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from rlsys.dashboard.folders import RunFolder, as_text
+from rlsys.dashboard.http_problems import NoSuch
+from rlsys.errors import DataError
+from rlsys.replay.rollout_log import RolloutRecord, rollout_of
+
+_NAME = re.compile(r"step_(\d+)\.jsonl")
+_HEAD = re.compile(rb'^\{"step":\d+,"group_id":(\d+),', re.MULTILINE)
+_TICK_NS = 2_000_000_000
+_KEPT = 4
+"""Groups that are kept decoded: a person goes from one episode of a group to the next."""
+
+
+class RolloutFiles:
+    """What a run wrote of the groups it trained."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._listed_ns = -1
+        self._names: dict[int, str] = {}
+        self._records: OrderedDict[tuple[int, int, int], RolloutRecord] = OrderedDict()
+        """By step, group_id, and the time of its file."""
+        self._corrupt: set[tuple[int, int]] = set()
+        """Lines that could not be read, by step and hash."""
+
+    @property
+    def num_corrupt(self) -> int:
+        """Groups that could not be read, of those asked for so far."""
+        return len(self._corrupt)
+
+    def steps(self) -> list[int]:
+        """Those whose rollouts were written, ascending."""
+        path = self._folder.path / "rollouts"
+        try:
+            changed_ns = path.stat().st_mtime_ns
+            if changed_ns != self._listed_ns:
+                self._names = {} if self._leads_out else dict(sorted(self._listed(path)))
+                # What was added within the same tick of the file system's clock left no trace: look again.
+                is_settled = time.time_ns() - changed_ns > _TICK_NS
+                self._listed_ns = changed_ns if is_settled else -1
+        except OSError:
+            self._names = {}
+        return list(self._names)
+
+    @property
+    def _leads_out(self) -> bool:
+        """Is the folder of rollouts a link to where nothing may be read?"""
+        return not Path(os.path.realpath(self._folder.path / "rollouts")).is_relative_to(self._folder.root)
+
+    def _listed(self, path: Path) -> Iterator[tuple[int, str]]:
+        with os.scandir(path) as entries:
+            for entry in entries:
+                match = _NAME.fullmatch(entry.name)
+                if match and (not entry.is_symlink() or self._folder.file("rollouts", entry.name)):
+                    yield int(match[1]), entry.name
+
+    def group_ids(self, step: int) -> list[int]:
+        """Of the groups in the file of a step, in its order. Raises `NoSuch`."""
+        return [int(group_id) for group_id in _HEAD.findall(self._bytes(step))]
+
+    def record(self, step: int, group_id: int) -> RolloutRecord:
+        """One group. Raises `NoSuch` if it is not there, or cannot be read."""
+        key = (step, group_id, self._written_ns(step))
+        if key not in self._records:
+            self._records[key] = self._decoded(_line(self._bytes(step), step, group_id), step, group_id)
+            while len(self._records) > _KEPT:
+                self._records.popitem(last=False)
+        self._records.move_to_end(key)
+        return self._records[key]
+
+    def records(self, step: int) -> list[RolloutRecord]:
+        """Every group of a step that can be read. Raises `NoSuch` if the step was not written."""
+        found: list[RolloutRecord] = []
+        for line in self._bytes(step).splitlines():
+            try:
+                found.append(rollout_of(line))
+            except DataError:  # cut off or damaged: the others can be shown
+                self._corrupt.add((step, hash(line)))
+        return found
+
+    def _decoded(self, line: bytes | None, step: int, group_id: int) -> RolloutRecord:
+        if line is None:
+            raise NoSuch(f"step {step} has no group {group_id}; `/api/groups` lists those that it has")
+        try:
+            return rollout_of(line)
+        except DataError as error:
+            self._corrupt.add((step, hash(line)))
+            raise NoSuch(f"group {group_id} of step {step} cannot be read: {error}") from error
+
+    def _bytes(self, step: int) -> bytes:
+        try:
+            return self._path(step).read_bytes()
+        except OSError:  # deleted a moment ago, or somebody else's
+            self._missing(step)
+
+    def _written_ns(self, step: int) -> int:
+        try:
+            return self._path(step).stat().st_mtime_ns
+        except OSError:
+            self._missing(step)
+
+    def _path(self, step: int) -> Path:
+        if step not in self._names:
+            self.steps()
+        name = self._names.get(step) or self._missing(step)
+        return self._folder.file("rollouts", name) or self._missing(step)
+
+    def _missing(self, step: int) -> NoReturn:
+        if self._leads_out:
+            root = as_text(self._folder.root)
+            raise NoSuch(f"`rollouts` leads out of {root}, the folder that is served: serve one that holds both")
+        steps = self.steps()
+        written = f"those of {len(steps)} steps from {steps[0]} to {steps[-1]} were" if steps else "none were"
+        raise NoSuch(f"the rollouts of step {step} cannot be read, {written} written; see record.rollouts_every")
+
+
+def _line(data: bytes, step: int, group_id: int) -> bytes | None:
+    """The line of a group, found by what it begins with."""
+    head = b'{"step":%d,"group_id":%d,' % (step, group_id)
+    at = 0 if data.startswith(head) else data.find(b"\n" + head) + 1
+    if not at and not data.startswith(head):
+        return None
+    end = data.find(b"\n", at)
+    return data[at : end if end >= 0 else len(data)]

@@ -1,0 +1,181 @@
+"""Lists of groups and tasks: what trained, in which step, and how it went."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Literal, TypeVar
+
+from rlsys.dashboard.episodes import Neighbours, num_tokens, rewards_of
+from rlsys.dashboard.groups import PENDING, GroupFacts, Groups, RewardRange
+from rlsys.dashboard.http_problems import BadRequest, NoSuch
+from rlsys.dashboard.lanes import natural
+from rlsys.dashboard.responses import GroupRow, GroupsAnswer, TaskAnswer, TaskPoint, TaskRow, TasksAnswer
+from rlsys.dashboard.rollout_files import RolloutFiles
+from rlsys.replay.rollout_log import RolloutRecord
+from rlsys.types import OutcomeKind
+
+PAGE = 50
+
+T = TypeVar("T")
+
+_SHOWN: Mapping[str, Callable[[GroupRow], bool]] = {
+    "all": lambda row: True,
+    "zero_std": lambda row: row.is_zero_std,
+    "failed": lambda row: row.num_failed > 0,
+    "truncated": lambda row: bool(row.num_truncated),
+}
+
+
+@dataclass
+class Lists:
+    """Of one run. Rows are made of its events; of a run whose events do not tell of groups, of the rollouts' files.
+
+    Events tell of every step, files hold those of every so many.
+    """
+
+    groups: Groups
+    rollouts: RolloutFiles
+    _from_file: tuple[int, Sequence[GroupRow]] = (-1, ())
+    """The last step read from its file, and its rows."""
+    _tasks: list[str] = field(default_factory=list)
+
+    def step(self, step: int | None, page: int, show: str, q: str) -> GroupsAnswer:
+        """See `GroupsAnswer`. Raises `NoSuch` and `BadRequest`."""
+        if show not in _SHOWN:
+            raise BadRequest(f"show={show!r:.50}: it is one of {', '.join(_SHOWN)}")
+        steps = sorted({*self.groups.by_step, *self.rollouts.steps()})
+        shown = step if step is not None else (steps[-1] if steps else None)
+        if shown is not None and shown not in steps:
+            known = f"those from {steps[0]} to {steps[-1]} did" if steps else "none has so far"
+            raise NoSuch(f"step {shown} has trained no group, {known}")
+        rows = [] if shown is None else self._rows(shown)
+        rows = [row for row in rows if _SHOWN[show](row) and q.lower() in row.task_id.lower()]
+        at = shown if shown is not None else 0
+        before, after = bisect_left(steps, at), bisect_right(steps, at)
+        return GroupsAnswer(
+            step=shown,
+            previous_step=steps[before - 1] if before else None,
+            next_step=steps[after] if after < len(steps) else None,
+            first_step=steps[0] if steps else None,
+            last_step=steps[-1] if steps else None,
+            groups=_page(rows, page),
+            num_groups=len(rows),
+            page=page,
+        )
+
+    def beside(self, step: int, group_id: int) -> Neighbours:
+        """The groups before and after one of a step."""
+        group_ids = self._group_ids(step)
+        if group_id not in group_ids:
+            return Neighbours(None, None)
+        at = group_ids.index(group_id)
+        return Neighbours(group_ids[at - 1] if at else None, group_ids[at + 1] if at + 1 < len(group_ids) else None)
+
+    def task(self, task_id: str) -> TaskAnswer:
+        """One task over time. Raises `NoSuch`."""
+        found = self._of_task(task_id)
+        if not found:
+            raise NoSuch(f"no group of task {task_id!r:.200} was told of; `/api/tasks` lists those that were")
+        written = set(self.rollouts.steps())
+        return TaskAnswer(task_id, [_point(facts, facts.step in written) for facts in found])
+
+    def tasks(self, q: str, page: int) -> TasksAnswer:
+        """Tasks by id, of which `q` is a part."""
+        if len(self._tasks) != len(self.groups.by_task):
+            self._tasks = sorted(self.groups.by_task, key=natural)
+        found = [task_id for task_id in self._tasks if q.lower() in task_id.lower()] if q else self._tasks
+        return TasksAnswer([self._task_row(task_id) for task_id in _page(found, page)], len(found), page)
+
+    def _group_ids(self, step: int) -> Sequence[int]:
+        """In the order of the batch."""
+        return self.groups.by_step.get(step) or self.rollouts.group_ids(step)
+
+    def _rows(self, step: int) -> Sequence[GroupRow]:
+        facts = [self.groups.by_group_id.get(group_id) for group_id in self.groups.by_step.get(step, ())]
+        is_written = step in self.rollouts.steps()
+        told = [_row(known, known.rewards, step, is_written) for known in facts if known and known.rewards]
+        if not is_written or (told and len(told) == len(facts)):
+            return told
+        if self._from_file[0] != step:
+            self._from_file = (step, [_row_of(record) for record in self.rollouts.records(step)])
+        return self._from_file[1]
+
+    def _of_task(self, task_id: str) -> list[GroupFacts]:
+        group_ids = self.groups.by_task.get(task_id, ())
+        return [self.groups.by_group_id[s] for s in group_ids if s not in self.groups.forgotten]
+
+    def _task_row(self, task_id: str) -> TaskRow:
+        found = self._of_task(task_id)
+        means = [facts.rewards.mean for facts in found if facts.rewards and facts.rewards.mean is not None]
+        steps = [facts.step for facts in found if facts.step is not None]
+        return TaskRow(
+            task_id=task_id,
+            num_groups=len(found),
+            first_reward=means[0] if means else None,
+            last_reward=means[-1] if means else None,
+            last_step=max(steps, default=None),
+        )
+
+
+def _page(rows: Sequence[T], page: int) -> Sequence[T]:
+    return rows[page * PAGE : (page + 1) * PAGE]
+
+
+def _row(facts: GroupFacts, rewards: RewardRange, step: int, is_written: bool) -> GroupRow:
+    return GroupRow(
+        group_id=facts.group_id,
+        task_id=facts.task_id,
+        replica=facts.where,
+        num_episodes=rewards.num_episodes,
+        num_failed=rewards.num_failed,
+        num_truncated=facts.num_truncated,
+        reward_mean=rewards.mean,
+        reward_min=rewards.min,
+        reward_max=rewards.max,
+        is_zero_std=rewards.is_zero_std,
+        length_mean=facts.length_mean,
+        staleness=None if facts.oldest is None else max(0, step - 1 - facts.oldest),
+        has_rollouts=is_written,
+    )
+
+
+def _row_of(record: RolloutRecord) -> GroupRow:
+    """The same of a group as it was recorded."""
+    rewards = rewards_of(record)
+    roots = [episode.trajectories[0] for episode in record.episodes]
+    versions = [s.version for e in record.episodes for t in e.trajectories for turn in t.turns for s in turn.versions]
+    return GroupRow(
+        group_id=record.group_id,
+        task_id=record.task.id,
+        replica=record.replica,
+        num_episodes=rewards.num_episodes,
+        num_failed=rewards.num_failed,
+        num_truncated=sum(root.outcome.kind is OutcomeKind.TRUNCATED for root in roots),
+        reward_mean=rewards.mean,
+        reward_min=rewards.min,
+        reward_max=rewards.max,
+        is_zero_std=rewards.is_zero_std,
+        length_mean=fmean(map(num_tokens, record.episodes)),
+        staleness=max(0, record.step - 1 - min(versions)) if versions else None,
+        has_rollouts=True,
+    )
+
+
+def _point(facts: GroupFacts, has_rollouts: bool) -> TaskPoint:
+    rewards = facts.rewards
+    fate: Literal["trained", "pending", "dropped"] = "pending" if facts.state in PENDING else "dropped"
+    return TaskPoint(
+        group_id=facts.group_id,
+        step=facts.step,
+        fate="trained" if facts.step is not None else fate,
+        reason=facts.reason if facts.state == "dropped" else "",
+        reward_mean=rewards.mean if rewards else None,
+        reward_min=rewards.min if rewards else None,
+        reward_max=rewards.max if rewards else None,
+        num_episodes=rewards.num_episodes if rewards else facts.size,
+        length_mean=facts.length_mean,
+        has_rollouts=has_rollouts,
+    )

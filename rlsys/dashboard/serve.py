@@ -1,0 +1,89 @@
+"""A dashboard that answers: `rlsys dashboard`, by itself or as the child of a run.
+
+    listener = Listener.bind("127.0.0.1", 0)
+    print(listener.url)
+    Dashboard(Path("runs"), listener).serve()
+
+It listens from the first line on; who asks before the last waits.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import uvicorn
+from sse_starlette.sse import AppStatus
+
+from rlsys.dashboard.http_problems import NoSuch
+from rlsys.dashboard.http_server import app_of
+from rlsys.dashboard.listener import Listener
+from rlsys.dashboard.queries import Readings
+from rlsys.dashboard.security import Guard
+from rlsys.dashboard.stream import Changes
+
+_GOODBYE_S = 2
+"""Time that requests have to end in, once the dashboard ends."""
+_NICE = 10
+"""Priority below that of a run on the same machine."""
+
+
+class Dashboard:
+    """Serves the runs of a folder, or one run, at a listener."""
+
+    def __init__(self, folder: Path, listener: Listener) -> None:
+        """Raises `NoSuch` if there is no such folder."""
+        if not folder.is_dir():
+            raise NoSuch(f"{folder} is no folder: give the directory of a run, or a folder of them")
+        readings = Readings(folder)
+        changes = Changes(readings)
+        config = uvicorn.Config(
+            Guard(app_of(readings, changes), listener.access),
+            loop="asyncio",
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,  # it would hold the token
+            server_header=False,
+            timeout_graceful_shutdown=_GOODBYE_S,
+        )
+        self._server, self._socket = _Server(config, changes), listener.socket
+
+    def serve(self) -> None:
+        """Answer until `stop`, Ctrl-C or SIGTERM."""
+        with suppress(KeyboardInterrupt):  # uvicorn has ended in order by then
+            self._server.run(sockets=[self._socket])
+
+    def stop(self) -> None:
+        """End `serve`, from any thread."""
+        self._server.should_exit = True
+
+    def serve_beside(self, pipe: BinaryIO) -> None:
+        """As the child of a run: yield the processor to it, and end when it does, however: a pipe from it then ends."""
+
+        def wait() -> None:
+            pipe.read()
+            self.stop()
+
+        os.nice(_NICE)
+        threading.Thread(target=wait, daemon=True).start()
+        self.serve()
+
+
+class _Server(uvicorn.Server):
+    """Ends what pages follow before it waits for open connections, which would never end."""
+
+    def __init__(self, config: uvicorn.Config, changes: Changes) -> None:
+        super().__init__(config)
+        AppStatus.disable_automatic_graceful_drain()  # which would cut the streams before their last word
+        self._changes = changes
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn."""
+        self._changes.close()
+        await super().shutdown(sockets)

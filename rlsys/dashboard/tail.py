@@ -1,0 +1,140 @@
+"""A run in a terminal: what happened last, and what happens now, as the run itself shows it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from heapq import merge
+from pathlib import Path
+from typing import TextIO
+
+from rlsys.dashboard.configs import read_config
+from rlsys.dashboard.event_decoding import UnknownKind, Unreadable, decode
+from rlsys.dashboard.files import Tail
+from rlsys.dashboard.folders import RunFolder
+from rlsys.dashboard.http_problems import NoSuch
+from rlsys.monitoring.alerts import Alarms
+from rlsys.monitoring.events import AlertRaised, Event, PhaseDone, RunEnded, RunStarted, StepDone
+from rlsys.monitoring.trackers.console import ConsoleSink, note_of
+
+NUM_NOTES = 20
+"""Of what happened before, so many lines are shown, and as many steps, by which the rest is estimated."""
+
+_POLL_S = 0.3
+_NOT_SHOWN = b'{"kind":"worker_busy"'
+"""Most lines of a file, and nothing of them is shown here."""
+
+
+def tail(run_dir: Path, stream: TextIO, *, once: bool = False, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Show the last notes of a run, then what it writes until it ends; with `once`, only what there is.
+
+    Says so if no step was done for long, by the thresholds of the run. A file that another took the place of is shown
+    from its last notes on. Waits for the run to write: a poll, for the file systems of clusters notify nobody. Raises
+    `NoSuch` if the folder is no run that has begun.
+    """
+    if not (run_dir / "events.jsonl").is_file():
+        raise NoSuch(f"{run_dir} has no events.jsonl: give the directory of a run that has begun")
+    run, policies = _Followed(run_dir), sorted(path for path in run_dir.glob("policies/*") if path.is_dir())
+    followed = [run, *(_Followed(path, path.name) for path in policies)]
+    try:
+        for one in followed:
+            one.show(stream)
+        while not (once or run.has_ended):
+            sleep(_POLL_S)
+            for one in followed:
+                one.show(stream)
+    finally:
+        for one in followed:
+            one.close()
+
+
+class _Followed:
+    """A run, or the part of one of its policies: its file of events, and the lines shown of it."""
+
+    def __init__(self, folder: Path, policy: str = "") -> None:
+        self._folder, self._policy = folder, policy
+        self._sink: ConsoleSink | None = None
+        self._total_steps = self._sink_steps = 0
+        self._begin()
+
+    def show(self, stream: TextIO) -> None:
+        """Write what was appended as the run does, at first only the last of it, and once if it makes no progress."""
+        if self._file.was_replaced:
+            self._begin()
+        shown = list(_last(self._read()) if self._is_first else self._read())
+        self._is_first = False
+        late = None if self.has_ended else self._alarms.silent(time.time())
+        if late is not None and late.step != self._late_after:
+            self._late_after = late.step
+            alert = AlertRaised(late.alert, late.step, late.value, late.threshold, late.sentence)
+            shown.append((alert, time.time()))
+        sink = self._sink_on(stream)
+        for event, time_s in shown:
+            sink.handle(event, time_s)
+
+    def _begin(self) -> None:
+        """Know nothing yet."""
+        self._file = Tail(self._folder / "events.jsonl")
+        self._alarms = Alarms(read_config(RunFolder(self._folder.resolve(), ".")).thresholds)
+        self._is_first, self.has_ended = True, False
+        self._late_after: int | None = None
+        """The step after which nothing was done for long, as was told here or by the run."""
+
+    def _read(self) -> Iterator[tuple[Event, float]]:
+        """What was written since the last call, and when; lines that cannot be read are passed over."""
+        for chunk in self._file.read():
+            for line in chunk.lines:
+                if line.startswith(_NOT_SHOWN):
+                    continue
+                try:
+                    event, time_s = decode(line)
+                except (Unreadable, UnknownKind):
+                    continue
+                if self._take_in(event, time_s):
+                    yield event, time_s
+
+    def close(self) -> None:
+        """Leave the screen as it is."""
+        if self._sink is not None:
+            self._sink.close()
+
+    def _sink_on(self, stream: TextIO) -> ConsoleSink:
+        """The one that knows how many steps there will be, once that is known."""
+        if self._sink is None or self._sink_steps != self._total_steps:
+            self.close()
+            self._sink, self._sink_steps = (
+                ConsoleSink(self._total_steps, stream, policy=self._policy),
+                self._total_steps,
+            )
+        return self._sink
+
+    def _take_in(self, event: Event, time_s: float) -> bool:
+        """Note it. Is it news? That a run is late is told by the run as well, but only once it is late no more."""
+        self._alarms.observe(event, time_s)
+        match event:
+            case RunStarted(total_steps=total):
+                self._total_steps = total
+                self.has_ended, self._late_after = False, None  # it goes on
+            case PhaseDone() | StepDone():
+                self.has_ended = False  # the same: of several policies, who begins is told in their own files
+            case RunEnded():
+                self.has_ended = True
+            case AlertRaised(alert="no_progress", step=step):
+                was_told, self._late_after = step == self._late_after, step
+                return not was_told
+            case _:
+                pass
+        return True
+
+
+def _last(events: Iterable[tuple[Event, float]]) -> list[tuple[Event, float]]:
+    """The last of those that are shown as notes, and the last steps, in their order."""
+    notes: deque[tuple[int, Event, float]] = deque(maxlen=NUM_NOTES)
+    steps: deque[tuple[int, Event, float]] = deque(maxlen=NUM_NOTES)
+    for i, (event, time_s) in enumerate(events):
+        if isinstance(event, StepDone):
+            steps.append((i, event, time_s))
+        elif note_of(event) is not None:
+            notes.append((i, event, time_s))
+    return [(event, time_s) for _, event, time_s in merge(notes, steps, key=lambda one: one[0])]

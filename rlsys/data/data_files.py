@@ -1,0 +1,170 @@
+"""From what `data.path` says to raw rows: lines of a JSONL file, or one split of what the `datasets` library reads."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import orjson
+
+from rlsys.data.row_adapters import Row, RowProblem, with_info_parsed
+from rlsys.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+LINES = (".jsonl", ".json")
+FILES = (*LINES, ".parquet")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where rows are: `rows.jsonl`, `folder#test`, `org/name:config#test`."""
+
+    path: str
+    config: str | None = None
+    """Configuration of a hub data set; None is its only one."""
+    split: str | None = None
+    """None is the only one."""
+
+    @classmethod
+    def of(cls, text: str) -> Place:
+        """The place that `text` names; what exists as it is written is one path, whatever marks are in it."""
+        whole, split = _cut(text, "#")
+        path, config = _cut(whole, ":")
+        return cls(path, config, split)
+
+    def __str__(self) -> str:
+        config, split = (mark + name if name else "" for mark, name in ((":", self.config), ("#", self.split)))
+        return f"{self.path}{config}{split}"
+
+    def absolute(self) -> Place:
+        """The same from any folder. What is not on this machine stays as it is: it may be on the hub."""
+        path = Path(self.path)
+        return Place(str(path.absolute()), self.config, self.split) if path.exists() else self
+
+
+def _cut(text: str, mark: str) -> tuple[str, str | None]:
+    """What stands before and after the last `mark`, which is none inside the path of a file or folder."""
+    before, found, after = text.rpartition(mark)
+    is_path = not (before and found and after) or "/" in after or text.endswith(FILES) or Path(text).exists()
+    return (text, None) if is_path else (before, after)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Rows as they are read, each with where it stands, e.g. `train.jsonl:3`."""
+
+    rows: Iterable[tuple[str, object]]
+    split: str | None = None
+    """The split they are of; None for a file, or a folder of one data set."""
+
+
+def opened(text: str) -> Opened:
+    """The rows at a `Place`. Raises `DataError` if it cannot be read, or has several splits and none is named."""
+    place = Place.of(text)
+    if place.path.endswith(FILES):
+        _has_no_splits(place)
+        return Opened(_lines(Path(place.path)) if place.path.endswith(LINES) else _rows(text, _table(place)))
+    if Path(place.path).is_file():
+        raise DataError(f"cannot read {place.path}: it is neither .jsonl, .json nor .parquet; convert or rename it")
+    rows, split = _set(place)
+    return Opened(_rows(text, rows), split)
+
+
+def _has_no_splits(place: Place) -> None:
+    if place.config or place.split:
+        raise DataError(f"{place}: {place.path} has neither configurations nor splits; give it alone")
+
+
+# ------------------------------------------------------------------------------------------------------------- lines
+
+
+def _lines(path: Path) -> Iterator[tuple[str, object]]:
+    """Each row of a JSONL file; a byte order mark before the first is skipped."""
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if text.strip():
+                    yield f"{path}:{number}", _parsed(text)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _parsed(line: bytes) -> object:
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        return RowProblem(f"not JSON: {error.msg} at column {error.colno}; give one object a line")
+    return with_info_parsed(row) if isinstance(row, dict) else row
+
+
+# -------------------------------------------------------------------------- the `datasets` library, a second to import
+
+
+def _table(place: Place) -> Dataset:
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    try:
+        return datasets.load_dataset("parquet", data_files=place.path, split="train")
+    except (OSError, ValueError, DatasetsError) as error:
+        raise DataError(f"cannot read {place.path}: {error}") from error
+
+
+def _set(place: Place) -> tuple[Dataset, str | None]:
+    """One split of a folder or a hub data set, and its name; None for a folder of `Dataset.save_to_disk`."""
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    folder = Path(place.path)
+    try:
+        if (folder / "dataset_dict.json").is_file():
+            split = _split_of(place, orjson.loads((folder / "dataset_dict.json").read_bytes())["splits"])
+            return datasets.Dataset.load_from_disk(str(folder / split)), split
+        if (folder / "state.json").is_file():
+            _has_no_splits(place)
+            return datasets.Dataset.load_from_disk(place.path), None
+        split = _split_of(place, datasets.get_dataset_split_names(place.path, place.config))
+        return datasets.load_dataset(place.path, place.config, split=split), split
+    except (OSError, ValueError, DatasetsError) as error:
+        remedy = "give a .jsonl or .parquet file, a folder, or a hub data set such as org/name:config#split"
+        raise DataError(f"cannot read '{place}': {remedy}: {error}") from error
+
+
+def _split_of(place: Place, splits: Sequence[str]) -> str:
+    """The split that is named, or else the only one, whatever its name."""
+    listed = ", ".join(splits)
+    if place.split is None and len(splits) > 1:
+        raise DataError(f"{place} has several splits: {listed}; name one, as in {place}#{splits[0]}")
+    if place.split is not None and place.split not in splits:
+        raise DataError(f"{place}: there is no split {place.split}; there are: {listed}")
+    return place.split or splits[0]
+
+
+def _rows(name: str, rows: Dataset) -> Iterator[tuple[str, object]]:
+    return ((f"{name}: row {number}", _plain(row)) for number, row in enumerate(rows.with_format(None), 1))
+
+
+def _plain(row: object) -> object:
+    """The row as JSON would give it back: dates and decimals are text, what is not a finite number is null."""
+    assert isinstance(row, dict)
+    plain: Row = {}
+    for column, value in row.items():
+        try:
+            plain[column] = orjson.loads(orjson.dumps(value, default=_text))
+        except orjson.JSONEncodeError as error:
+            return RowProblem(f"`{column}`: {error.__cause__ or error}; remove the column")
+    return with_info_parsed(plain)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, Decimal | timedelta):
+        return str(value)
+    raise TypeError(f"JSON has no form for a value of type {type(value).__name__}")

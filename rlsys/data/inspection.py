@@ -1,0 +1,219 @@
+"""What a data file holds, and what a model will see of it: to look at before the first run.
+
+rlsys data inspect train.parquet --model my-org/my-model --max-prompt-tokens 512
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import orjson
+from xxhash import xxh3_64_hexdigest
+
+from rlsys.data.row_adapters import AS_FOUND, Columns, Row
+from rlsys.data.task_file import read
+from rlsys.types import Message, Prompt, Task
+
+Ids: TypeAlias = tuple[int, ...]
+
+_TASKS_SHOWN = 2
+_WIDTH = 200
+"""Characters of one value in the text; the JSON has all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """What a model's tokenizer makes of a prompt, as a rollout worker has it."""
+
+    encode: Callable[[Prompt], Ids]
+    extend: Callable[[Ids, tuple[Message, ...], tuple[Message, ...]], Ids]
+    """Ids, the messages they are and further messages, to the ids of the whole; see `rlsys.agents.workflow.Policy`."""
+    spell: Callable[[Ids], str]
+    """The text of ids, special tokens included."""
+    template: str | None
+    """The chat template; None for a model that has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnReport:
+    """One column of the file."""
+
+    name: str
+    num_filled: int
+    """Rows that hold more than null in it."""
+    became: tuple[str, ...]
+    """E.g. `("prompt",)`, or `("answer (reward_model.ground_truth)", "info.reward_model")`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """How long the prompts are: the nearest-rank percentiles, so each is the length of a prompt there is."""
+
+    unit: Literal["tokens", "characters"]
+    min: int
+    p50: int
+    p90: int
+    p99: int
+    max: int
+
+    @classmethod
+    def of(cls, unit: Literal["tokens", "characters"], lengths: Sequence[int]) -> Lengths:
+        """`lengths` are those of all prompts, one at least."""
+        ranked = sorted(lengths)
+        p50, p90, p99 = (ranked[math.ceil(len(ranked) * percent / 100) - 1] for percent in (50, 90, 99))
+        return cls(unit, ranked[0], p50, p90, p99, ranked[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateReport:
+    """A chat template."""
+
+    hash: str
+    """Of its text (xxh3, 64 bits)."""
+    keeps_turns: bool
+    """A conversation of two turns starts with the rendering of its first turn and the answer to it, so that a
+    trajectory of several turns is one sample."""
+    keeps_reasoning: bool
+    """The same for an answer that begins with `<think>...</think>`."""
+
+    @classmethod
+    def of(cls, template: str, rendering: Rendering) -> TemplateReport:
+        """Tried with one short conversation."""
+        digest = xxh3_64_hexdigest(template.encode())
+        return cls(digest, _is_kept(rendering, "4"), _is_kept(rendering, "<think>\n2 and 2\n</think>\n\n4"))
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What was found in a data file."""
+
+    path: str
+    split: str | None
+    """The split that was read; None for a file, or a folder of one data set."""
+    kind: str
+    """The form of its rows: plain, trl, verl or skyrl."""
+    num_rows: int
+    num_answers: int
+    """Rows with an answer."""
+    columns: tuple[ColumnReport, ...]
+    tasks: tuple[Task, ...]
+    """The first two."""
+    lengths: Lengths
+    max_prompt_tokens: int | None
+    num_too_long: int | None
+    """Prompts longer than `max_prompt_tokens`; None where that is not given."""
+    first_prompt: str | None
+    """The first prompt as the model sees it, special tokens included; None without a model."""
+    template: TemplateReport | None
+    """None without a model, or for one without a chat template."""
+
+
+def inspect(
+    path: str | os.PathLike[str],
+    columns: Columns = AS_FOUND,
+    rendering: Rendering | None = None,
+    max_prompt_tokens: int | None = None,
+) -> Inspection:
+    """Read the file as a run would, and render its prompts if `rendering` is given; else characters are counted.
+
+    `max_prompt_tokens` counts only with a rendering. Raises `DataError` where a run would.
+    """
+    file = read(path, columns)
+    prompts = [task.prompt for task in file.tasks]
+    lengths = [len(rendering.encode(prompt)) if rendering else _num_characters(prompt) for prompt in prompts]
+    limit = max_prompt_tokens if rendering else None
+    return Inspection(
+        path=os.fspath(path),
+        split=file.split,
+        kind=file.layout.form.kind,
+        num_rows=len(prompts),
+        num_answers=sum(task.answer is not None for task in file.tasks),
+        columns=tuple(ColumnReport(name, num, file.layout.became(name)) for name, num in _filled(file.rows).items()),
+        tasks=tuple(file.tasks[:_TASKS_SHOWN]),
+        lengths=Lengths.of("tokens" if rendering else "characters", lengths),
+        max_prompt_tokens=limit,
+        num_too_long=None if limit is None else sum(length > limit for length in lengths),
+        first_prompt=rendering.spell(rendering.encode(prompts[0])) if rendering else None,
+        template=TemplateReport.of(rendering.template, rendering) if rendering and rendering.template else None,
+    )
+
+
+def _filled(rows: Sequence[Row]) -> dict[str, int]:
+    """Every column, in the order they turn up, and the number of rows that hold more than null in it."""
+    num_filled = Counter(column for row in rows for column, value in row.items() if value is not None)
+    return {column: num_filled[column] for row in rows for column in row}
+
+
+def _num_characters(prompt: Prompt) -> int:
+    return len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) for message in prompt)
+
+
+def _is_kept(rendering: Rendering, answer: str) -> bool:
+    asked = Message(role="user", content="2+2?")
+    ids = rendering.encode((asked,)) + rendering.encode(answer)
+    said = (asked, Message(role="assistant", content=answer))
+    return rendering.extend(ids, said, (Message(role="user", content="Sure?"),))[: len(ids)] == ids
+
+
+# --------------------------------------------------------------------------------------------------------------- text
+
+
+def text_of(inspection: Inspection) -> str:
+    """The inspection as text for a terminal."""
+    return "\n".join(_lines(inspection))
+
+
+def _lines(found: Inspection) -> Iterator[str]:
+    split = f"split {found.split}, " if found.split else ""
+    yield f"{found.path}: {split}{found.kind}, {found.num_rows} rows, {found.num_answers} with an answer"
+    yield ""
+    width = max(len(column.name) for column in found.columns)
+    for column in found.columns:
+        yield f"  {column.name:<{width}}  {column.num_filled:>8} rows   {', '.join(column.became)}"
+    for number, task in enumerate(found.tasks, 1):
+        yield f"\ntask {number}, id {task.id}"
+        yield from (f"  {part:<8}{_cut(value)}" for part, value in _parts(task))
+    if found.first_prompt is not None:
+        yield f"\nthe first prompt as the model sees it:\n{found.first_prompt}"
+    yield f"\n{_length_line(found)}"
+    if found.lengths.unit == "tokens":
+        yield _template_line(found.template)
+
+
+def _parts(task: Task) -> Iterator[tuple[str, str]]:
+    if isinstance(task.prompt, str):
+        yield "prompt", task.prompt
+    else:
+        yield from (("prompt", f"{message['role']}: {message['content']}") for message in task.prompt)
+    yield "answer", "none" if task.answer is None else task.answer
+    yield "info", orjson.dumps(task.info).decode()
+
+
+def _cut(value: str) -> str:
+    line = value.replace("\n", "\\n")
+    return line if len(line) <= _WIDTH else f"{line[:_WIDTH]}... ({len(line)} characters)"
+
+
+def _length_line(found: Inspection) -> str:
+    n = found.lengths
+    line = f"prompts, in {n.unit}: min {n.min}, p50 {n.p50}, p90 {n.p90}, p99 {n.p99}, max {n.max}"
+    if found.num_too_long is None:
+        return line
+    return f"{line}; {found.num_too_long} of {found.num_rows} are longer than {found.max_prompt_tokens}"
+
+
+def _template_line(template: TemplateReport | None) -> str:
+    if template is None:
+        return "chat template: none; prompts must be plain text"
+    if not template.keeps_turns:
+        kept = "rewrites earlier turns, so every turn of a conversation is a sample of its own"
+    elif not template.keeps_reasoning:
+        kept = "keeps earlier turns but for their <think> part, so turns that think are samples of their own"
+    else:
+        kept = "keeps earlier turns, so a conversation is one sample"
+    return f"chat template {template.hash}: {kept}"

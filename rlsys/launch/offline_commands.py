@@ -1,0 +1,197 @@
+"""What is done with a run or a model beside training: measure it, export it, look at its data."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from rlsys.config import Config
+from rlsys.config.resource_plan import evaluation_roles, needs
+from rlsys.data.inspection import Inspection, Rendering, inspect
+from rlsys.data.row_adapters import AS_FOUND, Columns
+from rlsys.errors import CheckpointError, ConfigError, first_of
+from rlsys.launch.preflight import (
+    POLICIES,
+    RESOLVED,
+    check_model,
+    checkpoint_of,
+    eval_sets,
+    local_cpus,
+    prepare_imports,
+    rooted,
+    whole_of,
+)
+from rlsys.loop.build_driver import evaluator_of
+from rlsys.loop.eval_metrics import EvalMetrics
+from rlsys.monitoring.events import Events
+from rlsys.monitoring.trackers.console import ConsoleSink
+from rlsys.types import Task
+
+
+def evaluate(
+    target: str,
+    *,
+    config_overrides: Sequence[str] = (),
+    data: Mapping[str, str] | None = None,
+    samples: int | None = None,
+    temperature: float | None = None,
+    limit: int | None = None,
+) -> dict[str, EvalMetrics]:
+    """Measure the latest checkpoint of a run directory, or a model (folder or hub name), on every data set.
+
+    A run brings its own configuration; a model takes defaults, and overrides such as `reward.fn=...`. What is given
+    here takes the place of the keys of `eval`: `data` maps names to files, and replaces all sets there are. Raises
+    `ConfigError` or `DataError`, before anything starts, if there is nothing to evaluate on or a set cannot be read.
+    """
+    prepare_imports()
+    run = Path(target)
+    is_run = (run / RESOLVED).is_file()
+    keys = {"eval.samples": samples, "eval.temperature": temperature, "eval.limit": limit}
+    overrides = [*config_overrides, *(_override(key, value) for key, value in keys.items() if value is not None)]
+    if data is not None:
+        overrides += [_override("eval.data", None), _override("eval.data", data)]  # else they would be merged
+    if is_run:
+        _check_has_one_policy(run)
+        config = Config.load(run / RESOLVED, overrides)
+    else:
+        needed = {"run.steps": 1, "model.path": target, "data.path": "none is read"}
+        config = Config.load([], [*(_override(key, value) for key, value in needed.items()), *overrides])
+        _check_target(config)
+        check_model(config)
+    if not config.eval.data:
+        raise ConfigError("eval.data: there is nothing to evaluate on; give a file with --data [NAME=]PATH")
+    config = rooted(config)
+    sets = eval_sets(config)
+    checkpoint = checkpoint_of(run.absolute(), "latest") if is_run else None
+    try:
+        return asyncio.run(_evaluate(config, checkpoint, sets))
+    except BaseExceptionGroup as errors:
+        raise first_of(errors) from None
+
+
+def _check_has_one_policy(run: Path) -> None:
+    """Raise `ConfigError` for a run of several policies, or one of them: alone it would play both sides of a game."""
+    whole = run if (run / POLICIES).is_dir() else whole_of(run)
+    if whole is not None:
+        policy = "NAME" if whole is run else run.name
+        raise ConfigError(
+            f"{run}: the episodes of the run {whole} need all of its policies, and one is measured at a time; write "
+            f"its model with `rlsys export {whole / POLICIES / policy} --to FOLDER`, and evaluate FOLDER"
+        )
+
+
+def _check_target(config: Config) -> None:
+    """Raise `ConfigError` for a path on this machine that is neither a run nor a model: it is no hub name either."""
+    target = config.model.path
+    path = Path(target)
+    is_local = path.exists() or (config.ray.address is None and "/" in target and path.parent.exists())
+    if is_local and not (path / "config.json").is_file():
+        raise ConfigError(f"{target} is neither a run directory (it has no {RESOLVED}) nor a model folder")
+
+
+def _override(key: str, value: object) -> str:
+    """As it would be typed; JSON is YAML."""
+    return f"{key}={json.dumps(value, ensure_ascii=False)}"
+
+
+async def _evaluate(
+    config: Config, checkpoint: Path | None, sets: Mapping[str, Sequence[Task]]
+) -> dict[str, EvalMetrics]:
+    from workers.ray import cluster as ray_cluster
+    from workers.start import start_fixed_rollouts, start_rewards
+
+    num_cpus, num_gpus = needs(evaluation_roles(config))
+    cluster = ray_cluster.connect(config.ray.address, local_cpus(config, num_cpus))
+    try:
+        ray_cluster.check_capacity(num_cpus, num_gpus)
+        model_path = config.model.path if checkpoint is None else str(exported(checkpoint))
+        rollouts, rewards = start_fixed_rollouts(config, model_path), start_rewards(config)
+        try:
+            await asyncio.gather(rollouts.ready(), rewards.ready())
+            evaluator = evaluator_of(config, rollouts, rewards, sets, Events([ConsoleSink(total_steps=0)]))
+            async with asyncio.TaskGroup() as work:
+                measuring = {name: work.create_task(evaluator.measure(name)) for name in sets}
+            return {name: measured.result() for name, measured in measuring.items()}
+        finally:
+            await asyncio.gather(rollouts.close(), rewards.close())
+    finally:
+        cluster.close()
+
+
+def exported(checkpoint: Path) -> Path:
+    """A run's checkpoint as a model folder: made once, kept beside its weights, and deleted with them.
+
+    Raises `CheckpointError` if it cannot be written.
+    """
+    run, step = checkpoint.parent.parent, checkpoint.name.removeprefix("step_")
+    try:
+        return made_once(checkpoint / "model", lambda folder: export(run, folder, step))
+    except OSError as error:
+        raise CheckpointError(
+            f"{checkpoint}: cannot write the model folder that is evaluated: {error.strerror or error}; write it "
+            f"elsewhere with `rlsys export {run} --to FOLDER --step {step}`, and evaluate that"
+        ) from error
+
+
+def made_once(folder: Path, make: Callable[[Path], object]) -> Path:
+    """`folder`, which is made whole by `make` unless it is there; of several processes at once, the first one's stays.
+
+    Raises `OSError` if it can be neither written nor found.
+    """
+    if folder.is_dir():
+        return folder
+    try:
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as beside:
+            make(Path(beside, folder.name))
+            Path(beside, folder.name).rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+    return folder
+
+
+def export(run: Path, to: Path, step: str = "latest") -> Path:
+    """Write a checkpoint of a run as a model folder (safetensors, config, tokenizer); returns the folder.
+
+    Raises `CheckpointError` if the run has no such complete checkpoint.
+    """
+    checkpoint = checkpoint_of(run, step)
+    from workers.start import export_checkpoint
+
+    export_checkpoint(Config.load(run / RESOLVED), checkpoint / "actor", to)
+    return to
+
+
+def inspect_data(
+    path: str | os.PathLike[str],
+    *,
+    columns: Columns = AS_FOUND,
+    model: str | None = None,
+    max_prompt_tokens: int | None = None,
+) -> Inspection:
+    """What a data file holds; with `model` (folder or hub name), as that model's tokenizer and chat template see it.
+
+    Starts nothing, and needs no network for files. Raises `DataError` where a run would, `ModelError` for a model
+    without a tokenizer.
+    """
+    if model is None:
+        return inspect(path, columns)
+    prepare_imports()
+    return inspect(path, columns, _rendering(model), max_prompt_tokens)
+
+
+def _rendering(model: str) -> Rendering:
+    from workers.text.tokenizer import TextTokenizer
+
+    codec = TextTokenizer.load(model)
+    tokenizer = codec.tokenizer
+    return Rendering(
+        encode=codec.encode,
+        extend=codec.extend,
+        spell=codec.spell,
+        template=tokenizer.get_chat_template() if tokenizer.chat_template else None,
+    )

@@ -1,0 +1,237 @@
+"""What is looked up and checked before anything expensive starts."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import and_
+from pathlib import Path
+
+from rlsys.algorithm import Signal
+from rlsys.config import Config
+from rlsys.config.policy_sections import PolicySection
+from rlsys.data.data_files import Place
+from rlsys.data.task_file import load_tasks
+from rlsys.data.task_source import TaskSource
+from rlsys.doctor import ensure_not_shadowed
+from rlsys.errors import CheckpointError, ConfigError, DataError, ModelError
+from rlsys.launch.config_history import keep_earlier
+from rlsys.loop.checkpoint import STEP, find_latest, is_complete, step_of
+from rlsys.loop.failed_step import CONFIG
+from rlsys.rewards.reward_sum import RewardSum
+from rlsys.types import Task
+from rlsys.util.files import can_be_hub_name, write_atomically
+from rlsys.util.importing import import_from_here
+
+RESOLVED = CONFIG
+"""The configuration of a run, in its directory."""
+POLICIES = "policies"
+"""Folder in the directory of a run of several policies; holds a run directory for each that is trained."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """The tasks of a run."""
+
+    train: TaskSource
+    eval: Mapping[str, Sequence[Task]]
+    """By data set; none where nothing is evaluated in training."""
+
+
+def prepare_imports() -> None:
+    """Let `module:name` in a configuration mean the user's own folder, as `python -m` would, in workers too."""
+    ensure_not_shadowed()
+    import_from_here()
+
+
+def check_model(config: Config) -> None:
+    """Raise `ModelError` for a folder that is not there, before anything starts; a hub name is left to the workers.
+
+    A cluster at an address of its own may see other folders than this machine.
+    """
+    paths = {"model.path": config.model.path}
+    if config.critic.path is not None and Signal.VALUES in config.algorithm.signals:
+        paths["critic.path"] = config.critic.path
+    for key, path in paths.items():
+        if config.ray.address is None and not can_be_hub_name(path) and not Path(path).is_dir():
+            raise ModelError(f"{key}: there is no folder {path}; give one, or `org/name` on the hub")
+
+
+def look_up(config: Config) -> Data:
+    """All that a run looks up before it starts anything: model folder, tasks, reward functions, workflow.
+
+    Raises the `RlsysError` that the run would end on.
+    """
+    prepare_imports()
+    for own in [config.of(name) for name in config.policies] or [config]:
+        check_model(own)
+    return Data(task_source(config), eval_sets(config) if config.eval.every else {})
+
+
+def task_source(config: Config) -> TaskSource:
+    """The run's tasks; reward functions are looked up, and the workflow asked, before anything expensive starts."""
+    tasks = _tasks("data.path", config.data.path, config)
+    _check_rewards("data.path", tasks, config)
+    group_size, temperature = config.algorithm.group_size, config.rollout.temperature
+    config.rollout.workflow.check(tasks, group_size=group_size, temperature=temperature)
+    return TaskSource(tasks, config.run.seed, shuffle=config.data.shuffle)
+
+
+def eval_sets(config: Config) -> dict[str, Sequence[Task]]:
+    """The tasks of every data set of `eval`. Raises `DataError` listing every set that cannot be read."""
+    sets: dict[str, Sequence[Task]] = {}
+    problems: list[str] = []
+    for name, path in config.eval.data.items():
+        try:
+            sets[name] = _tasks(f"eval.data.{name}", path, config)[: config.eval.limit]
+        except DataError as error:
+            problems.append(str(error))
+    if problems:
+        raise DataError("\n".join(problems))
+    for name, tasks in sets.items():
+        _check_rewards(f"eval.data.{name}", tasks, config)
+    return sets
+
+
+def _tasks(key: str, path: str, config: Config) -> Sequence[Task]:
+    """The tasks that the configuration names at `key`, which a `DataError` begins with."""
+    try:
+        return load_tasks(path, config.data.columns.names())
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from error
+
+
+def _check_rewards(key: str, tasks: Sequence[Task], config: Config) -> None:
+    """Raise `ConfigError` if a reward function asks for a column that not every one of the tasks has."""
+    rewards = RewardSum(config.reward.functions)
+    try:
+        rewards.check(reduce(and_, (task.info.keys() for task in tasks)))
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+
+
+def checkpoint_to_resume(config: Config) -> Path | None:
+    """Where to start from, by `run.resume`; None is the beginning. A run that never took a step may begin again."""
+    own = find_latest(config.run_dir / "checkpoints")
+    if config.run.resume == "never":
+        if _holds_run(config.run_dir):
+            raise ConfigError(
+                f"run.name: {config.run_dir} holds a run already; choose another run.name, "
+                "go on with run.resume=auto, or remove the folder"
+            )
+        return None
+    if config.run.resume in ("auto", "must"):
+        if own is None and config.run.resume == "must":
+            raise CheckpointError(f"run.resume is must, and {config.run_dir} has no complete checkpoint")
+        return own
+    other = find_latest(Path(config.run.resume) / "checkpoints")
+    if other is None:
+        raise CheckpointError(f"run.resume: {config.run.resume} has no complete checkpoint")
+    return own or other
+
+
+def check_run_dir(config: Config) -> None:
+    """Raise `ConfigError` if another kind of run is in the run directory: one of several policies, or one of one, or
+    the policy of a run that has others too."""
+    run = config.run_dir
+    remedy = "choose another run.name, or remove the folder"
+    if (whole := whole_of(run)) is not None:
+        raise ConfigError(f"run.name: {run} is one policy of the run {whole}, which trains all of them: train {whole}")
+    if not config.policies and (run / POLICIES).is_dir():
+        raise ConfigError(f"run.name: {run} holds a run of several policies, and this is one of a single one; {remedy}")
+    if config.policies and _holds_run(run):
+        raise ConfigError(f"run.name: {run} holds a run of one policy, and this is one of several; {remedy}")
+
+
+def whole_of(run: Path) -> Path | None:
+    """The run of several policies that this is one policy of; None if it is a run of its own."""
+    folder = run.absolute().parent
+    is_part = folder.name == POLICIES and (folder.parent / RESOLVED).is_file()
+    return folder.parent if is_part else None
+
+
+def _holds_run(run: Path) -> bool:
+    """Did a run of one policy take a step here?"""
+    return find_latest(run / "checkpoints") is not None or _has_content(run / "metrics.jsonl")
+
+
+def _has_content(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
+
+
+def write_run_dir(config: Config, checkpoint: Path | None = None) -> None:
+    """Make the run directory, with the whole configuration in it; `checkpoint` is where the run goes on from.
+
+    What the run had before, where it differs, is kept for the steps up to there: see `rlsys.launch.config_history`.
+    Raises `ConfigError` if it cannot be written.
+    """
+    run, text = config.run_dir, config.to_yaml()
+    is_own = checkpoint is not None and checkpoint.parent == run / "checkpoints"
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        keep_earlier(run, text, step_of(checkpoint) if checkpoint is not None and is_own else 0)
+        write_atomically(run / RESOLVED, text)
+    except OSError as error:
+        raise ConfigError(f"run.folder: cannot write to {config.run_dir}: {error.strerror or error}") from error
+
+
+def rooted(config: Config) -> Config:
+    """The configuration with absolute paths: workers do not run in this process's folder."""
+    update: dict[str, object] = {
+        "run": config.run.model_copy(update={"folder": config.run.folder.absolute()}),
+        "reward": config.reward.rooted(),
+        "data": config.data.model_copy(update={"path": _rooted(config.data.path)}),
+        "eval": config.eval.model_copy(update={"data": {n: _rooted(path) for n, path in config.eval.data.items()}}),
+    }
+    for name, section in (("model", config.model), ("critic", config.critic)):
+        if section.path is not None:
+            update[name] = section.model_copy(update={"path": _rooted_folder(section.path)})
+    update["policies"] = {name: _rooted_policy(policy) for name, policy in config.policies.items()}
+    return config.model_copy(update=update)
+
+
+def _rooted_policy(policy: PolicySection) -> PolicySection:
+    own = {name: getattr(policy, name) for name in ("model", "critic")}
+    paths = {name: _rooted_folder(keys["path"]) for name, keys in own.items() if keys.get("path") is not None}
+    return policy.model_copy(update={name: {**own[name], "path": path} for name, path in paths.items()})
+
+
+def _rooted_folder(path: str) -> str:
+    """Of a model; a hub name stays as it is."""
+    folder = Path(path)
+    return str(folder.absolute()) if folder.is_dir() else path
+
+
+def _rooted(path: str) -> str:
+    return str(Place.of(path).absolute())
+
+
+def local_cpus(config: Config, needed: float) -> int:
+    """CPUs of a cluster of our own: the machine's, or as many as are needed. Ray counts them, nothing more."""
+    return config.ray.num_cpus or max(os.cpu_count() or 1, math.ceil(needed))
+
+
+def check_is_run(run: Path) -> None:
+    """Raise `ConfigError` unless this is the directory of a run of one policy, or of one policy of a run."""
+    if not (run / RESOLVED).is_file():
+        raise ConfigError(f"{run} is not a run directory: it has no {RESOLVED}")
+    if (run / POLICIES).is_dir():
+        raise ConfigError(f"{run} is a run of several policies: name the folder of one, {run / POLICIES / 'NAME'}")
+
+
+def checkpoint_of(run: Path, step: str) -> Path:
+    """The folder of a run's complete checkpoint of `step`, a number or `latest`.
+
+    Raises `ConfigError` for what is no run or no step, `CheckpointError` if there is no such checkpoint.
+    """
+    check_is_run(run)
+    checkpoints = run / "checkpoints"
+    if not (step == "latest" or step.isdigit()):
+        raise ConfigError(f"step {step!r} is neither a number nor `latest`")
+    checkpoint = find_latest(checkpoints) if step == "latest" else checkpoints / STEP.format(int(step))
+    if checkpoint is None or not is_complete(checkpoint):
+        raise CheckpointError(f"{run} has no complete checkpoint of step {step}")
+    return checkpoint

@@ -1,0 +1,173 @@
+"""Playing one session of a workflow and showing it: the model of a configuration, or a scripted policy, and no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rlsys.agents.session import Policy, Said, shown_line
+from rlsys.agents.workflow import Session, play
+from rlsys.config import Config
+from rlsys.data.row_adapters import RowProblem, sniff, task_of
+from rlsys.data.task_file import load_tasks
+from rlsys.errors import ConfigError, DataError
+from rlsys.launch.preflight import check_model, prepare_imports
+from rlsys.rewards.reward_function import RewardInput
+from rlsys.rewards.reward_sum import RewardSum
+from rlsys.types import POLICY, Episode, Json, Score, Task
+from rlsys.util.importing import imported
+from rlsys.util.seeds import group_seed
+
+_NONE = "none"
+"""Stands for a model or data that nothing of this command reads."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One session, and what became of it."""
+
+    workflow: str
+    task: Task
+    episode: Episode
+    said: tuple[Said, ...]
+    score: Score | None
+    """What the reward functions say, if they were asked."""
+
+    def lines(self) -> Iterator[str]:
+        """For a terminal: who said what, and what each agent came to."""
+        yield f"{self.workflow} on task {self.task.id}"
+        yield from map(shown_line, self.said)
+        for agent in self._agents():
+            of = "" if agent["parent"] is None else f" of #{agent['parent']}"
+            policy = "" if agent["policy"] == POLICY else f" ({agent['policy']})"
+            reason = f" ({agent['reason']})" if agent["reason"] else ""
+            reward = "" if agent["reward"] is None else f", reward {agent['reward']:g}"
+            yield (
+                f"#{agent['index']} {agent['agent']}{of}{policy}: {agent['outcome']}{reason}, "
+                f"turns {agent['turns']}, tokens {agent['tokens']}{reward}"
+            )
+        if self.score is not None:
+            value = self.score.failure if self.score.value is None else f"{self.score.value:g}"
+            parts = "".join(f", {name} {part:g}" for name, part in self.score.parts.items())
+            yield f"reward: {value}{parts}"
+
+    def as_json(self) -> dict[str, Json]:
+        """All of it, texts uncut."""
+        said: list[Json] = [asdict(each) for each in self.said]
+        score: Json = None if self.score is None else {**asdict(self.score), "parts": dict(self.score.parts)}
+        return {
+            "workflow": self.workflow, "task_id": self.task.id, "said": said, "agents": [*self._agents()],
+            "reward": score,
+        }  # fmt: skip
+
+    def _agents(self) -> Iterator[dict[str, Json]]:
+        for index, t in enumerate(self.episode.trajectories):
+            yield {
+                "index": index, "agent": t.agent, "parent": t.parent, "policy": t.policy, "turns": len(t.turns),
+                "tokens": sum(len(turn.output_ids) for turn in t.turns), "outcome": t.outcome.kind.value,
+                "reason": t.outcome.reason, "reward": t.reward,
+            }  # fmt: skip
+
+
+def config_to_try(what: Sequence[str], overrides: Sequence[str]) -> Config:
+    """The configuration in the files `what`, or that of a workflow by itself, which `what` names.
+
+    Raises `ConfigError`.
+    """
+    if all(Path(word).suffix in (".yaml", ".yml", ".toml") for word in what):
+        return Config.load(what, overrides)
+    if len(what) > 1:
+        raise ConfigError(f"give configuration files, or one workflow: {', '.join(what)}")
+    workflow = f"rollout.workflow={json.dumps(what[0])}"
+    return Config.load([], ["run.steps=1", f"model.path={_NONE}", f"data.path={_NONE}", workflow, *overrides])
+
+
+def try_workflow(
+    config: Config, task: str, *, policy: str | None = None, seed: int | None = None, with_reward: bool = False
+) -> Tried:
+    """Play one session of the configuration's workflow.
+
+    `task` is the number of a row of `data.path` from 0, the id of one, or a row as JSON. `policy` scripts all replies:
+    `scripted:REPLY`, or `module:function`, which is given the text of everything said so far; None loads the model. A
+    bug in the workflow raises `WorkflowError`, with what was said until then, and a task that it cannot play what its
+    `check` raises.
+    """
+    prepare_imports()
+    row = _task_of(config, task)
+    rewards = RewardSum(config.reward.functions) if with_reward else None
+    if with_reward and not config.reward.functions:
+        raise ConfigError("reward.fn: there is no reward function to judge by")
+    seed = group_seed(config.run.seed if seed is None else seed, 0)
+    workflow = config.rollout.workflow
+    workflow.check([row], group_size=config.algorithm.group_size, temperature=config.rollout.temperature)
+    name = type(workflow).__name__
+    session, episode = asyncio.run(_played(config, row, _policies(config, policy), seed))
+    score = None
+    if rewards is not None and not episode.trajectories[0].outcome.is_failed:
+        (score,) = rewards.score(row, [RewardInput.of(episode)])
+    return Tried(name, row, episode, tuple(session.log), score)
+
+
+async def _played(
+    config: Config, task: Task, policies: AbstractAsyncContextManager[Mapping[str, Policy]], seed: int
+) -> tuple[Session, Episode]:
+    async with policies as speaking:
+        workflow = config.rollout.workflow
+        session = workflow.session(task, speaking, seed, 0, config.agents)
+        return session, await play(workflow, session, "rlsys workflow try")
+
+
+def _policies(config: Config, script: str | None) -> AbstractAsyncContextManager[Mapping[str, Policy]]:
+    if script is not None:
+        scripted = _scripted(script, config.rollout.max_new_tokens)
+        return nullcontext(dict.fromkeys(config.policies or [POLICY], scripted))
+    if config.model.path == _NONE:
+        raise ConfigError(
+            "there is no model to play: give a configuration file, model.path=FOLDER, or a scripted policy with "
+            "--policy scripted:REPLY"
+        )
+    check_model(config)
+    from workers.rollout.local_policies import live_policies
+
+    return live_policies(config)
+
+
+def _scripted(script: str, max_new_tokens: int) -> Policy:
+    from rlsys.testing.scripted_policy import ScriptedPolicy
+
+    where, colon, what = script.partition(":")
+    if where == "scripted" and colon:
+        return ScriptedPolicy(lambda prompt: what, max_new_tokens)
+    remedy = "give scripted:REPLY, or module:function of yours, from text to text"
+    try:
+        reply = imported("policy", script)
+    except ValueError as error:
+        raise ConfigError(f"--policy: {error}; {remedy}") from error
+    if not callable(reply):
+        raise ConfigError(f"--policy {script}: it is no function; {remedy}")
+    return ScriptedPolicy(lambda prompt: str(reply(prompt)), max_new_tokens)
+
+
+def _task_of(config: Config, text: str) -> Task:
+    """Raises `DataError` if there is no such task."""
+    if text.lstrip().startswith("{"):
+        try:
+            row = json.loads(text)
+            return task_of(row, sniff([row], config.data.columns.names()))
+        except (ValueError, RowProblem) as problem:
+            raise DataError(f"--task: not a row of data: {problem}") from None
+    if config.data.path == _NONE:
+        raise DataError(f'--task {text}: there is no data to find it in; give a row, as in \'{{"prompt": "2+3?"}}\'')
+    tasks = load_tasks(config.data.path, config.data.columns.names())
+    named = next((task for task in tasks if task.id == text), None)
+    if named is None and text.isdecimal() and int(text) < len(tasks):
+        return tasks[int(text)]
+    if named is None:
+        raise DataError(
+            f"--task {text}: {config.data.path} has {len(tasks)} tasks, 0 to {len(tasks) - 1}, and no such id"
+        )
+    return named

@@ -1,0 +1,130 @@
+"""The driver of a run, put together from its configuration and its workers: for a job, the simulator and tests.
+
+driver = build_driver(config, workers, TaskSource(tasks, config.run.seed), events)
+await driver.run(0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rlsys.algorithm import version_after
+from rlsys.config import Config
+from rlsys.contracts import Arrival, Published, Rewards, Rollouts, Workers
+from rlsys.data.task_source import TaskSource
+from rlsys.loop.checkpoint import Checkpoints
+from rlsys.loop.curriculum import Curriculum
+from rlsys.loop.driver import Driver
+from rlsys.loop.evaluation import EvalRules, Evaluation, EvaluationLane, Evaluator
+from rlsys.loop.failure_policy import FailurePolicy
+from rlsys.loop.group_queue import GroupQueue
+from rlsys.loop.learner import BatchShape
+from rlsys.loop.repack import Repacker
+from rlsys.loop.task_ledger import Ledger
+from rlsys.monitoring.events import Events, WeightsPublished
+from rlsys.types import Task
+from rlsys.util.deadlines import Progress
+from rlsys.weight_sync.sync import WeightSync
+
+
+def build_driver(
+    config: Config,
+    workers: Workers,
+    tasks: TaskSource,
+    events: Events,
+    *,
+    eval_sets: Mapping[str, Sequence[Task]] | None = None,
+    progress: Progress | None = None,
+    look_s: float = 0,
+) -> Driver:
+    """The driver of this run.
+
+    `eval_sets` are measured in training, on `workers.evaluation`. `progress` is shared by drivers of one run of several
+    policies. `look_s` is the time between two looks at replicas and queue, for events; 0: none.
+    """
+    weights = _weights_of(config, workers, events)
+    return Driver(
+        workers=workers,
+        algorithm=config.algorithm,
+        queue=_queue_of(config, tasks, events, progress or Progress()),
+        weights=weights,
+        failures=failures_of(config),
+        checkpoints=Checkpoints(config.run_dir / "checkpoints", config.checkpoint.every, config.checkpoint.keep_last),
+        events=events,
+        shape=shape_of(config),
+        steps=config.run.steps,
+        no_progress_s=config.limits.no_progress_s,
+        run_dir=config.run_dir,
+        config=config.to_yaml,
+        rollouts_every=config.record.rollouts_every,
+        evaluation=_evaluation_of(config, workers, weights, eval_sets or {}, events),
+        repacker=_repacker_of(config, workers.rollouts, events),
+        look_s=look_s,
+    )
+
+
+def evaluator_of(
+    config: Config, rollouts: Rollouts, rewards: Rewards, sets: Mapping[str, Sequence[Task]], events: Events
+) -> Evaluator:
+    """The evaluator of `sets`, by the rules of the section `eval`."""
+    section = config.eval
+    max_open = max(1, 2 * section.replicas * config.rollout.slots // section.samples)
+    rules = EvalRules(section.samples, section.temperature, config.run.seed, section.pass_reward, max_open)
+    return Evaluator(rollouts, rewards, failures_of(config), events, sets, rules)
+
+
+def shape_of(config: Config) -> BatchShape:
+    """The layout of a step over ranks, updates and micro-batches."""
+    train = config.train
+    return BatchShape(train.ranks, train.micro_batch_tokens, train.updates_per_step, config.rollout.max_new_tokens)
+
+
+def failures_of(config: Config) -> FailurePolicy:
+    """The limits of failure, from the section `limits`."""
+    limits = config.limits
+    return FailurePolicy(limits.max_attempts, limits.max_failed_groups, limits.max_no_signal_groups)
+
+
+def _queue_of(config: Config, tasks: TaskSource, events: Events, progress: Progress) -> GroupQueue:
+    algorithm, stabilizer, steps = config.algorithm, config.stabilizer, config.run.steps
+    num_synchronous = stabilizer.synchronous_steps if stabilizer else 0
+    return GroupQueue(
+        groups_per_step=config.train.groups_per_step,
+        max_staleness=config.asynchrony.max_staleness,
+        window=config.asynchrony.window,
+        version=0,
+        num_groups=steps * config.train.groups_per_step,
+        ledger=Ledger(tasks, algorithm.group_size, config.run.seed, Curriculum(config.curation.rules())),
+        signals=frozenset(signal for signal in algorithm.signals if signal.made == "stream"),
+        synchronous_until=version_after(algorithm, num_synchronous, start=0, end=steps),
+        lease_s=config.limits.lease_s,
+        events=events,
+        progress=progress,
+    )
+
+
+def _weights_of(config: Config, workers: Workers, events: Events) -> WeightSync:
+    def arrived(receipt: Published, arrival: Arrival) -> None:
+        told = (arrival.hash, arrival.num_bytes, arrival.num_sent, receipt.stall_s, arrival.seconds)
+        events.emit(WeightsPublished(arrival.version, *told))
+
+    transfer_s, bound = config.limits.transfer_s, config.staleness_bound
+    return WeightSync(workers.actor, workers.relays, transfer_s, max_age=bound, on_arrival=arrived)
+
+
+def _evaluation_of(
+    config: Config, workers: Workers, weights: WeightSync, sets: Mapping[str, Sequence[Task]], events: Events
+) -> Evaluation:
+    if workers.evaluation is None or not config.eval.every:
+        return Evaluation()
+    evaluator = evaluator_of(config, workers.evaluation, workers.rewards, sets, events)
+    folder = config.run_dir / "evaluations"
+    return EvaluationLane(evaluator, workers.evaluation, weights, config.eval.every, config.run.steps, folder)
+
+
+def _repacker_of(config: Config, rollouts: Rollouts, events: Events) -> Repacker | None:
+    """None where running groups do not hold new weights back, or there is a single replica."""
+    rollout = config.rollout
+    if rollout.weight_change != "between" or rollout.replicas < 2 or rollout.repack_s == 0:
+        return None
+    return Repacker(rollouts, rollout.repack_s, rollout.slots, events)

@@ -1,0 +1,344 @@
+"""The driver: one training job, many producers, one learner, a queue of groups between them.
+
+    loop       consumes            produces           waits for                      unblocked by
+    produce    permits, tasks      episodes, rewards  a free permit                  learn releasing a step's permits
+    annotate   episodes            a signal's column  a rolled-out group             produce
+    learn      groups that have    weights, metrics   the oldest groups to have all  produce and annotate, or a group
+               all their columns                      their columns                  being dropped
+    evaluate   pinned weights      measures           its own replicas and rewards   those answering
+    supervise  dead relays         filled relays      a relay to die                 never; cancelled at the end
+    repack     loads of replicas   moves              a publish, or `repack_s`       never; cancelled at the end
+    look       loads and places    events             `look_s`                       never; cancelled at the end
+    watch      silence             NoProgress         the no-progress limit          never; cancelled at the end
+
+It decides; it never touches the bytes of a group. Synchronous RL is `max_staleness: 0` of this loop; there is no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlsys.algorithm import Algorithm, Signal
+from rlsys.contracts import Busy, Graft, Workers
+from rlsys.errors import DeadlineExceeded, NoProgress, NoSignal, PayloadLost, RunAborted, WorkerDied, first_of
+from rlsys.loop.checkpoint import Checkpoints
+from rlsys.loop.curriculum import Curriculum
+from rlsys.loop.dropped_groups import DroppedGroups
+from rlsys.loop.evaluation import Evaluation
+from rlsys.loop.failure_policy import FailurePolicy
+from rlsys.loop.group_queue import LEARNER, GroupQueue, Permit
+from rlsys.loop.in_flight_group import InFlightGroup
+from rlsys.loop.learner import REFERENCE, BatchShape, Learner, StepResult
+from rlsys.loop.repack import Repacker
+from rlsys.loop.replica_watcher import ReplicaWatcher
+from rlsys.loop.retry import GivenUp, Retries
+from rlsys.loop.run_state import RunState
+from rlsys.loop.step_metrics import StepClock, step_metrics
+from rlsys.monitoring.event_builders import emit_busy
+from rlsys.monitoring.events import (
+    CheckpointSaved,
+    EpisodeGrafted,
+    Events,
+    RolloutsWritten,
+    StepDone,
+    WorkerFailed,
+    WorkerRestarted,
+)
+from rlsys.types import Group, PolicyVersion, Task
+from rlsys.util import deadlines
+from rlsys.weight_sync.sync import WeightSync
+
+ANNOTATED_AT_ONCE = 8
+"""Micro-batches of tokens that an annotator is handed at once: enough to fill it, and few enough to stream."""
+
+
+@dataclass
+class Driver:
+    """Holds the loops together; every decision belongs to one of its parts."""
+
+    workers: Workers
+    algorithm: Algorithm
+    queue: GroupQueue
+    """Tells its transitions to the same `events`."""
+    weights: WeightSync
+    failures: FailurePolicy
+    checkpoints: Checkpoints
+    events: Events
+    shape: BatchShape
+    steps: int
+    """Policy version at which the run is done."""
+    no_progress_s: float
+    run_dir: Path
+    config: Callable[[], str]
+    """The configuration of the run as YAML, kept with a step that fails."""
+    rollouts_every: int
+    """Steps between two whose groups are written to `rollouts` in it; 0 writes none."""
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    repacker: Repacker | None = None
+    """None where nothing is to be gained by moving trajectories."""
+    look_s: float = 0
+    """Seconds between two looks at replicas and queue, for events; 0: nobody looks."""
+    _stopping: bool = False
+
+    def __post_init__(self) -> None:
+        self._clock = StepClock(self.queue.progress, self.events)
+        self._losses = DroppedGroups(self.queue, self.failures)
+        self._persistence = Retries(self.events, self._losses.decide)
+        failed = self.run_dir / "failed"
+        self._learner = Learner(self.workers, self.algorithm, self.shape, self._clock.span, failed, self.config)
+
+    async def run(self, start: PolicyVersion) -> PolicyVersion:
+        """Train from version `start` to `steps`; returns the version reached, earlier only after `stop`.
+
+        Raises the `RlsysError` that ended the run; whatever else is raised is a bug, and ends it as loudly.
+        """
+        await self.weights.publish(start)
+        self._clock.start()
+        try:
+            async with asyncio.TaskGroup() as loops:
+                self.evaluation.attach(loops, self._clock.progress)
+                others = [loops.create_task(self._produce()) for _ in range(self.queue.capacity)]
+                others += [loops.create_task(self._annotate(signal)) for signal in sorted(self.queue.signals)]
+                others.append(loops.create_task(self._watch()))
+                others.append(loops.create_task(self.supervise()))
+                if self.repacker:
+                    self.repacker.published(start)
+                    others.append(loops.create_task(self.repacker.run()))
+                if self.look_s:
+                    others.append(loops.create_task(self._watching.run()))
+                version = await self._learn(start)
+                if not self._stopping:  # whoever stops a run may have stopped its cluster too
+                    await self.weights.settled()
+                for loop in others:
+                    loop.cancel()
+        except BaseExceptionGroup as errors:
+            raise first_of(errors) from None
+        finally:
+            self.weights.give_up()
+        return version
+
+    async def restore(self, checkpoint: Path) -> PolicyVersion:
+        """Load a checkpoint; returns its version, for `run`, which publishes it before it admits anything.
+
+        Raises `CheckpointError`, or `DataError` if the tasks have changed since.
+        """
+        state = await self._resumable.restore(checkpoint, self.steps)
+        self._learner.past = state.past
+        return state.version
+
+    def stop(self) -> None:
+        """Finish the step in hand, save, and return from `run`; an evaluation under way is given up."""
+        self._stopping = True
+        self.evaluation.stop()
+
+    # --------------------------------------------------------------------------------------------------------- produce
+
+    async def _produce(self) -> None:
+        """Roll out and judge one group after the other.
+
+        Consumes permits and tasks, produces episodes and rewards. Waits for a free permit; unblocked by `_learn`
+        releasing a step's permits, or by another group being dropped or lost.
+        """
+        while True:
+            async with self.queue.permit() as permit:
+                with self._clock.producing():
+                    await self._fill(permit)
+
+    async def _fill(self, permit: Permit) -> None:
+        """Roll out and judge the group of a permit, or give it up where the failure policy says so."""
+        persist, workers = self._persistence.persist, self.workers
+        try:
+            await persist(workers.rollouts, lambda: self._roll_out(permit))
+            scored = await persist(workers.rewards, lambda: self._score(permit.group))
+            graft = self._graft_for(permit.group, scored)
+            if graft is not None:
+                scored = await persist(workers.rewards, lambda: self._grafted(graft))
+            await persist(workers.rewards, lambda: self._hand_in(permit, scored, graft))
+        except PayloadLost as error:
+            self._losses.issue_again(error, [permit.group])
+        except GivenUp as given_up:
+            self._losses.give_up(permit.group, given_up)
+
+    async def _roll_out(self, permit: Permit) -> None:
+        """Attempt once to roll out a group."""
+        group = self.queue.start_rollout(permit)
+        rolled_out = await self.workers.rollouts.run(group.assignment)
+        self._clock.add("rollout", rolled_out.busy)  # at once, for its answer tells what its clock says now
+        emit_busy(self.events, "pulling", rolled_out.pulls, answered_s=rolled_out.busy.end_s)
+        await self.weights.verify(rolled_out.group)
+        self._clock.offer(rolled_out.group, rolled_out.waited_s)
+        self.queue.finish_rollout(group, rolled_out)
+
+    async def _score(self, group: InFlightGroup) -> Group:
+        """Attempt once to judge a group."""
+        scored = await self.workers.rewards.score(group.assignment.task, group.group)
+        self._clock.add("reward", scored.busy)
+        return group.group.with_scores(scored.scores)
+
+    def _graft_for(self, group: InFlightGroup, scored: Group) -> Graft | None:
+        """What curation makes of a scored group: a stored success for it if it failed altogether and there is one."""
+        if group.is_over:
+            return None
+        self._curation.scored(scored)
+        return self._curation.graft_for(scored, self.queue.oldest_in_time)
+
+    async def _grafted(self, graft: Graft) -> Group:
+        """One attempt at a graft; the group as it was if the stored success is gone."""
+        try:
+            return await self.workers.rewards.graft(graft)
+        except PayloadLost as error:
+            donor = graft.donor
+            if donor.group_id not in error.group_ids:
+                raise
+            self._curation.forget(donor.group_id, donor.task_id)
+            return graft.group
+
+    async def _hand_in(self, permit: Permit, scored: Group, graft: Graft | None) -> None:
+        """Give a scored group to the learner. Raises `NothingToTrain` and `NoSignal` if it is of no use."""
+        is_grafted = graft is not None and scored is not graft.group and not permit.group.is_over
+        if is_grafted:
+            self.queue.renew(permit, scored)
+        if not self.queue.score(permit.group, scored):
+            return
+        self._learner.check(scored)
+        if graft is not None and is_grafted:
+            self._curation.num_grafted += 1
+            self.events.emit(EpisodeGrafted(scored.group_id, scored.task_id, graft.episode, graft.donor.group_id))
+        self.queue.offer(permit.group)
+        self._losses.scored()
+
+    @property
+    def _curation(self) -> Curriculum:
+        return self.queue.ledger.curation
+
+    # -------------------------------------------------------------------------------------------------------- annotate
+
+    async def _annotate(self, signal: Signal) -> None:
+        """Add one column to every group as it comes, while others are still being rolled out.
+
+        Consumes episodes, produces the column `signal`. Waits for a rolled-out group; unblocked by `_produce`.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            taken = await self.queue.take_for(signal, ANNOTATED_AT_ONCE * self.shape.max_tokens)
+            began = loop.time()
+            try:
+                annotated = await self.workers.annotators[signal].annotate([each.group for each in taken], signal)
+            except PayloadLost as error:
+                self.queue.put_back(signal, self._losses.issue_again(error, taken))
+                continue
+            self._clock.add("annotate", Busy(REFERENCE, began, loop.time()))
+            for group, answer in zip(taken, annotated, strict=True):
+                self.queue.put(group, signal, answer.columns[signal])
+
+    # ----------------------------------------------------------------------------------------------------------- learn
+
+    async def _learn(self, start: PolicyVersion) -> PolicyVersion:
+        """One optimizer step after the other.
+
+        Consumes groups that have all their columns, produces weights and metrics. Waits for the oldest groups to have
+        them; unblocked by `_produce` and `_annotate`, or a group being dropped. Waits for an evaluation only where the
+        next is due, and at the end.
+        """
+        version = start
+        await self._evaluate(version)
+        while version < self.steps and not self._stopping:
+            with self._clock.span("wait_batch"):
+                groups = await self.queue.take(version)
+            if (learned := await self._learned(groups, version)) is None:
+                continue
+            with self._clock.span("publish"):
+                await self.weights.publish(version + 1)
+            if self.repacker:
+                self.repacker.published(version + 1)
+            tasks = self.queue.release(groups, version + 1)
+            metrics = step_metrics(learned, version, self.queue, self._clock)
+            if self.repacker:
+                metrics["async/moved"] = self.repacker.num_moved
+            metrics |= self._curation.metrics()
+            version += 1
+            self.events.emit(StepDone(version, metrics, tuple(group.group_id for group in groups)))
+            await self._maybe_save(version)
+            await self._record(version, tasks, learned)
+            await self._evaluate(version)
+        if version > start:
+            await self._maybe_save(version)  # it is not saved yet if `stop` came after its turn to be
+        await self.evaluation.end()
+        return version
+
+    async def _evaluate(self, version: PolicyVersion) -> None:
+        with self._clock.span("eval_wait"):
+            await self.evaluation.begin(version)
+
+    async def _learned(self, groups: Sequence[InFlightGroup], version: PolicyVersion) -> StepResult | None:
+        """Train one step; None if it came to nothing: its groups are put back, issued again, or dropped.
+
+        Raises `RunAborted` if a worker that the step needs is gone: none of them is replaced in a run.
+        """
+        try:
+            learned = await self._learner.step([each.group for each in groups], version)
+        except PayloadLost as error:
+            self.queue.put_back(LEARNER, self._losses.issue_again(error, groups))
+        except NoSignal as error:
+            self._losses.drop_step(groups, error)
+        except (WorkerDied, DeadlineExceeded) as error:
+            raise RunAborted(f"{error}; go on from the last checkpoint with run.resume=auto") from error
+        else:
+            self._losses.trained()
+            return learned
+        return None
+
+    async def _record(self, step: int, tasks: Sequence[Task], learned: StepResult) -> None:
+        if self.rollouts_every and step % self.rollouts_every == 0:
+            path = self.run_dir / "rollouts" / f"step_{step:06d}.jsonl"
+            try:
+                with self._clock.span("record"):
+                    await self.workers.actor.record(path, step, tasks, learned.groups, learned.assigned)
+            except PayloadLost as error:  # they are trained: all that is missing is this file
+                self.events.emit(WorkerFailed("actor-0", f"writing {path.name}", str(error)))
+            else:
+                self.events.emit(RolloutsWritten(step, str(path)))
+
+    async def _maybe_save(self, step: int) -> None:
+        is_last = step >= self.steps or self._stopping
+        if not self.checkpoints.is_due(step, is_last=is_last):
+            return
+        began = asyncio.get_running_loop().time()
+        with self._clock.span("checkpoint"):
+            path = await self._resumable.save(step, self._learner.past, self._losses.issue_again)
+        self.events.emit(CheckpointSaved(step, str(path), asyncio.get_running_loop().time() - began))
+
+    @property
+    def _watching(self) -> ReplicaWatcher:
+        return ReplicaWatcher(self.workers.rollouts, self.queue, self.events, self.look_s)
+
+    @property
+    def _resumable(self) -> RunState:
+        return RunState(self.workers, self.algorithm, self.queue, self.weights, self.checkpoints)
+
+    # --------------------------------------------------------------------------------------------------------- relays
+
+    async def supervise(self) -> None:
+        """Let dead relays be replaced, and tell it. Waits for one to die; cancelled at the end.
+
+        `run` does it as long as it lasts; after that whoever still needs this policy's weights.
+        """
+        await self.workers.relays.supervise(
+            lambda error: self.events.emit(WorkerFailed(error.worker, error.phase, str(error))),
+            lambda worker, seconds: self.events.emit(WorkerRestarted(worker, seconds)),
+        )
+
+    # ----------------------------------------------------------------------------------------------------------- watch
+
+    async def _watch(self) -> None:
+        """End the run if nothing moves for `no_progress_s`.
+
+        Waits for that long after the last group or step; nothing unblocks it but the end of the run.
+        """
+        while (left_s := self.no_progress_s - self._clock.idle_s()) > deadlines.ROUNDING_S:
+            await deadlines.sleep(left_s)  # silence has no event to wait on
+        pending = self.queue.table(self.workers.rollouts.placements()) + self.evaluation.table()
+        raise NoProgress(f"nothing moved for {self.no_progress_s:g} s; pending:\n{pending}")

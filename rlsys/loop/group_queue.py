@@ -1,0 +1,436 @@
+"""The queue of groups between producers, annotators and the learner: states, permits, window, and the staleness bound.
+
+The queue alone changes the state of a group (`rlsys.loop.in_flight_group`), and emits the event of each change. Columns
+come as they are made: an annotator takes rolled-out groups while others are still out, and the learner takes groups
+that have all their columns, oldest first (TransferQueue, arXiv:2507.01663). Columns for an attempt that is over are
+refused and counted. An operation costs O(log n) for n groups in flight, `oldest_in_time` O(n).
+
+With P groups a step, S = max_staleness and window W there are B = (S + 1) * P permits, and
+
+    staleness  <=  (B + W - 2) // P          (exactly S for W = 1)
+
+provided a group starts on weights no older than its permit. Proof for W = 1: groups are taken in group_id order, so
+when the step of version v takes a group, at most B - 1 older groups held permits when that group was admitted; those
+are at most S full steps plus the P - 1 groups beside it in its own step. A group that is lost gives its permit back and
+keeps its place: it is issued again before any new one is, so the older groups still hold a permit each. Permits alone
+bound nothing if finished groups may overtake slow ones without limit: each place of overtaking costs one more, hence
+W - 1.
+
+Until the version `synchronous_until` is published only P of the permits exist. A step then takes every group there is,
+and all of them were admitted at its version: staleness is 0 whatever the window. The rest of the permits are released
+with that version, as if the run began there; so the bound holds from there as it does from the start.
+
+`take` checks the bound again on version stamps. Its `stale` drop counter should read 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from math import inf
+
+from rlsys.algorithm import Signal
+from rlsys.contracts import RolledOut
+from rlsys.loop.in_flight_group import InFlightGroup, State
+from rlsys.loop.task_ledger import Ledger, LedgerState
+from rlsys.monitoring.event_builders import group_rolled_out, group_scored
+from rlsys.monitoring.events import Events, GroupDropped, GroupIssued, GroupReissued
+from rlsys.types import Group, PolicyVersion, Ref, Task
+from rlsys.util import deadlines
+from rlsys.util.deadlines import Progress
+
+LEARNER = "learner"
+"""The consumer that takes groups to train. Every other is the annotator of a signal, and has its name."""
+
+
+@dataclass(slots=True)
+class Permit:
+    """The right to have one group in the pipe, from admission until its step is published."""
+
+    group: InFlightGroup
+    """The latest attempt that was made with it."""
+
+
+@dataclass
+class GroupQueue:
+    """Groups in flight, in group_id order. Lives in the driver's event loop; not thread-safe, by design."""
+
+    groups_per_step: int
+    max_staleness: int
+    window: int
+    version: PolicyVersion
+    """Version of the newest published weights; `release` moves it on."""
+    num_groups: int
+    """Groups the rest of the run will consume: no more are admitted, so the last step leaves nothing unused."""
+    ledger: Ledger
+    """What says which task a permit is for, and counts every task exactly once."""
+    signals: frozenset[Signal] = frozenset()
+    """Columns the learner needs besides episodes and rewards, each added by an annotator."""
+    synchronous_until: PolicyVersion = 0
+    """Up to this version there is no more in the pipe than one step."""
+    lease_s: float = inf
+    """Deadline of one attempt at rolling out a group, in seconds; the rollout pool ends it then."""
+    events: Events = field(default_factory=Events)
+    progress: Progress = field(default_factory=Progress)
+    """Moves with every transition that follows from work done."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Drops by reason: `stale`, `failed`, `too_long`, `no_signal`."""
+    num_reissued: int = 0
+    """Attempts at groups beyond the first of each."""
+    num_refused: int = 0
+    """Columns that were handed in twice, or for an attempt that was over."""
+    num_finished: int = field(default=0, init=False)
+    """Groups that are READY: they wait to be taken by the learner."""
+
+    def __post_init__(self) -> None:
+        self._arrivals = {consumer: asyncio.Event() for consumer in (LEARNER, *self.signals)}
+        self._start_over(self.version, self.num_groups)
+
+    @property
+    def capacity(self) -> int:
+        """Permits in existence, at most: (max_staleness + 1) * groups_per_step."""
+        return (self.max_staleness + 1) * self.groups_per_step
+
+    def permits_at(self, version: PolicyVersion) -> int:
+        """Permits in existence while `version` is the newest."""
+        return self.groups_per_step if version < self.synchronous_until else self.capacity
+
+    @property
+    def staleness_bound(self) -> int:
+        """Versions that no trained token can be behind."""
+        return (self.capacity + self.window - 2) // self.groups_per_step
+
+    def bound_at(self, version: PolicyVersion) -> int:
+        """Versions that no token trained by the step of `version` can be behind."""
+        return 0 if version < self.synchronous_until else self.staleness_bound
+
+    def is_in_time(self, group: Group, place: int, version: PolicyVersion) -> bool:
+        """Will a finished group be within the bound if, from `version` on, `place` older ones come before it, and as
+        many younger ones as the window lets overtake it?"""
+        return group.oldest_version >= self._oldest_in_time(place, version)
+
+    def oldest_in_time(self, group_id: int) -> PolicyVersion:
+        """Version of the oldest token that this group, which is in flight, may hold: whenever it is taken, that is
+        within the bound."""
+        return self._oldest_in_time(sum(other < group_id for other in self.groups), self.version)
+
+    def _oldest_in_time(self, place: int, version: PolicyVersion) -> PolicyVersion:
+        num_before = place if version < self.synchronous_until else place + self.window - 1
+        return version + num_before // self.groups_per_step - self.bound_at(version)
+
+    # ------------------------------------------------------------------------------------------------ what is in flight
+
+    @property
+    def num_permits(self) -> int:
+        """Permits that are free, held, or back a finished group: `permits_at` of them, and less only near the end."""
+        return self._free.qsize() + self._num_held + sum(g.is_offered and not g.is_over for g in self.groups.values())
+
+    @property
+    def finished(self) -> list[InFlightGroup]:
+        """Groups worth training that were not taken yet, oldest first: what a checkpoint keeps. Signals are added
+        again."""
+        return [g for g in self.groups.values() if g.is_offered and g.state in (State.SCORED, State.READY)]
+
+    def lacking(self, group: InFlightGroup) -> list[str]:
+        """Columns that the learner still waits for."""
+        is_there = {"episodes": group.episodes is not None, "reward": group.is_offered}
+        is_there |= {signal: signal in group.columns for signal in self.signals}
+        return sorted(column for column, there in is_there.items() if not there)
+
+    def table(self, placements: Mapping[int, str]) -> str:
+        """What is pending, and where: one line per group, oldest first. `placements`: see `Rollouts.placements`."""
+        lines = (f"  group {n}: {self._line(group, placements.get(n))}" for n, group in self.groups.items())
+        return "\n".join(lines) or "  nothing is pending"
+
+    def _line(self, group: InFlightGroup, replica: str | None) -> str:
+        said = f"task {group.assignment.task.id}"
+        if group.state is State.REISSUED:
+            return f"{said}, waits to be issued again"
+        lasts_s = deadlines.now() - group.entered_s.get(State.ROLLING_OUT, deadlines.now())
+        if replica is not None and group.state is State.ROLLING_OUT:
+            lease = f"lease ends in {self.lease_s - lasts_s:.0f} s"
+            return f"{said}, attempt {group.attempt}, {replica} since {lasts_s:.0f} s, {lease}"
+        if group.attempt:
+            said += f", attempt {group.attempt} begun {lasts_s:.0f} s ago"
+        lacking = self.lacking(group)
+        return f"{said}, waits for {' and '.join(lacking)}" if lacking else f"{said}, waits to be trained"
+
+    # --------------------------------------------------------------------------------------------------------- permits
+
+    @asynccontextmanager
+    async def permit(self) -> AsyncIterator[Permit]:
+        """Hold a permit, and issue a group on it: one that waits to be issued again, or a new one.
+
+        Leaving the block gives the permit back, unless the group was offered to the learner; a group that was not even
+        dropped waits to be issued again. Waits for a free permit (and for the run to need another group); unblocked by
+        `release`, by drops and losses. Raises `RunAborted` if curation leaves no task to issue.
+        """
+        version = await self._free.get()
+        self._num_held += 1
+        permit = Permit(self._issue(version))
+        try:
+            yield permit
+        finally:
+            self._num_held -= 1
+            if not permit.group.is_offered:
+                if not permit.group.is_over:
+                    self._void(permit.group)
+                self._free.put_nowait(self.version)
+
+    def _issue(self, version: PolicyVersion) -> InFlightGroup:
+        assignment = self.ledger.issue(version)
+        before = self.groups.get(assignment.group_id)
+        group = self._open(InFlightGroup(assignment) if before is None else before.next_attempt(assignment))
+        self.events.emit(GroupIssued(group.group_id, assignment.task.id, version, assignment.size))
+        return group
+
+    def _open(self, group: InFlightGroup) -> InFlightGroup:
+        """Begin an attempt at a group, in its place in the order."""
+        if group.group_id in self.groups:
+            self.num_reissued += 1
+        else:
+            heapq.heappush(self._places, group.group_id)
+        self.groups[group.group_id] = group
+        return group
+
+    def release(self, groups: Sequence[InFlightGroup], version: PolicyVersion) -> list[Task]:
+        """Free the permits of a step whose weights are published as `version`: the next groups are born on them.
+
+        Returns the tasks of the step.
+        """
+        for group in groups:
+            self._enter(group, State.TRAINED)
+        self.ledger.consume(group.group_id for group in groups)
+        num_more = self.permits_at(version) - self.permits_at(self.version)
+        self.version = version
+        self._admit(len(groups) + num_more)
+        return [group.assignment.task for group in groups]
+
+    def restore(self, state: LedgerState, version: PolicyVersion, num_groups: int, finished: Iterable[Group]) -> None:
+        """Start over at `version` with `num_groups` left to consume, the `finished` of an earlier session among them.
+
+        All others that session had issued keep their place in the order, so that nothing younger is taken before they
+        are issued again. Raises `DataError` if the tasks are not those of that session.
+        """
+        episodes = {group.group_id: group for group in finished}
+        self.ledger.restore(state, episodes)
+        self._start_over(version, num_groups, len(episodes))
+        for entry in state.pending:
+            group = self._open(InFlightGroup(self.ledger.assignment(entry, version), attempt=0))
+            if entry.group_id not in episodes:
+                group.enter(State.REISSUED)
+                continue
+            self._enter(group, State.ROLLING_OUT)
+            self._fill(group, episodes[entry.group_id])
+            self._enter(group, State.SCORED)
+            self.offer(group)
+
+    def _start_over(self, version: PolicyVersion, num_groups: int, num_finished: int = 0) -> None:
+        self.version, self.num_groups, self.num_finished = version, num_groups, 0
+        self.groups: dict[int, InFlightGroup] = {}
+        """By group_id, oldest first: the latest attempt at every group that is issued, or waits to be issued again."""
+        self._ready: dict[str, list[int]] = {consumer: [] for consumer in self._arrivals}
+        """Per consumer a heap of group_ids. A group that it could take is in there; others may be, and are skipped."""
+        self._places: list[int] = []
+        """Heap of group_ids. One that is in flight and that the learner did not take is in there; others may be."""
+        self._free: asyncio.Queue[PolicyVersion] = asyncio.Queue()
+        self._num_held = 0
+        """Permits whose block is not left."""
+        self._num_admitted = num_finished
+        """Permits handed out for groups that the run will consume; one that is given back is handed out again."""
+        self._admit(self.permits_at(version) - num_finished)
+
+    def _admit(self, count: int) -> None:
+        for _ in range(min(count, self.num_groups - self._num_admitted)):
+            self._num_admitted += 1
+            self._free.put_nowait(self.version)
+
+    # ----------------------------------------------------------------------------------------------------- transitions
+
+    def start_rollout(self, permit: Permit) -> InFlightGroup:
+        """Begin an attempt at rolling out the group of a permit; one that failed before is over then."""
+        if (before := permit.group).state is not State.ISSUED:
+            before.check(State.ROLLING_OUT)
+            self._enter(before, State.REISSUED)
+            permit.group = self._open(before.next_attempt(before.assignment))
+        self._enter(permit.group, State.ROLLING_OUT)
+        return permit.group
+
+    def finish_rollout(self, group: InFlightGroup, rolled_out: RolledOut) -> bool:
+        """Hand in the episodes. False, and counted, if they are there already or the attempt is over."""
+        if is_new := self._accepts(group, rolled_out.group.group_id, is_new=group.episodes is None):
+            self._fill(group, rolled_out.group)
+            self.events.emit(group_rolled_out(rolled_out))
+        return is_new
+
+    def renew(self, permit: Permit, episodes: Group) -> None:
+        """Go on with `episodes`, of another payload, in place of those that were rolled out: columns made of these are
+        refused."""
+        (before := permit.group).check(State.ROLLED_OUT)
+        entered_s = {**before.entered_s}
+        permit.group = replace(before, state=State.ROLLING_OUT, columns={}, annotators=set(), entered_s=entered_s)
+        self._enter(before, State.REISSUED)
+        self.groups[before.group_id] = permit.group
+        self._fill(permit.group, episodes)
+
+    def _fill(self, group: InFlightGroup, episodes: Group) -> None:
+        self._enter(group, State.ROLLED_OUT)
+        group.episodes = episodes
+        for signal in self.signals:
+            heapq.heappush(self._ready[signal], group.group_id)
+
+    def score(self, group: InFlightGroup, scored: Group) -> bool:
+        """Hand in the episodes with their scores. False, and counted, if they are there already or the attempt is
+        over."""
+        is_scored = group.state in (State.SCORED, State.READY, State.TAKEN)
+        if is_new := self._accepts(group, scored.group_id, is_new=not is_scored):
+            self._enter(group, State.SCORED)
+            group.episodes = scored
+            self.events.emit(group_scored(scored))
+        return is_new
+
+    def offer(self, group: InFlightGroup) -> None:
+        """Find a scored group worth training: the learner may take it once its signals are there."""
+        group.check(State.SCORED)
+        group.is_offered = True
+        self._complete(group)
+
+    def put(self, group: InFlightGroup, signal: Signal, column: Ref) -> bool:
+        """Hand in a column. False, and counted, if it is there already or the attempt is over."""
+        if signal not in self.signals:
+            raise ValueError(f"group {group.group_id}: nobody needs a column {signal!r}")
+        if group.episodes is None and not group.is_over:
+            raise RuntimeError(f"group {group.group_id} is {group.state.name} and cannot be annotated")
+        if is_new := self._accepts(group, group.group_id, is_new=signal not in group.columns):
+            group.columns[signal] = column
+            self.progress.moved()
+            self._complete(group)
+        return is_new
+
+    def _accepts(self, group: InFlightGroup, group_id: int, *, is_new: bool) -> bool:
+        if group_id != group.group_id:
+            raise ValueError(f"group {group.group_id} was handed group {group_id}")
+        is_accepted = is_new and not group.is_over
+        self.num_refused += not is_accepted
+        return is_accepted
+
+    def _complete(self, group: InFlightGroup) -> None:
+        if group.is_offered and self.signals <= group.columns.keys():
+            self._enter(group, State.READY)
+
+    def reissue(self, group: InFlightGroup, reason: str) -> None:
+        """The payload of this attempt is gone: the group keeps its place, and is issued again before new ones are."""
+        self._void(group)
+        group.num_losses += 1
+        self.events.emit(GroupReissued(group.group_id, group.assignment.task.id, reason))
+
+    def _void(self, group: InFlightGroup) -> None:
+        self._enter(group, State.REISSUED)
+        self.ledger.again(group.group_id)
+
+    def drop(self, group: InFlightGroup, reason: str, detail: str) -> None:
+        """Give a group up, counted under `reason`: its permit is for another, of the version there is."""
+        self._enter(group, State.DROPPED)
+        group.reason = reason
+        self.dropped[reason] += 1
+        self.ledger.drop(group.group_id)
+        self.events.emit(GroupDropped(group.group_id, group.assignment.task.id, reason, detail))
+
+    def _enter(self, group: InFlightGroup, state: State) -> None:
+        before = group.state
+        group.enter(state)
+        self.num_finished += (state is State.READY) - (before is State.READY)
+        if state is State.READY:
+            heapq.heappush(self._ready[LEARNER], group.group_id)
+        if before is State.TAKEN:
+            heapq.heappush(self._places, group.group_id)
+        if state in (State.TRAINED, State.DROPPED):
+            del self.groups[group.group_id]
+        if state in (State.REISSUED, State.DROPPED) and group.is_offered:
+            self._free.put_nowait(self.version)  # whoever produced it has left
+        if state not in (State.ROLLING_OUT, State.REISSUED):
+            self.progress.moved()
+        self._wake()
+
+    def _wake(self) -> None:
+        for arrival in self._arrivals.values():
+            arrival.set()
+
+    # ------------------------------------------------------------------------------------------------------- consumers
+
+    async def take_for(self, signal: Signal, max_tokens: int) -> list[InFlightGroup]:
+        """For the annotator of `signal`: groups without it, oldest first, of `max_tokens` in all, or one.
+
+        Waits for a rolled-out group; unblocked by producers.
+        """
+        taken: list[InFlightGroup] = []
+        while (group := self._next(signal)) is None:
+            await self._arrival(signal)
+        while group is not None and (not taken or group.group.num_tokens <= max_tokens):
+            max_tokens -= group.group.num_tokens
+            group.annotators.add(signal)
+            taken.append(group)
+            group = self._next(signal)
+        return taken
+
+    async def take(self, version: PolicyVersion) -> list[InFlightGroup]:
+        """For the learner: the next step's groups, oldest first.
+
+        Waits for a group with all its columns, less than `window` group_ids past the oldest one in flight. Unblocked by
+        producers and annotators handing in columns, and by drops. A group with a token more than `staleness_bound`
+        versions behind `version` (or any, before `synchronous_until`) is dropped as `stale`.
+        """
+        taken: list[InFlightGroup] = []
+        while len(taken) < self.groups_per_step:
+            group = self._next(LEARNER)
+            if group is None or group.group_id >= self._oldest() + self.window:
+                await self._arrival(LEARNER)
+                continue
+            self._enter(group, State.TAKEN)
+            oldest = group.group.oldest_version
+            if version - oldest > self.bound_at(version):
+                self.drop(group, "stale", f"tokens of version {oldest} are older than the staleness bound allows")
+            else:
+                taken.append(group)
+        return taken
+
+    def put_back(self, consumer: str, groups: Iterable[InFlightGroup]) -> None:
+        """Let a consumer take these groups again; of an attempt that is over, it gets the next one."""
+        for group in groups:
+            if group.is_over:
+                continue
+            if consumer == LEARNER:
+                self._enter(group, State.READY)
+            else:
+                group.annotators.remove(consumer)
+                heapq.heappush(self._ready[consumer], group.group_id)
+        self._wake()
+
+    def _next(self, consumer: str) -> InFlightGroup | None:
+        """The oldest group that it could take."""
+        heap = self._ready[consumer]
+        while heap:
+            if (group := self.groups.get(heap[0])) and _is_ready(consumer, group):
+                return group
+            heapq.heappop(heap)
+        return None
+
+    def _oldest(self) -> int:
+        """Serial of the oldest group in flight that the learner did not take."""
+        while (group := self.groups.get(self._places[0])) is None or group.state is State.TAKEN:
+            heapq.heappop(self._places)
+        return self._places[0]
+
+    async def _arrival(self, consumer: str) -> None:
+        self._arrivals[consumer].clear()
+        await self._arrivals[consumer].wait()
+
+
+def _is_ready(consumer: str, group: InFlightGroup) -> bool:
+    if consumer == LEARNER:
+        return group.state is State.READY
+    return group.episodes is not None and not group.is_over and consumer not in group.annotators

@@ -1,0 +1,254 @@
+"""One step of learning, from scored groups to trained weights.
+
+    settle -> plan -> fetch -> step columns -> train the policy -> train the critic
+
+Until actor and critic have fetched, side by side, and every column is made, nothing is stepped; `PayloadLost` comes
+only before that, and the step can then be put together anew from other groups. The critic trains once the policy has:
+where the policy's numbers are not finite, all of the step can be kept as it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol, TypeAlias, TypeVar
+
+from rlsys.algorithm import Algorithm, Signal, StepAdvantages, TrajectoryAdvantage
+from rlsys.batch.packing import BatchPlan, num_trained, plan_batch
+from rlsys.contracts import Actor, Critic, TrainStats, Workers
+from rlsys.errors import ConfigError, NoSignal, NothingToTrain, PayloadLost, RlsysError, TrainingError
+from rlsys.loop.checkpoint import STEP
+from rlsys.loop.failed_step import CONFIG, GROUPS, FailedStep
+from rlsys.loop.run_state import save_models
+from rlsys.loop.step_metrics import united
+from rlsys.types import Group, PolicyVersion, Ref
+
+T = TypeVar("T")
+REFERENCE = "reference"
+"""Name of the worker that makes columns of a frozen model."""
+_Advantages: TypeAlias = Sequence[Sequence[TrajectoryAdvantage]]
+_Model: TypeAlias = Literal["actor", "critic"]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """How a step's groups are laid out over the actor's ranks."""
+
+    num_ranks: int
+    max_tokens: int
+    """Tokens of one micro-batch."""
+    num_updates: int = 1
+    """Optimizer updates of one step."""
+    budget: int | None = None
+    """Tokens that a sample's sum is divided by where an algorithm averages over a budget and names none."""
+
+    def plan(
+        self, groups: Sequence[Group], assigned: Sequence[Sequence[TrajectoryAdvantage]], algorithm: Algorithm
+    ) -> BatchPlan:
+        """Who trains what in a step of these groups, of which `assigned` are the advantages: see `plan_batch`."""
+        return plan_batch(
+            groups,
+            assigned,
+            algorithm.aggregation.with_budget(self.budget),
+            num_ranks=self.num_ranks,
+            max_tokens=self.max_tokens,
+            num_updates=self.num_updates,
+            has_pairs=any(signal.is_paired for signal in algorithm.signals),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step trained, and what it reports: metrics of actor, critic and of settling."""
+
+    groups: Sequence[Group]
+    assigned: _Advantages
+    stats: TrainStats
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens trained: those of trajectories that have an advantage once all is settled."""
+        return sum(num_trained(group, tuple(of)) for group, of in zip(self.groups, self.assigned, strict=True))
+
+    @property
+    def num_episodes(self) -> int:
+        """Episodes with such a trajectory."""
+        return sum(len({assigned.episode for assigned in of_group}) for of_group in self.assigned)
+
+
+class Span(Protocol):
+    """Counts the seconds of a block under `phase`, in which `workers` are at work; see `StepClock.span`."""
+
+    def __call__(self, phase: str, workers: Collection[str] = ...) -> AbstractContextManager[None]: ...
+
+
+@dataclass
+class Learner:
+    """Carries out one step after the other on the actor, and on the critic where there is one.
+
+    Making it raises `ConfigError` if the algorithm asks for a signal that none of the workers makes.
+    """
+
+    workers: Workers
+    algorithm: Algorithm
+    shape: BatchShape
+    span: Span
+    """Times what actor and critic are waited for."""
+    failed_folder: Path
+    """Where a step is kept whose numbers are not finite."""
+    config: Callable[[], str]
+    """The configuration of the run as YAML, kept with such a step."""
+    past: Mapping[str, float] = field(default_factory=dict)
+    """What the actor, the critic and `Algorithm.finalize_advantages` reported of the step before: state that a
+    checkpoint keeps."""
+
+    def __post_init__(self) -> None:
+        made = {*self.workers.annotators, *self.workers.step_annotators, *(s for s in Signal if s.made == "actor")}
+        if self.workers.critic is None:
+            made.discard(Signal.VALUES)
+        if missing := sorted(self.algorithm.signals - made):
+            raise ConfigError(
+                f"{type(self.algorithm).__name__} asks for {', '.join(missing)}, and this run has no worker that makes "
+                "it: start a reference for reference_*, a critic for values"
+            )
+
+    def check(self, group: Group) -> None:
+        """Raise `NothingToTrain` if no trained token of a scored group is given an advantage, `NoSignal` if there is
+        nothing to learn in them, or only frozen agents or other policies spoke, or its policy where there is nobody to
+        compare it with."""
+        name = f"group {group.group_id} (task {group.task_id})"
+        if _is_silent(group):
+            raise NoSignal(f"{name}: only other policies than {group.policy} spoke in it")
+        if not num_trained(group, self.algorithm.assign(group)):
+            if num_trained(group, tuple(self.algorithm.advantages(group))):
+                raise NoSignal(f"{name}: all that was said is of algorithm.frozen_agents")
+            if group.num_trained and not _own_failures(group):
+                raise NoSignal(f"{name}: there is nobody to compare what {group.policy} said with")
+            raise NothingToTrain(f"{name}: {_first_failure(group)}")
+        if not self.algorithm.has_signal(group):
+            raise NoSignal(f"{name} has {_rewards(group)}")
+
+    async def step(self, groups: Sequence[Group], version: PolicyVersion) -> StepResult:
+        """Train the step that starts from `version`.
+
+        Raises `NoSignal` if settling leaves nothing to train and `PayloadLost`, both with nothing stepped;
+        `TrainingError` if numbers are not finite, with the step kept for `rlsys replay`; and `ConfigError` if the
+        algorithm reports a metric by the name of another.
+        """
+        settled = self._settled(groups)
+        plan = self.shape.plan(groups, settled.groups, self.algorithm)
+        with self.span("fetch", self._models):
+            await _all(model.fetch(groups, plan) for model in self._models.values())
+        with self.span("columns", self._column_makers):
+            columns = await self._columns(groups, plan)
+        stats: list[TrainStats] = []
+        for name, model in self._models.items():
+            try:
+                with self.span("train", [name]):
+                    stats.append(await model.train_step(plan, columns))
+            except TrainingError as error:
+                kept = await self._keep(groups, settled.groups, version, name, error)
+                raise TrainingError(f"{error}\n{kept}", error.update) from error
+        self.past = metrics = united(*(of_model.metrics for of_model in stats), settled.metrics)
+        return StepResult(groups, settled.groups, TrainStats(metrics, sum(of_model.train_s for of_model in stats)))
+
+    def _settled(self, groups: Sequence[Group]) -> StepAdvantages:
+        settled = self.algorithm.finalize_advantages(groups, self.past)
+        if not any(num_trained(*pair) for pair in zip(groups, settled.groups, strict=True)):
+            raise NoSignal(f"of a step of {len(groups)} groups nothing is left to train once advantages are settled")
+        return settled
+
+    @property
+    def _models(self) -> dict[_Model, Actor | Critic]:
+        """What a step trains, in order."""
+        actor, critic = self.workers.actor, self.workers.critic
+        return {"actor": actor} if critic is None else {"actor": actor, "critic": critic}
+
+    async def _columns(self, groups: Sequence[Group], plan: BatchPlan) -> Mapping[Signal, Sequence[Ref]]:
+        makers, signals = self.workers.step_annotators, self._step_signals
+        made = await _all(makers[signal].annotate_step(groups, plan, signal) for signal in signals)
+        return dict(zip(signals, made, strict=True))
+
+    @property
+    def _step_signals(self) -> list[Signal]:
+        return [signal for signal in sorted(self.algorithm.signals) if signal.made == "step"]
+
+    @property
+    def _column_makers(self) -> set[str]:
+        """Names of the workers that make them."""
+        return {"critic" if signal is Signal.VALUES else REFERENCE for signal in self._step_signals}
+
+    async def _keep(
+        self,
+        groups: Sequence[Group],
+        assigned: _Advantages,
+        version: PolicyVersion,
+        failed: _Model,
+        error: TrainingError,
+    ) -> str:
+        """Write the step to `failed_folder`, as `rlsys.loop.failed_step` says; returns what to tell the user about
+        it."""
+        folder = self.failed_folder / STEP.format(version + 1)
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            await save_models(self.workers, folder)
+            await self.workers.actor.save_groups(folder / GROUPS, groups)
+            (folder / CONFIG).write_text(self.config())
+            FailedStep(
+                version=version,
+                signals=tuple(sorted(self.algorithm.signals)),
+                assigned=tuple(map(tuple, assigned)),
+                num_updates=self.shape.num_updates,
+                error=str(error),
+                model=failed,
+                update=error.update,
+            ).write(folder)
+        except (RlsysError, OSError) as problem:
+            return f"the step could not be kept for `rlsys replay`: {problem}"
+        return f"the step is kept; to compute it again, sample by sample: rlsys replay {folder}"
+
+
+async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """What every call returns, once all have ended: nothing of a step is under way when the next one begins.
+
+    Raises one `PayloadLost` for all groups that were found gone, or the first other error.
+    """
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    lost: set[int] = set()
+    for result in results:
+        if isinstance(result, PayloadLost):
+            lost.update(result.group_ids)
+        elif isinstance(result, BaseException):
+            raise result
+    if lost:
+        raise PayloadLost(tuple(sorted(lost)))
+    return [result for result in results if not isinstance(result, BaseException)]
+
+
+def _is_silent(group: Group) -> bool:
+    """Did other policies speak in it, and its own in no episode that did not fail?"""
+    everyone = (t for e in group.episodes if not e.is_failed for t in e.trajectories)
+    spoke = {t.policy for t in everyone if t.samples or t.outcome.is_failed}
+    return bool(spoke) and group.policy not in spoke
+
+
+def _own_failures(group: Group) -> list[str]:
+    """Why something that its policy said is left out of training."""
+    own = [(e.trajectories[0], t) for e in group.episodes for t in e.trajectories if t.policy == group.policy]
+    return [each.outcome.reason for both in own for each in both if each.outcome.is_failed]
+
+
+def _first_failure(group: Group) -> str:
+    failures = [t.outcome.reason for e in group.episodes for t in e.trajectories if t.outcome.is_failed]
+    return failures[0] if failures else "no trained token was given an advantage"
+
+
+def _rewards(group: Group) -> str:
+    own = {t.reward for _, t in group.trajectories() if t.reward is not None}
+    rewards = sorted(own or {t.reward for _, t in group.everyone() if t.reward is not None})
+    return f"rewards from {rewards[0]:g} to {rewards[-1]:g}" if len(rewards) > 1 else f"equal rewards: {rewards}"

@@ -1,0 +1,277 @@
+"""What one step looked like: where the time went, what was offered, rewarded and trained, how stale it was."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import ceil
+from statistics import fmean, pstdev
+from typing import TYPE_CHECKING
+
+from rlsys.contracts import Busy
+from rlsys.errors import ConfigError
+from rlsys.loop.group_queue import GroupQueue
+from rlsys.monitoring.event_builders import emit_busy
+from rlsys.monitoring.events import Events
+from rlsys.monitoring.metric_catalog import STALENESS_BUCKETS
+from rlsys.types import Group, OutcomeKind, PolicyVersion
+from rlsys.util.deadlines import Progress
+
+if TYPE_CHECKING:
+    from rlsys.loop.learner import StepResult
+
+ACTIVITY_OF = {
+    "rollout": "generating",
+    "reward": "scoring",
+    "annotate": "annotating",
+    "fetch": "fetching",
+    "columns": "preparing",
+    "train": "training",
+    "publish": "publishing",
+    "record": "recording",
+    "checkpoint": "saving",
+}
+"""Phases of a step in which a worker works -> what it does then, one of `rlsys.monitoring.events.ACTIVITIES`."""
+
+
+class StepClock:
+    """Seconds by phase since the last step, on the event loop's clock (virtual in simulations), and what rollouts
+    offered meanwhile."""
+
+    def __init__(self, progress: Progress | None = None, events: Events | None = None) -> None:
+        """`progress` is told of what moves (None: one of its own), `events` of who worked when (None: nobody is)."""
+        self._progress, self._events = progress or Progress(), events or Events()
+        self._spans: dict[str, float] = defaultdict(float)
+        self._busy: dict[str, list[Busy]] = defaultdict(list)
+        self._offered_lengths: list[int] = []
+        self._waited_s: list[float] = []
+        self._offered_versions: set[PolicyVersion] = set()
+        self._num_producing = 0
+        self._idle_since: float | None = None
+        self._producers_idle_s = 0.0
+        self._step_began: float | None = None
+        self._cpu_mark = (time.process_time(), time.monotonic())
+
+    @contextmanager
+    def span(self, phase: str, workers: Collection[str] = ("actor",)) -> Iterator[None]:
+        """Count the block's duration under `phase`, in which `workers` work if that is one of `ACTIVITY_OF`."""
+        began = _now()
+        try:
+            yield
+        finally:
+            ended = _now()
+            self._spans[phase] += ended - began
+            if activity := ACTIVITY_OF.get(phase):
+                emit_busy(self._events, activity, [Busy(worker, began, ended) for worker in workers], ended)
+
+    @contextmanager
+    def producing(self) -> Iterator[None]:
+        """One more group is being produced inside the block; with none at all, rollouts wait for the learner."""
+        if self._num_producing == 0 and self._idle_since is not None:
+            self._producers_idle_s += _now() - self._idle_since
+        self._num_producing += 1
+        try:
+            yield
+        finally:
+            self._num_producing -= 1
+            if self._num_producing == 0:
+                self._idle_since = _now()
+
+    def add(self, phase: str, busy: Busy) -> None:
+        """A worker's own account of when it worked; it has just given it."""
+        self._busy[phase].append(busy)
+        if activity := ACTIVITY_OF.get(phase):
+            emit_busy(self._events, activity, [busy], busy.end_s)
+
+    def offer(self, group: Group, waited_s: float = 0.0) -> None:
+        """A group was rolled out, whatever becomes of it; on its replica it waited `waited_s` for weights."""
+        self._waited_s.append(waited_s)
+        self._offered_lengths += _lengths_of([group])
+        self._offered_versions |= {span.version for span in group.versions}
+
+    def progress(self) -> None:
+        """Something moved."""
+        self._progress.moved()
+
+    def idle_s(self) -> float:
+        """See `Progress.idle_s`."""
+        return self._progress.idle_s()
+
+    def lap(self) -> dict[str, float]:
+        """`time/*` of the step that ends now, and what was offered during it; starts the next one.
+
+        `time/rollout`, `time/reward` and `time/annotate` are the time in which the busiest worker of the kind was at
+        work.
+        """
+        now = _now()
+        began = now if self._step_began is None else self._step_began
+        if self._num_producing == 0 and self._idle_since is not None:
+            self._producers_idle_s += now - self._idle_since
+            self._idle_since = now
+        times = {f"time/{phase}": seconds for phase, seconds in self._spans.items()}
+        times |= {f"time/{phase}": _busiest_s(spans) for phase, spans in self._busy.items()}
+        times |= {"time/step": now - began, "time/wait_permit": self._producers_idle_s}
+        times |= _distribution("completions/offered_length", self._offered_lengths)
+        if self._offered_versions:
+            times["async/num_versions"] = len(self._offered_versions)
+        if self._waited_s:
+            times["time/weights_wait"] = fmean(self._waited_s)
+        self._spans.clear()
+        self._busy.clear()
+        self._offered_lengths.clear()
+        self._waited_s.clear()
+        self._offered_versions.clear()
+        self._producers_idle_s = 0.0
+        self._step_began = now
+        self.progress()
+        return times
+
+    def cpu_share(self) -> float:
+        """CPU time of this process over wall time, since this was last asked."""
+        now = (time.process_time(), time.monotonic())
+        cpu_s, wall_s = (new - old for new, old in zip(now, self._cpu_mark, strict=True))
+        self._cpu_mark = now
+        return cpu_s / wall_s if wall_s > 0 else 0.0
+
+    def start(self) -> None:
+        """The first step begins now."""
+        self._step_began = _now()
+
+
+def step_metrics(learned: StepResult, version: PolicyVersion, queue: GroupQueue, clock: StepClock) -> dict[str, float]:
+    """The metrics of the step that started from `version`. Raises `ConfigError` if two of them have one name."""
+    groups = learned.groups
+    times = {**clock.lap(), "time/train": learned.stats.train_s, "driver/cpu_share": clock.cpu_share()}
+    seconds = times["time/step"] or float("nan")
+    speeds = {
+        "perf/tokens_per_s": learned.num_tokens / seconds,
+        "perf/samples_per_s": learned.num_episodes / seconds,
+    }
+    own = {**_rewards(groups), **_lengths(groups), **_staleness(groups, version, queue), **_probes(groups)}
+    own |= _agents(groups)
+    return united(own, times, speeds, learned.stats.metrics)
+
+
+def united(*parts: Mapping[str, float]) -> dict[str, float]:
+    """All metrics of a step. Raises `ConfigError` if two parts report one by the same name: none may hide another."""
+    names = Counter(name for part in parts for name in part)
+    if twice := sorted(name for name, count in names.items() if count > 1):
+        raise ConfigError(
+            f"the metrics {', '.join(twice)} are reported twice in one step; what an algorithm or stabilizer reports "
+            "needs names of its own"
+        )
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def _rewards(groups: Sequence[Group]) -> dict[str, float]:
+    by_group = [_rewards_of(group) for group in groups]
+    rewards = [r for group in by_group for r in group]
+    compared = [group for group in by_group if len(group) > 1]
+    by_part: dict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        for _, trajectory in group.everyone():
+            for part, value in trajectory.parts.items():
+                by_part[part].append(value)
+    return {
+        "reward/mean": fmean(rewards),
+        "reward/std": pstdev(rewards),
+        "reward/min": min(rewards),
+        "reward/max": max(rewards),
+        "reward/failed_frac": fmean(episode.is_failed for group in groups for episode in group.episodes),
+        **({"group/frac_zero_std": fmean(len(set(group)) == 1 for group in compared)} if compared else {}),
+        **{f"reward/by/{part}": fmean(values) for part, values in by_part.items()},
+    }
+
+
+def _rewards_of(group: Group) -> list[float]:
+    """Of the episodes. To a policy that speaks for others than the root, its own rewards are, where it has any."""
+    roots = [t for (_, i), t in group.everyone() if i == 0]
+    own = [t for _, t in group.trajectories() if t.reward is not None]
+    scored = roots if not own or any(t.policy == group.policy for t in roots) else own
+    return [t.reward for t in scored if t.reward is not None]
+
+
+def _agents(groups: Sequence[Group]) -> dict[str, float]:
+    """Of the episodes that did not fail; shares and rewards only where there are agents besides the roots."""
+    episodes = [episode for group in groups for episode in group.episodes if not episode.is_failed]
+    if not episodes:
+        return {}
+    others = [t for episode in episodes for t in episode.trajectories[1:]]
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for agent in others:
+        if agent.reward is not None and not agent.outcome.is_failed:
+            rewards[agent.agent].append(agent.reward)
+    return {
+        "agents/per_episode": fmean(len(episode.trajectories) for episode in episodes),
+        "agents/tool_calls": fmean(episode.num_tool_calls for episode in episodes),
+        "agents/sequential_tokens": fmean(episode.num_sequential for episode in episodes),
+        **({"agents/failed_frac": fmean(agent.outcome.is_failed for agent in others)} if others else {}),
+        **{f"agents/reward/{name}": fmean(values) for name, values in rewards.items()},
+    }
+
+
+def _lengths(groups: Sequence[Group]) -> dict[str, float]:
+    truncated = [t.outcome.kind is OutcomeKind.TRUNCATED for g in groups for _, t in g.trajectories()]
+    lengths = _distribution("completions/length", _lengths_of(groups))
+    return {**lengths, "completions/truncated_frac": fmean(truncated)}
+
+
+def _lengths_of(groups: Sequence[Group]) -> list[int]:
+    """Tokens sampled in each trajectory of which there are any."""
+    return [sum(s.num_trained for s in t.samples) for g in groups for _, t in g.trajectories() if t.samples]
+
+
+def _distribution(name: str, lengths: Sequence[int]) -> dict[str, float]:
+    if not lengths:
+        return {}
+    ordered = sorted(lengths)
+    p50, p90 = (ordered[ceil(share * len(ordered)) - 1] for share in (0.5, 0.9))
+    return {f"{name}_mean": fmean(ordered), f"{name}_p50": p50, f"{name}_p90": p90, f"{name}_max": ordered[-1]}
+
+
+def _staleness(groups: Sequence[Group], version: PolicyVersion, queue: GroupQueue) -> dict[str, float]:
+    tokens = [(version - span.version, span.num_tokens) for g in groups for span in g.versions]
+    total = sum(n for _, n in tokens) or 1
+    by_bucket = dict.fromkeys(STALENESS_BUCKETS, 0)
+    names = list(STALENESS_BUCKETS)
+    for staleness, count in tokens:
+        by_bucket[names[min(staleness, len(names) - 1)]] += count
+    return {
+        **{f"async/staleness/{name}": count / total for name, count in by_bucket.items()},
+        "async/staleness_mean": sum(s * n for s, n in tokens) / total,
+        "async/staleness_max": max((s for s, _ in tokens), default=0),
+        "async/dropped": queue.dropped.total(),
+        "async/dropped_stale": queue.dropped["stale"],
+        "async/reissued": queue.num_reissued,
+        "async/refused": queue.num_refused,
+        "async/queue_depth": queue.num_finished,
+        "curation/no_signal": queue.dropped["no_signal"],
+    }
+
+
+def _probes(groups: Sequence[Group]) -> dict[str, float]:
+    differences = [a.difference for group in groups for a in group.weights if a.difference is not None]
+    return {"sampler/probe_diff": max(differences)} if differences else {}
+
+
+def _busiest_s(spans: Sequence[Busy]) -> float:
+    """Longest time any one worker was at work: the union of its spans."""
+    by_worker: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for busy in spans:
+        by_worker[busy.worker].append((busy.start_s, busy.end_s))
+    return max((_union_s(sorted(s)) for s in by_worker.values()), default=0.0)
+
+
+def _union_s(spans: Sequence[tuple[float, float]]) -> float:
+    total, reached = 0.0, float("-inf")
+    for start, end in spans:
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

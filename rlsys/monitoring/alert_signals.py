@@ -1,0 +1,230 @@
+"""What alerts go by: each gauge reads the metrics of one step after the other and answers with one number.
+
+gauge = Fallen("policy/entropy", "entropy", cap=0.5)
+gauge.read(1, {"policy/entropy": 1.1})     # None: it does not know enough yet
+...
+gauge.read(58, {"policy/entropy": 0.02})   # SignalReading(0.04, "policy/entropy", "entropy fell to 0.02 nats ...")
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from math import isfinite, sqrt
+from statistics import StatisticsError, correlation, fmean, median
+from typing import NamedTuple, Protocol
+
+from rlsys.monitoring.metric_catalog import metric_of
+
+LEVEL_STEPS = 5
+"""Steps whose median is the level of a metric."""
+HALVING_STEPS = 10
+"""A level that takes this many steps to halve declines slowly; a faster one falls."""
+LEFT_BEHIND = 0.25
+"""Share of what it was, below which a level has fallen for good, until it is above that again."""
+RISE_STEPS = 20
+"""Steps of the means that a rise is a difference of."""
+
+
+class SignalReading(NamedTuple):
+    """What a gauge shows after a step."""
+
+    value: float
+    """To be held against a threshold."""
+    metric: str
+    """What to look at."""
+    words: str
+    """What is the matter if the value is too high, or too low."""
+
+
+class AlertSignal(Protocol):
+    """Reads one thing about a run, step by step."""
+
+    def read(self, step: int, metrics: Mapping[str, float]) -> SignalReading | None:
+        """Take in the metrics of one step. None where they say nothing, or too little yet."""
+        ...
+
+
+class Mean:
+    """Mean of a metric over the last steps; of its size if it may be negative."""
+
+    def __init__(self, metric: str, what: str, num_steps: int) -> None:
+        """`what`: the metric in a sentence."""
+        self._metric, self._what, self._num_steps = metric, what, num_steps
+        self._recent: deque[float] = deque(maxlen=num_steps)
+
+    def read(self, step: int, metrics: Mapping[str, float]) -> SignalReading | None:
+        value = _finite(metrics, self._metric)
+        if value is None:
+            return None
+        self._recent.append(abs(value))
+        mean = fmean(self._recent)
+        words = f"{self._what} was {_shown(self._metric, mean)} on average over {self._num_steps} steps"
+        return SignalReading(mean, self._metric, words) if len(self._recent) == self._num_steps else None
+
+
+class Fallen:
+    """Level of a metric, the median of the last `LEVEL_STEPS`, as a share of what it was before it fell.
+
+    What it was follows a slow decline, as that of a policy that learns. A fall leaves it behind. A former level above
+    `cap` counts as `cap`: who falls from far above an ordinary level to it has not lost anything.
+    """
+
+    def __init__(self, metric: str, what: str, cap: float) -> None:
+        """`what`: the metric in a sentence."""
+        self._metric, self._what, self._cap = metric, what, cap
+        self._recent: deque[float] = deque(maxlen=LEVEL_STEPS)
+        self._before = 0.0
+        """What it was."""
+        self._last_well = 0
+        """Last step at more than half of that."""
+
+    def read(self, step: int, metrics: Mapping[str, float]) -> SignalReading | None:
+        value = _finite(metrics, self._metric)
+        if value is None:
+            return None
+        self._recent.append(value)
+        if len(self._recent) < LEVEL_STEPS:
+            return None
+        now = median(self._recent)
+        if now >= LEFT_BEHIND * min(self._before, self._cap):
+            self._before = max(now, self._before * 0.5 ** (1 / HALVING_STEPS))
+        if value > self._before / 2:
+            self._last_well = step
+        words = (
+            f"{self._what} fell to {_shown(self._metric, now)} from {_shown(self._metric, self._before)}; the last "
+            f"step above half of that was {self._last_well}"
+        )
+        level = min(self._before, self._cap)
+        return SignalReading(now / level, self._metric, words) if level > 0 else None
+
+
+class Rise:
+    """How far the mean size of a metric over the last `RISE_STEPS` is above the lowest such mean before.
+
+    Three standard errors of that difference are taken off, for the lowest of many means is low by chance.
+    """
+
+    def __init__(self, metric: str, what: str, where: str = "") -> None:
+        """`what`: the metric in a sentence. `where`: a metric; steps that have none of it, or 0, only show what is
+        low."""
+        self._metric, self._what, self._where = metric, what, where
+        self._recent: deque[float] = deque(maxlen=RISE_STEPS)
+        self._lowest = (float("inf"), 0.0)
+        """The mean, and its squared standard error."""
+
+    def read(self, step: int, metrics: Mapping[str, float]) -> SignalReading | None:
+        value = _finite(metrics, self._metric)
+        if value is None:
+            return None
+        self._recent.append(abs(value))
+        if len(self._recent) < RISE_STEPS:
+            return None
+        mean = fmean(self._recent)
+        error_2 = fmean((each - mean) ** 2 for each in self._recent) / RISE_STEPS
+        self._lowest = min(self._lowest, (mean, error_2))
+        if self._where and not metrics.get(self._where):
+            return None
+        lowest, lowest_error_2 = self._lowest
+        words = (
+            f"{self._what} rose to {_shown(self._metric, mean)} from {_shown(self._metric, lowest)}, means of "
+            f"{RISE_STEPS} steps"
+        )
+        return SignalReading(mean - lowest - 3 * sqrt(error_2 + lowest_error_2), self._metric, words)
+
+
+class Added:
+    """By how much a counter went up within the last 10 steps."""
+
+    def __init__(self, metric: str, what: str) -> None:
+        self._metric, self._what = metric, what
+        self._recent: deque[float] = deque([0.0], maxlen=11)
+
+    def read(self, step: int, metrics: Mapping[str, float]) -> SignalReading | None:
+        value = _finite(metrics, self._metric)
+        if value is None:
+            return None
+        if value < self._recent[-1]:  # it counts anew
+            self._recent.clear()
+            self._recent.append(0.0)
+        self._recent.append(value)
+        added = value - self._recent[0]
+        return SignalReading(added, self._metric, f"{added:.0f} {self._what} in the last 10 steps")
+
+
+class NotFinite:
+    """How many metrics of a step are no numbers. Rates are left out: a step may take no measurable time."""
+
+    def read(self, step: int, metrics: Mapping[str, float]) -> SignalReading | None:
+        if isfinite(sum(metrics.values())):
+            return SignalReading(0, "", "")
+        names = [n for n, value in metrics.items() if not isfinite(value) and not n.startswith(("perf/", "time/"))]
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return SignalReading(len(names), names[0] if names else "", f"no finite number: {shown}")
+
+
+class Idle:
+    """Share of the last 20 steps in which the trainer waited for groups, or rollouts for the trainer: the larger."""
+
+    _SIDES = (("time/wait_batch", "the trainer waited for groups"), ("time/wait_permit", "rollouts waited for permits"))
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[float, float, float]] = deque(maxlen=20)
+
+    def read(self, step: int, metrics: Mapping[str, float]) -> SignalReading | None:
+        step_s = _finite(metrics, "time/step")
+        if not step_s:
+            return None
+        first, second = (_finite(metrics, metric) or 0.0 for metric, _ in self._SIDES)
+        self._recent.append((step_s, first, second))
+        if len(self._recent) < 20:
+            return None
+        total_s, *waits_s = (sum(column) for column in zip(*self._recent, strict=True))
+        wait_s, (metric, who) = max(zip(waits_s, self._SIDES, strict=True))
+        share = wait_s / total_s
+        return SignalReading(share, metric, f"{who} for {_percent(share)} of the last 20 steps")
+
+
+class RewardByLength:
+    """Correlation of reward and length over the last 40 steps; 0 unless reward rises, and length by a quarter and by 20
+    tokens."""
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[float, float]] = deque(maxlen=40)
+
+    def read(self, step: int, metrics: Mapping[str, float]) -> SignalReading | None:
+        reward, length = _finite(metrics, "reward/mean"), _finite(metrics, "completions/length_mean")
+        if reward is None or length is None:
+            return None
+        self._recent.append((reward, length))
+        if len(self._recent) < 40:
+            return None
+        rewards, lengths = zip(*self._recent, strict=True)
+        before, after = fmean(lengths[:10]), fmean(lengths[-10:])
+        if after - before < max(before / 4, 20) or fmean(rewards[-10:]) <= fmean(rewards[:10]):
+            return SignalReading(0.0, "completions/length_mean", "")
+        try:
+            value = correlation(rewards, lengths)
+        except StatisticsError:  # one of them does not vary
+            value = 0.0
+        words = (
+            f"reward rises with length: correlation {value:.2f} over 40 steps, in which completions grew from "
+            f"{before:.0f} to {after:.0f} tokens"
+        )
+        return SignalReading(value, "completions/length_mean", words)
+
+
+def _finite(metrics: Mapping[str, float], name: str) -> float | None:
+    value = metrics.get(name)
+    return value if value is not None and isfinite(value) else None
+
+
+def _shown(name: str, value: float) -> str:
+    """`0.041 nats`, `62 %`."""
+    metric = metric_of(name)
+    unit = metric.unit if metric else ""
+    return _percent(value) if unit == "share" else f"{value:.3g} {unit}".rstrip()
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

@@ -1,0 +1,346 @@
+"""What looks wrong in a run, in words: a pure fold over its events, for the run itself and for whoever reads its files.
+
+    alarms = Alarms()                               # or Alarms({"entropy_collapse": 0.1, "idle_side": None})
+    for event, time_s in events:
+        for alert in alarms.observe(event, time_s):
+            print(alert.sentence)
+    alarms.open, alarms.history, alarms.silent(now_s)
+
+A rule is a gauge of the steps (`rlsys.monitoring.alert_signals`) and a threshold. What was raised stays until the gauge
+is well on the other side of the threshold, so that an alert does not come and go with the noise.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from types import MappingProxyType
+
+from rlsys.monitoring import alert_signals as gauges
+from rlsys.monitoring.alert_signals import AlertSignal, SignalReading
+from rlsys.monitoring.events import EngineChosen, Event, PhaseDone, RunEnded, RunStarted, StepDone
+
+MARGIN = 0.8
+"""An alert ends when the gauge is below this share of its threshold; of one that must not be low, above 1 / this."""
+LEAST_SILENCE_S = 60.0
+"""Below this, silence is no alert, however quick steps are."""
+FIRST_STEP_S = 600.0
+"""Silence that is one before any step was timed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """When an alert is raised, and what to do then."""
+
+    metric: str
+    """What it goes by; empty if that is no one metric."""
+    threshold: float
+    """The default; `alerts: {name: value}` sets it, null turns the rule off."""
+    unit: str
+    """Of the threshold, and of `Alert.value`."""
+    when: str
+    """In words, where `this` is the threshold."""
+    remedy: str
+    """What to do, as a sentence."""
+    gauge: Callable[[], AlertSignal] | None
+    """Makes what is held against the threshold; None: time does."""
+    is_low: bool = False
+    """Is it low values that are wrong?"""
+
+    @property
+    def meaning(self) -> str:
+        """When it is raised, and what to do then."""
+        return f"{self.when}. {self.remedy}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alert:
+    """Something looked wrong from `step` on."""
+
+    alert: str
+    """Name of its rule."""
+    step: int
+    until_step: int | None
+    """Step at which it was well again; None: it still holds."""
+    time_s: float
+    value: float
+    """At `step`."""
+    threshold: float
+    unit: str
+    metric: str
+    """What to look at, a name of `rlsys.monitoring.metric_catalog`; empty if it is of no metric."""
+    sentence: str
+    """What is wrong, with numbers, and what to do."""
+
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "entropy_collapse": Rule(
+            metric="policy/entropy",
+            threshold=0.2,
+            unit="of what it was",
+            when="Entropy over 5 steps, as a share of what it was before it fell (at most 0.5 nats of that), is below "
+            "this; to halve in 10 steps or more is no fall",
+            remedy="The policy hardly explores any more. If reward is not where it should be, go back to a checkpoint "
+            "before the fall with a higher clip_high, an entropy or KL term, a lower learning rate, or less staleness.",
+            gauge=lambda: gauges.Fallen("policy/entropy", "entropy", cap=0.5),
+            is_low=True,
+        ),
+        "kl_tail": Rule(
+            metric="policy/kl_ref",
+            threshold=0.5,
+            unit="nats",
+            when="Mean KL to the reference over 5 steps, per token, is above this",
+            remedy="The policy has left the reference far behind. Read a few episodes for reward hacking; raise "
+            "kl_coef or lower the learning rate.",
+            gauge=lambda: gauges.Mean("policy/kl_ref", "KL to the reference", 5),
+        ),
+        "ratio_tail": Rule(
+            metric="sampler/ratio_p99",
+            threshold=3.0,
+            unit="",
+            when="99th percentile of the ratio of trainer to engine probability, mean over 5 steps, is above this",
+            remedy="One token in a hundred is weighted far off. Lower max_staleness or the learning rate, or turn on "
+            "an importance correction.",
+            gauge=lambda: gauges.Mean("sampler/ratio_p99", "the 99th percentile of the ratio", 5),
+        ),
+        "equal_groups": Rule(
+            metric="group/frac_zero_std",
+            threshold=0.9,
+            unit="share",
+            when="Share of groups whose rewards are all equal, mean over 20 steps, is above this",
+            remedy="Compared within their group, such episodes teach nothing. Leave out tasks that are always or never "
+            "solved, take a larger group_size, or look whether the reward can tell answers apart.",
+            gauge=lambda: gauges.Mean("group/frac_zero_std", "the share of groups with equal rewards", 20),
+        ),
+        "truncation_rise": Rule(
+            metric="completions/truncated_frac",
+            threshold=0.2,
+            unit="share",
+            when="Share of trajectories cut at the token limit, mean over 20 steps, surely rose by more than this",
+            remedy="Look whether the ends of episodes ramble. Raise the limit of tokens, or penalise length that "
+            "earns nothing.",
+            gauge=lambda: gauges.Rise("completions/truncated_frac", "the share cut at the token limit"),
+        ),
+        "gradient_alignment": Rule(
+            metric="gac/cosine",
+            threshold=0.25,
+            unit="",
+            when="Size of the cosine of consecutive gradients, mean over 20 steps, surely rose by more than this while "
+            "stale samples were trained",
+            remedy="Stale samples can make updates point the same way, so that the policy overshoots. Set "
+            "stabilizer.enabled, or lower max_staleness.",
+            gauge=lambda: gauges.Rise(
+                "gac/cosine", "the |cosine| of consecutive gradients", where="async/staleness_max"
+            ),
+        ),
+        "mismatch": Rule(
+            metric="sampler/mismatch_kl",
+            threshold=0.05,
+            unit="nats",
+            when="KL from the engine's distribution to the trainer's, per token, mean over 20 steps, is above this",
+            remedy="Engine and trainer disagree on the same tokens. Compare sampler/s0/* with older ones: if s0 is as "
+            "bad, the engine's numerics or weights are off (precision, kernels); else lower max_staleness.",
+            gauge=lambda: gauges.Mean("sampler/mismatch_kl", "KL from engine to trainer", 20),
+        ),
+        "stale_drops": Rule(
+            metric="async/dropped_stale",
+            threshold=0.0,
+            unit="groups",
+            when="More groups than this were dropped as too stale within 10 steps",
+            remedy="Rollouts are wasted, and slow tasks are lost first. Look on the cluster page for a replica that "
+            "stays behind, or raise max_staleness.",
+            gauge=lambda: gauges.Added("async/dropped_stale", "groups were dropped as too stale"),
+        ),
+        "not_finite": Rule(
+            metric="",
+            threshold=0.0,
+            unit="metrics",
+            when="More metrics of a step than this are NaN or infinite",
+            remedy="Stop: the weights may be lost already. Go back to the last checkpoint, lower the learning rate, "
+            "and look at the episodes of this step.",
+            gauge=gauges.NotFinite,
+        ),
+        "idle_side": Rule(
+            metric="",
+            threshold=0.9,
+            unit="share",
+            when="Share of the last 20 steps in which one side waited for the other is above this",
+            remedy="If the trainer waits, add replicas or reward workers, whichever the cluster page calls the "
+            "bottleneck; if rollouts wait, give the trainer more, or raise max_staleness.",
+            gauge=gauges.Idle,
+        ),
+        "reward_length": Rule(
+            metric="completions/length_mean",
+            threshold=0.9,
+            unit="",
+            when="Correlation of reward and length over 40 steps, both rising, length by a quarter, is above this",
+            remedy="Read a few episodes: does the policy earn by saying more? If so, penalise length or mend the "
+            "reward; if it truly solves more, all is well.",
+            gauge=gauges.RewardByLength,
+        ),
+        "no_progress": Rule(
+            metric="",
+            threshold=10.0,
+            unit="typical steps",
+            when="No step was done in the time of more typical steps than this, and for a minute at least",
+            remedy="Look at the ledger for what is pending and where, and at the cluster page for a worker that is "
+            "stuck.",
+            gauge=None,
+        ),
+    }
+)
+"""Every alert there is, by name."""
+
+
+class Alarms:
+    """Which alerts hold, and held, after the events of a run so far."""
+
+    def __init__(self, thresholds: Mapping[str, float | None] = MappingProxyType({})) -> None:
+        """`thresholds`: of rules that go by another than their default; None turns one off.
+
+        A name that `RULES` does not have is not looked at: the configuration was checked, and that of another version
+        may have others.
+        """
+        given = {name: thresholds.get(name, rule.threshold) for name, rule in RULES.items()}
+        self._thresholds = {name: threshold for name, threshold in given.items() if threshold is not None}
+        self._gauges = {n: make() for n in self._thresholds if (make := RULES[n].gauge) is not None}
+        self._open: dict[str, Alert] = {}
+        self._closed: list[Alert] = []
+        self._step = 0
+        self._total_steps: int | None = None
+        self._step_times_s: deque[float] = deque(maxlen=20)
+        """Seconds of the last steps, but for the first of each session."""
+        self._first_s: float | None = None
+        """Seconds of the very first one, which is all that is known until the second is done."""
+        self._moved_s: float | None = None
+        """When the run began or took its last step; None: it has not, or has no more to take."""
+        self._is_first = True
+        """Has no step been taken since the run began?"""
+
+    @property
+    def open(self) -> Sequence[Alert]:
+        """Those that hold, oldest first."""
+        return tuple(self._open.values())
+
+    @property
+    def history(self) -> Sequence[Alert]:
+        """Every one there ever was, in the order in which they were raised."""
+        return sorted((*self._closed, *self._open.values()), key=lambda alert: alert.time_s)
+
+    @property
+    def thresholds(self) -> Mapping[str, float]:
+        """Of the rules that are on."""
+        return self._thresholds
+
+    def observe(self, event: Event, time_s: float) -> Sequence[Alert]:
+        """Take in one event, emitted at `time_s` (Unix seconds); answers what is raised by it.
+
+        Only the start and end of a run and its steps tell anything; other events show that time passes, so a reader
+        may leave them out and ask `silent`. A metric that is no number must be NaN, not missing.
+        """
+        match event:
+            case RunStarted(first_step=first, total_steps=total):
+                self._close("no_progress", first)
+                self._step, self._total_steps, self._is_first = first, total, True
+                self._waits_from(time_s)
+                return []  # nobody was to make progress before
+            case RunEnded():
+                self._moved_s = None
+                return []  # it is the last word of a run
+            case PhaseDone() | EngineChosen():
+                return []  # of a start-up, maybe that of a run that goes on days after it was killed
+            case _:
+                raised = self._late(time_s)
+        if isinstance(event, StepDone):
+            self._moved(event.step, time_s)
+            raised += [alert for name in self._gauges if (alert := self._gauged(name, event.metrics, time_s))]
+        for alert in raised:
+            self._open.setdefault(alert.alert, alert)
+        if isinstance(event, StepDone):
+            self._close("no_progress", event.step)
+        return raised
+
+    def silent(self, now_s: float) -> Alert | None:
+        """The alert that a run makes no progress, as of now; None if it does, ended, or the alert is open already."""
+        return next(iter(self._late(now_s)), None)
+
+    def _moved(self, step: int, time_s: float) -> None:
+        if self._moved_s is not None:
+            took_s = time_s - self._moved_s
+            if not self._is_first:
+                self._step_times_s.append(took_s)
+            elif self._first_s is None:
+                self._first_s = took_s
+        self._step, self._is_first = step, False
+        self._waits_from(time_s)
+
+    def _waits_from(self, time_s: float) -> None:
+        """The next step is to come, if there is one: after the last, an evaluation may take as long as it likes."""
+        is_last = self._total_steps is not None and self._step >= self._total_steps
+        self._moved_s = None if is_last else time_s
+
+    def _late(self, now_s: float) -> list[Alert]:
+        threshold = self._thresholds.get("no_progress")
+        if threshold is None or self._moved_s is None or "no_progress" in self._open:
+            return []
+        silence_s = now_s - self._moved_s
+        if silence_s <= LEAST_SILENCE_S:
+            return []
+        typical_s, usual = self._typical(FIRST_STEP_S / threshold)
+        num_steps = silence_s / typical_s if typical_s > 0 else float("inf")
+        if num_steps <= threshold:
+            return []
+        words = f"no step was done for {_spelt(silence_s)} after step {self._step}; {usual}"
+        return [self._alert("no_progress", SignalReading(num_steps, "", words), now_s)]
+
+    def _typical(self, unknown_s: float) -> tuple[float, str]:
+        """What a step takes, `unknown_s` if none was done, and how that is known."""
+        if self._step_times_s:
+            typical_s = median(self._step_times_s)
+            return typical_s, f"steps take {typical_s:.3g} s"
+        if self._first_s is not None:
+            return self._first_s, f"the first took {self._first_s:.3g} s"
+        return unknown_s, "it is the first since the run began"
+
+    def _gauged(self, name: str, metrics: Mapping[str, float], time_s: float) -> Alert | None:
+        """What the gauge of a rule calls for: closes its alert, or answers with a new one."""
+        indication = self._gauges[name].read(self._step, metrics)
+        if indication is None:
+            return None
+        threshold, is_low = self._thresholds[name], RULES[name].is_low
+        if name in self._open:
+            is_well = indication.value >= threshold / MARGIN if is_low else indication.value <= threshold * MARGIN
+            if is_well:
+                self._close(name, self._step)
+            return None
+        is_wrong = indication.value < threshold if is_low else indication.value > threshold
+        return self._alert(name, indication, time_s) if is_wrong else None
+
+    def _alert(self, name: str, indication: SignalReading, time_s: float) -> Alert:
+        rule = RULES[name]
+        return Alert(
+            alert=name,
+            step=self._step,
+            until_step=None,
+            time_s=time_s,
+            value=indication.value,
+            threshold=self._thresholds[name],
+            unit=rule.unit,
+            metric=indication.metric,
+            sentence=f"{indication.words[:1].upper()}{indication.words[1:]}. {rule.remedy}",
+        )
+
+    def _close(self, name: str, step: int) -> None:
+        if alert := self._open.pop(name, None):
+            self._closed.append(replace(alert, until_step=max(alert.step, step)))  # a resume may go back
+
+
+def _spelt(seconds: float) -> str:
+    """`101 s`, `12 min`, `325 days`."""
+    units = ((86_400, "days"), (3_600, "hours"), (60, "min"))
+    return next(
+        (f"{seconds / unit_s:.0f} {unit}" for unit_s, unit in units if seconds >= 2 * unit_s), f"{seconds:.0f} s"
+    )

@@ -1,0 +1,210 @@
+"""What a person watches: a live line on a terminal, a plain line now and then elsewhere. All of it on stderr.
+
+step  42/150  reward 0.713  staleness 0  1,934 tokens/s  trainer waits 61 %, rollouts wait 24 %  0:21 left
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Mapping
+from typing import Protocol, TextIO
+
+from rlsys.monitoring.events import (
+    AlertRaised,
+    CheckpointSaved,
+    EngineChosen,
+    EvalDone,
+    Event,
+    GroupDropped,
+    GroupReissued,
+    PhaseDone,
+    RunEnded,
+    RunStarted,
+    SignalMissing,
+    StepDone,
+    WorkerFailed,
+    WorkerRestarted,
+)
+
+_STEPS_FOR_ETA = 20
+
+
+class Screen(Protocol):
+    """Where lines go."""
+
+    def progress(self, line: str, step: int, time_s: float) -> None:
+        """The state of the run now; replaces the last one where that is possible."""
+        ...
+
+    def note(self, line: str) -> None:
+        """Something to keep in sight."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class ConsoleSink:
+    """Turns events into lines a person can follow, and a terminal cannot obey: models have a say in some."""
+
+    def __init__(self, total_steps: int, stream: TextIO | None = None, every_s: float = 5.0, policy: str = "") -> None:
+        """`every_s`: seconds between two plain progress lines, where `stream` (stderr) is not a terminal.
+
+        With no steps (`total_steps` 0) there is no progress to show, only what happens. Of several policies, lines
+        begin with the name of this one, and are plain everywhere: there is one terminal for all.
+        """
+        self._total = total_steps
+        shown: TextIO = stream or sys.stderr
+        prefix = f"{printable(policy)}: "
+        self._screen = PlainScreen(shown, every_s, prefix) if policy else _screen(shown, total_steps, every_s)
+        self._step_times_s: deque[float] = deque(maxlen=_STEPS_FOR_ETA + 1)
+
+    def handle(self, event: Event, time_s: float) -> None:
+        """Show one event."""
+        if isinstance(event, StepDone):
+            self._step_times_s.append(time_s)
+            self._screen.progress(printable(self._progress(event)), event.step, time_s)
+        elif (line := note_of(event)) is not None:
+            self._screen.note(printable(line))
+
+    def close(self) -> None:
+        """Leave the screen as it is."""
+        self._screen.close()
+
+    def _progress(self, done: StepDone) -> str:
+        parts = [f"step {done.step:>{len(str(self._total))}}/{self._total}", *figures(done.metrics)]
+        times_s = self._step_times_s
+        if len(times_s) > 1:
+            step_s = (times_s[-1] - times_s[0]) / (len(times_s) - 1)
+            parts.append(f"{duration((self._total - done.step) * step_s)} left")
+        return "  ".join(parts)
+
+
+def _screen(stream: TextIO, total_steps: int, every_s: float) -> Screen:
+    return LiveScreen(stream, total_steps) if stream.isatty() and total_steps else PlainScreen(stream, every_s)
+
+
+def printable(text: str) -> str:
+    """The same, `\N{REPLACEMENT CHARACTER}` for each character that a terminal would obey or hide."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def figures(metrics: Mapping[str, float]) -> list[str]:
+    """The figures worth a place in a line, of those there are, e.g. `reward 0.713`."""
+    shown = [
+        text.format(metrics[name])
+        for name, text in (
+            ("reward/mean", "reward {:.3f}"),
+            ("async/staleness_max", "staleness {:.0f}"),
+            ("perf/tokens_per_s", "{:,.0f} tokens/s"),
+        )
+        if name in metrics
+    ]
+    waits = [
+        f"{who} {metrics[name] / metrics['time/step']:.0%}"
+        for name, who in (("time/wait_batch", "trainer waits"), ("time/wait_permit", "rollouts wait"))
+        if name in metrics and metrics.get("time/step", 0) > 0
+    ]
+    return [*shown, ", ".join(waits)] if waits else shown
+
+
+def note_of(event: Event) -> str | None:
+    """The line that says what happened; None for what nobody needs to see pass by."""
+    match event:
+        case RunStarted(run_dir=run_dir, first_step=first):
+            return f"run directory: {run_dir}" + (f", resuming after step {first}" if first else "")
+        case PhaseDone(phase=phase, seconds=seconds):
+            return f"{seconds:6.1f} s  {phase.replace('_', ' ')}"
+        case EngineChosen(worker=worker, engine=engine, reason=reason):
+            return f"{worker} generates with {engine}: {reason}"
+        case GroupDropped(group_id=group_id, task_id=task_id, reason=reason, detail=detail):
+            return f"dropped group {group_id} (task {task_id}): {reason}" + (f": {detail}" if detail else "")
+        case GroupReissued(group_id=group_id, task_id=task_id, reason=reason):
+            return f"group {group_id} (task {task_id}) is issued again: {reason}"
+        case SignalMissing(num_groups=count, limit=limit, detail=detail):
+            what = f"{count} groups one after the other had nothing to learn in them, and {limit} end the run"
+            return f"{what}; look at rewards and tasks. The last: {detail}"
+        case WorkerFailed(worker=worker, phase=phase, detail=detail):
+            return f"{worker} failed while {phase}: {detail}"
+        case WorkerRestarted(worker=worker, seconds=seconds):
+            return f"{worker} is back after {seconds:.1f} s"
+        case CheckpointSaved(step=step, path=path):
+            return f"checkpoint of step {step}: {path}"
+        case EvalDone(step=step, dataset=dataset, seconds=seconds, metrics=metrics):
+            return f"step {step} on {dataset}: {_measured(dataset, metrics)} ({seconds:.1f} s)"
+        case AlertRaised(alert=alert, step=step, sentence=sentence):
+            return f"alert {alert} at step {step}: {sentence}"
+        case RunEnded(step=step, reason=reason, detail=detail):
+            return f"{reason} after step {step}" + (f": {detail}" if detail else "")
+        case _:
+            return None
+
+
+def _measured(dataset: str, metrics: Mapping[str, float]) -> str:
+    """`mean 0.713 ± 0.021, pass@1 0.713, pass@4 0.902`."""
+    values = {name.removeprefix(f"eval/{dataset}/"): value for name, value in metrics.items()}
+    interval = f" ± {values['mean_ci95']:.3f}" if "mean_ci95" in values else ""
+    passes = [f"{name} {value:.3f}" for name, value in values.items() if name.startswith("pass@")]
+    means = [f"mean {values['mean']:.3f}{interval}"] if "mean" in values else []  # files may be of another version
+    return ", ".join([*means, *passes])
+
+
+def duration(seconds: float) -> str:
+    """`0:21`, or `2:03:00` from an hour on."""
+    minutes, rest_s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest_s:02}" if hours else f"{minutes}:{rest_s:02}"
+
+
+class PlainScreen:
+    """One line after the other: every note, and progress at most every `every_s` seconds."""
+
+    def __init__(self, stream: TextIO, every_s: float, prefix: str = "") -> None:
+        self._stream, self._every_s, self._prefix = stream, every_s, prefix
+        self._shown_s = float("-inf")
+        self._held_back = ""
+
+    def progress(self, line: str, step: int, time_s: float) -> None:
+        self._held_back = line
+        if time_s - self._shown_s >= self._every_s:
+            self._shown_s = time_s
+            self._show_progress()
+
+    def note(self, line: str) -> None:
+        self._stream.write(f"{self._prefix}{line}\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """The last progress is never lost."""
+        self._show_progress()
+
+    def _show_progress(self) -> None:
+        if self._held_back:
+            self.note(self._held_back)
+            self._held_back = ""
+
+
+class LiveScreen:
+    """A bar that stays at the bottom of the terminal, notes above it."""
+
+    def __init__(self, stream: TextIO, total_steps: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.table import Column
+
+        text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True))
+        self._console = Console(file=stream, highlight=False)
+        self._bar = Progress(
+            BarColumn(bar_width=20), text, console=self._console, redirect_stdout=False, redirect_stderr=False
+        )
+        self._task = self._bar.add_task("starting", total=total_steps)
+        self._bar.start()
+
+    def progress(self, line: str, step: int, time_s: float) -> None:
+        self._bar.update(self._task, completed=step, description=line)
+
+    def note(self, line: str) -> None:
+        self._console.print(line, markup=False)
+
+    def close(self) -> None:
+        self._bar.stop()

@@ -1,0 +1,56 @@
+"""The files every run leaves: `events.jsonl`, and `metrics.jsonl` with one row per step or evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from io import SEEK_END, FileIO
+from pathlib import Path
+
+import orjson
+
+from rlsys.monitoring.events import EvalDone, Event, StepDone
+
+
+class JsonlSink:
+    """Appends to the files of a run directory, flushed line by line, so that a killed run can be read to its last step.
+
+    `events.jsonl`:  {"kind": "weights_published", "time_s": 1767225600.2, "version": 3, ...}
+    `metrics.jsonl`: {"step": 3, "time_s": 1767225600.2, "reward/mean": 0.52, ...}
+                     {"step": 2, "time_s": 1767225601.7, "eval/held_out/mean": 0.48, ...}
+
+    The metrics of a step may stand in several rows: an evaluation of it, one row per data set, ends when later steps
+    are written already. A resumed run appends, on a line of its own if the last one was cut. It may repeat steps that
+    a killed one took after its last checkpoint: of two rows with the same metric of the same step, the later counts.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._events = _appending(run_dir / "events.jsonl")
+        self._metrics = _appending(run_dir / "metrics.jsonl")
+
+    def handle(self, event: Event, time_s: float) -> None:
+        """Write one event, and its metrics if it has any. NaN is written as null."""
+        columns = {f.name: getattr(event, f.name) for f in fields(event)}
+        self._events.write(_line({"kind": event.kind, "time_s": time_s, **columns}))
+        if isinstance(event, StepDone | EvalDone):
+            self._metrics.write(_line({"step": event.step, "time_s": time_s, **event.metrics}))
+
+    def close(self) -> None:
+        """Close both files."""
+        self._events.close()
+        self._metrics.close()
+
+
+def _appending(path: Path) -> FileIO:
+    """The file, to be written at its end: the beginning of a line, unless it is empty."""
+    file = path.open("a+b", buffering=0)
+    if file.tell():
+        file.seek(-1, SEEK_END)
+        if file.read(1) != b"\n":  # a killed run, or a full disk, left half a line
+            file.write(b"\n")
+    return file
+
+
+def _line(row: Mapping[str, object]) -> bytes:
+    return orjson.dumps(row, default=dict, option=orjson.OPT_APPEND_NEWLINE)

@@ -1,0 +1,109 @@
+"""The tracker `mlflow`: MLflow."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+from importlib import import_module
+from typing import Annotated, Any, ClassVar, TypeAlias
+
+from pydantic import AfterValidator
+
+from rlsys.monitoring.events import AlertRaised
+from rlsys.monitoring.tracker import EndReason, RolloutRow, RunFacts, StepTracker
+from rlsys.monitoring.trackers.run_identity import kept_id
+from rlsys.util.leaves import leaves
+
+_Client: TypeAlias = Any
+"""An `mlflow.MlflowClient`: imported only where it is used, and so without types here."""
+_PARAMS_AT_ONCE = 100
+_LONGEST_PARAM = 6000
+
+
+def _without_password(uri: str) -> str:
+    if "@" in uri.partition("://")[2].partition("/")[0]:
+        remedy = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead"
+        raise ValueError(f"has a user in it, whose password the files of the run would show; {remedy}")
+    return uri
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLflow(StepTracker):
+    """MLflow, on a server or in files; a run that is resumed goes on under the same id."""
+
+    package: ClassVar[str] = "mlflow"
+    experiment: str = "rlsys"
+    """Where the run belongs; made if it is not there."""
+    uri: Annotated[str, AfterValidator(_without_password)] | None = None
+    """Server or store, e.g. `http://host:5000`; its user and password go into the variables MLFLOW_TRACKING_USERNAME
+    and MLFLOW_TRACKING_PASSWORD. None: what MLFLOW_TRACKING_URI says, else files in `RUN/tracking/mlflow`."""
+
+    def start(self, run: RunFacts) -> MLflowRun:
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 would rather have a database
+        files = (run.folder / "mlflow").absolute().as_uri()
+        client = import_module("mlflow").MlflowClient(self.uri or os.environ.get("MLFLOW_TRACKING_URI") or files)
+
+        def made() -> str:
+            return client.create_run(experiment_of(client, self.experiment), run_name=run.title).info.run_id
+
+        opened = MLflowRun(client, kept_id(run.folder / "mlflow.json", made))
+        opened.begin(run.config)
+        return opened
+
+
+class MLflowRun:
+    """A run there."""
+
+    def __init__(self, client: _Client, identity: str) -> None:
+        self._client, self._id = client, identity
+        self._entities = import_module("mlflow.entities")
+
+    def begin(self, config: Mapping[str, Any]) -> None:
+        """Tell its configuration, key by key; what a run was once told cannot change, and so the whole is a file
+        besides."""
+        self._client.update_run(self._id, status="RUNNING")
+        told = self._client.get_run(self._id).data.params
+        named = {_allowed(key): str(value)[:_LONGEST_PARAM] for key, value in leaves(config)}
+        params = [self._entities.Param(key, value) for key, value in named.items() if key not in told]
+        for start in range(0, len(params), _PARAMS_AT_ONCE):
+            self._client.log_batch(self._id, params=params[start : start + _PARAMS_AT_ONCE])
+        self._client.log_dict(self._id, dict(config), "config.yaml")
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """One value of each metric. MLflow allows no `@` in a name: `pass@4` is `pass_at_4`."""
+        now_ms = int(time.time() * 1000)
+        metrics = [self._entities.Metric(_allowed(name), float(value), now_ms, step) for name, value in values.items()]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
+        """A file, `rollouts/step_N.json`."""
+        table = {"columns": [f.name for f in fields(RolloutRow)], "data": [list(astuple(row)) for row in rows]}
+        self._client.log_dict(self._id, table, f"rollouts/step_{step}.json")
+
+    def alert(self, alert: AlertRaised) -> None:
+        """A tag, `alert.NAME`, with the newest sentence."""
+        self._client.set_tag(self._id, f"alert.{_allowed(alert.alert)}", f"step {alert.step}: {alert.sentence}")
+
+    def close(self, reason: EndReason) -> None:
+        """Mark it as finished, killed or failed."""
+        status = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}[reason]
+        self._client.set_terminated(self._id, status)
+
+
+def experiment_of(client: _Client, name: str) -> str:
+    """The id of an experiment, which is made if it is not there."""
+    if there := client.get_experiment_by_name(name):
+        return there.experiment_id
+    try:
+        return client.create_experiment(name)
+    except import_module("mlflow.exceptions").MlflowException:
+        if there := client.get_experiment_by_name(name):  # another policy, or another run, was quicker
+            return there.experiment_id
+        raise
+
+
+def _allowed(name: str) -> str:
+    return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))

@@ -1,0 +1,130 @@
+"""Trackers beside training: each in a thread of its own, which may be slow, fail or hang, and training goes on.
+
+It shares the interpreter with the driver: what it computes in Python, the driver waits for, a few ms at a time.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+from rlsys.errors import DataError
+from rlsys.monitoring.events import AlertRaised, EvalDone, Event, RolloutsWritten, RunEnded, RunStarted, StepDone
+from rlsys.monitoring.tracker import EndReason, RolloutRow, RunFacts, Tracker, TrackerPlugin
+from rlsys.monitoring.trackers.metric_aliases import renamed
+from rlsys.monitoring.trackers.rollout_table import sampled
+
+_READ = (RunStarted, StepDone, EvalDone, RolloutsWritten, AlertRaised, RunEnded)
+
+
+class InThread:
+    """A sink that hands a run to one tracker, in a thread.
+
+        consumes: events of the bus    waits for: the next event
+        produces: calls of the tracker unblocked by: `handle`, `close`
+
+    The bus only appends to a queue. When that is full the oldest event is dropped, so that memory stays flat however
+    long the tracker hangs. What the tracker raises is named once on stderr, and it is off from then on. A file of
+    rollouts that cannot be read costs the table of its step, and one line for the first. The tracker is started when
+    training begins: a run that fails before leaves nothing behind.
+    """
+
+    def __init__(self, plugin: TrackerPlugin, run: RunFacts, *, most: int = 1000, patience_s: float = 10.0) -> None:
+        """`most`: events that may wait. `patience_s`: seconds from the end of the run that `close` waits at most."""
+        self._plugin, self._run, self._patience_s = plugin, run, patience_s
+        self._name = type(plugin).__name__
+        self._queue: deque[Event] = deque(maxlen=most)
+        self._news = threading.Condition()
+        self._num_lost = 0
+        self._is_off = False
+        self._has_told_of_table = False
+        self._ended_s: float | None = None
+        self._thread = threading.Thread(target=self._guarded, name=f"tracker-{self._name}", daemon=True)
+        self._thread.start()
+
+    def handle(self, event: Event, time_s: float) -> None:
+        """Take note of one event. Never waits for the tracker."""
+        if not isinstance(event, _READ):
+            return
+        with self._news:
+            if self._is_off or self._ended_s is not None:
+                return
+            is_full = len(self._queue) == self._queue.maxlen
+            self._num_lost += is_full
+            self._queue.append(event)
+            if isinstance(event, RunEnded):
+                self._ended_s = time.monotonic()
+            self._news.notify()
+        if is_full and self._num_lost == 1:
+            self._tell("does not keep up: the oldest of what it has not taken is dropped")
+
+    def close(self) -> None:
+        """Wait for the tracker to take what is left, but not for long."""
+        self.handle(RunEnded(0, "interrupted"), time.time())  # unless the bus told of the end
+        ended_s = self._ended_s if self._ended_s is not None else time.monotonic()
+        self._thread.join(max(0.0, ended_s + self._patience_s - time.monotonic()))
+        if self._thread.is_alive():
+            self._is_off = True
+            self._tell(f"did not end within {self._patience_s:g} s; what it had not taken is lost")
+        elif self._num_lost and not self._is_off:
+            self._tell(f"lost {self._num_lost} events: it did not keep up")
+
+    def _guarded(self) -> None:
+        try:
+            self._feed()
+        except BaseException as error:  # noqa: BLE001  (the boundary between training and trackers)
+            with self._news:
+                was_off, self._is_off = self._is_off, True
+                self._queue.clear()
+            if not was_off:
+                self._tell(f"is off for the rest of the run: {error!r}")
+
+    def _feed(self) -> None:
+        tracker: Tracker | None = None
+        for event in self._events():
+            if isinstance(event, RunStarted):
+                tracker = self._plugin.start(replace(self._run, first_step=event.first_step))
+            elif tracker is not None:
+                self._pass_on(event, tracker)
+
+    def _pass_on(self, event: Event, tracker: Tracker) -> None:
+        match event:
+            case StepDone() | EvalDone():
+                tracker.metrics(event.step, renamed(event.metrics, self._plugin.name_set))
+            case RolloutsWritten():
+                if (rows := self._rows(event)) is not None:
+                    tracker.rollouts(event.step, rows)
+            case AlertRaised():
+                tracker.alert(event)
+            case RunEnded():
+                tracker.close(cast("EndReason", event.reason))
+
+    def _rows(self, written: RolloutsWritten) -> list[RolloutRow] | None:
+        """The table of a step; None if the tracker wants none, or the file cannot be read."""
+        most = self._plugin.num_rows(written.step)
+        try:
+            return sampled(Path(written.path), most) if most else None
+        except (OSError, DataError) as error:
+            if not self._has_told_of_table:
+                self._has_told_of_table = True
+                self._tell(f"shows no rollouts of step {written.step}, nor of others whose file is like that: {error}")
+            return None
+
+    def _events(self) -> Iterator[Event]:
+        """Events as they come, until the one that is the last."""
+        while True:
+            with self._news:
+                self._news.wait_for(lambda: self._queue)
+                event = self._queue.popleft()
+            yield event
+            if isinstance(event, RunEnded):
+                return
+
+    def _tell(self, what: str) -> None:
+        sys.stderr.write(f"rlsys: the tracker {self._name} {what}\n")

@@ -1,0 +1,158 @@
+"""The recorded steps of a run up to one of them: all that it takes to train them again, and what came of them.
+
+Read from the files of the run: checkpoints, `rollouts`, and `events.jsonl`, which has every metric of `metrics.jsonl`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from rlsys.errors import DataError
+from rlsys.loop.checkpoint import STEP, is_complete, step_of
+from rlsys.monitoring.events import RunStarted, StepDone, WeightsPublished
+from rlsys.replay.rollout_log import ROLLOUT_FORMAT, RolloutRecord, read_rollouts
+from rlsys.types import PolicyVersion
+
+_KINDS = tuple(f'{{"kind":"{event.kind}"'.encode() for event in (RunStarted, WeightsPublished, StepDone))
+"""How the lines that are of use begin; runs have many others."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnd:
+    """What a run told of a step that it took."""
+
+    metrics: Mapping[str, float | None]
+    """None: not a number."""
+    group_ids: tuple[int, ...] | None
+    """Groups that it trained; None: the run is older than these."""
+
+
+@dataclass(slots=True)
+class RunHistory:
+    """What a run told of its steps. One that was resumed forgot the steps after its checkpoint, and so does this."""
+
+    hashes: dict[PolicyVersion, str] = field(default_factory=dict)
+    """Of published weights."""
+    ends: dict[int, StepEnd] = field(default_factory=dict)
+    """By step."""
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """The next event of `_KINDS`."""
+        if line["kind"] == RunStarted.kind:
+            first = line["first_step"]
+            self.hashes = {version: hash_ for version, hash_ in self.hashes.items() if version <= first}
+            self.ends = {step: end for step, end in self.ends.items() if step <= first}
+        elif line["kind"] == WeightsPublished.kind:
+            self.hashes[line["version"]] = line["hash"]
+        else:
+            group_ids = line.get("group_ids")
+            self.ends[line["step"]] = StepEnd(line["metrics"], None if group_ids is None else tuple(group_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedSteps:
+    """The steps of a run after version `start` up to `step`."""
+
+    run: Path
+    step: int
+    start: PolicyVersion
+    """Of the checkpoint to begin from; 0 without one."""
+    checkpoint: Path | None
+    """None: begin from the initial model."""
+    history: RunHistory
+
+    @classmethod
+    def of(cls, run: Path, step: int) -> RecordedSteps:
+        """What there is of step `step` and those before it, from the newest checkpoint on that is older than it.
+
+        Raises `DataError`, which names the remedy, if the run did not take the step, or rollouts are missing.
+        """
+        history = read_history(run)
+        if step not in history.ends:
+            last = f"its last is {max(history.ends)}" if history.ends else "it took none"
+            raise DataError(f"{run} took no step {step}: {last}; steps count from 1")
+        checkpoint = _newest_before(run / "checkpoints", step)
+        start = 0 if checkpoint is None else step_of(checkpoint)
+        recording = cls(run, step, start, checkpoint, history)
+        for each in recording.steps:
+            recording.check(each)
+        return recording
+
+    @property
+    def steps(self) -> Sequence[int]:
+        """In order."""
+        return range(self.start + 1, self.step + 1)
+
+    @property
+    def beginning(self) -> str:
+        """What they are trained from, in words."""
+        return "the initial model" if self.checkpoint is None else f"checkpoints/{self.checkpoint.name}"
+
+    def check(self, step: int) -> None:
+        """Raise `DataError` if nothing was written of what this step trained."""
+        path = self._path(step)
+        if path.is_file():
+            return
+        needed = f"the rollouts of steps {self.start + 1} to {self.step}"
+        raise DataError(
+            f"{path} is not there, and to train step {self.step} again from {self.beginning} takes {needed}. Record "
+            "every step (record.rollouts_every=1), and keep more checkpoints (checkpoint.every, checkpoint.keep_last)"
+        )
+
+    def rollouts(self, step: int) -> list[RolloutRecord]:
+        """What a step trained, in its order. Raises `DataError` for a file that is not of this step as it was told."""
+        path, group_ids = self._path(step), self.history.ends[step].group_ids
+        records = read_rollouts(path)
+        if any(record.record_v != ROLLOUT_FORMAT for record in records):
+            raise DataError(
+                f"{path} was written by another version of rlsys, and does not hold all that the step trained; only "
+                "steps of runs of this version can be trained again"
+            )
+        found = tuple(record.group_id for record in records)
+        if not records or any(record.step != step for record in records) or group_ids not in (None, found):
+            raise DataError(
+                f"{path} holds groups {_listed(found)}, and step {step} trained {_listed(group_ids or ())}: the file "
+                f"is "
+                "of another session of the run, or was changed"
+            )
+        return records
+
+    def _path(self, step: int) -> Path:
+        return self.run / "rollouts" / f"{STEP.format(step)}.jsonl"
+
+
+def read_history(run: Path) -> RunHistory:
+    """What `events.jsonl` tells. Raises `DataError` if it cannot be read."""
+    history, path = RunHistory(), run / "events.jsonl"
+    try:
+        with path.open("rb") as lines:
+            for line in _parsed(lines):
+                history.add(line)
+    except OSError as error:
+        raise DataError(f"cannot read {path}, which holds the hashes of weights: {error.strerror or error}") from error
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{path}: an event is not of this version of rlsys: {error!r}") from error
+    return history
+
+
+def _parsed(lines: Iterator[bytes]) -> Iterator[Mapping[str, Any]]:
+    for line in lines:
+        if line.startswith(_KINDS):
+            try:
+                yield orjson.loads(line)
+            except orjson.JSONDecodeError:  # cut off when the run was killed; a resumed one tells it again
+                continue
+
+
+def _newest_before(folder: Path, step: int) -> Path | None:
+    older = (path for path in folder.glob("step_*[0-9]") if step_of(path) < step)
+    return next((path for path in sorted(older, key=step_of, reverse=True) if is_complete(path)), None)
+
+
+def _listed(group_ids: Sequence[int]) -> str:
+    return ", ".join(map(str, group_ids)) or "none"

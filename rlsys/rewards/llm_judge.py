@@ -1,0 +1,157 @@
+"""Ready-made reward function that asks a language model: any server that speaks OpenAI's chat completions."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+
+import orjson
+from openai import AsyncOpenAI, OpenAIError
+
+from rlsys.errors import CannotScore
+from rlsys.rewards.reward_registry import JUDGE_TIMEOUT_S
+from rlsys.types import Prompt
+
+TEMPLATE = """\
+Judge the reply to a task. Say how good it is with one number from {lowest} (wrong) to {highest} (right).
+End with a line of its own that is `Score: ` and that number.
+
+Task:
+{prompt}
+
+Right answer:
+{answer}
+
+Reply:
+{completion}
+"""
+_SCORE = re.compile(
+    r"""(?: ^ | \bscore\b (?:\s+is\b)? [^\w.]*? ) [*_`"'(\[]*
+    (?P<number> [-+]? (?:\d+(?:\.\d+)?|\.\d+) ) (?: \s*(?P<percent>%) | \s*/\s*(?P<whole>\d+(?:\.\d+)?) )?
+    [*_`"')\].]* $""",
+    re.IGNORECASE | re.VERBOSE,
+)
+"""A line that is a number, or ends with `score: ` and one, quotes and emphasis aside; also `8/10` and `90%`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlmJudge:
+    """The number that a model says of a completion, at temperature 0: always one from `lowest` to `highest`.
+
+    It counts if it stands alone on the last line of the reply, or after `Score:` at its end. `8/10` and `90%` are that
+    part of `highest` if `lowest` is 0, and could be more than one number otherwise. No such number, or one outside, is
+    a sample that cannot be scored.
+
+    Requests that fail are made again after a pause that doubles (by the openai client). All of that must fit in
+    `reward.timeout_s`, for a whole group at once.
+    """
+
+    base_url: str
+    """Where the server is, e.g. `http://127.0.0.1:8000/v1`."""
+    model: str
+    """Its name there."""
+    template: str = TEMPLATE
+    """What the model is told. {prompt}, {completion} and {answer} stand for those of the task, {lowest} and {highest}
+    for the bounds."""
+    lowest: float = 0.0
+    """Least number it may say."""
+    highest: float = 1.0
+    """Greatest number it may say."""
+    api_key_env: str | None = None
+    """Environment variable that holds the key; None: the server wants none."""
+    timeout_s: float = JUDGE_TIMEOUT_S
+    """Deadline of one request, seconds; not above `reward.timeout_s`."""
+    retries: int = 3
+    """Requests made again after one that failed."""
+    cache: str | None = None
+    """Folder of replies, by a hash of what was asked, so that nothing is asked twice; None: none are kept."""
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError`."""
+        if "{completion}" not in self.template:
+            raise ValueError("template lacks {completion}")
+        if not -math.inf < self.lowest < self.highest < math.inf:
+            raise ValueError(f"lowest is {self.lowest} and highest is {self.highest}; give two numbers that ascend")
+        if self.api_key_env and not os.environ.get(self.api_key_env):
+            raise ValueError(f"api_key_env: the environment has no {self.api_key_env}")
+        if self.cache and not Path(self.cache).expanduser().is_absolute():
+            raise ValueError(f"cache: {self.cache} is relative, and workers run elsewhere; give an absolute folder")
+
+    async def __call__(self, completion: str, prompt: Prompt, answer: str | None) -> float:
+        """Judge one completion. Raises `CannotScore` if there is no reply, or none that says a number in bounds."""
+        asked = self._filled(completion, prompt, answer)
+        kept = self._kept(asked)
+        if kept is not None and kept.is_file():
+            reply = orjson.loads(kept.read_bytes())["reply"]
+        else:
+            reply = await self._reply(asked)
+            if kept is not None:
+                _keep(kept, {"model": self.model, "asked": asked, "reply": reply})
+        return self._read(reply)
+
+    def _read(self, reply: str) -> float:
+        """The number that a reply says."""
+        bounds, end = f"from {self.lowest:g} to {self.highest:g}", reply.strip()[-80:]
+        said = _SCORE.search(reply.strip().rpartition("\n")[2].strip())
+        if said is None:
+            raise CannotScore(f"the judge's reply has no number {bounds} alone on its last line: it ends with {end!r}")
+        number, whole = float(said["number"]), 100.0 if said["percent"] else float(said["whole"] or 0)
+        if said["percent"] or said["whole"]:
+            if self.lowest != 0 or whole == 0:
+                raise CannotScore(f"the judge's reply says no number {bounds}, but a part of a whole: {end!r}")
+            number *= self.highest / whole
+        if not self.lowest <= number <= self.highest:
+            raise CannotScore(f"the judge's reply says {number:g}, which is not {bounds}: {end!r}")
+        return number
+
+    def _filled(self, completion: str, prompt: Prompt, answer: str | None) -> str:
+        task = prompt if isinstance(prompt, str) else "\n\n".join(f"{m['role']}: {m['content']}" for m in prompt)
+        values = {
+            "completion": completion,
+            "prompt": task,
+            "answer": answer or "(not given)",
+            "lowest": f"{self.lowest:g}",
+            "highest": f"{self.highest:g}",
+        }
+        return re.sub(rf"\{{({'|'.join(values)})\}}", lambda found: values[found[1]], self.template)
+
+    async def _reply(self, asked: str) -> str:
+        client = _client(self, asyncio.get_running_loop())
+        try:
+            done = await client.chat.completions.create(
+                model=self.model, messages=[{"role": "user", "content": asked}], temperature=0
+            )
+        except OpenAIError as error:
+            cause = f" ({error.__cause__})" if error.__cause__ else ""
+            raise CannotScore(
+                f"no reply from {self.base_url}, asked {self.retries + 1} times at most: {error}{cause}"
+            ) from error
+        return (done.choices[0].message.content if done.choices else None) or ""
+
+    def _kept(self, asked: str) -> Path | None:
+        """The file of the reply to this, whether it exists or not."""
+        if self.cache is None:
+            return None
+        digest = sha256(orjson.dumps([self.base_url, self.model, asked])).hexdigest()
+        return Path(self.cache).expanduser() / digest[:2] / f"{digest}.json"
+
+
+@lru_cache(maxsize=8)
+def _client(judge: LlmJudge, loop: asyncio.AbstractEventLoop) -> AsyncOpenAI:
+    """A client keeps its connections, which belong to one event loop."""
+    key = os.environ[judge.api_key_env] if judge.api_key_env else "none"
+    return AsyncOpenAI(base_url=judge.base_url, api_key=key, timeout=judge.timeout_s, max_retries=judge.retries)
+
+
+def _keep(path: Path, reply: dict[str, str]) -> None:
+    """Write a file whole: other processes read and write the same folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.tmp")
+    partial.write_bytes(orjson.dumps(reply))
+    partial.replace(path)

@@ -1,0 +1,236 @@
+"""How a reward function is called: its arguments are picked by name, and their names tell what kind of function it is.
+
+| it asks for | it is | and returns |
+| --- | --- | --- |
+| `completion`, or none of the names below | a function of one completion | a number, or None |
+| `solution_str` | the same, as verl's `compute_score` | a number, or a dict with `score` |
+| `completions` or `prompts` | a function of a whole group, as TRL's reward functions | a list of those |
+
+    def reward(completion: str, answer: str, level: str = "easy") -> float: ...
+    def reward(prompts, completions, completion_ids=None, **columns) -> list[float | None]: ...
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict: ...
+
+Each may be `async`: the calls of one group then run together in one event loop. A class is made once, with `args`, and
+its `__call__` is the function.
+
+None means that the function does not apply. What it raises or returns besides is a failure with a reason, never a
+reward of 0.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Self
+
+from rlsys.errors import CannotScore, ConfigError
+from rlsys.rewards.reward_registry import find
+from rlsys.rewards.reward_results import score_of, scores_of_list
+from rlsys.types import Episode, Json, Message, Score, Task
+
+ALWAYS = ("completion", "completion_ids", "prompt", "answer", "ground_truth", "info", "task_id")
+"""Names every function of one completion can ask for, whatever the columns of the row. `ground_truth` is the answer
+where the row has no such column, and `completion_ids` are the tokens that the policy sampled."""
+VERL = ("solution_str", "data_source", "extra_info")
+"""Names that a function which asks for `solution_str` can ask for besides: the completion; and the row's columns, else
+"" and {}."""
+TRL = ("completions", "prompts", "trainer_state", "log_extra", "log_metric")
+"""Names that a function of a group can ask for besides, though not for `completion` and `prompt`. Every column is a
+list. Prompts and completions are lists of messages if the task's prompt is. `trainer_state` is None, and what is logged
+goes nowhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardInput:
+    """What is scored: the last turn of the root agent."""
+
+    text: str
+    ids: tuple[int, ...] = ()
+    """Its tokens; left out where no function asks for them."""
+
+    @classmethod
+    def of(cls, episode: Episode, *, with_ids: bool = True) -> Self:
+        """The last turn of an episode's root; empty where there is none."""
+        turns = episode.trajectories[0].turns
+        return cls(turns[-1].text, turns[-1].output_ids if with_ids else ()) if turns else cls("")
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A function, and the arguments it wants."""
+
+    spec: str
+    """Where it was found, e.g. `exact` or `rewards.py:judge`."""
+    function: Callable[..., object]
+    args: Mapping[str, Json]
+    """Given with every call."""
+    required: tuple[str, ...]
+    """Names it asks for that have no default, `args` aside."""
+    optional: tuple[str, ...]
+    takes_all: bool
+    """Has `**columns`: it is given everything there is."""
+
+    @classmethod
+    def load(cls, spec: str, args: Mapping[str, Json] | None = None) -> RewardFunction:
+        """Find `exact`, `module:name` or `path/file.py:name`.
+
+        Raises `ConfigError` if there is no such function, if it cannot be called by names, or if `args` are not its
+        own.
+        """
+        args = args or {}
+        function = find(spec)
+        if inspect.isclass(function):
+            function, args = _made(spec, function, args), {}
+        parameters = _parameters(spec, function)
+        named = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
+        takes_all = len(named) < len(parameters)
+        if given_anyway := [name for name in args if name in (*ALWAYS, *VERL, *TRL)]:
+            raise ConfigError(f"reward {spec!r}: args cannot set {', '.join(given_anyway)}, which the task gives")
+        if not takes_all:
+            _check_known(spec, args, [p.name for p in named])
+        if {"completion", "solution_str"} & {p.name for p in named} and "completions" in {p.name for p in named}:
+            raise ConfigError(f"reward {spec!r} asks for one completion and for all of a group: it can have only one")
+        return cls(
+            spec=spec,
+            function=function,
+            args=args,
+            required=tuple(p.name for p in named if p.default is p.empty and p.name not in args),
+            optional=tuple(p.name for p in named if p.default is not p.empty and p.name not in args),
+            takes_all=takes_all,
+        )
+
+    def check(self, columns: Iterable[str]) -> None:
+        """Raises `ConfigError` if an argument without a default is neither always there nor one of these columns."""
+        available = [*self._names, *columns]
+        missing = [name for name in self.required if name not in available]
+        if missing:
+            raise ConfigError(
+                f"reward {self.spec!r} asks for {', '.join(missing)}, which not every row has; "
+                f"available are {', '.join(dict.fromkeys(available))}"
+            )
+
+    @property
+    def is_batched(self) -> bool:
+        """It judges a group in one call."""
+        return any(name in ("completions", "prompts") for name in (*self.required, *self.optional))
+
+    @property
+    def wants_ids(self) -> bool:
+        """It asks for the tokens of completions."""
+        return self.takes_all or "completion_ids" in (*self.required, *self.optional)
+
+    def calls(self, task: Task, completions: Sequence[RewardInput]) -> list[Callable[[], object]]:
+        """What to call to judge these completions of one task: one thing for each of them, or one for all."""
+        if self.is_batched:
+            return [self._call(task, _of_group(task, completions))]
+        return [self._call(task, {**task.info, **self._of_one(task, c)}) for c in completions]
+
+    def scores(self, results: Sequence[object], num_completions: int) -> list[Score]:
+        """One score per completion, from what the calls came to."""
+        if not self.is_batched:
+            return [score_of(result) for result in results]
+        (result,) = results
+        return [result] * num_completions if isinstance(result, Score) else scores_of_list(result, num_completions)
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        if self.is_batched:
+            return (*TRL, *(name for name in ALWAYS if name not in ("completion", "prompt")))
+        return (*ALWAYS, *VERL) if self._is_verl else ALWAYS
+
+    @property
+    def _is_verl(self) -> bool:
+        return "solution_str" in (*self.required, *self.optional)
+
+    def _of_one(self, task: Task, completion: RewardInput) -> dict[str, object]:
+        given: dict[str, object] = {
+            **_of_task(task),
+            "completion": completion.text,
+            "completion_ids": list(completion.ids),
+            "prompt": task.prompt,
+        }
+        if self._is_verl:
+            given["solution_str"] = completion.text
+            given["data_source"] = task.info.get("data_source", "")
+            given["extra_info"] = task.info.get("extra_info", {})
+        return given
+
+    def _call(self, task: Task, given: Mapping[str, object]) -> Callable[[], object]:
+        if missing := [name for name in self.required if name not in given]:
+            return partial(_refuse, f"the row of task {task.id} has no {', '.join(missing)}")
+        if not self.takes_all:
+            given = {name: given[name] for name in (*self.required, *self.optional) if name in given}
+        return partial(self.function, **{**given, **self.args})
+
+
+# ---------------------------------------------------------------------------------------------------------- arguments
+
+
+def _made(spec: str, cls: Callable[..., object], args: Mapping[str, Json]) -> Callable[..., object]:
+    """An instance of a class; its constructor checks `args` by raising `ValueError` or `ConfigError`."""
+    parameters = _parameters(spec, cls)
+    _check_known(spec, args, [p.name for p in parameters])
+    if missing := [p.name for p in parameters if p.default is p.empty and p.name not in args]:
+        raise ConfigError(f"reward {spec!r} needs args: {', '.join(missing)}")
+    try:
+        made = cls(**args)
+    except (TypeError, ValueError, ConfigError) as error:
+        raise ConfigError(f"reward {spec!r}: args: {error}") from error
+    if not callable(made):
+        raise ConfigError(f"reward {spec!r}: the class has no `__call__`, which would be the reward function")
+    return made
+
+
+def _parameters(spec: str, function: Callable[..., object]) -> list[inspect.Parameter]:
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError as error:
+        raise ConfigError(f"reward {spec!r}: it does not tell the names of its arguments") from error
+    unnamed = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]
+    if unnamed:
+        raise ConfigError(f"reward {spec!r}: arguments are passed by name, which {', '.join(unnamed)} cannot be")
+    return parameters
+
+
+def _check_known(spec: str, args: Mapping[str, Json], names: Sequence[str]) -> None:
+    if unknown := [name for name in args if name not in names]:
+        raise ConfigError(
+            f"reward {spec!r}: args: it has no argument {', '.join(unknown)}; it has {', '.join(names) or 'none'}"
+        )
+
+
+def _of_task(task: Task) -> dict[str, object]:
+    ground_truth = task.info.get("ground_truth", task.answer)
+    return {"answer": task.answer, "ground_truth": ground_truth, "info": task.info, "task_id": task.id}
+
+
+def _of_group(task: Task, completions: Sequence[RewardInput]) -> dict[str, object]:
+    """The arguments of a function of a group; every list has one entry per completion."""
+    columns = {**task.info, **_of_task(task)}
+    return {
+        **{name: [value] * len(completions) for name, value in columns.items()},
+        "prompts": [_messages(task.prompt) for _ in completions],
+        "completions": [_said(task, c.text) for c in completions],
+        "completion_ids": [list(c.ids) for c in completions],
+        "trainer_state": None,
+        "log_extra": _log_nothing,
+        "log_metric": _log_nothing,
+    }
+
+
+def _messages(prompt: str | tuple[Message, ...]) -> object:
+    return prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
+
+
+def _said(task: Task, text: str) -> object:
+    return text if isinstance(task.prompt, str) else [{"role": "assistant", "content": text}]
+
+
+def _log_nothing(name: str, value: object) -> None:
+    """Stands in for TRL's `log_extra(column, values)` and `log_metric(name, value)`."""
+
+
+def _refuse(reason: str) -> object:
+    raise CannotScore(reason)

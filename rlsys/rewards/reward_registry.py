@@ -1,0 +1,102 @@
+"""From the name of a reward function to the function: a ready-made one, `module:name` or `path/file.py:name`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+from rlsys.errors import ConfigError
+
+
+class ReadyMade(NamedTuple):
+    """Where a ready-made function is, and the package it needs besides rlsys."""
+
+    module: str
+    name: str
+    package: str = ""
+    extra: str = ""
+    """What rlsys calls that package among its optional ones."""
+
+
+JUDGE = "llm_judge"
+JUDGE_TIMEOUT_S = 60.0
+"""Deadline of a request of `llm_judge` whose `args` give none, seconds."""
+
+BUILTIN: Mapping[str, ReadyMade] = {
+    "exact": ReadyMade("rlsys.rewards.text_rewards", "exact"),
+    "regex": ReadyMade("rlsys.rewards.text_rewards", "Regex"),
+    "format": ReadyMade("rlsys.rewards.text_rewards", "Format"),
+    "math": ReadyMade("rlsys.rewards.math_reward", "math", "math-verify", "math"),
+    JUDGE: ReadyMade("rlsys.rewards.llm_judge", "LlmJudge", "openai", "judge"),
+    "reasoning_gym": ReadyMade("rlsys.rewards.reasoning_gym_reward", "ReasoningGym", "reasoning-gym", "gym"),
+}
+"""Reward functions that a configuration names without a module: `reward.fn: exact`. Imported when they are asked for.
+"""
+
+
+def find(spec: str) -> Callable[..., object]:
+    """The function or class that `spec` names.
+
+    Raises `ConfigError` if there is none, or if a ready-made one lacks the package it needs.
+    """
+    if spec in BUILTIN:
+        return _ready_made(spec, BUILTIN[spec])
+    place, colon, name = spec.rpartition(":")
+    if not (colon and place and name):
+        close = difflib.get_close_matches(spec, BUILTIN, n=1)
+        hint = f"did you mean `{close[0]}`? " if close else ""
+        raise ConfigError(f"reward {spec!r}: {hint}give {', '.join(BUILTIN)}, `module:name` or `path/file.py:name`")
+    try:
+        module = _module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"reward {spec!r}: cannot import {place}: {described(error)}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
+        raise ConfigError(f"reward {spec!r}: {place} has no function {name}; it has {', '.join(functions) or 'none'}")
+    return function
+
+
+def described(error: BaseException, *, through: int = -1) -> str:
+    """What was raised and where: `ValueError: no digits at rewards.py:12`.
+
+    The place is the innermost line, that of a `SyntaxError` the line it is about; with `through`, the line of that
+    frame (0 is the outermost) is named before it. What imports the function is no place.
+    """
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_import(f.filename)]
+    places = [f"{f.filename}:{f.lineno}" for f in [*frames[through:][:1], *frames[-1:]]]
+    text = str(error)
+    if isinstance(error, SyntaxError) and error.filename:
+        text, places = error.msg, [*places[:-1], f"{error.filename}:{error.lineno}"]
+    return f"{type(error).__name__}: {text}" + (f" at {', in '.join(dict.fromkeys(places))}" if places else "")
+
+
+def _is_import(file: str) -> bool:
+    return file in (__file__, importlib.__file__) or file.startswith("<frozen importlib")
+
+
+def _ready_made(spec: str, ready: ReadyMade) -> Callable[..., object]:
+    try:
+        return getattr(importlib.import_module(ready.module), ready.name)
+    except ImportError as error:
+        raise ConfigError(f"reward {spec!r}: {error}; pip install {ready.package} (extra `{ready.extra}`)") from error
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise FileNotFoundError(f"no such file (looked in {Path.cwd()})")
+    name = f"rlsys_reward_{path.stem}"
+    spec = spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError("not a Python file")
+    module = sys.modules[name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,1 +1,0 @@
-"""Who does what where: pure functions over what workers tell of themselves."""

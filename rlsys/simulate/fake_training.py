@@ -1,0 +1,233 @@
+"""Fake workers of training: actor, critic, reference and relays. Payloads are plain objects, weights a number."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlsys.algorithm import Signal, TrajectoryAdvantage
+from rlsys.batch.packing import BatchPlan
+from rlsys.contracts import Arrival, Published, TrainStats
+from rlsys.errors import TrainingError, WorkerDied, WorkerError
+from rlsys.replay.rollout_log import GroupRecord, RolloutRecord, read_groups, write_groups, write_rollouts
+from rlsys.simulate.fake_pools import now
+from rlsys.types import Episode, Group, PolicyVersion, Ref, Task
+
+if TYPE_CHECKING:
+    from rlsys.simulate.fake_world import FakeWorld
+
+
+class _FakeModel:
+    """What actor and critic have in common: they train what they fetched for the same plan, and nothing else."""
+
+    def __init__(self, world: FakeWorld) -> None:
+        self.world = world
+        self.fetched: Sequence[Group] = ()
+        """Groups of the step under way."""
+        self._plan: BatchPlan | None = None
+
+    async def fetch(self, groups: Sequence[Group], plan: BatchPlan) -> None:
+        await self.world.fetch(self._fetching, groups)
+        self.fetched, self._plan = groups, plan
+
+    _fetching = "fetch"
+
+    def _check_fetched(self, plan: BatchPlan) -> None:
+        assert self._plan is plan, "fetch comes first, for the same plan"
+
+    def _check_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> None:
+        """What every step is owed: its data, and the columns that were made for it, one array per micro-batch."""
+        self._check_fetched(plan)
+        made = {signal: column for signal, (of, column) in self.world.columns.items() if of is plan}
+        assert columns == made, f"made for this step: {sorted(made)}, handed in: {sorted(columns)}"
+        for signal, column in columns.items():
+            handed_in = [[len(array) for array in of_rank] for of_rank in column]  # type: ignore[union-attr]
+            assert handed_in == [_num_trained(self.fetched, plan, rank) for rank in _ranks(plan)], signal
+
+    def _end_step(self) -> None:
+        self.fetched, self._plan = (), None
+
+
+class FakeActor(_FakeModel):
+    """Implements `Actor`: its weights are a number that depends on everything it trained, in order."""
+
+    def __init__(self, world: FakeWorld) -> None:
+        super().__init__(world)
+        self.version = 0
+        self.num_seen = 0
+        """Steps that train the policy, seen by its stabilizer."""
+        self.last_step: tuple[BatchPlan, Mapping[Signal, Sequence[Ref]]] | None = None
+        """Plan and columns of the last step."""
+        self.stall_s: list[float] = []
+        """Seconds of every publish."""
+
+    async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
+        self._check_step(plan, columns)
+        seconds = self.world.step_s(self.version, self.fetched)
+        await asyncio.sleep(seconds)
+        if self.version == self.world.nan_at:
+            raise TrainingError(f"the loss of step {self.version + 1} is nan", update=len(plan.updates) - 1)
+        for group in self.fetched:
+            rewards = tuple(t.reward for _, t in group.trajectories())
+            spans = tuple((s.version, s.num_tokens) for s in group.versions)
+            self.world.weights = hash((self.world.weights, group.group_id, group.task_id, rewards, spans))
+            self.world.consumed[group.task_id] += 1
+            self.world.trained.append((self.version, group))
+        metrics = {"loss": self.world.weights % 1000 / 7, **self.world.steer(self.version, len(plan.updates))}
+        self.last_step = (plan, columns)
+        self._end_step()
+        self.num_seen += self.world.synchronous_steps > 0 and self.world.trains_policy(self.version)
+        self.version += 1
+        return TrainStats(metrics, seconds)
+
+    async def publish(self, version: PolicyVersion) -> Published:
+        self.version, began_s = version, now()
+        await asyncio.sleep(self.world.publish_s)
+        self.world.send(version)
+        self.stall_s.append(now() - began_s)
+        return Published(version, self.world.num_bytes, self.stall_s[-1])
+
+    async def announce_again(self, version: PolicyVersion) -> None:
+        """Relays lose nothing here."""
+
+    async def save(self, folder: Path) -> None:
+        self.world.check_disk(folder)
+        weights, consumed = self.world.weights, self.world.consumed
+        state = {"weights": weights, "version": self.version, "consumed": consumed, "num_seen": self.num_seen}
+        _write_json(folder / "weights.json", state)
+
+    async def load(self, folder: Path) -> int:
+        state = _read_json(folder / "weights.json")
+        self.world.weights, self.version = state["weights"], state["version"]
+        self.world.consumed = Counter(state["consumed"])
+        self.num_seen = state["num_seen"]
+        return max(0, self.world.synchronous_steps - self.num_seen)
+
+    async def record(
+        self,
+        path: Path,
+        step: int,
+        tasks: Sequence[Task],
+        groups: Sequence[Group],
+        assigned: Sequence[Sequence[TrajectoryAdvantage]],
+    ) -> None:
+        if self.world.record_s:
+            await asyncio.sleep(self.world.record_s)
+        rows = zip(tasks, groups, assigned, strict=True)
+        write_rollouts(path, [RolloutRecord.of(step, t, g, _payload(g), a) for t, g, a in rows])
+
+    async def save_groups(self, path: Path, groups: Sequence[Group]) -> None:
+        await self.world.fetch("save_groups", groups)
+        write_groups(path, [GroupRecord(g, _payload(g)) for g in groups])
+
+    async def load_groups(self, path: Path) -> list[Group]:
+        return [replace(record.group, payload=record.episodes) for record in read_groups(path)]
+
+
+class FakeCritic(_FakeModel):
+    """Implements `Critic`: it expects as much as it took steps, of every state."""
+
+    _fetching = "fetch_critic"
+
+    def __init__(self, world: FakeWorld) -> None:
+        super().__init__(world)
+        self.num_steps = 0
+
+    async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
+        self._check_fetched(plan)
+        if self.world.columns_s:
+            await asyncio.sleep(self.world.columns_s)
+        return _columns(self.world, groups, plan, signal, float(self.num_steps))
+
+    async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
+        self._check_step(plan, columns)
+        seconds = self.world.critic_s(self.num_steps)
+        await asyncio.sleep(seconds)
+        if self.num_steps == self.world.critic_nan_at:
+            raise TrainingError(f"the critic's loss of step {self.num_steps + 1} is nan", update=0)
+        self._end_step()
+        self.num_steps += 1
+        return TrainStats({"critic/loss": 1 / self.num_steps}, seconds)
+
+    async def save(self, folder: Path) -> None:
+        self.world.check_disk(folder)
+        _write_json(folder / "critic.json", {"num_steps": self.num_steps})
+
+    async def load(self, folder: Path) -> None:
+        self.num_steps = _read_json(folder / "critic.json")["num_steps"]
+
+
+class FakeRelays:
+    """Implements `Relays`: a version arrives as `FakeWorld.send` has it."""
+
+    def __init__(self, world: FakeWorld) -> None:
+        self.world = world
+
+    async def arrival(self, version: PolicyVersion) -> Arrival:
+        await self.world.held(version)
+        num_bytes = self.world.num_bytes
+        return Arrival(version, self.world.hash(version), num_bytes, num_bytes, self.world.broadcast_s)
+
+    async def supervise(
+        self, on_failure: Callable[[WorkerError], None], on_recovery: Callable[[str, float], None]
+    ) -> None:
+        for death_s in self.world.relay_deaths_s:
+            await asyncio.sleep(death_s - now())
+            on_failure(WorkerDied("relay-0", "keeping weights", "the process is gone"))
+            await asyncio.sleep(self.world.restart_s)
+            on_recovery("relay-0", self.world.restart_s)
+        await asyncio.Event().wait()
+
+
+class FakeReference:
+    """Implements `Reference` and `StepAnnotator`: every trained token gets logprob -1."""
+
+    def __init__(self, world: FakeWorld) -> None:
+        self.world = world
+
+    async def annotate(self, groups: Sequence[Group], signal: Signal) -> list[Group]:
+        await asyncio.sleep(sum(self.world.annotate_s(group.group_id) for group in groups))
+        await self.world.fetch("annotate", groups)
+        return [replace(g, columns={**g.columns, signal: [(-1.0,) * 3] * len(g.episodes)}) for g in groups]
+
+    async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
+        await self.world.fetch("annotate_step", groups)
+        return _columns(self.world, groups, plan, signal, -1.0)
+
+
+def _columns(world: FakeWorld, groups: Sequence[Group], plan: BatchPlan, signal: Signal, value: float) -> list[Ref]:
+    """`value` for every trained token: per rank, a tuple for each of its micro-batches."""
+    column: list[Ref] = [[(value,) * count for count in _num_trained(groups, plan, rank)] for rank in _ranks(plan)]
+    world.columns[signal] = (plan, column)
+    return column
+
+
+def _ranks(plan: BatchPlan) -> range:
+    return range(len(plan.updates[0].ranks))
+
+
+def _num_trained(groups: Sequence[Group], plan: BatchPlan, rank: int) -> list[int]:
+    """Trained tokens of each micro-batch of a rank, updates in order."""
+    micro_batches = [batch for of_update in plan.of_rank(rank).updates for batch in of_update]
+    episodes = [[(groups[r.group].episodes[r.episode], r) for r in batch.samples] for batch in micro_batches]
+    return [sum(e.trajectories[r.trajectory].samples[r.sample].num_trained for e, r in batch) for batch in episodes]
+
+
+def _payload(group: Group) -> tuple[Episode, ...]:
+    """The episodes; none where a profile says how long they are, and no more."""
+    assert isinstance(group.payload, tuple | None)
+    return group.payload or ()
+
+
+def _write_json(path: Path, value: Mapping[str, object]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())

@@ -1,0 +1,213 @@
+"""A make-believe cluster: what its workers share, and what a test may set and look at."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlsys.algorithm import Algorithm, LossInputs, LossOutput, Signal, TrajectoryAdvantage
+from rlsys.batch.packing import BatchPlan
+from rlsys.contracts import Workers
+from rlsys.errors import PayloadLost
+from rlsys.simulate.fake_pools import JUDGE_RAISED, FakePinnedRollouts, FakeRewards, FakeRollouts, Fault, Spans, said
+from rlsys.simulate.fake_training import FakeActor, FakeCritic, FakeReference, FakeRelays
+from rlsys.types import POLICY, Assignment, Episode, Group, PolicyVersion, Ref, Score, Task
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardAsAdvantage(Algorithm):
+    """An algorithm whose advantages are the rewards: for tests of everything around it."""
+
+    group_size: int = 2
+    tolerates: int | None = None
+    needs: frozenset[Signal] = frozenset()
+
+    @property
+    def max_safe_staleness(self) -> int | None:
+        return self.tolerates
+
+    @property
+    def signals(self) -> frozenset[Signal]:
+        return self.needs
+
+    def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
+        for (e, t), trajectory in group.trajectories():
+            if trajectory.reward is not None:
+                yield TrajectoryAdvantage(e, t, trajectory.reward)
+
+    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
+        return LossOutput(-logprobs_N * batch.advantages_N)
+
+
+async def three_tokens(assignment: Assignment, index: int, spans: Spans, worker: str) -> Episode:
+    """An episode of one turn, the same for the same group and index."""
+    return Episode((said(POLICY, assignment.group_id, index, spans, f"{assignment.group_id}/{index}"),))
+
+
+@dataclass
+class FakeWorld:
+    """One make-believe cluster: what its workers share, and what a test may set and look at."""
+
+    num_replicas: int = 2
+    rollout_s: Callable[[int], float] = lambda group_id: 1.0
+    """Seconds to roll out group `group_id`."""
+    reward_s: Callable[[int], float] = lambda group_id: 0.1
+    annotate_s: Callable[[int], float] = lambda group_id: 0.1
+    """Seconds to add a signal to one group."""
+    train_s: Callable[[int], float] = lambda version: 1.0
+    """Seconds of the step that trains `version`."""
+    critic_s: Callable[[int], float] = lambda step: 0.0
+    """Seconds of the critic's step, counted from 0."""
+    columns_s: float = 0.0
+    """Seconds of the critic to make the column of a step."""
+    record_s: float = 0.0
+    """Seconds to write the rollouts of a step."""
+    num_bytes: int = 4
+    """Bytes of one version."""
+    publish_s: float = 0.1
+    broadcast_s: float = 0.0
+    """Seconds from the end of a publish until the relay holds the version."""
+    relay_deaths_s: Sequence[float] = ()
+    """Times of the event loop at which a relay dies. Others hold what it held, so nobody waits for it."""
+    restart_s: float = 1.0
+    lease_s: float = 100.0
+    weight_change: str = "between"
+    reward: Callable[[int, int], float | None] = lambda group_id, episode: float((group_id + episode) % 2)
+    """Reward of an episode; None fails it."""
+    judge: Callable[[Task, Group], Iterable[Score]] | None = None
+    """Scores of a group, instead of `reward`."""
+    play: Callable[[Assignment, int, Spans, str], Awaitable[Episode]] = three_tokens
+    """An episode of a group, by its index, its versions and the name of its replica."""
+    steer: Callable[[PolicyVersion, int], Mapping[str, float]] = lambda version, num_updates: {}
+    """Metrics of the stabilizer in the step that trains a version, of so many updates."""
+    rollout_faults: Mapping[int, Fault] = field(default_factory=dict)
+    """Fault of the n-th rollout call, counted from 0 over all replicas."""
+    reward_faults: Mapping[int, Fault] = field(default_factory=dict)
+    payload_losses: Mapping[str, Collection[int]] = field(default_factory=dict)
+    """By call (`score`, `graft`, `annotate`, `fetch`, `fetch_critic`, `annotate_step`, `save_groups`),
+    which calls of it, counted from 0, find that the payload of every second of their groups is gone. It is gone for
+    every later call, too."""
+    notice_s: Callable[[int], float] = lambda number: 0.0
+    """Seconds until the n-th fetch of a payload that is gone is given up, counted from 0 over all calls."""
+    num_eval_replicas: int = 1
+    """Replicas of the evaluation lane."""
+    eval_s: Callable[[int], float] = lambda group_id: 1.0
+    """Seconds to roll out group `group_id` of an evaluation."""
+    eval_faults: Mapping[int, Fault] = field(default_factory=dict)
+    """Fault of the n-th rollout call of the evaluation lane."""
+    disk_is_full_at: str | None = None
+    """Name of the checkpoint that finds the disk full."""
+    nan_at: PolicyVersion | None = None
+    """Version whose training finds numbers that are not finite."""
+    critic_nan_at: int | None = None
+    """Step of the critic, from 0, that finds such numbers."""
+    synchronous_steps: int = 0
+    """Steps that train the policy which the actor's stabilizer must see without staleness; 0: it has none."""
+    trains_policy: Callable[[PolicyVersion], bool] = lambda version: True
+    """Does the step that starts from this version train the policy?"""
+
+    def __post_init__(self) -> None:
+        self.weights = 0
+        """What training amounts to: a chain over everything consumed, in order. Equal chains, equal training."""
+        self.consumed: Counter[str] = Counter()
+        """Task ids by times trained."""
+        self.trained: list[tuple[PolicyVersion, Group]] = []
+        """Groups trained, in order, each with the version that its step began from."""
+        self.columns: dict[Signal, tuple[BatchPlan, list[Ref]]] = {}
+        """Columns of a step that were made last, and the plan they were made for."""
+        self.relay: PolicyVersion = -1
+        self._arrived = asyncio.Event()
+        self._num_fetches: Counter[str] = Counter()
+        self.gone: dict[int, Ref] = {}
+        """Payloads that were lost, by their `id`; kept, so that no other payload gets it."""
+        self._num_given_up = 0
+
+    @property
+    def trained_group_ids(self) -> list[int]:
+        """Groups trained, in order."""
+        return [group.group_id for _, group in self.trained]
+
+    @property
+    def staleness(self) -> list[int]:
+        """Staleness of every trained token span."""
+        return [version - span.version for version, group in self.trained for span in group.versions]
+
+    @property
+    def staleness_by_version(self) -> dict[PolicyVersion, int]:
+        """The most of the step that started from a version."""
+        behind = [(version, version - span.version) for version, group in self.trained for span in group.versions]
+        return dict(sorted(behind))
+
+    # --------------------------------------------------------------------------------------------- what workers ask
+
+    def step_s(self, version: PolicyVersion, groups: Sequence[Group]) -> float:
+        """Seconds of the actor's step on these groups."""
+        return self.train_s(version)
+
+    def scores(self, task: Task, group: Group) -> tuple[Score, ...]:
+        """A score for each episode, by `judge`, or by `reward` where there is none."""
+        if self.judge is not None:
+            return tuple(self.judge(task, group))
+        values = [self.reward(group.group_id, e) for e in range(len(group.episodes))]
+        return tuple(Score(v) if v is not None else Score(None, JUDGE_RAISED) for v in values)
+
+    def send(self, version: PolicyVersion) -> None:
+        """A version has left the actor: let the relay have it after `broadcast_s`."""
+        asyncio.get_running_loop().call_later(self.broadcast_s, self.arrive, version)
+
+    async def fetch(self, call: str, groups: Sequence[Group]) -> None:
+        """Raise `PayloadLost` if this call is one of `payload_losses`, or comes after one that found a payload gone."""
+        number = self._num_fetches[call]
+        self._num_fetches[call] += 1
+        if number in self.payload_losses.get(call, ()):
+            self.gone |= {id(group.payload): group.payload for group in groups[::2]}
+        if gone := tuple(group.group_id for group in groups if id(group.payload) in self.gone):
+            self._num_given_up += 1
+            await asyncio.sleep(self.notice_s(self._num_given_up - 1))
+            raise PayloadLost(gone)
+
+    def check_disk(self, folder: Path) -> None:
+        """Raise `OSError` if the disk is full at this folder."""
+        if self.disk_is_full_at is not None and self.disk_is_full_at in str(folder):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def hash(self, version: PolicyVersion) -> str:
+        return f"hash-of-{version}"
+
+    async def held(self, at_least: PolicyVersion) -> PolicyVersion:
+        """The relay's newest version, once it is no older than `at_least`."""
+        while self.relay < at_least:
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self.relay
+
+    def arrive(self, version: PolicyVersion) -> None:
+        self.relay = max(self.relay, version)
+        self._arrived.set()
+
+    def workers(self) -> Workers:
+        reference, critic = FakeReference(self), FakeCritic(self)
+        return Workers(
+            FakeRollouts(self),
+            FakeRewards(self),
+            FakeActor(self),
+            FakeRelays(self),
+            annotators={Signal.REFERENCE_LOGPROBS: reference},
+            evaluation=FakePinnedRollouts(self),
+            step_annotators={Signal.REFERENCE_MISMATCHED: reference, Signal.VALUES: critic},
+            critic=critic,
+        )
+
+
+def tasks(count: int) -> list[Task]:
+    """Distinct little tasks, `task-0`, `task-1`, ..."""
+    return [Task(id=f"task-{i}", prompt=f"{i}?", answer=str(i)) for i in range(count)]

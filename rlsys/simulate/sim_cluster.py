@@ -1,0 +1,90 @@
+"""The world of a profile: its latencies, and its relays, which are real ones on links that take the profile's time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from rlsys.simulate.fake_pools import now
+from rlsys.simulate.fake_world import FakeWorld
+from rlsys.simulate.profile import TRANSFER_S, Profile
+from rlsys.types import Group, PolicyVersion, Ref
+from rlsys.weight_sync.broadcast import Announcement, Origin, best_chunks, broadcast
+from rlsys.weight_sync.relay import Relay
+from rlsys.weight_sync.sync import Bucket, Manifest
+
+MAX_BUCKETS = 32
+"""Buckets of a version, at most: each is an event at every relay."""
+ACTOR_NODE = "actor"
+
+
+class Cluster(FakeWorld):
+    """One relay on the actor's node, then one for each node with rollouts; an actor that takes a profile's time."""
+
+    def __init__(self, profile: Profile) -> None:
+        weights = profile.weights
+        super().__init__(
+            num_replicas=profile.num_replicas,
+            reward_s=lambda group_id: profile.reward_s,
+            num_bytes=weights.num_bytes,
+            publish_s=weights.num_bytes / weights.push_bytes_per_s,
+            restart_s=profile.restart_s,
+        )
+        self.profile = profile
+        ideal = best_chunks(profile.num_relays + 1, weights.num_bytes, weights.link_bytes_per_s, weights.link_latency_s)
+        self.num_buckets = min(ideal, MAX_BUCKETS)
+        places = [ACTOR_NODE, *(f"node-{i}" for i in range(profile.num_relays))]
+        self.relays = [Relay(f"relay-{p}", p, _Link(profile), TRANSFER_S) for p in places]
+        self.arrived_s: dict[PolicyVersion, float] = {}
+        """Seconds from a publish until every relay held the version."""
+        self._sending: set[asyncio.Task[None]] = set()
+
+    def step_s(self, version: PolicyVersion, groups: Sequence[Group]) -> float:
+        """What training takes, and handing colocated GPUs over."""
+        return self.profile.train_s(groups) + (self.profile.switch_s if self.profile.colocated else 0.0)
+
+    def send(self, version: PolicyVersion) -> None:
+        """A version has left the actor: send it down the chain of relays."""
+        self._sending.add(task := asyncio.get_running_loop().create_task(self._send(version)))
+        task.add_done_callback(self._sending.discard)
+
+    async def held(self, at_least: PolicyVersion) -> PolicyVersion:
+        """The newest version on the actor's node, once it is no older than `at_least`."""
+        return await self.pull(-1, at_least)
+
+    async def pull(self, node: int, at_least: PolicyVersion) -> PolicyVersion:
+        """The newest version that the relay of a node holds, no older than `at_least`."""
+        manifest, _ = await self.relays[node + 1].newest(at_least)
+        return manifest.version
+
+    async def _send(self, version: PolicyVersion) -> None:
+        began_s = now()
+        size, rest = divmod(self.num_bytes, self.num_buckets)
+        names = [f"{version}/{i}" for i in range(self.num_buckets)]
+        buckets = tuple(Bucket(name, size + (i < rest), ()) for i, name in enumerate(names))
+        origin = Origin("actor", ACTOR_NODE, {bucket.hash: bucket for bucket in buckets})
+        announcement = Announcement(Manifest(version, self.hash(version), buckets), origin, self.num_bytes, 0.0)
+        await asyncio.gather(*await broadcast(self.relays, announcement, TRANSFER_S))
+        self.arrived_s[version] = now() - began_s
+
+
+class _Link:
+    """The way into one relay, which carries one bucket at a time. A `Store` whose bytes are descriptions of buckets."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._weights = profile.weights
+        self._free_s = 0.0
+        """When the last bucket on the wire will be through."""
+
+    async def fetch(self, ref: Ref, source: str) -> object:
+        assert isinstance(ref, Bucket)
+        self._free_s = max(now(), self._free_s) + ref.num_bytes / self._weights.link_bytes_per_s
+        await asyncio.sleep(self._free_s + self._weights.link_latency_s - now())
+        return ref
+
+    async def digest(self, data: object) -> str:
+        assert isinstance(data, Bucket)
+        return data.hash
+
+    async def own(self, data: object) -> Ref:
+        return data

@@ -1,0 +1,269 @@
+"""An inference engine in numbers: continuous batching as processor sharing.
+
+All running requests advance together, one token a step. So the engine counts the steps it has made, and a request that
+began at count c and samples n tokens is done at c + n: events are needed only where the batch changes. Between two of
+them the time of s steps with b requests is s * (overhead_s + max(weights_s, b * sequence_s)) for the linear layers, and
+token_s * (T * s + b * s**2 / 2) for attention over a context of T tokens that grows by b a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, fields
+from heapq import heappop, heappush
+from math import sqrt
+from typing import TYPE_CHECKING
+
+from rlsys.simulate.fake_pools import now
+from rlsys.simulate.profile import Profile
+from rlsys.types import EngineStats, PolicyVersion
+
+if TYPE_CHECKING:
+    from rlsys.simulate.sim_session import SimPlay
+
+ROUNDING = 1e-4
+"""Steps below this are rounding."""
+ADMIT = 0.9
+"""Share of the cache up to which requests are let in: the rest is for those that run to grow."""
+MAKE_ROOM = 0.95
+"""Share of the cache that may be in use after a full one was cleared. Assumed, as `ADMIT`: engines differ."""
+
+
+@dataclass(slots=True, eq=False)
+class SimRequest:
+    """One policy call."""
+
+    num_context: int
+    """Tokens before those it samples: the prompt, and what was said so far."""
+    num_tokens: int
+    """Tokens it will sample."""
+    on_done: Callable[[SimRequest], None]
+    owner: SimPlay
+    """Whose it is."""
+    sampled: Counter[PolicyVersion]
+    """Where its tokens are counted, by version."""
+    version: PolicyVersion | None = None
+    """The version it keeps to, where several are loaded; None: that of the engine, whatever it is at the time."""
+    num_cached: int = 0
+    """Tokens of the context whose keys and values the replica has."""
+    done: int = 0
+    """Tokens sampled before it entered this engine, or this time."""
+    _began: float = 0.0
+    """The engine's count of steps when it had sampled none: it is done at `_began + num_tokens`."""
+
+
+@dataclass(slots=True)
+class Used:
+    """What a replica did with its time, since it began."""
+
+    busy_s: float = 0.0
+    """Seconds with a running request."""
+    cache_s: float = 0.0
+    """Share of the cache in use, times seconds, over the seconds with a running request."""
+    exposed_s: float = 0.0
+    """Seconds in which the replica stood still for weights: waiting for them with nothing to do, or taking them in."""
+    environment_s: float = 0.0
+    """Seconds that environments were told to work."""
+    num_tokens: float = 0.0
+    num_prefilled: int = 0
+    """Tokens of context whose keys and values had to be computed."""
+    num_cached: int = 0
+    """Tokens of context whose keys and values were there."""
+
+    def __add__(self, other: Used) -> Used:
+        return Used(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def __sub__(self, other: Used) -> Used:
+        return Used(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
+
+
+class SimEngine:
+    """One replica's engine. Implements what `SimRollouts` needs of one; tells `on_done` of every request that ended."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile, self._decode = profile, profile.decode
+        self.used = Used()
+        self._num_resident = 1
+        self._versions: list[tuple[float, PolicyVersion]] = []
+        """(steps made, version loaded then), oldest first: more than one only where weights change in flight."""
+        self._steps = 0.0
+        self._context = 0.0
+        """Tokens in the cache."""
+        self._debt_s = 0.0
+        """Seconds of work owed before the next decoding step: prompts, weights."""
+        self._running: dict[int, SimRequest] = {}
+        """By order of entry."""
+        self._due: list[tuple[float, int]] = []
+        """Heap of (steps at which it is done, order of entry); those not running any more are skipped."""
+        self._waiting: deque[SimRequest] = deque()
+        self._num_entered = 0
+        self._at_s = now()
+        self._timer: asyncio.TimerHandle | None = None
+
+    # ----------------------------------------------------------------------------------------------------- what it does
+
+    def submit(self, requests: Sequence[SimRequest]) -> None:
+        """Let these run as soon as there is room."""
+        self._advance()
+        self._waiting.extend(requests)
+        self._go_on()
+
+    def abort(self, owners: Collection[SimPlay]) -> list[SimRequest]:
+        """End the requests of these owners, those that wait too; each keeps the tokens it has."""
+        self._advance()
+        ended = [self._leave(order) for order, request in list(self._running.items()) if request.owner in owners]
+        ended += [request for request in self._waiting if request.owner in owners]
+        self._waiting = deque(request for request in self._waiting if request.owner not in owners)
+        self._go_on()
+        return ended
+
+    def owners(self) -> list[SimPlay]:
+        """Whose requests it has."""
+        return [request.owner for request in (*self._running.values(), *self._waiting)]
+
+    def change(self, version: PolicyVersion, load_s: float = 0.0, *, recompute: bool = False) -> float:
+        """From here tokens are of `version`; returns the seconds that running requests stand still.
+
+        Those are `load_s`, and what it takes to compute their keys and values anew, where that is asked for.
+        """
+        self._advance()
+        if not self._running:
+            self._versions.clear()
+        self._versions.append((self._steps, version))
+        halt_s = load_s + (self._context / self._profile.prefill_tokens_per_s if recompute else 0.0)
+        self._debt_s += halt_s if self._running else 0.0
+        self._go_on()
+        return halt_s
+
+    def share(self, num_versions: int) -> None:
+        """Requests of so many versions run side by side: the weights of each are read once a step."""
+        self._advance()
+        self._num_resident = max(1, num_versions)
+        self._go_on()
+
+    @property
+    def is_busy(self) -> bool:
+        """Is a request running?"""
+        return bool(self._running)
+
+    def used_now(self) -> Used:
+        """What it did, up to this moment."""
+        self._advance()
+        return self.used
+
+    def stats(self) -> EngineStats:
+        """How loaded it is."""
+        self._advance()
+        share = min(1.0, self._context / self._profile.cache_tokens)
+        used = self.used
+        return EngineStats(len(self._running), len(self._waiting), share, int(used.num_tokens), used.num_cached)
+
+    # ------------------------------------------------------------------------------------------------------- the clock
+
+    def _advance(self) -> None:
+        """Account for the time since this was last called."""
+        at_s = now()
+        elapsed, self._at_s = at_s - self._at_s, at_s
+        batch = len(self._running)
+        if elapsed <= 0 or not batch:
+            return
+        before = self._context
+        paid = min(elapsed, self._debt_s)
+        self._debt_s -= paid
+        if elapsed > paid:
+            steps = self._steps_in(elapsed - paid)
+            self._steps += steps
+            self._context += batch * steps
+            self.used.num_tokens += batch * steps
+        self.used.busy_s += elapsed
+        self.used.cache_s += elapsed * (before + self._context) / 2 / self._profile.cache_tokens
+
+    def _go_on(self) -> None:
+        """Let in whom there is room for, and set the timer to the next event."""
+        self._admit()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._running:
+            steps = self._next_due() - self._steps
+            if len(self._running) > 1:
+                steps = min(steps, (self._profile.cache_tokens - self._context) / len(self._running))
+            delay = self._debt_s + self._time_of(max(0.0, steps))
+            self._timer = asyncio.get_running_loop().call_later(delay, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._advance()
+        ended = []
+        while self._running and self._next_due() <= self._steps + ROUNDING:
+            ended.append(self._leave(heappop(self._due)[1]))
+        self._make_room()
+        self._go_on()
+        for request in ended:
+            request.on_done(request)
+
+    def _make_room(self) -> None:
+        """If the cache is full, the youngest go back to wait, with the tokens they have."""
+        full = self._profile.cache_tokens - ROUNDING * len(self._running)
+        if self._context >= full:
+            while len(self._running) > 1 and self._context > MAKE_ROOM * full:
+                self._waiting.appendleft(self._leave(next(reversed(self._running))))
+
+    def _next_due(self) -> float:
+        while self._due[0][1] not in self._running:
+            heappop(self._due)
+        return self._due[0][0]
+
+    def _time_of(self, steps: float) -> float:
+        batch = len(self._running)
+        return steps * self._step_s + self._decode.token_s * batch * steps * steps / 2
+
+    def _steps_in(self, seconds: float) -> float:
+        """The inverse of `_time_of`."""
+        growth, first_s = self._decode.token_s * len(self._running), self._step_s
+        return 2 * seconds / (first_s + sqrt(first_s * first_s + 2 * growth * seconds))
+
+    @property
+    def _step_s(self) -> float:
+        """Seconds of the next step."""
+        decode = self._decode
+        linear_s = max(decode.weights_s * self._num_resident, len(self._running) * decode.sequence_s)
+        return decode.overhead_s + linear_s + self._context * decode.token_s
+
+    # -------------------------------------------------------------------------------------------------------- requests
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._profile.slots:
+            request = self._waiting[0]
+            needed = request.num_context + request.done
+            if self._running and self._context + needed > ADMIT * self._profile.cache_tokens:
+                return
+            self._waiting.popleft()
+            self._context += needed
+            cached = min(request.num_cached, needed)
+            self.used.num_cached += cached
+            self.used.num_prefilled += needed - cached
+            self._debt_s += (needed - cached) / self._profile.prefill_tokens_per_s
+            request._began = self._steps - request.done
+            self._num_entered += 1
+            self._running[self._num_entered] = request
+            heappush(self._due, (request._began + request.num_tokens, self._num_entered))
+
+    def _leave(self, order: int) -> SimRequest:
+        """Take a running request out, with the tokens it has."""
+        request = self._running.pop(order)
+        ends = [steps for steps, _ in self._versions[1:]] + [self._steps]
+        for end, (_, version) in zip(ends, self._versions, strict=True):
+            upto = min(request.num_tokens, int(end - request._began + ROUNDING))
+            if upto > request.done:
+                kept = version if request.version is None else request.version
+                request.sampled[kept] += upto - request.done
+                request.done = upto
+        self._context -= request.num_context + (self._steps - request._began)
+        if not self._running:
+            self._context, self._debt_s = 0.0, 0.0
+            del self._versions[:-1]
+        request.num_cached = 0
+        return request

@@ -1,0 +1,237 @@
+"""One group being played on simulated replicas: its turns, and the environment between them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rlsys.loop.router import Router, request_weight
+from rlsys.simulate.sim_engine import SimRequest, Used
+from rlsys.simulate.workload import Workload, WorkloadTurn
+from rlsys.types import OK, Assignment, EpisodeMeta, PolicyVersion, SampleMeta, TrajectoryMeta, VersionSpan
+
+if TYPE_CHECKING:
+    from rlsys.simulate.sim_replica import SimReplica
+
+
+@dataclass(slots=True)
+class SimSession:
+    """One episode under way."""
+
+    index: int
+    steps: Sequence[WorkloadTurn]
+    num_context: int
+    """Tokens said so far, by anyone."""
+    turn: int = 0
+    at: SimReplica | None = None
+    """Where its last turn was sampled: keys and values of what was said until then are in the cache there."""
+    cache_age: int = 0
+    """`SimReplica.cache_age` at that time; they are gone once it is older."""
+    num_cached: int = 0
+
+
+class SimPlay:
+    """A group from its first turn to its last."""
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        workload: Workload,
+        home: SimReplica,
+        version: PolicyVersion | None,
+        turns: TurnRouter | None,
+    ) -> None:
+        """`version` is given if its tokens keep to it whatever else is loaded; `turns` if each goes where it likes."""
+        self.assignment, self.home, self.host = assignment, home, home
+        self.num_prompt = workload.prompt_tokens(assignment.group_id)
+        self.sampled: Counter[PolicyVersion] = Counter()
+        """Tokens so far, by version."""
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Set when the last episode ends, or to the error that ended them all."""
+        self.version, self._turns = version, turns
+        self._sessions = [
+            SimSession(e, workload.episode(assignment.group_id, e), self.num_prompt) for e in range(assignment.size)
+        ]
+        self._num_open = assignment.size
+        self._environments, self._num_held = home.environments, 0
+
+    def begin(self) -> None:
+        """Submit the first turn of every episode, of each once it has an environment."""
+        if self._environments is not None:
+            for session in self._sessions:
+                self._environments.take(lambda session=session: self._begin_in_environment(session))
+            return
+        self.home.rounds.enter(len(self._sessions))
+        if self._turns is not None:
+            for session in self._sessions:
+                self._next_turn(session)
+            return
+        for session in self._sessions[1:]:  # they share the prompt of the first
+            session.at, session.cache_age, session.num_cached = self.host, self.host.cache_age, self.num_prompt
+        self.host.engine.submit([self._request(session, self.host) for session in self._sessions])
+
+    def fail(self, error: Exception) -> None:
+        """It ends here, with `error`."""
+        if not self.done.done():
+            self.done.set_exception(error)
+            for _ in range(self._num_held):
+                self._let_environment_go()
+
+    def _begin_in_environment(self, session: SimSession) -> None:
+        assert self._environments is not None
+        if self.done.done():  # it failed while it waited
+            self._environments.give_back()
+            return
+        self._num_held += 1
+        self.home.rounds.enter(1)
+        self._next_turn(session)
+
+    def _let_environment_go(self) -> None:
+        if self._environments is not None and self._num_held:  # not if all were given back as it failed
+            self._num_held -= 1
+            self._environments.give_back()
+
+    def _next_turn(self, session: SimSession) -> None:
+        if self.done.done():
+            return
+        place = self.host if self._turns is None else self._turns.route(self, session)
+        place.engine.submit([self._request(session, place)])
+
+    def _request(self, session: SimSession, place: SimReplica) -> SimRequest:
+        is_cached = session.at is place and session.cache_age == place.cache_age
+        session.at = place
+        return SimRequest(
+            num_context=session.num_context,
+            num_tokens=session.steps[session.turn].num_tokens,
+            on_done=lambda request: self._answered(session, request),
+            owner=self,
+            sampled=self.sampled,
+            version=self.version,
+            num_cached=session.num_cached if is_cached else 0,
+        )
+
+    def _answered(self, session: SimSession, request: SimRequest) -> None:
+        if self._turns is None:
+            session.at = self.host  # it may have moved
+        else:
+            self._turns.release(session)
+        assert session.at is not None
+        session.cache_age = session.at.cache_age
+        session.num_cached = session.num_context + request.num_tokens
+        step = session.steps[session.turn]
+        session.turn += 1
+        if session.turn < len(session.steps):
+            session.num_context = session.num_cached + self.home.observation_tokens
+            self.home.rounds.rest(step.environment_s, lambda: self._next_turn(session))
+            return
+        self.home.rounds.leave()
+        self._let_environment_go()
+        self._num_open -= 1
+        if not self._num_open and not self.done.done():
+            self.done.set_result(None)
+
+    def versions(self) -> tuple[VersionSpan, ...]:
+        """Its tokens by version, oldest first."""
+        return tuple(VersionSpan(v, self.sampled[v]) for v in sorted(self.sampled))
+
+    def episodes(self) -> tuple[EpisodeMeta, ...]:
+        """What the driver is told of each episode."""
+        return tuple(self._meta(session) for session in self._sessions)
+
+    def _meta(self, session: SimSession) -> EpisodeMeta:
+        said = sum(step.num_tokens for step in session.steps)
+        observed = (len(session.steps) - 1) * self.home.observation_tokens
+        sample = SampleMeta(self.num_prompt, said + observed, said, prompt_key=self.assignment.group_id)
+        return EpisodeMeta((TrajectoryMeta("policy", None, OK, None, (sample,)),))
+
+
+class Environments:
+    """A fixed number of environments, for whoever comes first."""
+
+    def __init__(self, count: int) -> None:
+        self._num_free = count
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def take(self, begin: Callable[[], None]) -> None:
+        """Call `begin` once an environment is free for it; unblocked by `give_back`."""
+        if self._num_free:
+            self._num_free -= 1
+            begin()
+        else:
+            self._waiting.append(begin)
+
+    def give_back(self) -> None:
+        """Whoever had one has no use for it any more."""
+        if self._waiting:
+            self._waiting.popleft()()
+        else:
+            self._num_free += 1
+
+
+class Rounds:
+    """When the next turns of a replica's episodes begin: each when its environment is done, or all together."""
+
+    def __init__(self, used: Used, *, together: bool) -> None:
+        """`used` counts the seconds of environments."""
+        self._used, self._together = used, together
+        self._num_out = 0
+        """Episodes that sample, or whose environment is at work."""
+        self._resting: list[Callable[[], None]] = []
+
+    def enter(self, num_episodes: int) -> None:
+        """So many episodes begin."""
+        self._num_out += num_episodes
+
+    def rest(self, seconds: float, go_on: Callable[[], None]) -> None:
+        """The environment of an episode works for so long; `go_on` with it when it is time."""
+        self._used.environment_s += seconds
+        loop = asyncio.get_running_loop()
+        loop.call_later(seconds, (lambda: self._arrive(go_on)) if self._together else go_on)
+
+    def leave(self) -> None:
+        """An episode ended."""
+        self._num_out -= 1
+        self._begin_round()
+
+    def _arrive(self, go_on: Callable[[], None]) -> None:
+        self._resting.append(go_on)
+        self._num_out -= 1
+        self._begin_round()
+
+    def _begin_round(self) -> None:
+        if not self._num_out and self._resting:
+            resting, self._resting = self._resting, []
+            self._num_out = len(resting)
+            for go_on in resting:
+                go_on()
+
+
+class TurnRouter:
+    """Sends every turn to a replica of its own choice, by the `Router` of runs."""
+
+    def __init__(self, replicas: Sequence[SimReplica], *, by_prefix: bool) -> None:
+        """`by_prefix`: a session goes back to where its prefix is cached, unless that is overloaded."""
+        self._replicas, self._by_prefix = replicas, by_prefix
+        self.router = Router(len(replicas))
+        self._routed: dict[int, tuple[int, int]] = {}
+        """By the id of a session under way: its place and its weight."""
+        self.num_turns = self.num_back = 0
+        """Turns after the first, and those of them that went back to where the one before was sampled."""
+
+    def route(self, play: SimPlay, session: SimSession) -> SimReplica:
+        """Choose a replica for the session's present turn."""
+        key = (play.assignment.group_id, session.index, None if self._by_prefix else session.turn)
+        weight = request_weight(session.num_context)
+        place = self.router.route(weight, key)
+        self._routed[id(session)] = place, weight
+        if session.turn:
+            self.num_turns += 1
+            self.num_back += session.at is self._replicas[place]
+        return self._replicas[place]
+
+    def release(self, session: SimSession) -> None:
+        """Its turn is answered."""
+        self.router.release(*self._routed.pop(id(session)))

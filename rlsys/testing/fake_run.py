@@ -1,0 +1,227 @@
+"""A run of the real driver on fake workers and a virtual clock: for tests of plug-ins, and of the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
+from rlsys.agents.workflow import SingleTurn, play
+from rlsys.config import Config
+from rlsys.contracts import Workers
+from rlsys.data.task_source import TaskSource
+from rlsys.loop.build_driver import build_driver
+from rlsys.loop.checkpoint import find_latest
+from rlsys.loop.driver import Driver
+from rlsys.loop.step_metrics import Progress
+from rlsys.monitoring.events import Event, Events, StepDone
+from rlsys.rewards.reward_function import RewardInput
+from rlsys.rewards.reward_results import known_score
+from rlsys.rewards.reward_sum import RewardSum
+from rlsys.simulate.fake_pools import Spans, now
+from rlsys.simulate.fake_world import FakeWorld, tasks
+from rlsys.simulate.virtual_clock import run_virtual
+from rlsys.stabilizer import Stabilizer
+from rlsys.testing.scripted_policy import ScriptedPolicy
+from rlsys.types import POLICY, Assignment, Episode, Group, PolicyVersion, Score, Task
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlsys.stabilizer import Gradients
+
+    MakesGradients: TypeAlias = Callable[[PolicyVersion], Gradients]
+
+E = TypeVar("E", bound=Event)
+LEAST: Mapping[str, Mapping[str, object]] = {
+    "run": {"steps": 3},
+    "model": {"path": "fake"},
+    "data": {"path": "fake"},
+    "rollout": {"repack_s": 0, "workflow": SingleTurn()},
+    "train": {"groups_per_step": 2},
+    "checkpoint": {"every": 0},
+    "record": {"rollouts_every": 0},
+}
+"""What a `FakeRun` is configured with, unless it is told otherwise."""
+
+
+@dataclass
+class PartialStream:
+    """A sink that keeps every event."""
+
+    events: list[Event] = field(default_factory=list)
+
+    def handle(self, event: Event, time_s: float) -> None:
+        self.events.append(event)
+
+    def close(self) -> None: ...
+
+    def of(self, kind: type[E]) -> list[E]:
+        """Those of one kind, in order."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+class FakeRun:
+    """One run of the real driver on the workers of a `FakeWorld`, in `folder`.
+
+        run = FakeRun(tmp_path, algorithm=Mine(group_size=4), asynchrony={"max_staleness": 1})
+        assert run.train() == 3
+        run.metrics[-1]["reward/mean"], run.recorder.of(GroupDropped), run.world.staleness, run.driver.queue
+
+    What is left out of the sections of its configuration is `LEAST`, else the default; there is no stabilizer.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        world: FakeWorld | None = None,
+        *,
+        tasks: Sequence[Task] = tasks(7),
+        reply: Callable[[str], str] | None = None,
+        gradients: MakesGradients | None = None,
+        workers: Workers | None = None,
+        recorder: PartialStream | None = None,
+        progress: Progress | None = None,
+        **sections: object,
+    ) -> None:
+        """With `reply`, the configured workflow is played: it is what the policy says to the text of everything said so
+        far. Reward functions then judge that. With `gradients`, by version, the configured stabilizer sees them.
+
+        A world is for one run, which sets what its workers play, judge and steer by. `workers`: instead of the world's.
+        Raises `ConfigError`.
+        """
+        self.config = config = fake_config(folder, sections)
+        self.world = world = world or FakeWorld()
+        self.recorder = recorder or PartialStream()
+        world.trains_policy = config.algorithm.trains_policy
+        world.synchronous_steps = config.stabilizer.synchronous_steps if config.stabilizer else 0
+        if reply is not None:
+            config.rollout.workflow.check(
+                tasks, group_size=config.algorithm.group_size, temperature=config.rollout.temperature
+            )
+            world.play, world.judge = partial(_played, config, reply), Judge(config, tasks)
+        if gradients is not None and config.stabilizer is not None:
+            world.steer = Steering(config.stabilizer.start(gradients(0)), gradients)
+        source = TaskSource(tasks, config.run.seed, shuffle=config.data.shuffle)
+        events = Events([self.recorder], clock=now)
+        self.driver = build_driver(config, workers or world.workers(), source, events, progress=progress)
+
+    @property
+    def metrics(self) -> list[Mapping[str, float]]:
+        """Of every step, in order."""
+        return [step.metrics for step in self.recorder.of(StepDone)]
+
+    def train(self) -> PolicyVersion:
+        """Run to the end, from the newest checkpoint in the folder if there is one; returns the version reached.
+
+        Raises what `Driver.run` raises.
+        """
+        return run_virtual(go_on(self.driver))
+
+
+async def go_on(driver: Driver) -> PolicyVersion:
+    """Run to the end from the newest checkpoint, from the beginning if there is none; returns the version reached."""
+    return await driver.run(await start_of(driver))
+
+
+async def start_of(driver: Driver) -> PolicyVersion:
+    """Restore the newest checkpoint, if there is one; returns its version, else 0."""
+    checkpoint = find_latest(driver.run_dir / "checkpoints")
+    return 0 if checkpoint is None else await driver.restore(checkpoint)
+
+
+def fake_config(folder: Path, sections: Mapping[str, object]) -> Config:
+    """The configuration of a run in `folder`: `LEAST`, and over it these sections. Raises `ConfigError`."""
+    place = {"run": {"folder": folder.parent, "name": folder.name}}
+    merged: dict[str, object] = {"stabilizer": None, **sections}
+    for name in LEAST:
+        section = merged.get(name, {})
+        assert isinstance(section, Mapping), f"{name}: give its keys"
+        merged[name] = {**LEAST[name], **section, **place.get(name, {})}
+    return Config.model_validate(merged)
+
+
+async def _played(
+    config: Config, reply: Callable[[str], str], assignment: Assignment, index: int, spans: Spans, worker: str
+) -> Episode:
+    """One session of the configured workflow, on the version that its group began on."""
+    policy = ScriptedPolicy(reply, config.rollout.max_new_tokens, spans[0].version)
+    policies, workflow = dict.fromkeys(config.policies or [POLICY], policy), config.rollout.workflow
+    session = workflow.session(assignment.task, policies, assignment.seed, index, config.agents)
+    return await play(workflow, session, worker)
+
+
+class Judge:
+    """The reward functions of a configuration, in a thread: as a plain call, for the clock is virtual."""
+
+    def __init__(self, config: Config, tasks: Sequence[Task]) -> None:
+        """Raises `ConfigError` for a function that cannot be found, or asks for a column that not every task has."""
+        self._rewards, self._thread = RewardSum(config.reward.functions), ThreadPoolExecutor(1)
+        self._rewards.check(set.intersection(*(set(task.info) for task in tasks)))
+
+    def __call__(self, task: Task, group: Group) -> Iterable[Score]:
+        assert isinstance(group.payload, tuple)
+        known = {e: known_score(episode) for e, episode in enumerate(group.payload)}
+        unjudged = [RewardInput.of(group.payload[e]) for e, score in known.items() if score is None]
+        scored = iter(self._thread.submit(self._rewards.score, task, unjudged).result())
+        return [score or next(scored) for score in known.values()]
+
+
+@dataclass
+class Steering:
+    """A stabilizer at work on made-up gradients, of which it sees those of every update."""
+
+    stabilizer: Stabilizer
+    gradients: MakesGradients
+    before: Gradients = field(default_factory=dict)
+    """Of the update before, which `Piece.before` gives."""
+
+    def __call__(self, version: PolicyVersion, num_updates: int) -> Mapping[str, float]:
+        metrics: dict[str, float] = {}
+        for _ in range(num_updates):
+            gradients = self.gradients(version)
+            squared_norm = sum(float((g * g).sum()) for g in gradients.values())
+            steered = self.stabilizer.steer(gradients, squared_norm, _alone)
+            metrics |= steered.metrics
+            if not steered.is_skipped:
+                pieces = [_Piece(name, self.before.get(name, g * 0), g) for name, g in gradients.items()]
+                metrics |= self.stabilizer.correct(_Updates(pieces), _alone)
+                self.before = gradients
+        self.stabilizer.end_step()
+        return metrics
+
+
+@dataclass
+class _Updates:
+    """Implements `Updates`."""
+
+    of_rank: Sequence[_Piece]
+
+    def pieces(self) -> Iterable[_Piece]:
+        return self.of_rank
+
+
+@dataclass
+class _Piece:
+    """Implements `Piece`, for an optimizer that moves against the gradient."""
+
+    name: str
+    earlier: Tensor
+    gradient: Tensor
+
+    def before(self) -> Tensor:
+        return self.earlier.clone().flatten()
+
+    def now(self) -> Tensor:
+        return self.gradient.clone().flatten()
+
+    def add(self, direction: Tensor, scale: float) -> None:
+        """Nothing: there are no weights."""
+
+
+def _alone(part: Tensor) -> Tensor:
+    """The sum over all ranks, of which there is one."""
+    return part

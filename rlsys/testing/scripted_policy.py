@@ -1,0 +1,89 @@
+"""A policy without a model, for tests of workflows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rlsys.agents.session import Policy
+from rlsys.agents.tool_calls import described
+from rlsys.agents.tools import ToolSchema
+from rlsys.agents.workflow import Workflow
+from rlsys.types import Episode, Message, PolicyVersion, Prompt, Sampling, Task, Turn, VersionSpan
+
+
+@dataclass
+class ScriptedPolicy:
+    """Implements `rlsys.agents.workflow.Policy` without a model: a token is a character, and `reply` says what comes
+    next.
+
+    Messages are written as `<role>content`, each on a line of its own, and the assistant's turn is opened by
+    `<assistant>`; so that what was said before is always kept as it is. Tools are described in a line `<tools>` before
+    the first of them; `extend` offers no others, as a tokenizer's does not.
+    """
+
+    reply: Callable[[str], str] = lambda prompt: "ok"
+    """The reply to the text of everything said so far."""
+    max_new_tokens: int = 1000
+    """A longer reply is cut there, with finish `length`."""
+    version: PolicyVersion = 0
+    """The version that its tokens are stamped with."""
+    asked: list[tuple[str, int]] = field(default_factory=list)
+    """Prompt and seed of every request, in order."""
+
+    def encode(self, prompt: Prompt, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return tuple(map(ord, prompt))
+        offer = f"<tools>{described(tools)}\n" if tools else ""
+        return tuple(map(ord, offer + _written(prompt)))
+
+    def extend(
+        self,
+        ids: tuple[int, ...],
+        said: tuple[Message, ...],
+        new: tuple[Message, ...],
+        tools: Sequence[ToolSchema] = (),
+    ) -> tuple[int, ...]:
+        return ids + self.encode("\n" + _written(new))
+
+    async def sample(self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None) -> Turn:
+        prompt = "".join(map(chr, prompt_ids))
+        self.asked.append((prompt, seed))
+        await asyncio.sleep(0)
+        reply = self.reply(prompt)
+        most = min(self.max_new_tokens, max_new_tokens or self.max_new_tokens)
+        text = reply[:most]
+        finish = "stop" if text == reply else "length"
+        ids, logprobs = tuple(map(ord, text)), (-1.0,) * len(text)
+        sampling = Sampling(max_new_tokens=most)
+        return Turn(prompt_ids, ids, logprobs, (VersionSpan(self.version, len(ids)),), finish, text, sampling)
+
+    async def recite(self, prompt_ids: tuple[int, ...], reply: str) -> Turn:
+        ids = tuple(map(ord, reply))
+        return Turn(prompt_ids, ids, (-1.0,) * len(ids), (VersionSpan(self.version, len(ids)),), "stop", reply)
+
+
+def _written(messages: Sequence[Message]) -> str:
+    return "\n".join([*(f"<{m['role']}>{m['content']}" for m in messages), "<assistant>"])
+
+
+def played(
+    workflow: Workflow,
+    task: Task,
+    reply: Callable[[str], str] | Policy | Mapping[str, Policy],
+    *,
+    seed: int = 1,
+    episode_index: int = 0,
+    bindings: Mapping[str, str] | None = None,
+) -> Episode:
+    """What a workflow makes of a task: one session, without an engine.
+
+    `reply` is what a scripted policy says to the text of everything said so far; or a policy, or several by name.
+    """
+    if isinstance(reply, Mapping):
+        policies = reply
+    else:
+        policies = {"policy": ScriptedPolicy(reply) if callable(reply) else reply}
+    session = workflow.session(task, policies, seed, episode_index, bindings or {})
+    return asyncio.run(workflow.play(session))

@@ -1,0 +1,46 @@
+"""Where randomness comes from: every seed is a pure function of the run's seed and of *what* is sampled.
+
+Nothing is drawn from a generator with a state, so a seed depends neither on the order of events nor on which replica
+does the work, and an interrupted run needs nothing restored. Seeds have 63 bits, to fit a signed 64-bit integer.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from xxhash import xxh3_64_intdigest
+
+_63_BITS = (1 << 63) - 1
+_64_BITS = (1 << 64) - 1
+
+
+def group_seed(run_seed: int, group_id: int) -> int:
+    """The sampling seed of group number `group_id` of a run."""
+    return _mixed(b"group", run_seed, group_id)
+
+
+def request_seed(group_seed: int, episode: int, number: int, *path: int) -> int:
+    """The seed of the n-th policy call of one agent of an episode; `path` is the agent's, see `Agent.path`."""
+    return _mixed(b"request", group_seed, episode, number, *path)
+
+
+def environment_seed(group_seed: int, number: int, *path: int) -> int:
+    """The seed of the n-th environment that an agent enters: the same for all episodes of a group, which are
+    compared. `path` is the agent's, see `Agent.path`."""
+    return _mixed(b"world", group_seed, number, *path)
+
+
+def continuation_seed(request_seed: int, position: int) -> int:
+    """The seed of the rest of a completion, from token `position`, where its generator's state was not kept."""
+    return _mixed(b"continue", request_seed, position)
+
+
+def epoch_seed(run_seed: int, epoch: int) -> int:
+    """The seed of the order of tasks in one epoch."""
+    return _mixed(b"epoch", run_seed, epoch)
+
+
+def _mixed(purpose: bytes, *numbers: int) -> int:
+    """XXH3 of a purpose, so that seeds for different things never coincide by construction, and of some integers."""
+    packed = struct.pack(f"<8s{len(numbers)}Q", purpose, *(n & _64_BITS for n in numbers))
+    return xxh3_64_intdigest(packed) & _63_BITS

@@ -1,0 +1,338 @@
+"""A relay: published weights in the memory of a node, so that rollouts pull when they like.
+
+A version is a `Manifest` of buckets, each named by the hash of its bytes. A relay holds buckets by that name: what it
+has already is neither sent nor stored again, and a relay that missed versions, or lost everything, gets what it lacks
+the way every relay gets every version.
+
+Bytes are opaque here, and so is how they travel: the same class runs on Ray and on simulated links.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import Protocol
+
+from rlsys.contracts import Arrival
+from rlsys.errors import WeightsMismatch, WorkerDied, WorkerError, first_of
+from rlsys.types import PolicyVersion, Ref
+from rlsys.util.deadlines import remote
+from rlsys.weight_sync.broadcast import FAILURES, TRIES, Announcement, Holding, Neighbour, Peer
+from rlsys.weight_sync.sync import Manifest, with_deadline
+
+IN_FLIGHT = 3
+"""Buckets a relay pulls at once: one on the wire, one being stored, one being asked for."""
+
+
+class Store(Protocol):
+    """What a relay does with bytes."""
+
+    async def fetch(self, ref: Ref, source: str) -> object:
+        """The bytes behind a reference that `source` gave. Raises `WorkerDied` if they are gone."""
+        ...
+
+    async def digest(self, data: object) -> str:
+        """Their hash, as manifests name it."""
+        ...
+
+    async def own(self, data: object) -> Ref:
+        """A reference to a copy that lives as long as this relay keeps it. Raises `MemoryError`."""
+        ...
+
+
+class Relay:
+    """The newest `keep` complete versions and the pinned one.
+
+    A relay that is slower than versions are published skips some: one that waits for its turn when `keep` newer ones
+    are announced is given up. A pull that has begun goes on to its end, so that even the slowest gets somewhere.
+
+    Waiting for a peer's answer or bytes, for a bucket or for a version ends after one of `TRIES` parts of `transfer_s`
+    with a `DeadlineExceeded` that names who was waited for and the phase. `accept` and `refill` may have to wait many
+    times, and for their turn; `watch` waits for ever.
+    """
+
+    def __init__(self, name: str, place: str, store: Store, transfer_s: float, keep: int = 2) -> None:
+        """`place` is the node it serves."""
+        self.name, self.place = name, place
+        self._store, self._keep = store, keep
+        self._wait_s = transfer_s / TRIES
+        self._buckets: dict[str, Ref] = {}
+        self._borrowed: set[str] = set()
+        """Buckets of which there is no copy of our own, for want of memory."""
+        self._known: dict[PolicyVersion, Announcement] = {}
+        self._complete: dict[PolicyVersion, Arrival] = {}
+        self._expected: dict[PolicyVersion, frozenset[str]] = {}
+        """Hashes of the buckets of versions that are announced and not complete."""
+        self._announced_s: dict[PolicyVersion, float] = {}
+        self._pinned: PolicyVersion | None = None
+        self._pulling: PolicyVersion | None = None
+        """One version is pulled at a time, so that no bucket of two versions is asked for twice."""
+        self._changed = asyncio.Condition()
+        self._reports: asyncio.Queue[WorkerError] = asyncio.Queue()
+        self._is_short = False
+        """Was it told that there is no memory for copies of its own?"""
+
+    # ------------------------------------------------------------------------------------------------------- broadcast
+
+    @remote("hearing of version {announcement.manifest.version}")
+    async def announce(self, announcement: Announcement) -> None:
+        """Expect a version: from now `give` waits for its buckets, until it is overtaken by `keep` newer ones.
+
+        A version that is known already is ignored. Raises `WeightsMismatch` if it was published with another hash.
+        """
+        manifest = announcement.manifest
+        version = manifest.version
+        async with self._changed:
+            if version in self._known:
+                known = self._known[version].manifest.hash
+                if known != manifest.hash:
+                    detail = f"it was published as {known} before, and as {manifest.hash} this time"
+                    raise WeightsMismatch(self.name, f"hearing of version {version}", detail)
+                return
+            self._known[version] = announcement
+            self._expected[version] = frozenset(bucket.hash for bucket in manifest.buckets)
+            self._announced_s[version] = asyncio.get_running_loop().time()
+            self._evict(self._keep)
+            self._changed.notify_all()
+
+    @remote("taking in version {version}", patience=TRIES)
+    async def accept(self, version: PolicyVersion, sources: Sequence[Peer]) -> None:
+        """Take in an announced version: pull the buckets not held yet, in order, from the first of `sources` that can
+        give them, at last from the actor. Returns once it is complete, or given up because newer ones overtook it.
+
+        Raises `WorkerDied` if it was not announced in the life of this process, or what the last source raised; `watch`
+        tells that too, and those who wait for its buckets turn elsewhere.
+        """
+        try:
+            await self._take_in(version, sources, wait=True)
+        except WorkerError as error:
+            self._reports.put_nowait(error)
+            raise
+
+    @remote("giving bucket {bucket}")
+    async def give(self, bucket: str, *, wait: bool) -> Ref:
+        """The bucket with this hash. With `wait`, waits for it if it is part of a version on its way.
+
+        Raises `WeightsMismatch` if it is not held, and not waited for. In a broadcast relays wait for those before
+        them; one that is refilled waits for nobody. So they never wait in a circle.
+        """
+        phase = f"giving bucket {bucket}"
+        if wait:
+            await self._until(lambda: bucket in self._buckets or not self._expects(bucket), phase)
+        if bucket not in self._buckets:
+            raise WeightsMismatch(self.name, phase, f"it is not here; {self._contents()}")
+        return self._buckets[bucket]
+
+    # --------------------------------------------------------------------------------------------------------- readers
+
+    @remote("giving version {at_least} or newer")
+    async def newest(self, at_least: PolicyVersion) -> tuple[Manifest, list[Ref]]:
+        """The newest complete version, no older than `at_least`, and its buckets in order.
+
+        Waits for `accept` to complete such a version.
+        """
+        phase = f"giving version {at_least} or newer"
+        await self._until(lambda: bool(self._complete) and max(self._complete) >= at_least, phase)
+        return self._content(max(self._complete))
+
+    @remote("pinning version {version}")
+    async def pin(self, version: PolicyVersion) -> tuple[Manifest, list[Ref]]:
+        """Exactly `version`, which is kept from then on until another version is pinned.
+
+        Waits for `accept` to complete it. Raises `WeightsMismatch` if it was let go, or given up.
+        """
+        await self._until_settled(version, f"pinning version {version}")
+        self._pinned = version
+        return self._content(version)
+
+    @remote("taking in version {version}")
+    async def arrival(self, version: PolicyVersion) -> tuple[Arrival, Announcement]:
+        """How `version` came here, and what a tier that lost everything can be refilled by.
+
+        Waits for `accept` to complete it. Raises `WeightsMismatch` if it was let go, or given up.
+        """
+        await self._until_settled(version, f"taking in version {version}")
+        return self._complete[version], self._known[version]
+
+    # --------------------------------------------------------------------------------------------------------- failure
+
+    @remote("telling what it has")
+    async def held(self) -> Holding:
+        """What is here and what is on its way."""
+        complete = [self._known[v] for v in sorted(self._complete, reverse=True)]
+        return Holding((*complete, *(self._known[v] for v in sorted(self._expected))), self._pinned)
+
+    @remote("being refilled", patience=TRIES)
+    async def refill(self, neighbours: Sequence[Neighbour], known: Holding) -> None:
+        """After having lost everything: take in what is `known` to have arrived somewhere and what any neighbour holds
+        or expects, newest first; and pin what is pinned.
+
+        Raises what the last source raised.
+        """
+        holdings = [known, *await asyncio.gather(*map(self._holding, neighbours))]
+        if self._pinned is None:
+            self._pinned = next((holding.pinned for holding in holdings if holding.pinned is not None), None)
+        announcements = {a.manifest.version: a for holding in holdings for a in holding.announcements}
+        newest_first = sorted(announcements, reverse=True)
+        for version in newest_first:
+            await self.announce(announcements[version])
+        for version in newest_first:
+            await self._take_in(version, neighbours, wait=False)
+
+    @remote("keeping weights", patience=inf)
+    async def watch(self) -> WorkerError:
+        """Waits, without a deadline, for something a person should hear of: a version that could not be taken in, or
+        (once) that memory has run out. Each is told to one caller."""
+        return await self._reports.get()
+
+    # ------------------------------------------------------------------------------------------------------- internals
+
+    async def _holding(self, neighbour: Neighbour) -> Holding:
+        """What a neighbour holds; nothing if it does not answer."""
+        try:
+            return await with_deadline(neighbour.held(), self._wait_s, neighbour.name, "telling what it has")
+        except FAILURES:
+            return Holding((), None)  # whoever supervises it will notice
+
+    async def _take_in(self, version: PolicyVersion, sources: Sequence[Peer], *, wait: bool) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._pulling is None or self._is_overtaken(version))
+            if version in self._complete or self._is_overtaken(version):
+                return
+            if version not in self._known:
+                detail = "it was not announced here, or the process was restarted since"
+                raise WorkerDied(self.name, f"taking in version {version}", detail)
+            self._pulling = version
+        is_here = False
+        try:
+            await self._pull(self._known[version], list(sources), wait)
+            is_here = True
+        finally:
+            async with self._changed:
+                self._pulling = None
+                if is_here:
+                    self._complete[version] = self._arrived(version)
+                else:
+                    self._forget(version)
+                self._evict(self._keep)
+                self._changed.notify_all()
+
+    async def _pull(self, announcement: Announcement, sources: list[Peer], wait: bool) -> None:
+        """Bring what is missing here. `sources` loses those that fail."""
+        manifest, origin = announcement.manifest, announcement.origin
+        held = self._buckets.keys() - self._borrowed
+        missing = [bucket for bucket in dict.fromkeys(b.hash for b in manifest.buckets) if bucket not in held]
+        if origin.place == self.place:
+            for bucket in missing:
+                await self._put(bucket, origin.refs[bucket])
+            return
+        sources.append(origin)
+        room = asyncio.Semaphore(IN_FLIGHT)
+        try:
+            async with asyncio.TaskGroup() as pulls:
+                for bucket in missing:
+                    await room.acquire()
+                    pull = pulls.create_task(self._take(bucket, manifest.version, sources, wait))
+                    pull.add_done_callback(lambda _: room.release())
+        except BaseExceptionGroup as errors:
+            raise first_of(errors) from None
+
+    async def _take(self, bucket: str, version: PolicyVersion, sources: list[Peer], wait: bool) -> None:
+        """Bring one bucket here from the first source that gives it whole. A source that fails is not asked again."""
+        phase = f"sending a bucket of version {version} to {self.name}"
+        while True:
+            source = sources[0]
+            try:
+                ref = await with_deadline(source.give(bucket, wait=wait), self._wait_s, source.name, phase)
+                ref = await self._copied(ref, bucket, source.name, phase)
+            except FAILURES:
+                if source is sources[-1]:
+                    raise
+                if source in sources:
+                    sources.remove(source)
+            else:
+                await self._put(bucket, ref)
+                return
+
+    async def _copied(self, ref: Ref, bucket: str, source: str, phase: str) -> Ref:
+        """A reference to a copy of our own. With no memory for one the source's is borrowed: readers read from there,
+        and the next version that has this bucket tries again.
+
+        Raises `WeightsMismatch` if what came is not what the manifest names.
+        """
+        try:
+            data = await with_deadline(self._store.fetch(ref, source), self._wait_s, source, phase)
+            came = await self._store.digest(data)
+            if came != bucket:
+                raise WeightsMismatch(source, phase, f"bucket {bucket} arrived as {came}")
+            try:
+                own = await self._store.own(data)
+            except MemoryError:
+                self._evict(1)
+                own = await self._store.own(data)
+            self._borrowed.discard(bucket)
+            return own
+        except MemoryError as error:
+            self._borrowed.add(bucket)
+            if not self._is_short:
+                self._is_short = True
+                detail = f"no memory for copies of its own, its node reads from others: give the node more ({error})"
+                self._reports.put_nowait(WorkerError(self.name, phase, detail))
+            return ref
+
+    async def _put(self, bucket: str, ref: Ref) -> None:
+        async with self._changed:
+            self._buckets[bucket] = ref
+            self._changed.notify_all()
+
+    def _arrived(self, version: PolicyVersion) -> Arrival:
+        """What there is to tell of a version that is complete from now."""
+        del self._expected[version]
+        known = self._known[version]
+        seconds = known.seconds + asyncio.get_running_loop().time() - self._announced_s.pop(version)
+        return Arrival(version, known.manifest.hash, known.manifest.num_bytes, known.num_sent, seconds)
+
+    def _evict(self, keep: int) -> None:
+        """Forget all but the newest `keep` complete versions and the pinned one, those overtaken while they waited for
+        their turn, and buckets that nothing needs."""
+        old = [version for version in sorted(self._complete)[:-keep] if version != self._pinned]
+        overtaken = [version for version in self._expected if version != self._pulling and self._is_overtaken(version)]
+        for version in (*old, *overtaken):
+            self._forget(version)
+        needed = {bucket.hash for known in self._known.values() for bucket in known.manifest.buckets}
+        self._buckets = {bucket: ref for bucket, ref in self._buckets.items() if bucket in needed}
+        self._borrowed &= needed
+
+    def _forget(self, version: PolicyVersion) -> None:
+        for table in (self._known, self._complete, self._expected, self._announced_s):
+            table.pop(version, None)
+
+    def _is_overtaken(self, version: PolicyVersion) -> bool:
+        """Are so many newer ones here or announced that it would be let go at once?"""
+        return version != self._pinned and sum(known > version for known in self._known) >= self._keep
+
+    def _expects(self, bucket: str) -> bool:
+        return any(bucket in expected for expected in self._expected.values())
+
+    def _content(self, version: PolicyVersion) -> tuple[Manifest, list[Ref]]:
+        manifest = self._known[version].manifest
+        return manifest, [self._buckets[bucket.hash] for bucket in manifest.buckets]
+
+    def _contents(self) -> str:
+        return f"it holds {', '.join(map(str, sorted(self._complete))) or 'no version'} by this time"
+
+    async def _until_settled(self, version: PolicyVersion, phase: str) -> None:
+        """Return once `version` is complete; raise `WeightsMismatch` if it cannot become that any more."""
+
+        def is_settled() -> bool:
+            is_past = self._is_overtaken(version) or (bool(self._complete) and max(self._complete) >= version)
+            return version in self._complete or (is_past and version not in self._expected)
+
+        await self._until(is_settled, phase)
+        if version not in self._complete:
+            raise WeightsMismatch(self.name, phase, self._contents())
+
+    async def _until(self, condition: Callable[[], bool], phase: str) -> None:
+        async with self._changed:
+            await with_deadline(self._changed.wait_for(condition), self._wait_s, self.name, phase)

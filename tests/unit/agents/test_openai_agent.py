@@ -1,0 +1,261 @@
+"""The workflow `openai_agent`: a function or a program with an OpenAI client, played by a scripted policy."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import openai
+import pytest
+
+from rlsys.agents.session import POLICY, Policy
+from rlsys.agents.workflows.openai_agent import OpenAIAgent
+from rlsys.errors import ConfigError, TaskTooLong, WorkerDied
+from rlsys.testing import ScriptedPolicy, played
+from rlsys.types import Message, Task, Trajectory, Turn
+from tests.gateways import FailingPolicy, PickyPolicy
+from tests.openai_agents import PROGRAM
+from tests.processes import is_gone
+
+TASK = Task(id="sum", prompt="2+3?", answer="five")
+ASKS = (sys.executable, "-I", "-S", "-c", PROGRAM, "{model}")
+
+
+def agent(name: str, *, deadline_s: float = 20, max_turns: int = 64) -> OpenAIAgent:
+    return OpenAIAgent(agent=f"tests.openai_agents:{name}", deadline_s=deadline_s, max_turns=max_turns)
+
+
+def said_by(workflow: OpenAIAgent, reply: Callable[[str], str] | Policy = lambda prompt: "five") -> Trajectory:
+    (trajectory,) = played(workflow, TASK, reply).trajectories
+    return trajectory
+
+
+# ------------------------------------------------------------------------------------------------------------ functions
+
+
+def test_a_function_says_what_its_episode_is_worth():
+    right, wrong = (said_by(agent("rewarded"), lambda prompt, said=said: said) for said in ("five", "six"))
+    assert (right.reward, wrong.reward) == (1.0, 0.0) and right.turns[0].text == "five"
+
+
+def test_a_function_that_returns_text_or_nothing_leaves_the_reward_to_others():
+    assert [said_by(agent(name)).reward for name in ("in_words", "two_turns")] == [None, None]
+
+
+def test_a_function_whose_conversation_goes_on_is_one_agent():
+    assert [turn.text for turn in said_by(agent("two_turns")).turns] == ["five", "five"]
+
+
+def test_an_agent_that_never_called_has_failed():
+    trajectory = said_by(agent("silent"))
+    assert trajectory.outcome.is_failed and "no request of it got a reply" in trajectory.outcome.reason
+
+
+def test_an_agent_that_does_not_end_has_failed():
+    trajectory = said_by(agent("endless", deadline_s=0.3))
+    assert trajectory.outcome.is_failed and "longer than 0.3 s" in trajectory.outcome.reason
+
+
+def test_an_agent_that_does_not_let_itself_be_cancelled_has_failed_as_well():
+    trajectory = said_by(agent("deaf", deadline_s=0.3))
+    assert trajectory.outcome.is_failed and "longer than 0.3 s" in trajectory.outcome.reason
+
+
+def test_who_never_spoke_is_no_part_of_the_episode():
+    trajectory = said_by(agent("hasty"), PickyPolicy(lambda prompt: "five"))
+    assert (trajectory.outcome.kind, trajectory.reward, trajectory.parent) == ("ok", 1.0, None)
+    assert text_of(trajectory.turns[0]) == "<user>fast\n<assistant>"
+
+
+def test_the_last_reply_is_scored_with_tools_or_without():
+    episode = played(agent("concluding"), TASK, lambda prompt: "found\n")
+    root, aside = episode.trajectories
+    assert [len(t.turns) for t in (root, aside)] == [2, 1] and "conclude" in text_of(root.turns[-1])
+    assert (root.parent, aside.parent) == (None, 0)
+
+
+def test_the_last_reply_is_scored_whichever_conversation_it_ends():
+    episode = played(agent("summing_up"), TASK, lambda prompt: "five")
+    assert "sum up: five" in text_of(episode.trajectories[0].turns[-1])
+    assert [(t.parent, len(t.turns)) for t in episode.trajectories] == [(None, 1), (0, 2), (1, 1)]
+
+
+@pytest.mark.parametrize("name", ["refused_beside_a_reply", "refused_in_a_group"])
+def test_a_refusal_that_an_agent_raises_truncates_whatever_else_was_answered(name: str):
+    episode = played(agent(name), TASK, PickyPolicy(lambda prompt: "five"))
+    assert episode.trajectories[0].outcome.kind == "truncated"
+
+
+def test_a_bug_after_a_refusal_that_was_handled_is_a_bug():
+    with pytest.raises(ZeroDivisionError):
+        said_by(agent("buggy_after_a_refusal"), PickyPolicy(lambda prompt: "five"))
+
+
+def test_an_agent_that_is_led_to_messages_that_cannot_be_said_has_failed():
+    trajectory = said_by(agent("led_astray"), PickyPolicy(lambda prompt: "five"))
+    assert trajectory.outcome.is_failed and "takes no 'odd'" in trajectory.outcome.reason
+
+
+def test_an_agent_that_begins_with_messages_that_cannot_be_said_is_wrong_at_its_line():
+    with pytest.raises(openai.BadRequestError, match="takes no 'odd'") as error:
+        said_by(agent("odd_from_the_start"), PickyPolicy(lambda prompt: "five"))
+    assert any(entry.name == "odd_from_the_start" for entry in error.traceback)
+
+
+def test_an_agent_that_ends_on_a_refused_turn_is_truncated():
+    trajectory = said_by(agent("stubborn", max_turns=3))
+    assert (len(trajectory.turns), trajectory.outcome.kind) == (3, "truncated")
+
+
+def test_a_first_prompt_that_is_too_long_is_the_tasks():
+    with pytest.raises(TaskTooLong):
+        said_by(agent("careless"), FailingPolicy(error=TaskTooLong("rollout-0", "encoding a prompt", "too long")))
+
+
+def test_a_failed_worker_is_raised_whatever_the_agent_makes_of_it():
+    with pytest.raises(WorkerDied):
+        said_by(agent("careless"), FailingPolicy(error=WorkerDied("rollout-0", "sampling", "gone")))
+
+
+def test_a_bug_is_raised_at_its_line():
+    with pytest.raises(ZeroDivisionError) as error:
+        said_by(agent("buggy"))
+    assert str(error.traceback[-1].path).endswith("openai_agents.py")
+
+
+def test_what_is_no_reward_is_refused():
+    with pytest.raises(TypeError, match=r"returned the list \['five'\]; give a number, text or None"):
+        said_by(agent("odd"))
+
+
+# ------------------------------------------------------------------------------------------------------------- programs
+
+
+def test_a_program_is_trained_as_it_is():
+    trajectory = said_by(OpenAIAgent(command=ASKS))
+    assert (trajectory.outcome.kind, trajectory.reward) == ("ok", None)
+    assert "".join(map(chr, trajectory.turns[0].prompt_ids)) == "<user>2+3?\n<assistant>"
+
+
+def test_a_program_that_fails_has_no_reward_but_a_reason():
+    trajectory = said_by(OpenAIAgent(command=ASKS), lambda prompt: "no")
+    assert trajectory.outcome.is_failed and trajectory.reward is None
+    assert "exit code 1" in trajectory.outcome.reason and "cannot use 'no'" in trajectory.outcome.reason
+
+
+def test_a_program_that_hangs_is_ended_with_its_children(tmp_path: Path):
+    note = tmp_path / "pid"
+    program = f"sleep 1000 & echo $! > {note}; wait"
+    trajectory = said_by(OpenAIAgent(command=("sh", "-c", program), deadline_s=1.5))
+    assert trajectory.outcome.is_failed and "longer than 1.5 s" in trajectory.outcome.reason
+    assert is_gone(int(note.read_text()))
+
+
+def test_children_that_a_program_leaves_behind_are_ended(tmp_path: Path):
+    note = tmp_path / "pid"
+    said_by(OpenAIAgent(command=("sh", "-c", f"sleep 1000 & echo $! > {note}")))
+    assert is_gone(int(note.read_text()))
+
+
+def test_the_prompt_is_also_an_argument():
+    program = 'test "$1" = "2+3?"'
+    trajectory = said_by(OpenAIAgent(command=("sh", "-c", program, "sh", "{prompt}")))
+    assert "no request of it got a reply" in trajectory.outcome.reason  # it ended well, and never called
+
+
+def test_a_prompt_of_messages_is_its_input_as_json():
+    program = 'import json, sys; sys.exit(0 if json.load(sys.stdin) == [{"role": "user", "content": "hi"}] else 3)'
+    task = Task(id="hi", prompt=(Message(role="user", content="hi"),))
+    workflow = OpenAIAgent(command=(sys.executable, "-I", "-S", "-c", program))
+    (trajectory,) = played(workflow, task, lambda prompt: "").trajectories
+    assert "exit code" not in trajectory.outcome.reason
+
+
+def test_no_more_programs_run_at_once_than_there_is_room_for(tmp_path: Path):
+    note = tmp_path / "log"
+    workflow = OpenAIAgent(command=("sh", "-c", f"echo in >> {note}; sleep 0.05; echo out >> {note}"), max_processes=1)
+
+    async def main() -> None:
+        policies = {POLICY: ScriptedPolicy()}
+        await asyncio.gather(*(workflow.play(workflow.session(TASK, policies, 1, e, {})) for e in range(3)))
+
+    asyncio.run(main())
+    assert note.read_text().split() == ["in", "out"] * 3
+
+
+def test_a_program_reaches_its_endpoint_whatever_proxy_is_set():
+    program = 'case "$NO_PROXY" in *127.0.0.1) exit 0;; esac; exit 3'
+    assert "exit code" not in said_by(OpenAIAgent(command=("sh", "-c", program))).outcome.reason
+
+
+def test_a_program_and_its_children_end_with_the_process_that_runs_it(tmp_path: Path):
+    note = tmp_path / "pids"
+    program = f"sleep 1000 & echo $! $$ > {note}.part; mv {note}.part {note}; wait"
+    command = ["sh", "-c", program]
+    code = f"asyncio.run(run_program({command}, env={{}}, stdin=''))"
+    imports = "import asyncio; from rlsys.agents.sandbox.programs import run_program; "
+    with subprocess.Popen([sys.executable, "-c", imports + code]) as replica:
+        while not note.exists():
+            assert replica.poll() is None
+            time.sleep(0.01)
+        replica.kill()
+    assert [is_gone(int(pid)) for pid in note.read_text().split()] == [True, True]
+
+
+def test_a_program_that_cannot_be_started_says_why(tmp_path: Path):
+    program = tmp_path / "program"
+    program.touch()
+    assert f"cannot start {program}: Permission denied" in said_by(OpenAIAgent(command=(str(program),))).outcome.reason
+
+
+def test_a_program_that_a_signal_ends_says_which():
+    assert "exit code 137" in said_by(OpenAIAgent(command=("sh", "-c", "kill -9 $$"))).outcome.reason
+
+
+def test_a_program_that_stops_for_a_while_is_waited_for():
+    program = "(sleep 0.1; kill -CONT $$) & kill -STOP $$; exit 3"
+    assert "exit code 3;" in said_by(OpenAIAgent(command=("sh", "-c", program))).outcome.reason
+
+
+def test_a_prompt_that_is_too_long_for_an_argument_fails_the_episode():
+    task = Task(id="long", prompt="x" * 200_000)
+    (trajectory,) = played(OpenAIAgent(command=("true", "{prompt}")), task, lambda prompt: "").trajectories
+    assert trajectory.outcome.is_failed and "cannot start true: Argument list too long" in trajectory.outcome.reason
+
+
+def text_of(turn: Turn) -> str:
+    return "".join(map(chr, turn.prompt_ids))
+
+
+# -------------------------------------------------------------------------------------------------------- configuration
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("nobody", "has no 'nobody'"),
+        ("not_async", "is not an async function"),
+        ("asks_too_much", "asks for temperature"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_found_as_the_configuration_is_read(name: str, problem: str):
+    from rlsys.config.plugins import WORKFLOWS
+
+    with pytest.raises(ValueError, match=problem):
+        WORKFLOWS.read({"type": "openai_agent", "agent": f"tests.openai_agents:{name}"})
+
+
+def test_it_is_a_function_or_a_program():
+    for wrong in ({}, {"agent": "tests.openai_agents:silent", "command": ("true",)}):
+        with pytest.raises(ValueError, match="give either `agent`, an async function, or `command`, a program"):
+            OpenAIAgent(**wrong)
+
+
+def test_a_program_that_is_not_there_is_found_before_the_run_starts():
+    with pytest.raises(ConfigError, match=r"no program 'no-such-program'"):
+        OpenAIAgent(command=("no-such-program",)).check([TASK], group_size=2, temperature=1.0)
+    OpenAIAgent(command=("python", "agent.py")).check([TASK], group_size=2, temperature=1.0)

@@ -1,0 +1,703 @@
+"""The ready-made workflows, played with a scripted policy: who is told what, what may go wrong, and what is trained."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import re
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from algorithms.eapo import EAPO
+from algorithms.kto import KTO
+from rlsys.agents.session import Agent, AgentStopped, ContextFull, Session
+from rlsys.agents.tool_calls import ToolCall, write_calls
+from rlsys.agents.workflows.lead_subagents import LeadSubagents
+from rlsys.agents.workflows.reconfiguring import Reconfiguring
+from rlsys.agents.workflows.research import Research
+from rlsys.agents.workflows.self_play import INVALID, SelfPlay
+from rlsys.agents.workflows.spawn_join import NOTHING, Family, SpawnJoin
+from rlsys.agents.workflows.tool_use import ToolUse
+from rlsys.agents.workflows.workflow_tools import Moves, opened
+from rlsys.algorithm import Aggregation, TrajectoryAdvantage
+from rlsys.batch.packing import plan_batch
+from rlsys.batch.samples import meta_of, samples_of
+from rlsys.config import Config
+from rlsys.errors import ConfigError, TaskTooLong, ToolError
+from rlsys.testing import ScriptedPolicy, played
+from rlsys.types import OK, Episode, Json, Message, OutcomeKind, Score, Task, Trajectory
+from tests.groups import group
+
+TASK = Task(id="t", prompt="the riddle", answer="42")
+HERE = "tests.unit.agents.test_ready_made_workflows"
+TRUNCATED = OutcomeKind.TRUNCATED
+
+
+def double(number: int) -> int:
+    """Twice a number."""
+    return 2 * number
+
+
+def halve(number: int) -> int:
+    """Half of a number."""
+    return number // 2
+
+
+def terminate(answer: str) -> str:
+    """A tool that is called as a move is."""
+    return answer
+
+
+def breaks(why: str) -> str:
+    """Never works."""
+    raise ToolError(f"the server is gone: {why}")
+
+
+def is_even(task: str, reply: str) -> float:
+    return float(int(reply) % 2 == 0)
+
+
+def call(name: str, **arguments: Json) -> str:
+    return write_calls([ToolCall(name, arguments, "")])
+
+
+def calls(*texts: str) -> str:
+    return "\n".join(texts)
+
+
+def last(prompt: str) -> str:
+    """What was said to the policy last."""
+    return re.split(r"<(?:user|tool|assistant)>", prompt.removesuffix("<assistant>"))[-1].strip()
+
+
+def said(trajectory: Trajectory) -> list[str]:
+    return [turn.text for turn in trajectory.turns]
+
+
+def read(trajectory: Trajectory, turn: int = -1) -> str:
+    """All that the policy had before it in a turn."""
+    return "".join(map(chr, trajectory.turns[turn].prompt_ids))
+
+
+# ------------------------------------------------------------------------------------------------------- opened, moves
+
+
+def test_a_conversation_opens_with_one_system_message_and_one_of_the_user():
+    prompt = (Message(role="system", content="theirs"), Message(role="user", content="ask"))
+    expected = [("system", "ours\n\ntheirs"), ("user", "ask\n\nmore")]
+    assert [(m["role"], m["content"]) for m in opened("ours", prompt, "more")] == expected
+    assert [m["content"] for m in opened("ours", "ask")] == ["ours", "ask"]
+
+
+def test_what_a_move_raises_is_raised_and_what_a_model_asks_wrongly_is_told():
+    async def leap(far: int) -> str:
+        """Leap."""
+        return str(1 // far)
+
+    def run(*made: ToolCall) -> list[str]:
+        return [result.content for result in asyncio.run(Moves(leap).run(made))]
+
+    assert run(ToolCall("leap", {"far": 1}, "")) == ["1"]
+    (told,) = run(ToolCall("leap", {"far": "near"}, ""))
+    assert "far" in told and "valid integer" in told
+    with pytest.raises(ZeroDivisionError):
+        run(ToolCall("leap", {"far": 0}, ""))
+
+
+class Held:
+    """Whom the moves of a session hold on to."""
+
+
+def moves_of(held: Held, word: str) -> Moves:
+    async def outer() -> str:
+        """Say the word."""
+        assert held
+        return word
+
+    async def inner() -> str:
+        """Break as a bug does."""
+        raise KeyError(word)
+
+    return Moves(outer, others=Moves(inner))
+
+
+def test_moves_among_the_others_are_moves_too_and_those_of_this_session():
+    for word in ("one", "two"):
+        moves = moves_of(Held(), word)
+        assert [result.content for result in asyncio.run(moves.run([ToolCall("outer", {}, "")]))] == [word]
+        with pytest.raises(KeyError, match=word):
+            asyncio.run(moves.run([ToolCall("inner", {}, "")]))
+
+
+def test_what_moves_hold_on_to_ends_with_their_session():
+    def begun() -> tuple[weakref.ref[Held], Moves]:
+        held = Held()
+
+        async def hold() -> str:
+            """Hold on."""
+            return str(held)
+
+        return weakref.ref(held), Moves(hold)
+
+    seen, moves = begun()
+    assert len(moves) == 1 and seen() is not None
+    del moves
+    gc.collect()
+    assert seen() is None
+
+
+def test_what_a_move_returns_is_bounded_and_holds_nothing_that_no_tokenizer_takes():
+    async def long() -> str:
+        """Say much."""
+        return "\ud800" + "x" * 1_000_000
+
+    (result,) = asyncio.run(Moves(long).run([ToolCall("long", {}, "")]))
+    assert result.is_cut and len(result.content) < 30_000
+    assert result.content.encode().startswith(b"?x")
+
+
+def test_a_default_of_a_move_is_that_of_this_session():
+    def moves_from(start: int) -> Moves:
+        async def count(first: int = start) -> str:
+            """Count."""
+            return str(first)
+
+        return Moves(count)
+
+    for start in (1, 2):
+        (result,) = asyncio.run(moves_from(start).run([ToolCall("count", {}, "")]))
+        assert result.content == str(start)
+
+
+NEEDED = ["run.steps=1", "model.path=m", "data.path=d"]
+
+
+@pytest.mark.parametrize(
+    ("workflow", "problem"),
+    [
+        (f"{{type: '{ToolUse.__module__}:ToolUse'}}", "tools: required, and not given"),
+        (
+            f"{{type: '{ToolUse.__module__}:ToolUse', tools: [no_such:tool]}}",
+            "cannot import tool 'no_such:tool': ModuleNotFoundError",
+        ),
+        (f"{{type: '{ToolUse.__module__}:ToolUse', tools: ['{HERE}:call']}}", "the tool .* has no docstring"),
+        (
+            f"{{type: '{ToolUse.__module__}:ToolUse', tools: ['{HERE}:double', '{HERE}:double']}}",
+            "two tools are called",
+        ),
+        (f"{{type: '{SelfPlay.__module__}:SelfPlay', judge: '{HERE}:TASK'}}", "is no function"),
+    ],
+)
+def test_a_tool_or_judge_that_is_not_there_is_found_as_the_configuration_is_read(workflow: str, problem: str):
+    with pytest.raises(ConfigError, match=problem):
+        Config.load([], [*NEEDED, f"rollout.workflow={workflow}"])
+
+
+# ------------------------------------------------------------------------------------------------------------ tool use
+
+
+def test_an_agent_calls_tools_side_by_side_and_answers_from_their_results():
+    def reply(prompt: str) -> str:
+        if "<tool>" not in prompt:
+            return calls("Let me see.", call("double", number=4), call("double", number=5))
+        return "so " + " and ".join(re.findall(r"<tool>(\d+)", prompt))
+
+    (trajectory,) = played(ToolUse(tools=(f"{HERE}:double",)), TASK, reply).trajectories
+    assert said(trajectory)[-1] == "so 8 and 10"
+    assert '"name": "double"' in read(trajectory, 0)
+    (sample,) = samples_of(trajectory)
+    assert sum(sample.is_trained) == sum(map(len, said(trajectory)))
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ("<tool_call>{", "cannot be read"),
+        (call("doubles", number=1), "No tool is called `doubles`; did you mean `double`?"),
+        (call("double", number="x"), "wrong arguments"),
+    ],
+)
+def test_a_wrong_call_is_told_and_the_episode_goes_on(written: str, told: str):
+    answer = played(ToolUse(tools=(f"{HERE}:double",)), TASK, lambda p: "sorry" if told in last(p) else written)
+    assert (said(answer.trajectories[0]), answer.trajectories[0].outcome) == ([written, "sorry"], OK)
+
+
+def test_an_agent_that_never_stops_is_truncated():
+    workflow = ToolUse(tools=(f"{HERE}:double",), max_turns=3)
+    (endless,) = played(workflow, TASK, lambda p: call("double", number=1)).trajectories
+    assert (len(endless.turns), endless.outcome.kind) == (3, TRUNCATED)
+
+
+@pytest.mark.parametrize("kind", ["tools: ['broken_at_import:f']", "judge: 'broken_at_import:f'"])
+def test_what_a_users_module_raises_as_it_is_imported_is_told_with_the_key(kind, tmp_path):
+    (tmp_path / "broken_at_import.py").write_text("limit = 1 / 0\n")
+    name = f"{ToolUse.__module__}:ToolUse" if "tools" in kind else f"{SelfPlay.__module__}:SelfPlay"
+    sys.path.insert(0, str(tmp_path))
+    try:
+        with pytest.raises(ConfigError, match=r"cannot import (tool|judge) 'broken_at_import:f': ZeroDivisionError"):
+            Config.load([], [*NEEDED, f"rollout.workflow={{type: '{name}', {kind}}}"])
+    finally:
+        sys.path.remove(str(tmp_path))
+
+
+# ---------------------------------------------------------------------------------------------------- lead, subagents
+
+
+def lead_of(*tasks: str) -> Callable[[str], str]:
+    """A lead that delegates these once; subagents answer with their task in capitals."""
+
+    def reply(prompt: str) -> str:
+        if "You lead" not in prompt:
+            return last(prompt).upper()
+        return "done" if "Subagent" in last(prompt) else call("delegate", tasks=[*tasks])
+
+    return reply
+
+
+def test_a_lead_sees_what_its_subagents_answer_and_nothing_else_of_them():
+    def reply(prompt: str) -> str:
+        if "You lead" in prompt or "<tool>" in prompt:
+            return lead_of("a", "b")(prompt) if "You lead" in prompt else "eight"
+        return call("double", number=4)
+
+    lead, *subagents = played(LeadSubagents(tools=(f"{HERE}:double",)), TASK, reply).trajectories
+    assert [(sub.agent, sub.parent, said(sub)[-1]) for sub in subagents] == [("subagent", 0, "eight")] * 2
+    assert said(lead)[-1] == "done"
+    assert last(read(lead)) == "Subagent 1: eight\n\nSubagent 2: eight"
+    assert all("the riddle" not in read(sub) for sub in subagents)
+    assert '"double"' not in read(lead)
+
+
+@dataclass
+class TogetherOnly(ScriptedPolicy):
+    """Answers of subagents come only once two are asked: one after the other they would wait for ever."""
+
+    def __post_init__(self) -> None:
+        self.both = asyncio.Barrier(2)
+
+    async def sample(self, prompt_ids, seed, max_new_tokens=None):
+        if "You lead" not in "".join(map(chr, prompt_ids)):
+            await self.both.wait()
+        return await super().sample(prompt_ids, seed, max_new_tokens)
+
+
+@pytest.mark.timeout(10)
+def test_subagents_run_side_by_side_so_that_their_time_is_the_longest_and_not_the_sum():
+    episode = played(LeadSubagents(), TASK, TogetherOnly(lead_of("a", "b")))
+    assert [said(t)[-1] for t in episode.trajectories] == ["done", "A", "B"]
+
+
+def test_a_lead_sees_no_thought_of_a_subagent_and_calls_within_thoughts_are_not_run():
+    def reply(prompt: str) -> str:
+        if "You lead" in prompt:
+            return lead_of("a")(prompt)
+        return f"<think>perhaps {call('breaks', why='it was only thought of')}</think>\n\neight"
+
+    lead, subagent = played(LeadSubagents(tools=(f"{HERE}:breaks",)), TASK, reply).trajectories
+    assert last(read(lead)) == "Subagent 1: eight"
+    assert (len(subagent.turns), subagent.outcome) == (1, OK)
+
+
+def test_limits_of_subagents_are_told_to_the_lead():
+    def lead(prompt: str) -> str:
+        if "You lead" not in prompt:
+            return "ok"
+        return "done" if prompt.count("<assistant>") == 3 else call("delegate", tasks=["a", "b", "c"])
+
+    episode = played(LeadSubagents(max_subagents=2, max_subagents_in_all=3), TASK, lead)
+    assert len(episode.trajectories) == 4
+    told = re.findall(r"Subagent \d: (\w+)", read(episode.trajectories[0]))
+    assert told == ["ok", "ok", "refused", "ok", "refused", "refused"]
+
+
+def test_a_subagent_whose_tools_break_fails_alone_and_the_lead_is_told():
+    def reply(prompt: str) -> str:
+        if "You lead" not in prompt and "bad" in prompt:
+            return call("breaks", why="unplugged")
+        return lead_of("bad", "good")(prompt)
+
+    episode = played(LeadSubagents(tools=(f"{HERE}:breaks",)), TASK, reply)
+    lead, bad, good = episode.trajectories
+    assert (lead.outcome, good.outcome) == (OK, OK)
+    assert bad.outcome.is_failed and "the server is gone: unplugged" in bad.outcome.reason
+    assert last(read(lead)) == "Subagent 1: failed: a tool broke\n\nSubagent 2: GOOD"
+    scored = group(0, episodes=meta_of((episode,)))
+    assert [place for place, _ in scored.trajectories()] == [(0, 0), (0, 2)]
+
+
+def test_a_subagent_that_never_stops_is_truncated_and_the_lead_is_told():
+    def reply(prompt: str) -> str:
+        return lead_of("x")(prompt) if "You lead" in prompt else call("double", number=1)
+
+    workflow = LeadSubagents(tools=(f"{HERE}:double",), max_subagent_turns=2)
+    lead, endless = played(workflow, TASK, reply).trajectories
+    assert (len(endless.turns), endless.outcome.kind, lead.outcome) == (2, TRUNCATED, OK)
+    assert "failed: it ran out" in last(read(lead))
+
+
+def test_a_lead_that_never_stops_is_truncated():
+    def reply(prompt: str) -> str:
+        return call("delegate", tasks=["again"]) if "You lead" in prompt else "ok"
+
+    lead, *_ = played(LeadSubagents(max_lead_turns=3), TASK, reply).trajectories
+    assert (len(lead.turns), lead.outcome.kind) == (3, TRUNCATED)
+
+
+class Overflows(ScriptedPolicy):
+    """A subagent whose task is `long` has no room for it."""
+
+    async def sample(self, prompt_ids, seed, max_new_tokens=None):
+        if "<user>long" in "".join(map(chr, prompt_ids)):
+            raise TaskTooLong("rollout-0", "encoding a prompt", "5000 tokens")
+        return await super().sample(prompt_ids, seed, max_new_tokens)
+
+
+def test_a_task_over_the_context_limit_is_told_to_the_lead():
+    lead, long, _ = played(LeadSubagents(), TASK, Overflows(lead_of("long", "short"))).trajectories
+    assert (lead.outcome, long.outcome.kind, long.turns) == (OK, TRUNCATED, ())
+    assert last(read(lead)) == "Subagent 1: failed: it ran out of turns or room\n\nSubagent 2: SHORT"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buggy(LeadSubagents):
+    async def work(self, session: Session, subagent: Agent, task: str) -> str:
+        raise KeyError("a bug of the author's")
+
+
+def test_a_bug_in_a_subclass_is_raised_and_not_told_to_the_model():
+    with pytest.raises(KeyError, match="a bug of the author's"):
+        played(Buggy(), TASK, lead_of("a"))
+
+
+# ------------------------------------------------------------------------------------------------- weights (WideSeek)
+
+
+def token_weights(*episodes: Episode) -> dict[tuple[int, int], float]:
+    """What each agent's tokens count together."""
+    scored = group(0, episodes=meta_of(episodes))
+    assigned = [TrajectoryAdvantage(e, t, 1.0) for (e, t), _ in scored.trajectories()]
+    (update,) = plan_batch([scored], [assigned], Aggregation("agents"), num_ranks=1, max_tokens=10_000).updates
+    weights: dict[tuple[int, int], float] = {}
+    for ref in (ref for part in update.ranks[0] for ref in part.samples):
+        sample = scored.episodes[ref.episode].trajectories[ref.trajectory].samples[ref.sample]
+        place = ref.episode, ref.trajectory
+        weights[place] = weights.get(place, 0.0) + ref.token_weight * sample.num_trained
+    return weights
+
+
+def test_token_weights_of_every_episode_sum_to_one_share_and_every_agent_has_an_equal_one():
+    narrow, wide = (played(LeadSubagents(), TASK, lead_of(*tasks)) for tasks in ("a", ("bcd", "ef", "g")))
+    weights = token_weights(narrow, wide)
+    assert sum(share for (e, _), share in weights.items() if e == 0) == pytest.approx(1 / 2)
+    assert [weights[1, t] for t in range(4)] == pytest.approx([1 / 8] * 4)
+
+
+def test_one_more_subagent_changes_the_weight_of_the_others_by_their_number_alone():
+    def one(*tasks: str) -> dict[tuple[int, int], float]:
+        return token_weights(played(LeadSubagents(), TASK, lead_of(*tasks)))
+
+    before, after = one("abc", "de"), one("abc", "de", "de")
+    for place, weight in before.items():
+        assert after[place] == pytest.approx(weight * 3 / 4)
+
+
+# --------------------------------------------------------------------------------------------------------- spawn, join
+
+
+def parent_of(*contexts: str) -> Callable[[str], str]:
+    """A parent that spawns these once; a child thinks about its context for a turn, then joins `found CONTEXT`."""
+
+    def reply(prompt: str) -> str:
+        if "spawn a child" in prompt:
+            return "answer" if "Child 1:" in prompt else call("spawn", contexts=[*contexts])
+        if "<tool>" in prompt:
+            return call("join", text=f"found {re.findall('<user>(.*)', prompt)[0]}")
+        return "musing\n" + call("recall", what="nothing")
+
+    return reply
+
+
+def test_a_parent_has_its_own_words_and_what_was_joined_and_nothing_its_children_thought():
+    parent, *children = played(SpawnJoin(), TASK, parent_of("x", "y")).trajectories
+    assert [(child.agent, child.parent) for child in children] == [("child", 0), ("child", 0)]
+    assert last(read(parent)) == "Child 1: found x\n\nChild 2: found y"
+    assert read(parent).startswith(read(parent, 0) + said(parent)[0])
+    assert "musing" not in read(parent) and "the riddle" not in read(children[0])
+    (sample,) = samples_of(parent)
+    assert sum(sample.is_trained) == sum(map(len, said(parent)))
+
+
+def test_a_child_ends_as_it_joins_and_one_that_never_does_hands_over_nothing():
+    def reply(prompt: str) -> str:
+        if "spawn a child" in prompt:
+            return "answer" if "Child 1:" in prompt else call("spawn", contexts=["silent", "endless", "good"])
+        if "silent" in prompt:
+            return "I keep it to myself"
+        return call("join", text="here") if "good" in prompt else call("no", such="tool")
+
+    parent, silent, endless, good = played(SpawnJoin(max_child_turns=2), TASK, reply).trajectories
+    assert last(read(parent)) == f"Child 1: {NOTHING}\n\nChild 2: {NOTHING}\n\nChild 3: here"
+    assert [len(child.turns) for child in (silent, endless, good)] == [1, 2, 1]
+    assert [child.outcome.kind for child in (silent, endless, good)] == ["ok", TRUNCATED, "ok"]
+
+
+def test_contexts_beyond_the_limit_are_refused():
+    parent, *children = played(SpawnJoin(max_children=1), TASK, parent_of("x", "y")).trajectories
+    assert len(children) == 1
+    assert "Child 2: (refused: at most 1 children at once)" in read(parent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told(SpawnJoin):
+    """Plain text: the parent says contexts with a bar between them; a child's reply is what it joins."""
+
+    async def solve(self, family: Family) -> None:
+        texts = (await family.parent.chat("P=")).split("|")
+        for _ in range(2):
+            texts = await self.spawn(family, texts)
+        await family.parent.chat(">" + "|".join(texts))
+        family.session.log.append(family.session.log[0])
+        family.session.reward(family.session.num_sequential)
+
+    async def explore(self, child: Agent, context: str) -> str | None:
+        if context == "zz":
+            raise AgentStopped
+        return await child.chat(f"C{context}=")
+
+
+def test_the_critical_path_is_the_parents_tokens_and_those_of_the_longest_child_of_every_spawn():
+    script = {"P=": "a|bbb", "Ca=": "a", "Cbbb=": "bb", "Cbb=": "b"}
+    episode = played(Told(), TASK, lambda prompt: script.get(prompt, "end"))
+    parent, *children = episode.trajectories
+    assert said(parent) == ["a|bbb", "end"] and read(parent) == "P=a|bbb>a|b"
+    assert [said(child) for child in children] == [["a"], ["bb"], ["a"], ["b"]]
+    assert parent.reward == len("a|bbb") + len("bb") + len("b") + len("end") < len("a|bbbabbabend")
+    (meta,) = meta_of((episode,))
+    assert meta.num_sequential == episode.num_sequential == parent.reward
+    (scored,) = group(0, episodes=[meta]).with_scores((Score(1.0),)).episodes
+    assert scored.num_sequential == parent.reward
+
+
+def test_calls_of_all_agents_are_counted():
+    def reply(prompt: str) -> str:
+        if "You lead" in prompt or "<tool>" in prompt:
+            return lead_of("a", "b")(prompt) if "You lead" in prompt else "eight"
+        return calls(call("double", number=4), call("double", number=5))
+
+    episode = played(LeadSubagents(tools=(f"{HERE}:double",)), TASK, reply)
+    assert meta_of((episode,))[0].num_tool_calls == 1 + 2 * 2
+
+
+def test_the_transcript_ends_with_the_sequential_tokens_even_of_an_episode_that_was_stopped():
+    workflow = SpawnJoin(max_parent_turns=1)
+    session = workflow.session(TASK, {"policy": ScriptedPolicy(parent_of("x", "y"))}, 1, 0, {})
+    asyncio.run(workflow.play(session))
+    lengths = [sum(len(turn.output_ids) for turn in agent.turns) for agent in session.agents]
+    expected = f"sequential tokens: {lengths[0] + max(lengths[1:])} of {sum(lengths)}"
+    assert session.log[-1].text == expected
+
+
+# ------------------------------------------------------------------------------------------------------------ research
+
+
+def rounds_of(number: int) -> Callable[[str], str]:
+    """A researcher that calls a tool in every round but the last."""
+
+    def reply(prompt: str) -> str:
+        count = len(re.findall(r"note", prompt))
+        report = "<report>" + "note " * (count + 1) + "</report>"
+        return f"{report}\nThe answer." if count + 1 == number else report + "\n" + call("double", number=count)
+
+    return reply
+
+
+def test_every_round_starts_from_question_report_and_last_result_and_is_a_sample_of_its_own():
+    (trajectory,) = played(Research(tools=(f"{HERE}:double",)), TASK, rounds_of(3)).trajectories
+    assert [len([*samples_of(trajectory)]), len(trajectory.turns)] == [3, 3]
+    third = read(trajectory, 2)
+    assert "the riddle" in third and "Your report so far:\nnote note\n" in third
+    assert '"number": 1' in third and third.rstrip().endswith("2\n<assistant>"), "the last action and its result"
+    assert '"number": 0' not in third, "and none before"
+
+
+def test_the_workspace_does_not_grow_with_the_rounds():
+    def reply(prompt: str) -> str:
+        return "<report>" + "x" * 500 + "</report>" + call("double", number=1)
+
+    workflow = Research(tools=(f"{HERE}:double",), max_rounds=20, max_report_chars=100)
+    (trajectory,) = played(workflow, TASK, reply).trajectories
+    lengths = [len(turn.prompt_ids) for turn in trajectory.turns]
+    assert len(lengths) == 20 and len({*lengths[1:]}) == 1
+    assert "x" * 100 in read(trajectory) and "x" * 101 not in read(trajectory)
+    assert trajectory.outcome.kind is TRUNCATED
+
+
+def test_a_round_without_a_report_keeps_the_one_before():
+    def reply(prompt: str) -> str:
+        if "known" in prompt.partition("Your report")[2]:
+            return "done" if prompt.count("4") else call("double", number=2)
+        return "<report>known</report>" + call("double", number=1)
+
+    (trajectory,) = played(Research(tools=(f"{HERE}:double",)), TASK, reply).trajectories
+    assert len(trajectory.turns) == 3 and "Your report so far:\nknown\n" in read(trajectory)
+
+
+def test_of_two_successes_the_first_round_of_the_shorter_one_is_worth_more():
+    def scored(number: int, reward: float) -> Episode:
+        (trajectory,) = played(Research(tools=(f"{HERE}:double",)), TASK, rounds_of(number)).trajectories
+        return Episode((Trajectory("policy", trajectory.turns, OK, reward),))
+
+    step = group(0, episodes=meta_of((scored(4, 1.0), scored(2, 1.0), scored(3, 0.0))))
+    first = {a.episode: a.advantage for a in EAPO(gamma=0.9).advantages(step) if a.sample == 0}
+    assert first[1] > first[0] > first[2]
+
+
+# ------------------------------------------------------------------------------------------------------- reconfiguring
+
+
+def stages(mode: str) -> Callable[[str], str]:
+    """One tool call, one reconfiguration, then the end."""
+
+    def reply(prompt: str) -> str:
+        if "Sub-goal: finish" in prompt:
+            return call("terminate", answer="42")
+        if "<tool>" not in prompt:
+            return "secret\n" + call("double", number=21)
+        return call("reconfigure", sub_goal="finish", strategy="fast", tools=[], knowledge="it is 42", mode=mode)
+
+    return reply
+
+
+@pytest.mark.parametrize(("mode", "num_samples"), [("basic", 1), ("truncation", 2)])
+def test_the_next_stage_begins_with_the_new_configuration(mode: str, num_samples: int):
+    (trajectory,) = played(Reconfiguring(tools=(f"{HERE}:double",)), TASK, stages(mode)).trajectories
+    assert len([*samples_of(trajectory)]) == num_samples
+    final = read(trajectory)
+    assert "the riddle" in final and "Knowledge: it is 42\nTools: reconfigure, terminate" in final
+    assert ("secret" in final) is (mode == "basic")
+    assert said(trajectory)[-1] == call("terminate", answer="42")
+
+
+def test_a_stage_is_offered_its_tools_also_where_the_context_goes_on():
+    """Stage 1 has both, stage 2 begins anew with `double`, stage 3 goes on with `halve`."""
+    asked: list[str] = []
+
+    def reply(prompt: str) -> str:
+        asked.append(prompt)
+        if len(asked) == 3:
+            return "done"
+        mode = "truncation" if len(asked) == 1 else "basic"
+        tools: list[Json] = ["double" if len(asked) == 1 else "halve"]
+        return call("reconfigure", sub_goal="s", strategy="s", tools=tools, knowledge="k", mode=mode)
+
+    workflow = Reconfiguring(tools=(f"{HERE}:double", f"{HERE}:halve"))
+    (trajectory,) = played(workflow, TASK, reply).trajectories
+    assert [text.count('"name": "double"') for text in asked] == [1, 1, 1]
+    assert [text.count('"name": "halve"') for text in asked] == [1, 0, 1]
+    assert len([*samples_of(trajectory)]) == 2, "the third stage goes on from the tokens of the second"
+
+
+def test_a_tool_with_the_name_of_a_move_is_found_as_the_configuration_is_read():
+    with pytest.raises(ValueError, match="two tools are called 'terminate'"):
+        Reconfiguring(tools=(f"{HERE}:terminate",))
+
+
+def test_all_stages_share_one_label():
+    (trajectory,) = played(Reconfiguring(tools=(f"{HERE}:double",)), TASK, stages("truncation")).trajectories
+    labelled = Episode((Trajectory("policy", trajectory.turns, OK, 1.0),))
+    (assigned,) = KTO().advantages(group(0, episodes=meta_of((labelled,))))
+    assert (assigned.advantage, assigned.sample) == (1.0, None)
+
+
+def test_a_tool_that_a_stage_did_not_choose_is_not_there():
+    def reply(prompt: str) -> str:
+        if "No tool is called `double`" in prompt:
+            return "I see"
+        if "Sub-goal: finish" in prompt:
+            return call("double", number=1)
+        return stages("truncation")(prompt)
+
+    (trajectory,) = played(Reconfiguring(tools=(f"{HERE}:double",)), TASK, reply).trajectories
+    assert (said(trajectory)[-1], trajectory.outcome) == ("I see", OK)
+
+
+def test_a_configuration_with_a_tool_that_does_not_exist_is_refused_and_told():
+    def reply(prompt: str) -> str:
+        wrong = call("reconfigure", sub_goal="s", strategy="s", tools=["magic"], knowledge="k", mode="truncation")
+        return "done" if "There are no tools magic; there are double" in last(prompt) else wrong
+
+    (trajectory,) = played(Reconfiguring(tools=(f"{HERE}:double",)), TASK, reply).trajectories
+    assert len(trajectory.turns) == 2 and "Sub-goal: Solve the task." in read(trajectory)
+
+
+def test_an_agent_that_only_reconfigures_is_truncated():
+    def reply(prompt: str) -> str:
+        return call("reconfigure", sub_goal="s", strategy="s", tools=[], knowledge="k", mode="truncation")
+
+    (trajectory,) = played(Reconfiguring(tools=(), max_turns=5), TASK, reply).trajectories
+    assert (len(trajectory.turns), trajectory.outcome.kind) == (5, TRUNCATED)
+
+
+# ----------------------------------------------------------------------------------------------------------- self-play
+
+
+@dataclass
+class Solvers(ScriptedPolicy):
+    """A proposer of one task, and solvers whose replies are counted up from 1."""
+
+    proposal: str = "<task>Say an even number.</task>"
+    num: int = 0
+
+    def __post_init__(self) -> None:
+        self.reply = self.say
+
+    def say(self, prompt: str) -> str:
+        if "Make one task" in prompt:
+            return self.proposal
+        self.num += 1
+        return str(self.num)
+
+
+@pytest.mark.parametrize(("attempts", "learnable"), [(1, 0.0), (2, 1.0), (3, 2 / 3), (4, 1.0)])
+def test_solvers_are_rewarded_for_being_right_and_the_proposer_for_a_task_they_can_learn_from(attempts, learnable):
+    proposer, *solvers = played(SelfPlay(judge=f"{HERE}:is_even", attempts=attempts), TASK, Solvers()).trajectories
+    assert [solver.reward for solver in solvers] == [float(n % 2 == 0) for n in range(1, attempts + 1)]
+    assert proposer.reward == pytest.approx(learnable)
+    assert all("Say an even number." in read(s) and "the riddle" not in read(s) for s in solvers)
+
+
+@pytest.mark.parametrize("proposal", ["no task at all", "<task> </task>", "<task>not closed"])
+def test_a_proposal_that_holds_no_task_is_worth_less_than_one_that_teaches_nothing(proposal: str):
+    episode = played(SelfPlay(judge=f"{HERE}:is_even"), TASK, Solvers(proposal=proposal))
+    assert [t.reward for t in episode.trajectories] == [INVALID]
+
+
+def test_a_task_that_was_only_thought_of_is_not_proposed():
+    workflow = SelfPlay(judge=f"{HERE}:is_even", attempts=1)
+    thought = "<think>what of <task>Say 1.</task>?</think><task>Say 2.</task>"
+    assert workflow.read(thought) == "Say 2."
+    assert workflow.read("<think><task>Say 1.</task>") is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SomeStop(SelfPlay):
+    """The first solver has no room left, the tools of the second break."""
+
+    async def solve(self, solver: Agent, task: str) -> str:
+        if solver.index == 1:
+            raise ContextFull("no room")
+        if solver.index == 2:
+            raise ToolError("gone")
+        return await super().solve(solver, task)
+
+
+def test_a_solver_that_is_stopped_is_wrong_and_one_whose_tools_broke_counts_as_nothing():
+    workflow = SomeStop(judge=f"{HERE}:is_even", attempts=4)
+    proposer, stopped, broken, *others = played(workflow, TASK, Solvers()).trajectories
+    assert stopped.reward == 0.0 and broken.reward is None and broken.outcome.is_failed
+    assert [other.reward for other in others] == [0.0, 1.0]
+    assert proposer.reward == pytest.approx(1 - abs(1 - 2 / 3))

@@ -1,0 +1,243 @@
+"""The workflow `offline`: completions and labels of a file are trained as they are, and nothing is sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from algorithms.kto import KTO
+from examples.sort.tokenizer import build_tokenizer
+from rlsys.agents.workflow import SingleTurn
+from rlsys.agents.workflows.offline import Offline
+from rlsys.algorithm import Signal
+from rlsys.batch.packing import plan_batch
+from rlsys.batch.samples import samples_in, samples_of
+from rlsys.batch.tensors import StepData, packed
+from rlsys.config.plugins import WORKFLOWS
+from rlsys.data.task_file import load_tasks
+from rlsys.errors import ConfigError, DataError, TaskTooLong
+from rlsys.testing import ScriptedPolicy
+from rlsys.testing import played as play
+from rlsys.types import OK, Assignment, Episode, Group, Json, Message, Prompt, Task, VersionSpan
+from tests.models import tiny_sorter
+from tests.replicas import Shelf, played, replica_of, scripted
+from workers.engines.local import LocalEngine
+from workers.engines.scripted import ScriptedEngine
+from workers.rollout.rollout_worker import RolloutWorker
+from workers.text.tokenizer import TextTokenizer
+from workers.train.fsdp import FsdpBackend
+from workers.train.logprobs import score
+from workers.train.optimizer_settings import OptimizerSettings
+from workers.train.rank_group import RankGroup
+
+NUM_NEW = 7
+
+
+def task(prompt: Prompt = "12>", **info: Json) -> Task:
+    return Task(id="t", prompt=prompt, info=info)
+
+
+def said(role: str, content: str) -> Message:
+    return Message(role=role, content=content)
+
+
+def recorded(row: Task, policy: ScriptedPolicy) -> Episode:
+    return play(Offline(), row, policy)
+
+
+# ------------------------------------------------------------------------------------------------------------ workflow
+
+
+@pytest.mark.parametrize(("label", "reward"), [(True, 1.0), (False, 0.0), (1, 1.0), (0, 0.0)])
+def test_a_completion_is_the_policys_turn_and_its_label_the_reward(label: bool | int, reward: float) -> None:
+    policy = ScriptedPolicy()
+    (trajectory,) = recorded(task(completion="012", label=label), policy).trajectories
+    (turn,) = trajectory.turns
+    assert (trajectory.agent, trajectory.outcome, trajectory.reward) == ("policy", OK, reward)
+    assert (turn.prompt_ids, turn.text, turn.finish) == (tuple(map(ord, "12>")), "012", "stop")
+    assert policy.asked == []  # nothing was sampled
+
+
+def test_of_a_conversation_the_assistants_messages_are_trained_and_the_others_are_context() -> None:
+    turns: list[Json] = [
+        {"role": "assistant", "content": "look up 3"},
+        {"role": "tool", "content": "a fact"},
+        {"role": "user", "content": "and?"},
+        {"role": "assistant", "content": "done"},
+    ]
+    row = task((said("system", "Be brief."), said("user", "go")), completion=turns, label=True)
+    (trajectory,) = recorded(row, ScriptedPolicy()).trajectories
+    assert [turn.text for turn in trajectory.turns] == ["look up 3", "done"]
+    (sample,) = samples_of(trajectory)
+    trained = [i for i, on in zip(sample.completion_ids, sample.is_trained, strict=True) if on]
+    assert "".join(map(chr, trained)) == "look up 3done"
+    everything = "".join(map(chr, sample.prompt_ids + sample.completion_ids))
+    assert "a fact" in everything and "and?" in everything
+
+
+def test_it_has_a_name_and_evaluations_let_the_policy_answer() -> None:
+    assert isinstance(WORKFLOWS.read("offline"), Offline)
+    assert isinstance(Offline().in_evaluation(), SingleTurn)
+    same = SingleTurn()
+    assert same.in_evaluation() is same
+
+
+# ------------------------------------------------------------------------------------------------------------ bad rows
+
+
+ANSWER: Json = [{"role": "assistant", "content": "x"}]
+ASKED = (said("user", "go"),)
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (task(label=True), "no `completion`; the row has prompt, label"),
+        (task(completion="x", level=1), "no `label`; the row has prompt, completion, level"),
+        (task(completion="x", label="yes"), "`label` is 'yes'; give true or false"),
+        (task(completion="x", label=0.5), "`label` is 0.5; give true or false"),
+        (task(completion="", label=True), "the `completion` is empty"),
+        (task(completion=5, label=True), "`completion` is an int; give text or a list of messages"),
+        (task(completion=ANSWER, label=True), "the `prompt` is text and the `completion` a list of messages"),
+        (task(ASKED, completion=[], label=True), "the `completion` does not end with a message of the assistant"),
+        (task(ASKED, completion=[{"role": "user", "content": "x"}], label=True), "does not end with a message of the"),
+        (task(ASKED, completion=["x"], label=True), 'message 1 of the `completion` is not of the form {"role"'),
+        (task(ASKED, completion=[*ANSWER, *ANSWER], label=True), "two messages of the assistant in a row"),
+        (task(ASKED, completion=[{"role": "assistant", "content": ""}], label=True), "the `completion` is empty"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named_before_anything_starts(row: Task, problem: str) -> None:
+    good = task(completion="x", label=True)
+    with pytest.raises(DataError) as raised:
+        Offline().check([good, row, good], group_size=1, temperature=1.0)
+    first, second = str(raised.value).split("\n")
+    assert first == "data.path: 1 row cannot be used by rollout.workflow=offline"
+    assert second.startswith("  row 2: ") and problem in second
+
+
+def test_of_many_bad_rows_ten_are_shown() -> None:
+    with pytest.raises(DataError, match=r"12 rows cannot be used(.|\n)*row 10: .*\n  \.\.\. and 2 more$"):
+        Offline().check([task(label=True)] * 12, group_size=1, temperature=1.0)
+
+
+def test_keys_that_make_no_sense_with_it_are_refused() -> None:
+    rows = [task(completion="x", label=True)]
+    with pytest.raises(ConfigError, match=r"^algorithm\.group_size: 8 episodes .* set it to 1 with"):
+        Offline().check(rows, group_size=8, temperature=1.0)
+    with pytest.raises(ConfigError, match=r"^rollout\.temperature: 0\.7 changes nothing .* leave it at 1"):
+        Offline().check(rows, group_size=1, temperature=0.7)
+    Offline().check(rows, group_size=1, temperature=1.0)
+
+
+def test_rows_of_trls_unpaired_preferences_are_read_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "12>", "completion": "12", "label": True}, {"prompt": "21>", "completion": "21", "label": False}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tasks = load_tasks(path)
+    Offline().check(tasks, group_size=1, temperature=1.0)
+    rewards = [recorded(one, ScriptedPolicy()).trajectories[0].reward for one in tasks]
+    assert (rewards, [one.answer for one in tasks]) == ([1.0, 0.0], [None, None])
+
+
+# ------------------------------------------------------------------------------------------------------------- replica
+
+
+def local_engine(model: torch.nn.Module) -> LocalEngine:
+    return LocalEngine(model, num_slots=4, max_context=60 + NUM_NEW, stop_token_ids=frozenset({1}), name="rollout-0")  # type: ignore[arg-type]
+
+
+def replica(engine: LocalEngine | ScriptedEngine, shelf: Shelf | None = None) -> RolloutWorker:
+    return replica_of(shelf, engine, workflow=Offline(), num_tokens=NUM_NEW)
+
+
+def rolled_out(worker: RolloutWorker, *rows: Task) -> list[tuple[Group, tuple[Episode, ...]]]:
+    async def scenario() -> list[tuple[Group, tuple[Episode, ...]]]:
+        assignments = [Assignment(group_id, row, 1, 0, seed=1) for group_id, row in enumerate(rows)]
+        done = await asyncio.gather(*(worker.run(one) for one in assignments))
+        return [(rolled.group, payload) for rolled, payload in done]
+
+    return played([worker], scenario)
+
+
+def test_tokens_have_the_logprobs_that_the_engine_gives_them_and_end_as_the_policy_ends() -> None:
+    model = tiny_sorter()
+    ((group, payload),) = rolled_out(replica(local_engine(model)), task(completion="021", label=False))
+    (turn,) = payload[0].trajectories[0].turns
+    assert turn.output_ids == (*TextTokenizer(build_tokenizer()).encode("021"), 1)
+    (expected,) = score(tiny_sorter(), packed([s for _, s in samples_in(payload)], 64), 1.0)
+    assert turn.logprobs == pytest.approx(expected, abs=1e-5)
+    assert group.versions == (VersionSpan(0, 4),)
+    assert (turn.text, payload[0].trajectories[0].reward) == ("021", 0.0)
+
+
+def test_a_completion_that_ends_already_is_not_ended_twice() -> None:
+    codec = TextTokenizer(build_tokenizer())
+    assert codec.reply("12<eos>") == codec.reply("12") == (*codec.encode("12"), 1)
+
+
+@pytest.mark.parametrize(("prompt", "completion"), [("12>", "0123456"), ("1" * 60, "012345")])
+def test_a_completion_that_is_too_long_is_dropped_like_a_prompt_that_is(prompt: str, completion: str) -> None:
+    fits = task(prompt, completion=completion[:-1], label=True)
+    ((group, _),) = rolled_out(replica(local_engine(tiny_sorter())), fits)
+    assert group.num_trained == len(completion)
+    with pytest.raises(TaskTooLong, match=r"encoding a recorded completion: . tokens .*rollout\.max_new_tokens"):
+        rolled_out(replica(local_engine(tiny_sorter())), task(prompt, completion=completion, label=True))
+
+
+class Changing(ScriptedEngine):
+    """Its weights change under the first scoring."""
+
+    async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+        logprobs = await super().score(token_ids)
+        if self.version == 0:
+            self.version = 1
+            return tuple(-9.0 for _ in logprobs)
+        return logprobs
+
+
+def test_tokens_are_stamped_with_the_version_they_were_scored_under() -> None:
+    engine = Changing(lambda request: "", version=0)
+    ((group, payload),) = rolled_out(replica(engine), task(completion="021", label=True))
+    assert group.versions == (VersionSpan(1, 4),)
+    assert payload[0].trajectories[0].turns[0].logprobs == (0.0,) * 4
+
+
+def test_versions_are_those_that_the_replica_vouches_for() -> None:
+    engine = scripted("rollout-0")
+    ((group, _),) = rolled_out(replica(engine, Shelf(version=3)), task(completion="021", label=True))
+    assert (group.versions, [w.version for w in group.weights]) == ((VersionSpan(3, 4),), [3])
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+def test_kto_learns_from_a_file_and_the_engine_agrees_with_the_trainer(tmp_path: Path) -> None:
+    model = tiny_sorter()
+    model.save_pretrained(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    rng = random.Random(0)
+    numbers = ["".join(rng.choices("0123456789", k=3)) for _ in range(16)]
+    rows = [
+        task(f"{n}>", completion="".join(sorted(n, reverse=i % 2 == 1)), label=i % 2 == 0)
+        for i, n in enumerate(numbers)
+    ]
+    done = rolled_out(replica(local_engine(model)), *rows)
+    groups, payloads = [group for group, _ in done], [payload for _, payload in done]
+    kto = KTO(group_size=1, beta=0.5, variant="apo_zero_unpaired")
+    settled = kto.finalize_advantages(groups, {})
+    assert settled.metrics == {"kto/desirable_frac": 0.5}
+    plan = plan_batch(groups, settled.groups, kto.aggregation, num_ranks=1, max_tokens=512).of_rank(0)
+    columns = [
+        {Signal.REFERENCE_LOGPROBS: score(tiny_sorter(), packed([s for _, s in samples_in(payload)], 64), 1.0)}
+        for payload in payloads
+    ]
+    backend = FsdpBackend(str(tmp_path), OptimizerSettings(lr=1e-2, total_steps=10), RankGroup())
+    data = StepData(payloads, columns)
+    metrics = [backend.train_step(plan, data, kto, temperature=1.0) for _ in range(8)]
+    assert metrics[0]["sampler/logp_diff_max"] < 1e-4
+    assert metrics[-1]["kto/margin"] > 0.2 and metrics[-1]["loss"] < metrics[0]["loss"]

@@ -1,0 +1,189 @@
+"""Workflows: what is found under a name, what a session costs at most, and how a bug in one is told."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import pickle
+from dataclasses import dataclass
+
+import pytest
+
+from rlsys.agents.workflow import BudgetSpent, Session, SingleTurn, Workflow, play
+from rlsys.config.plugins import WORKFLOWS
+from rlsys.errors import ConfigError, ToolError, WorkerDied, WorkflowError
+from rlsys.testing import ScriptedPolicy, played
+from rlsys.types import OK, TRUNCATED, Episode, Outcome, Task, Trajectory, failed
+
+TASK = Task(id="t", prompt="2+3?", answer="5")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chatter(Workflow):
+    """One agent that talks on and on."""
+
+    num: int = 3
+    """Turns."""
+
+    async def run(self, session: Session) -> None:
+        agent = session.agent("policy")
+        for _ in range(self.num):
+            await agent.chat("on>")
+
+
+def outcome_of(episode: Episode) -> Outcome:
+    return episode.trajectories[0].outcome
+
+
+def test_a_text_prompt_is_fed_as_it_is():
+    policy = ScriptedPolicy(lambda prompt: "5")
+    (trajectory,) = played(SingleTurn(), TASK, policy).trajectories
+    (turn,) = trajectory.turns
+    assert policy.asked[0][0] == "2+3?"
+    assert trajectory == Trajectory("policy", (turn,), OK, None, None, "policy")
+    assert (turn.prompt_ids, turn.text) == (tuple(map(ord, "2+3?")), "5")
+
+
+def test_workflows_are_found_by_name_and_carry_their_fields():
+    assert WORKFLOWS.read("single_turn") == SingleTurn()
+    assert WORKFLOWS.read({"type": f"{__name__}:Chatter", "num": 5, "max_turns": 2}) == Chatter(num=5, max_turns=2)
+    assert pickle.loads(pickle.dumps(Chatter(num=5))) == Chatter(num=5)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("no_such_module:W", "cannot import workflow 'no_such_module:W': ModuleNotFoundError"),
+        ("rlsys.agents.workflow:Missing", "module 'rlsys.agents.workflow' has no 'Missing'"),
+        ("rlsys.types:Task", r"'rlsys.types:Task' is not a dataclass derived from rlsys\.workflow\.Workflow"),
+    ],
+)
+def test_what_is_not_a_workflow_is_named(spec: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        WORKFLOWS.find(spec)
+
+
+def test_a_workflow_without_a_run_says_so():
+    class Empty(Workflow):
+        pass
+
+    with pytest.raises(NotImplementedError, match="Empty plays nothing: implement `run`"):
+        played(Empty(), TASK, ScriptedPolicy())
+
+
+def test_an_episode_in_which_nobody_speaks_is_a_bug_of_the_workflow():
+    class Silent(Workflow):
+        async def run(self, session: Session) -> None:
+            pass
+
+    with pytest.raises(ValueError, match=r"made no agent: call session\.agent"):
+        played(Silent(), TASK, ScriptedPolicy())
+
+
+# ------------------------------------------------------------------------------------------------------------- budgets
+
+
+@pytest.mark.parametrize(("num", "turns", "outcome"), [(3, 3, OK), (4, 3, TRUNCATED)])
+def test_an_agent_that_never_stops_ends_the_episode_truncated(num: int, turns: int, outcome: Outcome):
+    episode = played(Chatter(num=num, max_turns=3), TASK, ScriptedPolicy())
+    assert (len(episode.trajectories[0].turns), outcome_of(episode)) == (turns, outcome)
+
+
+def test_the_last_turn_of_an_episodes_tokens_is_cut_to_fit():
+    episode = played(Chatter(num=9, max_episode_tokens=10), TASK, lambda prompt: "four")
+    turns = episode.trajectories[0].turns
+    assert [turn.text for turn in turns] == ["four", "four", "fo"]
+    assert [turn.sampling.max_new_tokens for turn in turns] == [10, 6, 2]
+    assert outcome_of(episode) == TRUNCATED
+
+
+def test_tokens_are_counted_over_all_agents_and_turns_for_each():
+    class Two(Workflow):
+        async def run(self, session: Session) -> None:
+            for name in "ab":
+                agent = session.agent(name)
+                for _ in range(2):
+                    await agent.chat("on>")
+
+    assert outcome_of(played(Two(max_turns=2), TASK, lambda prompt: "four")) == OK
+    a, b = played(Two(max_episode_tokens=12), TASK, lambda prompt: "four").trajectories
+    assert (len(a.turns), len(b.turns), a.outcome, b.outcome) == (2, 1, TRUNCATED, TRUNCATED)
+
+
+def test_a_workflow_may_go_on_after_a_budget_is_spent():
+    class Kept(Workflow):
+        async def run(self, session: Session) -> None:
+            agent, judge = session.agent("policy"), session.agent("judge")
+            await agent.chat("on>")
+            with pytest.raises(BudgetSpent, match=r"policy had its 1 turns \(max_turns\)"):
+                await agent.chat("on>")
+            await judge.chat("well?")
+
+    agent, judge = played(Kept(max_turns=1), TASK, ScriptedPolicy()).trajectories
+    assert (agent.outcome, judge.outcome, len(judge.turns)) == (TRUNCATED, OK, 1)
+
+
+# ------------------------------------------------------------------------------------------------------------ failures
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_reward_that_is_not_a_finite_number_fails_the_trajectory_it_was_given_to(value: float):
+    class GroupScores(Workflow):
+        async def run(self, session: Session) -> None:
+            lead, helper = session.agent("lead"), session.agent("helper")
+            session.reward(1.0)
+            session.reward(value, helper)
+            await lead.chat("go")
+
+    lead, helper = played(GroupScores(), TASK, ScriptedPolicy()).trajectories
+    assert lead.outcome == OK
+    assert helper.outcome == failed(f"the workflow gave agent 'helper' the reward {value}")
+
+
+@pytest.mark.parametrize("speaks_before", [True, False])
+def test_an_environment_that_is_gone_fails_the_episode_and_nothing_else(speaks_before: bool):
+    class Gone(Workflow):
+        async def run(self, session: Session) -> None:
+            if speaks_before:
+                await session.agent("policy").chat("go")
+            raise ToolError("the server is gone")
+
+    assert outcome_of(played(Gone(), TASK, ScriptedPolicy())) == failed("the server is gone")
+
+
+def test_a_worker_that_dies_is_not_the_workflows_to_answer_for():
+    class Dies(Workflow):
+        async def run(self, session: Session) -> None:
+            session.agent("policy")
+            raise WorkerDied("rollout-0", "sampling", "gone")
+
+    with pytest.raises(WorkerDied):
+        played(Dies(), TASK, ScriptedPolicy())
+
+
+class Broken(Workflow):
+    """A subagent of it has a bug."""
+
+    async def run(self, session: Session) -> None:
+        lead = session.agent("lead")
+        await lead.chat(session.task.prompt)
+        await session.gather(self._delegate(session, 0), self._delegate(session, 1))
+
+    async def _delegate(self, session: Session, number: int) -> int:
+        said = await session.agent("helper").chat("help " + "x" * 2000)
+        return int(said) // number
+
+
+def test_a_bug_is_told_from_the_authors_line_on_with_what_was_said():
+    session = Broken().session(TASK, {"policy": ScriptedPolicy(lambda prompt: "7")}, 1, 0, {})
+    with pytest.raises(WorkflowError) as raised:
+        asyncio.run(play(Broken(), session, "rollout-0"))
+    assert (raised.value.worker, raised.value.phase) == ("rollout-0", "running Broken on task t")
+    report = raised.value.detail
+    first, line, code, *_ = report.splitlines()
+    assert first == "ZeroDivisionError: integer division or modulo by zero"
+    assert line == f'  File "{__file__}", line {Broken._delegate.__code__.co_firstlineno + 2}, in _delegate'
+    assert code.strip() == "return int(said) // number"
+    assert "what was said:\n[lead] user: 2+3?\n[lead] assistant: 7\n[helper#1] user: help xxx" in report
+    assert "(2005 characters)" in report
+    assert len(report) < 6000

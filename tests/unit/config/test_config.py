@@ -1,0 +1,500 @@
+"""The configuration: what loads, what is refused, and how a refusal reads."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from algorithms.dapo import DAPO
+from algorithms.grpo import GRPO
+from rlsys.agents.workflow import SingleTurn, Workflow
+from rlsys.agents.workflows.offline import Offline
+from rlsys.algorithm import Algorithm, Signal
+from rlsys.config import Config
+from rlsys.config.plugins import ALGORITHMS, KINDS, PluginKind, adapter
+from rlsys.config.resource_plan import plan_of
+from rlsys.config.schema import RolloutSection
+from rlsys.errors import ConfigError, ModelError
+from rlsys.launch.preflight import check_model
+from rlsys.stabilizer import StabilizerPlugin
+from rlsys.types import PolicyVersion
+
+MINIMAL = """\
+run: {steps: 10}
+model: {path: some/model}
+data:
+  path: rows.jsonl
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strict(Algorithm):
+    """An algorithm of a user, found by `module:Name`, that tolerates one step of staleness."""
+
+    beta: float = 0.5
+    """Something positive."""
+
+    def __post_init__(self) -> None:
+        if self.beta <= 0:
+            raise ValueError(f"beta is {self.beta}; allowed is more than 0")
+
+    @property
+    def max_safe_staleness(self) -> int:
+        return 1
+
+
+STRICT = f"{__name__}:Strict"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damp(StabilizerPlugin):
+    """A stabilizer of a user."""
+
+    factor: float = 0.5
+    """Of every gradient."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrating(StabilizerPlugin):
+    """A stabilizer of a user that begins with steps without staleness."""
+
+    needs: int = 4
+    """So many."""
+
+    @property
+    def synchronous_steps(self) -> int:
+        return self.needs
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmsUp(Algorithm):
+    """An algorithm of a user that leaves the policy alone at first."""
+
+    for_steps: int = 0
+    """So long."""
+
+    def trains_policy(self, version: PolicyVersion) -> bool:
+        return version >= self.for_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curious(Algorithm):
+    """An algorithm of a user that asks for whatever it is told to."""
+
+    asks: tuple[str, ...] = ()
+    """Signals, by name."""
+
+    @property
+    def signals(self) -> frozenset[Signal]:
+        known = {str(signal): signal for signal in Signal}
+        return frozenset(known.get(name, name) for name in self.asks)  # type: ignore[misc]
+
+
+def write(folder: Path, text: str, name: str = "job.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def refusal(*paths: Path, overrides: tuple[str, ...] = ()) -> list[str]:
+    """The lines of the message, file names without their folder."""
+    with pytest.raises(ConfigError) as caught:
+        Config.load(list(paths), overrides)
+    return str(caught.value).replace(f"{paths[0].parent}/", "").splitlines()
+
+
+def leaves(model: type[BaseModel]) -> list[tuple[str, str | None]]:
+    """Every key that is not a section, with its documentation."""
+    found = []
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found += [(f"{name}.{key}", text) for key, text in leaves(field.annotation)]
+        else:
+            found.append((name, field.description))
+    return found
+
+
+def test_three_keys_are_enough(tmp_path: Path):
+    config = Config.load(write(tmp_path, MINIMAL))
+    assert config.run.steps == 10
+    assert config.algorithm == GRPO()
+    assert config.run_dir == Path("runs/run")
+    assert config.permits == config.train.groups_per_step == 32
+    assert config.samples_per_step == 256
+
+
+def test_later_files_win_over_earlier_ones_and_the_command_line_over_all(tmp_path: Path):
+    base = write(tmp_path, MINIMAL + "train: {lr: 1, warmup_steps: 1, clip_norm: 1}\n")
+    over = write(tmp_path, "[train]\nlr = 2.0\nwarmup_steps = 2\n", "over.toml")
+    train = Config.load([base, over], ["train.lr=1e-5", "--rollout.temperature=0.7"]).train
+    assert (train.lr, train.warmup_steps, train.clip_norm) == (1e-5, 2, 1.0)
+
+
+def test_a_learning_rate_without_a_point_is_a_number(tmp_path: Path):
+    assert Config.load(write(tmp_path, MINIMAL + "train: {lr: 1e-6}\n")).train.lr == 1e-6
+
+
+def test_every_problem_is_listed_at_once_with_its_place_and_the_nearest_key(tmp_path: Path):
+    path = write(
+        tmp_path,
+        MINIMAL
+        + """\
+  pth: 3
+train:
+  lr: abc
+  betas: [0.9, x]
+learning: {a: 1}
+algorithm: {type: grop}
+""",
+    )
+    assert refusal(path, overrides=("ray.adress=auto", "--limits.lease_s=-1", "groups_per_step=4")) == [
+        "8 problems in the configuration:",
+        "  job.yaml:5: data.pth: unknown key; did you mean `data.path`?",
+        "  job.yaml:10: algorithm.type: no algorithm is named 'grop'; did you mean `grpo`?",
+        "  job.yaml:7: train.lr: input should be a valid number, unable to parse string as a number (got 'abc')",
+        "  job.yaml:8: train.betas[1]: input should be a valid number, unable to parse string as a number (got 'x')",
+        "  command line: --limits.lease_s=-1: limits.lease_s: input should be greater than 0 (got -1)",
+        "  command line: ray.adress=auto: ray.adress: unknown key; did you mean `ray.address`?",
+        f"  job.yaml:9: learning: unknown key; the top level has: {', '.join(Config.model_fields)}",
+        "  command line: groups_per_step=4: groups_per_step: unknown key; did you mean `train.groups_per_step`?",
+    ]
+
+
+def test_weights_beside_each_other_need_the_local_engine_and_several_versions_need_them(tmp_path: Path):
+    path = write(tmp_path, MINIMAL)
+    beside = "  command line: rollout.weight_change=beside: rollout.weight_change: "
+    for other in ("rollout.engine=vllm", "rollout.tensor_parallel=2"):
+        assert refusal(path, overrides=("rollout.weight_change=beside", other))[1:] == [
+            f"{beside}beside needs the engine local: vllm holds one version at a time"
+        ]
+    both = refusal(path, overrides=("rollout.resident_versions=3", "rollout.num_gpus=1", "rollout.tensor_parallel=2"))
+    assert [line.split(": rollout.")[-1] for line in both[1:]] == [
+        "num_gpus: should be 2, one for each shard (rollout.tensor_parallel)",
+        "resident_versions: needs weight_change beside: with between a replica holds one version at a time",
+    ]
+    assert "greater than or equal to 2" in refusal(path, overrides=("rollout.resident_versions=1",))[-1]
+
+
+def test_a_problem_in_a_list_is_named_with_its_own_line_of_the_file_that_counts(tmp_path: Path):
+    path = write(
+        tmp_path, MINIMAL + "reward:\n  fn:\n    - fn: exact\n    - fn: my.py:fmt\n      weight: x\n    - {}\n"
+    )
+    problem = "input should be a valid number, unable to parse string as a number (got 'x')"
+    assert refusal(path)[1:] == [
+        f"  job.yaml:9: reward.fn[1].weight: {problem}",
+        "  job.yaml:10: reward.fn[2].fn: required, and not given",
+    ]
+    override = "reward.fn=[{fn: exact}, {fn: my.py:fmt, weight: x}]"
+    assert refusal(path, overrides=(override,))[1:] == [f"  command line: {override}: reward.fn[1].weight: {problem}"]
+
+
+def test_a_missing_key_is_named_with_the_section_it_belongs_to(tmp_path: Path):
+    assert refusal(write(tmp_path, "run: {name: a}\nmodel: {path: x}\n"))[1:] == [
+        "  job.yaml:1: run.steps: required, and not given",
+        "  job.yaml: data: required, and not given",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.temperature=0", "should be greater than or equal to 0.01"),
+        ("rollout.replicas=0", "should be greater than 0"),
+        ("train.lr=.inf", "should be a finite number"),
+        ("train.betas=[0.9, 1.0]", "train.betas[1]: input should be less than 1"),
+        ("train.final_lr_fraction=1.5", "less than or equal to 1"),
+        ("run.resume=yes_please", "should be auto, never, must, or the folder of a run"),
+        ("run.name=a/b", "should match pattern"),
+        ("reward.fn=mine.py", "mine.py is a file; say what in it is meant, as in `mine.py:name`"),
+        ("reward.fn=exat", "reward.fn: no reward function is named 'exat'; did you mean `exact`?"),
+        ("reward.fn=[{fn: judge}]", "reward.fn[0].fn: no reward function is named 'judge'; "),
+        ("rollout=", "should be a section with keys of its own (got None)"),
+        ("algorithm=3", "should be a name, or a section with a `type` and keys of its own"),
+        ("algorithm=grop", "no algorithm is named 'grop'; did you mean `grpo`?"),
+        ("rollout.workflow.type=nowhere:Name", "rollout.workflow.type: cannot import workflow 'nowhere:Name'"),
+        ("rollout.workflow=singel_turn", "no workflow is named 'singel_turn'; did you mean `single_turn`?"),
+        ("rollout.workflow.max_trns=3", "unknown key; did you mean `rollout.workflow.max_turns`?"),
+        ("rollout.workflow.max_turns=0", "rollout.workflow.max_turns: input should be greater than 0"),
+        ("algorithm.type=nowhere:Name", "cannot import algorithm 'nowhere:Name'"),
+        ("algorithm.type=json:Name", "module 'json' has no 'Name'"),
+        ("algorithm.type=json:JSONEncoder", "is not a dataclass derived from rlsys.algorithm.Algorithm"),
+        ("algorithm.clip_hih=0.3", "unknown key; did you mean `algorithm.clip_high`?"),
+        ("algorithm.clip_high=wide", "algorithm.clip_high: input should be a valid number"),
+    ],
+)
+def test_a_wrong_value_is_refused(tmp_path: Path, override: str, message: str):
+    assert message in refusal(write(tmp_path, MINIMAL), overrides=(override,))[1]
+
+
+@pytest.mark.parametrize("override", ["train.lr", "=3", "train..lr=3", "train.lr=[1"])
+def test_a_malformed_override_is_refused(tmp_path: Path, override: str):
+    assert repr(override) in refusal(write(tmp_path, MINIMAL), overrides=(override,))[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "run: {steps: 1\nmodel: 3", "a.yaml:2: not valid YAML"),
+        ("a.yaml", "run: {}\nrun: {}\n", "a.yaml:2: not valid YAML: found duplicate key"),
+        ("a.yaml", "- 1\n", "a.yaml:1: a configuration is a mapping of sections, not a list"),
+        ("a.toml", "run = \n", "a.toml: not valid TOML"),
+    ],
+)
+def test_a_file_that_does_not_parse_is_named_with_its_line(tmp_path: Path, name: str, text: str, message: str):
+    assert refusal(write(tmp_path, text, name))[0].startswith(message)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path):
+    assert refusal(tmp_path / "gone.yaml") == ["cannot read configuration gone.yaml: No such file or directory"]
+
+
+def test_problems_in_toml_carry_their_line(tmp_path: Path):
+    path = write(tmp_path, "[run]\nsteps = 1\nsed = 2\n[data]\npath = 'x'\n[model]\npath = 'y'\n", "job.toml")
+    assert refusal(path)[1:] == ["  job.toml:3: run.sed: unknown key; did you mean `run.seed`?"]
+
+
+def test_an_algorithm_of_a_user_is_found_by_import_path_and_validated_like_ours(tmp_path: Path):
+    path = write(tmp_path, MINIMAL + f"algorithm: {{type: '{STRICT}', beta: 0.25, group_size: 4}}\n")
+    assert Config.load(path).algorithm == Strict(beta=0.25, group_size=4)
+    assert (
+        "algorithm.bta: unknown key; did you mean `algorithm.beta`?" in refusal(path, overrides=("algorithm.bta=1",))[1]
+    )
+    assert refusal(path, overrides=("algorithm.beta=-1",))[1].endswith(
+        "algorithm: beta is -1.0; allowed is more than 0"
+    )
+
+
+def test_changing_the_type_drops_the_keys_of_the_old_one(tmp_path: Path):
+    path = write(tmp_path, MINIMAL + "algorithm: {type: grpo, clip_high: 0.3}\n")
+    assert Config.load(path, [f"algorithm.type={STRICT}", "algorithm.beta=2"]).algorithm == Strict(beta=2)
+
+
+def test_a_plugin_may_be_named_without_a_section_and_keys_may_follow(tmp_path: Path):
+    path = write(tmp_path, MINIMAL + "algorithm: dapo\nrollout: {workflow: offline}\n")
+    config = Config.load(path, ["rollout.workflow.max_turns=3", "algorithm.group_size=4"])
+    assert (config.algorithm, config.rollout.workflow) == (DAPO(group_size=4), Offline(max_turns=3))
+    assert Config.load(path, ["rollout.workflow.max_turns=3", "rollout.workflow=single_turn"]).rollout == (
+        RolloutSection(workflow=SingleTurn())
+    )
+    assert refusal(path, overrides=("rollout.workflow.max_trns=1",))[1] == (
+        "  command line: rollout.workflow.max_trns=1: rollout.workflow.max_trns: unknown key; did you mean "
+        "`rollout.workflow.max_turns`?"
+    )
+
+
+def test_a_name_without_a_section_carries_its_line(tmp_path: Path):
+    path = write(tmp_path, MINIMAL + "rollout:\n  workflow: recroded\n")
+    assert re.search(r":\d+: rollout\.workflow\.type: no workflow is named 'recroded'", refusal(path)[1])
+
+
+class Forgot(Workflow):
+    """A workflow with a field that no decorator made one."""
+
+    times: int = 2
+
+
+def test_a_plugin_whose_fields_lack_the_decorator_is_named(tmp_path: Path):
+    spec = f"{Forgot.__module__}:Forgot"
+    assert (
+        "has the field 'times', but is no dataclass: decorate it with @dataclass(frozen=True, kw_only=True)"
+        in (refusal(write(tmp_path, MINIMAL), overrides=(f"rollout.workflow={spec}",))[1])
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["success_within=[0.8,0.2]"], "success_within: the least, 0.8, is above the greatest, 0.2"),
+        (["success_within=[0,1.5]"], "success_within[1]: input should be less than or equal to 1 (got 1.5)"),
+        (
+            ["fewer_above=0.6", "algorithm.group_size=2"],
+            "fewer_above: groups of 1 are too small for the algorithm: raise algorithm.group_size (2)",
+        ),
+        (
+            ["stored_successes=4"],
+            "stored_successes: what is stored is older than the step that trains it: set asynchrony.max_staleness to 1",
+        ),
+        (
+            ["stored_successes=4", "asynchrony.max_staleness=1", "algorithm={type: ppo, group_size: 1}"],
+            "stored_successes: a group needs other episodes beside it: raise algorithm.group_size",
+        ),
+        (["sucess_reward=1"], "sucess_reward: unknown key; did you mean `curation.success_reward`?"),
+    ],
+)
+def test_curation_that_cannot_work_is_refused_with_the_remedy(tmp_path: Path, overrides: list[str], problem: str):
+    keys = [key if "." in key.partition("=")[0] or "{" in key else f"curation.{key}" for key in overrides]
+    assert f"curation.{problem}" in refusal(write(tmp_path, MINIMAL), overrides=(*keys,))[1]
+
+
+def test_more_staleness_than_the_algorithm_is_safe_for_is_refused_with_the_remedy(tmp_path: Path):
+    path = write(tmp_path, MINIMAL + f"algorithm: {{type: '{STRICT}'}}\n")
+    assert Config.load(path, ["asynchrony.max_staleness=1"]).permits == 64
+    line = refusal(path, overrides=("asynchrony.max_staleness=2", "run.sed=1"))[2]
+    assert "asynchrony.max_staleness: 2 is more than Strict is safe for (1)" in line
+    assert "set it to 1 or less" in line
+
+
+@given(
+    lr=st.floats(1e-12, 1, exclude_min=True),
+    seed=st.integers(0, 2**63),
+    name=st.from_regex(r"\A[A-Za-z0-9_][A-Za-z0-9_.-]{0,20}\Z"),
+    address=st.none() | st.text(max_size=20),
+    beta=st.floats(1e-9, 1e9),
+)
+@example(lr=1e-3, seed=0, name="run", address="next\x85line\u2028", beta=1.0)
+@settings(deadline=None, max_examples=30)
+def test_the_resolved_configuration_loads_back_as_the_same(
+    tmp_path_factory: pytest.TempPathFactory, lr: float, seed: int, name: str, address: str | None, beta: float
+):
+    config = Config.model_validate(
+        {
+            "run": {"steps": 3, "seed": seed, "name": name},
+            "model": {"path": "m"},
+            "data": {"path": "d"},
+            "train": {"lr": lr},
+            "ray": {"address": address},
+            "algorithm": Strict(beta=beta),
+        }
+    )
+    path = write(tmp_path_factory.mktemp("resolved"), config.to_yaml())
+    assert Config.load(path) == config
+
+
+def test_python_builds_the_same_configuration_and_gets_the_same_refusal(tmp_path: Path):
+    sections = {"run": {"steps": 10}, "model": {"path": "some/model"}, "data": {"path": "rows.jsonl"}}
+    assert Config.model_validate({**sections, "algorithm": GRPO()}) == Config.load(write(tmp_path, MINIMAL))
+    with pytest.raises(ValidationError, match=r"clip_hih"):
+        Config.model_validate({**sections, "algorithm": {"type": "grpo", "clip_hih": 1}})
+
+
+def test_a_configuration_cannot_be_changed(tmp_path: Path):
+    config = Config.load(write(tmp_path, MINIMAL))
+    with pytest.raises(ValidationError, match="frozen"):
+        config.run.steps = 3
+
+
+def test_every_key_has_a_docstring_and_there_are_at_most_95():
+    keys = leaves(Config)
+    assert [key for key, text in keys if not text] == []
+    assert len(keys) <= 95
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in kind.installed()])
+def test_every_installed_plugin_documents_its_keys(kind: PluginKind[Any], name: str):
+    alternatives = TypeAdapter(cast("Any", Annotated[Any, kind])).json_schema()["anyOf"]
+    (described,) = [s for s in alternatives if s.get("properties", {}).get("type", {}).get("const") == name]
+    undocumented = [
+        key for key, value in described["properties"].items() if key != "type" and "description" not in value
+    ]
+    assert undocumented == []
+
+
+def test_an_algorithm_knows_its_name():
+    assert ALGORITHMS.type_name(GRPO) == "grpo"
+    assert ALGORITHMS.type_name(Strict) == STRICT
+    assert adapter(GRPO) is adapter(GRPO)
+
+
+def test_data_sets_to_evaluate_on_are_named_by_the_user_or_after_their_file(tmp_path: Path):
+    def sets(data: str) -> dict[str, str]:
+        return Config.load(write(tmp_path, MINIMAL + f"eval: {{data: {data}}}\n")).eval.data
+
+    assert sets("{held_out: a.jsonl, hard: b/c.parquet}") == {"held_out": "a.jsonl", "hard": "b/c.parquet"}
+    assert sets("data/held_out.jsonl") == {"held_out": "data/held_out.jsonl"}
+    assert sets("org/sums:main#hard") == {"sums-main-hard": "org/sums:main#hard"}
+    assert sets("org/set-v1.5") == {"set-v1.5": "org/set-v1.5"}
+    assert sets("null") == {}
+
+
+def test_an_evaluation_that_makes_no_sense_is_refused_with_every_reason(tmp_path: Path):
+    path = write(tmp_path, MINIMAL + "eval:\n  every: 5\n  samples: 4\n")
+    assert refusal(path) == [
+        "2 problems in the configuration:",
+        "  job.yaml:6: eval.every: there is nothing to evaluate on; set eval.data, or set this to 0",
+        "  job.yaml:7: eval.samples: greedy samples of a task are all the same; set eval.temperature, or set this to 1",
+    ]
+    _, problem = refusal(path, overrides=("eval.data={a/b: x.jsonl}",))
+    assert "eval.data.a/b: the name of a data set is letters, digits, `_`, `-` and `.`; give another" in problem
+    Config.load(path, ["eval.data=x.jsonl", "eval.temperature=0.5"])
+
+
+def test_two_data_sets_of_one_name_in_a_file_are_refused(tmp_path: Path):
+    path = write(tmp_path, MINIMAL + "eval:\n  data:\n    a: x.jsonl\n    a: y.jsonl\n")
+    (line,) = refusal(path)
+    assert 'job.yaml:8: not valid YAML: found duplicate key "a"' in line
+
+
+def test_a_stabilizer_is_a_plug_in_like_an_algorithm_and_null_is_none(tmp_path: Path):
+    path = write(tmp_path, MINIMAL)
+    assert type(Config.load(path).stabilizer).__name__ == "GAC"
+    assert Config.load(path, ["stabilizer=null"]).stabilizer is None
+    damped = Config.load(path, [f"stabilizer.type={__name__}:Damp", "stabilizer.factor=0.25"])
+    assert damped.stabilizer == Damp(factor=0.25)
+    assert Config.load(write(tmp_path, damped.to_yaml(), "resolved.yaml")) == damped
+    wrong = [f"stabilizer.type={__name__}:Damp", "stabilizer.facto=1"]
+    assert "stabilizer.facto: unknown key; did you mean `stabilizer.factor`?" in refusal(path, overrides=(*wrong,))[1]
+    none = refusal(path, overrides=("stabilizer.type=gca",))[1]
+    assert "stabilizer.type: no stabilizer is named 'gca'; did you mean `gac`?" in none
+    other = refusal(path, overrides=(f"stabilizer.type={STRICT}",))[1]
+    assert "is not a dataclass derived from rlsys.stabilizer.StabilizerPlugin" in other
+
+
+def test_a_run_that_never_trains_the_policy_is_refused(tmp_path: Path):
+    path = write(tmp_path, MINIMAL + f"algorithm: {{type: '{__name__}:WarmsUp', for_steps: 9}}\n")
+    assert Config.load(path).run.steps == 10
+    (_, line) = refusal(path, overrides=("algorithm.for_steps=10",))
+    assert "algorithm: WarmsUp trains the policy in none of the 10 steps (run.steps): its warm-up is longer" in line
+
+
+def test_a_run_that_ends_before_its_stabilizer_is_calibrated_is_refused(tmp_path: Path):
+    keys = f"algorithm: {{type: '{__name__}:WarmsUp', for_steps: 5}}\nstabilizer: {{type: '{__name__}:Calibrating'}}\n"
+    path = write(tmp_path, MINIMAL + keys)
+    assert Config.load(path).stabilizer == Calibrating(needs=4)
+    (_, line) = refusal(path, overrides=("stabilizer.needs=5",))
+    assert "stabilizer: Calibrating needs 5 synchronous steps that train the policy before it does anything" in line
+    assert "run.steps is 10" in line
+    assert len(refusal(path, overrides=("stabilizer.needs=50", "run.steps=6"))) == 2, "one problem, whatever it is"
+
+
+def test_more_updates_than_groups_are_refused(tmp_path: Path):
+    path = write(tmp_path, MINIMAL + "train: {groups_per_step: 4}\n")
+    assert Config.load(path, ["train.updates_per_step=4"]).train.updates_per_step == 4
+    line = refusal(path, overrides=("train.updates_per_step=5",))[1]
+    assert line.endswith("train.updates_per_step: 5 updates need as many groups, and train.groups_per_step is 4")
+
+
+@pytest.mark.parametrize(
+    ("asks", "roles"),
+    [
+        ("[]", {"rollout": 1, "reward": 1, "actor rank": 3}),
+        ("[policy_mismatched]", {"rollout": 1, "reward": 1, "actor rank": 3}),
+        ("[reference_logprobs]", {"rollout": 1, "reward": 1, "actor rank": 3, "reference": 1}),
+        ("[reference_mismatched]", {"rollout": 1, "reward": 1, "actor rank": 3, "reference": 1}),
+        ("[values]", {"rollout": 1, "reward": 1, "actor rank": 3, "critic rank": 3}),
+    ],
+)
+def test_the_workers_that_start_are_those_that_make_the_signals_asked_for(tmp_path: Path, asks: str, roles: object):
+    path = write(tmp_path, MINIMAL + f"train: {{ranks: 3}}\nalgorithm: {{type: '{__name__}:Curious', asks: {asks}}}\n")
+    plan = plan_of(Config.load(path, ["critic.num_cpus=2"]))
+    assert {role.name: role.count for role in plan.roles} == roles
+    assert plan.num_cpus == sum(role.count * (2 if role.name == "critic rank" else 1) for role in plan.roles)
+
+
+def test_a_signal_that_nobody_makes_is_refused_before_anything_starts(tmp_path: Path):
+    path = write(tmp_path, MINIMAL + f"algorithm: {{type: '{__name__}:Curious', asks: [values, moods]}}\n")
+    _, line = refusal(path)
+    assert "algorithm: Curious asks for moods, which no worker makes; signals are reference_logprobs, " in line
+
+
+def test_the_folder_a_critic_begins_as_is_looked_up_only_where_there_is_a_critic(tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    path = write(tmp_path, MINIMAL + f"algorithm: {{type: '{__name__}:Curious'}}\n")
+    gone = (f"model.path={tmp_path / 'model'}", f"critic.path={tmp_path / 'gone'}")
+    check_model(Config.load(path, gone))
+    with pytest.raises(ModelError, match=r"critic\.path: there is no folder .*gone"):
+        check_model(Config.load(path, [*gone, "algorithm.asks=[values]"]))

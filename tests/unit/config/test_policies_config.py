@@ -1,0 +1,106 @@
+"""Several policies in a configuration: what each differs in, and what cannot be trained together."""
+
+from pathlib import Path
+
+import pytest
+
+from algorithms.grpo import GRPO
+from rlsys.config import Config
+from rlsys.config.resource_plan import plan_of
+from rlsys.errors import ConfigError
+
+TWO = """\
+run: {steps: 10, name: two}
+model: {path: some/model}
+data: {path: rows.jsonl}
+algorithm: {type: grpo, group_size: 4}
+train: {groups_per_step: 4}
+policies:
+  proposer: {}
+  solver: {train: {lr: 1e-5, groups_per_step: 2}, algorithm: {clip_high: 0.5}, stabilizer: null}
+  judge: {is_frozen: true, model: {path: other/model}}
+agents: {asker: proposer}
+"""
+
+
+def load(folder: Path, *overrides: str) -> Config:
+    path = folder / "job.yaml"
+    path.write_text(TWO)
+    return Config.load(path, overrides)
+
+
+def test_a_policy_is_the_run_with_what_it_differs_in(tmp_path: Path):
+    config = load(tmp_path)
+    proposer, solver, judge = (config.of(name) for name in ("proposer", "solver", "judge"))
+    assert (solver.train.lr, solver.train.groups_per_step, solver.stabilizer) == (1e-5, 2, None)
+    assert solver.algorithm == GRPO(group_size=4, clip_high=0.5)
+    assert (proposer.train, proposer.stabilizer, proposer.algorithm) == (
+        config.train,
+        config.stabilizer,
+        config.algorithm,
+    )
+    assert (judge.model.path, solver.model.path) == ("other/model", "some/model")
+    assert solver.run_dir == Path("runs/two/policies/solver")
+    assert not solver.policies
+    assert list(config.trained) == ["proposer", "solver"]
+
+
+def test_a_run_that_begins_from_another_begins_each_policy_from_its_own_checkpoint_there(tmp_path: Path):
+    config = load(tmp_path, "run.resume=runs/before")
+    assert config.of("solver").run.resume == "runs/before/policies/solver"
+    assert load(tmp_path, "run.resume=auto").of("solver").run.resume == "auto"
+
+
+def test_what_was_resolved_reads_back_as_it_was(tmp_path: Path):
+    config = load(tmp_path)
+    (tmp_path / "resolved.yaml").write_text(config.to_yaml())
+    assert Config.load(tmp_path / "resolved.yaml") == config
+
+
+def test_the_plan_says_what_each_policy_does_and_counts_the_workers_of_all(tmp_path: Path):
+    plan = plan_of(load(tmp_path, "asynchrony.max_staleness=1"))
+    text = "\n".join(plan.lines())
+    assert "policy proposer: 10 steps of 16 samples, 8 groups in the pipe" in text
+    assert "policy solver: 10 steps of 8 samples, 4 groups in the pipe" in text
+    assert "policy judge: frozen" in text
+    assert [role.name for role in plan.roles] == [
+        "rollout",
+        "reward",
+        "actor rank of proposer",
+        "actor rank of solver",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        (
+            "policies.solver.train.lrr=3",
+            "policies.solver.train.lrr: unknown key; did you mean `policies.solver.train.lr`?",
+        ),
+        ("policies.solver.is_frozn=true", "did you mean `policies.solver.is_frozen`?"),
+        ("policies.solver.train.lr=-1", "policies.solver.train.lr: input should be greater than 0"),
+        ("policies.judge.train.lr=1", "policies.judge.train: a frozen policy is not trained"),
+        ("policies.solver.algorithm.group_size=6", "group_size is the same for all (proposer 4, solver 6)"),
+        (
+            "policies.proposer.algorithm={type: kto, group_size: 4}",
+            "policies.proposer.algorithm: KTO pairs a completion",
+        ),
+        ("eval={data: x.jsonl, every: 5}", "policies: the evaluation lane measures one policy: set eval.every to 0"),
+        ("curation.fewer_above=0.5", "policies: all draw the same groups: the section curation is for a run of one"),
+        ("agents.asker=prposer", "agents.asker: no policy is called prposer; there are: proposer, solver, judge"),
+        ("policies={proposer: {is_frozen: true}, solver: {is_frozen: true, train: {}, algorithm: {}}}", "frozen"),
+        ("policies.a/b={}", "string should match pattern"),
+    ],
+)
+def test_what_cannot_be_is_told_with_its_place(tmp_path: Path, override: str, problem: str):
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, override)
+    assert problem in str(caught.value)
+
+
+def test_agents_are_bound_in_a_run_of_several_policies_only(tmp_path: Path):
+    path = tmp_path / "job.yaml"
+    path.write_text("run: {steps: 1}\nmodel: {path: m}\ndata: {path: d}\nagents: {a: b}\n")
+    with pytest.raises(ConfigError, match=r"agents\.a: no policy is called b; name them in the section policies"):
+        Config.load(path)

@@ -1,0 +1,266 @@
+"""The command line, where it needs no cluster."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rlsys.cli import app
+from rlsys.config import Config
+from rlsys.errors import ConfigError, DataError, ModelError
+
+RLSYS = Path(sys.executable).with_name("rlsys")
+HEAVY = ("torch", "ray", "transformers", "numpy", "datasets")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> str:
+    path, tasks = tmp_path / "job.yaml", tmp_path / "tasks.jsonl"
+    tasks.write_text('{"prompt": "2+3?", "answer": 5}\n')
+    path.write_text(f"run: {{steps: 5}}\nmodel: {{path: m}}\ndata: {{path: {tasks}}}\n")
+    return str(path)
+
+
+def test_show_prints_what_loads_back_as_the_same_configuration(job: str, tmp_path: Path):
+    shown = CliRunner().invoke(app, ["config", "show", job, "--train.lr=1e-5", "algorithm.clip_high=0.3"])
+    assert shown.exit_code == 0
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(shown.stdout)
+    assert Config.load(resolved) == Config.load(job, ["train.lr=1e-5", "algorithm.clip_high=0.3"])
+
+
+def test_a_dry_run_says_what_the_job_needs(job: str):
+    options = ["asynchrony.max_staleness=1", "rollout.replicas=2", "rollout.num_gpus=1", "algorithm.kl_coef=0.1"]
+    done = CliRunner().invoke(app, ["train", job, "--dry-run", "--json", *options])
+    assert done.exit_code == 0
+    printed = json.loads(done.stdout)
+    plan = printed["plan"]
+    assert (plan["permits"], plan["samples_per_step"], plan["max_staleness"]) == (64, 256, 1)
+    assert (plan["num_cpus"], plan["num_gpus"]) == (5.0, 2.0)
+    assert [(r["name"], r["count"]) for r in plan["roles"]] == [
+        ("rollout", 2),
+        ("reward", 1),
+        ("actor rank", 1),
+        ("reference", 1),
+    ]
+    assert printed["config"]["algorithm"]["kl_coef"] == 0.1
+
+
+JUDGE = "def judge(completion, level): return 0.0\n"
+OFFLINE = ["rollout.workflow=offline", "algorithm.type=kto", "algorithm.group_size=1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        (["model.path=HERE/none"], ModelError, r"model\.path: there is no folder .*none"),
+        (["data.path=HERE/none.jsonl"], DataError, r"^data\.path: cannot read .*none\.jsonl: No such file"),
+        (["eval.data=HERE/none.jsonl", "eval.every=1"], DataError, r"^eval\.data\.none: cannot read .*none\.jsonl"),
+        (["reward.fn=HERE/judge.py:none"], ConfigError, r"judge\.py has no function none; it has judge"),
+        (["reward.fn=HERE/judge.py:judge"], ConfigError, r"^data\.path: reward .* asks for level, which no"),
+        (["rollout.workflow=json:None_"], ConfigError, r"rollout\.workflow\.type: module 'json' has no 'None_'"),
+        (OFFLINE, DataError, r"data\.path: 1 row cannot be used by .*=offline\n  row 1: no `label`; .* prompt"),
+        (OFFLINE[:-1], ConfigError, r"algorithm\.group_size: 8 episodes of a row"),
+    ],
+)
+def test_a_dry_run_looks_up_what_the_job_needs(job: str, tmp_path: Path, options, kind, words):
+    (tmp_path / "judge.py").write_text(JUDGE)
+    done = CliRunner().invoke(app, ["train", job, "--dry-run", *(o.replace("HERE", str(tmp_path)) for o in options)])
+    assert isinstance(done.exception, kind)
+    assert re.search(words, str(done.exception))
+
+
+def test_a_column_that_a_reward_asks_for_must_be_in_every_row_of_every_set(job: str, tmp_path: Path):
+    (tmp_path / "judge.py").write_text(JUDGE)
+    rows = [{"prompt": str(n), "level": 1} for n in range(150)]
+
+    def written(name: str, *more: dict) -> str:
+        path = tmp_path / name
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in [*rows, *more]))
+        return str(path)
+
+    whole, partial = written("whole.jsonl"), written("partial.jsonl", {"prompt": "a"})
+    keys = [f"reward.fn={tmp_path}/judge.py:judge", "eval.every=1", f"eval.data={whole}"]
+
+    def outcome(*more: str) -> str:
+        return str(CliRunner().invoke(app, ["train", job, "--dry-run", *keys, *more]).exception)
+
+    assert outcome(f"data.path={whole}") == "None"
+    assert outcome(f"data.path={partial}").startswith("data.path: reward ")
+    more = [f"data.path={whole}", "eval.data=", f"eval.data={{hard: {partial}}}"]
+    assert outcome(*more).startswith("eval.data.hard: reward ")
+
+
+def test_replicas_that_only_evaluate_are_counted_where_there_are_any(job: str):
+    def roles(*options: str) -> list[tuple[str, int, float]]:
+        keys = [f"eval.data={Path(job).with_name('tasks.jsonl')}", "eval.replicas=2", "rollout.num_gpus=1", *options]
+        done = CliRunner().invoke(app, ["train", job, "--dry-run", "--json", *keys])
+        return [(r["name"], r["count"], r["num_gpus"]) for r in json.loads(done.stdout)["plan"]["roles"]]
+
+    training = [("rollout", 1, 1.0), ("reward", 1, 0.0), ("actor rank", 1, 0.0)]
+    assert roles() == training
+    assert roles("eval.every=5") == [*training, ("evaluation", 2, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ([], ConfigError, r"eval\.data: there is nothing to evaluate on; give a file with --data"),
+        (["--data", "HERE/none.jsonl"], DataError, r"eval\.data\.none: cannot read .*none\.jsonl: No such file"),
+        (
+            ["--data", "a=HERE/none.jsonl", "--data", "HERE/empty.jsonl"],
+            DataError,
+            r"\.a: cannot(.|\n)*\.empty: .*no rows",
+        ),
+        (["--data", "x/a.jsonl", "--data", "y/a.jsonl"], ConfigError, r"two data sets are called a: x/a.jsonl and y/a"),
+        (
+            ["--data", "a=1.jsonl", "--data", "a=2.jsonl"],
+            ConfigError,
+            r"two data sets are called a: 1.jsonl and 2.jsonl",
+        ),
+        (["--data", "a b=1.jsonl"], ConfigError, r"eval\.data\.a b=1: the name of a data set is letters"),
+        (["--data", "a.jsonl", "--n", "4"], ConfigError, r"eval\.samples: greedy samples of a task are all the same"),
+        (["--data", "HERE/run=3/x.jsonl"], DataError, r"eval\.data\.x: cannot read .*run=3/x\.jsonl: No such file"),
+        (["--data", "a.jsonl", "--limit", "0"], ConfigError, r"eval\.limit: input should be greater than 0"),
+    ],
+)
+def test_an_evaluation_without_usable_data_ends_before_anything_starts(tmp_path: Path, options, kind, words):
+    (tmp_path / "empty.jsonl").touch()
+    arguments = [option.replace("HERE", str(tmp_path)) for option in options]
+    done = CliRunner().invoke(app, ["eval", "org/model", *arguments])
+    assert isinstance(done.exception, kind)
+    assert re.search(words, str(done.exception))
+
+
+@pytest.mark.parametrize("target", ["HERE", "HERE/none", "HERE/empty.jsonl"])
+def test_a_local_path_that_is_neither_a_run_nor_a_model_is_not_looked_for_elsewhere(tmp_path: Path, target: str):
+    (tmp_path / "empty.jsonl").touch()
+    target = target.replace("HERE", str(tmp_path))
+    done = CliRunner().invoke(app, ["eval", target, "--data", str(tmp_path / "empty.jsonl")])
+    assert isinstance(done.exception, ConfigError)
+    reason = "is neither a run directory (it has no config.resolved.yaml) nor a model folder"
+    assert str(done.exception) == f"{target} {reason}"
+
+
+def test_a_dry_run_on_a_terminal_is_a_configuration_with_the_plan_as_comments(job: str, tmp_path: Path):
+    done = CliRunner().invoke(app, ["train", job, "--dry-run"])
+    assert "# 32 groups in the pipe at most, so no token is more than 0 steps stale" in done.stdout
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(done.stdout)
+    assert Config.load(resolved) == Config.load(job)
+
+
+def test_the_schema_is_json_and_holds_the_installed_algorithms():
+    schema = json.loads(CliRunner().invoke(app, ["config", "schema"]).stdout)
+    choices = schema["properties"]["algorithm"]["anyOf"]
+    assert {"const": "grpo"} in [c.get("properties", {}).get("type") for c in choices]
+
+
+def test_installed_plugins_are_listed_in_columns():
+    lines = CliRunner().invoke(app, ["algorithms"]).stdout.splitlines()
+    assert lines == sorted(lines, key=lambda line: line.split()[1]), "algorithms first"
+    for name, kind, place in (
+        ("grpo", "algorithm", "algorithms.grpo:GRPO"),
+        ("gac", "stabilizer", "algorithms.gac:GAC"),
+        ("single_turn", "workflow", "rlsys.agents.workflow:SingleTurn"),
+    ):
+        (line,) = [line for line in lines if line.startswith(f"{name} ")]
+        assert line.split()[1:3] == [kind, place]
+    assert len({re.search(r"\S+:\S+", line).start() for line in lines}) == 1  # type: ignore[union-attr]
+
+
+def test_an_unknown_option_is_a_usage_error(job: str):
+    done = CliRunner().invoke(app, ["train", job, "--jsn"])
+    assert done.exit_code == 2
+    assert "no such option: --jsn" in done.stderr
+
+
+def test_a_wrong_configuration_ends_with_2_and_no_traceback(job: str):
+    done = subprocess.run([RLSYS, "train", job, "train.lrr=1"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "rlsys: 1 problem in the configuration:\n"
+        "  command line: train.lrr=1: train.lrr: unknown key; did you mean `train.lr`?\n"
+    )
+
+
+@pytest.mark.parametrize("verb", [["--help"], ["config", "check", "JOB"], ["train", "JOB", "--dry-run"]])
+def test_what_needs_no_cluster_answers_at_once_and_loads_nothing_heavy(job: str, verb: list[str]):
+    arguments = [job if part == "JOB" else part for part in verb]
+    program = f"import sys; sys.argv[1:] = {arguments}\nfrom rlsys.cli import main\n"
+    program += f"try: main()\nfinally: print([m for m in {HEAVY} if m in sys.modules])"
+    began = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    took_s = time.perf_counter() - began
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert took_s < 5, f"took {took_s:.1f} s; on a quiet machine it takes less than 1"
+
+
+# ------------------------------------------------------------------------------------------------------------ simulate
+
+LITTLE = ["local", "--steps", "4", "groups_per_step=2"]
+
+
+def test_a_sweep_ends_with_one_line_of_json_whose_speedup_is_over_that_of_0():
+    done = CliRunner().invoke(app, ["simulate", *LITTLE, "--sweep", "max_staleness=1,0,2", "--json"])
+    assert done.exit_code == 0
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert list(said["speedup"]) == ["1", "0", "2"]
+    assert said["baseline"] == "0"
+    rates = {value: run["tokens_per_s"] for value, run in said["runs"].items()}
+    assert said["speedup"] == pytest.approx({value: rate / rates["0"] for value, rate in rates.items()})
+
+
+def test_a_simulation_prints_a_table_and_writes_a_plot(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "sweep.png"
+    done = CliRunner().invoke(app, ["simulate", *LITTLE, "--sweep", "max_staleness=0,2", "--plot", str(plot)])
+    assert done.exit_code == 0
+    assert re.search(r"throughput over that of 0 +ratio +1\.00 +\d", done.stdout)
+    assert plot.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["arael"], r"unknown profile 'arael'; did you mean `areal`"),
+        (["none.yaml"], r"cannot read configuration none\.yaml"),
+        (["local", "maxstaleness=3", "train.fix_s=1"], r"(?s)2 problems.*`train\.fixed_s`.*`max_staleness`"),
+        (["local", "clip_low=3"], r"clip_low: unknown key; the top level has"),
+        (["local", "--sweep", "weight_change=between,inflight"], r"'between', 'inflight': only numbers can be swept"),
+        (["local", "--sweep", "max_staleness=1,inf"], r"'inf': only numbers"),
+        (["local", "--sweep", "max_staleness"], r"give KEY=VALUE,VALUE"),
+        (["local", "--sweep", "max_staleness=1,1"], r"names a value twice"),
+        (["local", "--sweep", "weight_change=1,2"], r"weight_change: input should be 'between'"),
+        (["local", "inference_share=1"], r"inference_share: input should be less than 1"),
+        (["local", "inference_share=0.1"], r"gpus_per_replica: 0 GPUs sample, and one replica needs 1: 0 replicas"),
+        (["local", "max_staleness=-1", "slots=0"], r"(?s)2 problems.*slots.*max_staleness"),
+        (["local", "colocated=true"], r"colocated: .* only with max_staleness: 0"),
+        (["local", "routing=prefix"], r"routing: .* needs weight_change: inflight"),
+        (["local", "response.cap=40"], r"response: a mean of 48 is not below the cap of 40"),
+        (["areal", "cache_tokens=1000"], r"cache_tokens: an episode may hold 28672 tokens"),
+        (["local", "--plot", "nowhere/x.png"], r"there is no folder .*nowhere"),
+        (["local", "--plot", "x.txt"], r"should end in \.png"),
+    ],
+)
+def test_a_simulation_that_cannot_be_is_refused_with_the_remedy(arguments: list[str], words: str):
+    done = CliRunner().invoke(app, ["simulate", *arguments])
+    assert isinstance(done.exception, ConfigError)
+    assert done.exception.exit_code == 2
+    assert re.search(words, str(done.exception))
+
+
+def test_simulate_knows_its_options():
+    done = CliRunner().invoke(app, ["simulate", "local", "--stepz", "3"])
+    assert done.exit_code == 2
+
+
+def test_a_folder_without_a_failed_step_ends_with_2(tmp_path: Path):
+    done = subprocess.run([RLSYS, "replay", str(tmp_path)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"rlsys: {tmp_path} holds no failed step")

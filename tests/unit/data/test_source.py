@@ -1,0 +1,92 @@
+"""A task source is its cursor: interrupted anywhere, it goes on as if it had not been."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlsys.data.task_source import Cursor, TaskSource, permuted
+from rlsys.errors import DataError
+from rlsys.types import Task
+
+
+def tasks(num: int, answer: str = "") -> list[Task]:
+    return [Task(id=str(i), prompt=f"prompt {i}", answer=answer) for i in range(num)]
+
+
+def drawn(source: TaskSource, num: int) -> list[str]:
+    return [source.next().id for _ in range(num)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 40), st.integers(0, 2**32), st.booleans(), st.integers(0, 120), st.integers(1, 60))
+def test_a_source_resumed_from_its_cursor_equals_an_uninterrupted_one(
+    size: int, seed: int, shuffle: bool, before: int, after: int
+) -> None:
+    interrupted = TaskSource(tasks(size), seed, shuffle=shuffle)
+    first = drawn(interrupted, before)
+    resumed = TaskSource(tasks(size), seed, shuffle=shuffle)
+    resumed.seek(interrupted.cursor)
+    assert first + drawn(resumed, after) == drawn(TaskSource(tasks(size), seed, shuffle=shuffle), before + after)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 70), st.integers(0, 2**32))
+def test_every_epoch_offers_every_task_once(size: int, seed: int) -> None:
+    source = TaskSource(tasks(size), seed)
+    for _ in range(3):
+        assert Counter(drawn(source, size)) == Counter(t.id for t in tasks(size))
+
+
+def test_any_place_can_be_read_without_moving() -> None:
+    source = TaskSource(tasks(10), seed=3)
+    places = [(source.cursor, source.next().id) for _ in range(25)]
+    at_rest = source.cursor
+    assert [source.at(cursor).id for cursor, _ in reversed(places)] == [task_id for _, task_id in reversed(places)]
+    assert source.cursor == at_rest == Cursor(2, 5)
+
+
+def test_without_shuffling_tasks_come_in_file_order() -> None:
+    assert drawn(TaskSource(tasks(3), seed=9, shuffle=False), 7) == ["0", "1", "2", "0", "1", "2", "0"]
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    source = TaskSource(tasks(50), seed=0)
+    orders = [drawn(source, 50), drawn(source, 50), drawn(TaskSource(tasks(50), seed=1), 50)]
+    assert len(set(map(tuple, orders))) == 3
+
+
+def test_the_order_never_changes_between_versions() -> None:
+    assert drawn(TaskSource(tasks(10), seed=0), 10) == ["5", "9", "3", "2", "0", "6", "4", "7", "1", "8"]
+
+
+def test_every_order_of_a_small_set_is_about_equally_likely() -> None:
+    orders = Counter(tuple(permuted(i, 3, seed) for i in range(3)) for seed in range(6000))
+    assert len(orders) == 6
+    assert all(850 < count < 1150 for count in orders.values())
+
+
+def test_a_checkpoint_of_other_data_is_refused() -> None:
+    saved = TaskSource(tasks(10), seed=0).fingerprint
+    TaskSource(tasks(10), seed=0).check(saved)
+    for other in (
+        TaskSource(tasks(11), seed=0),
+        TaskSource(tasks(10, answer="changed"), seed=0),
+        TaskSource(tasks(10), seed=1),
+        TaskSource(tasks(10), seed=0, shuffle=False),
+    ):
+        with pytest.raises(DataError, match="not those of the checkpoint"):
+            other.check(saved)
+
+
+def test_a_cursor_outside_the_data_is_refused() -> None:
+    with pytest.raises(DataError, match="outside 10 tasks"):
+        TaskSource(tasks(10), seed=0).seek(Cursor(0, 10))
+
+
+def test_a_source_without_tasks_is_refused() -> None:
+    with pytest.raises(DataError, match="no task"):
+        TaskSource([], seed=0)

@@ -1,0 +1,267 @@
+"""The deployment files, as far as they can be checked without the platforms they are for."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+from ruamel.yaml import YAML
+
+from rlsys.config import Config
+from rlsys.doctor.facts import locked
+
+ROOT = Path(__file__).parents[3]
+DEPLOY = ROOT / "deploy"
+SLURM = DEPLOY / "slurm" / "rlsys.sbatch"
+BIN = Path(sys.executable).parent
+
+TEXT = {"type": "string"}
+COUNT = {"type": "integer", "minimum": 0}
+
+
+def section(required: dict[str, Any], optional: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A mapping with these keys and no others."""
+    return {
+        "type": "object",
+        "properties": required | (optional or {}),
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+def many(item: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": item, "minItems": 1}
+
+
+METADATA = section({"name": TEXT})
+QUANTITIES = section(
+    {"cpu": {"type": "string", "pattern": r"^\d+m?$"}, "memory": {"type": "string", "pattern": r"^\d+Gi$"}}
+)
+CONTAINER = section(
+    {
+        "name": TEXT,
+        "image": TEXT,
+        "resources": section({"limits": QUANTITIES, "requests": QUANTITIES}),
+        "volumeMounts": many(section({"name": TEXT, "mountPath": {"type": "string", "pattern": "^/"}})),
+    }
+)
+VOLUME = section(
+    {"name": TEXT},
+    {
+        "configMap": section({"name": TEXT}),
+        "persistentVolumeClaim": section({"claimName": TEXT}),
+        "emptyDir": section({"medium": {"const": "Memory"}, "sizeLimit": TEXT}),
+    },
+)
+USER = section({"runAsUser": COUNT, "runAsGroup": COUNT, "fsGroup": COUNT})
+LABELS = {"type": "object", "additionalProperties": TEXT, "minProperties": 1}
+POD_SPEC = section({"containers": many(CONTAINER), "volumes": many(VOLUME), "securityContext": USER})
+POD = section({"metadata": section({"labels": LABELS}), "spec": POD_SPEC})
+PARAMS = {"type": "object", "additionalProperties": TEXT}
+HEAD = section({"rayStartParams": PARAMS, "template": POD})
+WORKERS = section(
+    {
+        "groupName": TEXT,
+        "replicas": COUNT,
+        "minReplicas": COUNT,
+        "maxReplicas": COUNT,
+        "rayStartParams": PARAMS,
+        "template": POD,
+    }
+)
+AUTH = section({"mode": {"const": "token"}, "secretName": TEXT})
+CLUSTER = section({"rayVersion": TEXT, "authOptions": AUTH, "headGroupSpec": HEAD, "workerGroupSpecs": many(WORKERS)})
+RAYJOB = section(
+    {
+        "entrypoint": {"type": "string", "pattern": "^rlsys train "},
+        "backoffLimit": COUNT,
+        "shutdownAfterJobFinishes": {"const": True},
+        "ttlSecondsAfterFinished": COUNT,
+        "rayClusterSpec": CLUSTER,
+    }
+)
+SELECTOR = section({"matchLabels": LABELS})
+PORT = section({"protocol": {"const": "TCP"}, "port": COUNT})
+PEER = section({"podSelector": SELECTOR}, {"namespaceSelector": section({})})
+POLICY = section(
+    {
+        "podSelector": SELECTOR,
+        "policyTypes": {"const": ["Ingress"]},
+        "ingress": many(section({"from": many(PEER)}, {"ports": many(PORT)})),
+    }
+)
+CLAIM = section({"accessModes": many(TEXT), "resources": section({"requests": section({"storage": TEXT})})})
+
+
+def document(api: str, kind: str, body: dict[str, Any]) -> dict[str, Any]:
+    return section({"apiVersion": {"const": api}, "kind": {"const": kind}, "metadata": METADATA} | body)
+
+
+MANIFEST = {
+    "type": "array",
+    "prefixItems": [
+        document("v1", "ConfigMap", {"data": section({"job.yaml": TEXT})}),
+        document("v1", "PersistentVolumeClaim", {"spec": CLAIM}),
+        document("networking.k8s.io/v1", "NetworkPolicy", {"spec": POLICY}),
+        document("ray.io/v1", "RayJob", {"spec": RAYJOB}),
+    ],
+    "items": False,
+    "minItems": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def manifest() -> list[dict[str, Any]]:
+    return list(YAML(typ="safe", pure=True).load_all((DEPLOY / "kuberay" / "rayjob.yaml").read_text()))
+
+
+def test_the_rayjob_has_the_keys_of_its_schema_and_no_others(manifest: list[dict[str, Any]]):
+    assert [e.message for e in Draft202012Validator(MANIFEST).iter_errors(manifest)] == []
+
+
+def test_the_rayjob_mounts_only_volumes_it_has_and_runs_the_ray_of_the_lock(manifest: list[dict[str, Any]]):
+    config_map, claim, _, job = manifest
+    cluster = job["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        volumes = {v["name"]: v for v in pod["volumes"]}
+        assert {m["name"] for c in pod["containers"] for m in c["volumeMounts"]} == volumes.keys()
+        assert volumes["job"]["configMap"]["name"] == config_map["metadata"]["name"]
+        assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert cluster["rayVersion"] == locked((ROOT / "requirements" / "cpu.lock").read_text())["ray"]
+
+
+def test_the_network_policy_lets_only_nodes_of_the_cluster_reach_more_than_the_dashboard(
+    manifest: list[dict[str, Any]],
+):
+    *_, policy, job = manifest
+    nodes = policy["spec"]["podSelector"]
+    cluster = job["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert nodes["matchLabels"].items() <= group["template"]["metadata"]["labels"].items()
+    among_nodes, to_dashboard = policy["spec"]["ingress"]
+    assert among_nodes == {"from": [{"podSelector": nodes}]}
+    assert [port["port"] for port in to_dashboard["ports"]] == [8265]
+
+
+def test_the_job_inside_the_rayjob_is_a_valid_configuration(manifest: list[dict[str, Any]], tmp_path: Path):
+    path = tmp_path / "job.yaml"
+    path.write_text(manifest[0]["data"]["job.yaml"])
+    overrides = manifest[3]["spec"]["entrypoint"].split()[3:]
+    config = Config.load(path, overrides)
+    assert config.run.resume == "auto"
+    mounts = manifest[3]["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["volumeMounts"]
+    assert str(config.run.folder) in {m["mountPath"] for m in mounts}
+
+
+def test_the_runtime_environment_uses_keys_that_ray_knows():
+    environment = YAML(typ="safe", pure=True).load((DEPLOY / "runtime_env.yaml").read_text())
+    known = section({"working_dir": TEXT, "env_vars": {"type": "object", "additionalProperties": TEXT}})
+    assert [e.message for e in Draft202012Validator(known).iter_errors(environment)] == []
+
+
+@pytest.mark.parametrize("name", ["Dockerfile.cpu", "kuberay/rayjob.yaml", "runtime_env.yaml", "slurm/rlsys.sbatch"])
+def test_every_file_says_at_its_top_what_was_never_run_and_runs_rlsys_train(name: str):
+    text = (DEPLOY / name).read_text()
+    head = "\n".join(text.splitlines()[:5])
+    assert re.search(r"never (built|applied|run)", head)
+    assert re.search(r"rlsys( |:cpu )train", text)
+
+
+def test_hadolint_finds_nothing_in_the_dockerfile():
+    done = subprocess.run([BIN / "hadolint", DEPLOY / "Dockerfile.cpu"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_the_dockerfile_pins_the_uv_of_the_makefile():
+    version = re.search(r"UV_VERSION := (\S+)", (ROOT / "Makefile").read_text())
+    assert version
+    assert f"uv=={version[1]}" in (DEPLOY / "Dockerfile.cpu").read_text()
+
+
+@pytest.mark.parametrize("script", [SLURM, ROOT / ".ci" / "run"], ids=["slurm", "ci"])
+def test_shellcheck_finds_nothing_in_the_scripts(script: Path):
+    done = subprocess.run([BIN / "shellcheck", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+# -------------------------------------------------------------------------------------- the Slurm script on stand-ins
+
+STAND_INS = {
+    "scontrol": 'printf "n1\\nn2\\nn3\\n"',
+    "srun": 'echo "srun $*" >> "$LOG"; while case $1 in -*) true ;; *) false ;; esac; do shift; done; exec "$@"',
+    "ray": 'echo "token $RAY_AUTH_TOKEN\nray $*" >> "$LOG"; case "$*" in *--block*) exec sleep 60 ;; esac',
+}
+
+
+def submit(folder: Path, rlsys: str, *arguments: str) -> subprocess.Popen[str]:
+    """The script as Slurm would start it on three nodes, with `rlsys` replaced by a line of shell."""
+    for name, body in {**STAND_INS, "rlsys": rlsys}.items():
+        path = folder / name
+        path.write_text(f"#!/bin/sh\n{body}\n")
+        path.chmod(0o755)
+    environment = {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "LOG": str(folder / "log"),
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n[1-3]",
+        "SLURM_CPUS_PER_TASK": "4",
+    }
+    return subprocess.Popen(["bash", SLURM, *arguments], env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_slurm_starts_one_ray_per_node_and_the_driver_beside_the_head(tmp_path: Path):
+    job = submit(
+        tmp_path, 'echo "$RAY_ADDRESS $*"; until grep -q "ray start --address" "$LOG"; do :; done', "job.yaml", "a.b=c"
+    )
+    out, _ = job.communicate(timeout=30)
+    assert (job.returncode, out) == (0, "n1:20007 train job.yaml a.b=c\n")
+    shared = "--ntasks-per-node=1 --cpus-per-task=4 --overlap --export=ALL"
+    head = "ray start --head --block --port=20007 --num-cpus=4 --dashboard-host=127.0.0.1 --disable-usage-stats"
+    others = "ray start --address=n1:20007 --block --num-cpus=4"
+    assert {line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("srun")} == {
+        f"srun --nodes=1 --ntasks=1 {shared} --nodelist=n1 {head}",
+        f"srun --nodes=2 --ntasks=2 {shared} --exclude=n1 {others}",
+    }
+
+
+def test_slurm_gives_a_token_of_this_job_to_every_ray_and_the_driver_and_names_it_to_none(tmp_path: Path):
+    tokens = []
+    for name in ("one", "other"):
+        (folder := tmp_path / name).mkdir()
+        job = submit(
+            folder, 'echo "$RAY_AUTH_MODE $RAY_AUTH_TOKEN"; until grep -q "ray start --address" "$LOG"; do :; done', "f"
+        )
+        mode, token = job.communicate(timeout=30)[0].split()
+        log = (folder / "log").read_text()
+        assert (mode, len(token)) == ("token", 64)
+        assert {line.split()[1] for line in log.splitlines() if line.startswith("token ")} == {token}
+        assert not any(token in line for line in log.splitlines() if not line.startswith("token "))
+        tokens.append(token)
+    assert tokens[0] != tokens[1]
+
+
+def test_slurm_ends_with_the_exit_code_of_the_driver(tmp_path: Path):
+    job = submit(tmp_path, "exit 3", "job.yaml")
+    job.communicate(timeout=30)
+    assert job.returncode == 3
+
+
+def test_slurm_hands_its_warning_on_so_that_the_driver_saves_before_the_limit(tmp_path: Path):
+    job = submit(tmp_path, 'trap "echo saved; exit 130" TERM; echo started; while :; do sleep 0.05; done', "job.yaml")
+    assert job.stdout
+    assert job.stdout.readline() == "started\n"
+    job.send_signal(signal.SIGTERM)
+    out, _ = job.communicate(timeout=30)
+    assert (job.returncode, out) == (130, "saved\n")
+
+
+def test_slurm_says_how_it_is_used_when_no_file_is_named(tmp_path: Path):
+    job = submit(tmp_path, "exit 0")
+    job.communicate(timeout=30)
+    assert job.returncode == 2

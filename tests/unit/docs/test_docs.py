@@ -1,0 +1,34 @@
+"""What the documentation holds is what the code says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from rlsys.config import Config
+from rlsys.monitoring.alerts import RULES
+
+ROOT = Path(__file__).parents[3]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("examples/*/README.md"))]
+
+
+def test_the_schema_in_docs_is_the_one_the_code_gives():
+    written = json.loads((ROOT / "docs" / "config.schema.json").read_text())
+    assert written == Config.model_json_schema(), "run: rlsys config schema > docs/config.schema.json"
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_page_on_watching_a_run_has_every_alert_as_it_is(name):
+    rule = RULES[name]
+    row = f"| `{name}` | {rule.when} | {rule.threshold:g}{' ' + rule.unit if rule.unit else ''} |"
+    assert row in (ROOT / "docs" / "dashboard.md").read_text().splitlines()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_file_a_page_points_to_exists(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        if not target.startswith(("http", "mailto")):
+            assert (page.parent / target).exists(), f"{page.name} points to {target}"

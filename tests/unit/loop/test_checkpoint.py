@@ -1,0 +1,196 @@
+"""Checkpoints: whatever interrupts one, the one before is whole and found."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlsys.data.task_source import Cursor
+from rlsys.errors import CheckpointError
+from rlsys.loop.checkpoint import Checkpoints, DriverState, find_latest, is_complete, read_state
+from rlsys.loop.task_ledger import IssuedTask, LedgerState
+
+PARTS = ["actor/weights.bin", "actor/optimizer.bin", "groups.jsonl", "driver.json", "manifest.json"]
+
+
+def state_of(step: int) -> DriverState:
+    pending = [IssuedTask(group_id=7, task_id="a", cursor=Cursor(1, 2))]
+    ledger = LedgerState("8 tasks", Cursor(1, 3), 8, 7, pending)
+    return DriverState(step, {0: "cafe", step: "beef"}, ledger, past={"policy/entropy": 0.1 + 0.2})
+
+
+async def write(folder: Path) -> None:
+    (folder / "actor").mkdir()
+    (folder / "actor" / "weights.bin").write_bytes(b"w" * 100)
+    (folder / "actor" / "optimizer.bin").write_bytes(b"o" * 200)
+    (folder / "groups.jsonl").write_text('{"group": 1}\n')
+
+
+async def disk_is_full(folder: Path) -> None:
+    (folder / "groups.jsonl").write_text("half of")
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def checkpoints_in(folder: Path, *steps: int, keep_last: int = 10) -> Checkpoints:
+    """Checkpoints of `steps`, saved in that order."""
+    checkpoints = Checkpoints(folder, every=2, keep_last=keep_last)
+    for step in steps:
+        assert asyncio.run(checkpoints.save(step, state_of(step), write)) == folder / f"step_{step:06d}"
+    return checkpoints
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def test_what_is_saved_is_what_is_read(tmp_path):
+    checkpoints_in(tmp_path, 2)
+    latest = tmp_path / "step_000002"
+    assert find_latest(tmp_path) == latest
+    assert read_state(latest) == state_of(2)
+    assert names(tmp_path) == ["latest", "step_000002"]
+    assert (tmp_path / "latest").read_text() == "step_000002"
+    assert sorted(str(p.relative_to(latest)) for p in latest.rglob("*") if p.is_file()) == sorted(PARTS)
+
+
+@pytest.mark.parametrize("damage", [truncate, Path.unlink], ids=["truncated", "missing"])
+@pytest.mark.parametrize("part", PARTS)
+def test_with_any_file_truncated_or_missing_the_one_before_is_found(tmp_path, part, damage: Callable[[Path], None]):
+    checkpoints_in(tmp_path, 2, 4)
+    damage(tmp_path / "step_000004" / part)
+    assert not is_complete(tmp_path / "step_000004")
+    assert find_latest(tmp_path) == tmp_path / "step_000002"
+    with pytest.raises(CheckpointError, match="step_000004 is not a complete checkpoint"):
+        read_state(tmp_path / "step_000004")
+
+
+@pytest.mark.parametrize("named", ["step_000009", "", "step_0000", None])
+def test_whatever_latest_says_the_newest_whole_one_is_found(tmp_path, named):
+    checkpoints_in(tmp_path, 2, 4)
+    (tmp_path / "latest").unlink() if named is None else (tmp_path / "latest").write_text(named)
+    assert find_latest(tmp_path) == tmp_path / "step_000004"
+
+
+def test_latest_decides_between_whole_ones(tmp_path):
+    checkpoints_in(tmp_path, 2, 4)
+    (tmp_path / "latest").write_text("step_000002\n")
+    assert find_latest(tmp_path) == tmp_path / "step_000002"
+
+
+def test_where_nothing_was_saved_nothing_is_found(tmp_path):
+    assert find_latest(tmp_path) is None
+    assert find_latest(tmp_path / "nowhere") is None
+    assert not is_complete(tmp_path / "nowhere")
+
+
+def test_one_that_was_cut_off_while_it_was_written_is_not_one(tmp_path):
+    checkpoints_in(tmp_path, 2)
+    shutil.copytree(tmp_path / "step_000002", tmp_path / "step_000004.tmp")
+    assert find_latest(tmp_path) == tmp_path / "step_000002"
+    checkpoints_in(tmp_path, 4)
+    assert names(tmp_path) == ["latest", "step_000002", "step_000004"]
+
+
+def test_a_full_disk_says_what_is_left_and_leaves_it_alone(tmp_path):
+    checkpoints = checkpoints_in(tmp_path, 2)
+    with pytest.raises(CheckpointError) as raised:
+        asyncio.run(checkpoints.save(4, state_of(4), disk_is_full))
+    for part in ("step 4", str(tmp_path), "GiB free", "No space left", f"last good one is {tmp_path / 'step_000002'}"):
+        assert part in str(raised.value)
+    assert names(tmp_path) == ["latest", "step_000002"]
+    assert checkpoints.last_saved == 2
+
+
+def test_a_full_disk_at_the_first_one_says_that_nothing_was_saved(tmp_path):
+    with pytest.raises(CheckpointError, match="none was saved before"):
+        asyncio.run(Checkpoints(tmp_path / "new", 1, 1).save(1, state_of(1), disk_is_full))
+
+
+def test_a_full_disk_while_saving_a_step_again_keeps_what_was_there(tmp_path):
+    checkpoints = checkpoints_in(tmp_path, 2)
+    with pytest.raises(CheckpointError):
+        asyncio.run(checkpoints.save(2, state_of(2), disk_is_full))
+    assert find_latest(tmp_path) == tmp_path / "step_000002"
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    checkpoints_in(tmp_path, 2, 4, 6, 8, keep_last=2)
+    assert names(tmp_path) == ["latest", "step_000006", "step_000008"]
+
+
+def test_the_one_that_latest_names_is_kept_however_old(tmp_path):
+    checkpoints_in(tmp_path, 6, 8)
+    checkpoints_in(tmp_path, 2, keep_last=1)
+    assert find_latest(tmp_path) == tmp_path / "step_000002"
+    assert "step_000002" in names(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("every", "step", "is_last", "last_saved", "due"),
+    [
+        (2, 4, False, 2, True),
+        (2, 3, False, 2, False),
+        (2, 3, True, 2, True),
+        (0, 4, False, None, False),
+        (0, 4, True, None, True),
+        (2, 4, True, 4, False),
+    ],
+)
+def test_when_a_checkpoint_is_due(tmp_path, every, step, is_last, last_saved, due):
+    assert Checkpoints(tmp_path, every, 1, last_saved).is_due(step, is_last=is_last) is due
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x", r"driver\.json cannot be read"),
+        ('{"state_v": 9}', r"driver\.json has format 9, and this version of rlsys reads 1; go on with the version"),
+        ('{"state_v": 1}', r"driver\.json cannot be read: (.|\n)*ledger(.|\n)*run\.resume=PATH"),
+    ],
+    ids=["no JSON", "another format", "fields missing"],
+)
+def test_a_state_that_this_version_of_rlsys_cannot_read_is_named(tmp_path, text, message):
+    checkpoints_in(tmp_path, 2)
+    path = tmp_path / "step_000002" / "driver.json"
+    path.write_text(text.ljust(path.stat().st_size))
+    with pytest.raises(CheckpointError, match=message):
+        read_state(tmp_path / "step_000002")
+
+
+def test_a_state_without_a_format_is_of_the_first(tmp_path):
+    checkpoints_in(tmp_path, 2)
+    path = tmp_path / "step_000002" / "driver.json"
+    row = json.loads(path.read_text())
+    del row["state_v"]
+    path.write_text(json.dumps(row).ljust(path.stat().st_size))
+    assert read_state(tmp_path / "step_000002") == state_of(2)
+
+
+def test_a_state_that_is_older_than_the_metrics_of_the_step_before_has_none(tmp_path):
+    checkpoints_in(tmp_path, 2)
+    path = tmp_path / "step_000002" / "driver.json"
+    row = json.loads(path.read_text())
+    del row["past"]
+    path.write_text(json.dumps(row).ljust(path.stat().st_size))
+    assert read_state(tmp_path / "step_000002") == replace(state_of(2), past={})
+
+
+def test_a_metric_that_is_not_finite_is_read_as_it_was_saved(tmp_path):
+    state = replace(state_of(2), past={"a": math.nan, "b": -math.inf})
+    asyncio.run(Checkpoints(tmp_path, 1, 1).save(2, state, write))
+    past = read_state(tmp_path / "step_000002").past
+    assert math.isnan(past["a"])
+    assert past["b"] == -math.inf

@@ -1,0 +1,167 @@
+"""Evaluation: the same rollouts and rewards as in training, without a learner."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import pytest
+
+from rlsys.contracts import RolledOut
+from rlsys.errors import RlsysError, RunAborted, TaskTooLong, WeightsMismatch, first_of
+from rlsys.loop.eval_metrics import EvalMetrics
+from rlsys.loop.evaluation import EvalRules, Evaluator
+from rlsys.loop.failure_policy import FailurePolicy
+from rlsys.monitoring.events import Events, WorkerFailed
+from rlsys.testing import FakeRewards, FakeRollouts, FakeWorld, Fault, PartialStream, run_virtual, tasks
+from rlsys.types import Assignment, Group
+
+
+@dataclass
+class Watched:
+    """Fake rollouts that know how many groups were open at once, and refuse some tasks."""
+
+    world: FakeWorld
+    too_long: frozenset[str] = frozenset()
+    most_open: int = 0
+    assignments: list[Assignment] = field(default_factory=list)
+    _num_open: int = 0
+
+    def __post_init__(self) -> None:
+        self.world.relay = 0
+        self._rollouts = FakeRollouts(self.world)
+        fake = self._rollouts
+        self.restart, self.versions, self.loads = fake.restart, fake.versions, fake.loads
+        self.move, self.placements = fake.move, fake.placements
+
+    async def run(self, assignment: Assignment) -> RolledOut:
+        self.assignments.append(assignment)
+        if assignment.task.id in self.too_long:
+            raise TaskTooLong("rollout-0", "encoding a prompt", "2000 tokens")
+        self._num_open += 1
+        self.most_open = max(self.most_open, self._num_open)
+        try:
+            return await self._rollouts.run(assignment)
+        finally:
+            self._num_open -= 1
+
+
+def evaluator_on(
+    rollouts: Watched,
+    sets: Mapping[str, int],
+    *,
+    samples: int = 2,
+    max_failed_groups: int = 4,
+    recorder: PartialStream | None = None,
+) -> Evaluator:
+    """An evaluation of data sets of so many tasks, three of them open at once."""
+    return Evaluator(
+        rollouts,
+        FakeRewards(rollouts.world),
+        FailurePolicy(max_attempts=3, max_failed_groups=max_failed_groups, max_no_signal_groups=4),
+        Events([recorder] if recorder else []),
+        {name: tasks(count) for name, count in sets.items()},
+        EvalRules(samples, temperature=1.0, seed=0, pass_reward=1.0, max_open=3),
+    )
+
+
+def measured(
+    world: FakeWorld, *too_long: str, num_tasks: int = 4, recorder: PartialStream | None = None
+) -> EvalMetrics:
+    return run_virtual(
+        evaluator_on(Watched(world, frozenset(too_long)), {"held_out": num_tasks}, recorder=recorder).measure(
+            "held_out"
+        )
+    )
+
+
+def test_every_task_is_sampled_and_scored():
+    result = measured(FakeWorld(reward=lambda group_id, episode: float(group_id < 2 and episode == 0)))
+    assert (result.num_tasks, result.samples, result.mean) == (4, 2, 0.25)
+    assert result.pass_at == {1: 0.25, 2: 0.5}
+    assert (result.length_mean, result.truncated_frac, result.failed_frac) == (3, 0, 0)
+
+
+def test_prompts_over_the_limit_are_left_out_and_counted_and_end_nothing():
+    world = FakeWorld(reward=lambda group_id, episode: 1.0)
+    rollouts = Watched(world, frozenset({"task-1", "task-3"}))
+    result = run_virtual(evaluator_on(rollouts, {"d": 4}, max_failed_groups=1).measure("d"))
+    assert (result.num_tasks, result.num_too_long, result.mean) == (2, 2, 1.0)
+
+
+def test_nothing_to_judge_is_an_error_that_names_the_data_set_and_says_why():
+    with pytest.raises(RlsysError, match="evaluation on held_out: no sample could be scored: the judge raised"):
+        measured(FakeWorld(reward=lambda group_id, episode: None))
+
+
+@pytest.mark.parametrize("fault", [Fault.DIES, Fault.HANGS])
+def test_what_a_machine_broke_is_done_again_with_the_same_result(fault):
+    recorder = PartialStream()
+    world = FakeWorld(rollout_faults={1: fault, 5: fault}, reward_faults={2: fault})
+    assert measured(world, num_tasks=6, recorder=recorder) == measured(FakeWorld(), num_tasks=6)
+    told = [e.worker for e in recorder.of(WorkerFailed)]
+    assert {"rollout-1", "reward-0"} <= set(told)
+    assert len(set(told)) == len(told), "each once, however many groups hit it"
+
+
+def test_a_group_whose_payload_is_lost_is_rolled_out_again_with_the_same_result():
+    assert measured(FakeWorld(payload_losses={"score": {0, 3}})) == measured(FakeWorld())
+
+
+def test_a_payload_that_is_lost_every_time_ends_the_evaluation():
+    with pytest.raises(ExceptionGroup) as raised:
+        measured(FakeWorld(payload_losses={"score": range(100)}))
+    error = first_of(raised.value)
+    assert isinstance(error, RunAborted)
+    assert "gave up after 3 attempts at one group; the last failure: the bytes of group" in str(error)
+
+
+def test_work_that_fails_every_time_ends_the_evaluation_naming_the_worker():
+    with pytest.raises(ExceptionGroup) as raised:
+        measured(FakeWorld(rollout_faults=dict.fromkeys(range(100), Fault.DIES)))
+    error = first_of(raised.value)
+    assert isinstance(error, RunAborted)
+    assert "gave up after 3 attempts at one group; the last failure: rollout-" in str(error)
+
+
+def test_a_group_that_the_check_refuses_is_issued_again_to_a_replaced_worker():
+    refused: list[str] = []
+
+    async def check(group: Group) -> None:
+        if not refused:
+            refused.append(group.replica)
+            raise WeightsMismatch(group.replica, "rolling out", "tokens of another version")
+
+    recorder, rollouts = PartialStream(), Watched(FakeWorld())
+    result = run_virtual(evaluator_on(rollouts, {"d": 4}, recorder=recorder).measure("d", check=check))
+    assert result.num_tasks == 4
+    assert [e.worker for e in recorder.of(WorkerFailed)] == refused
+    assert len(rollouts.assignments) == 5
+
+
+def timed(evaluator: Evaluator, *sets: str) -> float:
+    """Virtual seconds to measure all of these at once."""
+
+    async def measure_all() -> float:
+        await asyncio.gather(*(evaluator.measure(name) for name in sets))
+        return asyncio.get_running_loop().time()
+
+    return run_virtual(measure_all())
+
+
+def test_tasks_are_rolled_out_side_by_side_up_to_the_limit_over_all_sets_with_seeds_of_their_own():
+    rollouts = Watched(FakeWorld(rollout_s=lambda group_id: 1.0 + group_id))
+    assert timed(evaluator_on(rollouts, {"a": 6, "b": 6}), "a", "b") < 2 * sum(1.1 + group_id for group_id in range(6))
+    assert rollouts.most_open == 3
+    assert len({a.seed for a in rollouts.assignments}) == 6
+    assert {a.size for a in rollouts.assignments} == {2}
+
+
+def test_a_data_set_is_measured_alike_alone_and_beside_others():
+    def assigned(*sets: str) -> set[tuple[str, int]]:
+        rollouts = Watched(FakeWorld())
+        timed(evaluator_on(rollouts, {"a": 4, "b": 7}), *sets)
+        return {(a.task.id, a.seed) for a in rollouts.assignments}
+
+    assert assigned("a") < assigned("b") == assigned("a", "b")

@@ -1,0 +1,1034 @@
+"""The queue of groups: permits pace, group_ids order, versions bound, columns stream, and nothing is lost or
+doubled."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from itertools import pairwise, permutations
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlsys.algorithm import Signal
+from rlsys.errors import PayloadLost
+from rlsys.loop.dropped_groups import DroppedGroups
+from rlsys.loop.failure_policy import FailurePolicy
+from rlsys.loop.group_queue import LEARNER, GroupQueue, Permit
+from rlsys.loop.in_flight_group import InFlightGroup, State
+from rlsys.loop.task_ledger import LedgerState
+from rlsys.monitoring.events import Events, GroupDropped, GroupIssued, GroupReissued, GroupRolledOut, GroupScored
+from rlsys.testing import run_virtual
+from rlsys.types import Group, Score
+from tests.groups import episode, group, hand_in, queue_of, rolled_out
+from tests.simulate.world import PartialStream
+
+SIGNAL = Signal.REFERENCE_LOGPROBS
+SIGNALS = frozenset({SIGNAL})
+
+
+@dataclass
+class Producers:
+    """One task per permit that was ever waited for; each holds its permit until told what to do with it."""
+
+    queue: GroupQueue
+    admitted: list[int] = field(default_factory=list)
+    """Versions of the permits handed out, in order."""
+    _told: dict[int, asyncio.Future[Group | None]] = field(default_factory=dict)
+    """By group_id."""
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def start(self, count: int) -> None:
+        self._tasks += [asyncio.create_task(self._produce()) for _ in range(count)]
+
+    async def _produce(self) -> None:
+        async with self.queue.permit() as permit:
+            self.admitted.append(permit.group.assignment.version)
+            told = self._told[permit.group.group_id] = asyncio.get_running_loop().create_future()
+            done = await told
+            if done is None:
+                self.queue.drop(permit.group, "failed", "")
+            else:
+                hand_in(self.queue, permit, done)
+
+    async def finish(self, *group_ids: int, versions: tuple[int, ...] = (0,)) -> None:
+        for group_id in group_ids:
+            self._told[group_id].set_result(group(group_id, versions=versions))
+        await settled()
+
+    async def drop(self, group_id: int) -> None:
+        self._told[group_id].set_result(None)
+        await settled()
+
+    def cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+
+def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test on the virtual clock."""
+
+    @wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        run_virtual(test(*args, **kwargs))
+
+    return run
+
+
+async def settled() -> None:
+    """Let every task go as far as it can."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def played(queue: GroupQueue, scenario: Callable[[Producers], Awaitable[None]], num_producers: int = 6) -> None:
+    """Run `scenario` beside producers."""
+
+    async def main() -> None:
+        producers = Producers(queue)
+        producers.start(num_producers)
+        await settled()
+        await scenario(producers)
+        producers.cancel()
+
+    run_virtual(main())
+
+
+async def taken(queue: GroupQueue, version: int = 0) -> list[int]:
+    """Serials of a step, none of whose candidates is stale."""
+    groups = await queue.take(version)
+    assert not queue.dropped["stale"]
+    return [each.group_id for each in groups]
+
+
+async def produced(queue: GroupQueue, count: int, order: Callable[[list[Permit]], list[Permit]] = list) -> None:
+    """So many groups that are rolled out and scored, each on a permit of its own, handed in in this order."""
+    async with AsyncExitStack() as permits:
+        held = [await permits.enter_async_context(queue.permit()) for _ in range(count)]
+        for permit in order(held):
+            assignment = permit.group.assignment
+            hand_in(queue, permit, group(assignment.group_id, versions=(assignment.version,)))
+
+
+def put(queue: GroupQueue, one: InFlightGroup, column: str) -> bool:
+    """Hand in a column of any kind; that of a signal is the number of the attempt."""
+    if column == "episodes":
+        return queue.finish_rollout(one, rolled_out(group(one.group_id)))
+    if column == "reward":
+        if is_new := queue.score(one, group(one.group_id)):
+            queue.offer(one)
+        return is_new
+    return queue.put(one, Signal(column), one.attempt)
+
+
+def pending(*group_ids: int) -> LedgerState:
+    """Of a session that issued groups up to the last of these, of which these are open."""
+    ledger = queue_of().ledger
+    for group_id in range(group_ids[-1] + 1):
+        ledger.issue(0)
+        if group_id not in group_ids:
+            ledger.drop(group_id)
+    return ledger.state()
+
+
+# ----------------------------------------------------------------------------------------------------- life of a group
+
+
+@virtual
+async def test_a_group_goes_through_every_state_and_tells_its_transitions():
+    recorder, seen = PartialStream(), []
+
+    queue = queue_of(1, signals=SIGNALS, events=Events([recorder]))
+    async with queue.permit() as permit:
+        one = permit.group
+        seen.append(one.state)
+        queue.start_rollout(permit)
+        seen.append(one.state)
+        await asyncio.sleep(5.0)
+        queue.finish_rollout(one, rolled_out(group(0)))
+        seen.append(one.state)
+        queue.score(one, group(0))
+        seen.append(one.state)
+        queue.offer(one)
+        assert one.state is State.SCORED, "its signal is not there"
+    assert await queue.take_for(SIGNAL, 100) == [one]
+    queue.put(one, SIGNAL, "column")
+    seen.append(one.state)
+    assert await queue.take(0) == [one]
+    seen.append(one.state)
+    queue.put_back(LEARNER, [one])
+    assert one.state is State.READY
+    assert await queue.take(0) == [one]
+    assert queue.release([one], 1) == [one.assignment.task]
+    seen.append(one.state)
+    assert one.is_over
+    assert one.entered_s[State.ROLLED_OUT] - one.entered_s[State.ROLLING_OUT] == 5.0
+    assert (queue.groups, queue.ledger.open, queue.ledger.num_consumed) == ({}, {}, 1)
+    assert seen == PATH
+    assert [type(event) for event in recorder.events] == [GroupIssued, GroupRolledOut, GroupScored]
+
+
+@virtual
+async def test_a_group_may_be_issued_again_and_dropped_and_tells_it():
+    recorder = PartialStream()
+
+    queue = queue_of(1, events=Events([recorder]))
+    await produced(queue, 1)
+    (lost,) = await queue.take(0)
+    queue.reissue(lost, "its payload is gone")
+    assert (lost.state, list(queue.ledger.open)) == (State.REISSUED, [])
+    async with queue.permit() as permit:
+        again = permit.group
+        assert (again.group_id, again.attempt, again.num_losses, again.state) == (0, 2, 1, State.ISSUED)
+        queue.start_rollout(permit)
+        assert queue.start_rollout(permit).attempt == 3, "a replica died"
+        assert again.state is State.REISSUED
+        queue.drop(permit.group, "too_long", "9 tokens too many")
+    assert (permit.group.state, permit.group.reason, queue.groups) == (State.DROPPED, "too_long", {})
+    assert (queue.num_reissued, queue.dropped) == (2, {"too_long": 1})
+    told = [event for event in recorder.events if not isinstance(event, GroupRolledOut | GroupScored)]
+    task = recorder.of(GroupIssued)[0].task_id
+    issued = GroupIssued(0, task, 0, 2)
+    assert told == [
+        issued,
+        GroupReissued(0, task, "its payload is gone"),
+        issued,
+        GroupDropped(0, task, "too_long", "9 tokens too many"),
+    ]
+
+
+PATH = list(State)[:7]
+LEGAL = {state: {later, State.DROPPED, State.REISSUED} for state, later in pairwise(PATH)}
+LEGAL[State.TAKEN].add(State.READY)
+
+
+@settings(deadline=None, max_examples=200)
+@given(choices=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 99)), max_size=80), has_signal=st.booleans())
+@virtual
+async def test_whatever_is_asked_for_no_group_makes_an_illegal_transition(choices, has_signal):
+    queue = queue_of(2, max_staleness=1, window=9, signals=SIGNALS if has_signal else frozenset())
+    held: list[tuple[AsyncExitStack, Permit]] = []
+    attempts: list[InFlightGroup] = []
+
+    def ask(operation: int, choice: int) -> None:
+        permit, one = held[choice % len(held)][1], attempts[choice % len(attempts)]
+        operations: list[Callable[[], object]] = [
+            lambda: queue.start_rollout(permit),
+            lambda: queue.renew(permit, group(permit.group.group_id)),
+            lambda: queue.finish_rollout(one, rolled_out(group(one.group_id))),
+            lambda: queue.score(one, group(one.group_id)),
+            lambda: queue.offer(one),
+            lambda: has_signal and queue.put(one, SIGNAL, "column"),
+            lambda: queue.put_back(LEARNER, [one]),
+            lambda: queue.release([one], queue.version),
+            lambda: queue.drop(one, "failed", ""),
+            lambda: queue.reissue(one, ""),
+        ]
+        operations[operation]()
+
+    def counts() -> tuple[int, ...]:
+        return queue.num_refused, queue.num_reissued, queue.dropped.total(), queue.num_finished, queue.num_permits
+
+    for operation, choice in choices:
+        states, before = {one: one.state for one in attempts}, counts()
+        if held and operation < 10:
+            try:
+                ask(operation, choice)
+            except RuntimeError:
+                assert ({one: one.state for one in attempts}, counts()) == (states, before)
+        elif held and operation == 10:
+            await held.pop(choice % len(held))[0].aclose()
+        elif operation == 11 and queue.num_finished > 1:
+            await queue.take(queue.version)
+        elif queue._free.qsize():
+            stack = AsyncExitStack()
+            held.append((stack, await stack.enter_async_context(queue.permit())))
+        assert all(one.state is state or one.state in LEGAL.get(state, ()) for one, state in states.items())
+        latest = [*queue.groups.values(), *(permit.group for _, permit in held)]
+        attempts += [one for one in dict.fromkeys(latest) if one not in attempts]
+        issued = [n for n, one in queue.groups.items() if one.state is not State.REISSUED]
+        assert sorted(queue.ledger.open) == issued
+        assert [entry.group_id for entry in queue.ledger.state().pending] == list(queue.groups)
+        assert queue.num_finished == sum(one.state is State.READY for one in queue.groups.values())
+        num_twice = sum(permit.group.is_offered and not permit.group.is_over for _, permit in held)
+        assert queue.num_permits - num_twice == queue.capacity
+    for stack, _ in held:
+        await stack.aclose()
+
+
+@pytest.mark.parametrize("state", list(State))
+@virtual
+async def test_a_transition_that_is_none_raises_and_changes_nothing(state):
+    async with queue_of().permit() as permit:
+        for other in State:
+            one = replace(permit.group, state=state, entered_s={})
+            if other in LEGAL.get(state, ()):
+                one.enter(other)
+                assert one.state is other
+                continue
+            with pytest.raises(RuntimeError, match=f"group 0 is {state.name} and cannot become {other.name}"):
+                one.enter(other)
+            assert (one.state, one.entered_s) == (state, {})
+
+
+@virtual
+async def test_the_table_says_what_is_pending_and_for_how_long():
+    queue = queue_of(5, signals=SIGNALS, lease_s=600.0)
+    assert queue.table({}) == "  nothing is pending"
+    async with AsyncExitStack() as permits:
+        held = [await permits.enter_async_context(queue.permit()) for _ in range(4)]
+        a, b, c, d = (permit.group.assignment.task.id for permit in held)
+        zero, _, two, _ = (queue.start_rollout(permit) for permit in held)
+        queue.start_rollout(held[1])
+        queue.finish_rollout(zero, rolled_out(group(0)))
+        queue.reissue(two, "")
+        queue.finish_rollout(held[3].group, rolled_out(group(3)))
+        queue.score(held[3].group, group(3))
+        queue.offer(held[3].group)
+        queue.put(held[3].group, SIGNAL, "column")
+        await asyncio.sleep(40)
+        assert queue.table({0: "rollout-0", 1: "rollout-1", 9: "rollout-0"}).splitlines() == [
+            f"  group 0: task {a}, attempt 1 begun 40 s ago, waits for reference_logprobs and reward",
+            f"  group 1: task {b}, attempt 2, rollout-1 since 40 s, lease ends in 560 s",
+            f"  group 2: task {c}, waits to be issued again",
+            f"  group 3: task {d}, attempt 1 begun 40 s ago, waits to be trained",
+        ]
+
+
+@virtual
+async def test_a_restored_group_has_no_attempt_in_this_session():
+    queue = queue_of(2)
+    queue.restore(pending(4, 5), 7, 9, [group(5, versions=(7,))])
+    four, five = (each.assignment.task.id for each in queue.groups.values())
+    assert queue.table({}).splitlines() == [
+        f"  group 4: task {four}, waits to be issued again",
+        f"  group 5: task {five}, waits to be trained",
+    ]
+
+
+# -------------------------------------------------------------------------------------------------- permits and window
+
+
+def test_no_more_groups_are_in_the_pipe_than_there_are_permits():
+    queue = queue_of(2, max_staleness=1)
+
+    async def scenario(producers: Producers) -> None:
+        assert len(producers.admitted) == queue.capacity == 4
+        await producers.finish(0, 1)
+        await taken(queue)
+        await settled()
+        assert len(producers.admitted) == 4
+
+    played(queue, scenario)
+
+
+def test_released_permits_carry_the_version_that_was_published():
+    queue = queue_of(2)
+
+    async def scenario(producers: Producers) -> None:
+        await producers.finish(0, 1)
+        queue.release(await queue.take(0), 1)
+        await settled()
+        assert producers.admitted == [0, 0, 1, 1]
+
+    played(queue, scenario)
+
+
+def test_a_window_of_one_is_strictly_first_in_first_out():
+    queue = queue_of(2, max_staleness=1)
+
+    async def scenario(producers: Producers) -> None:
+        await producers.finish(1, 2, 3)
+        take = asyncio.create_task(taken(queue))
+        await settled()
+        assert not take.done()
+        await producers.finish(0)
+        assert await take == [0, 1]
+
+    played(queue, scenario)
+
+
+def test_a_window_counts_group_ids_past_the_oldest_open_group():
+    queue = queue_of(1, max_staleness=3, window=3)
+
+    async def scenario(producers: Producers) -> None:
+        await producers.finish(3)
+        take = asyncio.create_task(taken(queue))
+        await settled()
+        assert not take.done()
+        await producers.finish(2)
+        assert await take == [2]
+        await producers.finish(0)
+        assert [await taken(queue), await taken(queue)] == [[0], [3]]
+
+    played(queue, scenario)
+
+
+def test_a_drop_is_counted_gives_its_permit_back_and_admits_another_group():
+    queue = queue_of(2, num_groups=2)
+
+    async def scenario(producers: Producers) -> None:
+        assert len(producers.admitted) == 2
+        await producers.drop(0)
+        assert queue.dropped == {"failed": 1}
+        assert len(producers.admitted) == 3
+        await producers.finish(1, 2)
+        assert await taken(queue) == [1, 2]
+
+    played(queue, scenario)
+
+
+def test_no_more_groups_are_admitted_than_the_run_will_consume():
+    queue = queue_of(2, max_staleness=3, num_groups=4)
+
+    async def scenario(producers: Producers) -> None:
+        assert len(producers.admitted) == 4
+        await producers.finish(0, 1)
+        queue.release(await queue.take(0), 1)
+        await settled()
+        assert len(producers.admitted) == 4
+
+    played(queue, scenario)
+
+
+@pytest.mark.parametrize("is_dropped", [True, False])
+@virtual
+async def test_a_producer_that_raises_gives_its_permit_back(is_dropped):
+    queue = queue_of(1)
+
+    async def fail() -> int:
+        async with queue.permit() as permit:
+            if is_dropped:
+                queue.drop(permit.group, "too_long", "")
+            raise ZeroDivisionError(permit.group.group_id)
+
+    for group_id in (0, 1) if is_dropped else (0, 0):
+        with pytest.raises(ZeroDivisionError, match=str(group_id)):
+            await fail()
+    assert queue.dropped == ({"too_long": 2} if is_dropped else {})
+    assert queue.num_permits == 1
+
+
+@virtual
+async def test_a_group_takes_no_episodes_but_its_own():
+    queue = queue_of()
+    async with queue.permit() as permit:
+        one = queue.start_rollout(permit)
+        with pytest.raises(ValueError, match="group 0 was handed group 4"):
+            queue.finish_rollout(one, rolled_out(group(4)))
+        queue.finish_rollout(one, rolled_out(group(0)))
+        with pytest.raises(ValueError, match="group 0 was handed group 4"):
+            queue.score(one, group(4))
+
+
+def test_tokens_beyond_the_bound_are_dropped_as_stale_and_replaced():
+    recorder = PartialStream()
+    queue = queue_of(1, max_staleness=1, version=5, events=Events([recorder]))
+
+    async def scenario(producers: Producers) -> None:
+        await producers.finish(0, versions=(3, 5))
+        await producers.finish(1, versions=(4, 5))
+        groups = await queue.take(5)
+        stale = [event.group_id for event in recorder.of(GroupDropped)]
+        assert ([each.group_id for each in groups], stale, queue.dropped) == ([1], [0], {"stale": 1})
+        await settled()
+        assert len(producers.admitted) == 3
+
+    played(queue, scenario)
+
+
+@virtual
+async def test_groups_that_were_taken_and_given_up_make_room_for_others():
+    queue = queue_of(2, num_groups=2)
+    await produced(queue, 2)
+    for one in await queue.take(0):
+        queue.drop(one, "no_signal", "")
+    assert queue.dropped == {"no_signal": 2}
+    assert queue.num_permits == 2
+    await produced(queue, 2)
+    assert await taken(queue) == [2, 3]
+
+
+def test_up_to_a_version_there_is_no_more_in_the_pipe_than_one_step():
+    queue = queue_of(2, max_staleness=2, synchronous_until=2)
+
+    async def scenario(producers: Producers) -> None:
+        for version, admitted in ((0, [0, 0]), (1, [0, 0, 1, 1])):
+            assert producers.admitted == admitted
+            await producers.finish(2 * version, 2 * version + 1, versions=(version,))
+            queue.release(await queue.take(version), version + 1)
+            await settled()
+        assert not queue.dropped
+        assert producers.admitted == [0, 0, 1, 1] + [2] * 6
+
+    played(queue, scenario, num_producers=12)
+
+
+# ------------------------------------------------------------------------------------------------------------- restore
+
+
+@virtual
+async def test_a_restored_queue_keeps_finished_groups_and_the_places_of_unfinished_ones():
+    queue = queue_of(2, max_staleness=1)
+    queue.restore(pending(4, 5, 6), 7, 6, [group(5, versions=(6,)), group(6, versions=(6,))])
+    assert [each.group_id for each in queue.finished] == [5, 6]
+    take = asyncio.create_task(queue.take(7))
+    await settled()
+    assert not take.done(), "group 4 is older than those that are finished"
+    producers = Producers(queue)
+    producers.start(5)
+    await settled()
+    assert producers.admitted == [7, 7]
+    await producers.finish(4, versions=(7,))
+    first = await take
+    assert [each.group_id for each in first] == [4, 5]
+    ledger = queue_of().ledger
+    order = [ledger.issue(0).task for _ in range(6)]
+    assert queue.release(first, 8) == order[4:]
+    await settled()
+    assert producers.admitted == [7, 7, 8, 8]
+    assert len(queue.finished) == queue.num_finished == 1
+    assert not queue.dropped
+    producers.cancel()
+
+
+@virtual
+async def test_a_queue_restored_before_that_version_holds_one_step_and_drops_what_is_stale():
+    recorder = PartialStream()
+    queue = queue_of(2, max_staleness=2, synchronous_until=5, events=Events([recorder]))
+    queue.restore(pending(6, 7), 3, 20, [group(6, versions=(2,))])
+    producers = Producers(queue)
+    producers.start(5)
+    await settled()
+    assert producers.admitted == [3], "of two permits, one backs the group that is finished"
+    await producers.finish(7, versions=(3,))
+    take = asyncio.create_task(queue.take(3))
+    await settled()
+    await producers.finish(8, versions=(3,))
+    stale = [event.group_id for event in recorder.of(GroupDropped)]
+    assert ([each.group_id for each in await take], stale) == ([7, 8], [6])
+    producers.cancel()
+
+
+@pytest.mark.parametrize(
+    ("window", "place", "version", "is_in_time"),
+    [
+        (1, 0, 7, True),
+        (1, 0, 8, False),
+        (1, 1, 7, True),
+        (1, 2, 7, False),
+        (1, 2, 6, True),
+        (2, 1, 7, True),
+        (3, 1, 7, True),
+        (3, 3, 7, False),
+        (1, 0, 5, True),
+        (1, 0, 4, False),
+        (3, 1, 4, False),
+        (3, 1, 3, True),
+    ],
+)
+def test_a_finished_group_is_in_time_if_it_is_taken_within_the_bound_whatever_overtakes_it(
+    window, place, version, is_in_time
+):
+    """Two groups a step; a bound of two versions at window 1, of three at 2 and 3; synchronous before version 5. The
+    group is of version 5 from there on, and of version 3 before."""
+    queue = queue_of(2, max_staleness=2, window=window, synchronous_until=5)
+    one = group(9, versions=(5 if version >= 5 else 3,))
+    assert queue.is_in_time(one, place, version) == is_in_time
+
+
+# ------------------------------------------------------------------------------------------------------------- columns
+
+
+@virtual
+async def test_the_learner_waits_for_the_columns_that_annotators_add():
+    queue = queue_of(2, max_staleness=1, signals=SIGNALS)
+    await produced(queue, 3)
+    assert (queue.num_finished, [each.group_id for each in queue.finished]) == (0, [0, 1, 2])
+    assert queue.lacking(queue.groups[0]) == [SIGNAL]
+    groups = await queue.take_for(SIGNAL, max_tokens=30)
+    assert [each.group_id for each in groups] == [0, 1, 2]
+    for one in reversed(groups):
+        assert queue.put(one, SIGNAL, f"column of {one.group_id}")
+    trained = [each.group for each in await queue.take(0)]
+    assert [(g.group_id, g.columns) for g in trained] == [(n, {SIGNAL: f"column of {n}"}) for n in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "group_ids"), [(1, [0]), (10, [0]), (20, [0, 1]), (29, [0, 1]), (30, [0, 1, 2])]
+)
+@virtual
+async def test_an_annotator_takes_whole_groups_up_to_its_budget_or_one(max_tokens, group_ids):
+    queue = queue_of(2, max_staleness=1, signals=SIGNALS)
+    await produced(queue, 3, order=lambda held: [held[2], held[0], held[1]])
+    groups = await queue.take_for(SIGNAL, max_tokens)
+    assert {each.group.num_tokens for each in groups} == {10}
+    assert [each.group_id for each in groups] == group_ids
+
+
+@virtual
+async def test_what_comes_for_an_attempt_that_is_over_is_refused_counted_and_never_trained():
+    queue = queue_of(1, signals=SIGNALS)
+    async with queue.permit() as permit:
+        first = queue.start_rollout(permit)
+        assert queue.finish_rollout(first, rolled_out(group(0)))
+        assert not queue.finish_rollout(first, rolled_out(group(0))), "a duplicate"
+        queue.reissue(first, "its payload is gone")
+    await produced(queue, 1)
+    assert not queue.score(first, group(0))
+    (second,) = await queue.take_for(SIGNAL, 100)
+    assert not queue.put(first, SIGNAL, "late")
+    assert queue.put(second, SIGNAL, "in time")
+    (trained,) = await queue.take(0)
+    assert trained.group.columns == {SIGNAL: "in time"}
+    queue.release([trained], 1)
+    assert not queue.put(second, SIGNAL, "after it was trained")
+    assert (queue.num_refused, queue.num_reissued) == (4, 1)
+
+
+@virtual
+async def test_a_column_is_refused_and_counted_where_nobody_waits_for_it():
+    queue = queue_of(2, signals=SIGNALS)
+    async with queue.permit() as permit, queue.permit() as other:
+        first = queue.start_rollout(permit)
+        assert queue.finish_rollout(first, rolled_out(group(0)))
+        assert queue.put(first, SIGNAL, 1)
+        assert not queue.put(first, SIGNAL, 2), "a duplicate"
+        queue.renew(permit, group(0))
+        assert not queue.put(first, SIGNAL, 3), "it is of another payload"
+        assert queue.put(permit.group, SIGNAL, 4)
+        with pytest.raises(RuntimeError, match="group 1 is ISSUED and cannot be annotated"):
+            queue.put(other.group, SIGNAL, 5)
+        queue.drop(permit.group, "failed", "")
+        assert not queue.score(permit.group, group(0)), "the group was dropped"
+        assert (queue.num_refused, queue.num_reissued) == (3, 0)
+        assert (first.columns, permit.group.columns) == ({SIGNAL: 1}, {SIGNAL: 4})
+
+
+@virtual
+async def test_a_renewed_group_keeps_its_attempt_and_is_annotated_again():
+    queue = queue_of(1, signals=SIGNALS)
+    async with queue.permit() as permit:
+        first = queue.start_rollout(permit)
+        queue.finish_rollout(first, rolled_out(group(0)))
+        assert await queue.take_for(SIGNAL, 100) == [first]
+        queue.renew(permit, replace(group(0), payload="grafted"))
+        assert (first.state, permit.group.state, permit.group.attempt) == (State.REISSUED, State.ROLLED_OUT, 1)
+        assert await queue.take_for(SIGNAL, 100) == [permit.group]
+        assert permit.group.group.payload == "grafted"
+
+
+@virtual
+async def test_a_column_that_nobody_needs_is_a_mistake():
+    queue = queue_of(signals=SIGNALS)
+    async with queue.permit() as permit:
+        with pytest.raises(ValueError, match=r"group 0: nobody needs a column .*values"):
+            queue.put(permit.group, Signal.VALUES, 1)
+
+
+@virtual
+async def test_a_group_that_is_put_back_is_next_again_and_one_issued_again_is_not():
+    queue = queue_of(3, window=3)
+    await produced(queue, 3)
+    groups = await queue.take(0)
+    assert [each.group_id for each in groups] == [0, 1, 2]
+    queue.reissue(groups[1], "")
+    queue.put_back(LEARNER, groups)
+    assert queue.num_finished == 2
+    queue.groups_per_step = 2
+    assert await taken(queue) == [0, 2]
+
+
+@virtual
+async def test_an_annotator_takes_again_what_is_put_back():
+    queue = queue_of(3, signals=SIGNALS)
+    await produced(queue, 3)
+    groups = await queue.take_for(SIGNAL, 100)
+    queue.reissue(groups[1], "")
+    queue.put_back(SIGNAL, groups)
+    assert await queue.take_for(SIGNAL, 100) == [groups[0], groups[2]]
+
+
+@pytest.mark.parametrize("order", list(permutations(["reward", SIGNAL, Signal.VALUES])))
+@virtual
+async def test_a_group_is_assembled_whole_from_its_columns_in_any_order(order):
+    played_out = group(0, episodes=[episode(None), episode(None)])
+    queue = queue_of(1, signals=frozenset({SIGNAL, Signal.VALUES}))
+    async with queue.permit() as permit:
+        one = queue.start_rollout(permit)
+        queue.finish_rollout(one, rolled_out(played_out))
+        for column in order:
+            assert queue.num_finished == 0
+            if column == "reward":
+                assert queue.score(one, played_out.with_scores((Score(1.0), Score(0.5))))
+                queue.offer(one)
+            else:
+                assert queue.put(one, column, f"column of {column}")
+    (whole,) = await queue.take(0)
+    assert whole.group.columns == {signal: f"column of {signal}" for signal in queue.signals}
+    assert [e.trajectories[0].reward for e in whole.group.episodes] == [1.0, 0.5]
+
+
+@settings(deadline=None, max_examples=200)
+@given(seed=st.integers(0, 10**9), num_groups=st.integers(1, 30), num_signals=st.integers(0, 3))
+@virtual
+async def test_in_any_order_every_consumer_gets_every_group_once_when_its_columns_are_there(
+    seed, num_groups, num_signals
+):
+    chance = random.Random(seed)
+    signals = list(Signal)[:num_signals]
+    needs = {LEARNER: {"episodes", "reward", *signals}, **{signal: {"episodes"} for signal in signals}}
+
+    queue = queue_of(1, max_staleness=num_groups - 1, window=num_groups, signals=frozenset(signals))
+    delivered: dict[str, list[int]] = defaultdict(list)
+    there: dict[int, set[str]] = defaultdict(set)
+
+    async def take_one(consumer: str) -> None:
+        ready = [one.group_id for one in groups if needs[consumer] <= there[one.group_id]]
+        left = sorted(set(ready) - set(delivered[consumer]))
+        assert consumer != LEARNER or queue.num_finished == len(left)
+        found = queue._next(consumer)
+        assert (found.group_id if found else None) == (left[0] if left else None)
+        if found:
+            took = queue.take(0) if consumer == LEARNER else queue.take_for(Signal(consumer), 1)
+            assert await took == [found]
+            delivered[consumer].append(found.group_id)
+
+    async with AsyncExitStack() as permits:
+        held = [await permits.enter_async_context(queue.permit()) for _ in range(num_groups)]
+        groups = [queue.start_rollout(permit) for permit in held]
+        columns = ["episodes", "reward", *signals]
+        to_come = [(one, column) for one in groups for column in columns] * 2  # every column is handed in twice
+        num_columns = len(to_come)
+        chance.shuffle(to_come)
+        while to_come:
+            one, column = to_come.pop(0)
+            if column != "episodes" and not there[one.group_id]:
+                with pytest.raises(RuntimeError):
+                    put(queue, one, column)
+                to_come.append((one, column))
+                continue
+            assert put(queue, one, column) == (column not in there[one.group_id])
+            there[one.group_id].add(column)
+            await take_one(chance.choice(list(needs)))
+        for consumer in needs:
+            while queue._next(consumer):
+                await take_one(consumer)
+            assert Counter(delivered[consumer]) == Counter(one.group_id for one in groups)
+        assert queue.num_refused == num_columns // 2
+
+
+@settings(deadline=None, max_examples=200)
+@given(seed=st.integers(0, 10**9))
+@virtual
+async def test_of_every_group_exactly_one_attempt_is_consumed_however_often_it_is_issued_again(seed):
+    chance = random.Random(seed)
+
+    queue = queue_of(1, max_staleness=500, window=10, num_groups=1000, signals=SIGNALS)
+    consumed: list[InFlightGroup] = []
+
+    async with AsyncExitStack() as permits:
+
+        async def attempt() -> InFlightGroup:
+            return queue.start_rollout(await permits.enter_async_context(queue.permit()))
+
+        attempts = [await attempt() for _ in range(10)]
+        for _ in range(400):
+            one = chance.choice(attempts)
+            match chance.choice(["put", "put", "put", "put", "again", "take", "put back"]):
+                case "put":
+                    column = chance.choice(["episodes", "reward", SIGNAL])
+                    if one.episodes is None and not one.is_over and column != "episodes":
+                        with pytest.raises(RuntimeError):
+                            put(queue, one, column)
+                    else:
+                        is_refused = not put(queue, one, column)
+                        assert is_refused or queue.groups[one.group_id] is one
+                case "again" if not one.is_over and one not in consumed:
+                    queue.reissue(one, "")
+                    attempts.append(again := await attempt())
+                    assert again.group_id == one.group_id
+                case "take" if queue.num_finished:
+                    (found,) = await queue.take(0)
+                    assert queue.groups[found.group_id] is found
+                    assert found.group.columns == {SIGNAL: found.attempt}
+                    assert found.group_id not in {c.group_id for c in consumed}
+                    consumed.append(found)
+                case "put back" if consumed:
+                    queue.put_back(LEARNER, [consumed.pop()])
+                case _:
+                    pass
+        for one in queue.groups.values():
+            for column in ("episodes", "reward", SIGNAL):
+                is_there = column not in queue.lacking(one)
+                assert put(queue, one, column) == (not is_there)
+        rest = [group_id for _ in range(10 - len(consumed)) for group_id in await taken(queue)]
+        assert sorted([*rest, *(one.group_id for one in consumed)]) == list(range(10))
+
+
+# --------------------------------------------------------------------------------------------------------------- losses
+
+
+@virtual
+async def test_a_group_that_is_lost_keeps_its_place_and_gives_its_permit_to_the_next_attempt():
+    queue = queue_of(2)
+    await produced(queue, 2)
+    zero, one = await queue.take(0)
+    queue.reissue(zero, "")
+    queue.put_back(LEARNER, [one])
+    take = asyncio.create_task(queue.take(0))
+    await settled()
+    assert not take.done(), "group 0 is older"
+    await produced(queue, 1)
+    again = await take
+    assert [each.group_id for each in again] == [0, 1]
+    assert again[0] is not zero
+    assert again[1] is one
+    queue.release(again, 1)
+    await produced(queue, 2)
+    assert (queue.dropped, queue.num_reissued) == ({}, 1)
+
+
+@virtual
+async def test_the_loss_of_an_attempt_that_is_over_changes_nothing():
+    queue = queue_of(1, max_staleness=1)
+    losses = DroppedGroups(queue, FailurePolicy(9, 9, 9))
+
+    def lose(one: InFlightGroup) -> bool:
+        num_losses = one.num_losses
+        assert losses.issue_again(PayloadLost((0,)), [one]) == []
+        return one.num_losses > num_losses
+
+    await produced(queue, 1)
+    (first,) = queue.finished
+    assert lose(first)
+    assert not lose(first), "it waits to be issued again"
+    await produced(queue, 1)
+    assert not lose(first), "the next attempt is there"
+    groups = await queue.take(0)
+    assert not lose(first), "the next attempt is being trained"
+    queue.release(groups, 1)
+    assert not any(map(lose, (first, *groups))), "the group is trained"
+    assert (queue.num_permits, queue.dropped) == (queue.capacity, {})
+
+
+@virtual
+async def test_a_group_that_is_lost_while_it_is_scored_leaves_its_permit_when_its_producer_does():
+    queue = queue_of(1, signals=SIGNALS)
+    async with queue.permit() as permit:
+        one = queue.start_rollout(permit)
+        queue.finish_rollout(one, rolled_out(group(0)))
+        await queue.take_for(SIGNAL, 100)
+        queue.reissue(one, "")
+        assert one.is_over
+        assert not queue.score(one, group(0))
+        again = asyncio.create_task(produced(queue, 1))
+        await settled()
+        assert not again.done(), "there is one permit"
+    await again
+    assert [each.group_id for each in await queue.take_for(SIGNAL, 100)] == [0]
+    assert not queue.dropped
+
+
+@virtual
+async def test_attempts_and_losses_of_a_group_are_counted_apart():
+    queue = queue_of(4)
+    async with AsyncExitStack() as permits:
+        held = [await permits.enter_async_context(queue.permit()) for _ in range(4)]
+        one, three = queue.start_rollout(held[1]), queue.start_rollout(held[3])
+        assert [one.attempt, queue.start_rollout(held[1]).attempt] == [1, 2]
+        queue.reissue(three, "")
+        queue.reissue(held[1].group, "")
+    async with queue.permit() as again, queue.permit() as later:
+        queue.start_rollout(later)
+        assert [again.group.group_id, later.group.group_id] == [0, 1], "producers 0 and 2 were cut off"
+        assert (later.group.attempt, later.group.num_losses) == (3, 1)
+        assert (again.group.attempt, again.group.num_losses) == (2, 0)
+
+
+# ----------------------------------------------------------------------------------------------------------- streaming
+
+STAGE_S = {"roll out": 0.3, "score": 1.0, SIGNAL: 0.5, Signal.VALUES: 0.8, "train": 0.2}
+"""Annotators work beside the judge."""
+
+
+async def makespan_s(num_groups: int, *, is_streaming: bool) -> float:
+    """Seconds until every group is trained, if each stage works on one at a time: as they come, or one stage after the
+    other."""
+    signals = (SIGNAL, Signal.VALUES)
+    queue = queue_of(1, max_staleness=num_groups - 1, num_groups=num_groups, signals=frozenset(signals))
+    to_score: asyncio.Queue[tuple[Permit, Group]] = asyncio.Queue()
+
+    async def roll_out() -> None:
+        for permit in held:
+            await asyncio.sleep(STAGE_S["roll out"])
+            done = group(permit.group.group_id)
+            queue.finish_rollout(queue.start_rollout(permit), rolled_out(done))
+            to_score.put_nowait((permit, done))
+
+    async def score() -> None:
+        for _ in range(num_groups):
+            permit, done = await to_score.get()
+            await asyncio.sleep(STAGE_S["score"])
+            queue.score(permit.group, done)
+            queue.offer(permit.group)
+
+    async def annotate(signal: Signal) -> None:
+        for _ in range(num_groups):
+            (one,) = await queue.take_for(signal, 1)
+            await asyncio.sleep(STAGE_S[signal])
+            queue.put(one, signal, "column")
+
+    async def train() -> None:
+        for version in range(num_groups):
+            groups = await queue.take(version)
+            await asyncio.sleep(STAGE_S["train"])
+            queue.release(groups, version + 1)
+
+    async with AsyncExitStack() as permits:
+        held = [await permits.enter_async_context(queue.permit()) for _ in range(num_groups)]
+        began = asyncio.get_running_loop().time()
+        stages = [roll_out(), score(), *map(annotate, signals), train()]
+        if is_streaming:
+            await asyncio.gather(*stages)
+        else:
+            for stage in stages:
+                await stage
+        assert queue.ledger.num_consumed == num_groups
+        return asyncio.get_running_loop().time() - began
+
+
+def test_five_stages_that_stream_take_as_long_as_the_slowest_and_not_as_long_as_all():
+    num_groups = 40
+    apart_s = run_virtual(makespan_s(num_groups, is_streaming=False))
+    streaming_s = run_virtual(makespan_s(num_groups, is_streaming=True))
+    assert apart_s == pytest.approx(num_groups * sum(STAGE_S.values()))
+    first_and_last_s = STAGE_S["roll out"] + STAGE_S["train"]
+    assert streaming_s == pytest.approx(num_groups * max(STAGE_S.values()) + first_and_last_s)
+
+
+def test_ten_thousand_groups_in_flight_cost_no_more_each_than_a_few():
+    async def main() -> None:
+        queue = queue_of(100, max_staleness=99, num_groups=10_000, signals=SIGNALS)
+        await produced(queue, 10_000, order=lambda held: held[::-1])
+        for version in range(100):
+            for one in await queue.take_for(SIGNAL, 1000):
+                queue.put(one, SIGNAL, None)
+            assert queue.num_finished == 100
+            groups = await queue.take(version)
+            assert [each.group_id for each in groups] == list(range(100 * version, 100 * version + 100))
+            queue.release(groups, version + 1)
+        assert not queue.dropped
+
+    began = time.process_time()
+    run_virtual(main())
+    assert time.process_time() - began < 4.0
+
+
+# ----------------------------------------------------------------------------------------------------------- the bound
+
+
+@dataclass
+class Played:
+    """Producers that drop or finish groups, and a learner, on one queue after the other."""
+
+    chance: random.Random
+    drop_share: float
+    consumed: list[int] = field(default_factory=list)
+    in_pipe: set[int] = field(default_factory=set)
+    """Serials that were issued, and neither dropped nor released."""
+    num_before: int = 0
+    """Groups consumed on the queues before."""
+
+    @property
+    def unsettled(self) -> list[int]:
+        return sorted(self.in_pipe - {*self.consumed})
+
+    async def produce(self, queue: GroupQueue) -> None:
+        while True:
+            async with queue.permit() as permit:
+                assignment = permit.group.assignment
+                self.in_pipe.add(assignment.group_id)
+                assert len(self.in_pipe) <= queue.permits_at(queue.version)
+                await asyncio.sleep(self.chance.paretovariate(1.2))
+                if self.chance.random() < self.drop_share:
+                    self.in_pipe.remove(assignment.group_id)
+                    queue.drop(permit.group, "failed", "")
+                else:
+                    hand_in(queue, permit, group(assignment.group_id, versions=(assignment.version,)))
+
+    async def learn(self, queue: GroupQueue, until: int) -> None:
+        for version in range(queue.version, until):
+            bound = 0 if version < queue.synchronous_until else queue.staleness_bound
+            groups = await queue.take(version)
+            for one in groups:
+                assert one.group_id < self.unsettled[0] + queue.window
+                assert version - one.group.oldest_version <= bound
+                self.consumed.append(one.group_id)
+            await asyncio.sleep(self.chance.random() * 3)
+            self.in_pipe -= {one.group_id for one in groups}
+            queue.release(groups, version + 1)
+            assert queue.num_permits == min(queue.permits_at(version + 1), queue.num_groups - len(self.consumed))
+
+    async def run(self, queue: GroupQueue, until: int) -> None:
+        """Until version `until` is published; then whatever is being produced is cut off."""
+        producers = [asyncio.create_task(self.produce(queue)) for _ in range(queue.capacity)]
+        await self.learn(queue, until)
+        for producer in producers:
+            producer.cancel()
+        await asyncio.gather(*producers, return_exceptions=True)
+        assert not queue.dropped["stale"]
+
+    def restored(self, before: GroupQueue, queue: GroupQueue) -> None:
+        """Let `queue` go on where `before` was cut."""
+        state = before.ledger.state()
+        assert [entry.group_id for entry in state.pending] == self.unsettled
+        self.consumed, self.num_before = [], self.num_before + len(self.consumed)
+        finished = [each.group for each in before.finished]
+        queue.restore(state, before.version, queue.num_groups - self.num_before, finished)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    seed=st.integers(0, 10**6),
+    groups_per_step=st.integers(1, 4),
+    max_staleness=st.integers(0, 3),
+    window=st.sampled_from([1, 1, 2, 4]),
+    drop_share=st.sampled_from([0.0, 0.3]),
+    synchronous_until=st.sampled_from([0, 0, 1, 3, 5, 99]),
+    cut=st.sampled_from([0, 0, 1, 2, 4, 6]),
+)
+@virtual
+async def test_whatever_the_interleaving_groups_are_ordered_bounded_and_none_is_lost(
+    seed, groups_per_step, max_staleness, window, drop_share, synchronous_until, cut
+):
+    steps = 8
+
+    def fresh() -> GroupQueue:
+        num_groups = steps * groups_per_step
+        sizes = (groups_per_step, max_staleness, window)
+        return queue_of(*sizes, num_groups=num_groups, synchronous_until=synchronous_until)
+
+    played = Played(random.Random(seed), drop_share)
+    order: list[int] = []
+
+    queue = fresh()
+    if cut:
+        await played.run(queue, cut)
+        order.extend(played.consumed)
+        before, queue = queue, fresh()
+        played.restored(before, queue)
+    await played.run(queue, steps)
+    order.extend(played.consumed)
+    assert len(set(order)) == len(order) == steps * groups_per_step
+    assert not played.unsettled
+    if window == 1:
+        assert order == sorted(order)

@@ -1,0 +1,98 @@
+"""A group as one policy of several sees it: what it trains on, and what it is compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from algorithms.grpo import GRPO
+from rlsys.batch.samples import meta_of, versions_of
+from rlsys.errors import NoSignal, NothingToTrain
+from rlsys.loop.learner import BatchShape, Learner
+from rlsys.loop.step_metrics import StepClock, _rewards
+from rlsys.testing import FakeWorld
+from rlsys.types import Episode, Group, Score, Trajectory, Turn, VersionSpan, failed
+
+
+def said(policy: str, version: int, *, reward: float | None = None, parent: int | None = 0) -> Trajectory:
+    turn = Turn((1, 2), (3, 4, 5), (-1.0,) * 3, (VersionSpan(version, 3),), "stop", "...")
+    return Trajectory(f"agent of {policy}", (turn,), reward=reward, parent=parent, policy=policy)
+
+
+def view(policy: str, *episodes: tuple[Trajectory, ...]) -> Group:
+    payload = tuple(map(Episode, episodes))
+    return Group(
+        group_id=0, task_id="t", permit_version=0, replica="r", episodes=meta_of(payload),
+        versions=versions_of(payload, policy), weights=(), payload=payload, policy=policy,
+    )  # fmt: skip
+
+
+PAIR = (said("lead", 7, parent=None), said("helper", 2))
+
+
+def test_a_view_has_the_versions_tokens_and_trajectories_of_its_own_policy():
+    lead, helper = view("lead", PAIR, PAIR), view("helper", PAIR, PAIR)
+    assert (lead.versions, helper.versions) == ((VersionSpan(7, 6),), (VersionSpan(2, 6),))
+    assert [at for at, _ in helper.trajectories()] == [(0, 1), (1, 1)]
+    assert len(list(helper.everyone())) == 4
+    assert (helper.num_trained, helper.num_tokens) == (6, 10)
+
+
+def test_an_agent_without_a_reward_takes_the_advantage_of_a_root_that_another_policy_speaks_for():
+    helper = view("helper", PAIR, PAIR).with_scores((Score(1.0), Score(0.0)))
+    assigned = {(a.episode, a.trajectory): a.advantage for a in GRPO(group_size=2).advantages(helper)}
+    assert assigned.keys() == {(0, 1), (1, 1)}
+    assert assigned[0, 1] > 0 > assigned[1, 1]
+
+
+def test_rewards_that_are_reported_are_the_roots_or_its_own_where_it_has_any():
+    team = view("helper", PAIR, PAIR).with_scores((Score(1.0), Score(0.0)))
+    assert _rewards([team])["reward/mean"] == 0.5
+    rewarded = (PAIR[0], said("helper", 2, reward=3.0))
+    own = view("helper", rewarded, rewarded).with_scores((Score(1.0), Score(0.0)))
+    assert _rewards([own])["reward/mean"] == 3.0
+    assert _rewards([replace(own, policy="lead")])["reward/mean"] == 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unmoved(GRPO):
+    """Learns nothing from any group."""
+
+    def has_signal(self, group: Group) -> bool:
+        return False
+
+
+def learner() -> Learner:
+    clock = StepClock()
+    return Learner(FakeWorld().workers(), GRPO(group_size=2), BatchShape(1, 100), clock.span, None, str)  # type: ignore[arg-type]
+
+
+def test_a_policy_that_said_nothing_has_nothing_to_learn_from_a_group_which_is_no_failure():
+    alone = (PAIR[0],)
+    silent = view("helper", alone, alone).with_scores((Score(1.0), Score(0.0)))
+    with pytest.raises(NoSignal, match="only other policies than helper spoke in it"):
+        learner().check(silent)
+
+
+def test_a_policy_that_spoke_in_one_episode_only_has_nobody_to_be_compared_with_which_is_no_failure():
+    rewarded = (PAIR[0], said("helper", 2, reward=1.0))
+    group = view("helper", rewarded, (PAIR[0],)).with_scores((Score(1.0), Score(0.0)))
+    with pytest.raises(NoSignal, match="nobody to compare what helper said with"):
+        learner().check(group)
+    scored = view("helper", rewarded, rewarded).with_scores((Score(1.0), Score(None, "the judge raised")))
+    with pytest.raises(NothingToTrain, match="the judge raised"):
+        learner().check(scored)
+
+
+def test_equal_rewards_that_are_told_are_the_roots_where_it_has_none():
+    group = view("helper", PAIR, PAIR).with_scores((Score(1.0), Score(1.0)))
+    with pytest.raises(NoSignal, match=r"equal rewards: \[1.0\]"):
+        replace(learner(), algorithm=Unmoved(group_size=2)).check(group)
+
+
+def test_a_policy_whose_agents_all_failed_has_failed():
+    broken = (PAIR[0], replace(PAIR[1], outcome=failed("its tool broke")))
+    group = view("helper", broken, broken).with_scores((Score(1.0), Score(0.0)))
+    with pytest.raises(NothingToTrain, match="its tool broke"):
+        learner().check(group)

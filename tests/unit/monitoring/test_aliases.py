@@ -1,0 +1,63 @@
+"""Names of metrics elsewhere: every alias is of a metric there is, and no two numbers end under one name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlsys.monitoring.metric_catalog import METRICS
+from rlsys.monitoring.tracker import NameSet
+from rlsys.monitoring.trackers.metric_aliases import ALIASES, TRL, VERL, alias, renamed
+from rlsys.monitoring.trackers.metrics_page import page
+
+ROOT = Path(__file__).parents[3]
+SETS: tuple[NameSet, ...] = ("verl", "trl")
+
+
+@pytest.mark.parametrize("names", SETS)
+def test_every_alias_is_of_a_metric_in_the_table_and_has_its_places(names: NameSet):
+    theirs = ALIASES[names]
+    assert theirs.keys() <= METRICS.keys()
+    for ours, name in theirs.items():
+        assert ("{dataset}" in ours) == ("{dataset}" in name)
+        assert ("{function}" in ours) == ("{function}" in name)
+
+
+@pytest.mark.parametrize("names", SETS)
+def test_no_two_metrics_end_under_one_name(names: NameSet):
+    ends = [ALIASES[names].get(key, key) for key in METRICS]
+    assert len(set(ends)) == len(ends)
+
+
+@pytest.mark.parametrize(
+    ("names", "theirs"),
+    [
+        ("verl", ["critic/score/mean", "actor/entropy", "reward/by/exact"]),
+        ("trl", ["train/reward", "train/entropy", "train/rewards/exact/mean"]),
+        ("rlsys", ["reward/mean", "policy/entropy", "reward/by/exact"]),
+    ],
+)
+def test_a_workspace_finds_its_names_and_the_rest_is_as_it_was(names: NameSet, theirs: list[str]):
+    values = {"reward/mean": 0.5, "policy/entropy": 1.0, "reward/by/exact": 0.25, "gac/cosine": 2.0, "own/thing": 3.0}
+    assert renamed(values, names) == dict(zip([*theirs, "gac/cosine", "own/thing"], values.values(), strict=True))
+
+
+def test_a_mean_over_samples_says_of_how_many_as_verl_does():
+    values = {"eval/held_out/mean": 0.5, "eval/held_out/samples": 8.0}
+    assert renamed(values, "verl") == {"val-core/held_out/reward/mean@8": 0.5, "eval/held_out/samples": 8.0}
+    assert alias("eval/held_out/mean", "verl") == "eval/held_out/mean"
+
+
+def test_what_is_merely_alike_keeps_our_name():
+    assert "reward/std" not in TRL  # theirs is the mean over groups of their standard deviations
+    assert not {"policy/clip_frac_low", "policy/clip_frac_high"} & VERL.keys()  # theirs is both in one
+    assert not {"time/rollout", "time/reward", "time/annotate"} & VERL.keys()  # theirs are phases, ours overlap
+    assert "policy/kl_ref" not in VERL  # theirs is of an estimator that is chosen
+    assert not [key for key in TRL if key.startswith("eval/")]  # theirs know no data set
+
+
+def test_the_page_of_metrics_is_the_one_the_tables_give():
+    written = (ROOT / "docs" / "metrics.md").read_text()
+    assert written == page(), "run: python -m rlsys.monitoring.trackers.metrics_page > docs/metrics.md"
+    assert [key for key in METRICS if f"| `{key}` |" not in written] == []

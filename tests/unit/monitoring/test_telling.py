@@ -1,0 +1,54 @@
+"""What workers answered, as events."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rlsys.contracts import Busy, RolledOut
+from rlsys.monitoring.event_builders import SHORTEST_S, emit_busy, group_rolled_out, group_scored
+from rlsys.monitoring.events import Event, Events, GroupScored, WorkerBusy
+from rlsys.testing import PartialStream
+from rlsys.types import TRUNCATED, TrajectoryMeta, failed
+from tests.groups import episode, group
+
+SUBAGENT = TrajectoryMeta("subagent", 0, TRUNCATED, None, episode(0.0, num_trained=4).trajectories[0].samples)
+
+
+def told(spans: list[Busy], answered_s: float, now_s: float) -> list[Event]:
+    recorder = PartialStream()
+    emit_busy(Events([recorder], clock=lambda: now_s), "scoring", spans, answered_s)
+    return recorder.events
+
+
+def test_a_workers_clock_is_read_as_if_its_answer_took_no_time():
+    spans = [Busy("reward-0", 50.0, 51.0), Busy("reward-0", 53.0, 57.0)]
+    assert told(spans, answered_s=57.0, now_s=1_000.0) == [
+        WorkerBusy("reward-0", "scoring", 993.0, 994.0),
+        WorkerBusy("reward-0", "scoring", 996.0, 1_000.0),
+    ]
+
+
+def test_work_too_short_to_be_seen_is_not_told():
+    assert told([Busy("reward-0", 50.0, 50.0 + SHORTEST_S / 2)], 51.0, 1_000.0) == []
+
+
+def test_a_rolled_out_group_tells_what_all_its_agents_sampled_and_which_episodes_were_cut():
+    lead = episode(1.0, num_trained=3)
+    both = replace(lead, trajectories=(*lead.trajectories, SUBAGENT, SUBAGENT))
+    lost = episode(None, failed("a tool broke"), num_trained=2)
+    of = group(4, versions=(2, 5), episodes=[both, lead, lost])
+    event = group_rolled_out(RolledOut(of, Busy("rollout-0", 10.0, 12.5), waited_s=0.5))
+    assert (event.group_id, event.task_id, event.worker) == (4, "task-4", "rollout-0")
+    assert (event.oldest, event.newest, event.lengths, event.num_truncated) == (2, 5, (11, 3, 2), 1)
+    assert (event.seconds, event.waited_s) == (2.5, 0.5)
+
+
+def test_a_group_in_which_nothing_was_sampled_is_of_its_permits_version():
+    of = replace(group(0), versions=(), permit_version=7)
+    event = group_rolled_out(RolledOut(of, Busy("rollout-0", 0.0, 1.0)))
+    assert (event.oldest, event.newest) == (7, 7)
+
+
+def test_a_failed_episode_has_no_reward_whatever_it_was_given():
+    of = group(1, episodes=[episode(0.5), episode(1.0, failed("the judge raised")), episode(None)])
+    assert group_scored(of) == GroupScored(1, "task-1", (0.5, None, None))

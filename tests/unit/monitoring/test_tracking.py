@@ -1,0 +1,207 @@
+"""Sinks: the files of a run, and the lines a person watches."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+
+from rlsys.monitoring.events import (
+    CheckpointSaved,
+    EvalDone,
+    GroupDropped,
+    GroupReissued,
+    PhaseDone,
+    RunEnded,
+    RunStarted,
+    SignalMissing,
+    StepDone,
+    WeightsPublished,
+    WorkerRestarted,
+)
+from rlsys.monitoring.trackers.console import ConsoleSink, duration
+from rlsys.monitoring.trackers.jsonl import JsonlSink
+
+METRICS = {
+    "reward/mean": 0.7126,
+    "async/staleness_max": 1.0,
+    "perf/tokens_per_s": 1934.4,
+    "time/step": 0.2,
+    "time/wait_batch": 0.122,
+    "time/wait_permit": 0.048,
+}
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is one."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def rows(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_event_is_a_line_and_every_step_a_row_of_metrics(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "run")
+    sink.handle(WeightsPublished(1, "ab", 8, 6, 0.5, 0.25), 10.0)
+    sink.handle(StepDone(1, MappingProxyType({"loss": 0.25, "reward/mean": float("nan")})), 11.5)
+    assert rows(tmp_path / "run" / "events.jsonl") == [
+        {
+            "kind": "weights_published",
+            "time_s": 10.0,
+            "version": 1,
+            "hash": "ab",
+            "num_bytes": 8,
+            "num_sent": 6,
+            "stall_s": 0.5,
+            "seconds": 0.25,
+        },
+        {
+            "kind": "step_done",
+            "time_s": 11.5,
+            "step": 1,
+            "metrics": {"loss": 0.25, "reward/mean": None},
+            "group_ids": [],
+        },
+    ], "lines are there before the sink is closed"
+    assert rows(tmp_path / "run" / "metrics.jsonl") == [{"step": 1, "time_s": 11.5, "loss": 0.25, "reward/mean": None}]
+    sink.close()
+
+
+def test_an_evaluation_is_a_row_of_metrics_of_its_own(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path)
+    sink.handle(StepDone(3, {"loss": 0.25}), 10.0)
+    sink.handle(EvalDone(2, "hard", "ab", 1.5, {"eval/hard/mean": 0.5}), 11.0)
+    assert rows(tmp_path / "metrics.jsonl")[1] == {"step": 2, "time_s": 11.0, "eval/hard/mean": 0.5}
+    assert rows(tmp_path / "events.jsonl")[1] == {
+        "kind": "eval_done",
+        "time_s": 11.0,
+        "step": 2,
+        "dataset": "hard",
+        "hash": "ab",
+        "seconds": 1.5,
+        "metrics": {"eval/hard/mean": 0.5},
+    }
+    sink.close()
+
+
+def test_a_resumed_run_begins_a_line_of_its_own_after_one_that_was_cut(tmp_path: Path) -> None:
+    for name in ("events.jsonl", "metrics.jsonl"):
+        (tmp_path / name).write_bytes(b'{"kind":"step_done","ti')
+    sink = JsonlSink(tmp_path)
+    sink.handle(StepDone(2, {"loss": 0.25}), 2.0)
+    sink.close()
+    for name in ("events.jsonl", "metrics.jsonl"):
+        cut, line = (tmp_path / name).read_text().splitlines()
+        assert cut == '{"kind":"step_done","ti'
+        assert json.loads(line)["step"] == 2
+
+
+def test_nothing_that_a_model_wrote_can_steer_the_terminal() -> None:
+    out = io.StringIO()
+    sink = ConsoleSink(0, out, policy="so\x1blver")
+    sink.handle(GroupDropped(7, "task\x1b]0;owned\x07", "failed", "\x1b[2Jgone\u202e\r\nnext line"), 1.0)
+    sink.handle(EvalDone(1, "hard", "ab", 1.0, {"eval/hard/pass@\x1b[2J": 0.5}), 2.0)
+    assert out.getvalue() == (
+        "so�lver: dropped group 7 (task task�]0;owned�): failed: �[2Jgone��\nnext line\n"
+        "so�lver: step 1 on hard: pass@�[2J 0.500 (1.0 s)\n"
+    )
+
+
+def test_a_resumed_run_appends(tmp_path: Path) -> None:
+    for step in (1, 2):
+        sink = JsonlSink(tmp_path)
+        sink.handle(StepDone(step, {}), float(step))
+        sink.close()
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_progress_line_says_who_waits_for_whom_and_how_long_it_takes() -> None:
+    out = io.StringIO()
+    sink = ConsoleSink(150, out, every_s=0)
+    sink.handle(StepDone(41, METRICS), 8.0)
+    sink.handle(StepDone(42, METRICS), 8.2)
+    first, second = out.getvalue().splitlines()
+    shown = "reward 0.713  staleness 1  1,934 tokens/s  trainer waits 61%, rollouts wait 24%"
+    assert first == f"step  41/150  {shown}"
+    assert second == f"step  42/150  {shown}  0:22 left"
+
+
+def test_figures_that_are_missing_are_left_out() -> None:
+    out = io.StringIO()
+    ConsoleSink(10, out).handle(StepDone(1, {"reward/mean": 0.5, "time/wait_batch": 1.0}), 1.0)
+    assert out.getvalue() == "step  1/10  reward 0.500\n"
+
+
+def test_plain_progress_is_spaced_out_and_the_last_line_is_never_lost() -> None:
+    out = io.StringIO()
+    sink = ConsoleSink(8, out, every_s=5)
+    for step in range(1, 9):
+        sink.handle(StepDone(step, {}), 2.0 * step)
+    sink.close()
+    assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == [
+        "step 1/8",
+        "step 4/8",
+        "step 7/8",
+        "step 8/8",
+    ]
+
+
+def test_what_a_person_should_know_is_said_at_once() -> None:
+    out = io.StringIO()
+    sink = ConsoleSink(8, out)
+    sink.handle(RunStarted("runs/7", 4, 8), 0.0)
+    sink.handle(PhaseDone("load_model", 1.25), 1.0)
+    sink.handle(GroupDropped(3, "t9", "too_long"), 2.0)
+    sink.handle(GroupReissued(4, "t8", "its node is gone"), 2.0)
+    sink.handle(SignalMissing(100, 1000, "group 9 has equal rewards: [0.0]"), 2.0)
+    sink.handle(CheckpointSaved(8, "runs/7/checkpoints/step_8", 0.1), 3.0)
+    sink.handle(WeightsPublished(8, "ab", 8, 8, 0.5, 0.25), 3.0)
+    measures = {"mean": 0.5, "mean_ci95": 0.125, "pass@1": 0.5, "pass@4": 0.75, "failed_frac": 0.0}
+    sink.handle(EvalDone(8, "hard", "ab", 1.5, {f"eval/hard/{k}": v for k, v in measures.items()}), 3.0)
+    sink.handle(EvalDone(8, "one", "ab", 1.5, {"eval/one/mean": 1.0}), 3.0)
+    sink.handle(RunEnded(8, "finished"), 4.0)
+    assert out.getvalue().splitlines() == [
+        "run directory: runs/7, resuming after step 4",
+        "   1.2 s  load model",
+        "dropped group 3 (task t9): too_long",
+        "group 4 (task t8) is issued again: its node is gone",
+        (
+            "100 groups one after the other had nothing to learn in them, and 1000 end the run; look at rewards and "
+            "tasks. The last: group 9 has equal rewards: [0.0]"
+        ),
+        "checkpoint of step 8: runs/7/checkpoints/step_8",
+        "step 8 on hard: mean 0.500 ± 0.125, pass@1 0.500, pass@4 0.750 (1.5 s)",
+        "step 8 on one: mean 1.000 (1.5 s)",
+        "finished after step 8",
+    ]
+
+
+def test_a_terminal_gets_one_line_that_moves_and_notes_above_it(capsys: pytest.CaptureFixture[str]) -> None:
+    out = Terminal()
+    sink = ConsoleSink(150, out)
+    sink.handle(StepDone(149, METRICS), 8.0)
+    sink.handle(GroupDropped(3, "[t9]", "stale"), 2.0)
+    sink.handle(StepDone(150, METRICS), 8.2)
+    sink.close()
+    text = out.getvalue()
+    assert "dropped group 3 (task [t9]): stale" in text
+    assert "step 150/150  reward 0.713" in text
+    assert capsys.readouterr() == ("", "")
+
+
+def test_where_no_steps_are_taken_a_terminal_gets_notes_alone() -> None:
+    out = Terminal()
+    sink = ConsoleSink(0, out)
+    sink.handle(WorkerRestarted("eval-0", 1.5), 1.0)
+    sink.close()
+    assert out.getvalue() == "eval-0 is back after 1.5 s\n"
+
+
+def test_durations_read_like_a_clock() -> None:
+    assert [duration(s) for s in (0.4, 21, 125.2, 7380)] == ["0:00", "0:21", "2:05", "2:03:00"]

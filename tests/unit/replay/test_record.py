@@ -1,0 +1,259 @@
+"""Records: what is written is what comes back, to the last bit of a logprob."""
+
+from __future__ import annotations
+
+import math
+import struct
+import tempfile
+from dataclasses import replace
+from datetime import date
+from decimal import Decimal
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlsys.algorithm import TrajectoryAdvantage
+from rlsys.batch.samples import meta_of, versions_of
+from rlsys.errors import DataError
+from rlsys.replay.rollout_log import (
+    GroupRecord,
+    RolloutRecord,
+    read_groups,
+    read_rollouts,
+    rollout_of,
+    write_groups,
+    write_rollouts,
+)
+from rlsys.replay.token_stats import TokenStats
+from rlsys.types import (
+    Acknowledged,
+    Episode,
+    Group,
+    Outcome,
+    OutcomeKind,
+    Score,
+    Task,
+    Trajectory,
+    Turn,
+    VersionSpan,
+    failed,
+)
+
+ids = st.lists(st.integers(0, 2**17), max_size=4).map(tuple)
+floats32 = st.floats(allow_nan=False, allow_infinity=False, width=32)
+rewards = st.none() | st.floats(allow_nan=False, allow_infinity=False)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.text(max_size=5),
+    lambda v: st.lists(v, max_size=2),
+)
+prompts = st.text(max_size=10) | st.lists(
+    st.fixed_dictionaries({"role": st.just("user"), "content": st.text(max_size=10)}), min_size=1, max_size=2
+).map(tuple)
+tasks = st.builds(
+    Task,
+    id=st.text(max_size=8),
+    prompt=prompts,
+    answer=st.none() | st.text(max_size=8),
+    info=st.dictionaries(st.text(max_size=4), json_values, max_size=2),
+)
+
+
+@st.composite
+def turns(draw: st.DrawFn) -> Turn:
+    output = draw(ids)
+    logprobs = tuple(draw(st.lists(floats32, min_size=len(output), max_size=len(output))))
+    spans = (VersionSpan(draw(st.integers(0, 9)), len(output)),) if output else ()
+    return Turn(draw(ids), output, logprobs, spans, draw(st.sampled_from(["stop", "length", "abort"])), draw(st.text()))
+
+
+outcomes = st.builds(Outcome, st.sampled_from(OutcomeKind), st.text(max_size=8))
+trajectories = st.builds(
+    Trajectory, st.text(max_size=5), st.lists(turns(), max_size=2).map(tuple), outcomes, rewards, st.none() | st.just(0)
+)
+episodes = st.lists(trajectories, min_size=1, max_size=2).map(lambda t: Episode(tuple(t), 3, 5))
+payloads = st.lists(episodes, min_size=1, max_size=3).map(tuple)
+columns = st.dictionaries(
+    st.sampled_from(["reference_logprobs", "values"]), st.lists(st.lists(floats32).map(tuple)).map(tuple)
+)
+numbers = st.lists(floats32, max_size=3).map(tuple)
+turn_readings = st.builds(
+    TokenStats,
+    said=st.text(max_size=5),
+    pieces=st.lists(st.text(max_size=3), max_size=3).map(tuple),
+    trainer_logprobs=numbers,
+    entropies=numbers,
+    advantages=numbers,
+    is_masked=st.lists(st.booleans(), max_size=3).map(tuple),
+)
+readings = st.lists(st.lists(st.lists(turn_readings, max_size=2).map(tuple), max_size=2).map(tuple), max_size=2).map(
+    tuple
+)
+assigned = st.lists(
+    st.builds(TrajectoryAdvantage, st.just(0), st.just(0), floats32, st.none() | st.integers(0, 2)), max_size=2
+)
+
+
+def group_of(payload: tuple[Episode, ...], group_id: int = 5) -> Group:
+    spans = versions_of(payload)
+    return Group(
+        group_id=group_id,
+        task_id="t",
+        permit_version=2,
+        replica="rollout-0",
+        episodes=meta_of(payload),
+        versions=spans,
+        weights=tuple(Acknowledged("rollout-0", s.version, "ab12") for s in spans),
+        payload=None,
+    )
+
+
+def said(text: str, logprob: float = -0.5) -> Episode:
+    turn = Turn((1, 2), (3,), (logprob,), (VersionSpan(2, 1),), "stop", text)
+    return Episode((Trajectory("policy", (turn,)),))
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.lists(payloads, max_size=2))
+def test_groups_come_back_as_they_were(written: list[tuple[Episode, ...]]) -> None:
+    records = [GroupRecord(group_of(payload, group_id), payload) for group_id, payload in enumerate(written)]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "groups.jsonl")
+        write_groups(path, records)
+        assert read_groups(path) == records
+
+
+@settings(deadline=None, max_examples=80)
+@given(tasks, payloads, assigned, columns, readings)
+def test_rollouts_come_back_as_they_were(task, payload, assigned, columns, readings) -> None:
+    group = replace(group_of(payload), policy="asker")
+    record = replace(RolloutRecord.of(3, task, group, payload, assigned), columns=columns, readings=readings)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "step_000003.jsonl")
+        write_rollouts(path, [record, record])
+        assert read_rollouts(path) == [record, record]
+        assert [rollout_of(line) for line in path.read_bytes().splitlines()] == [record, record]
+
+
+@given(floats32)
+def test_a_float32_logprob_keeps_every_bit(logprob: float) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "groups.jsonl")
+        payload = (said("x", logprob),)
+        write_groups(path, [GroupRecord(group_of(payload), payload)])
+        (back,) = read_groups(path)
+    assert struct.pack("f", back.episodes[0].trajectories[0].turns[0].logprobs[0]) == struct.pack("f", logprob)
+
+
+def test_a_rollout_record_joins_payload_judgement_and_advantages() -> None:
+    payload = (said("right"), said("broke"), said("wrong"))
+    group = group_of(payload).with_scores((Score(1.0), Score(None, "took longer than 10 s"), Score(0.0)))
+    assigned = [TrajectoryAdvantage(0, 0, 0.7), TrajectoryAdvantage(2, 0, -0.7)]
+    record = RolloutRecord.of(12, Task(id="t", prompt="p"), group, payload, assigned)
+    roots = [episode.trajectories[0] for episode in record.episodes]
+    assert [root.reward for root in roots] == [1.0, None, 0.0]
+    assert roots[1].outcome == failed("took longer than 10 s")
+    assert [root.turns[0].text for root in roots] == ["right", "broke", "wrong"]
+    assert record.advantages == ((0.7,), (None,), (-0.7,))
+
+
+def test_a_line_begins_with_its_step_and_its_group_id_by_which_it_is_found(tmp_path: Path) -> None:
+    payload = (said("x"),)
+    write_rollouts(tmp_path / "s", [RolloutRecord.of(7, Task(id="t", prompt="p"), group_of(payload), payload, [])])
+    assert (tmp_path / "s").read_bytes().startswith(b'{"step":7,"group_id":5,')
+
+
+def test_a_record_has_the_metadata_that_its_step_was_planned_from() -> None:
+    payload = (said("right"), said("broke"))
+    group = group_of(payload).with_scores((Score(1.0), Score(None, "took longer than 10 s")))
+    again = RolloutRecord.of(12, Task(id="t", prompt="p"), group, payload, []).group
+    assert replace(again, weights=group.weights) == group
+
+
+def test_advantages_of_single_samples_are_kept_and_not_shown_as_the_trajectorys() -> None:
+    payload = (said("a"), said("b"))
+    assigned = [TrajectoryAdvantage(0, 0, 0.5, sample=0), TrajectoryAdvantage(1, 0, -0.5)]
+    record = RolloutRecord.of(1, Task(id="t", prompt="p"), group_of(payload), payload, assigned)
+    assert (record.assigned, record.advantages) == (tuple(assigned), ((None,), (-0.5,)))
+
+
+def test_what_is_not_finite_comes_back_as_no_number() -> None:
+    payload = (said("a"),)
+    record = RolloutRecord.of(
+        1, Task(id="t", prompt="p"), group_of(payload), payload, [TrajectoryAdvantage(0, 0, float("inf"))]
+    )
+    line = orjson.dumps(replace(record, columns={"reference_logprobs": ((float("-inf"),),)}))
+    back = rollout_of(line)
+    assert math.isnan(back.assigned[0].advantage) and math.isnan(back.columns["reference_logprobs"][0][0])
+
+
+def test_numbers_of_numpy_come_back_as_they_were_and_not_as_text(tmp_path: Path) -> None:
+    tenth = cast("float", np.float32(0.1))
+    payload = (replace(said("a"), trajectories=(replace(said("a").trajectories[0], reward=np.float64(0.25)),)),)
+    group = group_of(payload).with_scores((Score(tenth, parts={"exact": tenth}),))
+    record = RolloutRecord.of(1, Task(id="t", prompt="p"), group, payload, [TrajectoryAdvantage(0, 0, tenth)])
+    write_rollouts(tmp_path / "s", [replace(record, columns={"values": ((tenth,),)})])
+    write_groups(tmp_path / "g", [GroupRecord(group, payload)])
+    (back,), (waiting,) = read_rollouts(tmp_path / "s"), read_groups(tmp_path / "g")
+    rewards = [episode.trajectories[0].reward for episode in (*back.episodes, *waiting.episodes)]
+    numbers = [*rewards, back.assigned[0].advantage, back.parts[0]["exact"], back.columns["values"][0][0]]
+    assert numbers == [tenth, 0.25, tenth, tenth, tenth]
+    assert {type(number) for number in numbers} == {float}
+
+
+def test_what_json_lacks_is_text_in_a_row_and_refused_elsewhere(tmp_path: Path) -> None:
+    info = {"price": Decimal("1.10"), "raw": b"x", "when": date(2024, 1, 2), "n": 3}
+    task, payload = Task(id="t", prompt="p", info=info), (said("a"),)  # type: ignore[arg-type]
+    record = RolloutRecord.of(1, task, group_of(payload), payload, [])
+    assert record.task.info == {"price": "1.10", "raw": "b'x'", "when": "2024-01-02", "n": 3}
+    write_rollouts(tmp_path / "s", [record])
+    assert read_rollouts(tmp_path / "s") == [record]
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        write_rollouts(tmp_path / "s", [replace(record, parts=({"exact": object()},))])  # type: ignore[dict-item]
+
+
+FORMAT_1 = b"""{"step":1,"group_id":7,"task":{"id":"t","prompt":"2 1","answer":"1 2","info":{}},"replica":"rollout-0",\
+"permit_version":0,"episodes":[{"trajectories":[{"agent":"lead","turns":[{"prompt_ids":[2,1],"output_ids":[1],\
+"logprobs":[-0.5],"versions":[{"version":0,"num_tokens":1}],"finish":"stop","text":"1","sampling":{"temperature":1.0,\
+"top_p":1.0,"max_new_tokens":8}}],"outcome":{"kind":"ok","reason":""},"reward":1.0,"parent":null,"policy":"policy"},\
+{"agent":"sub","turns":[],"outcome":{"kind":"ok","reason":""},"reward":null,"parent":0,"policy":"policy"}],\
+"num_tool_calls":0,"num_sequential":1}],"advantages":[[0.7,null]],"parts":[{"exact":1.0}]}"""
+
+
+def test_a_line_of_format_1_is_read_without_what_it_lacks() -> None:
+    record = rollout_of(FORMAT_1)
+    assert (record.record_v, record.advantages, record.assigned) == (
+        1,
+        ((0.7, None),),
+        (TrajectoryAdvantage(0, 0, 0.7),),
+    )
+    assert (record.columns, record.readings, record.parts) == ({}, (), ({"exact": 1.0},))
+    assert record.episodes[0].trajectories[0].turns[0].text == "1"
+
+
+def test_references_are_left_behind(tmp_path: Path) -> None:
+    group = replace(group_of(()), payload=object(), columns={"reference_logprobs": object()})
+    write_groups(tmp_path / "groups.jsonl", [GroupRecord(group, ())])
+    (back,) = read_groups(tmp_path / "groups.jsonl")
+    assert (back.group.payload, back.group.columns) == (None, {})
+
+
+def test_a_file_appears_whole_and_its_folder_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts" / "step_000001.jsonl"
+    write_rollouts(path, [])
+    assert read_rollouts(path) == []
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "groups.jsonl"
+    payload = (said("x"),)
+    write_groups(path, [GroupRecord(group_of(payload), payload)])
+    with path.open("a") as lines:
+        lines.write('{"group": {}, "episodes": []}\n')
+    with pytest.raises(DataError, match=rf"{path}:2: not a record of this version"):
+        read_groups(path)

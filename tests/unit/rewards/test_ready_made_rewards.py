@@ -1,0 +1,146 @@
+"""The ready-made reward functions: what each counts as right, and what it refuses to judge."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+
+from rlsys.errors import ConfigError
+from rlsys.rewards.reward_function import RewardFunction, RewardInput
+from rlsys.rewards.reward_results import results_of
+from rlsys.types import Json, Score, Task
+
+HAS_GYM = importlib.util.find_spec("reasoning_gym") is not None
+
+
+def scores(name: str, answer: str | None, *completions: str, **args: Json) -> list[Score]:
+    function = RewardFunction.load(name, args)
+    function.check([])
+    said = [RewardInput(text) for text in completions]
+    with asyncio.Runner() as runner:
+        return function.scores(
+            results_of(function.calls(Task(id="t", prompt="p", answer=answer), said), runner), len(said)
+        )
+
+
+def values(name: str, answer: str | None, *completions: str, **args: Json) -> list[float | None]:
+    return [score.value for score in scores(name, answer, *completions, **args)]
+
+
+def refusal(name: str, args: Mapping[str, Json]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        RewardFunction.load(name, args)
+    return str(caught.value)
+
+
+def test_exact_compares_without_surrounding_spaces() -> None:
+    assert values("exact", "123", " 123\n", "132") == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(("name", "args"), [("exact", {}), ("regex", {"pattern": "."}), ("math", {})])
+def test_a_row_without_an_answer_cannot_be_scored(name: str, args: dict[str, Json]) -> None:
+    assert scores(name, None, "123", **args) == [Score(None, "the row has no answer")]
+
+
+def test_regex_compares_its_last_match_with_the_answer() -> None:
+    assert values("regex", "42", "#### 41, no: #### 42", "#### 42 or #### 41", "42", pattern=r"#### (\S+)") == [1, 0, 0]
+
+
+def test_regex_can_count_the_first_match_or_any() -> None:
+    said = ("1 2 3", "2 1 3", "3 3 2")
+    assert values("regex", "2", *said, pattern=r"\d", counts="first") == [0, 1, 0]
+    assert values("regex", "2", *said, pattern=r"\d", counts="any") == [1, 1, 1]
+    assert values("regex", "2", *said, pattern=r"\d") == [0, 0, 1]
+
+
+def test_a_group_of_regex_that_matched_nothing_is_empty_text() -> None:
+    assert values("regex", "2", "b", pattern="a(2)|b") == [0.0]
+
+
+def test_format_wants_the_whole_completion_to_have_the_form() -> None:
+    good = "<think>first\nthen</think>\n<answer>12</answer>\n"
+    assert values("format", None, good, f"Well: {good}", "12") == [1, 0, 0]
+    assert values("format", None, "12", "12.", pattern=r"\d+") == [1, 0]
+
+
+def test_wrong_args_of_ready_made_functions_are_refused_before_the_run() -> None:
+    assert refusal("regex", {}) == "reward 'regex' needs args: pattern"
+    assert "pattern '(' is no regular expression" in refusal("regex", {"pattern": "("})
+    assert "pattern '(' is no regular expression" in refusal("format", {"pattern": "("})
+    assert "counts is 'most'; give first, last or any" in refusal("regex", {"pattern": ".", "counts": "most"})
+    assert "no argument tolerance" in refusal("math", {"tolerance": 1})
+
+
+# -------------------------------------------------------------------------------------------------------- mathematics
+
+
+@pytest.mark.parametrize("gold", ["0.5", r"\frac12", r"so it is \boxed{\frac{1}{2}}", "$1/2$"])
+def test_math_compares_what_is_in_the_last_box(gold: str) -> None:
+    said = (r"\boxed{7}, no, \boxed{\frac{1}{2}}", r"\boxed{0.5}", r"\boxed{\frac{1}{2}}, no, \boxed{7}")
+    assert values("math", gold, *said) == [1, 1, 0]
+
+
+def test_math_reads_an_answer_of_gsm8k() -> None:
+    gold = "He buys 24*75=<<24*75=1800>>1800 grams.\n#### 1,800"
+    assert values("math", gold, r"\boxed{1800}", r"\boxed{24}", "#### 1,800") == [1, 0, 0]
+
+
+def test_math_knows_thousands_sets_and_formulas() -> None:
+    assert values("math", "1,234", r"\boxed{1234}", r"\boxed{1{,}234}", r"\boxed{234}") == [1, 1, 0]
+    assert values("math", r"\{1, 2\}", r"\boxed{\{2, 1\}}", r"\boxed{\{1\}}") == [1, 0]
+    assert values("math", "(x+1)^2", r"\boxed{x^2+2x+1}", r"\boxed{x^2+1}") == [1, 0]
+
+
+def test_a_completion_without_a_readable_box_is_wrong() -> None:
+    assert values("math", "2", "2", r"\boxed{}", r"\boxed{2", r"\boxed{)(}", r"\boxed{\frac{}") == [0, 0, 0, 0, 0]
+
+
+def test_math_cannot_judge_by_an_answer_that_it_cannot_read() -> None:
+    for gold in ("", ")(", r"\boxed{", r"\boxed{}"):
+        (score,) = scores("math", gold, r"\boxed{2}")
+        assert score == Score(None, f"the answer {gold!r} cannot be read as mathematics")
+
+
+def test_math_says_nothing_of_time_outs() -> None:
+    script = "from rlsys.rewards.math_reward import math; math('\\\\boxed{2}', '2')"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    assert (done.stdout, done.stderr) == (b"", b"")
+
+
+# ------------------------------------------------------------------------------------------------------ reasoning-gym
+
+
+@pytest.mark.skipif(HAS_GYM, reason="reasoning-gym is installed")
+def test_without_its_package_a_ready_made_function_names_what_to_install() -> None:
+    assert refusal("reasoning_gym", {}) == (
+        "reward 'reasoning_gym': No module named 'reasoning_gym'; pip install reasoning-gym (extra `gym`)"
+    )
+
+
+@pytest.mark.skipif(not HAS_GYM, reason="reasoning-gym is not installed")
+def test_reasoning_gym_scores_by_the_data_set_of_the_row() -> None:
+    import reasoning_gym  # type: ignore[import-not-found]
+
+    entry = reasoning_gym.create_dataset("basic_arithmetic", size=1, seed=1)[0]
+    task = Task(
+        id="t", prompt=entry["question"], answer=str(entry["answer"]), info={"metadata": dict(entry["metadata"])}
+    )
+    function = RewardFunction.load("reasoning_gym")
+    function.check(["metadata"])
+    said = [
+        RewardInput(f"<answer>{task.answer}</answer>"),
+        RewardInput(f"{task.answer}"),
+        RewardInput("<answer>x</answer>"),
+    ]
+    with asyncio.Runner() as runner:
+        right, plain, wrong = function.scores(results_of(function.calls(task, said), runner), 3)
+        unknown = Task(id="t", prompt="p", answer="1", info={"metadata": {}})
+        (refused,) = function.scores(results_of(function.calls(unknown, said[:1]), runner), 1)
+    assert right.value == plain.value == 1.0
+    assert wrong.value is not None and wrong.value < 1.0
+    assert refused.failure == "the row's `metadata` has no `source_dataset`"

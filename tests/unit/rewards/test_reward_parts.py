@@ -1,0 +1,57 @@
+"""What a reward is made of travels from the judge into metrics, rollout records and checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlsys.contracts import TrainStats
+from rlsys.loop.learner import StepResult
+from rlsys.loop.step_metrics import StepClock, step_metrics
+from rlsys.monitoring.metric_catalog import undocumented
+from rlsys.replay.rollout_log import (
+    GroupRecord,
+    RolloutRecord,
+    read_groups,
+    read_rollouts,
+    write_groups,
+    write_rollouts,
+)
+from rlsys.types import Episode, Score, Task, Trajectory
+from tests.groups import episode, group, queue_of
+
+JUDGED = (
+    Score(1.1, parts={"exact": 1.0, "format": 0.5}),
+    Score(0.0, parts={"exact": 0.0}),
+    Score(None, "exact: returned nan", {"format": 9.0}),
+)
+GROUP = group(0, episodes=[episode(None)] * 3).with_scores(JUDGED)
+PAYLOAD = (Episode((Trajectory("policy", ()),)),) * 3
+
+
+def test_each_function_has_a_mean_of_its_own_where_it_applied() -> None:
+    async def measured() -> dict[str, float]:
+        learned = StepResult([GROUP], [()], TrainStats({}, 1.0))
+        return step_metrics(learned, 0, queue_of(2, 1), StepClock())
+
+    metrics = asyncio.run(measured())
+    by_function = {name: value for name, value in metrics.items() if name.startswith("reward/by/")}
+    assert by_function == {"reward/by/exact": 0.5, "reward/by/format": 0.5}
+    assert metrics["reward/mean"] == pytest.approx(0.55)
+    assert undocumented(by_function) == []
+
+
+def test_a_rollout_record_shows_the_parts(tmp_path: Path) -> None:
+    record = RolloutRecord.of(1, Task(id="t", prompt="p"), GROUP, PAYLOAD, [])
+    assert record.parts == ({"exact": 1.0, "format": 0.5}, {"exact": 0.0}, {})
+    write_rollouts(tmp_path / "step.jsonl", [record])
+    assert read_rollouts(tmp_path / "step.jsonl") == [record]
+
+
+def test_a_checkpointed_group_keeps_its_parts(tmp_path: Path) -> None:
+    record = GroupRecord(replace(GROUP, payload=None), PAYLOAD)
+    write_groups(tmp_path / "groups.jsonl", [record])
+    assert read_groups(tmp_path / "groups.jsonl") == [record]

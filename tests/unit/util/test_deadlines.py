@@ -1,0 +1,119 @@
+"""Deadlines count the time this process lived through, and no other."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from rlsys.errors import DeadlineExceeded
+from rlsys.simulate.virtual_clock import VirtualLoop
+from rlsys.testing import run_virtual
+from rlsys.util import deadlines
+from rlsys.weight_sync.sync import with_deadline
+
+
+def suspend(seconds: float) -> None:
+    """What a process sees that was stopped: the clock is later, and nothing else happened."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    loop.jump(seconds)
+
+
+async def elapsed_s(work) -> float:
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(TimeoutError):
+        await work
+    return asyncio.get_running_loop().time() - began
+
+
+async def overdue(seconds: float) -> None:
+    async with deadlines.timeout(seconds):
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.05, 1.0, 7.3, 600.0])
+def test_a_deadline_is_over_when_its_seconds_are(seconds):
+    async def main() -> None:
+        assert await elapsed_s(overdue(seconds)) == pytest.approx(seconds, abs=1e-3)
+
+    run_virtual(main())
+
+
+def test_work_in_time_gives_its_result_and_work_that_is_late_names_the_worker():
+    async def main() -> None:
+        assert await with_deadline(asyncio.sleep(3, "done"), 4, "rollout-0", "rolling out") == "done"
+        with pytest.raises(DeadlineExceeded, match="rollout-0 while rolling out: no answer within 4 s"):
+            await with_deadline(asyncio.sleep(5), 4, "rollout-0", "rolling out")
+
+    run_virtual(main())
+
+
+def test_deadlines_of_different_length_are_over_in_their_order():
+    async def main() -> None:
+        over: list[float] = []
+
+        async def wait(seconds: float) -> None:
+            await deadlines.sleep(seconds)
+            over.append(seconds)
+
+        await asyncio.gather(*(wait(s) for s in (9.0, 0.5, 30.0, 0.1, 2.5)))
+        assert over == [0.1, 0.5, 2.5, 9.0, 30.0]
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("lived_s", [0.5, 4.0, 9.9])
+def test_a_deadline_is_not_over_because_the_process_was_suspended(lived_s):
+    async def main() -> None:
+        began = asyncio.get_running_loop().time()
+        waiting = asyncio.create_task(elapsed_s(overdue(10.0)))
+        await asyncio.sleep(lived_s)
+        suspend(3600.0)
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await waiting
+        lived = asyncio.get_running_loop().time() - began - 3600.0
+        assert 10.0 <= lived + 1e-3 < 10.0 + 2 * deadlines.TICK_S
+
+    run_virtual(main())
+
+
+def test_the_answer_of_a_worker_that_went_on_meanwhile_is_taken_after_a_suspension():
+    async def main() -> None:
+        work = asyncio.create_task(with_deadline(asyncio.sleep(100, "answer"), 200, "rollout-0", "rolling out"))
+        await asyncio.sleep(50)
+        suspend(10_000.0)
+        assert await work == "answer"
+
+    run_virtual(main())
+
+
+def test_a_deadline_that_begins_after_a_suspension_is_as_long_as_any():
+    async def main() -> None:
+        await deadlines.sleep(2.0)
+        await asyncio.sleep(50.0)
+        assert deadlines.now() == pytest.approx(52.0)
+        suspend(1000.0)
+        assert await elapsed_s(overdue(3.0)) == pytest.approx(3.0)
+
+    run_virtual(main())
+
+
+def test_thousands_of_deadlines_cost_one_timer():
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        waiting = [asyncio.create_task(overdue(600.0)) for _ in range(10_000)]
+        await asyncio.sleep(0)
+        assert len(loop._scheduled) == 1  # pyright: ignore[reportAttributeAccessIssue]
+        began = time.process_time()
+        await asyncio.sleep(500.0)
+        assert time.process_time() - began < 1.0
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await asyncio.sleep(3.0)
+        assert not loop._scheduled  # pyright: ignore[reportAttributeAccessIssue]
+
+    run_virtual(main())

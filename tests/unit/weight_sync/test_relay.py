@@ -1,0 +1,613 @@
+"""The relay tier on a virtual clock: the chain and its cost model, deltas, deaths, and what readers are promised."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied
+from rlsys.simulate.virtual_clock import run_virtual
+from rlsys.weight_sync.broadcast import (
+    TRIES,
+    Announcement,
+    Holding,
+    Peer,
+    best_chunks,
+    broadcast,
+    broadcast_s,
+    first_success,
+    patiently,
+)
+from tests.relays import TRANSFER_S, Blob, Link, Net, Node, announced, sent
+
+GIGABYTE = 10**9
+WAIT_S = TRANSFER_S / TRIES
+NOTHING = Holding((), None)
+
+
+def contents(refs: list) -> list[str]:
+    return [ref.content for ref in refs]
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+# ------------------------------------------------------------------------------------------------------------ the chain
+
+
+@pytest.mark.parametrize("num_relays", [1, 2, 4, 8, 32])
+def test_a_broadcast_takes_as_long_as_the_cost_model_says(num_relays):
+    bytes_per_s, hop_s = 1e9, 1e-3
+    chunks = best_chunks(num_relays, GIGABYTE, bytes_per_s, hop_s)
+
+    async def main() -> float:
+        net = Net(bytes_per_s, hop_s)
+        announcement = announced(0, [f"b{i}" for i in range(chunks)], GIGABYTE // chunks)
+        assert await sent(net.chain(num_relays), announcement) == [None] * num_relays
+        return now()
+
+    measured = run_virtual(main())
+    assert measured == pytest.approx(broadcast_s(num_relays, GIGABYTE, chunks, bytes_per_s, hop_s), rel=0.1)
+    assert measured < 1.5 * broadcast_s(1, GIGABYTE, 1, bytes_per_s, hop_s), "nearly flat in the number of relays"
+
+
+@given(
+    st.integers(1, 64), st.integers(1000, 10**11), st.floats(1e6, 1e11), st.floats(1e-6, 1.0), st.integers(1, 10_000)
+)
+def test_no_number_of_chunks_beats_the_best(num_relays, num_bytes, bytes_per_s, hop_s, other):
+    best = best_chunks(num_relays, num_bytes, bytes_per_s, hop_s)
+    least = broadcast_s(num_relays, num_bytes, best, bytes_per_s, hop_s)
+    assert least <= broadcast_s(num_relays, num_bytes, other, bytes_per_s, hop_s) * (1 + 1e-9)
+
+
+def test_the_cost_model_by_hand():
+    """Two relays, four chunks of a quarter second and a hop of 50 ms: five times 0.3 s."""
+    assert broadcast_s(2, 1e9, 4, 1e9, 0.05) == pytest.approx(1.5)
+    assert best_chunks(2, 1e9, 1e9, 0.0625) == 4
+
+
+def test_the_first_relay_has_it_equally_soon_however_many_relays_and_readers_there_are():
+    async def main(num_relays: int, num_readers: int) -> float:
+        chain = Net(hop_s=1e-3).chain(num_relays)
+        readers = [asyncio.create_task(node.relay.newest(3)) for node in chain for _ in range(num_readers)]
+        tasks = await broadcast(chain, announced(3, list("abcdefgh"), GIGABYTE // 8), TRANSFER_S)
+        await first_success(tasks)
+        first = now()
+        assert {manifest.version for manifest, _ in await asyncio.gather(*readers)} <= {3}
+        return first
+
+    times = [run_virtual(main(*size)) for size in [(1, 0), (1, 50), (8, 0), (32, 10)]]
+    assert max(times) == pytest.approx(min(times))
+
+
+def test_each_relay_pulls_from_the_one_before_it_and_the_first_from_the_actor():
+    async def main() -> None:
+        net = Net()
+        chain = net.chain(3)
+        await sent(chain, announced(0, ["a", "b"]))
+        assert {(by, source) for by, source, _ in net.fetched} == {
+            ("relay-0", "actor-0"),
+            ("relay-1", "relay-0"),
+            ("relay-2", "relay-1"),
+        }
+        assert len(net.fetched) == 6
+
+    run_virtual(main())
+
+
+def test_the_relay_on_the_actors_node_keeps_the_actors_bytes():
+    async def main() -> None:
+        net = Net()
+        chain = net.chain(2)
+        await sent(chain, announced(0, ["a"], place="relay-0"))
+        assert net.fetched == [("relay-1", "relay-0", "a")]
+        assert (await chain[0].relay.newest(0))[1] == [Blob("actor-0", "a", 1000)]
+        assert (await chain[1].relay.newest(0))[1] == [Blob("relay-1", "a", 1000)]
+
+    run_virtual(main())
+
+
+def test_an_arrival_tells_how_much_travelled_and_for_how_long():
+    async def main() -> None:
+        chain = Net(bytes_per_s=1000.0).chain(2)
+        await sent(chain, announced(0, ["a", "b"]))
+        arrival, announcement = await chain[1].relay.arrival(0)
+        assert (arrival.version, arrival.hash, arrival.num_bytes, arrival.num_sent) == (0, "hash-of-0", 2000, 2000)
+        assert arrival.seconds == pytest.approx(3.0)
+        assert announcement == announced(0, ["a", "b"])
+
+    run_virtual(main())
+
+
+# --------------------------------------------------------------------------------------------------------------- deltas
+
+
+def test_only_the_bucket_that_changed_travels_and_a_relay_that_missed_a_version_gets_what_it_lacks():
+    async def main() -> None:
+        net = Net()
+        chain = net.chain(3)
+        await sent(chain, announced(0, ["frozen", "head-0", "more"]))
+        net.fetched.clear()
+        await sent(chain[:2], announced(1, ["frozen", "head-1", "more"]))
+        assert [bucket for _, _, bucket in net.fetched] == ["head-1"] * 2
+        net.fetched.clear()
+        await sent(chain, announced(2, ["frozen", "head-1", "more-2"]))
+        assert sorted((by, bucket) for by, _, bucket in net.fetched) == [
+            ("relay-0", "more-2"), ("relay-1", "more-2"), ("relay-2", "head-1"), ("relay-2", "more-2"),
+        ]  # fmt: skip
+        for node in chain:
+            assert contents((await node.relay.newest(2))[1]) == ["frozen", "head-1", "more-2"]
+
+    run_virtual(main())
+
+
+def test_a_bucket_that_occurs_twice_in_a_version_travels_once():
+    async def main() -> None:
+        net = Net()
+        (node,) = net.chain(1)
+        await sent([node], announced(0, ["zeros", "a", "zeros"]))
+        assert [bucket for _, _, bucket in net.fetched] == ["zeros", "a"]
+        assert contents((await node.relay.newest(0))[1]) == ["zeros", "a", "zeros"]
+
+    run_virtual(main())
+
+
+def test_a_version_announced_while_another_is_on_its_way_fetches_nothing_twice():
+    async def main() -> None:
+        net = Net(bytes_per_s=1000.0)
+        chain = net.chain(2)
+        both = [sent(chain, announced(v, ["frozen", f"head-{v}"])) for v in (0, 1)]
+        assert await asyncio.gather(*both) == [[None, None], [None, None]]
+        assert len(net.fetched) == len(set(net.fetched)) == 2 * 3
+        assert contents((await chain[1].relay.newest(1))[1]) == ["frozen", "head-1"]
+
+    run_virtual(main())
+
+
+# --------------------------------------------------------------------------------------------------------------- deaths
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data(), num_relays=st.integers(2, 6), num_buckets=st.integers(1, 7))
+def test_whoever_dies_whenever_the_others_end_with_the_version_and_nobody_gets_a_bucket_twice(
+    data, num_relays, num_buckets
+):
+    deaths = data.draw(
+        st.dictionaries(st.integers(0, num_relays - 1), st.integers(0, num_buckets), max_size=num_relays - 1)
+    )
+
+    async def main() -> None:
+        net = Net(bytes_per_s=1000.0, hop_s=0.1)
+        chain = net.chain(num_relays)
+        received: dict[str, int] = defaultdict(int)
+
+        def count(by: str) -> None:
+            received[by] += 1
+            if received[by] == deaths.get(chain.index(net.nodes[by])):
+                net.nodes[by].die()
+
+        net.on_fetched = count
+        for dead in (i for i, after in deaths.items() if after == 0):
+            chain[dead].die()
+        buckets = [f"b{i}" for i in range(num_buckets)]
+        outcomes = await sent(chain, announced(0, buckets))
+        for i, node in enumerate(chain):
+            if i in deaths:
+                assert isinstance(outcomes[i], WorkerDied)
+            else:
+                assert outcomes[i] is None
+                assert contents((await node.relay.newest(0))[1]) == buckets
+        attempts = defaultdict(list)
+        for by, source, bucket in net.fetched:
+            attempts[by, bucket].append(source)
+        for sources in attempts.values():
+            assert all(net.is_gone(source) for source in sources[:-1])
+        assert now() < TRANSFER_S, "the dead are skipped, nobody waits for a deadline"
+
+    run_virtual(main())
+
+
+class Hung(Node):
+    """Alive, and answers nothing about buckets."""
+
+    async def accept(self, version: int, sources: Sequence[Peer]) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    async def give(self, bucket: str, *, wait: bool) -> object:
+        return await asyncio.get_running_loop().create_future()
+
+
+class Deaf(Hung):
+    async def announce(self, announcement: Announcement) -> None:
+        await asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.parametrize("kind", [Hung, Deaf])
+def test_a_master_that_hangs_takes_one_try_and_leaves_the_others_time_within_the_deadline(kind):
+    async def main() -> None:
+        net = Net()
+        chain = [kind(net, "relay-0"), Node(net, "relay-1"), Node(net, "relay-2")]
+        tasks = await broadcast(chain, announced(0, ["a"]), TRANSFER_S)
+        await first_success(tasks)
+        assert WAIT_S <= now() < 1.1 * WAIT_S
+        await tasks[2]
+        assert now() < TRANSFER_S
+
+    run_virtual(main())
+
+
+def test_a_relay_that_hangs_is_given_up_after_one_try():
+    class Hung(Node):
+        async def give(self, bucket: str, *, wait: bool) -> object:
+            return await asyncio.get_running_loop().create_future()
+
+    async def main() -> None:
+        net = Net()
+        first, hung, last = Node(net, "relay-0"), Hung(net, "relay-1"), Node(net, "relay-2")
+        assert await sent([first, hung, last], announced(0, list("abcde"))) == [None] * 3
+        assert WAIT_S <= now() < 1.1 * WAIT_S, "once, not for each bucket"
+        assert {source for by, source, _ in net.fetched if by == "relay-2"} == {"relay-0"}
+
+    run_virtual(main())
+
+
+def test_with_every_source_dead_the_error_names_the_last_and_those_who_wait_turn_elsewhere():
+    async def main() -> None:
+        net = Net(bytes_per_s=100.0)
+        (node,) = net.chain(1)
+        net.nodes["actor-0"] = actor = Node(net, "actor-0")
+        accepting = asyncio.create_task(sent([node], announced(4, ["a"])))
+        await asyncio.sleep(1)
+        reader = asyncio.create_task(node.relay.give("a", wait=True))
+        actor.die()
+        (error,) = await accepting
+        assert isinstance(error, WorkerDied) and error.worker == "actor-0"
+        with pytest.raises(WeightsMismatch, match="relay-0 while giving bucket a: it is not here"):
+            await reader
+        assert str(await node.relay.watch()) == str(error)
+
+    run_virtual(main())
+
+
+def test_a_bucket_damaged_in_transit_is_fetched_again_from_the_next_source():
+    async def main() -> None:
+        net = Net(corrupt=lambda by, source: (by, source) == ("relay-2", "relay-1"))
+        chain = net.chain(3)
+        assert await sent(chain, announced(0, ["a"])) == [None] * 3
+        assert [source for by, source, _ in net.fetched if by == "relay-2"] == ["relay-1", "relay-0"]
+        assert contents((await chain[2].relay.newest(0))[1]) == ["a"]
+
+    run_virtual(main())
+
+
+def test_damage_on_every_way_is_an_error_and_no_reader_sees_the_version():
+    async def main() -> None:
+        net = Net(corrupt=lambda by, source: by == "relay-1")
+        chain = net.chain(2)
+        outcomes = await sent(chain, announced(5, ["a"]))
+        assert outcomes[0] is None
+        message = "actor-0 while sending a bucket of version 5 to relay-1: bucket a arrived as damaged"
+        assert str(outcomes[1]) == message
+        assert str(await chain[1].relay.watch()) == message
+        with pytest.raises(DeadlineExceeded, match="relay-1 while giving version 0 or newer: no answer within 15 s"):
+            await chain[1].relay.newest(0)
+
+    run_virtual(main())
+
+
+# --------------------------------------------------------------------------------------------------------------- refill
+
+
+def test_a_relay_that_lost_everything_is_filled_from_neighbours_that_have_something():
+    async def main() -> None:
+        net = Net(bytes_per_s=1000.0)
+        chain = net.chain(4)
+        for version in range(4):
+            await sent(chain, announced(version, ["frozen", f"head-{version}"]))
+            if version == 1:
+                for node in chain:
+                    await node.relay.pin(1)
+        chain[1].die()
+        chain[2].die()
+        chain[2].restart()
+        net.fetched.clear()
+        empty = Node(net, "empty")
+        await chain[2].refill([chain[1], empty, chain[0], chain[3]], NOTHING)
+        assert {source for _, source, _ in net.fetched} == {"relay-0"}
+        assert contents((await chain[2].relay.newest(3))[1]) == ["frozen", "head-3"]
+        assert contents((await chain[2].relay.pin(1))[1]) == ["frozen", "head-1"]
+        for version in range(4, 8):
+            await sent(chain, announced(version, ["frozen", f"head-{version}"]))
+        assert contents((await chain[2].relay.pin(1))[1]) == ["frozen", "head-1"], "what was pinned stays so"
+
+    run_virtual(main())
+
+
+def test_a_relay_that_comes_back_during_a_broadcast_gets_what_is_on_its_way_too():
+    async def main() -> None:
+        net = Net(bytes_per_s=1000.0)
+        chain = net.chain(3)
+        chain[2].die()
+        sending = asyncio.create_task(sent(chain, announced(0, ["a", "b", "c"])))
+        await asyncio.sleep(1.5)
+        chain[2].restart()
+        await chain[2].refill(chain[:2], NOTHING)
+        assert contents((await chain[2].relay.newest(0))[1]) == ["a", "b", "c"]
+        assert (await sending)[:2] == [None, None]
+
+    run_virtual(main())
+
+
+def test_when_every_relay_lost_everything_they_are_filled_from_the_actor():
+    async def main() -> None:
+        net = Net()
+        chain = net.chain(2)
+        await sent(chain, announced(0, ["a"]))
+        last = Holding(((await chain[0].relay.arrival(0))[1],), None)
+        for node in chain:
+            node.die()
+            node.restart()
+        await asyncio.gather(chain[0].refill([chain[1]], last), chain[1].refill([chain[0]], last))
+        assert now() < TRANSFER_S, "they do not wait for each other"
+        for node in chain:
+            assert contents((await node.relay.newest(0))[1]) == ["a"]
+
+    run_virtual(main())
+
+
+def test_what_is_pinned_is_found_with_any_neighbour_though_others_lost_it():
+    async def main() -> None:
+        net = Net()
+        chain = first, second, _ = net.chain(3)
+        for version in range(2):
+            await sent(chain, announced(version, [f"w-{version}"]))
+        for node in chain:
+            await node.relay.pin(0)
+        for node, version in ((first, 2), (second, 3)):
+            node.die()
+            node.restart()
+            await sent([first], announced(version, [f"w-{version}"]))
+        await second.refill([first, chain[2]], NOTHING)
+        assert [version for version in range(4) if version in second.relay._complete] == [0, 2, 3]
+        assert contents((await second.relay.pin(0))[1]) == ["w-0"]
+
+    run_virtual(main())
+
+
+def test_a_question_is_asked_again_while_relays_restart_until_its_deadline():
+    answers: list[Exception | str] = [
+        WorkerDied("relay-0", "x", "gone"),
+        DeadlineExceeded("relay-1", "x", "hangs"),
+        "a",
+    ]
+
+    async def ask() -> str:
+        if isinstance(answer := answers.pop(0), str):
+            return answer
+        raise answer
+
+    async def never() -> None:
+        raise WorkerDied("relay-0", "answering", "it restarts")
+
+    async def refused() -> None:
+        raise WeightsMismatch("relay-0", "giving version 3", "it is gone")
+
+    async def main() -> None:
+        assert await patiently(ask, 10.0, "telling") == "a"
+        with pytest.raises(DeadlineExceeded, match="within 10 s; at last: relay-0 while answering"):
+            await patiently(never, 10.0, "telling")
+        before_s = now()
+        with pytest.raises(WeightsMismatch):
+            await patiently(refused, 10.0, "telling")
+        assert now() == before_s
+
+    run_virtual(main())
+
+
+# -------------------------------------------------------------------------------------------------------- slow and lost
+
+
+@pytest.mark.parametrize("transfer_steps", [2, 10])
+def test_a_relay_slower_than_versions_come_skips_some_and_neither_it_nor_the_publisher_piles_them_up(transfer_steps):
+    """A version a second, and so many seconds for one of them into the slow relay."""
+
+    async def main() -> None:
+        net = Net(bytes_per_s=1e9)
+        fast, slow = net.chain(2)
+        slow.relay._store = Link(Net(bytes_per_s=1000 / transfer_steps, nodes=net.nodes), "relay-1", lambda: True)
+        tasks, sizes = [], []
+        for version in range(200):
+            tasks += await broadcast([fast, slow], announced(version, [f"w-{version}"]), TRANSFER_S)
+            await asyncio.sleep(1)
+            waiting = sum(not task.done() for task in tasks)
+            sizes.append((len(slow.relay._known), len(slow.relay._buckets), waiting))
+        assert max(known for known, _, _ in sizes) <= 2 + 1 + 2, "complete, under way, waiting"
+        assert max(held for _, held, _ in sizes) <= 2 + 1
+        assert max(waiting for _, _, waiting in sizes) <= 1 + 2
+        assert (await slow.relay.newest(0))[0].version >= 199 - 2 * transfer_steps - 2
+        assert all(task.exception() is None for task in tasks if task.done())
+
+    run_virtual(main())
+
+
+def test_a_version_that_was_announced_and_never_sent_is_forgotten_when_newer_ones_came():
+    async def main() -> None:
+        (node,) = Net().chain(1)
+        await node.announce(announced(0, ["a"]))
+        reader = asyncio.create_task(node.relay.arrival(0))
+        await sent([node], announced(1, ["b"]))
+        await asyncio.sleep(1)
+        assert not reader.done()
+        await sent([node], announced(2, ["c"]))
+        with pytest.raises(WeightsMismatch, match="taking in version 0"):
+            await reader
+        assert [known.manifest.version for known in (await node.held()).announcements] == [2, 1]
+        assert now() < 2
+
+    run_virtual(main())
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+def test_bytes_borrowed_for_want_of_memory_are_fetched_again_with_the_next_version():
+    async def main() -> None:
+        net = Net()
+        has_room = False
+        first, small = Node(net, "relay-0"), Node(net, "relay-1", room=lambda: has_room)
+        await sent([first, small], announced(0, ["frozen", "head-0"]))
+        assert {blob.owner for blob in (await small.relay.newest(0))[1]} == {"relay-0"}  # type: ignore[attr-defined]
+        has_room = True
+        first.die()
+        await sent([small], announced(1, ["frozen", "head-1"]))
+        assert {blob.owner for blob in (await small.relay.newest(1))[1]} == {"relay-1"}  # type: ignore[attr-defined]
+        net.fetched.clear()
+        await sent([small], announced(2, ["frozen", "head-2"]))
+        assert [bucket for _, _, bucket in net.fetched] == ["head-2"]
+
+    run_virtual(main())
+
+
+def test_a_relay_without_memory_lets_older_versions_go_first_then_keeps_the_sources_bytes_and_says_so_once():
+    async def main() -> None:
+        net = Net()
+
+        def has_room() -> bool:
+            """For two buckets: a third fits only once an older version is gone."""
+            return sum(isinstance(b, Blob) and b.owner == "relay-1" for b in small.relay._buckets.values()) < 2
+
+        first, small = Node(net, "relay-0"), Node(net, "relay-1", room=has_room)
+        chain = [first, small]
+        for version in (0, 1, 2):
+            await sent(chain, announced(version, [f"w-{version}"]))
+        with pytest.raises(WeightsMismatch, match="it holds 1, 2 by this time"):
+            await small.relay.pin(0)
+        assert [blob.owner for blob in (await small.relay.newest(2))[1]] == ["relay-1"]  # type: ignore[attr-defined]
+        await sent(chain, announced(3, ["x", "y", "z"]))
+        owners = [blob.owner for blob in (await small.relay.newest(3))[1]]  # type: ignore[attr-defined]
+        assert owners == ["relay-1", "relay-0", "relay-0"]
+        assert contents((await small.relay.newest(3))[1]) == ["x", "y", "z"]
+        assert "no memory for copies of its own" in str(await small.relay.watch())
+        assert small.relay._reports.empty()
+
+    run_virtual(main())
+
+
+# -------------------------------------------------------------------------------------------------------------- readers
+
+
+def test_a_reader_waits_for_a_version_no_older_than_it_asked_for():
+    async def main() -> None:
+        (node,) = Net().chain(1)
+        reader = asyncio.create_task(node.relay.newest(at_least=2))
+        await sent([node], announced(1, ["one"]))
+        await asyncio.sleep(1)
+        assert not reader.done()
+        await sent([node], announced(3, ["three"]))
+        manifest, refs = await reader
+        assert (manifest.version, contents(refs)) == (3, ["three"])
+
+    run_virtual(main())
+
+
+def test_a_reader_never_sees_a_version_that_is_not_complete():
+    async def main() -> None:
+        (node,) = Net(bytes_per_s=1000.0).chain(1)
+        await sent([node], announced(0, ["old"]))
+        sending = asyncio.create_task(sent([node], announced(1, ["a", "b", "c"])))
+        await asyncio.sleep(2.5)
+        assert (await node.relay.newest(0))[0].version == 0
+        await sending
+        assert (await node.relay.newest(0))[0].version == 1
+
+    run_virtual(main())
+
+
+def test_replicas_hold_different_versions_at_once_each_with_its_own_bytes():
+    async def main() -> None:
+        (node,) = Net().chain(1)
+        held = []
+        for version in range(5):
+            await sent([node], announced(version, ["frozen", f"head-{version}"]))
+            held.append(await node.relay.newest(version))
+        assert [contents(refs) for _, refs in held] == [["frozen", f"head-{v}"] for v in range(5)]
+
+    run_virtual(main())
+
+
+def test_a_late_older_version_does_not_hide_a_newer_one():
+    async def main() -> None:
+        (node,) = Net().chain(1)
+        for version in (4, 3):
+            await sent([node], announced(version, [f"w-{version}"]))
+        assert (await node.relay.newest(0))[0].version == 4
+
+    run_virtual(main())
+
+
+def test_only_the_newest_versions_are_kept_and_with_them_their_buckets():
+    async def main() -> None:
+        (node,) = Net().chain(1)
+        for version in range(4):
+            await sent([node], announced(version, ["frozen", f"head-{version}"]))
+        assert sorted(node.relay._buckets) == ["frozen", "head-2", "head-3"]
+        with pytest.raises(WeightsMismatch, match="taking in version 1: it holds 2, 3 by this time"):
+            await node.relay.arrival(1)
+
+    run_virtual(main())
+
+
+def test_the_pinned_version_is_kept_whatever_comes_after_until_another_is_pinned():
+    async def main() -> None:
+        (node,) = Net().chain(1)
+        for version in range(3):
+            await sent([node], announced(version, [f"w-{version}"]))
+        await node.relay.pin(2)
+        for version in range(3, 7):
+            await sent([node], announced(version, [f"w-{version}"]))
+        manifest, refs = await node.relay.pin(2)
+        assert (manifest.version, contents(refs)) == (2, ["w-2"]), "a replica that is replaced meanwhile finds it too"
+        assert (await node.relay.newest(0))[0].version == 6
+        await node.relay.pin(6)
+        await sent([node], announced(7, ["w-7"]))
+        with pytest.raises(WeightsMismatch, match="relay-0 while pinning version 2: it holds 6, 7 by this time"):
+            await node.relay.pin(2)
+
+    run_virtual(main())
+
+
+def test_a_pin_waits_for_its_version_to_come():
+    async def main() -> None:
+        (node,) = Net().chain(1)
+        pin = asyncio.create_task(node.relay.pin(2))
+        await sent([node], announced(1, ["one"]))
+        await asyncio.sleep(1)
+        assert not pin.done()
+        await sent([node], announced(2, ["two"]))
+        assert contents((await pin)[1]) == ["two"]
+
+    run_virtual(main())
+
+
+def test_the_same_version_twice_is_ignored_and_with_another_hash_refused():
+    async def main() -> None:
+        net = Net()
+        (node,) = net.chain(1)
+        assert await sent([node], announced(3, ["a"])) == [None]
+        assert await sent([node], announced(3, ["a"])) == [None]
+        assert len(net.fetched) == 1
+        other = announced(3, ["b"])
+        (error,) = await sent([node], replace(other, manifest=replace(other.manifest, hash="another")))
+        assert isinstance(error, WeightsMismatch)
+        message = "relay-0 while hearing of version 3: it was published as hash-of-3 before, and as another this time"
+        assert str(error) == message
+        assert contents((await node.relay.newest(3))[1]) == ["a"]
+
+    run_virtual(main())

@@ -1,0 +1,261 @@
+"""Weights on their way: the one order of a change, and whose tokens are refused."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from rlsys.contracts import Arrival, Published
+from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerError
+from rlsys.testing import FakeWorld, run_virtual
+from rlsys.types import Acknowledged, Group
+from rlsys.weight_sync.sync import Manifest, WeightSync, change_weights
+from tests.groups import group
+
+MANIFEST = Manifest(version=4, hash="cafe", buckets=())
+
+
+@dataclass
+class Diary:
+    """A replica that writes down what is done to it."""
+
+    name: str = "rollout-0"
+    lies: bool = False
+    """Does it compute with other weights than those it says it holds?"""
+    done: list[str] = field(default_factory=list)
+
+    def close_gate(self) -> None:
+        self.done.append("close gate")
+
+    async def pause(self) -> None:
+        self.done.append("pause")
+
+    async def resume(self) -> None:
+        self.done.append("resume")
+
+    def open_gate(self) -> None:
+        self.done.append("open gate")
+
+    async def verify_probe(self, manifest: Manifest) -> float:
+        self.done.append("prove")
+        if self.lies:
+            raise WeightsMismatch(self.name, f"verifying version {manifest.version}", "its logprobs differ")
+        return 0.01
+
+    async def stop(self, why: WorkerError) -> None:
+        self.done.append("stop")
+
+    async def load(self, held: str | None) -> str:
+        self.done.append("load")
+        if held is None:
+            raise WeightsMismatch(self.name, "loading weights", "missing w")
+        return held
+
+
+def changed(replica: Diary, held: str | None) -> Acknowledged:
+    return asyncio.run(change_weights(replica, MANIFEST, lambda: replica.load(held)))
+
+
+def test_a_weight_change_has_one_order():
+    replica = Diary()
+    assert changed(replica, "cafe") == Acknowledged("rollout-0", 4, "cafe", 0.01)
+    assert replica.done == ["close gate", "pause", "load", "resume", "prove", "open gate"]
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [("beef", "rollout-0 while changing weights: version 4 .* cafe, but beef is loaded"), (None, "missing w")],
+)
+def test_weights_nobody_vouches_for_stop_the_replica_and_leave_its_gate_closed(held, message):
+    replica = Diary()
+    with pytest.raises(WeightsMismatch, match=message):
+        changed(replica, held)
+    assert replica.done == ["close gate", "pause", "load", "resume", "stop"]
+
+
+def test_a_replica_that_computes_with_other_weights_than_it_holds_is_stopped_too():
+    replica = Diary(lies=True)
+    with pytest.raises(WeightsMismatch, match="verifying version 4"):
+        changed(replica, "cafe")
+    assert replica.done == ["close gate", "pause", "load", "resume", "prove", "stop"]
+
+
+def test_a_cancelled_load_resumes_and_stops_too():
+    replica = Diary()
+
+    async def main() -> None:
+        loading = asyncio.Event()
+
+        async def never() -> str:
+            replica.done.append("load")
+            loading.set()
+            return await asyncio.get_running_loop().create_future()
+
+        change = asyncio.create_task(change_weights(replica, MANIFEST, never))
+        await loading.wait()
+        change.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await change
+
+    asyncio.run(main())
+    assert replica.done == ["close gate", "pause", "load", "resume", "stop"]
+
+
+def sync(**published: str) -> WeightSync:
+    weights = on(FakeWorld())
+    weights.published = {int(v[1:]): h for v, h in published.items()}
+    return weights
+
+
+def on(world: FakeWorld, **options) -> WeightSync:
+    workers = world.workers()
+    return WeightSync(workers.actor, workers.relays, transfer_s=1.0, max_age=2, **options)
+
+
+def verified(weights: WeightSync, of: Group) -> None:
+    run_virtual(weights.verify(of))
+
+
+def test_tokens_of_acknowledged_and_published_versions_pass():
+    verified(sync(v1="hash-of-1", v2="hash-of-2"), group(0, versions=(1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("hashes", "message"),
+    [
+        (("hash-of-1", "other"), "tokens of version 2, published as hash-of-2, acknowledged as other"),
+        (("hash-of-1",), "tokens of version 2, published as hash-of-2, acknowledged as None"),
+    ],
+)
+def test_tokens_of_other_weights_are_refused(hashes, message):
+    with pytest.raises(WeightsMismatch, match=f"rollout-0 while rolling out group 7: {message}"):
+        verified(sync(v1="hash-of-1", v2="hash-of-2"), group(7, versions=(1, 2), hashes=hashes))
+
+
+def test_tokens_older_than_their_permit_are_refused_whatever_their_hash():
+    late = replace(group(7, versions=(1, 2)), permit_version=2)
+    with pytest.raises(WeightsMismatch, match="tokens of version 1, but its permit asks for 2 or newer"):
+        verified(sync(v1="hash-of-1", v2="hash-of-2"), late)
+
+
+def test_tokens_of_a_version_that_was_never_published_are_refused():
+    with pytest.raises(WeightsMismatch, match="version 2, published as None"):
+        verified(sync(v1="hash-of-1"), group(0, versions=(1, 2)))
+
+
+def test_a_publish_returns_before_the_weights_arrive_and_their_hash_is_told_when_they_do():
+    told: list[tuple[Published, Arrival]] = []
+    weights = on(FakeWorld(publish_s=0.5, broadcast_s=0.25), on_arrival=lambda *both: told.append(both))
+
+    async def main() -> None:
+        receipt = await weights.publish(3)
+        assert asyncio.get_running_loop().time() == 0.5
+        assert (told, weights.published) == ([], {})
+        await weights.settled()
+        assert asyncio.get_running_loop().time() == 0.75
+        assert weights.published == {3: "hash-of-3"}
+        assert told == [(receipt, Arrival(3, "hash-of-3", 4, 4, 0.25))]
+
+    run_virtual(main())
+
+
+def test_whoever_needs_a_hash_that_is_arriving_waits_for_it():
+    weights = on(FakeWorld(publish_s=0.0, broadcast_s=0.25))
+
+    async def main() -> None:
+        await weights.publish(3)
+        await weights.verify(group(0, versions=(3,)))
+        assert asyncio.get_running_loop().time() == 0.25
+        assert await weights.arrived(3) == "hash-of-3"
+        assert await weights.arrived(2) is None
+
+    run_virtual(main())
+
+
+def test_a_publish_has_a_deadline_that_names_its_phase():
+    weights = on(FakeWorld(publish_s=9.0))
+    with pytest.raises(DeadlineExceeded, match="actor while publishing version 3: no answer within 1 s"):
+        run_virtual(weights.publish(3))
+    assert weights.published == {}
+
+
+@pytest.mark.parametrize("needs_it", ["the next publish", "a verification", "a checkpoint"])
+def test_weights_that_do_not_arrive_in_time_end_whatever_needs_them(needs_it):
+    weights = on(FakeWorld(publish_s=0.0, broadcast_s=9.0))
+
+    async def main() -> None:
+        await weights.publish(3)
+        if needs_it == "the next publish":
+            await asyncio.sleep(3)
+            await weights.publish(4)
+        elif needs_it == "a verification":
+            await weights.verify(group(0, versions=(3,)))
+        else:
+            await weights.settled()
+
+    with pytest.raises(DeadlineExceeded, match="relays while taking in version 3: no answer within 1 s"):
+        run_virtual(main())
+
+
+@dataclass
+class Loser:
+    """An actor and its relays. The relays lose a version before they tell of it, unless it is announced again."""
+
+    why: WorkerError | None = None
+    """What kept the version from the relays."""
+    asked: list[int] = field(default_factory=list)
+
+    async def publish(self, version: int) -> Published:
+        return Published(version, 4, 0.0)
+
+    async def announce_again(self, version: int) -> None:
+        self.asked.append(version)
+        if self.why is not None:
+            raise self.why
+
+    async def arrival(self, version: int) -> Arrival:
+        if version in self.asked:
+            return Arrival(version, f"hash-of-{version}", 4, 4, 0.0)
+        return await asyncio.get_running_loop().create_future()
+
+
+def losing(loser: Loser) -> WeightSync:
+    return WeightSync(loser, loser, transfer_s=1.0, max_age=2)  # type: ignore[arg-type]
+
+
+def test_a_version_that_the_relays_lost_before_they_told_of_it_is_announced_again():
+    loser = Loser()
+    weights = losing(loser)
+
+    async def main() -> None:
+        await weights.publish(3)
+        assert await weights.arrived(3) == "hash-of-3"
+
+    run_virtual(main())
+    assert loser.asked == [3]
+
+
+def test_what_kept_a_version_from_the_relays_is_told_and_not_that_nobody_has_it():
+    weights = losing(Loser(WorkerError("actor-0", "storing version 3", "no room in Ray's object store")))
+
+    async def main() -> None:
+        await weights.publish(3)
+        await weights.settled()
+
+    with pytest.raises(WorkerError, match="actor-0 while storing version 3: no room"):
+        run_virtual(main())
+
+
+def test_hashes_no_token_can_carry_any_more_are_forgotten_except_those_kept():
+    weights = on(FakeWorld(publish_s=0.0))
+    weights.kept = {1}
+
+    async def main() -> None:
+        for version in range(8):
+            await weights.publish(version)
+            await weights.settled()
+
+    run_virtual(main())
+    assert sorted(weights.published) == [1, 5, 6, 7]

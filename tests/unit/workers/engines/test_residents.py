@@ -1,0 +1,92 @@
+"""Sets of weights side by side: which memory they take, and which of them the model computes with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.contract.engines import qwen
+from workers.engines.resident_weights import Residents
+from workers.transport.hashing import content_hash
+
+IDS = torch.tensor([[1, 2, 3]])
+
+
+def named(seed: int, *, tied: bool = True) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in qwen(seed=seed, tied=tied).named_parameters()}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_model_computes_with_the_set_that_is_used(tied: bool) -> None:
+    model = qwen(tied=tied)
+    residents = Residents(model, 0)
+    with torch.no_grad():
+        expected = [qwen(tied=tied, seed=seed)(IDS).logits for seed in (0, 1)]
+        residents.add(1, residents.lay_out(named(1, tied=tied)).tensors)
+        for version in (0, 1, 0, 1):
+            residents.use(version)
+            assert torch.equal(model(IDS).logits, expected[version])
+
+
+def test_a_tensor_that_did_not_change_is_kept_once_and_one_that_did_is_copied() -> None:
+    residents = Residents(qwen(), 0)
+    num_bytes = residents.num_bytes()
+    weights = {name: tensor.clone() for name, tensor in named(0).items()}
+    weights["model.norm.weight"] += 1
+    laid_out = residents.lay_out(weights)
+    residents.add(1, laid_out.tensors)
+    assert residents.num_bytes() == num_bytes + weights["model.norm.weight"].nbytes
+    assert laid_out.hash == content_hash(weights)
+    weights["model.norm.weight"] += 1  # what was given is the giver's
+    assert laid_out.hash == content_hash(laid_out.tensors)
+
+
+def test_a_zero_of_the_other_sign_is_a_change() -> None:
+    residents = Residents(qwen(), 0)
+    weights = {name: torch.zeros_like(tensor) for name, tensor in named(0).items()}
+    residents.add(1, residents.lay_out(weights).tensors)
+    negative = {name: -tensor for name, tensor in weights.items()}
+    assert residents.lay_out(negative).hash == content_hash(negative) != content_hash(weights)
+
+
+def test_memory_of_a_set_is_free_once_it_is_let_go_even_if_it_was_in_use() -> None:
+    model = qwen()
+    residents = Residents(model, 0)
+    num_bytes = residents.num_bytes()
+    first, second = ({name: tensor + more for name, tensor in named(0).items()} for more in (1, 2))
+    residents.add(1, residents.lay_out(first).tensors)
+    residents.add(2, residents.lay_out(second).tensors)
+    assert residents.num_bytes() == 3 * num_bytes
+    residents.use(1)
+    residents.evict_all_but({0})
+    assert residents.versions == (0, 2)
+    assert residents.num_bytes() == 2 * num_bytes
+    assert content_hash(dict(model.named_parameters())) == content_hash(second)
+    residents.evict_all_but(())
+    assert residents.versions == (2,)
+    assert residents.num_bytes() == sum(p.nbytes for p in model.parameters()) == num_bytes
+
+
+def test_a_tied_tensor_given_by_either_name_or_both_is_one() -> None:
+    residents = Residents(qwen(), 0)
+    weights = named(1)
+    both = weights | {"lm_head.weight": weights["model.embed_tokens.weight"]}
+    assert residents.lay_out(both).hash == content_hash(both)
+    assert residents.lay_out(both).tensors.keys() == residents.lay_out(weights).tensors.keys()
+
+
+def test_weights_are_cast_to_the_type_of_the_model() -> None:
+    residents = Residents(qwen().bfloat16(), 0)
+    laid_out = residents.lay_out(named(1))
+    assert {tensor.dtype for tensor in laid_out.tensors.values()} == {torch.bfloat16}
+    assert laid_out.hash == content_hash({name: tensor.bfloat16() for name, tensor in named(1).items()})
+
+
+def test_overwritten_weights_take_the_place_and_the_version_of_those_before() -> None:
+    model = qwen()
+    residents = Residents(model, 0)
+    num_bytes = residents.num_bytes()
+    assert residents.overwrite(7, named(1)) == content_hash(named(1)) == content_hash(dict(model.named_parameters()))
+    assert residents.versions == (7,)
+    assert residents.num_bytes() == num_bytes

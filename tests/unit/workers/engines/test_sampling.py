@@ -1,0 +1,86 @@
+"""Laws of the sampler: one uniform number per (seed, position), tokens by inverse CDF."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers.engines.token_sampling import as_int64, draw, uniform
+
+torch.set_num_threads(1)
+
+MASK = (1 << 64) - 1
+
+
+def splitmix64(state: int) -> int:
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
+    return state ^ (state >> 31)
+
+
+@given(seed=st.integers(0, MASK), position=st.integers(0, 1 << 20))
+@settings(deadline=None, max_examples=50)
+def test_uniform_is_the_top_bits_of_splitmix64(seed: int, position: int) -> None:
+    bits = splitmix64((splitmix64(seed) + (position + 1) * 0x9E3779B97F4A7C15) & MASK)
+    got = uniform(torch.tensor([as_int64(seed)]), torch.tensor([position])).item()
+    assert got == (bits >> 40) / (1 << 24)
+
+
+def test_uniform_numbers_fill_the_unit_interval_evenly_over_seeds_and_positions() -> None:
+    seeds, positions = torch.meshgrid(torch.arange(500), torch.arange(200), indexing="ij")
+    numbers = uniform(seeds.flatten(), positions.flatten())
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+    counts = torch.histc(numbers, bins=100, min=0, max=1)
+    chi2 = ((counts - 1000) ** 2 / 1000).sum()
+    assert 55 < chi2 < 160  # 99 degrees of freedom: far outside in one of 100,000 cases
+
+
+def test_neighbouring_seeds_and_positions_are_uncorrelated() -> None:
+    seeds, positions = torch.meshgrid(torch.arange(300), torch.arange(300), indexing="ij")
+    grid = uniform(seeds.flatten(), positions.flatten()).reshape(300, 300) - 0.5
+    for a, b in ((grid[1:], grid[:-1]), (grid[:, 1:], grid[:, :-1]), (grid[1:, :-1], grid[:-1, 1:])):
+        assert abs((a * b).mean() * 12) < 0.02
+
+
+def rows(num: int, **values: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    numbers = uniform(torch.arange(num), torch.zeros(num, dtype=torch.int64))
+    return torch.full((num,), values.get("temperature", 1.0)), torch.full((num,), values.get("top_p", 1.0)), numbers
+
+
+def test_tokens_follow_the_softmax_at_the_given_temperature() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    num = 40_000
+    tokens, logprobs = draw(logits.expand(num, -1), *rows(num, temperature=2.0))
+    expected = (logits / 2).softmax(-1)
+    assert torch.allclose(tokens.bincount(minlength=4) / num, expected, atol=0.01)
+    assert torch.allclose(logprobs, expected.log()[tokens], atol=1e-6)
+
+
+def test_top_p_keeps_the_smallest_nucleus_and_renormalises_it() -> None:
+    probs = torch.tensor([0.1, 0.5, 0.3, 0.1])
+    tokens, logprobs = draw(probs.log().expand(1000, -1), *rows(1000, top_p=0.7))
+    assert set(tokens.tolist()) == {1, 2}
+    assert torch.allclose(logprobs.exp(), (probs / 0.8)[tokens], atol=1e-6)
+
+
+def test_temperature_zero_takes_the_likeliest_token_with_logprob_zero() -> None:
+    tokens, logprobs = draw(torch.tensor([[0.0, 3.0, 1.0]]).expand(50, -1), *rows(50, temperature=0.0))
+    assert tokens.tolist() == [1] * 50
+    assert logprobs.tolist() == [0.0] * 50
+
+
+def test_a_row_is_drawn_alike_beside_rows_with_other_sampling() -> None:
+    logits = torch.randn(64, 90, generator=torch.Generator().manual_seed(0)) * 3
+    temperature, top_p, numbers = rows(64)
+    alone = draw(logits, temperature, top_p, numbers)
+    temperature[1::2], top_p[2::4] = 0.0, 0.5
+    mixed = draw(logits, temperature, top_p, numbers)
+    plain = torch.arange(0, 64, 4)
+    assert all(torch.equal(a[plain], b[plain]) for a, b in zip(alone, mixed, strict=True))
+
+
+def test_a_token_without_probability_is_never_drawn_even_at_the_edges_of_the_unit_interval() -> None:
+    logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]).expand(3, -1)
+    edges = torch.tensor([0.0, 0.5, 1 - 2.0**-24])
+    tokens, _ = draw(logits, torch.ones(3), torch.ones(3), edges)
+    assert tokens.tolist() == [1, 2, 2]

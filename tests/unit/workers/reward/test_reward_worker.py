@@ -1,0 +1,261 @@
+"""The reward worker: what a user's function does to itself stays with the episode it did it on.
+
+A reward model beside the functions is one more part, and breaks as machinery does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import pytest
+
+from rlsys.errors import ConfigError, WorkerDied
+from rlsys.rewards.reward_sum import RewardSpec
+from rlsys.types import OK, Episode, Outcome, Score, Task, Trajectory, Turn, VersionSpan, failed
+from workers.reward.reward_worker import RewardWorker
+
+if TYPE_CHECKING:
+    from workers.reward.reward_model import RewardModel
+
+TASK = Task(id="t", prompt="Sort 21", answer="12", info={"level": "easy"})
+
+JUDGE = """
+import os, signal, time
+
+def judge(completion, answer, level):
+    match completion:
+        case "raise": raise ValueError("no digits")
+        case "exit": raise SystemExit(2)
+        case "nan": return float("nan")
+        case "text": return "good"
+        case "hang": time.sleep(60)
+        case "die": os._exit(3)
+        case "alarm": return alarmed()
+    return completion == answer and level == "easy"
+
+def group(completions, completion_ids):
+    if "die" in completions: os._exit(3)
+    if "hang" in completions: time.sleep(60)
+    return [len(completions) + sum(ids) for ids in completion_ids]
+
+async def verl(data_source, solution_str, ground_truth):
+    return {"score": 2.0, "acc": solution_str == ground_truth}
+
+def alarmed():
+    def ring(*_): raise TimeoutError
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    try:
+        time.sleep(60)
+    except TimeoutError:
+        return 0.5
+"""
+
+
+def episode(*texts: str, reward: float | None = None, outcome: Outcome = OK) -> Episode:
+    turns = tuple(Turn((1,), (2,), (-0.5,), (VersionSpan(0, 1),), "stop", text) for text in texts)
+    return Episode((Trajectory("policy", turns, outcome, reward),))
+
+
+def scored_as(value: float) -> Score:
+    return Score(value, parts={"judge": value})
+
+
+@dataclass
+class Lengths:
+    """A reward model that says how long a completion is, and breaks on `boom`."""
+
+    weight: float = 0.5
+
+    def score(self, prompt: object, completions: Sequence[str]) -> list[float]:
+        if "boom" in completions:
+            raise RuntimeError("out of memory")
+        return [float("nan") if c == "nan" else float(len(c)) for c in completions]
+
+
+def model(weight: float = 0.5) -> RewardModel:
+    return cast("RewardModel", Lengths(weight))
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> RewardSpec:
+    path = tmp_path / "judges.py"
+    path.write_text(JUDGE)
+    return RewardSpec(f"{path}:judge", "judge")
+
+
+@asynccontextmanager
+async def worker(
+    *specs: RewardSpec, processes: int = 1, timeout_s: float = 5.0, model: RewardModel | None = None
+) -> AsyncIterator[RewardWorker]:
+    worker = RewardWorker(specs, processes, timeout_s, model=model)
+    try:
+        await worker.start()
+        yield worker
+    finally:
+        await worker.close()
+
+
+def scores(
+    specs: RewardSpec | Sequence[RewardSpec],
+    *completions: str,
+    timeout_s: float = 5.0,
+    model: RewardModel | None = None,
+) -> tuple[Score, ...]:
+    async def scored() -> tuple[Score, ...]:
+        given = (specs,) if isinstance(specs, RewardSpec) else specs
+        async with worker(*given, timeout_s=timeout_s, model=model) as judge:
+            return await judge.score(TASK, tuple(map(episode, completions)))
+
+    return asyncio.run(scored())
+
+
+def test_every_misdeed_is_a_score_without_a_value_and_leaves_the_others_alone(spec: RewardSpec) -> None:
+    right, raised, left, nan, text, wrong = scores(spec, "12", "raise", "exit", "nan", "text", "21")
+    assert (right, wrong) == (scored_as(1.0), scored_as(0.0))
+    assert raised.failure == f"judge: raised ValueError: no digits at {spec.fn.removesuffix(':judge')}:6"
+    assert left.failure.startswith("judge: raised SystemExit: 2 at ")
+    assert nan == Score(None, "judge: returned nan")
+    assert text == Score(None, "judge: returned 'good' (str), not a number")
+
+
+def test_a_hang_costs_only_the_episode_that_hung(spec: RewardSpec) -> None:
+    assert scores(spec, "12", "hang", "21", timeout_s=0.3) == (
+        scored_as(1.0),
+        Score(None, "took longer than 0.3 s"),
+        scored_as(0.0),
+    )
+
+
+def test_a_dead_process_costs_only_the_episode_that_killed_it(spec: RewardSpec) -> None:
+    died = Score(None, "process died: exit code 3")
+    assert scores(spec, "12", "die", "21") == (scored_as(1.0), died, scored_as(0.0))
+
+
+def test_after_a_hang_groups_are_scored_one_by_one_until_all_of_one_are_in_time(spec: RewardSpec) -> None:
+    """The function says how many completions it was given at once."""
+    group = RewardSpec(spec.fn.replace(":judge", ":group"), "group")
+
+    async def scored() -> list[list[float | None]]:
+        async with worker(group, timeout_s=1.0) as judge:
+            groups = [("a", "hang"), ("a", "hang"), ("a", "b"), ("a", "b")]
+            return [[s.value for s in await judge.score(TASK, tuple(map(episode, texts)))] for texts in groups]
+
+    assert asyncio.run(scored()) == [[1 + 2, None], [1 + 2, None], [1 + 2, 1 + 2], [2 + 2, 2 + 2]]
+
+
+def test_a_function_may_use_alarms(spec: RewardSpec) -> None:
+    assert scores(spec, "alarm") == (scored_as(0.5),)
+
+
+def test_the_last_turn_of_the_root_agent_is_scored(spec: RewardSpec) -> None:
+    async def scored() -> tuple[Score, ...]:
+        async with worker(spec) as judge:
+            return await judge.score(TASK, (episode("first try", "12"), episode()))
+
+    assert asyncio.run(scored()) == (scored_as(1.0), scored_as(0.0))
+
+
+def test_what_the_workflow_decided_is_kept(spec: RewardSpec) -> None:
+    given = episode("die", reward=0.25)
+    nan = episode("die", reward=float("nan"))
+    broken = episode("die", outcome=failed("the environment broke"))
+
+    async def scored() -> tuple[Score, ...]:
+        async with worker(spec) as judge:
+            return await judge.score(TASK, (given, broken, episode("12"), nan))
+
+    assert asyncio.run(scored()) == (
+        Score(0.25),
+        Score(None, "the environment broke"),
+        scored_as(1.0),
+        Score(None, "returned nan"),
+    )
+
+
+def test_groups_are_scored_in_parallel_and_come_back_in_order(spec: RewardSpec) -> None:
+    async def scored() -> list[tuple[Score, ...]]:
+        async with worker(spec, processes=2) as judge:
+            groups = [(episode("12" if i % 3 else "21"), episode("12")) for i in range(20)]
+            return await asyncio.gather(*(judge.score(TASK, group) for group in groups))
+
+    assert asyncio.run(scored()) == [(scored_as(float(i % 3 > 0)), scored_as(1.0)) for i in range(20)]
+
+
+def test_close_leaves_no_process_behind_even_while_one_hangs(spec: RewardSpec) -> None:
+    async def closed() -> None:
+        judge = RewardWorker([spec], processes=2, timeout_s=60)
+        await judge.start()
+        hung = asyncio.create_task(judge.score(TASK, (episode("hang"),)))
+        await judge.score(TASK, (episode("12"),))
+        await judge.close()
+        await judge.close()
+        with pytest.raises(WorkerDied, match="while scoring a group"):
+            await hung
+
+    asyncio.run(closed())
+    assert multiprocessing.active_children() == []
+
+
+def test_a_broken_pool_is_an_infrastructure_error_not_a_score(spec: RewardSpec) -> None:
+    async def scored_after_close() -> None:
+        async with worker(spec) as judge:
+            await judge.close()
+            await judge.score(TASK, (episode("12"),))
+
+    with pytest.raises(WorkerDied, match="reward while scoring a group"):
+        asyncio.run(scored_after_close())
+
+
+def test_a_function_that_is_not_there_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match=f"no such file.*{os.fspath(Path.cwd())}"):
+        RewardWorker([RewardSpec("nowhere.py:judge", "judge")], processes=1, timeout_s=1)
+
+
+# ------------------------------------------------------------------------------------------- groups, weights, the model
+
+
+def test_a_function_of_a_group_gets_it_whole_with_its_tokens(spec: RewardSpec) -> None:
+    group = RewardSpec(spec.fn.replace(":judge", ":group"), "group")
+    assert [score.value for score in scores(group, "a", "b", "c")] == [3 + 2] * 3
+
+
+def test_a_function_of_a_group_that_dies_judges_the_others_alone(spec: RewardSpec) -> None:
+    group = RewardSpec(spec.fn.replace(":judge", ":group"), "group")
+    first, died, last = scores(group, "a", "die", "c")
+    assert first == last == Score(3.0, parts={"group": 3.0})
+    assert died == Score(None, "process died: exit code 3")
+
+
+def test_several_functions_make_one_reward(spec: RewardSpec) -> None:
+    verl = RewardSpec(spec.fn.replace(":judge", ":verl"), "verl", 0.25)
+    right, raised = scores([spec, verl], "12", "raise")
+    assert right == Score(1.5, parts={"judge": 1.0, "verl": 2.0, "verl/acc": 1.0})
+    assert raised.value is None and raised.failure.startswith("judge: raised ValueError")
+
+
+def test_a_reward_model_is_one_more_part(spec: RewardSpec) -> None:
+    right, nan, died = scores(spec, "12", "nan", "die", model=model())
+    assert right == Score(2.0, parts={"judge": 1.0, "model": 2.0})
+    assert nan.failure == "judge: returned nan; model: returned nan"
+    assert died == Score(None, "process died: exit code 3")
+
+
+def test_a_reward_model_alone_starts_no_process() -> None:
+    assert scores([], "abc", "", model=model(2.0)) == (
+        Score(6.0, parts={"model": 3.0}),
+        Score(0.0, parts={"model": 0.0}),
+    )
+    assert multiprocessing.active_children() == []
+
+
+def test_a_reward_model_that_breaks_is_an_infrastructure_error_not_a_score(spec: RewardSpec) -> None:
+    with pytest.raises(WorkerDied, match="reward while scoring with the reward model: RuntimeError: out of memory"):
+        scores(spec, "12", "boom", model=model())

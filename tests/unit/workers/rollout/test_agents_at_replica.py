@@ -1,0 +1,142 @@
+"""Agents on a real replica: limits of a turn, tools in a template, and what an author is told of a bug."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal, cast
+
+import pytest
+
+from examples.sort.tokenizer import build_tokenizer
+from rlsys.agents.workflow import Session, Workflow
+from rlsys.errors import WorkflowError
+from rlsys.types import Sampling, VersionSpan
+from tests.replicas import DIGIT, Shelf, assignment, played, replica_of, scripted
+from workers.engines.engine import Completion, Request
+from workers.rollout.group_route import GroupRoute, Peer, PolicyText, Scored
+from workers.rollout.occupancy import Ticket
+from workers.rollout.partial_responses import Partial
+from workers.text.tokenizer import TextTokenizer
+
+NUM_TOKENS = 30
+
+
+class Short(Workflow):
+    """Turns of different limits."""
+
+    async def run(self, session: Session) -> None:
+        agent = session.agent("policy")
+        for most in (4, None, 999):
+            await agent.chat("12>", max_new_tokens=most)
+
+
+class Wide(Workflow):
+    """A lead, and forks of it that speak at once."""
+
+    async def run(self, session: Session) -> None:
+        lead = session.agent("lead")
+        await lead.chat(session.task.prompt, max_new_tokens=5)
+        forks = [lead.fork("helper") for _ in range(3)]
+        await session.gather(*(fork.chat(f"{n}>", max_new_tokens=6) for n, fork in enumerate(forks)))
+
+
+class Buggy(Workflow):
+    """Has a bug after its first turn."""
+
+    async def run(self, session: Session) -> None:
+        said = await session.agent("policy").chat(session.task.prompt, max_new_tokens=3)
+        int(said + "!")
+
+
+def test_a_turn_may_be_shorter_than_the_runs_limit_and_never_longer_and_says_how_it_was_drawn():
+    worker = replica_of(Shelf(), scripted("a"), workflow=Short(), num_tokens=NUM_TOKENS - 20)
+    _, episodes = played([worker], lambda: worker.run(assignment()))
+    for episode in episodes:
+        turns = episode.trajectories[0].turns
+        assert [len(turn.output_ids) for turn in turns] == [4, 10, 10]
+        assert [turn.sampling for turn in turns] == [Sampling(max_new_tokens=n) for n in (4, 10, 10)]
+
+
+def test_forks_begin_with_the_tokens_of_what_was_said_and_have_seeds_of_their_own():
+    seeds: list[int] = []
+
+    def reply(request: Request) -> Sequence[int]:
+        seeds.append(request.seed)
+        return [DIGIT] * 5
+
+    worker = replica_of(Shelf(), scripted("a", reply), workflow=Wide(), num_tokens=NUM_TOKENS)
+    _, (first, second) = played([worker], lambda: worker.run(assignment()))
+    for episode in (first, second):
+        lead, *forks = episode.trajectories
+        seen = lead.turns[0].prompt_ids + lead.turns[0].output_ids
+        assert [fork.turns[0].prompt_ids[: len(seen)] for fork in forks] == [seen] * 3
+    assert len(set(seeds)) == 8
+
+
+def test_a_bug_is_told_with_what_was_said():
+    worker = replica_of(Shelf(), scripted("a"), workflow=Buggy(), num_tokens=NUM_TOKENS)
+    with pytest.raises(WorkflowError) as raised:
+        played([worker], lambda: worker.run(assignment(size=1)))
+    lines = raised.value.detail.splitlines()
+    assert lines[0].startswith("ValueError: invalid literal for int()")
+    assert lines[1] == f'  File "{__file__}", line {Buggy.run.__code__.co_firstlineno + 2}, in run'
+    assert lines[-2:] == ["[policy] user: 12>", f"[policy] assistant: {lines[-1].rpartition(' ')[2]}"]
+
+
+class Place:
+    """A replica that samples what is left of a request."""
+
+    name = "rollout-0"
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+
+    async def serve(self, ticket: Ticket, request: Request) -> Completion:
+        self.begun.append(request.num_begun)
+        num = request.sampling.max_new_tokens
+        return completion(num, "length")
+
+
+def completion(num: int, finish: Literal["stop", "length"]) -> Completion:
+    return Completion((DIGIT,) * num, (-1.0,) * num, (VersionSpan(0, num),), finish)
+
+
+async def unscored(token_ids: tuple[int, ...]) -> Scored:
+    raise AssertionError("nothing is scored here")
+
+
+@pytest.mark.parametrize(
+    ("num_kept", "finish", "most", "num", "begun"),
+    [
+        (5, None, 8, 8, [5]),
+        (5, "stop", 8, 5, []),
+        (5, "length", 5, 5, []),
+        (5, None, 5, 5, []),
+        (5, "length", 8, 8, [0]),
+        (5, "stop", 3, 3, [0]),
+        (5, None, 3, 3, [0]),
+    ],
+    ids=[
+        "goes on",
+        "was over",
+        "was cut at this",
+        "is as long as it may be",
+        "was cut earlier",
+        "is too long",
+        "is too long already",
+    ],
+)
+def test_what_was_sampled_before_is_gone_on_with_only_if_it_fits_what_is_left_of_the_budget(
+    num_kept: int, finish: Literal["stop", "length"] | None, most: int, num: int, begun: list[int]
+):
+    place = Place()
+    speech = PolicyText(TextTokenizer(build_tokenizer()), Sampling(max_new_tokens=20), max_prompt_tokens=60)
+    policy = GroupRoute(Ticket("rollout-0", 3, 1), speech, cast("Peer", place), None, unscored)
+    kept = replace(completion(num_kept, "stop"), finish=finish)
+    policy.recalled = {7: Partial((9,), kept, ())}
+    turn = asyncio.run(policy.sample((9,), seed=7, max_new_tokens=most))
+    assert (len(turn.output_ids), place.begun) == (num, begun)
+    assert turn.sampling.max_new_tokens == most
+    assert turn.finish == ("stop" if begun == [] and finish == "stop" else "length")

@@ -1,0 +1,560 @@
+"""A pool whose members die: work goes on elsewhere at once, and what cannot be replaced is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import pytest
+import ray
+
+from rlsys.contracts import Busy, RolledOut
+from rlsys.errors import DeadlineExceeded, ModelError, RlsysError, RunAborted, TaskTooLong, WorkerDied, WorkerError
+from rlsys.simulate.virtual_clock import run_virtual
+from rlsys.types import POLICY, Acknowledged, Assignment, EngineStats, ReplicaLoad, Task
+from tests.groups import group as group_of
+from workers.ray.batched_calls import PayloadRef
+from workers.ray.pool import PoolMember, PoolSpec
+from workers.ray.remote_proxy import Remote
+from workers.rollout.partial_responses import Partials
+from workers.rollout.rollout_pool import ANSWER_S, RolloutPool
+from workers.rollout.rollout_worker import RolloutWorker
+
+
+@dataclass
+class Call:
+    """What `actor.method.remote(...)` gives: something to await."""
+
+    answer: object
+
+    def __await__(self):
+        yield from asyncio.sleep(0).__await__()
+        if isinstance(self.answer, asyncio.Event):
+            yield from self.answer.wait().__await__()
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@dataclass
+class Method:
+    """A method of a worker, which answers what the test says and keeps what it was asked."""
+
+    answer: object = None
+    asked: list[tuple] = field(default_factory=list)
+
+    def remote(self, *arguments: object) -> Call:
+        self.asked.append(arguments)
+        return Call(self.answer)
+
+
+class Process:
+    """Has the methods of a worker's process that are not streams."""
+
+    @property
+    def call(self) -> Process:
+        return self
+
+    def remote(self, path: str, *arguments: object) -> Call:
+        return getattr(self, path.rpartition(".")[2]).remote(*arguments)
+
+
+@dataclass
+class Actor(Process):
+    """Hosts a rollout worker."""
+
+    name: str
+    held: Method = field(default_factory=lambda: Method({}))
+    load: Method = field(default_factory=Method)
+    give_away: Method = field(default_factory=lambda: Method(()))
+    forget: Method = field(default_factory=Method)
+    age_s: Method = field(default_factory=Method)
+
+
+class Scripted(RolloutPool):
+    """A pool whose members set up as the test says, and work until the test says how that ends."""
+
+    def __init__(self, size: int = 2, partials: Remote[Partials] | None = None) -> None:
+        self.set_ups: Mapping[str, Exception | asyncio.Event] = {}
+        self.set_up_ends: Mapping[str, Exception] = {}
+        """What those that wait for an event end with."""
+        self.ends: dict[str, asyncio.Future[None]] = {}
+        self.asked: list[tuple[str, int, bool]] = []
+        self.killed: list[str] = []
+        self.failures: list[WorkerError] = []
+        self.started: list[str] = []
+        self.recovered: list[str] = []
+        super().__init__(PoolSpec(size, self._start, lease_s=10.0, max_attempts=2), partials=partials)
+        self.on_failure = self.failures.append
+        self.on_recovery = lambda name, seconds: self.recovered.append(name)
+
+    def _start(self, name: str) -> Remote[RolloutWorker]:
+        self.started.append(name)
+        return Scripted.Worker(name, RolloutWorker, Actor(name), ANSWER_S, pool=self)
+
+    async def replaced(self, worker: str) -> None:
+        await self.restart(worker, lambda name, seconds: self.recovered.append(name))
+
+    @dataclass(frozen=True, eq=False, kw_only=True)
+    class Worker(Remote[RolloutWorker]):
+        pool: Scripted
+
+        async def setup(self, *args: object) -> None:
+            match self.pool.set_ups.get(self.name):
+                case Exception() as error:
+                    raise error
+                case asyncio.Event() as done:
+                    await done.wait()
+                    if isinstance(error := self.pool.set_up_ends.get(self.name), Exception):
+                        raise error
+
+        def kill(self, *, restart: bool = False) -> None:
+            self.pool.killed.append(self.name)
+
+    async def _sent(self, member: PoolMember, request: object, phase: str) -> tuple[object, PayloadRef]:
+        assert isinstance(request, tuple)
+        assignment, is_again = request
+        self.asked.append((member.name, assignment.group_id, is_again))
+        end = self.ends.setdefault(member.name, asyncio.get_running_loop().create_future())
+        await asyncio.shield(end)
+        stats = EngineStats(0, 0, 0.0, 0)
+        return RolledOut(group_of(assignment.group_id), Busy(member.name, 0, 1), stats), PayloadRef(
+            ray.ObjectRef.nil(), 0
+        )
+
+    def end(self, name: str, error: Exception | None = None) -> None:
+        future = self.ends.pop(name)
+        if error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+
+def assignment(group_id: int = 0) -> Assignment:
+    return Assignment(group_id, Task(id=str(group_id), prompt=f"{group_id}>"), 2, 0, 0)
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def died(worker: str) -> WorkerDied:
+    return WorkerDied(worker, "rolling out", "the process is gone")
+
+
+def test_a_retry_goes_to_another_replica_at_once_while_the_dead_one_is_replaced():
+    async def scenario() -> None:
+        pool = Scripted()
+        await pool.ready()
+        group = asyncio.create_task(pool.run(assignment()))
+        await settle()
+        pool.end("rollout-0", died("rollout-0"))
+        with pytest.raises(WorkerDied):
+            await group
+        setting_up = asyncio.Event()
+        pool.set_ups = {"rollout-0.1": setting_up}
+        await pool.replaced("rollout-0")
+        assert pool.recovered == []
+        again = asyncio.create_task(pool.run(assignment()))
+        await settle()
+        assert pool.asked == [("rollout-0", 0, False), ("rollout-1", 0, True)]
+        assert pool.placements() == {0: "rollout-1"}
+        pool.end("rollout-1")
+        await again
+        setting_up.set()
+        await settle()
+        assert (pool.recovered, pool.killed) == (["rollout-0"], ["rollout-0"])
+        asyncio.create_task(pool.run(assignment(1)))  # noqa: RUF006
+        await settle()
+        assert pool.asked[-1] == ("rollout-0.1", 1, False), "it is in the pool again"
+
+    asyncio.run(scenario())
+
+
+def test_with_nobody_alive_work_waits_for_the_first_successor():
+    async def scenario() -> None:
+        pool = Scripted(1)
+        await pool.ready()
+        setting_up = asyncio.Event()
+        pool.set_ups = {"rollout-0.1": setting_up}
+        restarts = [asyncio.create_task(pool.replaced("rollout-0")) for _ in range(3)]
+        fresh = asyncio.create_task(pool.run(assignment()))
+        await settle()
+        assert (pool.asked, [r.done() for r in restarts]) == ([], [False] * 3)
+        setting_up.set()
+        await asyncio.gather(*restarts)
+        await settle()
+        assert pool.asked == [("rollout-0.1", 0, False)]
+        assert pool.recovered == ["rollout-0"], "told once, however many ask"
+        pool.end("rollout-0.1")
+        await fresh
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("error", [died("rollout-0.1"), ModelError("no such model")])
+def test_a_successor_that_cannot_be_set_up_is_told_and_tried_again(error: RlsysError):
+    async def scenario() -> None:
+        pool = Scripted()
+        await pool.ready()
+        pool.set_ups = {"rollout-0.1": error}
+        await pool.replaced("rollout-0")
+        await settle()
+        assert [failure.worker for failure in pool.failures] == ["rollout-0.1"]
+        assert str(error) in str(pool.failures[0])
+        assert pool.recovered == ["rollout-0"]
+        assert [member.name for member in pool.members] == ["rollout-0.2", "rollout-1"]
+
+    asyncio.run(scenario())
+
+
+def test_a_place_is_given_up_after_the_allowed_attempts_and_the_run_ends_only_when_nobody_is_left():
+    async def scenario() -> None:
+        pool = Scripted()
+        await pool.ready()
+        pool.set_ups = {f"rollout-{i}.{n}": ModelError("out of disk") for i in range(2) for n in range(1, 9)}
+        await pool.replaced("rollout-0")
+        await settle()
+        assert [failure.worker for failure in pool.failures] == ["rollout-0.1", "rollout-0.2"]
+        group = asyncio.create_task(pool.run(assignment()))
+        await settle()
+        assert pool.asked == [("rollout-1", 0, False)]
+        pool.end("rollout-1", died("rollout-1"))
+        with pytest.raises(WorkerDied):
+            await group
+        waiting = asyncio.create_task(pool.run(assignment(1)))
+        with pytest.raises(
+            RunAborted, match=r"no rollout worker is left; the last failure: rollout-1\.2 .* out of disk"
+        ):
+            await pool.replaced("rollout-1")
+        with pytest.raises(RunAborted):
+            await waiting
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_of_no_pool_cannot_be_replaced():
+    async def scenario() -> None:
+        pool = Scripted()
+        await pool.ready()
+        with pytest.raises(RunAborted, match="actor-0 failed, and cannot be replaced in a run"):
+            await pool.replaced("actor-0")
+        await pool.replaced("rollout-999")
+
+    asyncio.run(scenario())
+
+
+def test_a_host_that_died_is_given_nothing_more_and_its_own_replica_goes_on():
+    async def scenario() -> None:
+        pool = Scripted()
+        await pool.ready()
+        group = asyncio.create_task(pool.run(assignment()))
+        await settle()
+        pool.end("rollout-0", died("rollout-1"))  # it had moved there
+        with pytest.raises(WorkerDied):
+            await group
+        for group_id in range(1, 3):
+            asyncio.create_task(pool.run(assignment(group_id)))  # noqa: RUF006
+            await settle()
+        assert [name for name, _, _ in pool.asked] == ["rollout-0"] * 3
+
+    asyncio.run(scenario())
+
+
+def test_the_others_are_told_to_forget_a_dead_replica():
+    async def scenario() -> None:
+        pool = Scripted(3)
+        await pool.ready()
+        pool.members[2].worker.actor.forget.answer = died("rollout-2")
+        await pool.replaced("rollout-0")
+        await settle()
+        assert pool.members[1].worker.actor.forget.asked[0] == ("rollout-0",)
+        assert [failure.worker for failure in pool.failures] == ["rollout-2"]
+        assert pool.recovered == ["rollout-0", "rollout-2"], "it is replaced too"
+
+    asyncio.run(scenario())
+
+
+# ------------------------------------------------------------------------------------------------------------ moving
+
+
+def test_weights_of_the_router_follow_groups_that_move_and_are_released_where_they_are():
+    async def scenario() -> None:
+        pool = Scripted(3)
+        await pool.ready()
+        groups = [asyncio.create_task(pool.run(assignment(group_id))) for group_id in range(4)]
+        await settle()
+        assert [load.weight for load in pool._router.loads] == [4, 2, 2]
+        first, _, third = pool.members
+        first.worker.actor.give_away.answer = (0, 3)
+        assert await pool.move("rollout-0", "rollout-2") == 2
+        ((source, peer),) = first.worker.actor.give_away.asked
+        assert (source, peer.name) == ("rollout-0", "rollout-2")
+        assert [load.weight for load in pool._router.loads] == [0, 2, 6]
+        assert pool.placements() == {0: "rollout-0", 1: "rollout-1", 2: "rollout-2", 3: "rollout-0"}
+        first.worker.actor.give_away.answer, third.worker.actor.give_away.answer = (0,), (2,)
+        assert await pool.move("rollout-2", "rollout-1") == 2, "its guests are moved by their owner"
+        assert [load.weight for load in pool._router.loads] == [0, 6, 2]
+        for name in ("rollout-0", "rollout-1", "rollout-2"):
+            pool.end(name)
+        await asyncio.gather(*groups)
+        assert [load.weight for load in pool._router.loads] == [0, 0, 0]
+
+    asyncio.run(scenario())
+
+
+def test_nothing_moves_to_or_from_a_replica_that_is_not_there_or_that_has_nothing():
+    async def scenario() -> None:
+        pool = Scripted()
+        await pool.ready()
+        for source, to in [("rollout-0", "rollout-1"), ("rollout-9", "rollout-1"), ("rollout-0", "rollout-0")]:
+            assert await pool.move(source, to) == 0
+        group = asyncio.create_task(pool.run(assignment()))
+        await settle()
+        pool._leave("rollout-1")
+        assert await pool.move("rollout-0", "rollout-1") == 0
+        pool.end("rollout-0")
+        await group
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("error", [died("rollout-0"), DeadlineExceeded("rollout-0", "giving", "no answer")])
+def test_what_breaks_while_moving_is_left_to_those_who_wait_for_the_groups(error: WorkerError):
+    async def scenario() -> None:
+        pool = Scripted()
+        await pool.ready()
+        group = asyncio.create_task(pool.run(assignment()))
+        await settle()
+        pool.members[0].worker.actor.give_away.answer = error
+        assert await pool.move("rollout-0", "rollout-1") == 0
+        pool.end("rollout-0")
+        await group
+
+    asyncio.run(scenario())
+
+
+def test_loads_are_those_of_the_replicas_that_answer():
+    async def scenario() -> None:
+        pool = Scripted(3)
+        await pool.ready()
+        load = ReplicaLoad("rollout-0", 3, EngineStats(1, 0, 0.1, 0))
+        pool.members[0].worker.actor.load.answer = load
+        pool.members[1].worker.actor.load.answer = died("rollout-1")
+        pool._leave("rollout-2")
+        assert await pool.loads() == [load]
+        assert pool.members[0].worker.actor.load.asked == [("policy",)]
+        await settle()
+        assert (pool.killed, pool.failures) == ([], []), "to ask changes nothing"
+
+    asyncio.run(scenario())
+
+
+def test_one_replica_that_cannot_tell_its_load_hides_no_other():
+    async def scenario() -> None:
+        pool = Scripted(2)
+        await pool.ready()
+        load = ReplicaLoad("rollout-1", 3, EngineStats(1, 0, 0.1, 0))
+        pool.members[0].worker.actor.load.answer = WorkerError("rollout-0", "telling its load", "KeyError")
+        pool.members[1].worker.actor.load.answer = load
+        assert await pool.loads() == [load]
+
+    asyncio.run(scenario())
+
+
+def test_a_group_issued_again_goes_to_a_replica_that_holds_the_version_it_came_to():
+    async def asked(version: object) -> list[tuple[str, int, bool]]:
+        pool = Scripted(3, stored(version))
+        await pool.ready()
+        for member, held in zip(pool.members, (4, 5, 6), strict=True):
+            member.worker.actor.held.answer = {POLICY: Acknowledged(member.name, held, "h")}
+        pool._failed.add(0)
+        asyncio.create_task(pool.run(assignment()))  # noqa: RUF006
+        await settle()
+        return pool.asked
+
+    assert asyncio.run(asked(6)) == [("rollout-2", 0, True)]
+    assert asyncio.run(asked(9)) == [("rollout-0", 0, True)]
+    assert asyncio.run(asked(None)) == [("rollout-0", 0, True)]
+    assert asyncio.run(asked(died("partials"))) == [("rollout-0", 0, True)]
+
+
+@dataclass
+class Store(Process):
+    """Hosts the partial response pool."""
+
+    version: Method
+
+
+def stored(version: object) -> Remote[Partials]:
+    return Remote("partials", Partials, Store(Method(version)), ANSWER_S)
+
+
+def test_a_retry_waits_for_a_live_replica_though_the_last_one_dies_while_it_is_asked_who_holds_what():
+    async def scenario() -> None:
+        answer = asyncio.Event()
+        pool = Scripted(2, stored(answer))
+        await pool.ready()
+        groups = [asyncio.create_task(pool.run(assignment(group_id))) for group_id in range(2)]
+        await settle()
+        pool.set_ups = {name: asyncio.Event() for name in ("rollout-0.1", "rollout-1.1")}
+        pool.end("rollout-0", died("rollout-0"))
+        await asyncio.gather(groups[0], return_exceptions=True)
+        await pool.replaced("rollout-0")
+        again = asyncio.create_task(pool.run(assignment(0)))
+        await settle()
+        pool.end("rollout-1", died("rollout-1"))
+        await asyncio.gather(groups[1], return_exceptions=True)
+        answer.set()
+        await settle()
+        assert [name for name, _, _ in pool.asked] == ["rollout-0", "rollout-1"], "nobody is live"
+        pool.set_ups["rollout-0.1"].set()
+        await settle()
+        assert pool.asked[-1] == ("rollout-0.1", 0, True)
+        pool.end("rollout-0.1")
+        await again
+
+    asyncio.run(scenario())
+
+
+def test_a_member_that_dies_while_it_is_set_up_has_one_successor_and_no_name_is_given_twice():
+    async def scenario() -> None:
+        pool = Scripted(1)
+        await pool.ready()
+        setting_up = asyncio.Event()
+        pool.set_ups, pool.set_up_ends = {"rollout-0.1": setting_up}, {"rollout-0.1": died("rollout-0.1")}
+        restarts = [asyncio.create_task(pool.replaced(name)) for name in ("rollout-0", "rollout-0.1")]
+        await settle()
+        assert pool.started == ["rollout-0", "rollout-0.1"], "it is being replaced already"
+        setting_up.set()
+        await asyncio.gather(*restarts)
+        assert pool.started == ["rollout-0", "rollout-0.1", "rollout-0.2"]
+        assert pool.killed == ["rollout-0", "rollout-0.1"]
+        await pool.replaced("rollout-0.2")
+        await settle()
+        assert [member.name for member in pool.members] == ["rollout-0.3"]
+
+    asyncio.run(scenario())
+
+
+def test_replicas_that_die_at_once_cost_a_group_one_attempt():
+    async def scenario() -> None:
+        pool = Scripted(4)
+        await pool.ready()
+        group = asyncio.create_task(pool.run(assignment()))
+        await settle()
+        setting_up = asyncio.Event()
+        pool.set_ups = {f"rollout-{i}.1": setting_up for i in range(4)}
+        for member in pool.members:
+            member.worker.actor.held.answer = died(member.name)
+        pool.end("rollout-0", died("rollout-0"))
+        await asyncio.gather(group, return_exceptions=True)
+        await pool.replaced("rollout-0")
+        again = asyncio.create_task(pool.run(assignment()))
+        await settle()
+        assert [failure.worker for failure in pool.failures] == ["rollout-1", "rollout-2", "rollout-3"]
+        setting_up.set()
+        await settle()
+        assert pool.asked == [("rollout-0", 0, False), ("rollout-0.1", 0, True)]
+        assert pool.recovered == [f"rollout-{i}" for i in range(4)], "idle ones are replaced too"
+        pool.end("rollout-0.1")
+        await again
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_that_does_not_say_what_it_holds_is_passed_over_and_not_waited_for():
+    async def scenario() -> float:
+        pool = Scripted(3)
+        await pool.ready()
+        pool.members[0].worker.actor.held.answer = pool.members[0].worker.actor.load.answer = asyncio.Event()
+        pool._failed.add(0)
+        began = asyncio.get_running_loop().time()
+        asyncio.create_task(pool.run(assignment()))  # noqa: RUF006
+        assert len(await pool.loads()) == 2
+        took_s = asyncio.get_running_loop().time() - began
+        await settle()
+        assert pool.asked == [("rollout-1", 0, True)]
+        assert pool.failures == []
+        return took_s
+
+    assert run_virtual(scenario()) == pytest.approx(2.0)
+
+
+def test_nothing_is_remembered_of_a_failed_group_once_it_was_given_to_a_replica_again():
+    async def scenario() -> None:
+        pool = Scripted(1)
+        await pool.ready()
+        pool._failed.add(0)
+        group = asyncio.create_task(pool.run(assignment()))
+        await settle()
+        pool.end("rollout-0", TaskTooLong("rollout-0", "encoding a prompt", "61 tokens"))
+        with pytest.raises(TaskTooLong):
+            await group
+        assert pool._failed == set()
+
+    asyncio.run(scenario())
+
+
+# ------------------------------------------------------------------------------------------------------------- leases
+
+
+class Leased(Scripted):
+    """Its members answer when the test says so, within the lease of 10 s."""
+
+    _sent = RolloutPool._sent
+
+    @dataclass
+    class Calls:
+        answer: asyncio.Future[tuple[object, PayloadRef]]
+
+        async def call(self, request: object) -> tuple[object, PayloadRef]:
+            return await self.answer
+
+    async def running(self, began_s: float | None) -> tuple[asyncio.Future, asyncio.Task[RolledOut]]:
+        """A group on a replica that waits until `began_s` to begin it; for ever if None."""
+        loop = asyncio.get_running_loop()
+        await self.ready()
+        (member,) = self.members
+        answer = loop.create_future()
+        member.calls = Leased.Calls(answer)  # pyright: ignore[reportAttributeAccessIssue]
+        sent_s = loop.time()
+
+        class Age:
+            def remote(self, group_id: int) -> Call:
+                age_s = loop.time() - sent_s - (began_s or 0.0)
+                return Call(None if began_s is None else max(0.0, age_s))
+
+        member.worker.actor.age_s = Age()
+        return answer, asyncio.create_task(self.run(assignment()))
+
+
+def test_a_lease_begins_when_the_group_does_and_not_while_its_replica_drains():
+    async def scenario() -> None:
+        pool = Leased(1)
+        answer, group = await pool.running(began_s=25.0)
+        await asyncio.sleep(34.0)
+        assert not group.done()
+        stats = EngineStats(0, 0, 0.0, 0)
+        done = RolledOut(group_of(0), Busy("rollout-0", 25, 34), stats)
+        answer.set_result((done, PayloadRef(ray.ObjectRef.nil(), 0)))
+        assert (await group).busy.end_s == 34
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize(("began_s", "ends_s"), [(0.0, 10.0), (25.0, 35.0), (None, 10.0)])
+def test_a_lease_that_is_over_is_told_and_one_of_a_group_that_is_not_there_is_not_renewed(began_s, ends_s):
+    async def scenario() -> None:
+        pool = Leased(1)
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        _, group = await pool.running(began_s)
+        with pytest.raises(DeadlineExceeded, match=r"no answer within 10 s of its start"):
+            await group
+        assert loop.time() - start == pytest.approx(ends_s)
+        assert not pool.members[0].is_live
+
+    run_virtual(scenario())

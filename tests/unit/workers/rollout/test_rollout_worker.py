@@ -1,0 +1,380 @@
+"""The rollout worker: weights change between or under running groups; nothing runs on weights nobody vouches for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
+from typing import Literal, TypeVar
+
+import pytest
+from torch import Tensor
+
+from rlsys.agents.workflow import Session, Workflow
+from rlsys.errors import DeadlineExceeded, TaskTooLong, WeightsMismatch, WorkerDied, WorkerError, WorkflowError
+from rlsys.types import Acknowledged, Sampling, VersionSpan
+from rlsys.weight_sync.sync import Manifest, Probe
+from tests.replicas import DIGIT, Shelf, assignment, hash_of, replica_of, scripted, until
+from tests.replicas import played as played_on
+from workers.rollout.generator import ACKNOWLEDGEMENTS_KEPT
+from workers.rollout.rollout_worker import RolloutWorker
+
+T = TypeVar("T")
+REPLY_TOKENS = 6
+
+
+def worker_of(
+    puller: Shelf | None,
+    when: Literal["between", "inflight", "beside"] = "between",
+    workflow: Workflow | None = None,
+    **options: int,
+) -> RolloutWorker:
+    engine = scripted("rollout-0", lambda request: [DIGIT] * 99, **options)
+    return replica_of(puller, engine, when=when, workflow=workflow, num_tokens=REPLY_TOKENS)
+
+
+def played(worker: RolloutWorker, scenario: Callable[[], Coroutine[object, object, T]]) -> T:
+    return played_on([worker], scenario)
+
+
+def test_a_group_is_metadata_with_acknowledged_versions_and_a_payload_apart():
+    worker = worker_of(Shelf(version=4))
+    done, payload = played(worker, lambda: worker.run(assignment(version=2)))
+    group = done.group
+    assert (group.group_id, group.task_id, group.permit_version, group.replica) == (3, "sort-12", 2, "rollout-0")
+    assert (group.payload, len(group.episodes), len(payload)) == (None, 2, 2)
+    assert group.versions == (VersionSpan(4, 2 * REPLY_TOKENS),)
+    assert group.weights == (Acknowledged("rollout-0", 4, hash_of(4)),)
+    assert group.num_trained == 2 * REPLY_TOKENS
+    assert payload[0].trajectories[0].turns[0].sampling == Sampling(max_new_tokens=REPLY_TOKENS)
+    assert done.busy.worker == "rollout-0"
+    assert done.busy.start_s <= done.busy.end_s
+    assert worker.generator.acknowledged == Acknowledged("rollout-0", 4, hash_of(4))
+
+
+def test_a_group_starts_on_weights_no_older_than_its_permit():
+    shelf = Shelf(version=0)
+    worker = worker_of(shelf)
+
+    async def scenario() -> None:
+        waiting = asyncio.create_task(worker.run(assignment(version=2)))
+        for version in (1, 2):
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            shelf.put(version)
+        done, _ = await waiting
+        assert done.group.oldest_version == 2
+
+    played(worker, scenario)
+
+
+def test_weights_that_are_new_enough_are_not_pulled_again():
+    shelf = Shelf(version=3)
+    worker = worker_of(shelf)
+
+    async def scenario() -> None:
+        for version in (0, 1, 3):
+            await worker.run(assignment(version))
+        shelf.put(4)
+        await asyncio.gather(*(worker.run(assignment(4, group_id=s)) for s in range(5)))
+
+    played(worker, scenario)
+    assert shelf.pulls == [3, 4]
+
+
+@pytest.mark.parametrize(("change", "versions"), [("between", [0]), ("inflight", [0, 1])])
+def test_a_change_waits_for_running_groups_or_happens_under_them(change, versions):
+    shelf = Shelf()
+    worker = worker_of(shelf, change)
+    engine = worker.generator._engine
+
+    async def scenario() -> None:
+        older = asyncio.create_task(worker.run(assignment(0)))
+        await until(lambda: engine.stats().num_tokens == 4)
+        shelf.put(1)
+        newer = asyncio.create_task(worker.run(assignment(1)))
+        (old, _), (new, _) = await asyncio.gather(older, newer)
+        assert [span.version for span in old.group.versions] == versions
+        assert sum(span.num_tokens for span in old.group.versions) == 12
+        assert new.group.versions == (VersionSpan(1, 12),)
+        assert [(a.version, a.hash) for a in old.group.weights] == [(v, hash_of(v)) for v in versions]
+
+    played(worker, scenario)
+
+
+def test_weights_that_lie_beside_those_of_running_groups_are_taken_at_once_and_a_third_set_waits_for_room():
+    shelf = Shelf()
+    worker = worker_of(shelf, "beside", resident_versions=2)
+    engine = worker.generator._engine
+
+    async def scenario() -> None:
+        oldest = asyncio.create_task(worker.run(assignment(0)))
+        await until(lambda: engine.stats().num_tokens == 2)
+        shelf.put(1)
+        newer = asyncio.create_task(worker.run(assignment(1)))
+        await until(lambda: engine.version == 1)
+        assert not oldest.done()
+        shelf.put(2)
+        newest = asyncio.create_task(worker.run(assignment(2)))
+        done = [group for group, _ in await asyncio.gather(oldest, newer, newest)]
+        assert [each.group.versions for each in done] == [(VersionSpan(version, 12),) for version in range(3)]
+        assert [each.group.weights[0].hash for each in done] == [hash_of(version) for version in range(3)]
+
+    played(worker, scenario)
+
+
+def test_a_group_that_needs_no_newer_weights_starts_while_others_wait_for_room_for_them():
+    shelf = Shelf()
+    worker = worker_of(shelf, "beside", resident_versions=2)
+    engine = worker.generator._engine
+
+    async def scenario() -> None:
+        await worker.run(assignment(0))
+        oldest = asyncio.create_task(worker.run(assignment(0)))
+        await until(lambda: engine.stats().num_running == 2)
+        shelf.put(1)
+        older = asyncio.create_task(worker.run(assignment(1, group_id=4)))
+        await until(lambda: engine.stats().num_running == 4)
+        await engine.pause()
+        shelf.put(2)
+        newest = asyncio.create_task(worker.run(assignment(2, group_id=5)))
+        await until(lambda: 2 in shelf.pulls)
+        assert (worker.age_s(5), worker.age_s(6)) == (0.0, None)
+        fresh = asyncio.create_task(worker.run(assignment(1, group_id=6)))
+        await until(lambda: worker.age_s(6) is not None)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert worker._waiting == [5], "room is only for what needs it"
+        await engine.resume()
+        done = [group for group, _ in await asyncio.gather(oldest, older, newest, fresh)]
+        assert [each.group.oldest_version for each in done] == [0, 1, 2, 1]
+
+    played(worker, scenario)
+
+
+def test_a_replica_that_drained_for_long_takes_the_newest_weights_staged_and_without_draining_it_pulls_once():
+    shelf = Shelf()
+    worker = worker_of(shelf)
+    engine = worker.generator._engine
+    staged: list[float] = []
+    stage = engine.stage
+
+    async def noted(weights: Mapping[str, Tensor]) -> None:
+        staged.append(weights["w"][0].item())
+        await stage(weights)
+
+    engine.stage = noted
+
+    async def scenario() -> None:
+        running = asyncio.create_task(worker.run(assignment(0)))
+        await until(lambda: engine.stats().num_tokens == 2)
+        assert (shelf.pulls, staged) == ([0], [0]), "nothing ran"
+        shelf.put(1)
+        waiting = asyncio.create_task(worker.run(assignment(1)))
+        await until(lambda: 1 in shelf.pulls)
+        shelf.put(2)
+        (done, _), _ = await asyncio.gather(waiting, running)
+        assert done.group.versions == (VersionSpan(2, 12),)
+        assert (shelf.pulls, staged) == ([0, 1, 2], [0, 1, 2])
+        assert done.waited_s > 0
+
+    played(worker, scenario)
+
+
+@pytest.mark.parametrize("kind", [WorkerDied, DeadlineExceeded, WeightsMismatch])
+def test_a_relay_that_fails_costs_the_replica_that_pulls_and_not_the_run(kind: type[WorkerError]):
+    class Failing(Shelf):
+        async def pull(self, at_least: int) -> tuple[Manifest, dict[str, Tensor]]:
+            raise kind("relay-0a1b", "giving version 2 or newer", "the process is gone")
+
+    worker = worker_of(Failing())
+    with pytest.raises(kind) as raised:
+        played(worker, lambda: worker.run(assignment(2)))
+    assert str(raised.value) == (
+        "rollout-0 while pulling version 2 or newer: relay-0a1b while giving version 2 or newer: the process is gone"
+    )
+    assert raised.value.worker == "rollout-0"
+
+
+def test_acknowledgements_are_kept_as_long_as_a_running_group_has_tokens_of_them():
+    shelf = Shelf()
+    worker = replica_of(shelf, scripted("rollout-0", num_slots=1), when="inflight", num_tokens=99)
+    num_versions = ACKNOWLEDGEMENTS_KEPT + 9
+
+    async def scenario() -> None:
+        running = asyncio.create_task(worker.run(assignment(0, size=1)))
+        for version in range(1, num_versions):
+            tokens = worker.generator._engine.stats().num_tokens
+            await until(lambda tokens=tokens: worker.generator._engine.stats().num_tokens > tokens)
+            shelf.put(version)
+            await worker.run(assignment(version, size=0))
+        done, _ = await running
+        assert [a.version for a in done.group.weights] == [span.version for span in done.group.versions]
+        assert len(done.group.versions) == num_versions
+        shelf.put(num_versions)
+        await worker.run(assignment(num_versions, size=0))
+        assert len(worker.generator._acknowledged) == ACKNOWLEDGEMENTS_KEPT
+
+    played(worker, scenario)
+
+
+def test_a_corrupted_tensor_closes_the_gate_for_good():
+    shelf = Shelf(version=1)
+    worker = worker_of(shelf)
+
+    async def scenario() -> None:
+        await worker.run(assignment(1))
+        shelf.put(2)
+        shelf.corrupted = True
+        with pytest.raises(WeightsMismatch, match=f"version 2 was published as {hash_of(2)}, but .* is loaded"):
+            await worker.run(assignment(2))
+        shelf.corrupted = False
+        for version in (1, 2):
+            with pytest.raises(
+                WeightsMismatch, match=r"earlier weight change failed, .* while changing weights: version 2"
+            ):
+                await worker.run(assignment(version))
+        assert worker.generator.acknowledged == Acknowledged("rollout-0", 1, hash_of(1))
+
+    played(worker, scenario)
+    assert shelf.pulls == [1, 2]
+
+
+def test_a_replica_served_one_version_late_starts_nothing_on_it():
+    shelf = Shelf(version=2, late=True)
+    worker = worker_of(shelf)
+    with pytest.raises(WeightsMismatch, match="asked for version 2 or newer, and got 1"):
+        played(worker, lambda: worker.run(assignment(2)))
+    assert worker.generator.acknowledged is None
+
+
+def test_a_probe_that_the_engine_answers_otherwise_stops_the_replica_and_names_both_versions():
+    shelf = Shelf(version=1)
+    worker = worker_of(shelf)
+
+    async def scenario() -> None:
+        await worker.run(assignment(1))
+        shelf.put(2)
+        shelf.probe = Probe((1, 2, 3), (-0.5, 0.0))  # the scripted engine says 0 of every token
+        with pytest.raises(WeightsMismatch, match=r"version 2: .* by 0\.25 .* before the change it held version 1"):
+            await worker.run(assignment(2))
+        assert worker.generator.acknowledged == Acknowledged("rollout-0", 1, hash_of(1))
+
+    played(worker, scenario)
+
+
+def test_a_group_running_under_a_corrupted_change_is_not_returned():
+    shelf = Shelf()
+    worker = worker_of(shelf, "inflight")
+
+    async def scenario() -> None:
+        running = asyncio.create_task(worker.run(assignment(0)))
+        await until(lambda: worker.generator._engine.stats().num_tokens == 4)
+        shelf.put(1)
+        shelf.corrupted = True
+        with pytest.raises(WeightsMismatch):
+            await worker.run(assignment(1))
+        with pytest.raises(WorkerDied):
+            await running
+
+    played(worker, scenario)
+
+
+def test_without_a_puller_the_weights_it_was_built_with_stay():
+    worker = worker_of(None)
+    done, _ = played(worker, lambda: worker.run(assignment()))
+    assert (done.group.versions, done.group.weights) == ((VersionSpan(-1, 12),), ())
+
+
+def test_a_prompt_over_the_limit_says_how_long_it_is_and_which_key_allows_more():
+    worker = worker_of(Shelf())
+    with pytest.raises(TaskTooLong, match=r"61 tokens, allowed are 1 to data\.max_prompt_tokens = 60"):
+        played(worker, lambda: worker.run(assignment(prompt="1" * 60 + ">")))
+
+
+class Broken(Workflow):
+    """Raises in code it calls, inside a task group of its own."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    async def run(self, session: Session) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._talk(session))
+
+    async def _talk(self, session: Session) -> None:
+        await session.agent("policy").chat("1>")
+        if self.error is not None:
+            raise self.error
+        sum(int(x) for x in "12x")
+
+
+class Silent(Workflow):
+    async def run(self, session: Session) -> None:
+        pass
+
+
+def test_a_workflow_that_raises_is_named_with_the_task_and_the_authors_line():
+    worker = worker_of(Shelf(), workflow=Broken())
+    with pytest.raises(WorkflowError) as raised:
+        played(worker, lambda: worker.run(assignment()))
+    error = raised.value
+    assert (error.worker, error.phase) == ("rollout-0", "running Broken on task sort-12")
+    assert error.detail.startswith("ValueError: invalid literal for int() with base 10: 'x'\n")
+    assert f'{__file__}", line {Broken._talk.__code__.co_firstlineno + 4}, in _talk' in error.detail
+
+
+def test_what_a_worker_says_passes_through_a_workflows_own_tasks_as_it_is():
+    died = WorkerDied("judge-3", "scoring", "it is gone")
+    worker = worker_of(Shelf(), workflow=Broken(died))
+    with pytest.raises(WorkerDied) as raised:
+        played(worker, lambda: worker.run(assignment()))
+    assert raised.value is died
+
+
+def test_a_workflow_in_which_nobody_speaks_is_named():
+    worker = worker_of(Shelf(), workflow=Silent())
+    with pytest.raises(WorkflowError, match="running Silent on task sort-12: ValueError: the workflow made no agent"):
+        played(worker, lambda: worker.run(assignment()))
+
+
+def test_a_failed_group_does_not_keep_the_next_change_waiting():
+    shelf = Shelf()
+    worker = worker_of(shelf)
+
+    async def scenario() -> None:
+        too_long = replace(assignment(0).task, prompt="1" * 60 + ">")
+        with pytest.raises(TaskTooLong):
+            await worker.run(replace(assignment(0), task=too_long))
+        shelf.put(1)
+        done, _ = await worker.run(assignment(1))
+        assert done.group.oldest_version == 1
+
+    played(worker, scenario)
+
+
+def test_taking_in_weights_is_told_once_with_the_group_that_ends_next_and_without_the_wait_for_room():
+    shelf = Shelf()
+    worker = worker_of(shelf)
+    engine = worker.generator._engine
+
+    async def scenario() -> None:
+        older = asyncio.create_task(worker.run(assignment(0)))
+        await until(lambda: engine.stats().num_tokens == 2)
+        shelf.put(1)
+        newer = asyncio.create_task(worker.run(assignment(1)))
+        (old, _), (new, _) = await asyncio.gather(older, newer)
+        same, _ = await worker.run(assignment(1))
+        (first,), (second,) = old.pulls, new.pulls
+        assert first.worker == second.worker == "rollout-0"
+        assert first.end_s <= old.busy.start_s < old.busy.end_s <= second.start_s <= second.end_s <= new.busy.start_s
+        assert same.pulls == ()
+
+    played(worker, scenario)
+
+
+def test_weights_that_could_not_be_taken_in_are_not_told_of():
+    worker = worker_of(Shelf(corrupted=True))
+    with pytest.raises(WeightsMismatch):
+        played(worker, lambda: worker.run(assignment(0)))
+    assert worker.generator.take_pulls() == ()

@@ -1,0 +1,146 @@
+"""What a configuration makes of replicas, before any is started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rlsys import Config
+from rlsys.config.curriculum_section import Rules
+from rlsys.data.task_source import TaskSource
+from rlsys.errors import TrainingError
+from rlsys.loop.build_driver import build_driver
+from rlsys.loop.failed_step import CONFIG
+from rlsys.monitoring.events import Events
+from rlsys.stabilizer import StabilizerPlugin
+from rlsys.testing import FakeActor, FakeWorld, RewardAsAdvantage, run_virtual, tasks
+from rlsys.types import PolicyVersion
+from tests.jobs import config_of
+from workers.start import _generator_spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patient(RewardAsAdvantage):
+    """Trains the policy in every second step, from the fourth on."""
+
+    def trains_policy(self, version: PolicyVersion) -> bool:
+        return version >= 3 and version % 2 == 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrating(StabilizerPlugin):
+    """Needs two synchronous steps."""
+
+    @property
+    def synchronous_steps(self) -> int:
+        return 2
+
+
+def config(folder: Path, *overrides: str) -> Config:
+    return config_of(folder / "model", folder / "data.jsonl", folder, overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_versions"),
+    [
+        ([], 1),
+        (["rollout.weight_change=inflight"], 1),
+        (["rollout.weight_change=beside"], 2),
+        (["rollout.weight_change=beside", "rollout.resident_versions=3"], 3),
+    ],
+)
+def test_only_replicas_that_train_hold_several_versions(tmp_path, overrides, num_versions):
+    job = config(tmp_path, *overrides)
+    trained = _generator_spec(job, "model", "newest")
+    assert (trained.engine.resident_versions, trained.change.when) == (num_versions, job.rollout.weight_change)
+    pinned = _generator_spec(job, "model", "pinned")
+    assert (pinned.engine.resident_versions, pinned.change.when) == (1, "between")
+
+
+@pytest.mark.parametrize(
+    ("num_engines", "overrides", "expected"),
+    [
+        (1, [], {}),
+        (3, [], {"gpu_memory_utilization": pytest.approx(0.3)}),
+        (3, ["rollout.vllm_args={gpu_memory_utilization: 0.2}"], {"gpu_memory_utilization": 0.2}),
+    ],
+)
+def test_several_engines_share_the_memory_of_a_gpu(tmp_path, num_engines, overrides, expected):
+    spec = _generator_spec(config(tmp_path, *overrides), "model", "newest", num_engines)
+    assert spec.engine.vllm_args == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "every_s"),
+    [
+        ([], 5.0),
+        (["rollout.repack_s=2"], 2.0),
+        (["rollout.repack_s=0"], None),
+        (["rollout.replicas=1"], None),
+        (["rollout.weight_change=inflight"], None),
+        (["rollout.weight_change=beside"], None),
+    ],
+)
+def test_trajectories_are_moved_where_running_groups_hold_new_weights_back(tmp_path, overrides, every_s):
+    data = TaskSource(tasks(3), seed=0)
+    repacker = build_driver(config(tmp_path, *overrides), FakeWorld().workers(), data, Events([])).repacker
+    assert (repacker and repacker.every_s) == every_s
+
+
+def test_a_budget_that_the_algorithm_does_not_name_is_the_longest_completion(tmp_path):
+    overrides = ["algorithm.type=dr_grpo", "rollout.max_new_tokens=100", "run.steps=1", "asynchrony.max_staleness=0"]
+    data, workers = TaskSource(tasks(8), seed=0), FakeWorld().workers()
+    assert run_virtual(build_driver(config(tmp_path, *overrides), workers, data, Events([])).run(0)) == 1
+    assert isinstance(workers.actor, FakeActor) and workers.actor.last_step
+    plan, _ = workers.actor.last_step
+    refs = [ref for rank in plan.updates[0].ranks for part in rank if part.weight for ref in part.samples]
+    assert {ref.token_weight for ref in refs} == {1 / (len(refs) * 100)}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "stabilizer", "version"),
+    [("Patient", "Calibrating", 6), (None, "Calibrating", 2), ("Patient", None, 0)],
+)
+def test_steps_are_synchronous_until_the_stabilizer_saw_as_many_train_the_policy_as_it_needs(
+    tmp_path, algorithm, stabilizer, version
+):
+    """Patient trains the policy at the versions 3, 5, 7: after the second of these the version is 6."""
+    chosen = [f"algorithm={{type: '{__name__}:{algorithm}'}}"] if algorithm else []
+    chosen.append(f"stabilizer={{type: '{__name__}:{stabilizer}'}}" if stabilizer else "stabilizer=null")
+    job = config(tmp_path, "run.steps=9", *chosen)
+
+    async def main() -> int:
+        data = TaskSource(tasks(3), seed=0)
+        return build_driver(job, FakeWorld().workers(), data, Events([])).queue.synchronous_until
+
+    assert run_virtual(main()) == version
+
+
+def test_tasks_are_curated_as_the_configuration_says(tmp_path):
+    keys = {
+        "success_reward": 0.5,
+        "fewer_above": 0.7,
+        "success_within": [0.1, 0.9],
+        "min_episodes": 3,
+        "look_again": 2,
+        "stored_successes": 5,
+    }
+    job = config(tmp_path, "asynchrony.max_staleness=1", *(f"curation.{key}={value}" for key, value in keys.items()))
+    data = TaskSource(tasks(3), seed=0)
+    for told, rules in ((job, Rules(0.5, 0.7, (0.1, 0.9), 3, 2, 5)), (config(tmp_path), Rules())):
+        assert build_driver(told, FakeWorld().workers(), data, Events([])).queue.ledger.curation.rules == rules
+
+
+def test_a_run_keeps_its_configuration_with_a_step_that_fails(tmp_path):
+    job = config(tmp_path, "run.steps=1")
+
+    async def main() -> int:
+        data = TaskSource(tasks(3), seed=0)
+        workers = FakeWorld(nan_at=0).workers()
+        return await build_driver(job, workers, data, Events([])).run(0)
+
+    with pytest.raises(TrainingError):
+        run_virtual(main())
+    assert Config.load(job.run_dir / "failed" / "step_000001" / CONFIG) == job

@@ -1,0 +1,114 @@
+"""Which engine, and the engine itself, from a model path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+
+from rlsys.errors import ConfigError, ModelError, WorkerError
+from workers.engines.engine import EngineChoice, EngineName, EngineSpec
+from workers.train.model_loading import load_model, outline
+
+if TYPE_CHECKING:
+    from workers.engines.engine import Engine
+
+WORTH_PARAMETERS = 50_000_000
+"""On a CPU, vLLM is taken from this size on. Two sizes were measured (`docs/measurements.md`): `local` is faster at 0.4
+million parameters, vLLM at 135 million; where between them the line is, was not."""
+
+
+def vllm_device() -> str | None:
+    """What the vLLM installed here runs on, `cpu` or `cuda`: it asks the machine, not us. None where there is none."""
+    if find_spec("vllm") is None:
+        return None
+    from vllm.platforms import current_platform
+
+    return "cpu" if current_platform.is_cpu() else current_platform.device_type
+
+
+def choose(
+    spec: EngineSpec, device: torch.device, vllm_runs_on: Callable[[], str | None] = vllm_device
+) -> EngineChoice:
+    """The engine that `auto` means here, and why; any other name is taken at its word.
+
+    vLLM serves every GPU it is installed for. On a CPU it is worth its start-up for models above `WORTH_PARAMETERS`.
+    It holds one version of the weights at a time.
+    """
+    if spec.engine != "auto":
+        return EngineChoice(spec.engine, "as configured")
+    if spec.tensor_parallel > 1:
+        return EngineChoice("vllm", "local has no shards")
+    if spec.resident_versions > 1:
+        return EngineChoice("local", "vLLM holds one version at a time")
+    reason = f"the device is {device.type}"
+    if device.type == "cpu":
+        size = outline(spec.model_path).num_parameters()
+        reason = f"{size / 1e6:.1f} million parameters on a CPU"
+        if size < WORTH_PARAMETERS:
+            return EngineChoice("local", f"{reason} are not worth vLLM's start-up")
+    runs_on = vllm_runs_on()
+    if runs_on != device.type:
+        why = "vLLM is not installed" if runs_on is None else f"the vLLM installed runs on {runs_on}"
+        return EngineChoice("local", f"{reason}, and {why}")
+    return EngineChoice("vllm", reason)
+
+
+async def start_engine(
+    spec: EngineSpec, name: EngineName, *, stop_token_ids: frozenset[int], device: torch.device, worker: str
+) -> Engine:
+    """The engine called `name` on `device`, after its first step.
+
+    Raises `ModelError` if it cannot run the model, `ConfigError` if it cannot hold that many versions.
+    """
+    engine = _built(spec, name, stop_token_ids=stop_token_ids, device=device, worker=worker)
+    try:
+        await engine.score((0, 0))
+    except WorkerError as error:
+        await engine.close()
+        raise ModelError(
+            f"{name} cannot run model {spec.model_path!r}: {error.detail}; choose another rollout.engine"
+        ) from error
+    return engine
+
+
+def _built(
+    spec: EngineSpec, name: EngineName, *, stop_token_ids: frozenset[int], device: torch.device, worker: str
+) -> Engine:
+    if name == "vllm":
+        if spec.resident_versions > 1:
+            raise ConfigError(
+                f"rollout.resident_versions: {spec.resident_versions} versions side by side, and vLLM holds one; set "
+                "rollout.engine=local, or a rollout.weight_change other than beside"
+            )
+        from workers.engines.vllm import VllmEngine
+
+        return VllmEngine(
+            spec.model_path,
+            dtype=spec.dtype,
+            num_slots=spec.slots,
+            max_context=spec.max_context,
+            stop_token_ids=stop_token_ids,
+            device=device,
+            kv_cache=spec.kv_cache,
+            tensor_parallel=spec.tensor_parallel,
+            step_s=spec.step_s,
+            load_s=spec.load_s,
+            vllm_args=spec.vllm_args,
+            name=worker,
+        )
+    from workers.engines.local import LocalEngine
+
+    return LocalEngine(
+        load_model(spec.model_path, getattr(torch, spec.dtype), device),
+        num_slots=spec.slots,
+        max_context=spec.max_context,
+        stop_token_ids=stop_token_ids,
+        kv_cache=spec.kv_cache,
+        resident_versions=spec.resident_versions,
+        step_s=spec.step_s,
+        load_s=spec.load_s,
+        name=worker,
+    )

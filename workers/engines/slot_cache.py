@@ -1,0 +1,187 @@
+"""A key-value cache of fixed slots, one request each, behind the cache interface of transformers; attention over it.
+
+Every forward looks through a *window*: some neighbouring slots, the positions its tokens are written at, and how many
+keys attention sees. Slots in use are kept together at the front, so a window is a view: attention copies nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+
+from rlsys.errors import ModelError
+from rlsys.types import PolicyVersion
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(slots=True)
+class SlotWindow:
+    """Where the current forward reads and writes."""
+
+    slots: slice = field(default_factory=lambda: slice(0, 0))
+    """One per row of the forward, or one for all."""
+    rows: Tensor = field(default_factory=lambda: torch.empty(0, 1, 1))
+    """The slots as an index, (slots, 1, 1)."""
+    positions: Tensor = field(default_factory=lambda: torch.empty(0, 1, 1))
+    """Where each token goes, (rows or 1, 1, tokens)."""
+    num_keys: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KeptCache:
+    """Keys and values of one request, on their way to another slot, perhaps in another process."""
+
+    version: PolicyVersion
+    """What the request came to be sampled from."""
+    token_ids: tuple[int, ...]
+    """What they are of: the prompt, and what was sampled but for the newest token."""
+    layers: tuple[tuple[Tensor, Tensor], ...]
+    """Keys and values of each layer, (heads, tokens, head size), on the host."""
+
+
+class SlotLayer(CacheLayerMixin):
+    """Keys and values of one layer, (slots, heads, positions, head size); allocated when the first ones come in."""
+
+    def __init__(self, num_slots: int, max_context: int, window: SlotWindow) -> None:
+        super().__init__()
+        self.num_slots, self.max_context, self.window = num_slots, max_context, window
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        def room(states: Tensor) -> Tensor:
+            return states.new_zeros(self.num_slots, states.shape[1], self.max_context, states.shape[3])
+
+        self.keys, self.values = room(key_states), room(value_states)
+        self.heads = torch.arange(key_states.shape[1], device=key_states.device)[:, None]
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Write each row at its own positions; returns views of what the window sees."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        window = self.window
+        at = (window.rows, self.heads, window.positions)
+        self.keys[at], self.values[at] = key_states, value_states
+        seen = (window.slots, slice(None), slice(window.num_keys))
+        rows = (len(key_states), -1, -1, -1)
+        return self.keys[seen].expand(rows), self.values[seen].expand(rows)
+
+    def copy(self, source: Tensor, target: Tensor, num_keys: int) -> None:
+        """See `SlotCache.copy`."""
+        for tensor in (self.keys, self.values):
+            assert tensor is not None
+            tensor[target, :, :num_keys] = tensor[source, :, :num_keys]
+
+    def read(self, slot: int, num_keys: int) -> tuple[Tensor, Tensor]:
+        """The first entries of a slot, copied to the host."""
+        assert self.keys is not None
+        assert self.values is not None
+        keys, values = self.keys[slot, :, :num_keys], self.values[slot, :, :num_keys]
+        return keys.to("cpu", copy=True).contiguous(), values.to("cpu", copy=True).contiguous()
+
+    def write(self, slot: int, keys: Tensor, values: Tensor) -> None:
+        """Put what `read` gave at the front of a slot."""
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys[slot, :, : keys.shape[1]], self.values[slot, :, : values.shape[1]] = keys, values
+
+    def fits(self, states: Tensor, num_keys: int) -> bool:
+        """Could these be the first `num_keys` entries of a slot?"""
+        keys = self.keys
+        if keys is None:
+            return False
+        return states.shape == (keys.shape[1], num_keys, keys.shape[3]) and states.dtype == keys.dtype
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.window.num_keys, 0
+
+    def get_seq_length(self) -> int:
+        return self.window.num_keys
+
+    def get_max_length(self) -> int:
+        return self.max_context
+
+
+class SlotCache(Cache):
+    """The layers of one model, sharing a window."""
+
+    def __init__(self, num_slots: int, max_context: int) -> None:
+        self.window = SlotWindow()
+        layer = partial(SlotLayer, num_slots, max_context, self.window)
+        super().__init__(layer_class_to_replicate=layer)  # pyright: ignore[reportArgumentType]  (any maker of layers will do)
+
+    def look(self, first: int, num_slots: int, positions: Tensor, num_keys: int) -> None:
+        """Point the window at `num_slots` slots from `first`; `positions` is (num_slots or 1, tokens).
+
+        With one slot it may be (rows, tokens), too: all rows of the forward then write to that slot, and see it.
+        """
+        window = self.window
+        window.slots = slice(first, first + num_slots)
+        window.rows = torch.arange(first, first + num_slots, device=positions.device)[:, None, None]
+        window.positions, window.num_keys = positions[:, None], num_keys
+
+    def copy(self, source: Tensor, target: Tensor, num_keys: int) -> None:
+        """Copy the first `num_keys` entries of the source slots over those of the target slots; both are indices."""
+        for layer in self._slot_layers():
+            layer.copy(source, target, num_keys)
+
+    def keep(self, slot: int, version: PolicyVersion, token_ids: tuple[int, ...]) -> KeptCache:
+        """A copy of what a slot holds: the keys and values of `token_ids`."""
+        layers = tuple(layer.read(slot, len(token_ids)) for layer in self._slot_layers())
+        return KeptCache(version, token_ids, layers)
+
+    def can_take(self, kept: KeptCache) -> bool:
+        """Are these keys and values of the same shape and type as those here?"""
+        layers, num_keys = self._slot_layers(), len(kept.token_ids)
+        return len(layers) == len(kept.layers) and all(
+            layer.fits(states, num_keys) for layer, pair in zip(layers, kept.layers, strict=True) for states in pair
+        )
+
+    def take(self, slot: int, kept: KeptCache) -> None:
+        """Put a copy into a slot. Only what `can_take` agrees to."""
+        for layer, (keys, values) in zip(self._slot_layers(), kept.layers, strict=True):
+            layer.write(slot, keys, values)
+
+    def _slot_layers(self) -> list[SlotLayer]:
+        return [layer for layer in self.layers if isinstance(layer, SlotLayer)]
+
+
+def check_cacheable(model: PreTrainedModel) -> None:
+    """Raise `ModelError` where a layer needs something other than all keys and values (a sliding window, a state)."""
+    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers} - {DynamicLayer}
+    if kinds:
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise ModelError(
+            f"{type(model).__name__} has layers cached as {names}; the local engine serves full attention only: "
+            "choose another model or engine"
+        )
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Attention whose query heads share key heads inside the CPU kernel; transformers' own copies the keys per head."""
+    is_grouped = query.shape[1] != key.shape[1]
+    output = nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=is_grouped
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+GROUPED_ATTENTION = "rlsys_grouped"
+AttentionInterface.register(GROUPED_ATTENTION, grouped_attention)

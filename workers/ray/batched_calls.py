@@ -1,0 +1,201 @@
+"""Many small calls to one actor, in few Ray messages.
+
+A Ray call costs more than scoring a short group. Calls made in one turn of the event loop travel as one streaming
+call, and answers come back in chunks, each as soon as it is ready: nobody waits for a slower neighbour.
+
+A chunk is two objects: payloads, of which the caller keeps the reference, and their answers, which it reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import ray
+from ray import ObjectRef
+from ray.exceptions import RayError
+
+from rlsys.errors import PayloadLost, RlsysError, WorkerError
+from rlsys.util.deadlines import timeout
+from workers.ray.remote_proxy import Chunks, call
+
+Request = TypeVar("Request")
+Answer = TypeVar("Answer")
+Payload = TypeVar("Payload")
+
+FETCH_S = 60.0
+"""Longest that a chunk may take to come from another node; then it counts as lost."""
+
+
+@dataclass(frozen=True)
+class PayloadRef:
+    """Where a payload lies: entry `index` of the tuple behind `chunk`. The caller owns the chunk, not its maker."""
+
+    chunk: ObjectRef
+    index: int
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Payloads of groups on their way to an actor, which fetches them itself: so it can tell which are lost."""
+
+    chunks: tuple[ObjectRef, ...]
+    """Every chunk once. Ray passes references inside an argument on without their bytes."""
+    entries: tuple[tuple[int, int, int], ...]
+    """(group_id of the group, chunk, index) for each payload."""
+
+    @classmethod
+    def of(cls, payloads: Iterable[tuple[int, object]]) -> Parcel:
+        """Of (group_id, `PayloadRef`) pairs."""
+        chunks: dict[ObjectRef, int] = {}
+        entries = []
+        for group_id, ref in payloads:
+            assert isinstance(ref, PayloadRef)
+            entries.append((group_id, chunks.setdefault(ref.chunk, len(chunks)), ref.index))
+        return cls(tuple(chunks), tuple(entries))
+
+    def open(self) -> list[Any]:
+        """The payloads, in order. Raises `PayloadLost` naming all groups of which one is gone."""
+        try:
+            chunks = ray.get(list(self.chunks), timeout=FETCH_S)
+        except RayError:
+            return self._kept([_got(ref) for ref in self.chunks])  # one by one, to see which is gone
+        return self._picked(chunks)
+
+    async def each(self) -> list[Any]:
+        """The payloads, in order; `PayloadLost` in the place of each that is gone. Does not block the event loop."""
+        chunks = await asyncio.gather(*(_arrived(ref) for ref in self.chunks))
+        return [
+            PayloadLost((group_id,)) if (found := chunks[chunk]) is None else found[index]
+            for group_id, chunk, index in self.entries
+        ]
+
+    def _kept(self, chunks: Sequence[Sequence[Any] | None]) -> list[Any]:
+        if lost := dict.fromkeys(group_id for group_id, chunk, _ in self.entries if chunks[chunk] is None):
+            raise PayloadLost(tuple(lost))
+        return self._picked([chunk or () for chunk in chunks])
+
+    def _picked(self, chunks: Sequence[Sequence[Any]]) -> list[Any]:
+        return [chunks[chunk][index] for _, chunk, index in self.entries]
+
+
+def _got(ref: ObjectRef) -> Sequence[Any] | None:
+    try:
+        return ray.get(ref, timeout=FETCH_S)
+    except RayError:
+        return None
+
+
+async def _arrived(ref: ObjectRef) -> Sequence[Any] | None:
+    try:
+        async with timeout(FETCH_S):
+            return await ref
+    except (RayError, TimeoutError):
+        return None
+
+
+async def answer_in_chunks(
+    requests: Sequence[Request], work: Callable[[Request], Awaitable[tuple[Answer, Payload]]]
+) -> AsyncIterator[object]:
+    """The actor's side: yields payloads, then answers, of whatever is ready; again until all are.
+
+    Answers are (index of the request, answer or the `RlsysError` it raised); anything else raised ends the stream.
+    """
+    indices = {asyncio.ensure_future(work(request)): i for i, request in enumerate(requests)}
+    waiting = set(indices)
+    try:
+        while waiting:
+            ready, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            outcomes = [(indices[task], *_outcome(task)) for task in ready]
+            yield tuple(payload for _, _, payload in outcomes)
+            yield [(index, answer) for index, answer, _ in outcomes]
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+def _outcome(task: asyncio.Future[tuple[Answer, Payload]]) -> tuple[Answer | RlsysError, Payload | None]:
+    error = task.exception()
+    if isinstance(error, RlsysError):
+        return error, None
+    return task.result()
+
+
+class CallStream(Generic[Request, Answer]):
+    """The caller's side: calls to one actor's streaming method."""
+
+    def __init__(self, worker: str, phase: str, start: Callable[[list[Request]], Chunks]) -> None:
+        """`start(requests)` makes the remote call; `worker` and `phase` name it in errors."""
+        self._worker, self._phase, self._start = worker, phase, start
+        self._unsent: list[tuple[Request, asyncio.Future[tuple[Answer, PayloadRef]]]] = []
+        self._reading: set[asyncio.Task[None]] = set()
+
+    async def call(self, request: Request) -> tuple[Answer, PayloadRef]:
+        """The answer to one request, and where its payload lies.
+
+        Waits for the actor; unblocked by the chunk that holds the answer, or by the stream ending without it. Raises
+        the
+        `RlsysError` the actor answered with, or `WorkerDied`.
+        """
+        loop = asyncio.get_running_loop()
+        answer = loop.create_future()
+        if not self._unsent:
+            loop.call_soon(self._send)
+        self._unsent.append((request, answer))
+        return await answer
+
+    def _send(self) -> None:
+        batch, self._unsent = self._unsent, []
+        try:
+            chunks = self._start([request for request, _ in batch])
+        except Exception as error:  # noqa: BLE001  (whatever cannot be sent is answered here, not waited for)
+            failure = WorkerError(self._worker, self._phase, f"cannot be sent: {type(error).__name__}: {error}")
+            self._fail((answer for _, answer in batch), failure)
+            return
+        reading = asyncio.create_task(self._read(chunks, [answer for _, answer in batch]))  # noqa: RUF006  (kept below)
+        self._reading.add(reading)
+        reading.add_done_callback(self._reading.discard)
+
+    async def _read(self, chunks: Chunks, answers: Sequence[asyncio.Future]) -> None:
+        """Hand every answer of one call to whoever waits for it; the call's failure to all that are left."""
+        num_left = len(answers)
+        try:
+            while num_left:
+                ready, payloads = await self._next_chunk(chunks)
+                for place, (index, answer) in enumerate(ready):
+                    _resolve(answers[index], answer, PayloadRef(payloads, place))
+                num_left -= len(ready)
+        except RlsysError as failure:
+            self._fail(answers, failure)
+        except Exception as error:  # noqa: BLE001  (whoever waits is answered, whatever went wrong here)
+            self._fail(answers, WorkerError(self._worker, self._phase, f"{type(error).__name__}: {error}"))
+
+    def _fail(self, answers: Iterable[asyncio.Future], failure: RlsysError) -> None:
+        for answer in answers:
+            _resolve(answer, failure, None)
+
+    async def _next_chunk(self, chunks: Chunks) -> tuple[list[tuple[int, Answer | RlsysError]], ObjectRef]:
+        """Answers, and the reference to their payloads, never the bytes: Ray would fetch an object to await it.
+
+        So the answers behind it are awaited, which come last. Raises what ended the stream, if that came instead.
+        """
+        payloads, answers = chunks._get_next_ref_n(2)
+        try:
+            ready = await call(answers, self._worker, self._phase)
+        except RlsysError:
+            await call(payloads, self._worker, self._phase)  # what the actor raised is in the first of both
+            raise
+        chunks._consume_next_ref_n(2)
+        return ready, payloads
+
+
+def _resolve(waiting: asyncio.Future, answer: object, payload: PayloadRef | None) -> None:
+    """Answer one caller, unless it has its answer or gave up waiting."""
+    if waiting.done():
+        return
+    if isinstance(answer, RlsysError):
+        waiting.set_exception(answer)
+    else:
+        waiting.set_result((answer, payload))

@@ -1,0 +1,234 @@
+"""The driver's view of workers of which any can do the next piece of work: implements `rlsys.contracts`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from rlsys.contracts import Graft, GroupScores
+from rlsys.errors import DeadlineExceeded, RlsysError, RunAborted, WeightsMismatch, WorkerDied, WorkerError
+from rlsys.types import Group, Task
+from rlsys.weight_sync.sync import with_deadline
+from workers.ray.batched_calls import CallStream, Parcel, PayloadRef
+from workers.ray.remote_proxy import Chunks, Remote
+from workers.reward.reward_worker import RewardWorker
+
+W = TypeVar("W")
+Recovered: TypeAlias = Callable[[str, float], None]
+"""Takes the name of a worker that died, and the seconds until its successor was ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpec(Generic[W]):
+    """Where a pool's members come from, and what they are allowed."""
+
+    size: int
+    start: Callable[[str], Remote[W]]
+    """Gives one worker a process, given its name."""
+    lease_s: float
+    """Deadline of one piece of work."""
+    max_attempts: int
+    """Times a place is filled again after a failure, before it stays empty."""
+
+
+@dataclass(eq=False)
+class PoolMember(Generic[W]):
+    """One worker of a pool. A replacement gets a new name, so that an old failure is never taken for its own."""
+
+    index: int
+    generation: int
+    """Members that had this place before it."""
+    name: str
+    worker: Remote[W]
+    calls: CallStream
+    num_running: int = 0
+    is_live: bool = False
+    """Is it set up, and has not failed since?"""
+    is_given_up: bool = False
+    """Will nobody take its place?"""
+
+
+class Pool(Generic[W]):
+    """Workers of one kind, any of which can do the next piece of work.
+
+    One that fails is replaced in the background, while work goes to the others.
+    """
+
+    def __init__(self, kind: str, phase: str, supply: PoolSpec[W]) -> None:
+        """`phase` is the name of one piece of work in errors."""
+        self._kind, self._phase, self._supply = kind, phase, supply
+        self.members = [self._member(i) for i in range(supply.size)]
+        self.on_failure: Callable[[WorkerError], None] = lambda error: None
+        """Told of each replacement that cannot be set up; it is tried again. And of each death that the pool notices
+        itself."""
+        self.on_recovery: Recovered = lambda name, seconds: None
+        """Told of each recovery from such a death: see `restart`."""
+        self._replacing: set[int] = set()
+        """Places for which a successor is being set up."""
+        self._last_failure = ""
+        self._changed = asyncio.Event()
+        self._background: set[asyncio.Task[None]] = set()
+
+    async def ready(self) -> None:
+        """Return once every member is set up. Raises what the first one to fail raised."""
+        await asyncio.gather(*(self._set_up(member) for member in self.members))
+
+    async def restart(self, worker: str, on_recovery: Recovered) -> None:
+        """Kill and replace the member called `worker`, if nobody has; return once any member can serve.
+
+        `on_recovery` is told its name, and the seconds until its successor was ready. Raises `RunAborted` if `worker`
+        is none of this pool, or nobody is left.
+        """
+        if (dead := self._called(worker)) is not None:
+            self._replace(dead, on_recovery)
+        elif not worker.startswith(self._kind):
+            raise RunAborted(f"{worker} failed, and cannot be replaced in a run; resume with run.resume=auto")
+        await self._serving()
+
+    async def close(self) -> None:
+        """End every member, orderly where it answers."""
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*(member.worker.end() for member in self.members if not member.is_given_up))
+
+    async def _serving(self) -> None:
+        """Return once a member is live; unblocked by a replacement that is set up, or by the last place given up.
+
+        Raises `RunAborted` then.
+        """
+        while not self._live():
+            if all(member.is_given_up for member in self.members):
+                raise RunAborted(f"no {self._kind} worker is left; the last failure: {self._last_failure}")
+            await self._changed.wait()
+
+    def _replace(self, dead: PoolMember[W], on_recovery: Recovered) -> None:
+        """Have a dead member replaced in the background. If it is being set up, that will fail, and be tried again."""
+        self._leave(dead.name)
+        if dead.index not in self._replacing:
+            self._replacing.add(dead.index)
+            self._spawn(self._recovered(dead, self._succeeded(dead), on_recovery))
+
+    async def _recovered(self, dead: PoolMember[W], successor: PoolMember[W], on_recovery: Recovered) -> None:
+        """Set up the successor of a dead member; if that fails, another, up to the allowed attempts."""
+        began_s = asyncio.get_running_loop().time()
+        for attempt in range(1, self._supply.max_attempts + 1):
+            try:
+                await self._set_up(successor)
+            except RlsysError as error:
+                failure = (
+                    error if isinstance(error, WorkerError) else WorkerError(successor.name, "setting up", str(error))
+                )
+                self._last_failure = str(failure)
+                self.on_failure(failure)
+                if attempt < self._supply.max_attempts:
+                    successor = self._succeeded(successor)
+            else:
+                self._replacing.discard(dead.index)
+                on_recovery(dead.name, asyncio.get_running_loop().time() - began_s)
+                return
+        self._replacing.discard(dead.index)
+        successor.worker.kill()
+        successor.is_given_up = True
+        self._notify()
+
+    def _succeeded(self, member: PoolMember[W]) -> PoolMember[W]:
+        """Whoever takes its place from now; not set up."""
+        member.worker.kill()
+        successor = self.members[member.index] = self._member(member.index, member.generation + 1)
+        return successor
+
+    def _member(self, index: int, generation: int = 0) -> PoolMember[W]:
+        name = f"{self._kind}-{index}" + (f".{generation}" if generation else "")
+        worker = self._supply.start(name)
+        calls = CallStream(name, self._phase, lambda requests: self._send(worker, requests))
+        return PoolMember(index, generation, name, worker, calls)
+
+    def _called(self, worker: str) -> PoolMember[W] | None:
+        return next((member for member in self.members if member.name == worker), None)
+
+    def _live(self) -> list[PoolMember[W]]:
+        return [member for member in self.members if member.is_live]
+
+    async def _set_up(self, member: PoolMember[W]) -> None:
+        await member.worker.setup()
+        member.is_live = True
+        self._joined(member)
+        self._notify()
+
+    def _leave(self, worker: str) -> None:
+        """Give nothing more to the member called `worker`."""
+        if (member := self._called(worker)) is not None and member.is_live:
+            member.is_live = False
+            self._left(member)
+
+    def _joined(self, member: PoolMember[W]) -> None:
+        """A member is live from now."""
+
+    def _left(self, member: PoolMember[W]) -> None:
+        """A member is live no more."""
+
+    def _notify(self) -> None:
+        """Wake whoever waits for a member to serve."""
+        self._changed.set()
+        self._changed.clear()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _send(self, worker: Remote[W], requests: list) -> Chunks:
+        """One streaming call for these requests; see `workers.ray.batched_calls.answer_in_chunks`."""
+        raise NotImplementedError(f"{type(self).__name__} sends nothing: implement `_send`")
+
+    async def _do(self, member: PoolMember[W], request: object, phase: str) -> tuple[object, PayloadRef]:
+        """Let a member answer one request, within the lease. Whoever fails at it, is given nothing more."""
+        with self._at_work(member):
+            return await self._sent(member, request, phase)
+
+    @contextmanager
+    def _at_work(self, member: PoolMember[W]) -> Iterator[None]:
+        """A member has one more thing to do inside the block. Whoever fails in it is given nothing more."""
+        member.num_running += 1
+        try:
+            yield
+        except (WorkerDied, DeadlineExceeded, WeightsMismatch) as error:
+            self._leave(error.worker)
+            raise
+        finally:
+            member.num_running -= 1
+
+    async def _sent(self, member: PoolMember[W], request: object, phase: str) -> tuple[object, PayloadRef]:
+        return await with_deadline(member.calls.call(request), self._supply.lease_s, member.name, phase)
+
+
+class RewardPool(Pool[RewardWorker]):
+    """Implements `Rewards`."""
+
+    def __init__(self, supply: PoolSpec[RewardWorker]) -> None:
+        super().__init__("reward", "scoring", supply)
+
+    async def score(self, task: Task, group: Group) -> GroupScores:
+        request = (task, group.group_id, group.payload)
+        scored, _ = await self._do(await self._least_busy(), request, f"scoring group {group.group_id}")
+        assert isinstance(scored, GroupScores)
+        return scored
+
+    async def graft(self, graft: Graft) -> Group:
+        group, member = graft.group, await self._least_busy()
+        parcel = Parcel.of((g.group_id, g.payload) for g in (group, graft.donor))
+        with self._at_work(member):
+            worker, arguments = member.worker, (parcel, graft.episode, graft.donor_episode, group.policy)
+            versions, (chunk,) = await worker.split(RewardWorker.graft, 1, *arguments)
+        return graft.applied(PayloadRef(chunk, 0), versions)
+
+    async def _least_busy(self) -> PoolMember[RewardWorker]:
+        await self._serving()
+        return min(self._live(), key=lambda m: (m.num_running, m.index))
+
+    def _send(self, worker: Remote[RewardWorker], requests: list[tuple[Task, int, object]]) -> Chunks:
+        parcel = Parcel.of((group_id, payload) for _, group_id, payload in requests)
+        return worker.stream(RewardWorker.judge_each, [task for task, _, _ in requests], parcel)

@@ -1,0 +1,255 @@
+"""Plain workers in processes of Ray: `start` gives one a process, `Remote` calls its methods.
+
+    relay = start(Relay, "relay-1a2b", partial(Relay, "relay-1a2b", node, store, 60.0), NO_MATHS, 15.0, place=node)
+    reference = await relay.call(Relay.give, bucket, wait=True)
+
+No other module calls `.remote()`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from inspect import iscoroutine, iscoroutinefunction
+from math import inf
+from operator import attrgetter
+from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, cast, overload
+
+import ray
+from ray import ObjectRef
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rlsys.errors import DeadlineExceeded, RlsysError, WorkerDied, WorkerError
+from rlsys.util.deadlines import phase_of, timeout
+from workers.ray.cluster import LOOPBACK, Resources, free_port
+
+W = TypeVar("W")
+V = TypeVar("V")
+T = TypeVar("T")
+P = ParamSpec("P")
+RayActor: TypeAlias = Any
+"""A Ray actor handle: has the methods of the actor's class, each with `.remote()`."""
+_Split: TypeAlias = tuple[T, *tuple[Any, ...]] | Coroutine[Any, Any, tuple[T, *tuple[Any, ...]]]
+Chunks: TypeAlias = Any
+"""References to what a streaming call yields: a `ray.ObjectRefGenerator`, which has no type there."""
+ASYNC_CALLS = 10_000
+"""Calls an async actor may have open at once: permits, not this, bound what is in flight."""
+SET_UP_S = 600.0
+"""Deadline for a worker to load its model and be ready."""
+CLOSE_S = 5.0
+"""Deadline for a worker to free its resources."""
+
+
+class _Process:
+    """A Ray actor's process, and the worker that `build` makes in it.
+
+    A worker that nobody set up, after Ray restarted its process for instance, is built by the first call.
+    """
+
+    def __init__(self, build: Callable[..., object]) -> None:
+        self._build = build
+        self._worker: object = None
+
+    def _method(self, path: str) -> Callable[..., Any]:
+        if self._worker is None:
+            self._worker = self._build()
+        return attrgetter(path)(self._worker)
+
+
+class _OneAtATime(_Process):
+    """The process of a worker without async methods."""
+
+    def setup(self, *args: object) -> None:
+        self._worker = self._build(*args)
+
+    def address(self) -> str:
+        return f"tcp://{ray.util.get_node_ip_address()}:{free_port()}"
+
+    def call(self, path: str, *args: object, **kwargs: object) -> object:
+        return self._method(path)(*args, **kwargs)
+
+
+class _ManyAtOnce(_Process):
+    """The process of a worker with async methods."""
+
+    async def setup(self, *args: object) -> None:
+        self._worker = await _result(self._build(*args))
+
+    async def call(self, path: str, *args: object, **kwargs: object) -> object:
+        return await _result(self._method(path)(*args, **kwargs))
+
+    async def stream(self, path: str, *args: object) -> AsyncIterator[object]:
+        async for part in self._method(path)(*args):
+            yield part
+
+
+async def _result(made: object) -> object:
+    return await made if iscoroutine(made) else made
+
+
+@dataclass(frozen=True, eq=False)
+class Remote(Generic[W]):
+    """A worker in another process. It can be passed on to further processes.
+
+    The decorator `rlsys.util.deadlines.remote` says what a method does and how long it may take. A call raises
+    `DeadlineExceeded`, `WorkerDied`, the `RlsysError` that the worker raised, or a `WorkerError` for anything else.
+    """
+
+    name: str
+    """Of the worker, in errors."""
+    kind: type[W]
+    actor: RayActor
+    deadline_s: float
+    """For an answer; methods with `patience` have a multiple of it."""
+    place: str = ""
+    """The node that the process is bound to."""
+    part: str = ""
+    """Attribute of the hosted object that is called here, e.g. `generator.`; empty for the object itself."""
+
+    @overload
+    async def call(
+        self, method: Callable[Concatenate[W, P], Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T: ...
+
+    @overload
+    async def call(self, method: Callable[Concatenate[W, P], T], *args: P.args, **kwargs: P.kwargs) -> T: ...
+
+    async def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The answer of one of the worker's methods. References among the arguments arrive as what they refer to."""
+        answer = self.actor.call.remote(self.part + method.__name__, *args, **kwargs)
+        return await self._answered(answer, method, args, kwargs)
+
+    async def split(
+        self, method: Callable[Concatenate[W, P], _Split[T]], num_kept: int, *args: P.args, **kwargs: P.kwargs
+    ) -> tuple[T, list[ObjectRef]]:
+        """The first of the values that a method returns, and references to the `num_kept` others."""
+        call = self.actor.call.options(num_returns=1 + num_kept)
+        answer, *kept = call.remote(self.part + method.__name__, *args, **kwargs)
+        return await self._answered(answer, method, args, kwargs), kept
+
+    def stream(
+        self, method: Callable[Concatenate[W, P], AsyncIterator[object]], *args: P.args, **kwargs: P.kwargs
+    ) -> Chunks:
+        """What a method yields, as references; see `workers.ray.batched_calls`."""
+        return self.actor.stream.remote(self.part + method.__name__, *args, **kwargs)
+
+    @property
+    def proxy(self) -> W:
+        """This object as an instance of the worker's class, of which it has `name`, `place` and all async methods."""
+        return cast("W", self)
+
+    def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        method = getattr(self.kind, name)
+        return lambda *args, **kwargs: self.call(method, *args, **kwargs)
+
+    def at(self, kind: type[V], part: str) -> Remote[V]:
+        """The object of class `kind` that is attribute `part` of the worker."""
+        return cast("Remote[V]", replace(self, kind=cast("Any", kind), part=f"{self.part}{part}."))
+
+    def within(self, deadline_s: float) -> Remote[W]:
+        """The same worker with another deadline."""
+        return replace(self, deadline_s=deadline_s)
+
+    async def setup(self, *args: object) -> None:
+        """Build the worker; `args` come after those that `build` was given."""
+        await call(self.actor.setup.remote(*args), self.name, "setting up", SET_UP_S)
+
+    async def address(self) -> str:
+        """Where a worker without async methods can listen for others, e.g. `tcp://10.0.0.4:41234`."""
+        return await call(self.actor.address.remote(), self.name, "choosing a port", SET_UP_S)
+
+    async def end(self) -> None:
+        """Let the worker close, then kill its process; one that is gone or does not answer is just killed."""
+        with suppress(RlsysError):
+            await call(self.actor.call.remote("close"), self.name, "closing", CLOSE_S)
+        self.kill()
+
+    def kill(self, *, restart: bool = False) -> None:
+        """End the process. With `restart` Ray starts it again, if it was started so."""
+        ray.kill(self.actor, no_restart=not restart)
+
+    async def _answered(
+        self, answer: Awaitable[T], method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> T:
+        phase, patience = phase_of(method, args, kwargs)
+        deadline_s = patience * self.deadline_s
+        return await call(answer, self.name, phase, None if deadline_s == inf else deadline_s)
+
+
+def start(
+    kind: type[W],
+    name: str,
+    build: Callable[..., W | Coroutine[Any, Any, W]],
+    resources: Resources,
+    deadline_s: float,
+    *,
+    place: str = "",
+    restarts: bool = False,
+) -> Remote[W]:
+    """Give a worker a process of its own, on any node or on `place`; `build` is called there, see `Remote.setup`.
+
+    If it `restarts`, Ray starts the process again whenever it dies, the worker's state lost; by default never: the
+    failure policy decides.
+
+    A worker with async methods serves many calls at once; any other serves one at a time, since Ray would start a
+    thread for each. The process gets its thread count in the environment before anything is imported, and the driver's
+    import path.
+    """
+    is_async = any(iscoroutinefunction(getattr(kind, method)) for method in dir(kind))
+    # Of the worker's name, since Ray shows that of the class in process titles and on its dashboard.
+    process = type(kind.__name__, (_ManyAtOnce if is_async else _OneAtATime,), {})
+    threads = str(resources.threads)
+    environment = {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
+    if ray.util.get_node_ip_address() == LOOPBACK:  # of a cluster that `connect` starts: collectives stay there too
+        environment |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
+    actor = ray.remote(process).options(
+        num_cpus=resources.num_cpus,
+        num_gpus=resources.num_gpus,
+        max_restarts=-1 if restarts else 0,
+        max_concurrency=ASYNC_CALLS if is_async else 1,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(place, soft=False) if place else "DEFAULT",
+        runtime_env={"env_vars": environment},
+    )
+    return Remote(name, kind, actor.remote(build), deadline_s, place)
+
+
+async def call(ref: Awaitable[T], worker: str, phase: str, deadline_s: float | None = None) -> T:
+    """What a reference refers to, once it is there.
+
+    Raises `DeadlineExceeded`, `WorkerDied`, or the `RlsysError` the worker itself raised; anything else a worker raised
+    becomes a `WorkerError` that ends with its traceback.
+    """
+    try:
+        async with timeout(deadline_s):
+            return await ref
+    except RayTaskError as error:  # comes first: one of a TimeoutError that the worker raised is both
+        raise _translated(error, worker, phase) from error
+    except TimeoutError as error:
+        raise DeadlineExceeded(worker, phase, f"no answer within {deadline_s:g} s") from error
+    except RayActorError as error:
+        raise WorkerDied(worker, phase, _first_line(error)) from error
+    except RayError as error:
+        raise WorkerDied(worker, phase, f"{type(error).__name__}: {_first_line(error)}") from error
+
+
+def _translated(error: RayTaskError, worker: str, phase: str) -> RlsysError:
+    cause = error.cause
+    if isinstance(cause, RlsysError):
+        return cause
+    return WorkerError(worker, phase, str(error))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

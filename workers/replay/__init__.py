@@ -1,0 +1,4 @@
+"""Recorded steps, computed again without Ray.
+
+`rlsys replay` uses this room.
+"""

@@ -1,0 +1,90 @@
+"""A reward model: a Hugging Face classifier of one label that says how good a completion is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, cast
+
+import torch
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from rlsys.errors import ModelError
+from rlsys.types import Message, Prompt
+from workers.text.chat_template import rendered
+from workers.train.model_loading import load_tokenizer, on_device, pretrained
+
+if TYPE_CHECKING:
+    from transformers import BatchEncoding, PreTrainedTokenizerBase
+
+_KEY = "reward.model.path"
+
+
+class RewardModel:
+    """Judges completions. Plain class; a reward worker holds one."""
+
+    def __init__(
+        self,
+        path: str,
+        dtype: Literal["float32", "bfloat16"],
+        max_tokens: int,
+        weight: float,
+        device: torch.device,
+    ) -> None:
+        """Of a prompt and completion longer than `max_tokens` together, the end is scored; `weight` is that of the
+        value in the reward.
+
+        Raises `ModelError` if the path holds no classifier of one label, or no tokenizer.
+        """
+        self.weight = weight
+        self._path, self._max_tokens, self._device = path, max_tokens, device
+        self._model = _load_classifier(path, getattr(torch, dtype), device)
+        self._tokenizer = load_tokenizer(path, _KEY)
+        self._tokenizer.truncation_side = "left"
+        _agree_on_padding(self._model, self._tokenizer, path)
+
+    @torch.inference_mode()
+    def score(self, prompt: Prompt, completions: Sequence[str]) -> list[float]:
+        """The logit of each completion, in one batch.
+
+        Messages are rendered with the model's own chat template, the completion as the assistant's turn; plain text is
+        put together as it is. Raises `DataError` for messages where there is no template or it refuses them.
+        """
+        inputs = self._encode([self._text(prompt, c) for c in completions], has_specials=not isinstance(prompt, str))
+        return self._model(**inputs.to(self._device)).logits[:, 0].float().tolist()
+
+    def _text(self, prompt: Prompt, completion: str) -> str:
+        if isinstance(prompt, str):
+            return prompt + completion
+        messages = (*prompt, Message(role="assistant", content=completion))
+        return rendered(self._tokenizer, messages, whose=f"the reward model {self._path!r}", opens_turn=False)
+
+    def _encode(self, texts: Sequence[str], *, has_specials: bool) -> BatchEncoding:
+        """A chat template writes special tokens itself."""
+        return self._tokenizer(
+            list(texts),
+            add_special_tokens=not has_specials,
+            padding=True,
+            padding_side="right",
+            truncation=True,
+            max_length=self._max_tokens,
+            return_tensors="pt",
+        )
+
+
+def _load_classifier(path: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    model = pretrained(AutoModelForSequenceClassification, path, dtype, key=_KEY, what="sequence classifier")
+    if model.config.num_labels != 1:
+        raise ModelError(f"{_KEY} {path!r} has {model.config.num_labels} labels; a reward model has exactly one")
+    return on_device(model, device)
+
+
+def _agree_on_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Decoders judge at the last token that is not padding, so model and tokenizer must mean the same token by it."""
+    config = model.config.get_text_config()
+    pad = next(
+        (i for i in (config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), None
+    )
+    if pad is None:
+        raise ModelError(f"{_KEY} {path!r} names no padding token; set pad_token in its tokenizer")
+    config.pad_token_id = pad
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(cast("int", pad))

@@ -1,0 +1,221 @@
+"""The reward worker: users' functions in processes that can be killed, with a deadline; beside them, a reward model.
+
+A group is scored in one call. Only if that call hangs or its process dies are its episodes scored one by one, so that
+the guilty one alone fails. What a function does wrong is a `Score` without a value; what the machinery does wrong, a
+reward model included, is raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import time
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Self
+
+from pebble import ProcessExpired, ProcessPool
+
+from rlsys.batch.samples import versions_of
+from rlsys.contracts import Busy, GroupScores, with_episode
+from rlsys.errors import PayloadLost, WorkerDied
+from rlsys.rewards.reward_function import RewardInput
+from rlsys.rewards.reward_results import known_score, score_of
+from rlsys.rewards.reward_sum import MODEL, RewardSpec, RewardSum, total, weighted
+from rlsys.types import Episode, Score, Task, VersionSpan
+from rlsys.util.deadlines import remote
+from workers.ray.batched_calls import Parcel, answer_in_chunks
+from workers.ray.cluster import Resources
+
+if TYPE_CHECKING:
+    import torch
+
+    from workers.reward.reward_model import RewardModel
+
+
+@dataclass(frozen=True, slots=True)
+class RewardModelSpec:
+    """The specification of a reward model."""
+
+    path: str
+    dtype: Literal["float32", "bfloat16"]
+    max_tokens: int
+    weight: float
+
+    def load(self, device: torch.device) -> RewardModel:
+        from workers.reward.reward_model import RewardModel
+
+        return RewardModel(self.path, self.dtype, self.max_tokens, self.weight, device)
+
+
+class RewardWorker:
+    """Judges groups. Functions run in killable children of its process, a reward model in the process itself."""
+
+    def __init__(
+        self,
+        specs: Sequence[RewardSpec],
+        processes: int,
+        timeout_s: float,
+        *,
+        model: RewardModel | None = None,
+        name: str = "reward",
+    ) -> None:
+        """`timeout_s` bounds the scoring of one group by the functions, and then of each of its episodes alone.
+
+        With a `model`, its value is one more part of the reward, and there may be no functions. Raises `ConfigError` if
+        a function cannot be found.
+        """
+        self._wants_ids = RewardSum(specs).wants_ids
+        self.name, self._timeout_s = name, timeout_s
+        self._late = Score(None, f"took longer than {timeout_s:g} s")
+        self._is_slow = False
+        """The last group hung, or held an episode that did: the next one is scored one by one."""
+        self._room = asyncio.Semaphore(processes)
+        self._calls: set[asyncio.Future[list[Score]]] = set()
+        spawn = multiprocessing.get_context("spawn")
+        self._pool = ProcessPool(processes, initializer=_load, initargs=(specs,), context=spawn) if specs else None
+        self._model, self._model_thread = model, ThreadPoolExecutor(1, thread_name_prefix=MODEL)
+
+    @classmethod
+    async def of(
+        cls,
+        name: str,
+        specs: Sequence[RewardSpec],
+        processes: int,
+        timeout_s: float,
+        model: RewardModelSpec | None,
+        resources: Resources,
+    ) -> Self:
+        """Load the model, if there is one, and start every process."""
+        loaded = None if model is None else resources.build(model.load)
+        worker = cls(specs, processes, timeout_s, model=loaded, name=name)
+        await worker.start()
+        return worker
+
+    async def start(self) -> None:
+        """Start every process; returns once one of them is ready to judge. Without it the first `score` starts them."""
+        if self._pool is not None:
+            await self._call(self._pool, Task(id="", prompt=""), ())
+
+    async def judge_each(self, tasks: Sequence[Task], parcel: Parcel) -> AsyncIterator[object]:
+        """Judge groups, one of each task; see `answer_in_chunks`."""
+        requests = list(zip(tasks, await parcel.each(), strict=True))
+        async for part in answer_in_chunks(requests, self._scored):
+            yield part
+
+    async def _scored(self, request: tuple[Task, tuple[Episode, ...] | PayloadLost]) -> tuple[GroupScores, None]:
+        task, payload = request
+        if isinstance(payload, PayloadLost):
+            raise payload
+        start_s = time.monotonic()
+        scores = await self.score(task, payload)
+        return GroupScores(scores, Busy(self.name, start_s, time.monotonic())), None
+
+    @remote("grafting into group {parcel.entries[0][0]}")
+    async def graft(
+        self, parcel: Parcel, episode: int, donor_episode: int, policy: str
+    ) -> tuple[tuple[VersionSpan, ...], tuple[tuple[Episode, ...], ...]]:
+        """The first payload of two with an episode of the second in it: what the policy sampled of it, and a chunk that
+        holds it. Raises `PayloadLost`."""
+        payloads = await parcel.each()
+        if lost := [
+            group_id for payload in payloads if isinstance(payload, PayloadLost) for group_id in payload.group_ids
+        ]:
+            raise PayloadLost(tuple(lost))
+        group, donor = payloads
+        episodes = with_episode(group, episode, donor[donor_episode])
+        return versions_of(episodes, policy), (episodes,)
+
+    async def score(self, task: Task, episodes: tuple[Episode, ...]) -> tuple[Score, ...]:
+        """One score per episode, in order.
+
+        A reward that the workflow gave is kept, and an episode that failed is not scored. Raises `WorkerDied` if the
+        pool of processes itself or the reward model broke. Functions take `timeout_s` at most; after a hang or a death,
+        that much again for every `processes` episodes.
+        """
+        scores = [known_score(episode) for episode in episodes]
+        unjudged = [i for i, score in enumerate(scores) if score is None]
+        if unjudged:
+            scored = await self._judge(task, [RewardInput.of(episodes[i], with_ids=self._wants_ids) for i in unjudged])
+            for i, score in zip(unjudged, scored, strict=True):
+                scores[i] = score
+        return tuple(score for score in scores if score is not None)
+
+    async def close(self) -> None:
+        """End every process, whatever it is doing; `score` calls that wait for one raise `WorkerDied`. Idempotent."""
+        self._model_thread.shutdown(wait=False)
+        if self._pool is not None:
+            self._pool.stop()
+            await asyncio.to_thread(self._pool.join)
+        for call in [c for c in self._calls if not c.done()]:
+            call.set_exception(WorkerDied(self.name, "scoring a group", "it was closed"))
+
+    async def _judge(self, task: Task, completions: Sequence[RewardInput]) -> list[Score]:
+        """What the functions and the model say, both at work at once."""
+        judges: list[Awaitable[list[Score]]] = []
+        if self._pool is not None:
+            judges.append(self._by_functions(self._pool, task, completions))
+        if self._model is not None:
+            judges.append(self._by_model(self._model, task, completions))
+        return [total(scores) for scores in zip(*await asyncio.gather(*judges), strict=True)]
+
+    async def _by_model(self, model: RewardModel, task: Task, completions: Sequence[RewardInput]) -> list[Score]:
+        """One group at a time, in a thread of its own, so that others are taken meanwhile."""
+        loop, texts = asyncio.get_running_loop(), [c.text for c in completions]
+        try:
+            logits = await loop.run_in_executor(self._model_thread, model.score, task.prompt, texts)
+        except RuntimeError as error:
+            raise WorkerDied(self.name, "scoring with the reward model", f"{type(error).__name__}: {error}") from error
+        return [weighted(score_of(logit), MODEL, model.weight) for logit in logits]
+
+    async def _by_functions(self, pool: ProcessPool, task: Task, completions: Sequence[RewardInput]) -> list[Score]:
+        """All at once; one by one after a hang or a death. After a hang, the next groups are scored one by one too,
+        until all of one are in time."""
+        async with self._room:
+            was_slow = self._is_slow
+            if not was_slow:
+                try:
+                    return await self._call(pool, task, completions)
+                except TimeoutError:
+                    self._is_slow = True
+                except ProcessExpired:
+                    pass
+            scores = list(await asyncio.gather(*(self._judge_one(pool, task, c) for c in completions)))
+            if was_slow:
+                self._is_slow = self._late in scores
+            return scores
+
+    async def _judge_one(self, pool: ProcessPool, task: Task, completion: RewardInput) -> Score:
+        try:
+            return (await self._call(pool, task, [completion]))[0]
+        except TimeoutError:
+            return self._late
+        except ProcessExpired as death:
+            return Score(None, f"process died: exit code {death.exitcode}")
+
+    async def _call(self, pool: ProcessPool, task: Task, completions: Sequence[RewardInput]) -> list[Score]:
+        """Cancelling it kills the process."""
+        try:
+            scored = pool.schedule(_score_all, args=(task, completions), timeout=self._timeout_s)
+            call = asyncio.wrap_future(scored)
+            self._calls.add(call)
+            call.add_done_callback(self._calls.discard)
+            return await call
+        except RuntimeError as error:
+            raise WorkerDied(self.name, "scoring a group", f"its pool of processes broke: {error!r}") from error
+
+
+# ------------------------------------------------------------------------------------------- in the killable processes
+
+
+_rewards: list[RewardSum] = []
+"""The functions of this process."""
+
+
+def _load(specs: Sequence[RewardSpec]) -> None:
+    _rewards.append(RewardSum(specs))
+
+
+def _score_all(task: Task, completions: Sequence[RewardInput]) -> list[Score]:
+    return _rewards[0].score(task, completions)

@@ -1,0 +1,170 @@
+"""A group's way to the engines: its sessions speak here, wherever its tokens are sampled at the moment."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from rlsys.agents.tools import ToolSchema
+from rlsys.errors import DeadlineExceeded, TaskTooLong, WeightsMismatch, WorkerDied, WorkerError
+from rlsys.types import Acknowledged, Message, PolicyVersion, Prompt, Sampling, Turn, VersionSpan
+from workers.engines.engine import Completion, Request
+from workers.rollout.occupancy import Ticket
+from workers.rollout.partial_responses import Partial
+from workers.text.tokenizer import TextTokenizer
+
+
+class Peer(Protocol):
+    """A replica on which groups of another, or its own, run. Every method may raise `WorkerDied` naming it."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def host(self, tickets: Sequence[Ticket], held: Acknowledged) -> bool:
+        """Let these groups run here from now; False if this replica does not hold exactly `held`, or will not soon."""
+        ...
+
+    async def serve(self, ticket: Ticket, request: Request) -> Completion:
+        """Sample for a group that runs here; finish `abort` if it was let go meanwhile."""
+        ...
+
+    async def evict(self, ticket: Ticket, *, keep_cache: bool = False) -> None:
+        """The group is here no more: returns once its requests are aborted, with their cache if that is to be kept."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyText:
+    """How a policy speaks: how prompts become tokens, and how replies are drawn."""
+
+    codec: TextTokenizer
+    sampling: Sampling
+    max_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Logprobs of all tokens of a sequence but the first, and the version of the weights they are of."""
+
+    logprobs: tuple[float, ...]
+    version: PolicyVersion
+
+
+@dataclass
+class GroupRoute:
+    """Implements `rlsys.agents.workflow.Policy` for the sessions of one group.
+
+    The sessions stay where they are; `place` may change at any time, and whoever changes it aborts what runs at the
+    place before. Requests then go on at the next with the tokens there are.
+    """
+
+    ticket: Ticket
+    speech: PolicyText
+    place: Peer
+    """The replica whose engine samples for this group."""
+    held: Acknowledged | None
+    """The weights it began on; it moves only to a replica that has the same."""
+    score: Callable[[tuple[int, ...]], Awaitable[Scored]]
+    """See `Generator.score`: by the replica where its sessions are, wherever its tokens are sampled."""
+    recalled: Mapping[int, Partial] = field(default_factory=dict)
+    """What an earlier attempt at this group has sampled, by the seed of each request."""
+    since_s: float = field(default_factory=time.monotonic)
+    """On this machine's monotonic clock."""
+    failure: WorkerError | None = None
+    """The first failure of a worker that its sessions met: the group is issued again, whatever they make of it."""
+    _num_requests: int = 0
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.speech.sampling.max_new_tokens
+
+    def encode(self, prompt: Prompt, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
+        return self.speech.codec.encode(prompt, tools)
+
+    def extend(
+        self,
+        ids: tuple[int, ...],
+        said: tuple[Message, ...],
+        new: tuple[Message, ...],
+        tools: Sequence[ToolSchema] = (),
+    ) -> tuple[int, ...]:
+        return self.speech.codec.extend(ids, said, new, tools)
+
+    async def sample(self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None) -> Turn:
+        self._check_prompt(prompt_ids)
+        sampling = self.speech.sampling
+        if max_new_tokens is not None and max_new_tokens < sampling.max_new_tokens:
+            sampling = replace(sampling, max_new_tokens=max_new_tokens)
+        done = self._begun(prompt_ids, sampling, seed)
+        if done is None or done.finish is None:
+            try:
+                done = await self._sampled(prompt_ids, sampling, seed, done)
+            except (WorkerDied, DeadlineExceeded, WeightsMismatch) as error:
+                self.failure = self.failure or error
+                raise
+        assert done.finish is not None
+        text = self.speech.codec.decode(done.output_ids)
+        return Turn(prompt_ids, done.output_ids, done.logprobs, done.versions, done.finish, text, sampling)
+
+    async def recite(self, prompt_ids: tuple[int, ...], reply: str) -> Turn:
+        self._check_prompt(prompt_ids)
+        ids = self._reply_of(prompt_ids, reply)
+        try:
+            scored = await self.score(prompt_ids + ids)
+        except (WorkerDied, DeadlineExceeded) as error:
+            self.failure = self.failure or error
+            raise
+        logprobs, versions = scored.logprobs[-len(ids) :], (VersionSpan(scored.version, len(ids)),)
+        return Turn(prompt_ids, ids, logprobs, versions, "stop", self.speech.codec.decode(ids), self.speech.sampling)
+
+    def _check_prompt(self, prompt_ids: tuple[int, ...]) -> None:
+        if not 0 < len(prompt_ids) <= self.speech.max_prompt_tokens:
+            raise TaskTooLong(
+                self.ticket.owner,
+                "encoding a prompt",
+                f"{len(prompt_ids)} tokens, allowed are 1 to data.max_prompt_tokens = {self.speech.max_prompt_tokens}",
+            )
+
+    def _reply_of(self, prompt_ids: tuple[int, ...], reply: str) -> tuple[int, ...]:
+        """Raises `TaskTooLong`: also where prompt and reply together leave no room for the token that scoring needs."""
+        ids, most = self.speech.codec.reply(reply), self.speech.sampling.max_new_tokens
+        if len(prompt_ids) == self.speech.max_prompt_tokens:
+            most -= 1
+        if not 0 < len(ids) <= most:
+            raise TaskTooLong(
+                self.ticket.owner,
+                "encoding a recorded completion",
+                f"{len(ids)} tokens with the one that ends it, allowed are 1 to {most}: rollout.max_new_tokens, one "
+                "less after a prompt of data.max_prompt_tokens",
+            )
+        return ids
+
+    def _begun(self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int) -> Completion | None:
+        """What there is of this request: only of exactly this, since what a tool answers, and what is left of a
+        budget, may differ from before."""
+        partial = self.recalled.get(seed)
+        if partial is None or partial.prompt_ids != prompt_ids:
+            return None
+        done, most = partial.done, sampling.max_new_tokens
+        num = len(done.output_ids)
+        if num > most or (done.finish == "length" and num < most):
+            return None
+        return replace(done, finish="length") if done.finish is None and num == most else done
+
+    async def _sampled(
+        self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int, begun: Completion | None
+    ) -> Completion:
+        self._num_requests += 1
+        owner, group_id, number = self.ticket
+        request_id = f"{owner}/{group_id}.{number}/{self._num_requests}"
+        request = Request(request_id, prompt_ids, sampling, seed, begun)
+        while True:
+            place = self.place
+            done = await place.serve(self.ticket, request)
+            if done.finish != "abort":
+                return done
+            if self.place is place:
+                raise WorkerDied(place.name, f"sampling for group {group_id}", "it let the group go")
+            request = replace(request, begun=done if done.output_ids else None)

@@ -1,0 +1,58 @@
+"""The policies of a configuration in this process, on the local engine, for a single session. No cluster is started."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
+
+from rlsys.types import POLICY, Sampling
+from workers.engines.engine import EngineSpec
+from workers.rollout.generator import Generator, WeightChange
+from workers.rollout.group_route import GroupRoute, PolicyText
+from workers.rollout.occupancy import Ticket
+from workers.text.tokenizer import TextTokenizer
+
+if TYPE_CHECKING:
+    from rlsys.config import Config
+
+NAME = "rlsys workflow try"
+"""The worker that errors name."""
+
+
+@asynccontextmanager
+async def live_policies(config: Config) -> AsyncIterator[Mapping[str, GroupRoute]]:
+    """Every policy of a run with the weights it would begin with, by name; freed at the end. Raises `ModelError`."""
+    runs = {name: config.of(name) for name in config.policies} or {POLICY: config}
+    async with AsyncExitStack() as ends:
+        policies: dict[str, GroupRoute] = {}
+        for name, run in runs.items():
+            generator = await _generator(run)
+            ends.push_async_callback(generator.close)
+            policies[name] = generator.begin(Ticket(NAME, 0, 0))
+        yield policies
+
+
+async def _generator(config: Config) -> Generator:
+    import torch
+
+    from workers.engines.engine_choice import start_engine
+
+    rollout, data = config.rollout, config.data
+    codec = TextTokenizer.load(config.model.path)
+    spec = EngineSpec(
+        engine="local",
+        model_path=config.model.path,
+        dtype=config.model.dtype,
+        slots=rollout.slots,
+        max_context=data.max_prompt_tokens + rollout.max_new_tokens,
+        kv_cache=rollout.kv_cache,
+        tensor_parallel=1,
+        step_s=config.limits.step_s,
+        load_s=config.limits.transfer_s,
+    )
+    device = torch.device("cuda" if rollout.num_gpus and torch.cuda.is_available() else "cpu")
+    engine = await start_engine(spec, "local", stop_token_ids=codec.stop_ids, device=device, worker=NAME)
+    sampling = Sampling(temperature=rollout.temperature, max_new_tokens=rollout.max_new_tokens)
+    speech = PolicyText(codec, sampling, data.max_prompt_tokens)
+    return Generator(NAME, engine, speech, None, WeightChange("between", config.probe_tolerance))

@@ -1,0 +1,213 @@
+"""The driver's view of the rollout replicas: implements `Rollouts` and `PinnedRollouts`.
+
+A group's payload is a return value of the rollout's call, so the driver owns it (it survives the replica's process);
+but the driver holds only a reference, and reads only the other return value, the metadata.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TypeVar, cast
+
+from rlsys.contracts import RolledOut
+from rlsys.errors import DeadlineExceeded, RlsysError, WeightsMismatch, WorkerDied, WorkerError
+from rlsys.loop.router import Router, request_weight
+from rlsys.types import POLICY, Acknowledged, Assignment, PolicyVersion, Prompt, ReplicaLoad
+from rlsys.util.deadlines import timeout
+from workers.ray.batched_calls import PayloadRef
+from workers.ray.pool import Pool, PoolMember, PoolSpec
+from workers.ray.remote_proxy import Chunks, Remote
+from workers.relay.relay_pool import RayRelays
+from workers.rollout.generator import Generator
+from workers.rollout.partial_responses import Partials
+from workers.rollout.rollout_worker import RolloutWorker
+
+T = TypeVar("T")
+ANSWER_S = 30.0
+"""Deadline of a question that is answered without sampling anything."""
+QUESTION_S = 2.0
+"""Deadline of a question on which only a choice depends, that can be made without the answer."""
+CHARACTERS_PER_TOKEN = 4
+"""Estimate of a prompt's tokens where there is no tokenizer; it only weighs groups against each other."""
+
+
+@dataclass(eq=False)
+class _Journey:
+    """One group on its way: given to `owner`, its tokens sampled at `place`."""
+
+    group_id: int
+    owner: PoolMember[RolloutWorker]
+    place: PoolMember[RolloutWorker]
+    weight: int
+
+
+class RolloutPool(Pool[RolloutWorker]):
+    """Implements `Rollouts`. Which replica plays a group is the `Router`'s choice."""
+
+    def __init__(
+        self, supply: PoolSpec[RolloutWorker], kind: str = "rollout", partials: Remote[Partials] | None = None
+    ) -> None:
+        """`partials` is where replicas keep what groups have sampled, if they do."""
+        self._router = Router(supply.size)
+        for place in range(supply.size):
+            self._router.leave(place)  # until it is set up
+        self._partials = partials
+        self._journeys: set[_Journey] = set()
+        self._failed: set[int] = set()
+        """Serials of groups whose last attempt failed: the next goes on with what is kept of it."""
+        super().__init__(kind, "rolling out", supply)
+
+    async def run(self, assignment: Assignment) -> RolledOut:
+        group_id, text = assignment.group_id, _text(assignment.task.prompt)
+        weight = assignment.size * request_weight(len(text) // CHARACTERS_PER_TOKEN)
+        is_again = group_id in self._failed
+        self._failed.discard(group_id)
+        among = await self._holders(group_id) if is_again else None
+        await self._serving()  # nothing is awaited between this and the choice
+        # Groups of one task on the same weights find its prompt cached: a task evaluated again, a group retried.
+        owner = self.members[self._router.route(weight, session=hash((assignment.version, text)), among=among)]
+        journey = _Journey(group_id, owner, owner, weight)
+        self._journeys.add(journey)
+        try:
+            done, payload = await self._do(owner, (assignment, is_again), f"rolling out group {group_id}")
+        except (WorkerDied, DeadlineExceeded, WeightsMismatch):
+            self._failed.add(group_id)
+            raise
+        finally:
+            self._journeys.discard(journey)
+            self._router.release(journey.place.index, weight)
+        assert isinstance(done, RolledOut)
+        self._router.report(owner.index, done.stats)
+        group, *others = (replace(view, payload=payload) for view in (done.group, *done.others))
+        return replace(done, group=group, others=tuple(others))
+
+    async def _sent(self, member: PoolMember[RolloutWorker], request: object, phase: str) -> tuple[object, PayloadRef]:
+        """Within the lease, which begins when the group does: until then it waits for weights, and those for groups
+        that have leases of their own.
+
+        The replica is asked when that was only once the lease would be over.
+        """
+        assert isinstance(request, tuple)
+        group_id, lease_s = request[0].group_id, self._supply.lease_s
+        answer, left_s = asyncio.ensure_future(member.calls.call(request)), lease_s
+        try:
+            while left_s > 0:
+                with suppress(TimeoutError):
+                    async with timeout(left_s):
+                        return await asyncio.shield(answer)
+                age_s = await member.worker.call(RolloutWorker.age_s, group_id)
+                left_s = 0.0 if age_s is None else lease_s - age_s
+            raise DeadlineExceeded(member.name, phase, f"no answer within {lease_s:g} s of its start")
+        finally:
+            answer.cancel()
+
+    async def _holders(self, group_id: int) -> set[int]:
+        """Places whose replica answers, and holds the version that an earlier attempt at this group came to; with
+        several policies, which keep nothing of attempts, any that answers."""
+        version = None
+        if self._partials is not None:
+            with suppress(WorkerError):  # without the pool the group begins from scratch, anywhere
+                version = await self._partials.within(QUESTION_S).call(Partials.version, group_id)
+        told = await self._held(QUESTION_S)
+        fitting = {member.index for member, held in told if POLICY in held and held[POLICY].version == version}
+        return fitting or {member.index for member, _ in told}
+
+    async def versions(self, policy: str = POLICY) -> Sequence[Acknowledged]:
+        """See `Rollouts.versions`; in a run of several policies, of this one."""
+        return [held[policy] for _, held in await self._held(ANSWER_S) if policy in held]
+
+    async def _held(self, deadline_s: float) -> list[tuple[PoolMember[RolloutWorker], dict[str, Acknowledged]]]:
+        live = self._live()
+        return await self._heard(live, [m.worker.within(deadline_s).call(RolloutWorker.held) for m in live])
+
+    async def loads(self, policy: str = POLICY) -> Sequence[ReplicaLoad]:
+        """See `Rollouts.loads`; in a run of several policies, of this one."""
+        asked = [member.worker.within(QUESTION_S).call(RolloutWorker.load, policy) for member in self._live()]
+        return [answer for answer in await _outcomes(asked) if not isinstance(answer, RlsysError)]
+
+    async def move(self, source: str, to: str) -> int:
+        giver, taker = self._called(source), self._called(to)
+        if giver is None or taker is None or giver is taker or not taker.is_live:
+            return 0
+        owners = {journey.owner for journey in self._journeys if journey.place is giver}
+        peer = _generator(taker).proxy
+        asked = [member for member in self._live() if member in owners]
+        told = await self._heard(asked, [_generator(m).call(Generator.give_away, source, peer) for m in asked])
+        moved = {(owner, group_id) for owner, group_ids in told for group_id in group_ids}
+        for journey in self._journeys:
+            if journey.place is giver and (journey.owner, journey.group_id) in moved:
+                self._router.transfer(giver.index, taker.index, journey.weight)
+                journey.place = taker
+        return len(moved)
+
+    def placements(self) -> Mapping[int, str]:
+        return {journey.group_id: journey.owner.name for journey in self._journeys}
+
+    async def _heard(
+        self, members: Sequence[PoolMember[RolloutWorker]], calls: Sequence[Awaitable[T]]
+    ) -> list[tuple[PoolMember[RolloutWorker], T]]:
+        """What each member answers. One that does not is left out, and one that is dead replaced."""
+        answers = await _outcomes(calls)
+        for answer in answers:
+            if isinstance(answer, WorkerDied):
+                self._notice(answer)
+            elif isinstance(answer, RlsysError) and not isinstance(answer, DeadlineExceeded):
+                raise answer
+        return [(m, a) for m, a in zip(members, answers, strict=True) if not isinstance(a, RlsysError)]
+
+    def _notice(self, death: WorkerDied) -> None:
+        """Replace a replica that is dead before a group finds out at the price of an attempt."""
+        if (dead := self._called(death.worker)) is not None and dead.is_live:
+            self.on_failure(death)
+            self._replace(dead, self.on_recovery)
+
+    def _joined(self, member: PoolMember[RolloutWorker]) -> None:
+        self._router.join(member.index)
+
+    def _left(self, member: PoolMember[RolloutWorker]) -> None:
+        self._router.leave(member.index)
+
+    def _succeeded(self, member: PoolMember[RolloutWorker]) -> PoolMember[RolloutWorker]:
+        successor = super()._succeeded(member)
+        self._spawn(self._forgotten(member))
+        return successor
+
+    async def _forgotten(self, dead: PoolMember) -> None:
+        """Have the others let go of what they host for a dead replica."""
+        live = self._live()
+        await self._heard(live, [member.worker.call(RolloutWorker.forget, dead.name) for member in live])
+
+    def _send(self, worker: Remote[RolloutWorker], requests: list[tuple[Assignment, bool]]) -> Chunks:
+        return worker.stream(RolloutWorker.run_each, requests)
+
+
+class PinnedRolloutPool(RolloutPool):
+    """Implements `PinnedRollouts`: its replicas pull from the relays, but exactly the version that is pinned there."""
+
+    def __init__(self, supply: PoolSpec[RolloutWorker], relays: RayRelays) -> None:
+        super().__init__(supply, kind="eval")
+        self._relays = relays
+
+    async def pin(self, version: PolicyVersion) -> None:
+        await self._relays.pin(version)
+
+
+def _text(prompt: Prompt) -> str:
+    """All that a prompt says."""
+    return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+
+
+def _generator(member: PoolMember[RolloutWorker]) -> Remote[Generator]:
+    return member.worker.at(Generator, "generator")
+
+
+async def _outcomes(calls: Sequence[Awaitable[T]]) -> list[T | RlsysError]:
+    """What each call returns, or the `RlsysError` that it raises."""
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException) and not isinstance(outcome, RlsysError):
+            raise outcome
+    return cast("list[T | RlsysError]", outcomes)

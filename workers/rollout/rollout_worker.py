@@ -1,0 +1,210 @@
+"""The rollout worker: plays workflows, with a generator for every policy that speaks in them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Self
+
+from rlsys.agents.workflow import Workflow, play
+from rlsys.batch.samples import meta_of, versions_of
+from rlsys.contracts import Busy, RolledOut
+from rlsys.errors import first_of
+from rlsys.types import Acknowledged, Assignment, EngineStats, Episode, Group, ReplicaLoad
+from rlsys.util.deadlines import remote
+from rlsys.weight_sync.relay import Relay
+from workers.engines.engine import EngineChoice
+from workers.ray.batched_calls import answer_in_chunks
+from workers.ray.remote_proxy import Remote
+from workers.rollout.generator import REPLACEABLE, Generator
+from workers.rollout.group_route import GroupRoute
+from workers.rollout.occupancy import Ticket
+from workers.rollout.partial_responses import Partials
+from workers.rollout.replica_spec import RolloutSpec, load_generator
+
+
+class RolloutWorker:
+    """One rollout replica."""
+
+    def __init__(
+        self,
+        name: str,
+        workflow: Workflow,
+        generators: Mapping[str, Generator],
+        bindings: Mapping[str, str] | None = None,
+    ) -> None:
+        """`generators` are by policy name, of this replica's `name`; `bindings` say which policy speaks for an agent,
+        see `Session`."""
+        self.name = name
+        self._workflow, self._generators, self._bindings = workflow, generators, bindings or {}
+        self._waiting: list[int] = []
+        """Serials of groups that wait for weights."""
+        self._began_s: dict[Ticket, float] = {}
+        """Of every group being played, on this machine's monotonic clock."""
+        self._num_groups = 0
+
+    @classmethod
+    async def of(
+        cls,
+        name: str,
+        spec: RolloutSpec,
+        relays: Mapping[str, Sequence[Remote[Relay]]],
+        partials: Remote[Partials] | None,
+    ) -> Self:
+        """Load the engine of each policy, in this process. `relays` are by name of the policies that pull."""
+        generators = {
+            policy: await load_generator(name, spec, policy, relays.get(policy, ()), partials)
+            for policy in spec.generators
+        }
+        workflow = spec.workflow if spec.is_training else spec.workflow.in_evaluation()
+        return cls(name, workflow, generators, spec.bindings)
+
+    @property
+    def generator(self) -> Generator:
+        """The only one, in a run of one policy. Groups move between replicas only there."""
+        (only,) = self._generators.values()
+        return only
+
+    def run_each(self, requests: Sequence[tuple[Assignment, bool]]) -> AsyncIterator[object]:
+        """Roll out assignments, each with whether it was given to a replica before; see `answer_in_chunks`."""
+        return answer_in_chunks(requests, lambda request: self.run(request[0], is_again=request[1]))
+
+    async def run(self, assignment: Assignment, *, is_again: bool = False) -> tuple[RolledOut, tuple[Episode, ...]]:
+        """Roll out one group: its metadata, and its payload apart.
+
+        `is_again`: it was given to a replica before, and goes on with what the partial response pool has of it.
+        """
+        arrived_s = time.monotonic()
+        self._waiting.append(assignment.group_id)
+        try:
+            await self._hold(assignment)
+        finally:
+            self._waiting.remove(assignment.group_id)
+        self._num_groups += 1
+        ticket = Ticket(self.name, assignment.group_id, self._num_groups)
+        policies = {name: generator.begin(ticket) for name, generator in self._generators.items()}
+        self._began_s[ticket] = start_s = time.monotonic()
+        try:
+            episodes = await self._attempt(assignment, policies, is_again=is_again)
+        finally:
+            del self._began_s[ticket]
+        views = [await self._view(name, policies[name], assignment, episodes) for name in self._trained(assignment)]
+        busy = Busy(self.name, start_s, time.monotonic())
+        pulls = tuple(pull for generator in self._generators.values() for pull in generator.take_pulls())
+        waited_s, others = start_s - arrived_s, tuple(views[1:])
+        return RolledOut(views[0], busy, self._stats(), waited_s, others, pulls), episodes
+
+    @remote("telling its engines")
+    def choices(self) -> dict[str, EngineChoice]:
+        """By policy: the engine, and why it was chosen."""
+        return {name: generator.choice for name, generator in self._generators.items() if generator.choice}
+
+    @remote("telling its versions")
+    def held(self) -> dict[str, Acknowledged]:
+        """By policy: the weights that it speaks with here, of those that have pulled any."""
+        told = {name: generator.acknowledged for name, generator in self._generators.items()}
+        return {name: held for name, held in told.items() if held is not None}
+
+    @remote("telling its load")
+    def load(self, policy: str) -> ReplicaLoad:
+        """What runs here of this policy."""
+        return self._generators[policy].load()
+
+    @remote("forgetting {owner}")
+    async def forget(self, owner: str) -> None:
+        """Replica `owner` is gone for good."""
+        await asyncio.gather(*(generator.forget(owner) for generator in self._generators.values()))
+
+    @remote("rolling out group {group_id}")
+    def age_s(self, group_id: int) -> float | None:
+        """Seconds for which a group has been running here: 0 while it waits for weights, None if it is not here."""
+        began_s = [since_s for ticket, since_s in self._began_s.items() if ticket.group_id == group_id]
+        if began_s:
+            return time.monotonic() - max(began_s)
+        return 0.0 if group_id in self._waiting else None
+
+    async def close(self) -> None:
+        """Free the engines."""
+        for generator in self._generators.values():
+            await generator.close()
+
+    async def _hold(self, assignment: Assignment) -> None:
+        """Return once every generator holds weights no older than the assignment asks for, all at the same moment.
+
+        Waits for each of them in turn, see `Generator.ensure_version`, holding nothing meanwhile. While it waits for
+        one, the weights of another may begin to change: it then waits for that one again. Ends because a change is for
+        a version that was published, and groups that run wait for nobody who waits here.
+        """
+        needed = [(each, assignment.version_of(name)) for name, each in self._generators.items()]
+        while True:
+            for generator, version in needed:
+                await generator.ensure_version(version)
+            if all(generator.is_ready(version) for generator, version in needed):
+                return
+
+    async def _attempt(
+        self, assignment: Assignment, policies: Mapping[str, GroupRoute], *, is_again: bool
+    ) -> tuple[Episode, ...]:
+        is_issued_again = False
+        try:
+            if is_again:
+                for name, policy in policies.items():
+                    await self._generators[name].recall(policy, assignment.version_of(name))
+            return await self._play(assignment, policies)
+        except REPLACEABLE:
+            is_issued_again = True
+            raise
+        finally:
+            async with AsyncExitStack() as ends:  # one that fails keeps none of the others
+                for name, policy in policies.items():
+                    end = self._generators[name].end
+                    ends.push_async_callback(end, policy, is_again=is_again, keep_partials=is_issued_again)
+
+    async def _play(self, assignment: Assignment, policies: Mapping[str, GroupRoute]) -> tuple[Episode, ...]:
+        def failed() -> Exception | None:
+            return next((policy.failure for policy in policies.values() if policy.failure), None)
+
+        task, seed = assignment.task, assignment.seed
+        sessions = [self._workflow.session(task, policies, seed, e, self._bindings) for e in range(assignment.size)]
+        try:
+            async with asyncio.TaskGroup() as group:
+                episodes = [group.create_task(play(self._workflow, session, self.name)) for session in sessions]
+        except ExceptionGroup as errors:
+            raise failed() or first_of(errors) from None
+        if failure := failed():  # the workflow made something of it, which must not be trained
+            raise failure
+        return tuple(episode.result() for episode in episodes)
+
+    def _trained(self, assignment: Assignment) -> Sequence[str]:
+        """The policies that a view of the group is made for: all that are trained, or the only one."""
+        return list(assignment.versions or self._generators)
+
+    async def _view(
+        self, name: str, policy: GroupRoute, assignment: Assignment, episodes: tuple[Episode, ...]
+    ) -> Group:
+        """The group as this policy sees it, without the payload."""
+        versions = versions_of(episodes, name)
+        return Group(
+            group_id=assignment.group_id,
+            task_id=assignment.task.id,
+            permit_version=assignment.version_of(name),
+            replica=self.name,
+            episodes=meta_of(episodes),
+            versions=versions,
+            weights=await self._generators[name].vouched(policy, versions),
+            payload=None,
+            policy=name,
+        )
+
+    def _stats(self) -> EngineStats:
+        """Of all engines together."""
+        stats = [generator.stats() for generator in self._generators.values()]
+        return EngineStats(
+            num_running=sum(s.num_running for s in stats),
+            num_waiting=sum(s.num_waiting for s in stats),
+            kv_used=max(s.kv_used for s in stats),
+            num_tokens=sum(s.num_tokens for s in stats),
+            num_cached_tokens=sum(s.num_cached_tokens for s in stats),
+        )

@@ -1,0 +1,151 @@
+"""Messages in a model's own chat template, also those that it has no place for: tools, their calls and their results.
+
+Calls have one form everywhere, that of rlsys/agents/tool_calls.py. A template that offers tools in this form does so
+itself; to others, tools are described in the system message. A template without the role `tool` gets results as a
+message of the user.
+
+Only the template itself writes special tokens. In a message they are text like any other, so that no page that a tool
+read, and no other agent, can end a turn and speak as somebody else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from rlsys.agents.tool_calls import OPEN, described, written_out
+from rlsys.errors import DataError
+from rlsys.types import Json, Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BREAK = "\ufdd0"
+"""No character (Unicode keeps it for programs): texts on both sides of it are tokenized apart."""
+_MARK = "Zq7"
+"""A text that no template writes by itself."""
+_TOOL: Mapping[str, Json] = {
+    "type": "function",
+    "function": {"name": _MARK, "description": _MARK, "parameters": {"type": "object", "properties": {}}},
+}
+_USER, _ASSISTANT = Message(role="user", content="?"), Message(role="assistant", content="!")
+
+
+class ChatTemplate:
+    """The chat template of one tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        special.sort(key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+
+    def literal(self, text: str) -> str:
+        """Text in which special tokens are broken up by `BREAK`, so that it is tokenized as what it says."""
+        return self._special.sub(lambda found: BREAK.join(found[0]), text)
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]] = ()) -> str:
+        """The conversation with the assistant's turn opened, to be tokenized apart at every `BREAK`.
+
+        Raises `DataError` if there is no template or it refuses the conversation.
+        """
+        fitted: Sequence[Message] = [self._literal(written_out(message)) for message in messages]
+        tools = [json.loads(self.literal(json.dumps(dict(tool), ensure_ascii=False))) for tool in tools]
+        if any(message["role"] == "tool" for message in messages) and not self._takes_results:
+            fitted = list(_results_by_user(fitted))
+        if tools and not self._offers_tools:
+            fitted, tools = self._with_offer(fitted, described(tools)), ()
+        return self._rendered(fitted, tools)
+
+    def _with_offer(self, messages: Sequence[Message], offer: str) -> list[Message]:
+        """The conversation with an offer in its system message; in the first one, where there can be none."""
+        first, rest = messages[0], messages[1:]
+        if first["role"] == "system":
+            return [Message(role="system", content=f"{first['content']}\n\n{offer}"), *rest]
+        if self._shows(Message(role="system", content=_MARK), _USER):
+            return [Message(role="system", content=offer), *messages]
+        return [Message(role=first["role"], content=f"{offer}\n\n{first['content']}"), *rest]
+
+    def _literal(self, message: Message) -> Message:
+        message = message.copy()
+        message["content"] = self.literal(message["content"])
+        return message
+
+    @cached_property
+    def _offers_tools(self) -> bool:
+        try:
+            text = self._rendered([_USER], [_TOOL])
+        except DataError:
+            return False
+        return _MARK in text and OPEN in text and '"arguments"' in text
+
+    @cached_property
+    def _takes_results(self) -> bool:
+        result = Message(role="tool", content=_MARK, tool_call_id="call_0_0_0", name="tool")
+        return self._shows(_USER, _ASSISTANT, result)
+
+    def _shows(self, *messages: Message) -> bool:
+        try:
+            return _MARK in self._rendered(messages)
+        except DataError:
+            return False
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]] = ()) -> str:
+        whose = f"the model {self._tokenizer.name_or_path!r}"
+        return rendered(self._tokenizer, messages, whose=whose, opens_turn=True, tools=tools)
+
+
+def rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    whose: str,
+    opens_turn: bool,
+    tools: Sequence[Mapping[str, Json]] = (),
+) -> str:
+    """Messages in a tokenizer's chat template; `opens_turn`: with the beginning of the assistant's reply.
+
+    Raises `DataError`, which names the model as `whose`, if there is no template or it refuses the conversation.
+    """
+    if not tokenizer.chat_template:
+        raise DataError(
+            f"the prompt is a list of messages, but {whose} has no chat template: give plain text prompts, "
+            "or a model that has one"
+        )
+    conversation: list[Any] = [dict(message) for message in messages]
+    offered: list[Any] = [dict(tool) for tool in tools]
+    try:
+        text = tokenizer.apply_chat_template(
+            conversation, tools=offered or None, tokenize=False, add_generation_prompt=opens_turn
+        )
+    except TemplateError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise DataError(
+            f"the chat template of {whose} refuses a conversation of {roles}: {error}; "
+            "give the tasks' prompts the roles that it takes, in its order, or change the template"
+        ) from error
+    return str(text)
+
+
+def _results_by_user(messages: Sequence[Message]) -> Iterator[Message]:
+    """Results as messages of the user, one with those beside it and what the user says next: templates that know two
+    roles want them in turn."""
+    results: list[str] = []
+    for message in messages:
+        if message["role"] == "tool":
+            results.append(f"<tool_response>\n{message['content']}\n</tool_response>")
+        elif results and message["role"] == "user":
+            yield Message(role="user", content="\n".join([*results, message["content"]]))
+            results = []
+        else:
+            if results:
+                yield Message(role="user", content="\n".join(results))
+            yield message
+            results = []
+    if results:
+        yield Message(role="user", content="\n".join(results))

@@ -1,0 +1,141 @@
+"""The optimizer, and gradients as named shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import sqrt
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rlsys.stabilizer import inner_product
+from workers.train.optimizer_settings import OptimizerSettings
+
+if TYPE_CHECKING:
+    from rlsys.stabilizer import Gradients
+
+
+def adamw(module: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
+    """AdamW over all parameters of a module, its state allocated: a fresh optimizer can be saved and loaded into."""
+    optimizer = torch.optim.AdamW(
+        module.parameters(),
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
+    for parameter in module.parameters():
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return optimizer
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a tensor, in the same memory; all of it if it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_gradients(module: nn.Module) -> Gradients:
+    """This rank's shard of every gradient there is, by parameter name; editing one edits the gradient."""
+    return {name: local(p.grad) for name, p in module.named_parameters() if p.grad is not None}
+
+
+def squared_norm(gradients: Gradients) -> Tensor:
+    """Of this rank's shards, an fp64 scalar: summed over ranks, the square of the whole gradient's 2-norm."""
+    return inner_product((gradient, gradient) for gradient in gradients.values())
+
+
+def clip(gradients: Gradients, norm: float, max_norm: float) -> None:
+    """Scale gradients in place so that their global norm is at most `max_norm`."""
+    if (scale := max_norm / (norm + 1e-6)) < 1:
+        for gradient in gradients.values():
+            gradient.mul_(scale)
+
+
+CPU_PIECE, GPU_PIECE = 2**17, 2**22
+"""Elements of a piece of an update: four temporaries of them stay in a CPU's cache, or take 64 MiB on a GPU."""
+
+
+class AdamUpdates:
+    """`Updates` of an AdamW that is about to step: computed from its moments and the gradients there are, one piece at
+    a time, so that no copy of the model is kept."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW) -> None:
+        (group,) = optimizer.param_groups
+        beta1, beta2 = group["betas"]
+        self._rule = _Adam(beta1, beta2, group["eps"], group["lr"], group["weight_decay"])
+        self._with_gradient = {name: p for name, p in parameters.items() if p.grad is not None}
+        self._state = optimizer.state
+
+    def pieces(self) -> Iterator[AdamPiece]:
+        """See `Updates.pieces`."""
+        if not self._with_gradient:
+            return
+        states = [self._state[parameter] for parameter in self._with_gradient.values()]
+        counts = torch.stack([state["step"] for state in states]).tolist()
+        for (name, parameter), state, count in zip(self._with_gradient.items(), states, counts, strict=True):
+            assert parameter.grad is not None
+            tensors = (parameter.detach(), parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+            flat = [local(tensor).reshape(-1) for tensor in tensors]  # weights are contiguous: `add` writes into them
+            size = CPU_PIECE if flat[0].device.type == "cpu" else GPU_PIECE
+            for weights, gradient, mean, square in zip(*(tensor.split(size) for tensor in flat), strict=True):
+                yield AdamPiece(name, self._rule, int(count), weights, gradient, mean, square)
+
+
+class _Adam(NamedTuple):
+    """The settings of an AdamW for this update."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    lr: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, slots=True)
+class AdamPiece:
+    """Implements `Piece`.
+
+    With m and v the moments, t the updates behind them and beta1, beta2 their decay rates (arXiv:1412.6980), the
+    direction is m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps).
+    """
+
+    name: str
+    rule: _Adam
+    count: int
+    """Updates behind the moments."""
+    weights: Tensor
+    gradient: Tensor
+    mean: Tensor
+    square: Tensor
+
+    def before(self) -> Tensor:
+        """See `Piece.before`."""
+        if not self.count:
+            return torch.zeros_like(self.mean)
+        return self._direction(self.mean.clone(), self.square.sqrt(), self.count)
+
+    def now(self) -> Tensor:
+        """See `Piece.now`."""
+        rule, g = self.rule, self.gradient
+        square = self.square.mul(rule.beta2).addcmul_(g, g, value=1 - rule.beta2)
+        return self._direction(self.mean.lerp(g, 1 - rule.beta1), square.sqrt_(), self.count + 1)
+
+    def add(self, direction: Tensor, scale: float) -> None:
+        """See `Piece.add`. The decay that the step begins with shrinks what was moved before it, so the move is larger
+        by as much."""
+        alpha = -self.rule.lr * scale / (1 - self.rule.lr * self.rule.weight_decay)
+        self.weights.add_(direction, alpha=alpha)
+
+    def _direction(self, mean: Tensor, root: Tensor, count: int) -> Tensor:
+        """Of a first moment and the root of a second one, both overwritten."""
+        rule = self.rule
+        root.div_(sqrt(1 - rule.beta2**count)).add_(rule.eps)
+        return mean.div_(root).div_(1 - rule.beta1**count)

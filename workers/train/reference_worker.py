@@ -1,0 +1,83 @@
+"""The reference worker: the frozen initial model, asked for the logprobs of tokens the policy sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from rlsys.batch.packing import RankPlan
+from rlsys.batch.samples import samples_in
+from rlsys.types import POLICY, Episode
+from rlsys.util.deadlines import remote
+from workers.ray.batched_calls import Parcel
+from workers.train.rank import StepParcel
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from rlsys.batch.tensors import MicroBatch, StepColumn, StepData
+
+
+class ReferenceWorker:
+    """Scores whole groups, whose samples share prompts."""
+
+    def __init__(
+        self,
+        model_path: str,
+        dtype: Literal["float32", "bfloat16"],
+        temperature: float,
+        max_tokens: int,
+        device: torch.device,
+        policy: str = POLICY,
+    ) -> None:
+        """`temperature` is that of sampling: both sides of the KL are tempered alike. Of several policies it scores
+        what `policy` said. Raises `ModelError`."""
+        import torch
+
+        from workers.train.model_loading import load_model
+
+        self._policy, self._device = policy, device
+        self._model: PreTrainedModel = load_model(model_path, getattr(torch, dtype), self._device)
+        self._temperature, self._max_tokens = temperature, max_tokens
+
+    @remote("scoring groups")
+    def annotate(self, parcel: Parcel) -> tuple[int, tuple[object, ...]]:
+        """A receipt, and the column of each group. Raises `PayloadLost`."""
+        payloads = parcel.open()
+        return len(payloads), tuple(self.logprobs(payload) for payload in payloads)
+
+    @remote("scoring mismatched pairs")
+    def annotate_step(self, parcel: StepParcel, plans: Sequence[RankPlan]) -> tuple[int, *tuple[StepColumn, ...]]:
+        """A receipt, and `Signal.REFERENCE_MISMATCHED` of each rank. Raises `PayloadLost`."""
+        data = parcel.open()
+        return len(plans), *(self.mismatched(plan, data) for plan in plans)
+
+    def logprobs(self, payload: tuple[Episode, ...]) -> list[tuple[float, ...]]:
+        """One row per sample, in the order of `samples_in`: a logprob per completion token, 0.0 where not trained."""
+        from rlsys.batch.tensors import packed
+        from workers.train.logprobs import score
+
+        samples = list(samples_in(payload))
+        own = [sample for (e, t, _), sample in samples if payload[e].trajectories[t].policy == self._policy]
+        rows = iter(score(self._model, packed(own, self._max_tokens), self._temperature) if own else ())
+        return [
+            next(rows) if payload[e].trajectories[t].policy == self._policy else (0.0,) * len(sample.completion_ids)
+            for (e, t, _), sample in samples
+        ]
+
+    def mismatched(self, plan: RankPlan, data: StepData) -> StepColumn:
+        """`Signal.REFERENCE_MISMATCHED` for a rank: logprobs of its trained tokens after another task's prompt."""
+        import torch
+
+        from workers.train.logprobs import trained_logprobs
+        from workers.train.step_data import mismatched
+
+        def logprobs(batch: MicroBatch) -> Tensor:
+            with torch.no_grad():
+                return trained_logprobs(self._model, batch, self._temperature)[0]
+
+        micro_batches = [micro_batch for update in plan.updates for micro_batch in update]
+        columns = (mismatched(data, m, plan.partners, logprobs, self._device) for m in micro_batches)
+        return [column_N.cpu().numpy() for column_N in columns]

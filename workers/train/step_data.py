@@ -1,0 +1,139 @@
+"""What a rank trains in one step, from its plan to what an algorithm sees.
+
+Shape suffixes: as in `rlsys.batch.tensors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from rlsys.algorithm import Algorithm, LossInputs, LossOutput, Signal
+from rlsys.batch.packing import MicroBatchPlan, RankPlan, SampleRef
+from rlsys.batch.tensors import MicroBatch, StepData
+from rlsys.types import PolicyVersion
+from workers.train.rank_group import RankGroup
+
+Score: TypeAlias = Callable[[MicroBatch], Tensor]
+"""A model's logprobs of the trained tokens of a micro-batch on its device, without gradient."""
+
+
+@dataclass(slots=True)
+class Part:
+    """One micro-batch on the device, and what an algorithm sees of it."""
+
+    batch: MicroBatch
+    weight: float
+    """0: a filler, which keeps ranks in step and counts nowhere."""
+    inputs: LossInputs
+    is_scored: bool
+    """Are the proximal logprobs known? Otherwise they are NaN, and those of the forward to come."""
+    samples: Sequence[SampleRef] = ()
+    """Where its samples are found."""
+
+    def loss(self, output: LossOutput) -> Tensor:
+        """Its share of the update's loss; shares add up over micro-batches and ranks, however it is split."""
+        return self.weight * (output.loss_N * self.batch.weights_N).sum()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStep:
+    """One rank's part of a step that starts from `version`."""
+
+    plan: RankPlan
+    data: StepData
+    algorithm: Algorithm
+    version: PolicyVersion
+    device: torch.device
+
+    def shaped(self, score: Score | None = None) -> Iterator[Iterator[Part]]:
+        """The micro-batches of each update, each built when it is asked for, with shaped advantages.
+
+        With `score`, the policy's: also the columns that the policy makes, and proximal logprobs if the weights will
+        have changed when they are used, or `step_statistics` needs them. `token_advantages` never sees them: the critic
+        has none.
+        """
+        place = 0
+        for update in self.plan.updates:
+            yield map(self._part, update, range(place, place + len(update)), [score] * len(update))
+            place += len(update)
+
+    def whole(self, score: Score, ranks: RankGroup) -> Iterable[Iterable[Part]]:
+        """The same for the policy, after what depends on all of the step; which costs nothing where nothing does."""
+        shaped, algorithm = self.shaped(score), self.algorithm
+        if not (self._is_scored_ahead or algorithm.whitens):
+            return shaped
+        updates = [list(update) for update in shaped]
+        parts = [part for update in updates for part in update]
+        if algorithm.whitens:
+            whiten(parts, ranks)
+        if algorithm.has_step_statistics:
+            facts = algorithm.step_statistics(joined(parts), ranks)
+            for part in parts:
+                part.inputs = replace(part.inputs, facts=facts)
+        return updates
+
+    def update_name(self, index: int) -> str:
+        """What an error calls an update, e.g. `step 7, update 2 of 4`: the step that makes version 7."""
+        count = len(self.plan.updates)
+        return f"step {self.version + 1}" + (f", update {index + 1} of {count}" if count > 1 else "")
+
+    @property
+    def _is_scored_ahead(self) -> bool:
+        return len(self.plan.updates) > 1 or self.algorithm.has_step_statistics
+
+    def _part(self, plan: MicroBatchPlan, place: int, score: Score | None) -> Part:
+        batch = self.data.micro_batch(plan, place).to(self.device)
+        inputs = batch.loss_inputs(self.version, torch.full_like(batch.behavior_logprobs_N, torch.nan))
+        if score and Signal.POLICY_MISMATCHED in self.algorithm.signals:
+            mismatched_N = mismatched(self.data, plan, self.plan.partners, score, self.device)
+            inputs = replace(inputs, columns_N={**inputs.columns_N, Signal.POLICY_MISMATCHED: mismatched_N})
+        shaped = self.algorithm.token_advantages(inputs)
+        inputs = replace(inputs, advantages_N=shaped.advantages_N, returns_N=shaped.returns_N)
+        is_scored = False
+        if score and self._is_scored_ahead:
+            inputs, is_scored = replace(inputs, proximal_logprobs_N=score(batch)), True
+        return Part(batch, plan.weight, inputs, is_scored, plan.samples)
+
+
+def mismatched(
+    data: StepData, plan: MicroBatchPlan, partners: Sequence[int | None], score: Score, device: torch.device
+) -> Tensor:
+    """A `*_MISMATCHED` column of a micro-batch: what `score` says of each trained token after another task's prompt.
+
+    Zeros if the step has no other prompt, for reference and policy alike: then no pair differs.
+    """
+    pairs = data.mismatched(plan, partners)
+    return torch.zeros(data.num_trained(plan), device=device) if pairs is None else score(pairs.to(device))
+
+
+def joined(parts: Sequence[Part]) -> LossInputs:
+    """The samples of all micro-batches as one, in order, fillers left out; empty if all are fillers."""
+    first = parts[0].inputs
+
+    def cat(tensor_of: Callable[[LossInputs], Tensor]) -> Tensor:
+        return torch.cat([tensor_of(p.inputs) if p.weight else tensor_of(p.inputs)[:0] for p in parts])
+
+    names = [f.name for f in fields(LossInputs) if isinstance(getattr(first, f.name), Tensor)]
+    tensors = {name: cat(lambda inputs, n=name: getattr(inputs, n)) for name in names}
+    columns_N = {signal: cat(lambda inputs, s=signal: inputs.columns_N[s]) for signal in first.columns_N}
+    return replace(first, **tensors, columns_N=columns_N)
+
+
+def whiten(parts: Sequence[Part], ranks: RankGroup) -> None:
+    """Advantages less their mean, over their (population) standard deviation, over all trained tokens of the step.
+
+    Moments are summed in fp64, so that the split into micro-batches, updates and ranks changes nothing.
+    """
+    own_N = joined(parts).advantages_N.double()
+    moments = torch.stack([torch.ones_like(own_N).sum(), own_N.sum(), own_N.square().sum()])
+    num, total, squares = ranks.sum(moments).unbind()
+    mean = total / num
+    std = (squares / num - mean.square()).clamp(min=0).sqrt()
+    for part in parts:
+        white_N = (part.inputs.advantages_N.double() - mean) / (std + 1e-8)
+        part.inputs = replace(part.inputs, advantages_N=white_N.float())

@@ -1,0 +1,178 @@
+"""What a step made of each trained token: kept by every rank, and put beside what was said once somebody asks.
+
+Shape suffixes: as in `rlsys.batch.tensors`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+from torch import Tensor
+
+from rlsys.batch.packing import SampleRef
+from rlsys.batch.samples import placed
+from rlsys.replay.rollout_log import RolloutRecord
+from rlsys.replay.token_stats import DIGITS, EpisodeReading, TokenStats
+from rlsys.types import Trajectory
+from workers.train.step_data import Part
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Floats: TypeAlias = NDArray[np.float32]
+
+Place: TypeAlias = tuple[int, int, int, int]
+"""Of a sample: group (its index in the step), episode, trajectory, sample."""
+_CACHED_PROMPTS = 64
+"""Those of a group's episodes are the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenColumns:
+    """The trained tokens of one micro-batch, on the host."""
+
+    samples: tuple[SampleRef, ...]
+    lengths_S: tuple[int, ...]
+    """Trained tokens of each sample."""
+    trainer_logprobs_N: Floats
+    entropies_N: Floats
+    advantages_N: Floats
+    is_masked_N: NDArray[np.bool_]
+
+
+class Kept:
+    """The columns of one rank's part of a step. Tensors stay where they are until they are asked for."""
+
+    def __init__(self) -> None:
+        self._parts: list[_KeptPart] = []
+
+    def add(self, part: Part, trainer_logprobs_N: Tensor, entropies_N: Tensor, logprobs_N: Tensor) -> None:
+        """One micro-batch after its backward pass; `logprobs_N` retained its gradient."""
+        gradient_N, inputs = logprobs_N.grad, part.inputs
+        assert gradient_N is not None, "retain_grad comes before the backward pass"
+        if part.weight:
+            columns_N = (trainer_logprobs_N, entropies_N, inputs.advantages_N, gradient_N)
+            self._parts.append(_KeptPart(part.samples, inputs.lengths_S, *columns_N))
+
+    def columns(self) -> list[TokenColumns]:
+        """Of every sample that was trained."""
+        return [part.columns() for part in self._parts]
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptPart:
+    samples: Sequence[SampleRef]
+    lengths_S: Tensor
+    trainer_logprobs_N: Tensor
+    entropies_N: Tensor
+    advantages_N: Tensor
+    gradient_N: Tensor
+
+    def columns(self) -> TokenColumns:
+        is_masked_N = (self.gradient_N == 0) & (self.advantages_N != 0)
+        return TokenColumns(
+            samples=tuple(self.samples),
+            lengths_S=tuple(self.lengths_S.tolist()),
+            trainer_logprobs_N=self.trainer_logprobs_N.cpu().numpy(),
+            entropies_N=self.entropies_N.cpu().numpy(),
+            advantages_N=self.advantages_N.cpu().numpy(),
+            is_masked_N=is_masked_N.cpu().numpy(),
+        )
+
+
+class Speller:
+    """Spells token ids, special tokens included."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._pieces: dict[int, str] = {}
+        self._decode = decode
+        self.said = lru_cache(maxsize=_CACHED_PROMPTS)(decode)
+
+    def piece(self, token: int) -> str:
+        """The text of one token. Decoders drop a space at the very beginning: so it is taken from behind itself."""
+        if token not in self._pieces:
+            once = self._decode((token,))
+            self._pieces[token] = self._decode((token, token))[len(once) :]
+        return self._pieces[token]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rounded:
+    """The tokens of one micro-batch as readings have them: made at once, since most turns are short."""
+
+    trainer_logprobs: list[float]
+    entropies: list[float]
+    advantages: list[float]
+    is_shaped: list[bool]
+    """Is the advantage another than the sample's?"""
+    is_masked: list[bool]
+
+    @classmethod
+    def of(cls, columns: TokenColumns) -> _Rounded:
+        assigned_S = np.array([ref.advantage for ref in columns.samples], dtype=np.float32)
+        is_shaped_N = columns.advantages_N != assigned_S.repeat(columns.lengths_S)
+        return cls(
+            _rounded(columns.trainer_logprobs_N),
+            _rounded(columns.entropies_N),
+            _rounded(columns.advantages_N),
+            is_shaped_N.tolist(),
+            columns.is_masked_N.tolist(),
+        )
+
+    def part(self, start: int, end: int, *, is_shown: bool) -> TokenStats:
+        """Of the tokens of one turn, without texts. `is_shown`: is the sample's advantage shown with its trajectory?"""
+        is_special = not is_shown or any(self.is_shaped[start:end])
+        return TokenStats(
+            trainer_logprobs=tuple(self.trainer_logprobs[start:end]),
+            entropies=tuple(self.entropies[start:end]),
+            advantages=tuple(self.advantages[start:end]) if is_special else (),
+            is_masked=tuple(self.is_masked[start:end]) if any(self.is_masked[start:end]) else (),
+        )
+
+
+class Reader:
+    """Puts the columns of all ranks beside the turns of a step."""
+
+    def __init__(self, columns: Iterable[TokenColumns], speller: Speller) -> None:
+        self._speller = speller
+        self._samples: dict[Place, tuple[_Rounded, int]] = {}
+        """Where the tokens of each sample are, and the first of them."""
+        for one in columns:
+            rounded = _Rounded.of(one)
+            for ref, start in zip(one.samples, accumulate(one.lengths_S, initial=0), strict=False):
+                self._samples[ref.group, ref.episode, ref.trajectory, ref.sample] = rounded, start
+
+    def read(self, group: int, record: RolloutRecord) -> tuple[EpisodeReading, ...]:
+        """Readings of `record`, which is the step's group number `group`."""
+        advantages = record.advantages
+        return tuple(
+            tuple(
+                tuple(self._turns((group, e, t), trajectory, is_shown=advantages[e][t] is not None))
+                for t, trajectory in enumerate(episode.trajectories)
+            )
+            for e, episode in enumerate(record.episodes)
+        )
+
+    def _turns(self, place: tuple[int, int, int], trajectory: Trajectory, *, is_shown: bool) -> Iterator[TokenStats]:
+        num_before: Counter[int] = Counter()
+        """Trained tokens of each sample in the turns so far."""
+        for one in placed(trajectory):
+            turn, found = one.turn, self._samples.get((*place, one.sample))
+            made = TokenStats()
+            if found and turn.output_ids:
+                rounded, first = found
+                start = first + num_before[one.sample]
+                made = rounded.part(start, start + len(turn.output_ids), is_shown=is_shown)
+                num_before[one.sample] += len(turn.output_ids)
+            said = self._speller.said(turn.prompt_ids[one.num_known :])
+            yield replace(made, said=said, pieces=tuple(map(self._speller.piece, turn.output_ids)))
+
+
+def _rounded(values_N: Floats) -> list[float]:
+    return values_N.astype(np.float64).round(DIGITS).tolist()

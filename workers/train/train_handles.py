@@ -1,0 +1,162 @@
+"""The driver's view of the ranks of actor and critic, and of the reference worker: implements `rlsys.contracts`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
+
+from rlsys.algorithm import Signal, TrajectoryAdvantage
+from rlsys.batch.packing import BatchPlan, RankPlan
+from rlsys.contracts import Published, TrainStats
+from rlsys.errors import PayloadLost
+from rlsys.types import Group, PolicyVersion, Ref, Task
+from workers.ray.batched_calls import Parcel, PayloadRef
+from workers.ray.remote_proxy import Remote
+from workers.train.actor_rank import ActorRank, Trained
+from workers.train.critic_rank import CriticRank
+from workers.train.rank import Rank, StepParcel
+from workers.train.reference_worker import ReferenceWorker
+
+P = ParamSpec("P")
+R = TypeVar("R", bound=Rank)
+T = TypeVar("T")
+
+
+class ReferenceHandle:
+    """Implements `Reference` for `Signal.REFERENCE_LOGPROBS`, `StepAnnotator` for `Signal.REFERENCE_MISMATCHED`."""
+
+    def __init__(self, worker: Remote[ReferenceWorker]) -> None:
+        self._worker = worker
+
+    async def ready(self) -> None:
+        await self._worker.setup()
+
+    async def close(self) -> None:
+        """End the worker."""
+        self._worker.kill()
+
+    async def annotate(self, groups: Sequence[Group], signal: Signal) -> list[Group]:
+        _, (column,) = await self._worker.split(ReferenceWorker.annotate, 1, _payloads(groups))
+        return [replace(g, columns={**g.columns, signal: PayloadRef(column, i)}) for i, g in enumerate(groups)]
+
+    async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
+        plans = _of_ranks(plan)
+        parcel = StepParcel.of(groups, plans, (), has_pairs=True)
+        _, columns = await self._worker.split(ReferenceWorker.annotate_step, len(plans), parcel, plans)
+        return [*columns]
+
+
+class RanksHandle(Generic[R]):
+    """All ranks of the actor, or of the critic."""
+
+    def __init__(self, ranks: Sequence[Remote[R]], *, has_pairs: bool = False) -> None:
+        """`has_pairs`: do ranks make mismatched pairs themselves?"""
+        self._ranks, self._has_pairs = ranks, has_pairs
+
+    async def ready(self) -> None:
+        address = await self._ranks[0].address() if len(self._ranks) > 1 else ""
+        await asyncio.gather(*(rank.setup(address) for rank in self._ranks))
+
+    async def close(self) -> None:
+        """End every rank."""
+        for rank in self._ranks:
+            rank.kill()
+
+    async def fetch(self, groups: Sequence[Group], plan: BatchPlan) -> None:
+        """Apart from the step, so that no rank waits in a collective for one whose data is lost."""
+        signals, plans = groups[0].columns, _of_ranks(plan)
+        parcels = [StepParcel.of(groups, [of_rank], signals, has_pairs=self._has_pairs) for of_rank in plans]
+        lost = await asyncio.gather(*(r.call(Rank.fetch, p) for r, p in zip(self._ranks, parcels, strict=True)))
+        if group_ids := sorted({group_id for of_rank in lost for group_id in of_rank}):
+            raise PayloadLost(tuple(group_ids))
+
+    async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
+        signals = sorted(columns)
+        steps = [
+            rank.call(Rank.train_step, of_rank, signals, *(cast("Any", columns[signal][r]) for signal in signals))
+            for r, (rank, of_rank) in enumerate(zip(self._ranks, _of_ranks(plan), strict=True))
+        ]
+        stats = await asyncio.gather(*steps)
+        return TrainStats(stats[0].metrics, max(s.train_s for s in stats))
+
+    async def save(self, folder: Path) -> None:
+        await self._all(Rank.save, folder)
+
+    async def _all(self, method: Callable[Concatenate[R, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
+        """What every rank answers. If one fails, so does the call, at once, with that rank's error."""
+        return await asyncio.gather(*(rank.call(method, *args, **kwargs) for rank in self._ranks))
+
+
+class ActorHandle(RanksHandle[ActorRank]):
+    """Implements `Actor`."""
+
+    async def publish(self, version: PolicyVersion) -> Published:
+        receipt, *_ = await self._all(ActorRank.publish, version)
+        assert receipt is not None, "rank 0 publishes"
+        return receipt
+
+    async def load(self, folder: Path) -> int:
+        return (await self._all(ActorRank.load, folder))[0]
+
+    async def announce_again(self, version: PolicyVersion) -> None:
+        await self._ranks[0].call(ActorRank.announce_again, version)
+
+    async def export(self, folder: Path) -> None:
+        """Write the model as Hugging Face safetensors."""
+        await self._all(ActorRank.export, folder)
+
+    async def record(
+        self,
+        path: Path,
+        step: int,
+        tasks: Sequence[Task],
+        groups: Sequence[Group],
+        assigned: Sequence[Sequence[TrajectoryAdvantage]],
+    ) -> None:
+        signals = tuple(sorted(map(str, groups[0].columns)))  # JSON takes no `Signal` for a key
+        trained = Trained(step, tasks, _bare(groups), assigned, signals)
+        told = await asyncio.gather(*(rank.split(ActorRank.columns, 1) for rank in self._ranks))
+        columns: Sequence[Any] = [column for _, (column,) in told]
+        await self._ranks[0].call(ActorRank.record, path, trained, _with_columns(groups, signals), *columns)
+
+    async def save_groups(self, path: Path, groups: Sequence[Group]) -> None:
+        await self._ranks[0].call(ActorRank.save_groups, path, _bare(groups), _payloads(groups))
+
+    async def load_groups(self, path: Path) -> list[Group]:
+        bare, (chunk,) = await self._ranks[0].split(ActorRank.load_groups, 1, path)
+        return [replace(group, payload=PayloadRef(chunk, i)) for i, group in enumerate(bare)]
+
+
+class CriticHandle(RanksHandle[CriticRank]):
+    """Implements `Critic`."""
+
+    async def load(self, folder: Path) -> None:
+        await self._all(CriticRank.load, folder)
+
+    async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
+        """`Signal.VALUES` of what `fetch` got."""
+        plans = zip(self._ranks, _of_ranks(plan), strict=True)
+        told = await asyncio.gather(*(rank.split(CriticRank.values, 1, of_rank) for rank, of_rank in plans))
+        return [column for _, (column,) in told]
+
+
+def _of_ranks(plan: BatchPlan) -> list[RankPlan]:
+    return [plan.of_rank(rank) for rank in range(len(plan.updates[0].ranks))]
+
+
+def _payloads(groups: Sequence[Group]) -> Parcel:
+    return Parcel.of((g.group_id, g.payload) for g in groups)
+
+
+def _with_columns(groups: Sequence[Group], signals: Sequence[str]) -> Parcel:
+    """Payloads, then the columns of each signal."""
+    columns = ((g.group_id, g.columns[signal]) for signal in signals for g in groups)
+    return Parcel.of([*((g.group_id, g.payload) for g in groups), *columns])
+
+
+def _bare(groups: Sequence[Group]) -> list[Group]:
+    """Metadata only: the payloads travel as arguments of their own."""
+    return [replace(group, payload=None, columns={}) for group in groups]

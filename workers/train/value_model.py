@@ -1,0 +1,165 @@
+"""The critic: what a model expects of the state before each trained token, trained data-parallel like the policy.
+
+Shape suffixes: as in `rlsys.batch.tensors`, and `H` hidden size.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rlsys.algorithm import Algorithm, Signal
+from rlsys.batch.packing import RankPlan
+from rlsys.batch.tensors import MicroBatch, StepData
+from rlsys.errors import ModelError
+from workers.train.logprobs import hidden_states
+from workers.train.model_loading import CPU, load_tokenizer, on_device, pretrained
+from workers.train.optimizer_settings import OptimizerSettings
+from workers.train.rank_group import RankGroup
+from workers.train.rank_metrics import StepMetrics
+from workers.train.sharded import Sharded, Updated, mean_of
+from workers.train.step_data import RankStep
+
+if TYPE_CHECKING:
+    from rlsys.batch.tensors import StepColumn
+
+
+class ValueModel(nn.Module):
+    """A causal language model without its output matrix, and a linear head, which says 0 of everything at first.
+
+    A module of its own, so that FSDP sees the two passes over the layers as one forward of its root.
+    """
+
+    def __init__(self, base: PreTrainedModel) -> None:
+        super().__init__()
+        self.base = base
+        self.head = nn.Linear(base.config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, micro_batch: MicroBatch) -> Tensor:
+        """`values_N` of the states before the trained tokens, in fp32."""
+        return self.head(hidden_states(self.base, micro_batch).float()).sum(-1)  # of one; FSDP wants no view
+
+
+def load_value_model(path: str, device: torch.device = CPU) -> ValueModel:
+    """The critic that a causal language model starts as, in fp32. Raises `ModelError`."""
+    loaded = pretrained(AutoModelForCausalLM, path, torch.float32, key="critic.path", what="causal language model")
+    return ValueModel(on_device(cast("PreTrainedModel", loaded.base_model), device)).to(device)
+
+
+def check_vocabulary(path: str, policy_path: str) -> None:
+    """Raise `ModelError` unless the critic of `path` reads token ids as the policy of `policy_path` writes them."""
+    own = load_tokenizer(path, "critic.path").get_vocab()
+    policy = load_tokenizer(policy_path).get_vocab()
+    differing = sorted((number, token) for token, number in policy.items() if own.get(token) != number)
+    if differing:
+        number, token = differing[0]
+        theirs = f"is {own[token]}" if token in own else "does not exist"
+        raise ModelError(
+            f"critic.path {path!r} has another vocabulary than the policy {policy_path!r}: token {token!r} is {number} "
+            f"to the policy, and {theirs} to the critic; give a model with the policy's tokenizer"
+        )
+
+
+class CriticBackend:
+    """A `ValueBackend`. One rank is the same code with nothing to shard."""
+
+    def __init__(
+        self,
+        model_path: str,
+        settings: OptimizerSettings,
+        ranks: RankGroup,
+        *,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        device: torch.device = CPU,
+    ) -> None:
+        """Every rank reads the whole causal language model from `model_path`, then keeps its shard.
+
+        Raises `ModelError`.
+        """
+        self._model = load_value_model(model_path, device)
+        self._ranks, self._device = ranks, device
+        model = self._model
+        self._sharded = Sharded(model, model, settings, ranks, dtype, in_float32=[model.head])
+
+    @property
+    def step(self) -> int:
+        return self._sharded.step
+
+    def values(self, plan: RankPlan, data: StepData) -> StepColumn:
+        column = []
+        for micro_batch_plan in (m for update in plan.updates for m in update):
+            with torch.no_grad():
+                values_N = self._model(data.micro_batch(micro_batch_plan).to(self._device))
+            column.append(values_N.cpu().numpy())
+        self._sharded.reshard()
+        return column
+
+    def train_step(self, plan: RankPlan, data: StepData, algorithm: Algorithm) -> dict[str, float]:
+        step = RankStep(plan=plan, data=data, algorithm=algorithm, version=self.step, device=self._device)
+        totals, fit = StepMetrics(), Fit(self._device)
+        updates: list[Updated] = []
+        for parts in step.shaped():
+            self._sharded.begin_update()
+            loss = torch.zeros((), device=self._device)
+            for part in parts:
+                returns_N = part.inputs.returns_N
+                if returns_N is None:
+                    raise ValueError(f"{type(algorithm).__name__}.shape gives no returns: the critic has no target")
+                output = algorithm.value_loss(self._model(part.batch), part.inputs)
+                share = part.loss(output)
+                share.backward()
+                loss += share.detach()
+                totals.add(output.metrics_N, part.weight)
+                if part.weight:
+                    fit.add(returns_N, part.inputs.columns_N[Signal.VALUES])
+            index = len(updates)
+            updates.append(self._sharded.update(loss, f"the critic's {step.update_name(index)}", index))
+        update = mean_of(updates)
+        metrics = {"critic/loss": update.loss, "critic/grad_norm": update.grad_norm, "critic/lr": self._sharded.lr}
+        metrics |= {**totals.reduced(self._ranks, plan.num_tokens), **fit.reduced(self._ranks)}
+        self._sharded.end_step()
+        return metrics
+
+    def save(self, folder: Path) -> None:
+        self._sharded.save(folder)
+
+    def load(self, folder: Path) -> None:
+        self._sharded.load(folder)
+
+
+class Fit:
+    """How much of the returns of a step the values explain that the critic gave before it.
+
+    Explained variance is 1 - Var(returns - values) / Var(returns): 1 for a critic that knows, 0 for one that says the
+    same of every state, less for one that misleads. Where all returns are equal there is nothing to explain: 0.
+
+    Only sums are kept, in fp64, so that the split into micro-batches and ranks changes nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums_6 = torch.zeros(6, dtype=torch.float64, device=device)
+
+    def add(self, returns_N: Tensor, values_N: Tensor) -> None:
+        """Tokens of one micro-batch."""
+        returns_N, values_N = returns_N.double(), values_N.double()
+        errors_N = returns_N - values_N
+        terms = (torch.ones_like(returns_N), values_N, returns_N, returns_N.square(), errors_N, errors_N.square())
+        self._sums_6 += torch.stack(terms).sum(1)
+
+    def reduced(self, ranks: RankGroup) -> dict[str, float]:
+        """`critic/explained_variance` and `critic/value_mean` over all ranks."""
+        num, value, ret, ret_square, error, error_square = ranks.sum(self._sums_6).tolist()
+        variance = ret_square / num - (ret / num) ** 2
+        # Below this, what is left is the rounding of equal fp32 returns.
+        is_equal = variance <= 1e-12 * ret_square / num
+        unexplained = error_square / num - (error / num) ** 2
+        return {
+            "critic/explained_variance": 0.0 if is_equal else 1 - unexplained / variance,
+            "critic/value_mean": value / num,
+        }

@@ -1,0 +1,120 @@
+"""Weights as buckets of plain bytes, and back without a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rlsys.types import PolicyVersion
+from rlsys.weight_sync.sync import ALIGNMENT, Bucket, BucketPiece, Manifest, Probe, TensorSpec
+from workers.transport.hashing import bucket_hash, content_hash
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def lay_out(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[tuple[BucketPiece, ...]]:
+    """The pieces of every bucket: tensors in name order, in buckets of up to `bucket_bytes`.
+
+    A tensor bigger than that gets buckets of its own. Names, dtypes and shapes alone decide, so that a tensor which did
+    not change leaves its bucket as it was.
+    """
+    bucket_bytes = padded(bucket_bytes)
+    buckets: list[tuple[BucketPiece, ...]] = []
+    room = 0
+    for spec in sorted(specs, key=lambda spec: spec.name):
+        num_bytes = _num_bytes(spec)
+        if num_bytes > bucket_bytes:
+            starts = range(0, num_bytes, bucket_bytes)
+            buckets += [(BucketPiece(spec, start, min(bucket_bytes, num_bytes - start)),) for start in starts]
+            room = 0
+        else:
+            if not buckets or num_bytes > room:
+                buckets.append(())
+                room = bucket_bytes
+            buckets[-1] += (BucketPiece(spec, 0, num_bytes),)
+            room -= padded(num_bytes)
+    return buckets
+
+
+def padded(num_bytes: int) -> int:
+    """The next multiple of `ALIGNMENT`."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class Snapshot:
+    """Host memory for one version, laid out in buckets: allocated once, written at every publish."""
+
+    def __init__(self, specs: Sequence[TensorSpec], bucket_bytes: int, *, pin: bool = False) -> None:
+        """`pin`: page-locked memory, into which a GPU copies faster."""
+        import torch
+
+        self._layout = lay_out(specs, bucket_bytes)
+        sizes = [sum(padded(piece.num_bytes) for piece in pieces) for pieces in self._layout]
+        self._bounds = [0, *accumulate(sizes)]
+        whole = torch.zeros(self._bounds[-1], dtype=torch.uint8, pin_memory=pin)
+        self._bytes: np.ndarray = whole.numpy()
+        self.tensors: dict[str, Tensor] = {}
+        """By name, to be written into."""
+        for begin, pieces in zip(self._bounds, self._layout, strict=False):
+            offsets = accumulate((padded(piece.num_bytes) for piece in pieces), initial=begin)
+            for offset, piece in zip(offsets, pieces, strict=False):
+                if piece.start == 0:
+                    spec = piece.tensor
+                    flat = whole[offset : offset + _num_bytes(spec)]  # its other pieces follow without a gap
+                    self.tensors[spec.name] = flat.view(getattr(torch, spec.dtype)).reshape(spec.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buckets."""
+        return len(self._bytes)
+
+    def bucket(self, index: int) -> np.ndarray:
+        """The bytes of a bucket, not copied."""
+        return self._bytes[self._bounds[index] : self._bounds[index + 1]]
+
+    def manifest(self, version: PolicyVersion, probe: Probe | None = None) -> Manifest:
+        """What is written here, as `version`."""
+        buckets = [(self.bucket(i), pieces) for i, pieces in enumerate(self._layout)]
+        named = tuple(Bucket(bucket_hash(data), data.nbytes, pieces) for data, pieces in buckets)
+        return Manifest(version, content_hash(self.tensors), named, probe)
+
+
+def unpack(manifest: Manifest, buckets: Sequence[np.ndarray]) -> dict[str, Tensor]:
+    """The tensors of a version: views of the buckets' bytes, read only. A tensor in several buckets is copied
+    together."""
+    import warnings
+
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        flat = [torch.from_numpy(bucket) for bucket in buckets]
+    found: dict[TensorSpec, list[Tensor]] = {}
+    for piece, data in _pieces(manifest, flat):
+        found.setdefault(piece.tensor, []).append(data)
+    wholes = {spec: parts[0] if len(parts) == 1 else torch.cat(parts) for spec, parts in found.items()}
+    return {spec.name: whole.view(getattr(torch, spec.dtype)).reshape(spec.shape) for spec, whole in wholes.items()}
+
+
+def specs_of(weights: Mapping[str, Tensor]) -> list[TensorSpec]:
+    """What `weights` are called, and their dtypes and shapes."""
+    return [TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in weights.items()]
+
+
+def _pieces(manifest: Manifest, buckets: Sequence[Tensor]) -> Iterator[tuple[BucketPiece, Tensor]]:
+    for bucket, data in zip(manifest.buckets, buckets, strict=True):
+        offset = 0
+        for piece in bucket.pieces:
+            yield piece, data[offset : offset + piece.num_bytes]
+            offset += padded(piece.num_bytes)
+
+
+def _num_bytes(spec: TensorSpec) -> int:
+    import torch
+
+    return prod(spec.shape) * getattr(torch, spec.dtype).itemsize
