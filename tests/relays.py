@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from rlsys.errors import WorkerDied
 from rlsys.types import Ref
-from rlsys.weight_sync.broadcast import Announcement, Holding, Neighbour, Origin, Peer, broadcast
+from rlsys.weight_sync.broadcast import Announcement, Holding, Neighbour, Origin, RelayPeer, broadcast
 from rlsys.weight_sync.relay import Relay
 from rlsys.weight_sync.sync import Bucket, Manifest
 
@@ -97,7 +97,7 @@ class Node:
     async def announce(self, announcement: Announcement) -> None:
         await self._call(self.relay.announce(announcement))
 
-    async def accept(self, version: int, sources: Sequence[Peer]) -> None:
+    async def accept(self, version: int, sources: Sequence[RelayPeer]) -> None:
         await self._call(self.relay.accept(version, sources))
 
     async def give(self, bucket: str, *, wait: bool) -> Ref:

@@ -13,9 +13,10 @@ from rlsys.types import POLICY, Sampling
 from rlsys.weight_sync.relay import Relay
 from workers.engines.engine import EngineSpec
 from workers.ray.cluster import NO_MATHS, Resources, node_ids
-from workers.ray.pool import PoolSpec, RewardPool
+from workers.ray.pool import PoolSpec
 from workers.ray.remote_proxy import Remote, start
 from workers.relay.relay_pool import RayRelays
+from workers.reward.reward_pool import RewardPool
 from workers.reward.reward_worker import RewardModelSpec, RewardWorker
 from workers.rollout.generator import WeightChange
 from workers.rollout.partial_responses import Partials

@@ -12,9 +12,10 @@ from rlsys.contracts import PinnedRollouts, Rewards, Rollouts, StepAnnotator, Wo
 from rlsys.errors import WorkerError
 from rlsys.types import POLICY
 from workers.engines.engine import EngineChoice
-from workers.ray.pool import Pool, RewardPool
+from workers.ray.pool import Pool
 from workers.ray.remote_proxy import Remote
 from workers.relay.relay_pool import RayRelays
+from workers.reward.reward_pool import RewardPool
 from workers.rollout.partial_responses import Partials
 from workers.rollout.rollout_pool import PinnedRolloutPool, RolloutPool
 from workers.rollout.rollout_worker import RolloutWorker

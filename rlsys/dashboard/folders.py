@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from rlsys.dashboard.files import inside
 from rlsys.dashboard.http_problems import NoSuch
+from rlsys.dashboard.run_files import inside
 
 EVENTS, METRICS, CONFIG = "events.jsonl", "metrics.jsonl", "config.resolved.yaml"
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TypeAlias
 
 from rlsys.dashboard.event_decoding import UnknownKind, Unreadable, decode, decode_metrics
-from rlsys.dashboard.files import Chunk, Tail
 from rlsys.dashboard.groups import Groups
 from rlsys.dashboard.replicas import Replicas
 from rlsys.dashboard.responses import LogLine
+from rlsys.dashboard.run_files import Chunk, Tail
 from rlsys.dashboard.series import SeriesColumns
 from rlsys.dashboard.spans import PREFIX, Spans
 from rlsys.monitoring.alerts import Alarms

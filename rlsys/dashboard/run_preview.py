@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from rlsys.dashboard.configs import changed_at, read_config
 from rlsys.dashboard.event_decoding import UnknownKind, Unreadable, decode, decode_metrics
-from rlsys.dashboard.files import Tail
 from rlsys.dashboard.folders import EVENTS, METRICS, RunFolder, size_of
 from rlsys.dashboard.history import EventHistory
+from rlsys.dashboard.run_files import Tail
 from rlsys.monitoring.events import Event, PhaseDone, RunEnded, RunStarted, WorkerFailed
 
 _SECTIONS = ("run", "model", "algorithm", "alerts")

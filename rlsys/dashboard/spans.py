@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TypeAlias
 
-from rlsys.dashboard.files import CHUNK_BYTES, Chunk
+from rlsys.dashboard.run_files import CHUNK_BYTES, Chunk
 
 PREFIX = b'{"kind":"worker_busy"'
 """What a line of these begins with, as `JsonlSink` writes it."""

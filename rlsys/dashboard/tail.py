@@ -11,9 +11,9 @@ from typing import TextIO
 
 from rlsys.dashboard.configs import read_config
 from rlsys.dashboard.event_decoding import UnknownKind, Unreadable, decode
-from rlsys.dashboard.files import Tail
 from rlsys.dashboard.folders import RunFolder
 from rlsys.dashboard.http_problems import NoSuch
+from rlsys.dashboard.run_files import Tail
 from rlsys.monitoring.alerts import Alarms
 from rlsys.monitoring.events import AlertRaised, Event, PhaseDone, RunEnded, RunStarted, StepDone
 from rlsys.monitoring.trackers.console import ConsoleSink, note_of

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from rlsys.config import Config
 from rlsys.errors import Interrupted
+from rlsys.launch.cluster_run import LOOK_S, phase, run_end_emitted, set_up_workers, train_in_cluster
 from rlsys.launch.dashboard_process import dashboard_beside
 from rlsys.launch.preflight import Data, checkpoint_to_resume, write_run_dir
 from rlsys.launch.tracker_setup import trackers_of
 from rlsys.launch.train_result import FirstStep, Summary, TrainResult
-from rlsys.launch.train_run import LOOK_S, crew_ready, ends_told, phase, train_in_cluster
 from rlsys.loop.build_driver import build_driver
 from rlsys.loop.driver import Driver
 from rlsys.loop.multi_policy import Joint, train_jointly
@@ -76,7 +76,7 @@ def _train_all(
         await _train_on_cluster(config, data, runs, shared, began, interruptible)
         result.steps = min(run.result.steps for run in runs.values())
 
-    with ends_told([*((run.events, run.result) for run in runs.values()), (shared, result)]):
+    with run_end_emitted([*((run.events, run.result) for run in runs.values()), (shared, result)]):
         asyncio.run(train_in_cluster(config, shared, trains))
     return result
 
@@ -92,15 +92,15 @@ async def _train_on_cluster(
     """Start the workers, train all policies, end the workers. Raises `Interrupted` if the user stopped any of it."""
     from workers.worker_set import WorkerSet
 
-    crew = WorkerSet.of(config)
+    workers = WorkerSet.of(config)
     try:
-        await crew_ready(crew, shared)
-        joint, progress = Joint(crew.rollouts, crew.rewards), Progress()
+        await set_up_workers(workers, shared)
+        joint, progress = Joint(workers.rollouts, workers.rewards), Progress()
         drivers: dict[str, Driver] = {}
         for name, run in runs.items():
-            workers = crew.lines[name].workers(joint.rollouts(name), joint.rewards(name))
+            own = workers.lines[name].workers(joint.rollouts(name), joint.rewards(name))
             tasks = copy(data.train)  # the tasks are shared, the place in them is not
-            drivers[name] = build_driver(run.config, workers, tasks, run.events, progress=progress, look_s=LOOK_S)
+            drivers[name] = build_driver(run.config, own, tasks, run.events, progress=progress, look_s=LOOK_S)
         starts = await _restored(runs, drivers)
         for name, run in runs.items():
             run.events.emit(RunStarted(str(run.config.run_dir), starts[name], run.config.run.steps))
@@ -108,7 +108,7 @@ async def _train_on_cluster(
         interruptible.stop = lambda: [driver.stop() for driver in drivers.values()]
         reached = await train_jointly(joint, drivers, starts)
     finally:
-        await crew.close()
+        await workers.close()
     if interruptible.signal is not None and any(reached[name] < run.config.run.steps for name, run in runs.items()):
         steps = ", ".join(f"{name} after step {step}" for name, step in reached.items())
         raise Interrupted(f"interrupted: {steps}; all is saved, go on with run.resume=auto", interruptible.signal)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -24,7 +25,6 @@ from rlsys.errors import ConfigError, NoSignal, NothingToTrain, PayloadLost, Rls
 from rlsys.loop.checkpoint import STEP
 from rlsys.loop.failed_step import CONFIG, GROUPS, FailedStep
 from rlsys.loop.run_state import save_models
-from rlsys.loop.step_metrics import united
 from rlsys.types import Group, PolicyVersion, Ref
 
 T = TypeVar("T")
@@ -153,7 +153,7 @@ class Learner:
             except TrainingError as error:
                 kept = await self._keep(groups, settled.groups, version, name, error)
                 raise TrainingError(f"{error}\n{kept}", error.update) from error
-        self.past = metrics = united(*(of_model.metrics for of_model in stats), settled.metrics)
+        self.past = metrics = merge_metrics(*(of_model.metrics for of_model in stats), settled.metrics)
         return StepResult(groups, settled.groups, TrainStats(metrics, sum(of_model.train_s for of_model in stats)))
 
     def _settled(self, groups: Sequence[Group]) -> StepAdvantages:
@@ -211,6 +211,17 @@ class Learner:
         except (RlsysError, OSError) as problem:
             return f"the step could not be kept for `rlsys replay`: {problem}"
         return f"the step is kept; to compute it again, sample by sample: rlsys replay {folder}"
+
+
+def merge_metrics(*parts: Mapping[str, float]) -> dict[str, float]:
+    """All metrics of a step. Raises `ConfigError` if two parts report one by the same name: none may hide another."""
+    names = Counter(name for part in parts for name in part)
+    if twice := sorted(name for name, count in names.items() if count > 1):
+        raise ConfigError(
+            f"the metrics {', '.join(twice)} are reported twice in one step; what an algorithm or stabilizer reports "
+            "needs names of its own"
+        )
+    return {name: value for part in parts for name, value in part.items()}
 
 
 async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from math import ceil
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING
 
 from rlsys.contracts import Busy
-from rlsys.errors import ConfigError
 from rlsys.loop.group_queue import GroupQueue
+from rlsys.loop.learner import StepResult, merge_metrics
 from rlsys.monitoring.event_builders import emit_busy
 from rlsys.monitoring.events import Events
 from rlsys.monitoring.metric_catalog import STALENESS_BUCKETS
 from rlsys.types import Group, OutcomeKind, PolicyVersion
 from rlsys.util.deadlines import Progress
-
-if TYPE_CHECKING:
-    from rlsys.loop.learner import StepResult
 
 ACTIVITY_OF = {
     "rollout": "generating",
@@ -152,18 +148,7 @@ def step_metrics(learned: StepResult, version: PolicyVersion, queue: GroupQueue,
     }
     own = {**_rewards(groups), **_lengths(groups), **_staleness(groups, version, queue), **_probes(groups)}
     own |= _agents(groups)
-    return united(own, times, speeds, learned.stats.metrics)
-
-
-def united(*parts: Mapping[str, float]) -> dict[str, float]:
-    """All metrics of a step. Raises `ConfigError` if two parts report one by the same name: none may hide another."""
-    names = Counter(name for part in parts for name in part)
-    if twice := sorted(name for name, count in names.items() if count > 1):
-        raise ConfigError(
-            f"the metrics {', '.join(twice)} are reported twice in one step; what an algorithm or stabilizer reports "
-            "needs names of its own"
-        )
-    return {name: value for part in parts for name, value in part.items()}
+    return merge_metrics(own, times, speeds, learned.stats.metrics)
 
 
 def _rewards(groups: Sequence[Group]) -> dict[str, float]:

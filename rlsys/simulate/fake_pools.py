@@ -49,7 +49,7 @@ class Fault(Enum):
     """The judge raises on every episode of the group."""
 
 
-class Pool:
+class FakePool:
     """Named members that a fault takes down and `restart` replaces: `rollout-0` by `rollout-0.1`."""
 
     def __init__(self, world: FakeWorld, kind: str, size: int, faults: Mapping[int, Fault]) -> None:
@@ -109,7 +109,7 @@ class Pool:
         return fault
 
 
-class FakeRollouts(Pool):
+class FakeRollouts(FakePool):
     """Implements `Rollouts`: episodes as `FakeWorld.play` has them, sampled from whatever version the relay holds."""
 
     def __init__(
@@ -267,7 +267,7 @@ class FakeJointRollouts(FakeRollouts):
         return Episode((root, *(replace(other, reward=reward, parent=0) for other in others)))
 
 
-class FakeRewards(Pool):
+class FakeRewards(FakePool):
     """Implements `Rewards` by `FakeWorld.scores`."""
 
     def __init__(self, world: FakeWorld) -> None:

@@ -18,7 +18,7 @@ MAX_BUCKETS = 32
 ACTOR_NODE = "actor"
 
 
-class Cluster(FakeWorld):
+class SimCluster(FakeWorld):
     """One relay on the actor's node, then one for each node with rollouts; an actor that takes a profile's time."""
 
     def __init__(self, profile: Profile) -> None:

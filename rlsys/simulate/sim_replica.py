@@ -10,7 +10,7 @@ from dataclasses import replace
 from rlsys.contracts import Busy, RolledOut
 from rlsys.errors import WorkerDied
 from rlsys.simulate.fake_pools import now
-from rlsys.simulate.sim_cluster import Cluster
+from rlsys.simulate.sim_cluster import SimCluster
 from rlsys.simulate.sim_engine import SimEngine
 from rlsys.simulate.sim_session import Environments, Rounds, SimPlay, TurnRouter
 from rlsys.simulate.workload import Workload
@@ -21,7 +21,7 @@ class SimReplica:
     """Plays groups; takes in weights when a group asks for newer ones than it holds."""
 
     def __init__(
-        self, name: str, cluster: Cluster, node: int, workload: Workload, environments: Environments | None = None
+        self, name: str, cluster: SimCluster, node: int, workload: Workload, environments: Environments | None = None
     ) -> None:
         """It pulls from the relay of its node. `environments` are shared by all replicas; None: there is one for every
         episode."""

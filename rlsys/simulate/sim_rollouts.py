@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from rlsys.contracts import RolledOut
 from rlsys.errors import WorkerDied
 from rlsys.loop.router import Router, request_weight
-from rlsys.simulate.fake_pools import Pool
-from rlsys.simulate.sim_cluster import Cluster
+from rlsys.simulate.fake_pools import FakePool
+from rlsys.simulate.sim_cluster import SimCluster
 from rlsys.simulate.sim_replica import SimReplica
 from rlsys.simulate.sim_session import Environments, TurnRouter
 from rlsys.simulate.workload import Workload
@@ -25,10 +25,10 @@ class _Routed:
     weight: int
 
 
-class SimRollouts(Pool):
+class SimRollouts(FakePool):
     """Replicas of one profile, the `Router` of runs before them."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: SimCluster) -> None:
         profile = cluster.profile
         super().__init__(cluster, "rollout", profile.num_replicas, {})
         self._cluster, self._workload = cluster, Workload(profile)

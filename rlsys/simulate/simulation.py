@@ -23,7 +23,7 @@ from rlsys.simulate.fake_pools import FakeRewards, now
 from rlsys.simulate.fake_training import FakeActor, FakeRelays
 from rlsys.simulate.fake_world import tasks
 from rlsys.simulate.profile import Profile
-from rlsys.simulate.sim_cluster import Cluster
+from rlsys.simulate.sim_cluster import SimCluster
 from rlsys.simulate.sim_engine import Used
 from rlsys.simulate.sim_report import Report
 from rlsys.simulate.sim_rollouts import SimRollouts
@@ -87,7 +87,7 @@ class Simulation:
 
     async def _run(self, folder: Path) -> None:
         profile = self.profile
-        self.world = Cluster(profile)
+        self.world = SimCluster(profile)
         self.rollouts, self.actor = SimRollouts(self.world), FakeActor(self.world)
         workers = Workers(self.rollouts, FakeRewards(self.world), self.actor, FakeRelays(self.world))
         # The pipe stays full to the end: the run has one more pipe of steps, and is stopped when there are enough.

@@ -26,10 +26,11 @@ from rlsys.simulate.fake_training import FakeActor, FakeCritic, FakeReference, F
 from rlsys.simulate.fake_world import FakeWorld, RewardAsAdvantage, tasks
 from rlsys.simulate.virtual_clock import VirtualLoop, run_virtual
 from rlsys.testing.fake_environment import FakeEnvironment
-from rlsys.testing.fake_run import FakeRun, PartialStream
+from rlsys.testing.fake_run import EventRecorder, FakeRun
 from rlsys.testing.scripted_policy import ScriptedPolicy, played
 
 __all__ = [
+    "EventRecorder",
     "FakeActor",
     "FakeCritic",
     "FakeEnvironment",
@@ -42,7 +43,6 @@ __all__ = [
     "FakeRun",
     "FakeWorld",
     "Fault",
-    "PartialStream",
     "RewardAsAdvantage",
     "ScriptedPolicy",
     "VirtualLoop",

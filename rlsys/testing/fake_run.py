@@ -49,7 +49,7 @@ LEAST: Mapping[str, Mapping[str, object]] = {
 
 
 @dataclass
-class PartialStream:
+class EventRecorder:
     """A sink that keeps every event."""
 
     events: list[Event] = field(default_factory=list)
@@ -83,7 +83,7 @@ class FakeRun:
         reply: Callable[[str], str] | None = None,
         gradients: MakesGradients | None = None,
         workers: Workers | None = None,
-        recorder: PartialStream | None = None,
+        recorder: EventRecorder | None = None,
         progress: Progress | None = None,
         **sections: object,
     ) -> None:
@@ -95,7 +95,7 @@ class FakeRun:
         """
         self.config = config = fake_config(folder, sections)
         self.world = world = world or FakeWorld()
-        self.recorder = recorder or PartialStream()
+        self.recorder = recorder or EventRecorder()
         world.trains_policy = config.algorithm.trains_policy
         world.synchronous_steps = config.stabilizer.synchronous_steps if config.stabilizer else 0
         if reply is not None:

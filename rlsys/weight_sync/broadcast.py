@@ -49,7 +49,7 @@ def best_chunks(num_relays: int, num_bytes: float, bytes_per_s: float, hop_s: fl
     return min(sorted(near), key=lambda k: broadcast_s(num_relays, num_bytes, k, bytes_per_s, hop_s))
 
 
-class Peer(Protocol):
+class RelayPeer(Protocol):
     """Another relay, as a relay sees it. Its methods are those of `Relay`; they also raise `WorkerDied`."""
 
     @property
@@ -58,18 +58,18 @@ class Peer(Protocol):
     async def give(self, bucket: str, *, wait: bool) -> Ref: ...
 
 
-class Neighbour(Peer, Protocol):
+class Neighbour(RelayPeer, Protocol):
     """A relay that one which lost everything is filled from."""
 
     async def held(self) -> Holding: ...
 
 
-class ChainMember(Peer, Protocol):
+class ChainMember(RelayPeer, Protocol):
     """A relay, as `broadcast` sees it."""
 
     async def announce(self, announcement: Announcement) -> None: ...
 
-    async def accept(self, version: PolicyVersion, sources: Sequence[Peer]) -> None: ...
+    async def accept(self, version: PolicyVersion, sources: Sequence[RelayPeer]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from rlsys.contracts import Arrival
 from rlsys.errors import WeightsMismatch, WorkerDied, WorkerError, first_of
 from rlsys.types import PolicyVersion, Ref
 from rlsys.util.deadlines import remote
-from rlsys.weight_sync.broadcast import FAILURES, TRIES, Announcement, Holding, Neighbour, Peer
+from rlsys.weight_sync.broadcast import FAILURES, TRIES, Announcement, Holding, Neighbour, RelayPeer
 from rlsys.weight_sync.sync import Manifest, with_deadline
 
 IN_FLIGHT = 3
@@ -97,7 +97,7 @@ class Relay:
             self._changed.notify_all()
 
     @remote("taking in version {version}", patience=TRIES)
-    async def accept(self, version: PolicyVersion, sources: Sequence[Peer]) -> None:
+    async def accept(self, version: PolicyVersion, sources: Sequence[RelayPeer]) -> None:
         """Take in an announced version: pull the buckets not held yet, in order, from the first of `sources` that can
         give them, at last from the actor. Returns once it is complete, or given up because newer ones overtook it.
 
@@ -195,7 +195,7 @@ class Relay:
         except FAILURES:
             return Holding((), None)  # whoever supervises it will notice
 
-    async def _take_in(self, version: PolicyVersion, sources: Sequence[Peer], *, wait: bool) -> None:
+    async def _take_in(self, version: PolicyVersion, sources: Sequence[RelayPeer], *, wait: bool) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: self._pulling is None or self._is_overtaken(version))
             if version in self._complete or self._is_overtaken(version):
@@ -218,7 +218,7 @@ class Relay:
                 self._evict(self._keep)
                 self._changed.notify_all()
 
-    async def _pull(self, announcement: Announcement, sources: list[Peer], wait: bool) -> None:
+    async def _pull(self, announcement: Announcement, sources: list[RelayPeer], wait: bool) -> None:
         """Bring what is missing here. `sources` loses those that fail."""
         manifest, origin = announcement.manifest, announcement.origin
         held = self._buckets.keys() - self._borrowed
@@ -238,7 +238,7 @@ class Relay:
         except BaseExceptionGroup as errors:
             raise first_of(errors) from None
 
-    async def _take(self, bucket: str, version: PolicyVersion, sources: list[Peer], wait: bool) -> None:
+    async def _take(self, bucket: str, version: PolicyVersion, sources: list[RelayPeer], wait: bool) -> None:
         """Bring one bucket here from the first source that gives it whole. A source that fails is not asked again."""
         phase = f"sending a bucket of version {version} to {self.name}"
         while True:

@@ -21,8 +21,9 @@ from rlsys.types import Episode, Group, Score, Task, Trajectory, Turn, VersionSp
 from tests.groups import group
 from workers.ray.batched_calls import CallStream, answer_in_chunks
 from workers.ray.cluster import NO_MATHS, node_ids
-from workers.ray.pool import PoolSpec, RewardPool
+from workers.ray.pool import PoolSpec
 from workers.ray.remote_proxy import Remote, start
+from workers.reward.reward_pool import RewardPool
 from workers.reward.reward_worker import RewardWorker
 from workers.train.actor_rank import ActorRank
 from workers.train.reference_worker import ReferenceWorker

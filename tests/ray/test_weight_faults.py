@@ -19,7 +19,7 @@ from rlsys.loop.build_driver import build_driver
 from rlsys.monitoring.events import Events
 from rlsys.monitoring.trackers.jsonl import JsonlSink
 from rlsys.types import POLICY, Sampling
-from rlsys.weight_sync.broadcast import Peer
+from rlsys.weight_sync.broadcast import RelayPeer
 from rlsys.weight_sync.relay import Relay, Store
 from rlsys.weight_sync.sync import Manifest
 from tests.jobs import config_of
@@ -50,7 +50,7 @@ class LyingRelay(Relay):
         self._before: tuple[Manifest, list[Any]] | None = None
         self._has_lied = False
 
-    async def accept(self, version: int, sources: Sequence[Peer]) -> None:
+    async def accept(self, version: int, sources: Sequence[RelayPeer]) -> None:
         await super().accept(version, sources)
         if version == FAULTY - 1:
             self._before = await super().newest(version)

@@ -12,7 +12,7 @@ from rlsys.contracts import Workers
 from rlsys.loop.driver import Driver
 from rlsys.loop.multi_policy import Joint, train_jointly
 from rlsys.monitoring.events import Event, GroupDropped, GroupReissued, StepDone, WorkerFailed
-from rlsys.testing import FakeActor, FakeJointRollouts, FakeRelays, FakeRewards, FakeWorld, PartialStream, run_virtual
+from rlsys.testing import EventRecorder, FakeActor, FakeJointRollouts, FakeRelays, FakeRewards, FakeWorld, run_virtual
 from rlsys.testing.fake_run import start_of
 from rlsys.types import PolicyVersion
 from rlsys.util.deadlines import Progress
@@ -22,7 +22,7 @@ from tests.simulate.world import driver_on
 STEPS = 8
 
 
-class Diary(PartialStream):
+class Diary(EventRecorder):
     """What became of the groups of one policy."""
 
     @property

@@ -23,11 +23,11 @@ from rlsys.loop.curriculum import Curriculum
 from rlsys.loop.driver import Driver
 from rlsys.monitoring.events import EpisodeGrafted, GroupReissued, StepDone
 from rlsys.testing import (
+    EventRecorder,
     FakeActor,
     FakeReference,
     FakeRewards,
     FakeWorld,
-    PartialStream,
     RewardAsAdvantage,
     run_virtual,
 )
@@ -73,9 +73,9 @@ class Remembering(FakeActor):
         return await super().train_step(plan, columns)
 
 
-def curated(world: FakeWorld, folder: Path, rules: Rules, **limits: Any) -> tuple[Driver, Remembering, PartialStream]:
+def curated(world: FakeWorld, folder: Path, rules: Rules, **limits: Any) -> tuple[Driver, Remembering, EventRecorder]:
     """A driver whose rewards are `ByTask`, its actor, and what it says."""
-    actor, recorder = Remembering(world), PartialStream()
+    actor, recorder = Remembering(world), EventRecorder()
     workers = limits.pop("workers", None) or replace(world.workers(), rewards=ByTask(world))
     driver = driver_on(
         world,
@@ -88,7 +88,7 @@ def curated(world: FakeWorld, folder: Path, rules: Rules, **limits: Any) -> tupl
     return driver, actor, recorder
 
 
-def counted(recorder: PartialStream, name: str) -> list[float]:
+def counted(recorder: EventRecorder, name: str) -> list[float]:
     return [e.metrics[f"curation/{name}"] for e in recorder.of(StepDone)]
 
 
@@ -190,7 +190,7 @@ def grafting_workers(world: FakeWorld) -> Workers:
     )
 
 
-def grafted(world: FakeWorld, folder: Path, **limits: Any) -> tuple[Driver, Remembering, PartialStream]:
+def grafted(world: FakeWorld, folder: Path, **limits: Any) -> tuple[Driver, Remembering, EventRecorder]:
     driver, actor, recorder = curated(
         world,
         folder,
@@ -311,7 +311,7 @@ def test_a_graft_that_fails_is_made_again_and_the_group_not_scored_again(tmp_pat
 
 
 def test_a_grafted_group_survives_a_resume_and_stored_successes_do_not(tmp_path):
-    def driver() -> tuple[Driver, Remembering, PartialStream]:
+    def driver() -> tuple[Driver, Remembering, EventRecorder]:
         world = FakeWorld(**UNEVEN)
         workers = replace(world.workers(), rewards=MostlyFailing(world))
         return curated(world, tmp_path, Rules(stored_successes=5), workers=workers, steps=20, max_staleness=8)

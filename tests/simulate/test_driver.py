@@ -20,12 +20,12 @@ from rlsys.loop.driver import Driver
 from rlsys.monitoring.events import GroupDropped, GroupReissued, StepDone, WorkerFailed, WorkerRestarted
 from rlsys.replay.rollout_log import read_groups
 from rlsys.testing import (
+    EventRecorder,
     FakeReference,
     FakeRewards,
     FakeRollouts,
     FakeWorld,
     Fault,
-    PartialStream,
     VirtualLoop,
     run_virtual,
 )
@@ -69,7 +69,7 @@ def test_the_bound_is_reached_so_it_is_not_loose(tmp_path):
 
 def test_staleness_zero_never_generates_while_training(tmp_path):
     world = FakeWorld()
-    recorder = PartialStream()
+    recorder = EventRecorder()
     run_virtual(driver_on(world, tmp_path, recorder=recorder).run(0))
     assert set(world.staleness) == {0}
     steps = recorder.of(StepDone)
@@ -78,7 +78,7 @@ def test_staleness_zero_never_generates_while_training(tmp_path):
 
 def test_asynchrony_overlaps_generation_with_training(tmp_path):
     def duration_s(max_staleness: int) -> float:
-        recorder = PartialStream()
+        recorder = EventRecorder()
         world = FakeWorld(rollout_s=lambda group_id: 2.0, train_s=lambda version: 2.0)
         run_virtual(
             driver_on(
@@ -166,7 +166,7 @@ def test_groups_whose_payload_is_lost_are_issued_again_and_the_same_tasks_are_co
 
 @pytest.mark.parametrize("call", LOSABLE)
 def test_a_lost_payload_is_told_and_its_group_keeps_its_number_and_its_place(tmp_path, call):
-    recorder = PartialStream()
+    recorder = EventRecorder()
     world = FakeWorld(payload_losses={call: {1}})
     driver = driver_on(
         world, tmp_path, max_staleness=2, checkpoint_every=1, signals=frozenset(Signal), recorder=recorder
@@ -209,7 +209,7 @@ def test_a_group_outlives_failures_of_every_kind_as_long_as_none_comes_three_tim
 
 def test_a_loss_that_is_noticed_late_is_not_laid_on_the_next_attempt(tmp_path):
     """Two losses would end the run; the judges notice the annotator's while their groups' next attempts are trained."""
-    recorder = PartialStream()
+    recorder = EventRecorder()
     world = FakeWorld(
         rollout_s=lambda group_id: 1.0 if group_id < 3 else 3.0,
         reward_s=lambda group_id: 1.0,
@@ -248,7 +248,7 @@ def test_an_attempt_that_is_over_and_gives_nothing_to_train_is_no_reason_to_drop
 
 def test_signals_are_added_while_other_groups_are_still_rolled_out(tmp_path):
     def duration_s(num_slow: int) -> float:
-        recorder = PartialStream()
+        recorder = EventRecorder()
         world = FakeWorld(rollout_s=lambda group_id: 1.0 + group_id % 3, annotate_s=lambda group_id: 1.0 * num_slow)
         driver = driver_on(world, tmp_path / str(num_slow), signals=frozenset(Signal), recorder=recorder)
         run_virtual(driver.run(0))
@@ -271,7 +271,7 @@ def test_an_annotator_that_fails_ends_the_run_with_its_words(tmp_path):
 
 
 def test_a_group_whose_replica_died_is_rolled_out_elsewhere_before_the_replacement_is_ready(tmp_path):
-    recorder = PartialStream()
+    recorder = EventRecorder()
     world = FakeWorld(rollout_faults={0: Fault.DIES}, restart_s=1000.0)
     run_virtual(driver_on(world, tmp_path, recorder=recorder).run(0))
     assert [type(e).__name__ for e in recorder.events if isinstance(e, WorkerFailed | WorkerRestarted)] == [
@@ -281,7 +281,7 @@ def test_a_group_whose_replica_died_is_rolled_out_elsewhere_before_the_replaceme
 
 
 def test_a_suspended_process_neither_gives_up_nor_takes_its_workers_for_dead(tmp_path):
-    recorder = PartialStream()
+    recorder = EventRecorder()
     world = FakeWorld(rollout_s=lambda group_id: 20.0)
 
     async def main() -> None:
@@ -296,7 +296,7 @@ def test_a_suspended_process_neither_gives_up_nor_takes_its_workers_for_dead(tmp
 
 
 def test_a_dead_replica_is_replaced_once_and_its_groups_are_issued_again(tmp_path):
-    recorder = PartialStream()
+    recorder = EventRecorder()
     world = FakeWorld(rollout_faults={0: Fault.DIES})
     driver = driver_on(world, tmp_path, recorder=recorder)
     run_virtual(driver.run(0))
@@ -312,7 +312,7 @@ def test_a_dead_worker_is_told_once_however_many_groups_hit_it(tmp_path):
                 raise WorkerDied(owner, f"rolling out group {assignment.group_id}", "the process is gone")
             return await super().run(assignment)
 
-    recorder, world = PartialStream(), FakeWorld(num_replicas=1)
+    recorder, world = EventRecorder(), FakeWorld(num_replicas=1)
     workers = replace(world.workers(), rollouts=Rollouts(world))
     driver = driver_on(world, tmp_path, recorder=recorder, workers=workers)
     run_virtual(driver.run(0))
@@ -323,8 +323,8 @@ def test_a_dead_worker_is_told_once_however_many_groups_hit_it(tmp_path):
 
 
 def test_a_relay_that_dies_is_told_and_nobody_waits_for_it(tmp_path):
-    def run(folder: Path, deaths_s: Sequence[float]) -> tuple[float, PartialStream, FakeWorld]:
-        world, recorder, loop = FakeWorld(relay_deaths_s=deaths_s), PartialStream(), VirtualLoop()
+    def run(folder: Path, deaths_s: Sequence[float]) -> tuple[float, EventRecorder, FakeWorld]:
+        world, recorder, loop = FakeWorld(relay_deaths_s=deaths_s), EventRecorder(), VirtualLoop()
         driver = driver_on(world, folder, recorder=recorder)
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
             assert runner.run(driver.run(0)) == 6
@@ -338,7 +338,7 @@ def test_a_relay_that_dies_is_told_and_nobody_waits_for_it(tmp_path):
 
 
 def test_a_checkpoint_holds_the_hash_of_every_version_its_groups_have_and_waits_for_no_other(tmp_path):
-    recorder = PartialStream()
+    recorder = EventRecorder()
     world = FakeWorld(broadcast_s=7.0, train_s=lambda version: 30.0)
     driver = driver_on(world, tmp_path, steps=3, max_staleness=2, checkpoint_every=1, recorder=recorder)
     run_virtual(driver.run(0))
@@ -366,7 +366,7 @@ def test_whoever_stops_a_run_need_not_wait_for_relays_that_are_gone(tmp_path):
 
 
 def test_a_replica_with_weights_nobody_published_is_caught_before_its_tokens_are_trained(tmp_path):
-    recorder = PartialStream()
+    recorder = EventRecorder()
     world = FakeWorld(rollout_faults={4: Fault.WRONG_WEIGHTS})
     run_virtual(driver_on(world, tmp_path, recorder=recorder).run(0))
     assert len(recorder.of(WorkerRestarted)) == 1
@@ -380,7 +380,7 @@ def test_work_that_fails_every_time_ends_the_run_naming_the_worker(tmp_path):
 
 
 def test_a_group_nobody_can_judge_is_dropped_and_replaced(tmp_path):
-    recorder = PartialStream()
+    recorder = EventRecorder()
     world = FakeWorld(reward_faults={1: Fault.FAILS, 5: Fault.FAILS})
     driver = driver_on(world, tmp_path, recorder=recorder)
     run_virtual(driver.run(0))

@@ -20,12 +20,12 @@ from rlsys.loop.driver import Driver
 from rlsys.loop.evaluation import EvalRules, EvaluationLane, Evaluator
 from rlsys.monitoring.events import EvalDone, Event, StepDone, WorkerRestarted
 from rlsys.testing import (
+    EventRecorder,
     FakePinnedRollouts,
     FakeRewards,
     FakeRollouts,
     FakeWorld,
     Fault,
-    PartialStream,
     run_virtual,
     tasks,
 )
@@ -53,7 +53,7 @@ class TellingWorld(FakeWorld):
 def evaluated(
     world: FakeWorld,
     folder: Path,
-    recorder: PartialStream,
+    recorder: EventRecorder,
     *,
     every: int = 2,
     steps: int = 6,
@@ -79,7 +79,7 @@ def evaluated(
     return driver
 
 
-def steps_of(recorder: PartialStream, dataset: str = "held_out") -> list[int]:
+def steps_of(recorder: EventRecorder, dataset: str = "held_out") -> list[int]:
     """Steps evaluated on a data set, in the order in which they ended."""
     return [e.step for e in recorder.of(EvalDone) if e.dataset == dataset]
 
@@ -128,7 +128,7 @@ def test_every_version_that_is_due_is_measured_and_no_other_under_any_latencies(
         num_eval_replicas=replicas,
         weight_change="inflight" if inflight else "between",
     )
-    recorder = PartialStream()
+    recorder = EventRecorder()
     with TemporaryDirectory() as folder:
         driver = evaluated(world, Path(folder), recorder, every=every, steps=7, max_staleness=max_staleness)
         assert run_virtual(driver.run(0)) == 7
@@ -140,7 +140,7 @@ def test_every_version_that_is_due_is_measured_and_no_other_under_any_latencies(
 
 
 def test_it_equals_an_evaluation_of_that_version_without_training(tmp_path):
-    recorder = PartialStream()
+    recorder = EventRecorder()
     run_virtual(evaluated(TellingWorld(), tmp_path, recorder).run(0))
     for done in recorder.of(EvalDone):
         world = FakeWorld()
@@ -152,7 +152,7 @@ def test_it_equals_an_evaluation_of_that_version_without_training(tmp_path):
 
 
 def test_every_evaluation_is_a_file_with_its_measures_and_the_hash_of_the_weights(tmp_path):
-    recorder = PartialStream()
+    recorder = EventRecorder()
     run_virtual(evaluated(FakeWorld(), tmp_path, recorder, every=4).run(0))
     files = sorted(str(p.relative_to(tmp_path)) for p in (tmp_path / "evaluations").rglob("*") if p.is_file())
     names = [f"{dataset}/step_00000{step}.json" for dataset in ("hard", "held_out") for step in (0, 4, 6)]
@@ -166,7 +166,7 @@ def test_every_evaluation_is_a_file_with_its_measures_and_the_hash_of_the_weight
 
 
 def test_training_goes_on_while_a_version_is_measured(tmp_path):
-    recorder = PartialStream()
+    recorder = EventRecorder()
     world = FakeWorld(eval_s=lambda group_id: 3.0)
     run_virtual(evaluated(world, tmp_path, recorder, every=6).run(0))
     kinds = [(type(e).__name__, e.step) for e in recorder.events if isinstance(e, StepDone | EvalDone)]
@@ -178,7 +178,7 @@ def test_an_evaluation_changes_nothing_of_what_is_trained(tmp_path):
     def trained(every: int | None) -> FakeWorld:
         world = FakeWorld(train_s=latencies(1, 3.0), rollout_s=latencies(2, 9.0), eval_s=latencies(3, 40.0))
         folder = tmp_path / str(every)
-        driver = evaluated(world, folder, PartialStream(), every=every) if every else driver_on(world, folder)
+        driver = evaluated(world, folder, EventRecorder(), every=every) if every else driver_on(world, folder)
         run_virtual(driver.run(0))
         return world
 
@@ -186,21 +186,21 @@ def test_an_evaluation_changes_nothing_of_what_is_trained(tmp_path):
 
 
 def test_the_learner_waits_for_an_evaluation_only_where_the_next_is_due(tmp_path):
-    recorder = PartialStream()
+    recorder = EventRecorder()
     run_virtual(evaluated(FakeWorld(eval_s=lambda group_id: 20.0), tmp_path, recorder, every=2).run(0))
     assert [e.metrics["time/eval_wait"] > 0 for e in recorder.of(StepDone)] == [False, False, True, False, True, False]
     assert steps_of(recorder) == [0, 2, 4, 6]
 
 
 def test_the_learner_waits_until_the_version_is_pinned(tmp_path):
-    recorder = PartialStream()
+    recorder = EventRecorder()
     run_virtual(evaluated(FakeWorld(broadcast_s=5.0), tmp_path, recorder, every=3).run(0))
     waited = [e.metrics["time/eval_wait"] for e in recorder.of(StepDone)]
     assert waited == pytest.approx([5.0, 0, 0, 5.0, 0, 0])
 
 
 def test_the_end_of_the_run_waits_for_the_last_evaluation_which_is_progress(tmp_path):
-    recorder = PartialStream()
+    recorder = EventRecorder()
     world = FakeWorld(eval_s=lambda group_id: 90.0)
     run_virtual(evaluated(world, tmp_path, recorder, every=100, steps=3, no_progress_s=100.0).run(0))
     assert steps_of(recorder) == [0, 3]
@@ -213,7 +213,7 @@ def test_an_evaluation_that_stands_still_ends_the_run_and_is_named(tmp_path, ver
     hanging = dict.fromkeys(range(answered, 1000), Fault.HANGS)
     world = FakeWorld(eval_faults=hanging, lease_s=1e6)
     with pytest.raises(NoProgress, match=rf"nothing moved for 500 s(.|\n)*evaluation of version {version}"):
-        run_virtual(evaluated(world, tmp_path, PartialStream(), no_progress_s=500.0).run(0))
+        run_virtual(evaluated(world, tmp_path, EventRecorder(), no_progress_s=500.0).run(0))
 
 
 # --------------------------------------------------------------------------------------------------------- faults
@@ -229,7 +229,7 @@ def test_an_evaluation_that_stands_still_ends_the_run_and_is_named(tmp_path, ver
 )
 def test_whatever_dies_the_measures_are_the_same_and_so_is_the_training(eval_faults, reward_faults, replicas):
     def run(**faults) -> tuple[dict, int]:
-        recorder, world = PartialStream(), TellingWorld(num_eval_replicas=replicas, **faults)
+        recorder, world = EventRecorder(), TellingWorld(num_eval_replicas=replicas, **faults)
         with TemporaryDirectory() as folder:
             run_virtual(evaluated(world, Path(folder), recorder, max_attempts=10).run(0))
         return {(e.step, e.dataset): e.metrics for e in recorder.of(EvalDone)}, world.weights
@@ -264,7 +264,7 @@ class StrayingWorld(TellingWorld):
     ids=["another version", "another hash"],
 )
 def test_a_replica_that_sampled_from_other_weights_is_replaced_and_its_group_issued_again(tmp_path, world):
-    recorder = PartialStream()
+    recorder = EventRecorder()
     run_virtual(evaluated(world, tmp_path, recorder).run(0))
     assert [e.worker for e in recorder.of(WorkerRestarted)] == ["eval-0"]
     means = [e.metrics["eval/held_out/mean"] for e in recorder.of(EvalDone) if e.dataset == "held_out"]
@@ -274,20 +274,20 @@ def test_a_replica_that_sampled_from_other_weights_is_replaced_and_its_group_iss
 def test_an_evaluation_that_fails_every_time_ends_the_run_naming_the_worker(tmp_path):
     world = FakeWorld(eval_faults=dict.fromkeys(range(1000), Fault.DIES))
     with pytest.raises(RunAborted, match=r"gave up after 3 attempts.*eval-0.*the process is gone"):
-        run_virtual(evaluated(world, tmp_path, PartialStream()).run(0))
+        run_virtual(evaluated(world, tmp_path, EventRecorder()).run(0))
 
 
 def test_an_evaluation_that_fails_at_the_very_end_ends_the_run_too_with_its_last_step_saved(tmp_path):
     world = FakeWorld(eval_faults=dict.fromkeys(range(8, 1000), Fault.DIES))
     with pytest.raises(RunAborted, match=r"eval-0"):
-        run_virtual(evaluated(world, tmp_path, PartialStream(), every=100).run(0))
+        run_virtual(evaluated(world, tmp_path, EventRecorder(), every=100).run(0))
     assert find_latest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step_000006"
 
 
 def test_results_that_cannot_be_written_end_the_run(tmp_path):
     (tmp_path / "evaluations").write_text("a file where a folder should be")
     with pytest.raises(RlsysError, match=r"the evaluation of step 0 cannot be written to .*evaluations"):
-        run_virtual(evaluated(FakeWorld(), tmp_path, PartialStream()).run(0))
+        run_virtual(evaluated(FakeWorld(), tmp_path, EventRecorder()).run(0))
 
 
 # ------------------------------------------------------------------------------------------------- stop and resume
@@ -299,7 +299,7 @@ async def seconds(work) -> float:
 
 
 def test_a_stop_gives_up_the_evaluation_under_way_and_ends_the_run_in_order(tmp_path):
-    recorder = PartialStream()
+    recorder = EventRecorder()
     driver = evaluated(FakeWorld(eval_s=lambda group_id: 500.0), tmp_path, recorder, every=2)
     driver.events.attach(At(is_step(1), driver.stop))
     assert run_virtual(seconds(driver.run(0))) < 10
@@ -310,7 +310,7 @@ def test_a_stop_gives_up_the_evaluation_under_way_and_ends_the_run_in_order(tmp_
 
 @pytest.mark.parametrize("stop_s", [5.0, 50.0], ids=["while training", "while the learner waits"])
 def test_a_stop_at_any_time_leaves_the_last_step_saved(tmp_path, stop_s):
-    driver = evaluated(FakeWorld(eval_s=lambda group_id: 500.0), tmp_path, PartialStream(), every=3)
+    driver = evaluated(FakeWorld(eval_s=lambda group_id: 500.0), tmp_path, EventRecorder(), every=3)
 
     async def stopped() -> int:
         asyncio.get_running_loop().call_later(stop_s, driver.stop)
@@ -323,7 +323,7 @@ def test_a_stop_at_any_time_leaves_the_last_step_saved(tmp_path, stop_s):
 
 
 def test_a_stop_while_a_version_is_pinned_begins_no_evaluation(tmp_path):
-    recorder = PartialStream()
+    recorder = EventRecorder()
     driver = evaluated(FakeWorld(broadcast_s=50.0, eval_s=lambda group_id: 500.0), tmp_path, recorder)
 
     async def stopped() -> int:
@@ -336,7 +336,7 @@ def test_a_stop_while_a_version_is_pinned_begins_no_evaluation(tmp_path):
 
 
 def test_a_stop_during_the_last_evaluation_says_so(tmp_path):
-    recorder = PartialStream()
+    recorder = EventRecorder()
     driver = evaluated(FakeWorld(), tmp_path, recorder, every=100)
     driver.events.attach(At(is_step(6), lambda: asyncio.get_running_loop().call_later(0.5, driver.stop)))
     assert run_virtual(driver.run(0)) == 6
@@ -345,7 +345,7 @@ def test_a_stop_during_the_last_evaluation_says_so(tmp_path):
 
 
 def test_a_stop_without_an_evaluation_under_way_gives_nothing_up(tmp_path):
-    driver = evaluated(FakeWorld(train_s=lambda version: 50.0), tmp_path, PartialStream(), every=4)
+    driver = evaluated(FakeWorld(train_s=lambda version: 50.0), tmp_path, EventRecorder(), every=4)
     driver.events.attach(At(is_step(3), driver.stop))
     assert run_virtual(driver.run(0)) == 3
     assert not driver.evaluation.was_given_up
@@ -353,7 +353,7 @@ def test_a_stop_without_an_evaluation_under_way_gives_nothing_up(tmp_path):
 
 def resumed(world: FakeWorld, folder: Path) -> list[tuple[int, str]]:
     """What a run evaluates that goes on from the latest checkpoint in `folder`, in order."""
-    recorder = PartialStream()
+    recorder = EventRecorder()
     driver = evaluated(world, folder, recorder)
     run_virtual(go_on(driver))
     return [(e.step, e.dataset) for e in recorder.of(EvalDone)]
@@ -361,7 +361,7 @@ def resumed(world: FakeWorld, folder: Path) -> list[tuple[int, str]]:
 
 def cut_after(step: int, folder: Path, world: FakeWorld) -> None:
     """A run that is stopped as soon as it has saved that step, whatever it was doing."""
-    driver = evaluated(world, folder, PartialStream())
+    driver = evaluated(world, folder, EventRecorder())
     driver.events.attach(At(is_step(step), driver.stop))
     assert run_virtual(driver.run(0)) == step
 
@@ -377,7 +377,7 @@ def test_what_was_given_up_is_measured_after_a_resume_and_what_was_done_is_not_r
 
 def test_of_an_evaluation_cut_half_way_only_the_other_half_is_repeated(tmp_path):
     cut_after(2, tmp_path, FakeWorld())
-    run_virtual(evaluated(FakeWorld(), tmp_path / "whole", PartialStream()).run(0))
+    run_virtual(evaluated(FakeWorld(), tmp_path / "whole", EventRecorder()).run(0))
     (tmp_path / "evaluations/hard").mkdir(exist_ok=True)
     done = "evaluations/hard/step_000002.json"
     (tmp_path / "whole" / done).rename(tmp_path / done)
@@ -389,8 +389,8 @@ def test_other_weights_of_the_same_step_are_measured_again(tmp_path):
         def hash(self, version: int) -> str:
             return f"other-hash-of-{version}" if version > 4 else super().hash(version)
 
-    run_virtual(evaluated(FakeWorld(), tmp_path / "whole", PartialStream()).run(0))
-    run_virtual(evaluated(FakeWorld(), tmp_path, PartialStream(), steps=4).run(0))
+    run_virtual(evaluated(FakeWorld(), tmp_path / "whole", EventRecorder()).run(0))
+    run_virtual(evaluated(FakeWorld(), tmp_path, EventRecorder(), steps=4).run(0))
     stale = "evaluations/hard/step_000006.json"
     (tmp_path / "whole" / stale).rename(tmp_path / stale)
     assert sorted(resumed(OtherWorld(), tmp_path)) == [(6, "hard"), (6, "held_out")]
@@ -398,7 +398,7 @@ def test_other_weights_of_the_same_step_are_measured_again(tmp_path):
 
 def due(folder: Path, rules: EvalRules = RULES, num_hard: int = NUM_TASKS["hard"]) -> list[tuple[int, str]]:
     """What is measured where a run goes on from its last checkpoint with these rules and tasks."""
-    recorder = PartialStream()
+    recorder = EventRecorder()
     driver = evaluated(FakeWorld(), folder, recorder)
     lane = driver.evaluation
     assert isinstance(lane, EvaluationLane)
@@ -409,7 +409,7 @@ def due(folder: Path, rules: EvalRules = RULES, num_hard: int = NUM_TASKS["hard"
 
 
 def test_the_same_weights_are_measured_again_by_other_rules_or_on_other_tasks(tmp_path):
-    run_virtual(evaluated(FakeWorld(), tmp_path, PartialStream()).run(0))
+    run_virtual(evaluated(FakeWorld(), tmp_path, EventRecorder()).run(0))
     assert due(tmp_path) == []
     assert due(tmp_path, num_hard=2) == [(6, "hard")]
     both = [(6, "hard"), (6, "held_out")]

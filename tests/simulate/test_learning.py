@@ -24,7 +24,7 @@ from rlsys.loop.failed_step import read_failed
 from rlsys.monitoring.events import GroupDropped, SignalMissing, StepDone
 from rlsys.monitoring.metric_catalog import undocumented
 from rlsys.replay.rollout_log import read_groups
-from rlsys.testing import FakeActor, FakeCritic, FakeReference, FakeWorld, PartialStream, RewardAsAdvantage, run_virtual
+from rlsys.testing import EventRecorder, FakeActor, FakeCritic, FakeReference, FakeWorld, RewardAsAdvantage, run_virtual
 from rlsys.types import Group, Ref
 from tests.simulate.world import StopAfter, driver_on, go_on, latencies
 
@@ -72,7 +72,7 @@ def equal_in_every_third(group_id: int, episode: int) -> float:
 
 
 def test_a_group_without_a_signal_is_dropped_replaced_and_no_failure(tmp_path):
-    recorder, world = PartialStream(), FakeWorld(reward=equal_in_every_third)
+    recorder, world = EventRecorder(), FakeWorld(reward=equal_in_every_third)
     driver = driver_on(
         world, tmp_path, algorithm=Contrast(), max_failed_groups=1, max_no_signal_groups=4, recorder=recorder
     )
@@ -88,7 +88,7 @@ def test_a_group_without_a_signal_is_dropped_replaced_and_no_failure(tmp_path):
 
 def test_another_group_takes_the_place_of_one_without_a_signal_while_the_trainer_is_busy(tmp_path):
     def duration_s(num_void: int) -> float:
-        recorder = PartialStream()
+        recorder = EventRecorder()
         world = FakeWorld(reward=lambda group_id, episode: 1.0 if 2 <= group_id < 2 + num_void else float(episode))
         world.train_s = lambda version: 20.0
         driver = driver_on(
@@ -123,7 +123,7 @@ def test_a_group_in_which_only_frozen_agents_spoke_has_no_signal_and_did_not_fai
 
 
 def test_many_groups_without_a_signal_are_told_once_and_long_before_they_end_the_run(tmp_path):
-    recorder, world = PartialStream(), FakeWorld(reward=lambda group_id, episode: float(group_id >= 7 and episode))
+    recorder, world = EventRecorder(), FakeWorld(reward=lambda group_id, episode: float(group_id >= 7 and episode))
     driver = driver_on(world, tmp_path, algorithm=Contrast(), max_no_signal_groups=50, recorder=recorder)
     assert run_virtual(driver.run(0)) == 6
     (told,) = recorder.of(SignalMissing)
@@ -133,7 +133,7 @@ def test_many_groups_without_a_signal_are_told_once_and_long_before_they_end_the
 
 
 def test_steps_that_settling_empties_are_told_too(tmp_path):
-    recorder, algorithm = PartialStream(), Without(group_ids=tuple(range(12)))
+    recorder, algorithm = EventRecorder(), Without(group_ids=tuple(range(12)))
     run_virtual(driver_on(FakeWorld(), tmp_path, algorithm=algorithm, recorder=recorder).run(0))
     assert [told.num_groups for told in recorder.of(SignalMissing)] == [6]
 
@@ -150,7 +150,7 @@ def test_failed_groups_in_between_do_not_start_the_count_of_those_without_a_sign
 
 
 def test_a_step_that_settling_empties_is_dropped_whole_and_makes_no_version(tmp_path):
-    recorder, world = PartialStream(), FakeWorld()
+    recorder, world = EventRecorder(), FakeWorld()
     driver = driver_on(world, tmp_path, max_staleness=1, algorithm=Without(group_ids=(3, 4, 5)), recorder=recorder)
     assert run_virtual(driver.run(0)) == 6
     assert [(e.group_id, e.reason) for e in recorder.of(GroupDropped)] == [(n, "no_signal") for n in (3, 4, 5)]
@@ -173,7 +173,7 @@ def test_settling_that_empties_every_step_ends_the_run(tmp_path):
 
 
 def test_settling_sees_the_metrics_of_the_step_before_and_its_own_are_reported(tmp_path):
-    recorder, algorithm = PartialStream(), Remembering()
+    recorder, algorithm = EventRecorder(), Remembering()
     run_virtual(driver_on(FakeWorld(), tmp_path, algorithm=algorithm, recorder=recorder).run(0))
     reported = [e.metrics for e in recorder.of(StepDone)]
     assert [m["policy/entropy"] for m in reported] == [1, 2, 3, 4, 5, 6]
@@ -223,7 +223,7 @@ def actor_of(driver: Driver) -> FakeActor:
 
 
 def test_the_critic_trains_after_the_actor_and_both_report(tmp_path):
-    recorder = PartialStream()
+    recorder = EventRecorder()
     world = FakeWorld(train_s=lambda version: 2.0, critic_s=lambda step: 5.0)
     driver = driver_on(world, tmp_path, signals=ALL, recorder=recorder)
     run_virtual(driver.run(0))
@@ -244,7 +244,7 @@ def test_a_step_tells_how_long_fetching_and_its_columns_took(tmp_path):
             await asyncio.sleep(4.0)
             await super().fetch(groups, plan)
 
-    recorder, world = PartialStream(), FakeWorld()
+    recorder, world = EventRecorder(), FakeWorld()
     workers = world.workers()
     made = {**workers.step_annotators, Signal.REFERENCE_MISMATCHED: Slow(world)}
     workers = replace(workers, actor=SlowToFetch(world), step_annotators=made)
@@ -355,7 +355,7 @@ def test_a_stabilizer_that_begins_at_a_resume_sees_its_steps_without_staleness_t
     assert run_virtual(driver.run(0)) == 5
     assert staleness_by_step(first) == [0, 1, 2, 2, 2]
     assert driver.queue.finished, "groups of older weights, which the checkpoint keeps"
-    recorder, second = PartialStream(), fast_rollouts()
+    recorder, second = EventRecorder(), fast_rollouts()
     driver = driver_on(second, tmp_path, steps=12, max_staleness=2, synchronous_steps=3, recorder=recorder)
     assert run_virtual(go_on(driver)) == 12
     assert staleness_by_step(second) == [0, 0, 0, 0, 1, 2, 2]
@@ -475,7 +475,7 @@ def test_groups_of_one_have_nothing_to_compare_and_the_run_says_so(tmp_path):
 @pytest.mark.parametrize("reward", [math.nan, math.inf, None])
 @pytest.mark.parametrize("algorithm", [RewardAsAdvantage(), Contrast()], ids=lambda a: type(a).__name__)
 def test_a_reward_that_is_no_number_fails_its_episode_and_no_other(tmp_path, reward, algorithm: Algorithm):
-    recorder = PartialStream()
+    recorder = EventRecorder()
     world = FakeWorld(reward=lambda group_id, episode: reward if group_id == episode == 1 else float(episode))
     driver = driver_on(world, tmp_path, algorithm=replace(algorithm, group_size=3), recorder=recorder)
     run_virtual(driver.run(0))

@@ -8,14 +8,14 @@ import pytest
 
 from rlsys.loop.repack import Repacker
 from rlsys.monitoring.events import StepDone, TrajectoriesMoved
-from rlsys.testing import FakeWorld, PartialStream, run_virtual
+from rlsys.testing import EventRecorder, FakeWorld, run_virtual
 from tests.simulate.world import driver_on
 
 
-def trained(folder: Path, *, every_s: float | None) -> tuple[FakeWorld, PartialStream]:
+def trained(folder: Path, *, every_s: float | None) -> tuple[FakeWorld, EventRecorder]:
     """A run in which every fifth group takes long, so that it outlives the version it began on."""
     world = FakeWorld(num_replicas=3, rollout_s=lambda group_id: 40.0 if group_id % 5 == 4 else 1.0 + group_id % 3)
-    recorder = PartialStream()
+    recorder = EventRecorder()
     driver = driver_on(world, folder, steps=8, max_staleness=4, window=12, recorder=recorder)
     if every_s is not None:
         driver.repacker = Repacker(driver.workers.rollouts, every_s, max_requests=8, events=driver.events)

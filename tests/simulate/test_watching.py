@@ -32,7 +32,7 @@ from rlsys.monitoring.events import (
 )
 from rlsys.monitoring.metric_catalog import undocumented
 from rlsys.replay.rollout_log import read_rollouts
-from rlsys.testing import FakeRollouts, FakeWorld, Fault, PartialStream, run_virtual
+from rlsys.testing import EventRecorder, FakeRollouts, FakeWorld, Fault, run_virtual
 from rlsys.types import EngineStats, Group, ReplicaLoad
 from rlsys.weight_sync.sync import WeightSync
 from tests.simulate.joint import Session
@@ -41,9 +41,9 @@ from tests.simulate.world import driver_on
 STEPS = 4
 
 
-def told_by(driver: Driver, *, look_s: float = 0.0) -> PartialStream:
+def told_by(driver: Driver, *, look_s: float = 0.0) -> EventRecorder:
     """What a whole run emits."""
-    recorder = PartialStream()
+    recorder = EventRecorder()
     driver.events.attach(recorder)
     driver.look_s = look_s
     run_virtual(driver.run(0))
@@ -186,7 +186,7 @@ def test_a_look_tells_where_groups_are_once_for_each_place(tmp_path):
 
 def test_a_group_that_hangs_is_told_to_be_where_it_hangs(tmp_path):
     world = FakeWorld(rollout_faults={1: Fault.HANGS}, lease_s=1e6)
-    recorder = PartialStream()
+    recorder = EventRecorder()
     driver = driver_on(world, tmp_path, steps=STEPS, no_progress_s=60.0, recorder=recorder)
     driver.look_s = 2.0
     with pytest.raises(NoProgress):
@@ -265,7 +265,7 @@ def test_of_more_replicas_looks_are_rarer_but_none_seems_to_be_gone(tmp_path):
 
 
 def test_one_look_tells_the_places_of_so_many_groups_and_the_next_of_others(tmp_path):
-    looks, recorder = watching(tmp_path, groups_per_step=PLACES_AT_ONCE + 5), PartialStream()
+    looks, recorder = watching(tmp_path, groups_per_step=PLACES_AT_ONCE + 5), EventRecorder()
     looks.events.attach(recorder)
     group_ids = range(PLACES_AT_ONCE + 5)
     placements = dict.fromkeys(reversed(group_ids), "rollout-0")
@@ -297,7 +297,7 @@ def test_looking_changes_nothing_of_what_is_trained(tmp_path):
 def test_of_several_policies_each_is_told_of_its_own_groups_at_replicas_and_not_whom_they_wait_for(tmp_path):
     slow = FakeWorld(train_s=lambda version: 30.0)
     session = Session({"proposer": FakeWorld(rollout_s=lambda group_id: 5.0), "solver": slow}, tmp_path)
-    recorders = {name: PartialStream() for name in session.drivers}
+    recorders = {name: EventRecorder() for name in session.drivers}
     for name, driver in session.drivers.items():
         driver.events.attach(recorders[name])
         driver.look_s = 1.0

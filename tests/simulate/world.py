@@ -14,7 +14,7 @@ from rlsys.loop.curriculum import Curriculum
 from rlsys.loop.driver import Driver
 from rlsys.monitoring.events import Event, StepDone
 from rlsys.stabilizer import StabilizerPlugin
-from rlsys.testing import FakeRun, FakeWorld, PartialStream, RewardAsAdvantage, tasks
+from rlsys.testing import EventRecorder, FakeRun, FakeWorld, RewardAsAdvantage, tasks
 from rlsys.testing.fake_run import start_of
 from rlsys.types import PolicyVersion
 from rlsys.util.deadlines import Progress
@@ -76,7 +76,7 @@ def driver_on(
     signals: frozenset[Signal] = frozenset(),
     algorithm: Algorithm | None = None,
     synchronous_steps: int = 0,
-    recorder: PartialStream | None = None,
+    recorder: EventRecorder | None = None,
     workers: Workers | None = None,
     curation: Curriculum | None = None,
     progress: Progress | None = None,

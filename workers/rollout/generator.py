@@ -16,7 +16,7 @@ from rlsys.types import Acknowledged, EngineStats, PolicyVersion, ReplicaLoad, V
 from rlsys.util.deadlines import remote
 from rlsys.weight_sync.sync import Manifest, change_weights
 from workers.engines.engine import Completion, Engine, EngineChoice, Request
-from workers.rollout.group_route import GroupRoute, Peer, PolicyText, Scored
+from workers.rollout.group_route import GroupRoute, PeerReplica, PolicyText, Scored
 from workers.rollout.occupancy import Occupancy, Ticket
 from workers.rollout.partial_responses import Fits, acknowledged_by
 from workers.rollout.partial_stream import PartialStream
@@ -54,7 +54,7 @@ class Puller(Protocol):
 
 
 class Generator:
-    """Implements `rlsys.weight_sync.sync.Replica` and `Peer`: what a replica generates with for one policy."""
+    """Implements `rlsys.weight_sync.sync.Replica` and `PeerReplica`: what a replica generates with for one policy."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class Generator:
         return ReplicaLoad(self.name, version, stats, self._is_loading)
 
     @remote("giving what runs on {source} to {to.name}", patience=3)
-    async def give_away(self, source: str, to: Peer) -> tuple[int, ...]:
+    async def give_away(self, source: str, to: PeerReplica) -> tuple[int, ...]:
         """Let `to` go on with all groups of this replica whose tokens are sampled at `source`, here or as guests.
 
         Returns their group_ids, once nothing of them runs at `source`; none if `to` refuses.
@@ -152,7 +152,7 @@ class Generator:
         )
         return tuple(policy.ticket.group_id for policy in left)
 
-    async def _are_hosted(self, moving: Sequence[GroupRoute], to: Peer) -> bool:
+    async def _are_hosted(self, moving: Sequence[GroupRoute], to: PeerReplica) -> bool:
         """Does `to` take them? All that is at one place is of one version."""
         if (held := moving[0].held) is None:
             return False
@@ -165,7 +165,7 @@ class Generator:
 
     @remote("taking guests")
     async def host(self, tickets: Sequence[Ticket], held: Acknowledged) -> bool:
-        """See `Peer.host`. Weights change neither while guests are here, nor under them."""
+        """See `PeerReplica.host`. Weights change neither while guests are here, nor under them."""
         mine = self.acknowledged
         same = mine is not None and (mine.version, mine.hash) == (held.version, held.hash)
         is_gone = any(ticket.owner in self._gone for ticket in tickets)
@@ -177,7 +177,7 @@ class Generator:
 
     @remote("sampling for group {ticket.group_id} of {ticket.owner}", patience=inf)
     async def serve(self, ticket: Ticket, request: Request) -> Completion:
-        """See `Peer.serve`."""
+        """See `PeerReplica.serve`."""
         return await self._here.generate(ticket, request)
 
     async def score(self, token_ids: tuple[int, ...]) -> Scored:
@@ -190,7 +190,7 @@ class Generator:
 
     @remote("letting a group go")
     async def evict(self, ticket: Ticket, *, keep_cache: bool = False) -> None:
-        """See `Peer.evict`."""
+        """See `PeerReplica.evict`."""
         await self._here.leave(ticket, keep_cache=keep_cache)
 
     async def forget(self, owner: str) -> None:
@@ -317,7 +317,7 @@ class Generator:
         await self._engine.close()
 
 
-async def _evict(place: Peer, ticket: Ticket, *, keep_cache: bool = False) -> None:
+async def _evict(place: PeerReplica, ticket: Ticket, *, keep_cache: bool = False) -> None:
     """A place that is gone has let go of everything; who waits for a group there hears of it from its requests."""
     with suppress(WorkerError):
         await place.evict(ticket, keep_cache=keep_cache)

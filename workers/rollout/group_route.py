@@ -16,7 +16,7 @@ from workers.rollout.partial_responses import Partial
 from workers.text.tokenizer import TextTokenizer
 
 
-class Peer(Protocol):
+class PeerReplica(Protocol):
     """A replica on which groups of another, or its own, run. Every method may raise `WorkerDied` naming it."""
 
     @property
@@ -62,7 +62,7 @@ class GroupRoute:
 
     ticket: Ticket
     speech: PolicyText
-    place: Peer
+    place: PeerReplica
     """The replica whose engine samples for this group."""
     held: Acknowledged | None
     """The weights it began on; it moves only to a replica that has the same."""

@@ -16,7 +16,7 @@ NAMES = [
 ]  # fmt: skip
 FAKES = [
     "FakeActor", "FakeCritic", "FakePinnedRollouts", "FakeReference", "FakeRelays", "FakeRewards", "FakeRollouts",
-    "FakeRun", "FakeWorld", "Fault", "PartialStream", "RewardAsAdvantage", "ScriptedPolicy", "VirtualLoop",
+    "FakeRun", "FakeWorld", "Fault", "EventRecorder", "RewardAsAdvantage", "ScriptedPolicy", "VirtualLoop",
     "played", "run_virtual", "tasks",
 ]  # fmt: skip
 

@@ -14,7 +14,7 @@ from rlsys.loop.eval_metrics import EvalMetrics
 from rlsys.loop.evaluation import EvalRules, Evaluator
 from rlsys.loop.failure_policy import FailurePolicy
 from rlsys.monitoring.events import Events, WorkerFailed
-from rlsys.testing import FakeRewards, FakeRollouts, FakeWorld, Fault, PartialStream, run_virtual, tasks
+from rlsys.testing import EventRecorder, FakeRewards, FakeRollouts, FakeWorld, Fault, run_virtual, tasks
 from rlsys.types import Assignment, Group
 
 
@@ -53,7 +53,7 @@ def evaluator_on(
     *,
     samples: int = 2,
     max_failed_groups: int = 4,
-    recorder: PartialStream | None = None,
+    recorder: EventRecorder | None = None,
 ) -> Evaluator:
     """An evaluation of data sets of so many tasks, three of them open at once."""
     return Evaluator(
@@ -67,7 +67,7 @@ def evaluator_on(
 
 
 def measured(
-    world: FakeWorld, *too_long: str, num_tasks: int = 4, recorder: PartialStream | None = None
+    world: FakeWorld, *too_long: str, num_tasks: int = 4, recorder: EventRecorder | None = None
 ) -> EvalMetrics:
     return run_virtual(
         evaluator_on(Watched(world, frozenset(too_long)), {"held_out": num_tasks}, recorder=recorder).measure(
@@ -97,7 +97,7 @@ def test_nothing_to_judge_is_an_error_that_names_the_data_set_and_says_why():
 
 @pytest.mark.parametrize("fault", [Fault.DIES, Fault.HANGS])
 def test_what_a_machine_broke_is_done_again_with_the_same_result(fault):
-    recorder = PartialStream()
+    recorder = EventRecorder()
     world = FakeWorld(rollout_faults={1: fault, 5: fault}, reward_faults={2: fault})
     assert measured(world, num_tasks=6, recorder=recorder) == measured(FakeWorld(), num_tasks=6)
     told = [e.worker for e in recorder.of(WorkerFailed)]
@@ -133,7 +133,7 @@ def test_a_group_that_the_check_refuses_is_issued_again_to_a_replaced_worker():
             refused.append(group.replica)
             raise WeightsMismatch(group.replica, "rolling out", "tokens of another version")
 
-    recorder, rollouts = PartialStream(), Watched(FakeWorld())
+    recorder, rollouts = EventRecorder(), Watched(FakeWorld())
     result = run_virtual(evaluator_on(rollouts, {"d": 4}, recorder=recorder).measure("d", check=check))
     assert result.num_tasks == 4
     assert [e.worker for e in recorder.of(WorkerFailed)] == refused

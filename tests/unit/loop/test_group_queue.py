@@ -29,7 +29,7 @@ from rlsys.monitoring.events import Events, GroupDropped, GroupIssued, GroupReis
 from rlsys.testing import run_virtual
 from rlsys.types import Group, Score
 from tests.groups import episode, group, hand_in, queue_of, rolled_out
-from tests.simulate.world import PartialStream
+from tests.simulate.world import EventRecorder
 
 SIGNAL = Signal.REFERENCE_LOGPROBS
 SIGNALS = frozenset({SIGNAL})
@@ -144,7 +144,7 @@ def pending(*group_ids: int) -> LedgerState:
 
 @virtual
 async def test_a_group_goes_through_every_state_and_tells_its_transitions():
-    recorder, seen = PartialStream(), []
+    recorder, seen = EventRecorder(), []
 
     queue = queue_of(1, signals=SIGNALS, events=Events([recorder]))
     async with queue.permit() as permit:
@@ -178,7 +178,7 @@ async def test_a_group_goes_through_every_state_and_tells_its_transitions():
 
 @virtual
 async def test_a_group_may_be_issued_again_and_dropped_and_tells_it():
-    recorder = PartialStream()
+    recorder = EventRecorder()
 
     queue = queue_of(1, events=Events([recorder]))
     await produced(queue, 1)
@@ -430,7 +430,7 @@ async def test_a_group_takes_no_episodes_but_its_own():
 
 
 def test_tokens_beyond_the_bound_are_dropped_as_stale_and_replaced():
-    recorder = PartialStream()
+    recorder = EventRecorder()
     queue = queue_of(1, max_staleness=1, version=5, events=Events([recorder]))
 
     async def scenario(producers: Producers) -> None:
@@ -502,7 +502,7 @@ async def test_a_restored_queue_keeps_finished_groups_and_the_places_of_unfinish
 
 @virtual
 async def test_a_queue_restored_before_that_version_holds_one_step_and_drops_what_is_stale():
-    recorder = PartialStream()
+    recorder = EventRecorder()
     queue = queue_of(2, max_staleness=2, synchronous_until=5, events=Events([recorder]))
     queue.restore(pending(6, 7), 3, 20, [group(6, versions=(2,))])
     producers = Producers(queue)

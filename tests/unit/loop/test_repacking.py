@@ -9,7 +9,7 @@ from rlsys.contracts import RolledOut
 from rlsys.errors import WorkerDied
 from rlsys.loop.repack import Repacker
 from rlsys.monitoring.events import Event, Events, TrajectoriesMoved
-from rlsys.testing import PartialStream, run_virtual
+from rlsys.testing import EventRecorder, run_virtual
 from rlsys.types import Acknowledged, Assignment, EngineStats, ReplicaLoad
 
 
@@ -50,7 +50,7 @@ class Looks:
 
 def looked(rollouts: Looks, published: Sequence[tuple[float, int]], lasts_s: float) -> tuple[Repacker, list[Event]]:
     """Run a repacker for so long; weights are published at the given seconds."""
-    kept = PartialStream()
+    kept = EventRecorder()
     repacker = Repacker(rollouts, every_s=5.0, max_requests=8, events=Events([kept]))
 
     async def main() -> None:

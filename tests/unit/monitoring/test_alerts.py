@@ -24,7 +24,7 @@ from rlsys.monitoring.events import (
 )
 from rlsys.monitoring.trackers.alert_sink import AlertSink
 from rlsys.monitoring.trackers.console import ConsoleSink
-from rlsys.testing import PartialStream
+from rlsys.testing import EventRecorder
 from tests.planted import COLLAPSE_STEP, planted_run
 
 Row = Mapping[str, float]
@@ -414,7 +414,7 @@ def test_an_alert_that_a_resume_ends_does_not_end_before_it_began() -> None:
 
 
 def test_the_sink_tells_every_other_sink_after_the_step_that_led_to_it() -> None:
-    kept, screen = PartialStream(), StringIO()
+    kept, screen = EventRecorder(), StringIO()
     events = Events([kept, ConsoleSink(10, screen, every_s=0)])
     events.attach(AlertSink(events, {"not_finite": 0}))
 
@@ -429,7 +429,7 @@ def test_the_sink_tells_every_other_sink_after_the_step_that_led_to_it() -> None
 
 
 def test_what_a_reader_folds_from_the_file_is_what_the_run_told() -> None:
-    kept = PartialStream()
+    kept = EventRecorder()
     clock = iter(range(10**6))
     events = Events([kept], clock=lambda: float(next(clock)))
     events.attach(AlertSink(events, {}))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from rlsys.contracts import Busy, RolledOut
 from rlsys.monitoring.event_builders import SHORTEST_S, emit_busy, group_rolled_out, group_scored
 from rlsys.monitoring.events import Event, Events, GroupScored, WorkerBusy
-from rlsys.testing import PartialStream
+from rlsys.testing import EventRecorder
 from rlsys.types import TRUNCATED, TrajectoryMeta, failed
 from tests.groups import episode, group
 
@@ -15,7 +15,7 @@ SUBAGENT = TrajectoryMeta("subagent", 0, TRUNCATED, None, episode(0.0, num_train
 
 
 def told(spans: list[Busy], answered_s: float, now_s: float) -> list[Event]:
-    recorder = PartialStream()
+    recorder = EventRecorder()
     emit_busy(Events([recorder], clock=lambda: now_s), "scoring", spans, answered_s)
     return recorder.events
 

@@ -17,7 +17,7 @@ from rlsys.weight_sync.broadcast import (
     TRIES,
     Announcement,
     Holding,
-    Peer,
+    RelayPeer,
     best_chunks,
     broadcast,
     broadcast_s,
@@ -217,7 +217,7 @@ def test_whoever_dies_whenever_the_others_end_with_the_version_and_nobody_gets_a
 class Hung(Node):
     """Alive, and answers nothing about buckets."""
 
-    async def accept(self, version: int, sources: Sequence[Peer]) -> None:
+    async def accept(self, version: int, sources: Sequence[RelayPeer]) -> None:
         await asyncio.get_running_loop().create_future()
 
     async def give(self, bucket: str, *, wait: bool) -> object:

@@ -15,7 +15,7 @@ from rlsys.errors import WorkflowError
 from rlsys.types import Sampling, VersionSpan
 from tests.replicas import DIGIT, Shelf, assignment, played, replica_of, scripted
 from workers.engines.engine import Completion, Request
-from workers.rollout.group_route import GroupRoute, Peer, PolicyText, Scored
+from workers.rollout.group_route import GroupRoute, PeerReplica, PolicyText, Scored
 from workers.rollout.occupancy import Ticket
 from workers.rollout.partial_responses import Partial
 from workers.text.tokenizer import TextTokenizer
@@ -133,7 +133,7 @@ def test_what_was_sampled_before_is_gone_on_with_only_if_it_fits_what_is_left_of
 ):
     place = Place()
     speech = PolicyText(TextTokenizer(build_tokenizer()), Sampling(max_new_tokens=20), max_prompt_tokens=60)
-    policy = GroupRoute(Ticket("rollout-0", 3, 1), speech, cast("Peer", place), None, unscored)
+    policy = GroupRoute(Ticket("rollout-0", 3, 1), speech, cast("PeerReplica", place), None, unscored)
     kept = replace(completion(num_kept, "stop"), finish=finish)
     policy.recalled = {7: Partial((9,), kept, ())}
     turn = asyncio.run(policy.sample((9,), seed=7, max_new_tokens=most))
