@@ -59,11 +59,8 @@ class FailurePolicy:
     """Consecutive groups without a signal after which the run ends: then further groups do not help."""
 
     def decide(self, error: RlsysError, *, attempt: int, dropped_in_a_row: int) -> Decision:
-        """Decide on `error`.
-
-        `attempt` counts from 1, for this piece of work or the losses of its group. `dropped_in_a_row` counts
-        consecutive groups dropped for the same kind of reason.
-        """
+        """Decide on `error`. `attempt` counts from 1, for this piece of work or the losses of its group.
+        `dropped_in_a_row` counts consecutive groups dropped for the same kind of reason."""
         if isinstance(error, WorkerDied | DeadlineExceeded | WeightsMismatch | PayloadLost):
             if attempt >= self.max_attempts:
                 return Abort(f"gave up after {attempt} attempts at one group; the last failure: {error}")

@@ -116,7 +116,7 @@ class GroupQueue:
         return group.oldest_version >= self._oldest_in_time(place, version)
 
     def oldest_in_time(self, group_id: int) -> PolicyVersion:
-        """Return the oldest token version that keeps this group in flight within the bound, whenever it is taken."""
+        """Return the oldest version allowed for tokens of this group in flight, whenever the learner takes it."""
         return self._oldest_in_time(sum(other < group_id for other in self.groups), self.version)
 
     def _oldest_in_time(self, place: int, version: PolicyVersion) -> PolicyVersion:
@@ -381,7 +381,7 @@ class GroupQueue:
 
         Waits for a group with all its columns, less than `window` group ids past the oldest in flight. Unblocked by
         producers and annotators handing in columns, and by drops. A group with a token more than `staleness_bound`
-        versions behind `version` is dropped as `stale`; before `synchronous_until`, any staleness is too much.
+        versions behind `version` is dropped as `stale`. Before `synchronous_until` that bound is 0.
         """
         taken: list[InFlightGroup] = []
         while len(taken) < self.groups_per_step:
