@@ -109,10 +109,7 @@ class GroupQueue:
 
     def is_in_time(self, group: Group, place: int, version: PolicyVersion) -> bool:
         """Return True if a finished group stays within the bound, with `place` older groups before it from `version`
-        on.
-
-        As many younger groups as the window allows may overtake it.
-        """
+        on. As many younger groups as the window allows may overtake it."""
         return group.oldest_version >= self._oldest_in_time(place, version)
 
     def oldest_in_time(self, group_id: int) -> PolicyVersion:
