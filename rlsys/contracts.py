@@ -68,12 +68,11 @@ class RolledOut:
     stats: EngineStats | None = None
     """Statistics of the replica's engine at the end; None if it reports none."""
     waited_s: float = 0.0
-    """Seconds between the assignment's arrival at the replica and its start, spent waiting for weights or for their
-    load."""
+    """Seconds from the assignment's arrival at the replica to its start: waiting for weights and for loading them."""
     others: tuple[Group, ...] = ()
     """In a run of several policies: the views of the other trained policies on this group."""
     pulls: tuple[Busy, ...] = ()
-    """Loads of weights that the replica has not reported before, on the clock of `busy`."""
+    """Weight pulls of the replica that it has not reported before, on the clock of `busy`."""
 
 
 @dataclass(frozen=True)

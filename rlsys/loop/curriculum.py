@@ -123,7 +123,7 @@ class Curriculum:
         tally = self._tallies.get(task_id)
         return tally if tally is not None and tally.num_episodes >= self.rules.min_episodes else None
 
-    # ----------------------------------------------------------------------------------------------------------- judge
+    # ----------------------------------------------------------------------------------------------------------- score
 
     def scored(self, group: Group) -> None:
         """Record the scores of an open group; they replace those of an earlier attempt."""

@@ -118,8 +118,8 @@ class Learner:
     def check(self, group: Group) -> None:
         """Check that a scored group can be trained.
 
-        Raises `NothingToTrain` if no trained token has an advantage. Raises `NoSignal` if its rewards give no
-        signal, if only frozen agents or other policies have tokens, or if the policy has nothing to be compared with.
+        Raises `NothingToTrain` if no trained token has an advantage. Raises `NoSignal` if its rewards give no signal,
+        if its policy has nothing to be compared with, or if only frozen agents or other policies sampled.
         """
         name = f"group {group.group_id} (task {group.task_id})"
         if _is_silent(group):

@@ -47,9 +47,9 @@ class Relay:
     A relay that is slower than publishes skips versions: a queued version is dropped once `keep` newer ones are
     announced. A running pull is completed, so even the slowest relay makes progress.
 
-    Waiting for a peer's answer or bytes, for a bucket or for a version ends after one of `TRIES` parts of `transfer_s`
-    with a `DeadlineExceeded` that names the awaited worker and the phase. `accept` and `refill` may wait many times,
-    and for their turn; `watch` has no deadline.
+    Each wait for a peer, a bucket or a version ends after one of `TRIES` parts of `transfer_s`. It then raises a
+    `DeadlineExceeded` that names the awaited worker and the phase. `accept` and `refill` may wait many times, and for
+    their turn; `watch` has no deadline.
     """
 
     def __init__(self, name: str, place: str, store: Store, transfer_s: float, keep: int = 2) -> None:
