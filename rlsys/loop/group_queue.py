@@ -13,7 +13,7 @@ provided a group starts on weights no older than its permit. Proof for W = 1: gr
 When the step of version v takes a group, at most B - 1 older groups held permits when that group was admitted. Those
 are at most S full steps plus the other P - 1 groups of its step. A lost group gives its permit back and keeps its
 place. It is reissued before any new group is issued, so each older group still holds a permit. With a window, each
-place by which finished groups may overtake adds one group, hence W - 1; without a window, permits give no bound.
+place by which finished groups may overtake adds one group, hence W - 1; without a limit, permits give no bound.
 
 Until the version `synchronous_until` is published only P of the permits exist. Each step then takes all groups in
 flight, and all were admitted at its version: staleness is 0 for any window. That version releases the other permits, as
