@@ -4,7 +4,7 @@
 
     result = train(Config.load("run.yaml", ["train.lr=1e-5"]))
 
-Importing this package loads neither torch nor ray; `train`, `evaluate` and `export` do when they are first used.
+Importing this package loads neither torch nor ray; `train`, `evaluate` and `export` load them on first use.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name when it is first asked for."""
+    """Import a public name on first use."""
     for module, names in _HOMES.items():
         if name in names:
             return getattr(import_module(module), name)

@@ -1,17 +1,17 @@
-"""The algorithm door: what a plug-in provides, and what the framework keeps for itself.
+"""Plug-in interface of algorithms.
 
-An algorithm is one frozen dataclass, config and code in one, and pure: it says which extra per-token columns it needs
-(`signals`), turns rewards into advantages (`advantages`), and gives a loss per token (`loss`). That is all most need;
-every other method has a default, and each is called in the order in which they stand here:
+An algorithm is one frozen dataclass, configuration and code in one, and pure. It declares the extra per-token columns
+it needs (`signals`), turns rewards into advantages (`advantages`), and gives a loss per token (`loss`). Most algorithms
+need no more. Every other method has a default; the methods are called in this order:
 
-    advantages    driver    a scored group              one number per trajectory to train
-    settle        driver    the groups of a step        the same, seen together
-    shape         ranks     a micro-batch               one number per token
-    measure       ranks     all tokens of a step        what `loss` must know of the whole step
-    loss          ranks     a micro-batch               a loss per token, with gradient
-    value_loss    critic    a micro-batch               the critic's loss per token, with gradient
+    advantages            driver    a scored group          one number per trajectory to train
+    finalize_advantages   driver    the groups of a step    the same, from all groups together
+    token_advantages      ranks     a micro-batch           one number per token
+    step_statistics       ranks     all tokens of a step    figures of the whole step for `loss`
+    loss                  ranks     a micro-batch           a loss per token, with gradient
+    value_loss            critic    a micro-batch           the critic's loss per token, with gradient
 
-The framework owns normalisation: how a batch is split into micro-batches or over ranks cannot change a gradient.
+The framework owns normalisation: the split of a batch into micro-batches or over ranks cannot change a gradient.
 
 Shape suffixes: `N` trained tokens of a micro-batch, in sample order; `S` samples of a micro-batch.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Signal(StrEnum):
-    """An extra per-token column an algorithm declares it needs; the worker that makes it starts only then."""
+    """Extra per-token column that an algorithm needs; its worker starts only if it is declared."""
 
     REFERENCE_LOGPROBS = "reference_logprobs"
     """Logprobs of the sampled tokens under the frozen initial model."""
@@ -40,17 +40,16 @@ class Signal(StrEnum):
     POLICY_MISMATCHED = "policy_mismatched"
     """The same tokens after that other prompt, under the trainer's weights at the start of the step."""
     VALUES = "values"
-    """What the critic, as it is at the start of the step, expects of the state before each token."""
+    """The critic's value of the state before each token, at the start of the step."""
 
     @property
     def made(self) -> Literal["stream", "step", "actor"]:
-        """When, and by whom: as groups come, by an annotator; once a step is put together, by an annotator or the
-        critic; or by the actor's own ranks."""
+        """Stage of computation: on each group as it arrives, on the complete step, or by the actor's ranks."""
         return _MADE[self]
 
     @property
     def is_paired(self) -> bool:
-        """Is it made from mismatched pairs, samples after another task's prompt?"""
+        """True if it is computed on mismatched pairs: samples after another task's prompt."""
         return self in (Signal.REFERENCE_MISMATCHED, Signal.POLICY_MISMATCHED)
 
 
@@ -64,23 +63,21 @@ _MADE: dict[Signal, Literal["stream", "step", "actor"]] = {
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryAdvantage:
-    """The advantage of one trajectory, or of one sample of it. What nobody assigns is not trained: unassigned is not
-    zero.
+    """Advantage of one trajectory, or of one sample of it. Unassigned is not zero: it is not trained.
 
-    An algorithm that has its own `token_advantages` or `loss` may mean something else by the number: a reward, or a
-    label.
+    An algorithm that overrides `token_advantages` or `loss` may use the number as a reward or a label instead.
     """
 
     episode: int
     trajectory: int
     advantage: float
     sample: int | None = None
-    """Which of the trajectory's samples this is for; None for all of them."""
+    """Index of the sample in the trajectory; None for all samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepAdvantages:
-    """The advantages of a step, one tuple per group, and metrics to report about them."""
+    """Advantages of a step, one tuple per group, and metrics to report with them."""
 
     groups: tuple[tuple[TrajectoryAdvantage, ...], ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -88,11 +85,11 @@ class StepAdvantages:
 
 @dataclass(frozen=True, slots=True)
 class Aggregation:
-    """What the loss of tokens is averaged over; denominators are those of the whole update, over all ranks.
+    """Averaging of the token losses; denominators are those of the whole update, over all ranks.
 
-    `tokens`: every trained token weighs the same. `sequences`: every sample weighs the same, its tokens share that
-    weight. `budget`: every sample's sum is divided by the same number of tokens, `budget`, then averaged over samples
-    (Dr. GRPO). `agents`: every episode weighs the same, in it every agent's trajectory, in it every token (WideSeek).
+    `tokens`: every trained token weighs the same. `sequences`: every sample weighs the same, shared by its tokens.
+    `budget`: every sample's sum is divided by the same number of tokens, `budget`, then averaged over samples (Dr.
+    GRPO). `agents`: every episode weighs the same, in it every agent's trajectory, in it every token (WideSeek).
     """
 
     over: Literal["tokens", "sequences", "budget", "agents"] = "tokens"
@@ -100,35 +97,35 @@ class Aggregation:
     """Tokens; for `budget` only. None: the longest completion of a turn, `rollout.max_new_tokens`."""
 
     def with_budget(self, default: int | None) -> Aggregation:
-        """The same, with `default` tokens where it names none."""
+        """Return this aggregation, with `default` tokens if it has no budget."""
         return self if self.budget is not None else Aggregation(self.over, default)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """What an algorithm sees of samples besides the policy's own logprobs: one entry per trained token."""
+    """Inputs of an algorithm besides the policy's current logprobs: one entry per trained token."""
 
     behavior_logprobs_N: Tensor
     """Logprobs under the distribution the tokens were sampled from, as the engine recorded them."""
     proximal_logprobs_N: Tensor
-    """Logprobs under the trainer's weights at the start of the step, without gradient. What they differ by from
-    `behavior_logprobs_N` is all that lies between engine and trainer: older weights, other kernels, other precision."""
+    """Logprobs under the trainer's weights at the start of the step, without gradient. Their difference to
+    `behavior_logprobs_N` has three causes: older weights, other kernels, other precision."""
     advantages_N: Tensor
-    """As assigned to the trajectory in `token_advantages`, as shaped afterwards."""
+    """Advantage of the token's trajectory in `token_advantages`; its result in later methods."""
     staleness_N: Tensor
     """Versions between the weights a token was sampled from and those at the start of the step."""
     lengths_S: Tensor
     """Trained tokens of each sample: the first sample has the first `lengths_S[0]` entries, and so on."""
     columns_N: Mapping[Signal, Tensor] = field(default_factory=dict)
     returns_N: Tensor | None = None
-    """What the critic should have expected, if `token_advantages` gave it."""
+    """Targets of the critic, if `token_advantages` returned them."""
     facts: Mapping[str, float] = field(default_factory=dict)
-    """What `step_statistics` returned for this step."""
+    """Result of `step_statistics` for this step."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenAdvantages:
-    """Advantages per token, and the critic's targets where there is a critic."""
+    """Advantages per token, and the critic's targets if there is a critic."""
 
     advantages_N: Tensor
     returns_N: Tensor | None = None
@@ -136,7 +133,7 @@ class TokenAdvantages:
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """A loss per token, which the framework averages as `Algorithm.aggregation` says."""
+    """Loss per token, averaged by the framework according to `Algorithm.aggregation`."""
 
     loss_N: Tensor
     metrics_N: Mapping[str, Tensor] = field(default_factory=dict)
@@ -144,73 +141,69 @@ class LossOutput:
 
 
 class Ranks(Protocol):
-    """Collectives over the ranks of a step, for `step_statistics`. Every rank calls the same ones, in the same
-    order."""
+    """Collectives over the ranks of a step, for `step_statistics`. All ranks call the same ones in the same order."""
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place."""
         ...
 
     def gather(self, values_N: Tensor) -> Tensor:
-        """The entries of all ranks in one tensor, in rank order; ranks may have different numbers of them."""
+        """Concatenate the entries of all ranks, in rank order; ranks may have different numbers of them."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """Base of every algorithm. Fields are its configuration (each followed by its docstring), methods its maths."""
+    """Base of every algorithm. Fields are its configuration (each with a docstring below), methods its maths."""
 
     group_size: int = 8
     """Episodes rolled out per task and compared with each other."""
     frozen_agents: tuple[str, ...] = ()
-    """Names of agents that are not trained, such as `lead`, though the policy that is trained speaks for them. Their
-    rewards count as those of any other: in baselines, and as what agents without a reward of their own go by."""
+    """Names of agents that are not trained, such as `lead`, although the trained policy samples for them. Their rewards
+    still count: in baselines, and for agents without a reward."""
 
     @property
     def signals(self) -> frozenset[Signal]:
-        """The extra columns its methods read."""
+        """Extra columns that its methods read."""
         return frozenset()
 
     @property
     def max_safe_staleness(self) -> int | None:
-        """How many versions behind a trained token may be before this loss is unsafe; None if it corrects for any."""
+        """Maximum staleness of a trained token for which this loss is safe, in versions; None if it corrects for
+        any."""
         return 0
 
     @property
     def aggregation(self) -> Aggregation:
-        """What the loss is averaged over."""
         return Aggregation()
 
     @property
     def whitens(self) -> bool:
-        """Are shaped advantages normalised to mean 0 and standard deviation 1 over all trained tokens of the step?"""
+        """True if token advantages are normalised to mean 0 and standard deviation 1 over all trained tokens of the
+        step."""
         return False
 
     @property
     def has_step_statistics(self) -> bool:
-        """Does `loss` need `step_statistics`? It costs a pass over the whole step before the first update."""
+        """True if `loss` needs `step_statistics`, which cost a pass over the whole step before the first update."""
         return False
 
     def trains_policy(self, version: PolicyVersion) -> bool:
-        """Does the step that starts from `version` train the policy? False while a critic warms up alone."""
+        """Return True if the step from `version` trains the policy; False while only a critic warms up."""
         return True
 
     def has_signal(self, group: Group) -> bool:
-        """Is there anything to learn from this scored group? If not it is dropped as `no_signal`, and another one is
-        rolled out in its place."""
+        """Return True if this scored group can be learned from; else it is dropped as `no_signal` and replaced."""
         return True
 
     def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
-        """One advantage per trajectory to train. Failed episodes are not offered and must not count in any
-        statistic."""
+        """Yield one advantage per trajectory to train. Failed episodes must not count in any statistic."""
         raise NotImplementedError(f"{type(self).__name__} gives no advantages: implement `advantages`")
 
     def assign(self, group: Group) -> tuple[TrajectoryAdvantage, ...]:
-        """`advantages`, without those of frozen agents: what `finalize_advantages` goes by, and whether a group is of
-        use.
+        """Return `advantages` without frozen agents, failures and other policies, as `finalize_advantages` uses them.
 
-        What failed, or another policy said, is never trained, and left out too. Raises `ConfigError` for a trajectory
-        that is not there.
+        Raises `ConfigError` for a trajectory that does not exist.
         """
         places = {(e, t) for e, episode in enumerate(group.episodes) for t in range(len(episode.trajectories))}
         trained = {place for place, meta in group.trajectories() if meta.agent not in self.frozen_agents}
@@ -223,42 +216,40 @@ class Algorithm:
         return tuple(a for a in assigned if (a.episode, a.trajectory) in trained)
 
     def finalize_advantages(self, groups: Sequence[Group], past: Mapping[str, float]) -> StepAdvantages:
-        """The advantages of a step's groups, for what depends on all of them.
+        """Return the advantages of a step's groups, for algorithms that need all groups together.
 
-        `past` are the metrics of the step before, by their full names, that the actor, the critic and this method
-        reported, and none of the others, such as rewards and times; empty at first. They are in the checkpoint, so what
-        is reported here is remembered. A name that another part of rlsys reports is refused. Whoever overrides it asks
-        `assign`, or this method, for advantages.
+        `past` are metrics of the previous step by full name; empty at first. They include only those that the actor,
+        the critic and this method reported, not rewards or times. They are saved in the checkpoint, so this method can
+        keep state in its metrics. A name that another part of rlsys reports is refused. An override gets its advantages
+        from `assign`, or from `super()`.
         """
         return StepAdvantages(tuple(self.assign(group) for group in groups))
 
     def token_advantages(self, inputs: LossInputs) -> TokenAdvantages:
-        """Advantages per token; samples are whole. Without gradient, and before any whitening.
+        """Return advantages per token of whole samples, without gradient, and before any whitening.
 
-        It is called before the policy's first pass over the step: `proximal_logprobs_N` are NaN here, since nobody
-        knows them yet.
+        The call comes before the policy's first pass over the step, so `proximal_logprobs_N` are NaN here.
         """
         return TokenAdvantages(inputs.advantages_N)
 
     def step_statistics(self, step: LossInputs, ranks: Ranks) -> Mapping[str, float]:
-        """Figures of the whole step, equal on all ranks, that every `loss` finds in `facts`. Without gradient.
+        """Return figures of the whole step, equal on all ranks, for `facts` of every `loss`. Without gradient.
 
-        `step` holds all samples that this rank trains in the step. Their `proximal_logprobs_N` are the policy's.
+        `step` contains all samples of this rank in the step. Its `proximal_logprobs_N` are the policy's.
         """
         raise NotImplementedError(f"{type(self).__name__} measures nothing: implement `step_statistics`")
 
     def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
-        """The loss of each trained token, given its logprob under the current policy (with gradient)."""
+        """Return the loss of each trained token, given its logprob under the current policy (with gradient)."""
         raise NotImplementedError(f"{type(self).__name__} gives no loss: implement `loss`")
 
     def value_loss(self, values_N: Tensor, batch: LossInputs) -> LossOutput:
-        """The critic's loss of each trained token, given its present value (with gradient)."""
+        """Return the critic's loss of each trained token, given its current value (with gradient)."""
         raise NotImplementedError(f"{type(self).__name__} has no critic: implement `value_loss`")
 
 
 def version_after(algorithm: Algorithm, num_trained: int, *, start: PolicyVersion, end: PolicyVersion) -> PolicyVersion:
-    """The version at which `num_trained` of the steps from `start` on have trained the policy; `end` if fewer do so
-    before it."""
+    """Return the version at which `num_trained` steps since `start` have trained the policy; at most `end`."""
     version = start
     while num_trained > 0 and version < end:
         num_trained -= algorithm.trains_policy(version)

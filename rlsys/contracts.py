@@ -1,7 +1,7 @@
-"""What the driver needs of each kind of worker, and nothing else.
+"""Interfaces of all workers for the driver.
 
-`workers/` implements these on Ray, `rlsys.testing` implements them as fakes, and one contract suite runs against
-both. Every method may raise `WorkerDied` or `DeadlineExceeded`; what else it may raise is stated.
+`workers/` implements these on Ray, `rlsys.testing` implements them as fakes, and one contract suite runs against both.
+Every method may raise `WorkerDied` or `DeadlineExceeded`; other errors are documented.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Published:
-    """Receipt of one publish: the actor goes on, and relays are about to hold these bytes. See `Arrival`."""
+    """Receipt of one publish: the actor goes on, and the bytes are on their way to the relays. See `Arrival`."""
 
     version: PolicyVersion
     num_bytes: int
     stall_s: float
-    """Seconds the actor could not train because of it."""
+    """Seconds for which the publish blocked training."""
 
 
 @dataclass(frozen=True)
 class TrainStats:
-    """What one step of the actor or the critic reports. Keys of `metrics` are full metric names, e.g.
+    """Report of one step of the actor or the critic. Keys of `metrics` are full metric names, e.g.
     `optim/grad_norm`."""
 
     metrics: Mapping[str, float]
@@ -52,7 +52,7 @@ class TrainStats:
 
 @dataclass(frozen=True)
 class Busy:
-    """When one worker worked on one thing: seconds of that machine's monotonic clock, comparable per worker only."""
+    """Busy interval of one worker, in seconds of its machine's monotonic clock, comparable only for the same worker."""
 
     worker: str
     start_s: float
@@ -61,19 +61,18 @@ class Busy:
 
 @dataclass(frozen=True)
 class RolledOut:
-    """A rolled-out group, not scored yet."""
+    """A rolled-out group without scores."""
 
     group: Group
     busy: Busy
     stats: EngineStats | None = None
-    """The engine of the replica when it was done; None if it does not tell."""
+    """Statistics of the replica's engine at the end; None if it reports none."""
     waited_s: float = 0.0
-    """Seconds between the assignment's arrival at the replica and its start: for weights, and for room to change
-    them."""
+    """Seconds from the assignment's arrival at the replica to its start: waiting for weights and for loading them."""
     others: tuple[Group, ...] = ()
-    """In a run of several policies: the same group as each further one that is trained sees it."""
+    """In a run of several policies: the views of the other trained policies on this group."""
     pulls: tuple[Busy, ...] = ()
-    """When the replica took in weights, as far as it has not said so yet; on the clock of `busy`."""
+    """Weight pulls of the replica that it has not reported before, on the clock of `busy`."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ class GroupScores:
 
 @dataclass(frozen=True, slots=True)
 class Graft:
-    """One episode of a group gives its place to one of another group of the same task."""
+    """Replacement of one episode of a group by an episode of another group of the same task."""
 
     group: Group
     episode: int
@@ -94,9 +93,9 @@ class Graft:
     donor_episode: int
 
     def applied(self, payload: Ref, versions: tuple[VersionSpan, ...]) -> Group:
-        """The group as it is then; `payload` refers to the episodes that `with_episode` composed, `versions` are
-        theirs. What the donor's episode was rewarded with, sampled from and acknowledged by stays its own; columns
-        were made of other episodes, and are gone."""
+        """Return the group with the replaced episode. `payload` refers to the episodes composed by `with_episode`;
+        `versions` are theirs. The donated episode keeps its reward, versions and acknowledgements. Columns are removed,
+        because they belong to the old episodes."""
         episodes = with_episode(self.group.episodes, self.episode, self.donor.episodes[self.donor_episode])
         held = {span.version for span in versions}
         weights = dict.fromkeys(a for a in (*self.group.weights, *self.donor.weights) if a.version in held)
@@ -106,7 +105,7 @@ class Graft:
 
 
 def with_episode(episodes: Sequence[T], index: int, episode: T) -> tuple[T, ...]:
-    """The same episodes, or what is known of them, with `episode` in the place of number `index`."""
+    """Return the episodes, or their metadata, with `episode` at `index`."""
     return (*episodes[:index], episode, *episodes[index + 1 :])
 
 
@@ -121,94 +120,93 @@ class Rollouts(Protocol):
         ...
 
     async def restart(self, worker: str, on_recovery: Callable[[str, float], None]) -> None:
-        """Replace a dead replica in the background; returns once any replica can serve.
+        """Replace a dead replica in the background; return once any replica can serve.
 
-        The replacement pulls from its relay before it runs anything. `on_recovery` is told the dead replica's name and
-        the seconds until the replacement was ready, once, however many ask for it.
+        The replacement pulls from its relay before it runs any group. `on_recovery` receives the dead replica's name
+        and the seconds until the replacement was ready, once for any number of calls.
         """
         ...
 
     async def versions(self) -> Sequence[Acknowledged]:
-        """What each live replica holds now."""
+        """Return the loaded weights of each live replica."""
         ...
 
     async def loads(self) -> Sequence[ReplicaLoad]:
-        """What each live replica is doing now.
-
-        To ask changes nothing: a replica that is dead, or does not answer, is left out, and that is all.
-        """
+        """Return the load of each live replica; a replica that is dead, or does not answer, is left out. Changes no
+        state."""
         ...
 
     async def move(self, source: str, to: str) -> int:
-        """Let `to` go on with all that `source` is sampling, from the tokens there are, on the same version.
+        """Continue all running requests of `source` on `to`, from their current tokens, on the same version.
 
-        Returns the number of groups moved: 0 if `to` does not hold that version any more, or has no room. What one of
-        them breaks while moving is told to those who wait for the groups, not here.
+        Returns the number of groups moved: 0 if `to` has another version loaded, or no room. A failure during the move
+        is raised to the callers waiting for the groups, not here.
         """
         ...
 
     def placements(self) -> Mapping[int, str]:
-        """Serials of the groups being rolled out, and the replica each was given to."""
+        """Return the replica of each group being rolled out, by group id."""
         ...
 
 
 class PinnedRollouts(Rollouts, Protocol):
-    """A pool of rollout replicas that stays on one version: for evaluation beside training."""
+    """Pool of rollout replicas that keeps one version: for evaluation during training."""
 
     async def pin(self, version: PolicyVersion) -> None:
         """Pin the pool to `version`, which must be among the newest published.
 
-        Once this returns, `run` samples from exactly `version` until the next `pin`, on replaced replicas too,
-        whatever is published meanwhile. Raises `WeightsMismatch` if the version is gone already.
+        From then on `run` samples from exactly `version` until the next `pin`, also on replaced replicas and after
+        further publishes. Raises `WeightsMismatch` if the version is no longer available.
         """
         ...
 
 
 class Rewards(Protocol):
-    """The pool of reward workers."""
+    """Pool of reward workers."""
 
     async def score(self, task: Task, group: Group) -> GroupScores:
-        """Judge each episode. A judge that raises or hangs is a Score without a value. Raises `PayloadLost`."""
+        """Score each episode. A reward function that raises or hangs gives a Score without a value. Raises
+        `PayloadLost`."""
         ...
 
     async def graft(self, graft: Graft) -> Group:
-        """The group with another's episode in it, as `Graft.applied` has it: composed here, because the driver holds no
-        payload. Raises `PayloadLost` naming whichever of the two is gone."""
+        """Return `graft.group` with the donated episode, see `Graft.applied`; workers compose it because they have
+        payloads. Raises `PayloadLost` with the id of the lost group."""
         ...
 
     async def restart(self, worker: str, on_recovery: Callable[[str, float], None]) -> None:
-        """Replace a dead reward worker in the background; as `Rollouts.restart`."""
+        """Replace a dead reward worker in the background; see `Rollouts.restart`."""
         ...
 
 
 class Reference(Protocol):
-    """A worker that adds one extra column to groups as they come."""
+    """Worker that adds one extra column to groups as they arrive."""
 
     async def annotate(self, groups: Sequence[Group], signal: Signal) -> list[Group]:
-        """The same groups, each with a reference to the column in `columns[signal]`. Raises `PayloadLost`."""
+        """Return the groups with a reference to the new column in `columns[signal]`. Raises `PayloadLost`."""
         ...
 
 
 class StepAnnotator(Protocol):
-    """A worker that makes one extra column of a step that is put together."""
+    """Worker that computes one extra column for a complete step."""
 
     async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
-        """One reference per rank: for each of its micro-batches, updates in order, the column of its trained tokens, as
-        one array of floats. Raises `PayloadLost`."""
+        """Return one reference per rank, to the columns of its micro-batches, updates in order. Each column is one
+        array of floats, one per trained token. Raises `PayloadLost`."""
         ...
 
 
 class Critic(StepAnnotator, Protocol):
-    """The model that expects a return of every state, over all its ranks: as many as the actor has."""
+    """Model that estimates the return of every state, over as many ranks as the actor has."""
 
     async def fetch(self, groups: Sequence[Group], plan: BatchPlan) -> None:
-        """Have the data of the next step on every rank, for `annotate_step` and `train_step`. Raises `PayloadLost`,
-        with nothing stepped."""
+        """Fetch the data of the next step to every rank, for `annotate_step` and `train_step`. Raises `PayloadLost`
+        before any rank is stepped."""
         ...
 
     async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
-        """One step on what was fetched; `columns` as for `Actor.train_step`. Raises `TrainingError` on NaN, with
-        nothing of that update stepped; never `PayloadLost`."""
+        """Train one step on the fetched data; `columns` as for `Actor.train_step`. Raises `TrainingError` on NaN before
+        the failed update is stepped; never `PayloadLost`."""
         ...
 
     async def save(self, folder: Path) -> None:
@@ -216,33 +214,33 @@ class Critic(StepAnnotator, Protocol):
         ...
 
     async def load(self, folder: Path) -> None:
-        """Restore what `save` wrote, onto any number of ranks."""
+        """Restore the files of `save`, onto any number of ranks."""
         ...
 
 
 class Actor(Protocol):
-    """The policy being trained, over all its ranks."""
+    """Policy in training, over all its ranks."""
 
     async def fetch(self, groups: Sequence[Group], plan: BatchPlan) -> None:
-        """Have the data of the next step on every rank. Raises `PayloadLost`, with nothing stepped."""
+        """Fetch the data of the next step to every rank. Raises `PayloadLost` before any rank is stepped."""
         ...
 
     async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
-        """One step on what was fetched: every update of the plan, in order.
+        """Train one step on the fetched data: every update of the plan, in order.
 
-        `columns[signal][r]` is what `StepAnnotator.annotate_step` made for rank r. Raises `TrainingError` on NaN, with
-        nothing of that update stepped; never `PayloadLost`.
+        `columns[signal][r]` is the result of `StepAnnotator.annotate_step` for rank r. Raises `TrainingError` on NaN
+        before the failed update is stepped; never `PayloadLost`.
         """
         ...
 
     async def publish(self, version: PolicyVersion) -> Published:
-        """Hand the weights to the relays; returns once the bytes have left the actor."""
+        """Publish the weights to the relays; return once the bytes have left the actor."""
         ...
 
     async def announce_again(self, version: PolicyVersion) -> None:
-        """Tell the relays of `version` once more: those that held it may have died. Returns once one of them has it.
+        """Announce `version` to the relays again, because those that had it may have died. Returns once a relay has it.
 
-        Does nothing if a newer version was published. Raises what kept `version` from the relays.
+        Does nothing if a newer version was published. Raises the error that kept `version` from the relays.
         """
         ...
 
@@ -251,10 +249,10 @@ class Actor(Protocol):
         ...
 
     async def load(self, folder: Path) -> int:
-        """Restore what `save` wrote, onto any number of ranks.
+        """Restore the files of `save`, onto any number of ranks.
 
-        Returns the steps that train the policy which its stabilizer, as it is from here on, must still see without
-        staleness: all that one needs which `folder` knows nothing of, and 0 if there is none.
+        Returns the number of further policy steps that the stabilizer needs without staleness: all it needs if `folder`
+        has no state of it, and 0 without a stabilizer.
         """
         ...
 
@@ -266,64 +264,64 @@ class Actor(Protocol):
         groups: Sequence[Group],
         assigned: Sequence[Sequence[TrajectoryAdvantage]],
     ) -> None:
-        """Write the groups that the last step trained, for people and for `rlsys replay`: what was asked, said and
-        scored, and what was made of it. Raises `PayloadLost`."""
+        """Write the groups of the last trained step, for people and for `rlsys replay`. The file contains prompts,
+        completions, scores and advantages. Raises `PayloadLost`."""
         ...
 
     async def save_groups(self, path: Path, groups: Sequence[Group]) -> None:
-        """Write finished groups with their payloads, for `load_groups`. Raises `PayloadLost`, with nothing written."""
+        """Write finished groups with their payloads, for `load_groups`. Raises `PayloadLost` before writing."""
         ...
 
     async def load_groups(self, path: Path) -> list[Group]:
-        """Read what `save_groups` wrote; payloads go back into the object store."""
+        """Read the file of `save_groups`; payloads go back into the object store."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A version is in the relay tier: rollouts can pull it."""
+    """Arrival of a version at the relay tier: rollouts can pull it."""
 
     version: PolicyVersion
     hash: str
     """Content hash over names, shapes, dtypes and bytes of all tensors."""
     num_bytes: int
     num_sent: int
-    """Bytes that had to travel: those of buckets which the version before did not have."""
+    """Bytes sent: those of buckets that the previous version did not have."""
     seconds: float
-    """From the end of the publish to the first relay holding all of it."""
+    """Seconds from the end of the publish until the first relay has all of it."""
 
 
 class Relays(Protocol):
-    """The relay tier, as the driver sees it."""
+    """Interface of the relay tier for the driver."""
 
     async def arrival(self, version: PolicyVersion) -> Arrival:
-        """Returns once a relay holds `version` complete, as the actor published it."""
+        """Return once a relay has `version` complete, as the actor published it."""
         ...
 
     async def supervise(
         self, on_failure: Callable[[WorkerError], None], on_recovery: Callable[[str, float], None]
     ) -> None:
-        """Replace relays that die and fill them from their neighbours, for ever.
+        """Replace relays that die and refill them from their neighbours, for ever.
 
-        Waits for a relay to die; nobody else waits for this. `on_failure` is told of each death, `on_recovery` the
-        relay's name and the seconds until it held the newest version again.
+        Waits for a relay to die; no other loop waits for this one. `on_failure` receives each death. `on_recovery`
+        receives the relay's name and the seconds until it had the newest version again.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Workers:
-    """Everything the driver talks to."""
+    """All workers of a run."""
 
     rollouts: Rollouts
     rewards: Rewards
     actor: Actor
     relays: Relays
     annotators: Mapping[Signal, Reference] = field(default_factory=dict)
-    """Who makes the signals that are made as groups come."""
+    """Workers for the signals made on single groups as they arrive."""
     evaluation: PinnedRollouts | None = None
-    """Replicas of the evaluation lane; None in a run that measures nothing."""
+    """Replicas of the evaluation lane; None in a run without evaluation."""
     step_annotators: Mapping[Signal, StepAnnotator] = field(default_factory=dict)
-    """Who makes the signals that are made once a step is put together; of `Signal.VALUES` it is the critic."""
+    """Workers for the signals made on complete steps; for `Signal.VALUES` it is the critic."""
     critic: Critic | None = None
-    """None in a run whose algorithm needs no values."""
+    """None if the algorithm needs no values."""

@@ -1,47 +1,47 @@
-"""One exception class per decision that somebody takes on it.
+"""Exceptions of rlsys: one class per decision on a failure.
 
-The failure policy reads the class, never the text. The text names what is wrong, where, and the remedy; it is what a
-user sees, without a traceback, when the run ends on it.
+The failure policy uses the class, never the text. The text names the problem, the place and the remedy; the user sees
+it, without a traceback, when it ends the run.
 """
 
 from __future__ import annotations
 
 
 class RlsysError(Exception):
-    """Anything rlsys says about itself. `exit_code` is what the command line ends with."""
+    """Base of all errors of rlsys. `exit_code` is the exit status of the command line."""
 
     exit_code = 1
 
 
 class ConfigError(RlsysError):
-    """The configuration is wrong. Lists every problem at once."""
+    """An invalid configuration. The text lists every problem at once."""
 
     exit_code = 2
 
 
 class DataError(RlsysError):
-    """A data file cannot be read or a row cannot be used. Names file and line."""
+    """A data file that cannot be read, or an unusable row. The text names file and line."""
 
     exit_code = 2
 
 
 class ModelError(RlsysError):
-    """A model path does not exist or holds nothing that loads."""
+    """A model path that does not exist or contains no loadable model."""
 
     exit_code = 2
 
 
 class CannotScore(RlsysError):
-    """A reward function cannot judge a completion: that one fails, with this text as the reason. For users' functions
-    too."""
+    """A completion that a reward function cannot score: its episode fails with this text as the reason. User functions
+    may raise it too."""
 
 
 class CheckpointError(RlsysError):
-    """A checkpoint could not be written or read. What was saved before is untouched."""
+    """A checkpoint that could not be written or read. Earlier checkpoints are untouched."""
 
 
 class WorkerError(RlsysError):
-    """Something happened to one worker while it did one thing. `worker` is its name, `phase` what it was doing."""
+    """Failure of one worker in one phase. `worker` is its name, `phase` its activity."""
 
     def __init__(self, worker: str, phase: str, detail: str) -> None:
         super().__init__(f"{worker} while {phase}: {detail}")
@@ -52,19 +52,19 @@ class WorkerError(RlsysError):
 
 
 class WorkerDied(WorkerError):
-    """The worker's process is gone. It can be restarted; its unfinished work is issued again."""
+    """Death of the worker's process. It can be restarted; its unfinished work is reissued."""
 
 
 class DeadlineExceeded(WorkerError):
-    """The worker did not answer in time. It is treated as dead."""
+    """A worker that did not answer in time. It is treated as dead."""
 
 
 class WeightsMismatch(WorkerError):
-    """The worker holds weights other than those published. Its tokens must not be trained."""
+    """A worker with other weights loaded than those published. Its tokens must not be trained."""
 
 
 class PayloadLost(RlsysError):
-    """The bytes of finished groups are gone with the node that held them: those groups are issued again."""
+    """Loss of the payloads of finished groups with the node that stored them. These groups are reissued."""
 
     def __init__(self, group_ids: tuple[int, ...]) -> None:
         groups = ", ".join(map(str, group_ids))
@@ -76,38 +76,37 @@ class PayloadLost(RlsysError):
 
 
 class WorkflowError(WorkerError):
-    """The user's workflow, or code it called, raised. A bug to fix, not a failure to retry."""
+    """An exception in the user's workflow, or in code it called. A bug to fix, not a failure to retry."""
 
 
 class ToolError(RlsysError):
-    """A tool or an environment cannot go on, for a reason that is not the policy's (its server is gone, for instance).
-    The episode fails, and is left out of training; others go on. For users' tools and environments too."""
+    """A tool or an environment that cannot go on, for a reason outside the policy, for instance a lost server. The
+    episode fails, and is left out of training; others go on. User tools and environments may raise it too."""
 
 
 class SandboxError(RlsysError):
-    """A program cannot be run in the guards asked for on this machine: nothing was run. A setting to change."""
+    """A program that this machine cannot run under the configured guards: it was not run. A setting to change."""
 
 
 class TaskTooLong(WorkerError):
-    """A prompt does not fit the limit. The task is dropped and counted."""
+    """A prompt over the length limit. The task is dropped and counted."""
 
 
 class NothingToTrain(RlsysError):
-    """Too few episodes of a group could be scored to give any of them an advantage. The group is dropped and
-    counted."""
+    """A group with too few scored episodes to give any of them an advantage. It is dropped and counted."""
 
 
 class NoSignal(RlsysError):
-    """Groups were scored, and there is nothing to learn in them. They are dropped and counted, but nothing failed."""
+    """Scored groups without a training signal. They are dropped and counted, but nothing failed."""
 
 
 class RunAborted(RlsysError):
-    """The failure policy ended the run; the message holds the last failure."""
+    """End of the run by the failure policy; the text includes the last failure."""
 
 
 class TrainingError(RlsysError):
-    """The step itself went wrong (NaN in a loss or gradient). `update` is the optimizer update of the step in which it
-    did, from 0; None if it was in none."""
+    """A failed step (NaN in a loss or gradient). `update` is the failed optimizer update of the step, from 0; None
+    outside any update."""
 
     def __init__(self, message: str, update: int | None = None) -> None:
         super().__init__(message)
@@ -118,11 +117,11 @@ class TrainingError(RlsysError):
 
 
 class NoProgress(RlsysError):
-    """Nothing moved for too long. The message holds a table of what is pending and where."""
+    """No progress for too long. The text lists the pending work and its place."""
 
 
 class Interrupted(RlsysError):
-    """The user asked to stop, by `signal`; the step in hand was finished and saved."""
+    """A stop by the user with `signal`; the current step was finished and saved."""
 
     def __init__(self, message: str, signal: int) -> None:
         super().__init__(message)
@@ -130,7 +129,7 @@ class Interrupted(RlsysError):
 
 
 def first_of(errors: BaseExceptionGroup) -> BaseException:
-    """The first error of a group, however deep it is nested: what ended the others."""
+    """Return the first error of a group, at any depth of nesting: the one that ended the others."""
     error: BaseException = errors
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

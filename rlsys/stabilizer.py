@@ -1,7 +1,7 @@
-"""The stabilizer door: what looks at gradients between backward and optimizer step, and may edit them.
+"""Plug-in interface of stabilizers, which read and may edit gradients between backward and optimizer step.
 
 A plug-in is a frozen dataclass, its configuration, whose `start` gives each rank of the actor a `Stabilizer`. Gradients
-are a rank's shards by parameter name; whatever is computed over whole gradients takes one small all-reduce.
+are a rank's shards by parameter name; a figure of the whole gradient takes one small all-reduce.
 """
 
 from __future__ import annotations
@@ -19,57 +19,59 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GradientDecision:
-    """What became of a gradient."""
+    """Decision on a gradient."""
 
     is_skipped: bool = False
-    """Is the update left out? Weights and optimizer then stay as they are, bit for bit."""
+    """True to skip the update; weights and optimizer then stay the same, bit for bit."""
     is_edited: bool = False
-    """Was the gradient changed? Its norm is computed again only then."""
+    """True if the gradient was edited; only then its norm is computed again."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class GradientPiece(Protocol):
-    """A part of one parameter's shard, and the directions in which the optimizer moves it: computed on demand, each
-    before the learning rate and without weight decay; for Adam, m̂ / (sqrt(v̂) + eps). A direction is in new memory,
-    tens of megabytes at most, and flat."""
+    """Part of one parameter's shard, with the directions of its optimizer updates.
+
+    Directions are computed on demand, before the learning rate and without weight decay; for Adam, m̂ / (sqrt(v̂) +
+    eps). A direction is flat, in new memory, tens of megabytes at most.
+    """
 
     @property
     def name(self) -> str:
-        """The parameter's."""
+        """Name of the parameter."""
         ...
 
     def before(self) -> Tensor:
-        """The direction of the update before this one; zeros before the first."""
+        """Return the direction of the previous update; zeros before the first."""
         ...
 
     def now(self) -> Tensor:
-        """The direction of this update, which is about to be taken."""
+        """Return the direction of this update, which is not applied yet."""
         ...
 
     def add(self, direction: Tensor, scale: float) -> None:
-        """Move the weights by `scale * direction` besides, in the optimizer's own units: times -lr."""
+        """Move the weights additionally by `scale * direction`, in the optimizer's units: times -lr."""
         ...
 
 
 class Updates(Protocol):
-    """What the optimizer is about to do."""
+    """Optimizer update that is about to be applied."""
 
     def pieces(self) -> Iterable[GradientPiece]:
-        """All of this rank's shards that have a gradient, piece by piece and in the same order every time."""
+        """Yield all of this rank's shards that have a gradient, in pieces, always in the same order."""
         ...
 
 
 class Stabilizer(Protocol):
-    """One rank's. Its state is part of the checkpoint: a tensor under a parameter's name is sharded like that
-    parameter, every other is equal on all ranks."""
+    """Stabilizer of one rank. Its state is saved in checkpoints. A tensor under a parameter's name is sharded like that
+    parameter; every other tensor is equal on all ranks."""
 
     @property
     def synchronous_steps_left(self) -> int:
-        """Of its `synchronous_steps`, those it has not seen yet; equal on all ranks."""
+        """Remaining `synchronous_steps`; equal on all ranks."""
         ...
 
     def steer(self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce) -> GradientDecision:
-        """Look at the gradient of an update, and edit it in place; before it is clipped.
+        """Inspect the gradient of an update, and edit it in place, before clipping.
 
         `squared_norm` is that of the whole gradient over all ranks, and finite. `all_reduce` sums a small tensor over
         ranks, in place.
@@ -77,21 +79,20 @@ class Stabilizer(Protocol):
         ...
 
     def correct(self, updates: Updates, all_reduce: AllReduce) -> Mapping[str, float]:
-        """Look at the optimizer's own update, and edit it; after clipping, before it is taken. Not called for a
-        skipped one. Returns metrics."""
+        """Inspect and edit the optimizer update, after clipping. Not called for a skipped update. Returns metrics."""
         ...
 
     def end_step(self) -> None:
-        """All updates of a step were seen."""
+        """End a step, after all its updates."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Live tensors; their names and shapes are always the same, whatever the configuration, so that a fresh one can
-        be loaded into."""
+        """Return live tensors. Their names and shapes never depend on the configuration, so a new stabilizer can load
+        them."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state_dict` gave. Raises `CheckpointError` if this configuration cannot."""
+        """Restore the tensors of `state_dict`. Raises `CheckpointError` if this configuration cannot."""
         ...
 
 
@@ -101,26 +102,23 @@ class StabilizerPlugin:
 
     @property
     def synchronous_steps(self) -> int:
-        """Steps that train the policy which it must see without staleness, from when it starts; the queue runs
-        synchronously so long."""
+        """Policy steps without staleness that it needs from its start; the queue runs synchronously for so long."""
         return 0
 
     def start(self, shapes: Mapping[str, Tensor]) -> Stabilizer:
-        """The stabilizer of one rank, whose parameter shards these are (their values do not matter)."""
+        """Create the stabilizer of one rank; `shapes` are its parameter shards, whose values do not matter."""
         raise NotImplementedError(f"{type(self).__name__} starts nothing: implement `start`")
 
 
 CHUNK = 2**17
-"""Elements that a CPU sums in fp32 before the sum goes on in fp64: so few that rounding stays far below 1e-6."""
+"""Elements that a CPU sums in fp32 before adding in fp64: few enough for a rounding error far below 1e-6."""
 LARGEST = 2**30
-"""Elements that a GPU sums at once; it adds them up in a tree, and its libraries count in 32 bits."""
+"""Elements per sum on a GPU, which sums in a tree; its libraries use 32-bit indices."""
 
 
 def inner_product(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """The inner product of two vectors that come in pieces on one device: an fp64 scalar there, this rank's part of it.
-
-    Takes no memory to speak of.
-    """
+    """Return the inner product of two vectors given in pieces on one device: this rank's part, as an fp64 scalar. Needs
+    no significant memory."""
     import torch
 
     products: list[Tensor] = []

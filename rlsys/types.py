@@ -1,13 +1,13 @@
-"""The nouns of rlsys: what crosses every boundary between driver, workers and plug-ins.
+"""Data types that cross the boundaries between driver, workers and plug-ins.
 
 Two families:
 
-* *payload*: `Turn`, `Trajectory`, `Episode`. Token ids and logprobs; made by a rollout, read by rewards and by the
-  actor's ranks. The driver never holds one, only an opaque reference to it.
+* *payload*: `Turn`, `Trajectory`, `Episode`. Token ids and logprobs; created by a rollout, read by rewards and by the
+  actor's ranks. The driver has no payload, only an opaque reference to it.
 * *metadata*: `SampleMeta`, `TrajectoryMeta`, `EpisodeMeta`, `Group`, `EngineStats`. Lengths, rewards, outcomes,
-  versions, loads; a few hundred bytes, all the driver needs to decide who does and who trains what.
+  versions, loads; a few hundred bytes that suffice for all decisions of the driver.
 
-Everything here is immutable and picklable. This module imports nothing of ours.
+All types are immutable and picklable. This module imports no other module of rlsys.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Literal, NotRequired, TypeAlias, TypedDict
 Json: TypeAlias = "str | int | float | bool | None | list[Json] | dict[str, Json]"
 
 POLICY = "policy"
-"""Name of the policy in a run that has one."""
+"""Name of the policy in a run with a single policy."""
 
 PolicyVersion: TypeAlias = int
 """Optimizer steps behind a set of weights. Only grows; starts at the resumed value."""
@@ -37,19 +37,19 @@ class Message(TypedDict):
     role: str
     content: str
     tool_calls: NotRequired[list[Json]]
-    """Of an assistant's message that somebody else wrote; what a policy says here stays text, in `content`."""
+    """Of an assistant message from another source; a policy's completion here stays text, in `content`."""
     tool_call_id: NotRequired[str]
-    """Of a message of role `tool`: the call that it answers."""
+    """Of a message of role `tool`: id of the answered call."""
     name: NotRequired[str]
 
 
 Prompt: TypeAlias = "str | tuple[Message, ...]"
-"""Plain text, fed to the tokenizer as it is, or messages, rendered with the model's chat template."""
+"""Plain text, tokenized unchanged, or messages, rendered with the model's chat template."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One row to solve and what judges it."""
+    """One row to solve, with the data that scores it."""
 
     id: str
     """Stable name of the row: its own `id` column, or a hash of its content."""
@@ -61,28 +61,28 @@ class Task:
 
 @dataclass(frozen=True)
 class Assignment:
-    """One Task handed out for rollout: what a Permit turns into."""
+    """One Task handed out for rollout, on a Permit."""
 
     group_id: int
-    """Number of this group in the run, 0, 1, 2, ...; the queue's order and the root of its sampling seeds."""
+    """Number of this group in the run, 0, 1, 2, ...: its order in the queue and the root of its sampling seeds."""
     task: Task
     size: int
     """Episodes to roll out."""
     version: PolicyVersion
-    """Version the permit was released at: no token may be sampled from older weights."""
+    """Policy version of the permit: no token may be sampled from older weights."""
     seed: int
-    """Sampling seed of the group; same seed and weights, same tokens, whatever replica runs it."""
+    """Sampling seed of the group; the same seed and weights give the same tokens on any replica."""
     versions: Mapping[str, PolicyVersion] = field(default_factory=dict)
-    """In a run of several policies: of each trained one by name, what `version` is for it."""
+    """In a run of several policies: the value of `version` for each trained policy, by name."""
 
     def version_of(self, policy: str) -> PolicyVersion:
-        """The version that no token of this policy may be older than."""
+        """Return the minimum version of the tokens of this policy."""
         return self.versions.get(policy, self.version)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. `temperature` 0 is greedy; logprobs are those of this distribution, not of the raw
+    """Sampling parameters. `temperature` 0 is greedy; logprobs are those of this distribution, not of the raw
     logits."""
 
     temperature: float = 1.0
@@ -99,7 +99,7 @@ class VersionSpan:
 
 
 class OutcomeKind(StrEnum):
-    """How a trajectory ended."""
+    """Kind of end of a trajectory."""
 
     OK = "ok"
     TRUNCATED = "truncated"
@@ -108,7 +108,7 @@ class OutcomeKind(StrEnum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a trajectory ended. A failure is never a reward of 0: it leaves the group's statistics altogether."""
+    """End of a trajectory. A failure is never a reward of 0: it is left out of the group's statistics."""
 
     kind: OutcomeKind
     reason: str = ""
@@ -123,7 +123,7 @@ TRUNCATED = Outcome(OutcomeKind.TRUNCATED)
 
 
 def failed(reason: str) -> Outcome:
-    """The outcome of a trajectory that something other than the policy broke."""
+    """Return the outcome of a trajectory whose failure the policy did not cause."""
     return Outcome(OutcomeKind.FAILED, reason)
 
 
@@ -143,22 +143,22 @@ class Turn:
     text: str
     """`output_ids` decoded, special tokens left out."""
     sampling: Sampling = Sampling()
-    """How the tokens were drawn: what distribution `logprobs` are of."""
+    """Sampling parameters of the tokens, which define the distribution of `logprobs`."""
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """The ordered turns of one agent."""
+    """Ordered turns of one agent."""
 
     agent: str
     turns: tuple[Turn, ...]
     outcome: Outcome = OK
     reward: float | None = None
-    """What the workflow assigned; None leaves it to the reward worker."""
+    """Reward from the workflow; None leaves it to the reward worker."""
     parent: int | None = None
     """Index of the trajectory that spawned this one; None for the root."""
     policy: str = POLICY
-    """Name of the policy that spoke."""
+    """Name of the policy that sampled the turns."""
 
 
 @dataclass(frozen=True)
@@ -167,10 +167,10 @@ class Episode:
 
     trajectories: tuple[Trajectory, ...]
     num_tool_calls: int = 0
-    """Calls of tools, of all its agents."""
+    """Tool calls of all its agents."""
     num_sequential: int = 0
-    """Sampled tokens on its longest chain, in which each had to wait for the one before: what its time depends on where
-    agents that run side by side have engines enough."""
+    """Sampled tokens on the longest chain of dependent tokens: it determines the duration if parallel agents have
+    enough engines."""
 
 
 # ----------------------------------------------------------------------------------------------------------- metadata
@@ -178,34 +178,34 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """How loaded a replica's engine is, at one moment: a snapshot for schedulers."""
+    """Snapshot of the load of a replica's engine, for schedulers."""
 
     num_running: int
     num_waiting: int
-    """Requests it has taken and not begun."""
+    """Requests received and not started."""
     kv_used: float
     """Share of cache slots in use, 0 to 1."""
     num_tokens: int
     """Tokens sampled since start."""
     num_cached_tokens: int = 0
-    """Prompt tokens since start whose keys and values were in a prefix cache."""
+    """Prompt tokens since start with keys and values from a prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """What one replica is doing: what the repack planner sees."""
+    """Load of one replica, as input of the repack planner."""
 
     replica: str
     version: PolicyVersion
-    """Version its trajectories are sampled from."""
+    """Version from which its trajectories are sampled."""
     stats: EngineStats
     is_loading: bool = False
-    """Is it taking in weights at this moment? It then neither gives nor takes trajectories."""
+    """True while it loads weights; it is then neither source nor destination of moves."""
 
 
 @dataclass(frozen=True)
 class SampleMeta:
-    """The lengths of one sample: a prompt that is not trained, then a completion of which some tokens are."""
+    """Lengths of one sample: a prompt that is not trained, then a completion that is trained in part."""
 
     num_prompt: int
     num_completion: int
@@ -216,7 +216,7 @@ class SampleMeta:
 
 @dataclass(frozen=True)
 class TrajectoryMeta:
-    """What the driver knows of a Trajectory."""
+    """Metadata of a Trajectory."""
 
     agent: str
     parent: int | None
@@ -224,14 +224,14 @@ class TrajectoryMeta:
     reward: float | None
     samples: tuple[SampleMeta, ...]
     parts: Mapping[str, float] = field(default_factory=dict)
-    """`Score.parts` of the judgement; empty where the workflow gave the reward."""
+    """`Score.parts` of its score; empty where the workflow gave the reward."""
     policy: str = POLICY
-    """Name of the policy that spoke."""
+    """Name of the policy that sampled it."""
 
 
 @dataclass(frozen=True)
 class EpisodeMeta:
-    """What the driver knows of an Episode."""
+    """Metadata of an Episode."""
 
     trajectories: tuple[TrajectoryMeta, ...]
     num_tool_calls: int = 0
@@ -239,25 +239,25 @@ class EpisodeMeta:
 
     @cached_property
     def is_failed(self) -> bool:
-        """Did its root fail? A failed subagent is left out by itself, and the rest of the episode is used."""
+        """True if its root failed. A failed subagent is left out alone, and the rest of the episode is used."""
         return self.trajectories[0].outcome.is_failed
 
 
 @dataclass(frozen=True)
 class Acknowledged:
-    """A replica's word that it held exactly these weights when it sampled."""
+    """Acknowledgement of a replica that it sampled from exactly these weights."""
 
     replica: str
     version: PolicyVersion
     hash: str
     difference: float | None = None
-    """Mean |difference| of its logprobs to the trainer's own on the same tokens, right after it took these weights in,
-    in nats; None if the weights came without a probe."""
+    """Mean |difference| to the trainer's logprobs on the same tokens, right after loading, in nats; None without a
+    probe."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The episodes of one task that are compared with each other: metadata and a reference to the payload.
+    """Episodes of one task that are compared with each other: metadata and a reference to the payload.
 
     The unit that is queued, dropped or trained.
     """
@@ -276,11 +276,11 @@ class Group:
     columns: Mapping[str, Ref] = field(default_factory=dict)
     """Signal name -> reference to the extra per-token column (one tuple of floats per sample, in sample order)."""
     policy: str = POLICY
-    """Name of the policy that is trained on it; `versions` and `weights` are of this policy alone."""
+    """Name of the policy trained on this group; `versions` and `weights` are of this policy only."""
 
     @property
     def oldest_version(self) -> PolicyVersion:
-        """Oldest version of any trained token; the permit's own where nothing was sampled."""
+        """Oldest version of any trained token; the permit's version if there is none."""
         return self.versions[0].version if self.versions else self.permit_version
 
     @property
@@ -290,8 +290,8 @@ class Group:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all samples of its policy, prompts included, over all episodes: what one pass over the group has to
-        read."""
+        """Tokens of all samples of its policy, prompts included, over all episodes: the cost of one pass over the
+        group."""
         own = (t for e in self.episodes for t in e.trajectories if t.policy == self.policy)
         samples = (s for t in own for s in t.samples)
         return sum(s.num_prompt + s.num_completion for s in samples)
@@ -302,12 +302,12 @@ class Group:
         return sum(not e.is_failed for e in self.episodes)
 
     def trajectories(self) -> Iterator[tuple[tuple[int, int], TrajectoryMeta]]:
-        """What the policy of this group said: every trajectory of it that did not fail of every episode that did not,
-        with its (episode, trajectory) index."""
+        """Yield the trajectories of this group's policy with their (episode, trajectory) index. Failed trajectories,
+        and those of failed episodes, are left out."""
         return (found for found in self.everyone() if found[1].policy == self.policy)
 
     def everyone(self) -> Iterator[tuple[tuple[int, int], TrajectoryMeta]]:
-        """The same of all policies: whom an agent may be compared with, and its root, who may be another policy's."""
+        """Yield the same for all policies: an agent may be compared with another policy's, which may be its root."""
         for e, episode in enumerate(self.episodes):
             if not episode.is_failed:
                 for t, trajectory in enumerate(episode.trajectories):
@@ -315,7 +315,7 @@ class Group:
                         yield (e, t), trajectory
 
     def with_scores(self, scores: tuple[Score, ...]) -> Group:
-        """This group with one score per episode written into its root trajectory (and its failures marked)."""
+        """Return this group with one score per episode in its root trajectory; failed episodes are marked."""
         if len(scores) != len(self.episodes):
             raise ValueError(f"group {self.group_id}: {len(scores)} scores for {len(self.episodes)} episodes")
         return replace(self, episodes=tuple(_scored(e, s) for e, s in zip(self.episodes, scores, strict=True)))
@@ -323,13 +323,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Score:
-    """What scoring one episode gave: a finite value, or None and the reason there is none."""
+    """Score of one episode: a finite value, or None and the reason."""
 
     value: float | None
     failure: str = ""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """What it is made of, e.g. `{"exact": 1.0, "format": 0.5}`: the value of each reward function that applied, before
-    its weight, and other numbers that one returned, e.g. `{"compute_score/acc": 1.0}`."""
+    """Components of the value, e.g. `{"exact": 1.0, "format": 0.5}`: the unweighted value of each reward function that
+    applied, and other numbers a function returned, e.g. `{"compute_score/acc": 1.0}`."""
 
 
 def _scored(episode: EpisodeMeta, score: Score) -> EpisodeMeta:
@@ -342,7 +342,7 @@ def _scored(episode: EpisodeMeta, score: Score) -> EpisodeMeta:
 
 
 def _finite(trajectory: TrajectoryMeta) -> TrajectoryMeta:
-    """The same, failed if its reward is NaN or infinite."""
+    """Return the trajectory, marked as failed if its reward is NaN or infinite."""
     if trajectory.reward is None or isfinite(trajectory.reward):
         return trajectory
     return replace(trajectory, reward=None, outcome=failed(f"its reward is {trajectory.reward}"))

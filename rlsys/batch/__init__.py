@@ -1,5 +1,5 @@
-"""Trajectories -> samples -> a plan of packed micro-batches, in which every token has its weight in the loss.
+"""Pipeline from trajectories to samples to a plan of packed micro-batches, with a loss weight for every token.
 
-`samples` and `plan` are pure and need no torch: the driver runs `plan` on metadata. `tensors` builds what a rank
+`samples` and `packing` are pure and need no torch: the driver plans on metadata. `tensors` builds the tensors a rank
 trains on.
 """

@@ -1,4 +1,4 @@
-"""Dealing out work so that nobody has much more of it than anybody else."""
+"""Distribution of work into parts of nearly equal size."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 
 def balanced(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Indices into `sizes` in `num_parts` parts whose sums are nearly equal: the better of two heuristics by the
-    largest sum, which is what everybody waits for. Greedy in a draw.
+    """Split the indices of `sizes` into `num_parts` parts with nearly equal sums.
+
+    Returns the better of two heuristics by the largest sum, which determines the waiting time; greedy in a draw.
 
     >>> balanced([8, 7, 6, 5, 4], 2)
     [[1, 3, 4], [0, 2]]
@@ -18,7 +19,7 @@ def balanced(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
 
 
 def greedy(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Largest first, each to the part with the least."""
+    """Assign each size, largest first, to the part with the least sum."""
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     sums = [(0, part) for part in range(num_parts)]
     for i in _largest_first(sizes):
@@ -29,9 +30,9 @@ def greedy(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
 
 
 def differenced(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
-    """The largest differencing method (Karmarkar and Karp, 1982): every size begins as a partition of its own, and the
-    two partitions that are least even are merged, the largest part of one with the smallest of the other, until one is
-    left."""
+    """Apply the largest differencing method (Karmarkar and Karp, 1982). Every size begins as a separate partition.
+    Repeatedly, the two least even partitions are merged, the largest part of one with the smallest of the other, until
+    one is left."""
     rest: list[tuple[int, list[int]]] = [(0, [])] * (num_parts - 1)
     partitions = [(-sizes[i], order, [*rest, (sizes[i], [i])]) for order, i in enumerate(_largest_first(sizes))]
     heapq.heapify(partitions)

@@ -1,7 +1,7 @@
-"""Plan one step from metadata: which rank trains which samples in which micro-batch, and what each token weighs.
+"""Plan of one step from metadata: the samples of each rank and micro-batch, and the loss weight of each token.
 
-Law: how the plan splits an update, over micro-batches or ranks, changes no gradient beyond rounding, because the weight
-of a token depends on the update alone.
+Law: the split of an update over micro-batches or ranks changes no gradient beyond rounding, because the weight of a
+token depends on the update alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlsys.types import Group, SampleMeta
 
 @dataclass(frozen=True, slots=True)
 class SampleRef:
-    """Where one sample of the step is found, its trajectory's advantage, and its weight in the loss."""
+    """Index of one sample of the step, its trajectory's advantage, and its weight in the loss."""
 
     group: int
     """Index into the step's list of groups."""
@@ -27,12 +27,13 @@ class SampleRef:
     sample: int
     advantage: float
     token_weight: float
-    """What each of its trained tokens counts: the loss of an update is the sum of its tokens' losses times this."""
+    """Weight of each of its trained tokens: the loss of an update is the weighted sum of its tokens' losses."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchPlan:
-    """Samples that go through the model together. `weight` 0 marks a filler that keeps ranks in step."""
+    """Samples that go through the model together. `weight` 0 marks a filler that gives all ranks equally many
+    batches."""
 
     samples: tuple[SampleRef, ...]
     weight: float = 1.0
@@ -47,7 +48,7 @@ class UpdatePlan:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one rank does in a step: see `BatchPlan`."""
+    """Plan of one rank for a step: see `BatchPlan`."""
 
     updates: tuple[tuple[MicroBatchPlan, ...], ...]
     num_tokens: int
@@ -56,17 +57,17 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """One step: its updates in order, each on other groups."""
+    """Plan of one step: its updates in order, each on other groups."""
 
     updates: tuple[UpdatePlan, ...]
     num_tokens: int
-    """Trained tokens of the step, over all ranks; fillers not counted."""
+    """Trained tokens of the step, over all ranks, without fillers."""
     partners: tuple[int | None, ...]
-    """Per group: the group whose first prompt its samples are put after in mismatched pairs; None if every other one
-    has the same first prompt."""
+    """Per group: the group whose first prompt precedes its samples in mismatched pairs. None if all other groups have
+    the same first prompt."""
 
     def of_rank(self, rank: int) -> RankPlan:
-        """The part of one rank."""
+        """Return the part of one rank."""
         return RankPlan(tuple(update.ranks[rank] for update in self.updates), self.num_tokens, self.partners)
 
 
@@ -82,12 +83,12 @@ def plan_batch(
 ) -> BatchPlan:
     """Plan a step.
 
-    `assigned[i]` are the advantages of `groups[i]`. The groups that have something to train are cut, in order, into
-    `num_updates` runs of nearly equally many, or into single ones if there are fewer. Within an update, samples of a
-    group with an equal prompt stay in one bundle, so that the prompt is run once; a bundle that alone exceeds
-    `max_tokens` (prompt once plus completions) is split. Ranks get bundles of about equally many tokens
-    (`rlsys.batch.balance`); each then fills micro-batches of at most `max_tokens`, or one sample. With `has_pairs` they
-    are no larger when every sample follows its partner's prompt instead. Samples without a trained token are left out.
+    `assigned[i]` are the advantages of `groups[i]`. The groups with something to train are cut, in order, into
+    `num_updates` runs of nearly equally many groups, or into single groups if there are fewer. Within an update,
+    samples of a group with an equal prompt stay in one bundle, so that the prompt is computed once. A bundle that alone
+    exceeds `max_tokens` (prompt once plus completions) is split. Ranks get bundles of about equally many tokens
+    (`rlsys.batch.balance`). Each rank then fills micro-batches of at most `max_tokens`, or one sample. With `has_pairs`
+    this limit also holds when every sample follows its partner's prompt. Samples without a trained token are left out.
     Raises `ValueError` if nothing is left, or for more updates than groups.
     """
     if num_updates > len(groups):
@@ -109,13 +110,13 @@ def plan_batch(
 
 
 def num_trained(group: Group, assigned: Sequence[TrajectoryAdvantage]) -> int:
-    """Tokens of the group that are trained if these are its advantages."""
+    """Return the tokens of the group that are trained with these advantages."""
     return sum(sample.meta.num_trained for sample in _samples(0, group, assigned))
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What samples cost that go through the model together: both matrices are padded to their longest row."""
+    """Cost of samples that go through the model together: both matrices are padded to their longest row."""
 
     num_samples: int = 0
     longest_completion: int = 0
@@ -124,11 +125,11 @@ class Load:
 
     @property
     def num_tokens(self) -> int:
-        """Token positions the model computes, padding included."""
+        """Token positions the model computes, including padding."""
         return self.num_samples * self.longest_completion + self.num_prompts * self.longest_prompt
 
     def __add__(self, other: Load) -> Load:
-        """The load of both together."""
+        """Return the load of both together."""
         return Load(
             self.num_samples + other.num_samples,
             max(self.longest_completion, other.longest_completion),
@@ -162,7 +163,7 @@ def _samples(index: int, group: Group, assigned: Sequence[TrajectoryAdvantage]) 
 
 
 def _runs(trained: Sequence[list[_Sample]], num_runs: int) -> Iterator[Sequence[list[_Sample]]]:
-    """Neighbours together; the longer runs, by one, are spread evenly."""
+    """Cut into runs of neighbours; runs that are longer by one are spread evenly."""
     num_runs = min(num_runs, len(trained))
     cuts = [i * len(trained) // num_runs for i in range(num_runs + 1)]
     for start, end in pairwise(cuts):
@@ -186,8 +187,8 @@ def _update(
 
 
 def _token_weights(samples: Sequence[_Sample], aggregation: Aggregation) -> list[float]:
-    """Per sample of an update, what each of its trained tokens counts. Times the tokens they sum to 1, but for
-    `budget`."""
+    """Return the weight of each trained token, per sample of an update. Over all tokens the weights sum to 1, except
+    for `budget`."""
     match aggregation.over:
         case "tokens":
             return [1 / sum(sample.meta.num_trained for sample in samples)] * len(samples)
@@ -207,7 +208,7 @@ def _token_weights(samples: Sequence[_Sample], aggregation: Aggregation) -> list
 
 
 def _partners(groups: Sequence[Group]) -> tuple[int | None, ...]:
-    """For each group the next one, in order and around the end, whose first sample has another prompt."""
+    """Return, for each group, the next group in cyclic order whose first sample has another prompt."""
     firsts = [_first_sample(group) for group in groups]
     prompts = [first and first.prompt_key for first in firsts]
     size = len(groups)
@@ -222,7 +223,7 @@ def _partners(groups: Sequence[Group]) -> tuple[int | None, ...]:
 
 
 def _first_sample(group: Group) -> SampleMeta | None:
-    """The one whose prompt pairs take, of a failed episode too; None without any sample."""
+    """Return the sample whose prompt pairs use, even of a failed episode; None without any sample."""
     return next((s for episode in group.episodes for t in episode.trajectories for s in t.samples), None)
 
 
@@ -238,9 +239,9 @@ class _Bundle:
 def _bundles(
     samples: Sequence[_Sample], weights: Iterator[float], max_tokens: int, least_prompts: Sequence[int]
 ) -> list[_Bundle]:
-    """The samples of one group, each with the next weight. Neighbours in length share a bundle, so that one long
-    completion does not pad all others. A prompt counts as at least so long, by group: the one of a pair may be longer.
-    """
+    """Bundle the samples of one group, each with the next weight. Neighbours in length share a bundle, so that one long
+    completion does not pad all others. A prompt counts with at least the length in `least_prompts`: the partner's
+    prompt may be longer."""
     weighed = [(sample.meta, sample.weighed(next(weights))) for sample in samples]
     open_by_prompt: dict[int, _Bundle] = {}
     done: list[_Bundle] = []
@@ -258,7 +259,7 @@ def _bundles(
 
 
 def _fill(bundles: list[_Bundle], max_tokens: int) -> list[MicroBatchPlan]:
-    """Micro-batches of neighbours in length: a bundle that does not fit opens the next one."""
+    """Fill micro-batches with neighbours in length: a bundle that does not fit opens the next one."""
     micro_batches: list[list[SampleRef]] = []
     load = Load()
     for bundle in sorted(bundles, key=lambda b: (b.load.longest_completion, b.order)):

@@ -1,7 +1,7 @@
-"""Cut trajectories into samples: maximal token runs in which every prompt extends what came before.
+"""Conversion of trajectories to samples: maximal token runs in which every prompt extends the tokens before it.
 
-A turn whose prompt starts with everything the agent saw and said so far continues the sample (the new prompt tokens,
-tool output for instance, are context and not trained). A turn whose context was rewritten starts a new one.
+A turn continues the sample if its prompt starts with all earlier tokens of the agent. The new prompt tokens, for
+instance tool output, are context and not trained. A turn with a rewritten context starts a new sample.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from rlsys.types import POLICY, Episode, EpisodeMeta, SampleMeta, Trajectory, Tr
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The unit of training: a prompt, then a completion of which the policy's own tokens are trained."""
+    """Unit of training: a prompt, then a completion of which the tokens sampled by the policy are trained."""
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
     is_trained: tuple[bool, ...]
-    """One entry per completion token: did the policy sample it?"""
+    """One entry per completion token: True if the policy sampled it."""
     logprobs: tuple[float, ...]
     """One entry per completion token; 0.0 where not trained."""
     versions: tuple[VersionSpan, ...]
-    """The trained tokens, in order, by the policy version each was sampled from."""
+    """Spans of the trained tokens, in order, by policy version."""
 
     @property
     def meta(self) -> SampleMeta:
@@ -38,17 +38,17 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class PlacedTurn:
-    """A turn, and what it is part of."""
+    """A turn, and its place in a sample."""
 
     turn: Turn
     sample: int
-    """Index of the sample that its output is trained in; of the one before it, or -1, if it has no output."""
+    """Index of the sample that trains its output. Without output, the index of the sample before it, or -1."""
     num_known: int
-    """Tokens of its prompt that the agent had seen and said before; 0 where the context was rewritten."""
+    """Tokens of its prompt that were in the agent's context before; 0 where the context was rewritten."""
 
 
 def placed(trajectory: Trajectory) -> Iterator[PlacedTurn]:
-    """Every turn of a trajectory, in order."""
+    """Yield every turn of a trajectory, in order."""
     sample, seen = -1, ()
     for turn in trajectory.turns:
         extends = sample >= 0 and turn.prompt_ids[: len(seen)] == seen
@@ -60,16 +60,16 @@ def placed(trajectory: Trajectory) -> Iterator[PlacedTurn]:
 
 
 def samples_of(trajectory: Trajectory) -> Iterator[Sample]:
-    """The samples of one trajectory, in order. A turn without output gives none."""
+    """Yield the samples of one trajectory, in order. A turn without output gives none."""
     spoken = (one for one in placed(trajectory) if one.turn.output_ids)
     for _, run in groupby(spoken, key=lambda one: one.sample):
         yield _joined([one.turn for one in run])
 
 
 def samples_in(episodes: Iterable[Episode]) -> Iterator[tuple[tuple[int, int, int], Sample]]:
-    """Every sample of a group's payload with its (episode, trajectory, sample) index.
+    """Yield every sample of a group's payload with its (episode, trajectory, sample) index, in the order of columns.
 
-    Failed episodes are included, so that the order depends on the payload alone. It is the order of columns.
+    Failed episodes are included, so that the order depends on the payload alone.
     """
     for e, episode in enumerate(episodes):
         for t, trajectory in enumerate(episode.trajectories):
@@ -93,7 +93,7 @@ def _joined(run: list[Turn]) -> Sample:
 
 
 def meta_of(episodes: tuple[Episode, ...]) -> tuple[EpisodeMeta, ...]:
-    """What the driver needs to know of each episode."""
+    """Return the metadata of each episode."""
     return tuple(
         EpisodeMeta(
             tuple(
@@ -110,7 +110,7 @@ def meta_of(episodes: tuple[Episode, ...]) -> tuple[EpisodeMeta, ...]:
 
 
 def versions_of(episodes: tuple[Episode, ...], policy: str = POLICY) -> tuple[VersionSpan, ...]:
-    """Tokens that this policy sampled by its version, over all episodes, oldest first."""
+    """Return the number of tokens that this policy sampled, by version, over all episodes, oldest first."""
     tokens: dict[int, int] = {}
     spoken = (t for episode in episodes for t in episode.trajectories if t.policy == policy)
     for trajectory in spoken:

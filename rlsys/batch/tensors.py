@@ -1,4 +1,4 @@
-"""The tensors of one micro-batch: every distinct prompt once, the completions that follow it, and what the loss reads.
+"""Tensors of one micro-batch: every distinct prompt once, the following completions, and the inputs of the loss.
 
 Shape suffixes: `P` distinct prompts, `L` tokens of the longest prompt, `S` samples, `T` tokens of the longest
 completion, `N` trained tokens, in sample order. Both matrices are padded on the right with token 0, which nothing
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     StepColumn: TypeAlias = Sequence[NDArray[np.float32]]
-    """A column made for one rank's part of a step: for each of its micro-batches, updates in order, one float per
-    trained token."""
+    """Column of one rank's part of a step: for each micro-batch, updates in order, one float per trained token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +45,7 @@ class MicroBatch:
     behavior_logprobs_N: Tensor
     advantages_N: Tensor
     weights_N: Tensor
-    """What each trained token counts in the loss of its update."""
+    """Weight of each trained token in the loss of its update."""
     columns_N: Mapping[Signal, Tensor]
 
     @classmethod
@@ -57,10 +56,10 @@ class MicroBatch:
         columns: Mapping[Signal, Sequence[Sequence[float]]] | None = None,
         token_weights: Sequence[float] = (),
     ) -> MicroBatch:
-        """Pack samples: each with its advantage, the weight of its tokens (0 where left out, for scoring only) and, per
-        column, one float per completion token.
+        """Pack samples into one micro-batch.
 
-        Raises `ValueError` where a column, or the versions of a sample, do not fit its tokens.
+        Each sample has an advantage, a token weight (0 if left out, for scoring only) and, per column, one float per
+        completion token. Raises `ValueError` if a column, or the versions of a sample, do not match its tokens.
         """
         rows: dict[tuple[int, ...], int] = {}
         prompt_of = [rows.setdefault(s.prompt_ids, len(rows)) for s in samples]
@@ -93,7 +92,7 @@ class MicroBatch:
         )
 
     def loss_inputs(self, version: PolicyVersion, proximal_logprobs_N: Tensor) -> LossInputs:
-        """What an algorithm sees of these samples in the step that starts from `version`, given its logprobs."""
+        """Return the inputs of an algorithm for the step that starts from `version`, given the trainer's logprobs."""
         return LossInputs(
             behavior_logprobs_N=self.behavior_logprobs_N,
             proximal_logprobs_N=proximal_logprobs_N,
@@ -104,7 +103,7 @@ class MicroBatch:
         )
 
     def to(self, device: torch.device) -> MicroBatch:
-        """This micro-batch on another device."""
+        """Return this micro-batch on another device."""
         return MicroBatch(
             prompts_PL=self.prompts_PL.to(device),
             prompt_lengths_P=self.prompt_lengths_P.to(device),
@@ -122,10 +121,10 @@ class MicroBatch:
 
 
 class StepData:
-    """The payloads of one step, from which a rank builds the micro-batches it was planned.
+    """Payloads of one step, from which a rank builds its planned micro-batches.
 
     `payloads[g]` are the episodes of group g, `columns[g][signal]` its extra column: one tuple of floats (one per
-    completion token) per sample, in the order of `samples_in`. Groups of which a rank needs nothing may be empty.
+    completion token) per sample, in the order of `samples_in`. Groups that a rank does not need may be empty.
     """
 
     def __init__(
@@ -134,22 +133,22 @@ class StepData:
         columns: Sequence[Mapping[Signal, Sequence[Sequence[float]]]],
         step_columns: Mapping[Signal, StepColumn] | None = None,
     ) -> None:
-        """`step_columns` are those made for this rank's part of the step."""
+        """`step_columns` are the columns of this rank's part of the step."""
         self._payloads, self._columns, self._step_columns = payloads, columns, step_columns or {}
         self._samples: dict[int, dict[tuple[int, int, int], tuple[int, Sample]]] = {}
         self._batches: dict[MicroBatchPlan, MicroBatch] = {}
-        """Built already, without the columns of the step: a critic values them, then trains on them."""
+        """Cache, without the columns of the step: a critic computes values on the same batches before training."""
 
     def with_columns(self, step_columns: Mapping[Signal, StepColumn]) -> StepData:
-        """The same payloads, with columns made for the step."""
+        """Return the same payloads with the columns of the step."""
         data = StepData(self._payloads, self._columns, step_columns)
         data._samples, data._batches = self._samples, self._batches
         return data
 
     def micro_batch(self, plan: MicroBatchPlan, place: int = 0) -> MicroBatch:
-        """The tensors of one planned micro-batch, on the host; `place` is its number in the rank's plan.
+        """Return the tensors of one planned micro-batch, on the host; `place` is its number in the rank's plan.
 
-        Raises `ValueError` where a column does not fit its tokens.
+        Raises `ValueError` if a column does not match its tokens.
         """
         if plan not in self._batches:
             self._batches[plan] = self._built(plan)
@@ -175,12 +174,12 @@ class StepData:
         )
 
     def num_trained(self, plan: MicroBatchPlan) -> int:
-        """Trained tokens of a planned micro-batch."""
+        """Return the number of trained tokens of a planned micro-batch."""
         samples = (self._group(r.group)[r.episode, r.trajectory, r.sample][1] for r in plan.samples)
         return sum(sum(sample.is_trained) for sample in samples)
 
     def mismatched(self, plan: MicroBatchPlan, partners: Sequence[int | None]) -> MicroBatch | None:
-        """The same completions, each after the first prompt of its group's partner; for scoring only.
+        """Return the same completions, each after the first prompt of its group's partner; for scoring only.
 
         None if a group has no partner: then all groups of the step have one prompt, and none has a partner.
         """
@@ -194,7 +193,7 @@ class StepData:
         return MicroBatch.of(samples)
 
     def _group(self, group: int) -> dict[tuple[int, int, int], tuple[int, Sample]]:
-        """Every sample of a group, in order, with its position in the group's columns."""
+        """Return every sample of a group, in order, with its position in the group's columns."""
         if group not in self._samples:
             samples = enumerate(samples_in(self._payloads[group]))
             self._samples[group] = {index: (position, sample) for position, (index, sample) in samples}
@@ -202,9 +201,9 @@ class StepData:
 
 
 def packed(samples: Sequence[Sample], max_tokens: int) -> Iterator[MicroBatch]:
-    """Micro-batches of at most `max_tokens` (or one sample) for scoring only: samples stay in order.
+    """Yield micro-batches of at most `max_tokens` (or one sample) for scoring only, with samples in order.
 
-    Neighbours with the same prompt run it once, so a group's samples are best passed together.
+    Neighbours with the same prompt compute it once, so pass the samples of a group together.
     """
     batch: list[Sample] = []
     prompts: set[tuple[int, ...]] = set()
@@ -224,7 +223,7 @@ def packed(samples: Sequence[Sample], max_tokens: int) -> Iterator[MicroBatch]:
 
 
 def _versions(sample: Sample) -> list[int]:
-    """The version of each trained token."""
+    """Return the version of each trained token."""
     versions = [span.version for span in sample.versions for _ in range(span.num_tokens)]
     num_trained = sum(sample.is_trained)
     if len(versions) != num_trained:

@@ -1,4 +1,4 @@
-"""The loop of one training job: the driver, its queue of groups, its ledger, and what each step does.
+"""The loop of one training job: the driver, its queue of groups, its ledger, and the parts of a step.
 
-Nothing here imports Ray, a model library, or a worker; the driver reaches workers through `rlsys.contracts`.
+No module here imports Ray, a model library or a worker; the driver reaches workers through `rlsys.contracts`.
 """

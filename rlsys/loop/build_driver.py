@@ -1,7 +1,6 @@
-"""The driver of a run, put together from its configuration and its workers: for a job, the simulator and tests.
+"""Construction of a driver from a configuration and workers, for a job, the simulator and tests.
 
 driver = build_driver(config, workers, TaskSource(tasks, config.run.seed), events)
-await driver.run(0)
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ def build_driver(
     progress: Progress | None = None,
     look_s: float = 0,
 ) -> Driver:
-    """The driver of this run.
+    """Build the driver of a run.
 
-    `eval_sets` are measured in training, on `workers.evaluation`. `progress` is shared by drivers of one run of several
-    policies. `look_s` is the time between two looks at replicas and queue, for events; 0: none.
+    `eval_sets` are evaluated during training, on `workers.evaluation`. The drivers of a run with several policies share
+    one `progress`. `look_s` is the time between two observations of replicas and queue, for events; 0 disables them.
     """
     weights = _weights_of(config, workers, events)
     return Driver(
@@ -66,7 +65,7 @@ def build_driver(
 def evaluator_of(
     config: Config, rollouts: Rollouts, rewards: Rewards, sets: Mapping[str, Sequence[Task]], events: Events
 ) -> Evaluator:
-    """The evaluator of `sets`, by the rules of the section `eval`."""
+    """Build the evaluator of `sets` from the section `eval`."""
     section = config.eval
     max_open = max(1, 2 * section.replicas * config.rollout.slots // section.samples)
     rules = EvalRules(section.samples, section.temperature, config.run.seed, section.pass_reward, max_open)
@@ -74,13 +73,13 @@ def evaluator_of(
 
 
 def shape_of(config: Config) -> BatchShape:
-    """The layout of a step over ranks, updates and micro-batches."""
+    """Return the layout of a step over ranks, updates and micro-batches."""
     train = config.train
     return BatchShape(train.ranks, train.micro_batch_tokens, train.updates_per_step, config.rollout.max_new_tokens)
 
 
 def failures_of(config: Config) -> FailurePolicy:
-    """The limits of failure, from the section `limits`."""
+    """Build the failure policy from the section `limits`."""
     limits = config.limits
     return FailurePolicy(limits.max_attempts, limits.max_failed_groups, limits.max_no_signal_groups)
 
@@ -123,7 +122,7 @@ def _evaluation_of(
 
 
 def _repacker_of(config: Config, rollouts: Rollouts, events: Events) -> Repacker | None:
-    """None where running groups do not hold new weights back, or there is a single replica."""
+    """Return None if running groups do not delay new weights, or there is a single replica."""
     rollout = config.rollout
     if rollout.weight_change != "between" or rollout.replicas < 2 or rollout.repack_s == 0:
         return None

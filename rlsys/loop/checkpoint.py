@@ -1,16 +1,16 @@
-"""One atomic checkpoint of everything that must survive.
+"""Atomic checkpoints of the state that survives a run.
 
     checkpoints/step_000050/
         actor/           weights and optimizer (written by the ranks)
-        critic/          the same of the critic, in a run that has one
-        groups.jsonl     groups that were finished and not trained yet
-        driver.json      policy version, task cursor, what was issued and not consumed, hashes of published weights,
-                         metrics of the step before
-        manifest.json    size of every file above; a checkpoint without it, or that does not match it, is not one
-    checkpoints/latest   the newest complete one, by name: a text file, since object stores have no links
+        critic/          weights and optimizer of the critic, in a run that has one
+        groups.jsonl     finished groups that are not trained yet
+        driver.json      policy version, task cursor, pending groups, hashes of published weights,
+                         metrics of the previous step
+        manifest.json    size of every file above; without it, or with other sizes, the checkpoint is incomplete
+    checkpoints/latest   name of the newest complete checkpoint: a text file, since object stores have no links
 
-A checkpoint is written beside the others as `step_N.tmp`, flushed to the disk, renamed, and only then named in
-`latest`; so that whatever interrupts it, the one before is whole and found.
+A checkpoint is first written as `step_N.tmp`, then flushed to disk, renamed, and named in `latest`. After an
+interruption at any point, the previous checkpoint is still complete and is found.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rlsys.util.files import flush, write_atomically
 
 STEP = "step_{:06d}"
 STATE_FORMAT = 1
-"""Of `driver.json`; another number means another layout, which this version does not read."""
+"""Format of `driver.json`. A file of another format cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,12 @@ class DriverState:
 
     version: PolicyVersion
     published: dict[PolicyVersion, str]
-    """Content hash by version: groups sampled before the interruption are still verified after it."""
+    """Content hash by version: after a resume, groups sampled before it are still verified."""
     ledger: LedgerState
     past: dict[str, float] = field(default_factory=dict)
-    """Metrics of the step before, see `Algorithm.finalize_advantages`; empty in checkpoints that are older than this
-    key."""
+    """Metrics of the previous step, see `Algorithm.finalize_advantages`; empty in checkpoints older than this key."""
     state_v: int = STATE_FORMAT
-    """The layout it is written in; one without it is of layout 1."""
+    """Format of the file; a file without this key has format 1."""
 
 
 _STATE = TypeAdapter(with_config(ConfigDict(ser_json_inf_nan="constants"))(DriverState))
@@ -55,20 +54,20 @@ _OTHERWISE = "go on with the version of rlsys that wrote it, or name another che
 
 @dataclass
 class Checkpoints:
-    """The checkpoints of one run."""
+    """Checkpoints of one run."""
 
     folder: Path
     every: int
-    """Steps between two; 0 saves only at the end."""
+    """Steps between two checkpoints; 0 saves only at the end."""
     keep_last: int
     last_saved: int | None = None
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
-        """Is it time to save after `step` steps?"""
+        """Return True if a checkpoint is due after `step` steps."""
         return step != self.last_saved and (is_last or (self.every > 0 and step % self.every == 0))
 
     async def save(self, step: int, state: DriverState, write: Callable[[Path], Awaitable[None]]) -> Path:
-        """Write `state` and whatever `write(folder)` adds. Raises `CheckpointError`; what was saved before stays."""
+        """Write `state` and the files of `write(folder)`. Raises `CheckpointError`; earlier checkpoints stay."""
         final = self.folder / STEP.format(step)
         partial = final.with_suffix(".tmp")
         try:
@@ -98,7 +97,7 @@ class Checkpoints:
         )
 
     def _retire(self) -> None:
-        """Delete all but the newest `keep_last`; never the one `latest` names."""
+        """Delete all but the newest `keep_last` checkpoints, never the one that `latest` names."""
         named = (self.folder / "latest").read_text()
         steps = sorted(p for p in self.folder.glob("step_*") if p.suffix != ".tmp")
         for old in steps[: -self.keep_last]:
@@ -107,12 +106,12 @@ class Checkpoints:
 
 
 def step_of(checkpoint: Path) -> PolicyVersion:
-    """The step that a checkpoint's folder is named after."""
+    """Return the step that a checkpoint's folder is named after."""
     return int(checkpoint.name.removeprefix("step_"))
 
 
 def find_latest(folder: Path) -> Path | None:
-    """The newest complete checkpoint under `folder`: the one `latest` names, else the newest that is whole."""
+    """Return the checkpoint that `latest` names if it is complete, else the newest complete one under `folder`."""
     latest = folder / "latest"
     named = [folder / latest.read_text().strip()] if latest.is_file() else []
     candidates = [*named, *sorted(folder.glob("step_*[0-9]"), reverse=True)]
@@ -120,7 +119,7 @@ def find_latest(folder: Path) -> Path | None:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Is every file there, at the size it was written with?"""
+    """Return True if every file exists and has the size in the manifest."""
     try:
         sizes: dict[str, int] = json.loads((checkpoint / "manifest.json").read_bytes())
         return all((checkpoint / name).stat().st_size == size for name, size in sizes.items())
@@ -129,7 +128,7 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 def read_state(checkpoint: Path) -> DriverState:
-    """The driver's part. Raises `CheckpointError` if the checkpoint is not whole."""
+    """Read the driver's part. Raises `CheckpointError` if the checkpoint is incomplete or unreadable."""
     if not is_complete(checkpoint):
         raise CheckpointError(
             f"{checkpoint} is not a complete checkpoint; remove it, or name another with run.resume=PATH"
@@ -140,13 +139,13 @@ def read_state(checkpoint: Path) -> DriverState:
         state_v = row.get("state_v", 1) if isinstance(row, dict) else None
         if state_v == STATE_FORMAT:
             return _STATE.validate_python(row)
-    except ValueError as error:  # of JSON, and of pydantic
+    except ValueError as error:  # from json and pydantic
         raise CheckpointError(f"{path} cannot be read: {error}; {_OTHERWISE}") from error
     raise CheckpointError(f"{path} has format {state_v}, and this version of rlsys reads {STATE_FORMAT}; {_OTHERWISE}")
 
 
 def check_written(folder: Path) -> None:
-    """Raise `CheckpointError` if the ranks, which may be on other machines, left no file in `folder`."""
+    """Raise `CheckpointError` if `folder` holds no file from the ranks, which may run on other machines."""
     if not any(path.is_file() for path in folder.rglob("*")):
         raise CheckpointError(f"the ranks wrote to {folder}, but not where the driver sees it: share run.folder")
 

@@ -1,15 +1,15 @@
-"""Which tasks are worth rolling out, and how often, by what their earlier episodes came to (DART, arXiv:2509.23866).
+"""Selection of tasks by the outcomes of their earlier episodes (DART, arXiv:2509.23866).
 
-    a task that mostly succeeds is given fewer episodes                       `fewer_above`
-    one that nearly always or nearly never does is passed over for a while    `within`, `look_again`
-    a stored success takes the place of one episode of a group that failed    `stored_successes`
+    a task that mostly succeeds gets fewer episodes                           `fewer_above`
+    a task that nearly always succeeds or fails is skipped for a while        `within`, `look_again`
+    a stored success replaces one episode of a group without a success        `stored_successes`
 
-Decisions rest on what was known when the newest step was published: on the groups that were scored, and trained or
-dropped, by then. Where all that is issued is settled before the next step (`max_staleness: 0`), they depend on nobody's
-speed. A group that is issued again keeps the size it was first given.
+Decisions use the groups that were scored, and trained or dropped, when the newest step was published. With
+`max_staleness: 0` all issued groups are settled before the next step, so decisions do not depend on timing. A reissued
+group keeps its first size.
 
-The history of a task is two counts, and is in the checkpoint. Stored successes are references to payloads, and begin
-anew with a resume.
+The history of a task is two counts, and is in the checkpoint. Stored successes are references to payloads; a resumed
+run starts without them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What a task's earlier episodes came to."""
+    """Counts of a task's earlier episodes."""
 
     num_successes: int
     num_episodes: int
-    """Judged ones: an episode that failed for another reason than the policy's is in no rate."""
+    """Scored episodes; an episode that failed for a reason other than the policy counts in no rate."""
     num_passed: int = 0
-    """Times the task was passed over since it was last rolled out."""
+    """Times the task was skipped since its last rollout."""
 
     @property
     def rate(self) -> float:
@@ -44,7 +44,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What the scoring of one group adds to the tally of its task."""
+    """Counts that one scored group adds to the tally of its task."""
 
     task_id: str
     num_successes: int
@@ -53,40 +53,40 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class CurriculumState:
-    """What a checkpoint keeps of curation."""
+    """Curriculum state in a checkpoint."""
 
     tallies: dict[str, Tally] = field(default_factory=dict)
     """By task id."""
     scored: dict[int, Judgement] = field(default_factory=dict)
-    """By group_id of a group that is not settled."""
+    """By id of a group that is not settled."""
     settled: list[Judgement] = field(default_factory=list)
-    """Of groups dropped since the newest step was published."""
+    """Counts of groups settled since the newest step was published."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Success:
-    """The best episode of a group, kept with all of the group's payload."""
+    """Best episode of a group, kept with the group's whole payload."""
 
     group: Group
     episode: int
     moment: int
-    """Steps that were published when it was scored."""
+    """Number of published steps when it was scored."""
 
 
 class Curriculum:
-    """Keeps histories and successes, and answers what to issue. Belongs to one ledger; does no I/O."""
+    """Task histories, stored successes, and the decisions based on them. Belongs to one ledger; does no I/O."""
 
     def __init__(self, rules: Rules | None = None) -> None:
-        """Without rules nothing is curated, and nothing kept."""
+        """Without rules, curate nothing and keep nothing."""
         self.rules = rules or Rules()
         self.num_smaller = 0
-        """Groups that were given fewer episodes."""
+        """Groups with fewer episodes than the group size."""
         self.num_passed_over = 0
-        """Times that a task was passed over."""
+        """Times that a task was skipped."""
         self.num_grafted = 0
-        """Groups that were given a stored success."""
+        """Groups that received a stored success."""
         self.num_too_old = 0
-        """Groups that failed altogether, and whose stored success is older than the bound on staleness allows."""
+        """Groups without a success whose stored success is older than the staleness bound allows."""
         self._tallies: dict[str, Tally] = {}
         self._scored: dict[int, Judgement] = {}
         self._settled: list[Judgement] = []
@@ -98,7 +98,7 @@ class Curriculum:
     # ----------------------------------------------------------------------------------------------------------- issue
 
     def passes_over(self, task_id: str) -> bool:
-        """Is this task, whose turn it is, left out this time? Counted."""
+        """Return True if the next task is to be skipped this time, and count it."""
         rules, tally = self.rules, self._known(task_id)
         low, high = rules.within
         if tally is None or low <= tally.rate <= high:
@@ -111,7 +111,7 @@ class Curriculum:
         return True
 
     def size_of(self, task_id: str, group_size: int) -> int | None:
-        """Episodes of a new group of this task if they are fewer than `group_size`; else None. Counted."""
+        """Return the size of a new group if it is below `group_size`, else None. Counts smaller groups."""
         tally, bound = self._known(task_id), self.rules.fewer_above
         if tally is None or bound is None or tally.rate <= bound:
             return None
@@ -119,14 +119,14 @@ class Curriculum:
         return fewer(group_size)
 
     def _known(self, task_id: str) -> Tally | None:
-        """The tally of a task whose success rate counts."""
+        """Return the tally of a task if it has enough episodes, else None."""
         tally = self._tallies.get(task_id)
         return tally if tally is not None and tally.num_episodes >= self.rules.min_episodes else None
 
-    # ----------------------------------------------------------------------------------------------------------- judge
+    # ----------------------------------------------------------------------------------------------------------- score
 
     def scored(self, group: Group) -> None:
-        """This attempt at an open group was scored. What an earlier attempt came to is forgotten."""
+        """Record the scores of an open group; they replace those of an earlier attempt."""
         rewards = _rewards(group)
         if self.rules.needs_history:
             num_successes = sum(self._is_success(reward) for reward in rewards.values())
@@ -137,12 +137,12 @@ class Curriculum:
                 self._store(_Success(replace(group, columns={}), best, self._moment))
 
     def graft_for(self, group: Group, oldest_in_time: Callable[[int], PolicyVersion]) -> Graft | None:
-        """What to do about a scored group that failed altogether; None if it did not, or nothing can be done.
+        """Return a graft for a scored group without a success; None if it has one, or no graft is possible.
 
-        The success is one that was scored before the newest step was published, and takes the place of an episode that
-        could not be scored, or else of the first with the lowest reward. At least one scored episode remains beside
-        it. No token may be of a version before `oldest_in_time(group_id)`: a success from a group with such a token is
-        counted as too old, and left for others.
+        The stored success was scored before the newest step was published. It replaces an unscored episode, or else the
+        first episode with the lowest reward. At least one scored episode remains beside it. None of its tokens may be
+        older than version `oldest_in_time(group_id)`. An older success counts as too old, and stays stored for other
+        groups.
         """
         success, rewards = self._successes.get(group.task_id), _rewards(group)
         if success is None or success.moment == self._moment or any(map(self._is_success, rewards.values())):
@@ -158,12 +158,12 @@ class Curriculum:
         return Graft(group, worst, success.group, success.episode)
 
     def lose(self, group_id: int, task_id: str) -> None:
-        """The payload of this open group is gone, and it is issued again: what it came to never counts."""
+        """Discard the scores of an open group whose payload is lost; the group is reissued."""
         self._scored.pop(group_id, None)
         self.forget(group_id, task_id)
 
     def forget(self, group_id: int, task_id: str) -> None:
-        """The payload of this group is gone: its success is no longer kept."""
+        """Remove the stored success of a group whose payload is lost."""
         success = self._successes.get(task_id)
         if success is not None and success.group.group_id == group_id:
             del self._successes[task_id]
@@ -180,12 +180,12 @@ class Curriculum:
     # ---------------------------------------------------------------------------------------------------------- settle
 
     def settle(self, group_id: int) -> None:
-        """This group was trained or dropped: what it came to counts from the next published step on."""
+        """Settle a trained or dropped group: its scores count once the next step is published."""
         if (judgement := self._scored.pop(group_id, None)) is not None:
             self._settled.append(judgement)
 
     def publish(self) -> None:
-        """A step was published: decisions rest on all that is settled by now."""
+        """Add the scores of all settled groups to the tallies, when a step is published."""
         for judgement in self._settled:
             before = self._tallies.get(judgement.task_id, Tally(0, 0))
             self._tallies[judgement.task_id] = Tally(
@@ -197,7 +197,7 @@ class Curriculum:
     # ----------------------------------------------------------------------------------------------- metrics and state
 
     def metrics(self) -> dict[str, float]:
-        """Counters of what is switched on, by their full names."""
+        """Return the counters of the enabled rules, by full metric name."""
         found: dict[str, float] = {}
         if self.rules.fewer_above is not None:
             found["curation/smaller_groups"] = self.num_smaller
@@ -210,11 +210,11 @@ class Curriculum:
         return found
 
     def state(self) -> CurriculumState:
-        """For the checkpoint, at one moment."""
+        """Return the state for a checkpoint."""
         return CurriculumState(dict(self._tallies), dict(self._scored), list(self._settled))
 
     def restore(self, state: CurriculumState, finished: Collection[int]) -> None:
-        """Go on from `state`; of the groups scored before, only `finished` are not rolled out again."""
+        """Restore `state`. Scores of groups outside `finished` are discarded, since those are rolled out again."""
         if not self.rules.needs_history:
             state = CurriculumState()
         self._tallies, self._settled = dict(state.tallies), list(state.settled)
@@ -222,6 +222,6 @@ class Curriculum:
 
 
 def _rewards(group: Group) -> dict[int, float]:
-    """Of each episode that was scored, by its number."""
+    """Return the rewards of scored episodes, by episode index."""
     roots = {e: episode.trajectories[0] for e, episode in enumerate(group.episodes) if not episode.is_failed}
     return {e: root.reward for e, root in roots.items() if root.reward is not None}

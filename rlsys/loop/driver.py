@@ -1,17 +1,17 @@
-"""The driver: one training job, many producers, one learner, a queue of groups between them.
+"""The driver of one training job: many producers, one learner, and a queue of groups between them.
 
     loop       consumes            produces           waits for                      unblocked by
     produce    permits, tasks      episodes, rewards  a free permit                  learn releasing a step's permits
     annotate   episodes            a signal's column  a rolled-out group             produce
     learn      groups that have    weights, metrics   the oldest groups to have all  produce and annotate, or a group
                all their columns                      their columns                  being dropped
-    evaluate   pinned weights      measures           its own replicas and rewards   those answering
+    evaluate   pinned weights      eval metrics       its replicas and rewards       their results
     supervise  dead relays         filled relays      a relay to die                 never; cancelled at the end
     repack     loads of replicas   moves              a publish, or `repack_s`       never; cancelled at the end
-    look       loads and places    events             `look_s`                       never; cancelled at the end
-    watch      silence             NoProgress         the no-progress limit          never; cancelled at the end
+    look       loads, placements   events             `look_s`                       never; cancelled at the end
+    watch      idle time           NoProgress         the no-progress limit          never; cancelled at the end
 
-It decides; it never touches the bytes of a group. Synchronous RL is `max_staleness: 0` of this loop; there is no other.
+The driver decides and never touches the payload of a group. Synchronous RL is this loop with `max_staleness: 0`.
 """
 
 from __future__ import annotations
@@ -52,35 +52,35 @@ from rlsys.util import deadlines
 from rlsys.weight_sync.sync import WeightSync
 
 ANNOTATED_AT_ONCE = 8
-"""Micro-batches of tokens that an annotator is handed at once: enough to fill it, and few enough to stream."""
+"""Micro-batches of tokens per call of an annotator: enough for full utilisation, few enough to stream."""
 
 
 @dataclass
 class Driver:
-    """Holds the loops together; every decision belongs to one of its parts."""
+    """Coordinator of the loops; each decision belongs to one of its parts."""
 
     workers: Workers
     algorithm: Algorithm
     queue: GroupQueue
-    """Tells its transitions to the same `events`."""
+    """Emits its transitions to the same `events`."""
     weights: WeightSync
     failures: FailurePolicy
     checkpoints: Checkpoints
     events: Events
     shape: BatchShape
     steps: int
-    """Policy version at which the run is done."""
+    """Policy version at which the run ends."""
     no_progress_s: float
     run_dir: Path
     config: Callable[[], str]
-    """The configuration of the run as YAML, kept with a step that fails."""
+    """Returns the run's configuration as YAML; it is saved with a failed step."""
     rollouts_every: int
-    """Steps between two whose groups are written to `rollouts` in it; 0 writes none."""
+    """Steps between two that write their groups to `run_dir/rollouts`; 0 writes none."""
     evaluation: Evaluation = field(default_factory=Evaluation)
     repacker: Repacker | None = None
-    """None where nothing is to be gained by moving trajectories."""
+    """None if moving trajectories gains nothing."""
     look_s: float = 0
-    """Seconds between two looks at replicas and queue, for events; 0: nobody looks."""
+    """Seconds between two observations of replicas and queue, for events; 0 disables them."""
     _stopping: bool = False
 
     def __post_init__(self) -> None:
@@ -91,9 +91,9 @@ class Driver:
         self._learner = Learner(self.workers, self.algorithm, self.shape, self._clock.span, failed, self.config)
 
     async def run(self, start: PolicyVersion) -> PolicyVersion:
-        """Train from version `start` to `steps`; returns the version reached, earlier only after `stop`.
+        """Train from version `start` to `steps`; return the version reached, which is lower only after `stop`.
 
-        Raises the `RlsysError` that ended the run; whatever else is raised is a bug, and ends it as loudly.
+        Raises the `RlsysError` that ended the run. Any other exception is a bug and propagates too.
         """
         await self.weights.publish(start)
         self._clock.start()
@@ -110,7 +110,7 @@ class Driver:
                 if self.look_s:
                     others.append(loops.create_task(self._watching.run()))
                 version = await self._learn(start)
-                if not self._stopping:  # whoever stops a run may have stopped its cluster too
+                if not self._stopping:  # after `stop`, the cluster may be gone
                     await self.weights.settled()
                 for loop in others:
                     loop.cancel()
@@ -121,23 +121,23 @@ class Driver:
         return version
 
     async def restore(self, checkpoint: Path) -> PolicyVersion:
-        """Load a checkpoint; returns its version, for `run`, which publishes it before it admits anything.
+        """Load a checkpoint; return its version, which `run` publishes before it admits any group.
 
-        Raises `CheckpointError`, or `DataError` if the tasks have changed since.
+        Raises `CheckpointError`, or `DataError` if the tasks have changed.
         """
         state = await self._resumable.restore(checkpoint, self.steps)
         self._learner.past = state.past
         return state.version
 
     def stop(self) -> None:
-        """Finish the step in hand, save, and return from `run`; an evaluation under way is given up."""
+        """Finish the current step, save, and return from `run`; a running evaluation is cancelled."""
         self._stopping = True
         self.evaluation.stop()
 
     # --------------------------------------------------------------------------------------------------------- produce
 
     async def _produce(self) -> None:
-        """Roll out and judge one group after the other.
+        """Roll out and score one group after the other.
 
         Consumes permits and tasks, produces episodes and rewards. Waits for a free permit; unblocked by `_learn`
         releasing a step's permits, or by another group being dropped or lost.
@@ -148,7 +148,7 @@ class Driver:
                     await self._fill(permit)
 
     async def _fill(self, permit: Permit) -> None:
-        """Roll out and judge the group of a permit, or give it up where the failure policy says so."""
+        """Roll out and score the group of a permit, or give it up if the failure policy decides so."""
         persist, workers = self._persistence.persist, self.workers
         try:
             await persist(workers.rollouts, lambda: self._roll_out(permit))
@@ -163,30 +163,30 @@ class Driver:
             self._losses.give_up(permit.group, given_up)
 
     async def _roll_out(self, permit: Permit) -> None:
-        """Attempt once to roll out a group."""
+        """Attempt a rollout once."""
         group = self.queue.start_rollout(permit)
         rolled_out = await self.workers.rollouts.run(group.assignment)
-        self._clock.add("rollout", rolled_out.busy)  # at once, for its answer tells what its clock says now
+        self._clock.add("rollout", rolled_out.busy)  # at once: events align its end with the present
         emit_busy(self.events, "pulling", rolled_out.pulls, answered_s=rolled_out.busy.end_s)
         await self.weights.verify(rolled_out.group)
         self._clock.offer(rolled_out.group, rolled_out.waited_s)
         self.queue.finish_rollout(group, rolled_out)
 
     async def _score(self, group: InFlightGroup) -> Group:
-        """Attempt once to judge a group."""
+        """Attempt to score a group once."""
         scored = await self.workers.rewards.score(group.assignment.task, group.group)
         self._clock.add("reward", scored.busy)
         return group.group.with_scores(scored.scores)
 
     def _graft_for(self, group: InFlightGroup, scored: Group) -> Graft | None:
-        """What curation makes of a scored group: a stored success for it if it failed altogether and there is one."""
+        """Return a graft of a stored success for a scored group without a success, if there is one."""
         if group.is_over:
             return None
         self._curation.scored(scored)
         return self._curation.graft_for(scored, self.queue.oldest_in_time)
 
     async def _grafted(self, graft: Graft) -> Group:
-        """One attempt at a graft; the group as it was if the stored success is gone."""
+        """Attempt a graft once; return the unchanged group if the stored success is lost."""
         try:
             return await self.workers.rewards.graft(graft)
         except PayloadLost as error:
@@ -197,7 +197,7 @@ class Driver:
             return graft.group
 
     async def _hand_in(self, permit: Permit, scored: Group, graft: Graft | None) -> None:
-        """Give a scored group to the learner. Raises `NothingToTrain` and `NoSignal` if it is of no use."""
+        """Offer a scored group to the learner. Raises `NothingToTrain` or `NoSignal` if it cannot be trained."""
         is_grafted = graft is not None and scored is not graft.group and not permit.group.is_over
         if is_grafted:
             self.queue.renew(permit, scored)
@@ -217,7 +217,7 @@ class Driver:
     # -------------------------------------------------------------------------------------------------------- annotate
 
     async def _annotate(self, signal: Signal) -> None:
-        """Add one column to every group as it comes, while others are still being rolled out.
+        """Add one column to each group as it arrives, while others are still being rolled out.
 
         Consumes episodes, produces the column `signal`. Waits for a rolled-out group; unblocked by `_produce`.
         """
@@ -237,11 +237,11 @@ class Driver:
     # ----------------------------------------------------------------------------------------------------------- learn
 
     async def _learn(self, start: PolicyVersion) -> PolicyVersion:
-        """One optimizer step after the other.
+        """Run one optimizer step after the other.
 
-        Consumes groups that have all their columns, produces weights and metrics. Waits for the oldest groups to have
-        them; unblocked by `_produce` and `_annotate`, or a group being dropped. Waits for an evaluation only where the
-        next is due, and at the end.
+        Consumes groups that have all their columns, produces weights and metrics. Waits for the oldest groups to be
+        complete; unblocked by `_produce` and `_annotate`, or a group being dropped. Waits for a running evaluation only
+        when the next one is due, and at the end.
         """
         version = start
         await self._evaluate(version)
@@ -265,7 +265,7 @@ class Driver:
             await self._record(version, tasks, learned)
             await self._evaluate(version)
         if version > start:
-            await self._maybe_save(version)  # it is not saved yet if `stop` came after its turn to be
+            await self._maybe_save(version)  # `stop` may have come after the last check
         await self.evaluation.end()
         return version
 
@@ -274,9 +274,9 @@ class Driver:
             await self.evaluation.begin(version)
 
     async def _learned(self, groups: Sequence[InFlightGroup], version: PolicyVersion) -> StepResult | None:
-        """Train one step; None if it came to nothing: its groups are put back, issued again, or dropped.
+        """Train one step; return None if it fails and its groups are put back, reissued or dropped.
 
-        Raises `RunAborted` if a worker that the step needs is gone: none of them is replaced in a run.
+        Raises `RunAborted` if a worker that the step needs is lost: such workers are not replaced within a run.
         """
         try:
             learned = await self._learner.step([each.group for each in groups], version)
@@ -297,7 +297,7 @@ class Driver:
             try:
                 with self._clock.span("record"):
                     await self.workers.actor.record(path, step, tasks, learned.groups, learned.assigned)
-            except PayloadLost as error:  # they are trained: all that is missing is this file
+            except PayloadLost as error:  # the groups are trained: only this file is missing
                 self.events.emit(WorkerFailed("actor-0", f"writing {path.name}", str(error)))
             else:
                 self.events.emit(RolloutsWritten(step, str(path)))
@@ -322,9 +322,9 @@ class Driver:
     # --------------------------------------------------------------------------------------------------------- relays
 
     async def supervise(self) -> None:
-        """Let dead relays be replaced, and tell it. Waits for one to die; cancelled at the end.
+        """Replace dead relays and emit an event for each. Waits for one to die; cancelled at the end.
 
-        `run` does it as long as it lasts; after that whoever still needs this policy's weights.
+        `run` runs this loop. After `run`, the caller runs it as long as the weights of this policy are needed.
         """
         await self.workers.relays.supervise(
             lambda error: self.events.emit(WorkerFailed(error.worker, error.phase, str(error))),
@@ -336,9 +336,9 @@ class Driver:
     async def _watch(self) -> None:
         """End the run if nothing moves for `no_progress_s`.
 
-        Waits for that long after the last group or step; nothing unblocks it but the end of the run.
+        Waits for that long after the last group or step; only the end of the run unblocks it.
         """
         while (left_s := self.no_progress_s - self._clock.idle_s()) > deadlines.ROUNDING_S:
-            await deadlines.sleep(left_s)  # silence has no event to wait on
+            await deadlines.sleep(left_s)  # the absence of progress cannot notify
         pending = self.queue.table(self.workers.rollouts.placements()) + self.evaluation.table()
         raise NoProgress(f"nothing moved for {self.no_progress_s:g} s; pending:\n{pending}")

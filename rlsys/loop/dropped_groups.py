@@ -1,4 +1,4 @@
-"""What becomes of groups that are not trained as they are: the policy decides, and the queue carries it out."""
+"""Dropping and reissuing of groups: the failure policy decides, and the queue executes."""
 
 from __future__ import annotations
 
@@ -16,32 +16,31 @@ from rlsys.monitoring.events import SignalMissing
 
 @dataclass
 class DroppedGroups:
-    """Counts what failed in a row, asks the failure policy, and has the queue drop groups or issue them again."""
+    """Counters of consecutive failures, and the calls that drop or reissue groups by them."""
 
     queue: GroupQueue
     failures: FailurePolicy
     num_failed: int = 0
-    """Groups given up since one was scored."""
+    """Groups given up since the last useful scored group."""
     num_no_signal: int = 0
-    """Groups without a signal since one was scored that has some."""
+    """Groups without a signal since the last group with one."""
     num_settled_away: int = 0
-    """Groups of steps in which settling left nothing to train, since a step was trained."""
+    """Groups in steps that had nothing to train after `finalize_advantages`, since the last trained step."""
 
     def decide(self, error: RlsysError, attempt: int) -> Decision:
-        """What to do about the failure of the `attempt`-th attempt, counted from 1."""
+        """Return the decision on the failure of attempt number `attempt`, counted from 1."""
         in_a_row = self.num_no_signal if isinstance(error, NoSignal) else self.num_failed
         return self.failures.decide(error, attempt=attempt, dropped_in_a_row=in_a_row)
 
     def scored(self) -> None:
-        """A group was scored, and there is something to learn in it."""
+        """Reset the counters after a scored group that can be trained."""
         self.num_failed = self.num_no_signal = 0
 
     def trained(self) -> None:
-        """A step was trained."""
         self.num_settled_away = 0
 
     def give_up(self, group: InFlightGroup, given_up: GivenUp) -> None:
-        """Drop a group; nothing to do if it was lost meanwhile, and is issued again."""
+        """Drop a group; does nothing if it was lost meanwhile, and is reissued."""
         if group.is_over:
             return
         if isinstance(given_up.error, NoSignal):
@@ -52,9 +51,9 @@ class DroppedGroups:
         self.queue.drop(group, given_up.decision.reason, str(given_up.error))
 
     def drop_step(self, groups: Sequence[InFlightGroup], error: NoSignal) -> None:
-        """There is nothing to learn in a whole step: its groups go, and others come in their place.
+        """Drop all groups of a step that has nothing to train.
 
-        Raises `RunAborted` where the failure policy gives up.
+        Raises `RunAborted` if the failure policy ends the run.
         """
         self.num_settled_away += len(groups)
         decision = self.failures.decide(error, attempt=1, dropped_in_a_row=self.num_settled_away - 1)
@@ -66,16 +65,16 @@ class DroppedGroups:
             self.queue.drop(group, decision.reason, str(error))
 
     def _warn(self, in_a_row: int, num_more: int, error: NoSignal) -> None:
-        """Tell once that there is a tenth of the groups without a signal that end the run; `num_more` are the last."""
+        """Warn once, at a tenth of the limit on groups without a signal; `num_more` of them are new."""
         limit = self.failures.max_no_signal_groups
         if in_a_row - num_more < ceil(limit / 10) <= in_a_row:
             self.queue.events.emit(SignalMissing(in_a_row, limit, str(error)))
 
     def issue_again(self, error: PayloadLost, groups: Sequence[InFlightGroup]) -> list[InFlightGroup]:
-        """Issue the groups again whose payload is gone; returns the others.
+        """Reissue the groups whose payload is lost; return the others.
 
-        The next free permits are for them. An attempt that was over before is nobody's loss. Raises the error if it is
-        not about any of these groups, and `RunAborted` where the failure policy gives up.
+        Reissued groups get the next free permits. A lost payload of a finished attempt is ignored. Raises `error` if it
+        names none of these groups, and `RunAborted` if the failure policy ends the run.
         """
         lost = [group for group in groups if group.group_id in error.group_ids]
         if not lost:

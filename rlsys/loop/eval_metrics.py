@@ -1,4 +1,4 @@
-"""What the samples of a policy amount to: pass@k, the mean with its confidence interval, lengths and failures."""
+"""Evaluation metrics of a policy: pass@k, mean reward with its confidence interval, lengths and failures."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rlsys.errors import RlsysError
 from rlsys.types import EpisodeMeta, Group, OutcomeKind
 
 Z_95 = 1.96
-"""Standard errors on either side of a mean that hold 95 % of a normal distribution."""
+"""Half width in standard errors of the central 95 % of a normal distribution."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvalMetrics:
-    """What an evaluation on one data set came to."""
+    """Metrics of an evaluation on one data set."""
 
     num_tasks: int
     """Tasks with at least one scored sample."""
@@ -27,32 +27,32 @@ class EvalMetrics:
     mean_ci95: float | None
     """Half width of the mean's 95 % confidence interval; None for a single task.
 
-    Normal approximation over the means of the tasks: the samples of one task are correlated, so tasks, not samples, are
-    what is counted as independent (clustered standard errors, arXiv:2411.00640).
+    Normal approximation over the means of the tasks. The samples of one task are correlated, so tasks count as
+    independent, not samples (clustered standard errors, arXiv:2411.00640).
     """
     pass_at: Mapping[int, float]
-    """k -> chance that at least one of k samples of a task passes; mean over the tasks with k scored samples."""
+    """k -> probability that at least one of k samples of a task passes; mean over tasks with k scored samples."""
     truncated_frac: float
     """Share of scored samples cut at the token limit."""
     failed_frac: float
-    """Share of samples that could not be scored; they count in nothing else."""
+    """Share of samples that could not be scored; no other metric counts them."""
     length_mean: float
-    """Tokens sampled per scored sample, over all its agents."""
+    """Sampled tokens per scored sample, over all agents."""
     num_too_long: int
-    """Tasks left out because their prompt exceeds the limit."""
+    """Tasks left out because their prompts exceed the limit."""
 
     def as_json(self) -> dict[str, float | None]:
-        """One flat JSON object; `pass_at` becomes `pass@1`, `pass@2`, ..."""
+        """Return one flat JSON object; `pass_at` becomes `pass@1`, `pass@2`, ..."""
         flat = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "pass_at"}
         return {**flat, **{f"pass@{k}": share for k, share in self.pass_at.items()}}
 
     def as_metrics(self, dataset: str) -> dict[str, float]:
-        """Metric name -> value, e.g. `eval/held_out/pass@4`; what there is no value for is left out."""
+        """Return metric name -> value, e.g. `eval/held_out/pass@4`, without metrics that have no value."""
         return {f"eval/{dataset}/{name}": float(value) for name, value in self.as_json().items() if value is not None}
 
 
 def table_of(results: Mapping[str, EvalMetrics]) -> list[str]:
-    """The measures of several data sets, for people: a line of heads, then a line per set."""
+    """Format the metrics of several data sets as a table: a header line, then a line per data set."""
     rows = {name: _cells(measures) for name, measures in results.items()}
     heads = list(dict.fromkeys(head for cells in rows.values() for head in cells))
     lines = [["data set", *heads], *([name, *(cells.get(head, "") for head in heads)] for name, cells in rows.items())]
@@ -74,7 +74,7 @@ def _cells(measures: EvalMetrics) -> dict[str, str]:
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Chance that at least one of `k` samples passes, from `num_samples` of which `num_passed` did.
+    """Return the probability that at least one of `k` samples passes, if `num_passed` of `num_samples` did.
 
     The unbiased estimator 1 - C(n - c, k) / C(n, k) (arXiv:2107.03374, eq. 1), in exact integers up to the division.
     Raises `ValueError` unless 0 <= num_passed <= num_samples and 1 <= k <= num_samples.
@@ -86,12 +86,12 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 
 
 def ks_up_to(samples: int) -> list[int]:
-    """The k that pass@k is given for: 1, 2, 4, ... and `samples` itself: 6 gives `[1, 2, 4, 6]`."""
+    """Return the values of k for pass@k: 1, 2, 4, ... and `samples`; 6 gives `[1, 2, 4, 6]`."""
     return sorted({*(1 << i for i in range(samples.bit_length())), samples})
 
 
 def eval_metrics_of(groups: Sequence[Group], *, samples: int, pass_reward: float, num_too_long: int) -> EvalMetrics:
-    """The measures of scored groups, one per task. A sample passes with a reward of `pass_reward` or more.
+    """Return the metrics of scored groups, one per task. A sample passes with a reward of at least `pass_reward`.
 
     Raises `RlsysError` if no sample was scored.
     """
@@ -116,13 +116,13 @@ def eval_metrics_of(groups: Sequence[Group], *, samples: int, pass_reward: float
 
 
 def _scored(group: Group) -> list[tuple[float, EpisodeMeta]]:
-    """The samples of one task that have a reward."""
+    """Return (reward, episode) of each scored sample of one task."""
     roots = [(episode.trajectories[0].reward, episode) for episode in group.episodes if not episode.is_failed]
     return [(reward, episode) for reward, episode in roots if reward is not None]
 
 
 def _pass_at(counts: Sequence[tuple[int, int]], samples: int) -> dict[int, float]:
-    """pass@k from (scored, passed) of every task, for each k that some task has enough scored samples for."""
+    """Return pass@k from (scored, passed) of every task, for each k that some task has enough scored samples for."""
     by_k = {k: [pass_at_k(n, c, k) for n, c in counts if n >= k] for k in ks_up_to(samples)}
     return {k: fmean(shares) for k, shares in by_k.items() if shares}
 

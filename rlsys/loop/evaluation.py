@@ -1,7 +1,7 @@
-"""Measuring a policy on data sets of its own: the same rollouts and rewards as in training, without a learner.
+"""Evaluation of a policy on separate data sets: the rollouts and rewards of training, without a learner.
 
-`Evaluator` measures what its replicas hold. `EvaluationLane` measures the policy while it is trained: each version that
-is due is pinned, then measured beside training, whatever the learner publishes meanwhile.
+`Evaluator` evaluates the weights loaded on its replicas. `EvaluationLane` evaluates the policy during training: it pins
+each version that is due and evaluates it in parallel to training.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from rlsys.weight_sync.sync import WeightSync
 
 @dataclass(frozen=True, slots=True)
 class EvalRules:
-    """How a data set is sampled and counted."""
+    """Sampling and scoring rules of an evaluation."""
 
     samples: int
     """Samples per task."""
     temperature: float
-    """What `rollouts` samples with; it is only written down here."""
+    """Temperature of `rollouts`; only recorded here."""
     seed: int
-    """Every evaluation samples with the same seeds, so that two differ by their weights alone."""
+    """The same for every evaluation, so that two evaluations differ only by their weights."""
     pass_reward: float
-    """A sample with this reward or more passes."""
+    """Lowest reward of a sample that passes."""
     max_open: int
-    """Tasks rolled out or scored at once, over all data sets."""
+    """Tasks rolled out or scored concurrently, over all data sets."""
 
 
 @dataclass
 class Evaluator:
-    """Samples and judges every task of every data set, on whatever weights `rollouts` holds."""
+    """Samples and scores every task of every data set, on the weights loaded in `rollouts`."""
 
     rollouts: Rollouts
     rewards: Rewards
@@ -61,11 +61,11 @@ class Evaluator:
     async def measure(
         self, dataset: str, version: PolicyVersion = 0, check: Callable[[Group], Awaitable[None]] | None = None
     ) -> EvalMetrics:
-        """The measures of one data set, sampled from weights no older than `version`.
+        """Evaluate one data set on weights no older than `version`.
 
-        `check` sees every group before it is scored; what it raises of a worker is treated as that worker's failure.
-        Work a machine broke is done again, by the failure policy. Raises `RunAborted` where that gives up, and
-        `RlsysError` if nothing could be scored. A prompt over the limit is counted, and ends nothing.
+        `check` is called with every group before scoring; a worker error that it raises counts as that worker's
+        failure. The failure policy decides on retries. Raises `RunAborted` if it ends the run, and `RlsysError` if
+        nothing could be scored. Tasks with prompts over the limit are counted and skipped.
         """
         async with asyncio.TaskGroup() as work:
             scoring = [
@@ -85,7 +85,7 @@ class Evaluator:
     async def _scored(
         self, group_id: int, task: Task, version: PolicyVersion, check: Callable[[Group], Awaitable[None]] | None
     ) -> Group | None:
-        """One task's group with its scores; None if its prompt is over the limit."""
+        """Return the scored group of one task; None if its prompt exceeds the limit."""
         assignment = Assignment(group_id, task, self.rules.samples, version, group_seed(self.rules.seed, group_id))
         async with self._room:
             for attempt in count(1):
@@ -122,37 +122,37 @@ class Evaluator:
 
 
 class Evaluation:
-    """What the driver asks of whoever measures the policy in training. This one measures nothing."""
+    """Interface between the driver and evaluation during training. This class evaluates nothing."""
 
     was_given_up = False
-    """Was `stop` the end of an evaluation that was due?"""
+    """True if `stop` cancelled an evaluation that was due."""
 
     def attach(self, loops: asyncio.TaskGroup, on_progress: Callable[[], None]) -> None:
-        """Work in `loops` from now, so that a failure ends them all; `on_progress` is called when something moved."""
+        """Create tasks in `loops`, so that a failure ends all loops; `on_progress` is called on every progress."""
 
     async def begin(self, version: PolicyVersion) -> None:
-        """Measure `version`, the newest published, if it is due.
+        """Evaluate `version`, the newest published, if it is due.
 
-        Returns once its weights cannot be lost; measuring goes on meanwhile. Waits for the previous evaluation to end.
+        Returns once its weights are pinned; the evaluation goes on meanwhile. Waits for the previous evaluation to end.
         """
 
     async def end(self) -> None:
-        """Return once the evaluation under way, if there is one, has ended."""
+        """Return once the running evaluation, if there is one, has ended."""
 
     def stop(self) -> None:
-        """Give up the evaluation under way, and begin no other."""
+        """Cancel the running evaluation, and start no other."""
 
     def table(self) -> str:
-        """What is under way, a line; empty if nothing is."""
+        """Return one line on the running evaluation; empty if there is none."""
         return ""
 
 
 @dataclass
 class EvaluationLane(Evaluation):
-    """Measures every version that is due on replicas of its own, which hold exactly that version meanwhile.
+    """Evaluates every version that is due on dedicated replicas, which keep exactly that version meanwhile.
 
-    What was measured is written to `folder/DATASET/step_000010.json` with hashes of the weights and the tasks and with
-    the rules; a resumed run does not measure again what is the same in all of them.
+    Results are written to `folder/DATASET/step_000010.json` with the rules and the hashes of weights and tasks. A
+    resumed run skips an evaluation for which all of these are equal.
     """
 
     evaluator: Evaluator
@@ -160,21 +160,21 @@ class EvaluationLane(Evaluation):
     rollouts: PinnedRollouts
     weights: WeightSync
     every: int
-    """Steps between two evaluations; version 0 is measured too."""
+    """Steps between two evaluations; version 0 is evaluated too."""
     last: PolicyVersion
-    """Version at which the run is done; measured whatever `every` says."""
+    """Version at which the run ends; evaluated for any value of `every`."""
     folder: Path
     _under_way: asyncio.Task[None] | None = field(default=None, init=False)
     _is_stopped: bool = field(default=False, init=False)
 
     def attach(self, loops: asyncio.TaskGroup, on_progress: Callable[[], None]) -> None:
-        """See `Evaluation.attach`. Called once, before anything else."""
+        """See `Evaluation.attach`. Called once, before all other methods."""
         self._loops, self._on_progress = loops, on_progress
 
     async def begin(self, version: PolicyVersion) -> None:
         """See `Evaluation.begin`.
 
-        Unblocked by the previous evaluation ending or `stop`, and by the relays getting `version`.
+        Unblocked by the end of the previous evaluation or `stop`, and by the arrival of `version` at the relays.
         """
         if not (version % self.every == 0 or version == self.last):
             return
@@ -228,7 +228,7 @@ class EvaluationLane(Evaluation):
         self.evaluator.events.emit(EvalDone(version, dataset, self.weights.published[version], seconds, metrics))
 
     async def _verify(self, group: Group, version: PolicyVersion) -> None:
-        """Raise `WeightsMismatch` unless every token is of `version`, acknowledged with the published hash."""
+        """Raise `WeightsMismatch` unless all tokens are of `version`, acknowledged with the published hash."""
         await self.weights.verify(group)
         if others := {span.version for span in group.versions} - {version}:
             detail = f"tokens of version {min(others)} in the evaluation of version {version}"
@@ -245,7 +245,7 @@ class EvaluationLane(Evaluation):
         return all(row.get(key) == value for key, value in self._measured(dataset, version).items())
 
     def _measured(self, dataset: str, version: PolicyVersion) -> dict[str, str | float]:
-        """All that decides a result: the weights, the tasks (after `eval.limit`) and the rules."""
+        """Return all that determines a result: the weights, the tasks (after `eval.limit`) and the rules."""
         rules = self.evaluator.rules
         return {
             "hash": self.weights.published[version],

@@ -1,16 +1,15 @@
-"""A step that gave numbers which are not finite, kept so that it can be computed again.
+"""A step that produced non-finite numbers, saved so that it can be computed again.
 
     failed/step_000007/
         actor/                  weights and optimizer of the policy (written by the ranks)
-        critic/                 the critic's, in a run that has one
+        critic/                 weights and optimizer of the critic, in a run that has one
         groups.jsonl            the groups of the step with their payloads
-        config.resolved.yaml    the configuration under which it failed
-        step.json               the rest, `FailedStep`; written last, so that a folder that has it is whole
+        config.resolved.yaml    the configuration of the failed run
+        step.json               the rest, `FailedStep`; written last, so a folder that has it is complete
 
-The model that failed is as it was before the update that failed, `FailedStep.update`; the updates of the step before
-that one are taken. The critic trains after the policy: if the policy failed, the critic is as it was before the step,
-and if the critic failed, the policy has taken the step. The columns of the step are not kept: `rlsys replay` makes them
-again, from the same models.
+The failed model is saved as it was before the update `FailedStep.update`, with the earlier updates of the step applied.
+The critic trains after the policy. If the policy failed, the critic is as it was before the step. If the critic failed,
+the policy has taken the step. Columns of the step are not saved: `rlsys replay` recomputes them from the same models.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from rlsys.types import PolicyVersion
 from rlsys.util.files import write_atomically
 
 GROUPS, ACTOR, CRITIC, CONFIG = "groups.jsonl", "actor", "critic", "config.resolved.yaml"
-"""Names in the folder besides `step.json`."""
+"""File names in the folder besides `step.json`."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailedStep:
-    """The driver's part: what it had decided about the step."""
+    """The driver's decisions about the step."""
 
     version: PolicyVersion
     """Policy version that the step started from."""
@@ -42,16 +41,16 @@ class FailedStep:
     assigned: tuple[tuple[TrajectoryAdvantage, ...], ...]
     """One tuple for each group of `groups.jsonl`, in order."""
     num_updates: int
-    """Optimizer updates that the step was cut into."""
+    """Optimizer updates of the step."""
     error: str
-    """What went wrong, in the words of the error that ended the run."""
+    """Text of the error that ended the run."""
     model: Literal["actor", "critic"] = "actor"
-    """Whose numbers were not finite."""
+    """The model with non-finite numbers."""
     update: int | None = None
-    """In which of the step's updates, from 0; None if it is not known, or was in none."""
+    """Index of the failed update in the step, from 0; None if unknown, or outside any update."""
 
     def write(self, folder: Path) -> None:
-        """Complete `folder`, which holds the other files already. Raises `OSError`."""
+        """Write `step.json`, which completes `folder`. Raises `OSError`."""
         # The standard library writes and reads NaN and Infinity, which an advantage may be.
         write_atomically(folder / "step.json", json.dumps(asdict(self), indent=1))
 
@@ -60,7 +59,7 @@ _STEP = TypeAdapter(FailedStep)
 
 
 def read_failed(folder: Path) -> FailedStep:
-    """The step that `folder` holds. Raises `DataError` if it holds none."""
+    """Read the step in `folder`. Raises `DataError` if there is none."""
     path = folder / "step.json"
     try:
         return _STEP.validate_python(json.loads(path.read_bytes()))

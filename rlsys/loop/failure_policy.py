@@ -1,4 +1,4 @@
-"""What to do about a failure: one pure question. The driver executes the answer."""
+"""Decisions on failures, as one pure function. The driver executes them."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from rlsys.errors import (
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Attempt the same work again, once the worker `restart` is replaced."""
+    """Attempt the same work again, after the worker `restart` is replaced."""
 
     restart: str
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Give this group up, counted under `reason`; the run goes on."""
+    """Drop this group, counted under `reason`; the run goes on."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reissue:
-    """Issue the groups again that were lost."""
+    """Reissue the lost groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +48,19 @@ Decision: TypeAlias = Retry | Drop | Reissue | Abort
 
 @dataclass(frozen=True, slots=True)
 class FailurePolicy:
-    """Retry what a machine broke, drop what a task broke, abort on what only a person can mend."""
+    """Retries failures of machines, drops groups whose task failed, and aborts on everything else."""
 
     max_attempts: int
-    """Times that rolling out a group or scoring it fails, or that its payload is lost, before the run ends. Each is
-    counted apart: a group is not blamed for outliving different failures."""
+    """Failures after which the run ends: of rolling out one group, of scoring it, or losses of its payload, each
+    counted separately."""
     max_failed_groups: int
-    """Groups dropped as failed one after the other before the run ends: then it is not the task's fault."""
+    """Consecutive failed groups after which the run ends: then the tasks are not the cause."""
     max_no_signal_groups: int
-    """Groups without a signal one after the other before the run ends: then waiting for another does not help."""
+    """Consecutive groups without a signal after which the run ends: then further groups do not help."""
 
     def decide(self, error: RlsysError, *, attempt: int, dropped_in_a_row: int) -> Decision:
-        """`attempt` counts from 1 for the piece of work at hand, or the losses of the group; `dropped_in_a_row` over
-        all groups dropped for a reason of this kind since one was not."""
+        """Decide on `error`. `attempt` counts from 1, for this piece of work or the losses of its group.
+        `dropped_in_a_row` counts consecutive groups dropped for the same kind of reason."""
         if isinstance(error, WorkerDied | DeadlineExceeded | WeightsMismatch | PayloadLost):
             if attempt >= self.max_attempts:
                 return Abort(f"gave up after {attempt} attempts at one group; the last failure: {error}")

@@ -1,7 +1,7 @@
-"""The queue of groups between producers, annotators and the learner: states, permits, window, and the staleness bound.
+"""Queue of groups between producers, annotators and the learner: states, permits, window and staleness bound.
 
-The queue alone changes the state of a group (`rlsys.loop.in_flight_group`), and emits the event of each change. Columns
-come as they are made: an annotator takes rolled-out groups while others are still out, and the learner takes groups
+Only the queue changes the state of a group (`rlsys.loop.in_flight_group`), and it emits the event of each change.
+Columns arrive one by one: an annotator takes rolled-out groups while others are still running. The learner takes groups
 that have all their columns, oldest first (TransferQueue, arXiv:2507.01663). Columns for an attempt that is over are
 refused and counted. An operation costs O(log n) for n groups in flight, `oldest_in_time` O(n).
 
@@ -9,18 +9,17 @@ With P groups a step, S = max_staleness and window W there are B = (S + 1) * P p
 
     staleness  <=  (B + W - 2) // P          (exactly S for W = 1)
 
-provided a group starts on weights no older than its permit. Proof for W = 1: groups are taken in group_id order, so
-when the step of version v takes a group, at most B - 1 older groups held permits when that group was admitted; those
-are at most S full steps plus the P - 1 groups beside it in its own step. A group that is lost gives its permit back and
-keeps its place: it is issued again before any new one is, so the older groups still hold a permit each. Permits alone
-bound nothing if finished groups may overtake slow ones without limit: each place of overtaking costs one more, hence
-W - 1.
+provided a group starts on weights no older than its permit. Proof for W = 1: groups are taken in order of group ids.
+When the step of version v takes a group, at most B - 1 older groups held permits when that group was admitted. Those
+are at most S full steps plus the other P - 1 groups of its step. A lost group gives its permit back and keeps its
+place. It is reissued before any new group is issued, so each older group still holds a permit. With a window, each
+place by which finished groups may overtake adds one group, hence W - 1; without a limit, permits give no bound.
 
-Until the version `synchronous_until` is published only P of the permits exist. A step then takes every group there is,
-and all of them were admitted at its version: staleness is 0 whatever the window. The rest of the permits are released
-with that version, as if the run began there; so the bound holds from there as it does from the start.
+Until the version `synchronous_until` is published only P of the permits exist. Each step then takes all groups in
+flight, and all were admitted at its version: staleness is 0 for any window. That version releases the other permits, as
+if the run began there, so the same bound holds from there.
 
-`take` checks the bound again on version stamps. Its `stale` drop counter should read 0.
+`take` checks the bound again on the versions of tokens. Its `stale` drop counter should read 0.
 """
 
 from __future__ import annotations
@@ -44,47 +43,47 @@ from rlsys.util import deadlines
 from rlsys.util.deadlines import Progress
 
 LEARNER = "learner"
-"""The consumer that takes groups to train. Every other is the annotator of a signal, and has its name."""
+"""Consumer that takes groups to train. Every other consumer is an annotator, named after its signal."""
 
 
 @dataclass(slots=True)
 class Permit:
-    """The right to have one group in the pipe, from admission until its step is published."""
+    """Right to have one group in flight, from admission until its step is published."""
 
     group: InFlightGroup
-    """The latest attempt that was made with it."""
+    """The latest attempt made with this permit."""
 
 
 @dataclass
 class GroupQueue:
-    """Groups in flight, in group_id order. Lives in the driver's event loop; not thread-safe, by design."""
+    """Groups in flight, in order of group ids. Used only in the driver's event loop; not thread-safe."""
 
     groups_per_step: int
     max_staleness: int
     window: int
     version: PolicyVersion
-    """Version of the newest published weights; `release` moves it on."""
+    """Version of the newest published weights; `release` advances it."""
     num_groups: int
-    """Groups the rest of the run will consume: no more are admitted, so the last step leaves nothing unused."""
+    """Groups that the rest of the run consumes. No more are admitted, so the last step leaves none unused."""
     ledger: Ledger
-    """What says which task a permit is for, and counts every task exactly once."""
+    """Assigns tasks to permits, and counts every task exactly once."""
     signals: frozenset[Signal] = frozenset()
     """Columns the learner needs besides episodes and rewards, each added by an annotator."""
     synchronous_until: PolicyVersion = 0
-    """Up to this version there is no more in the pipe than one step."""
+    """Before this version, at most one step of groups is in flight."""
     lease_s: float = inf
-    """Deadline of one attempt at rolling out a group, in seconds; the rollout pool ends it then."""
+    """Deadline of one rollout attempt, in seconds; the rollout pool enforces it."""
     events: Events = field(default_factory=Events)
     progress: Progress = field(default_factory=Progress)
-    """Moves with every transition that follows from work done."""
+    """Advances with every transition that results from work done."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Drops by reason: `stale`, `failed`, `too_long`, `no_signal`."""
     num_reissued: int = 0
-    """Attempts at groups beyond the first of each."""
+    """Attempts beyond the first of each group."""
     num_refused: int = 0
-    """Columns that were handed in twice, or for an attempt that was over."""
+    """Results that were handed in twice, or for an attempt that is over."""
     num_finished: int = field(default=0, init=False)
-    """Groups that are READY: they wait to be taken by the learner."""
+    """Groups in state READY, waiting for the learner."""
 
     def __post_init__(self) -> None:
         self._arrivals = {consumer: asyncio.Event() for consumer in (LEARNER, *self.signals)}
@@ -92,30 +91,29 @@ class GroupQueue:
 
     @property
     def capacity(self) -> int:
-        """Permits in existence, at most: (max_staleness + 1) * groups_per_step."""
+        """Maximum number of permits: (max_staleness + 1) * groups_per_step."""
         return (self.max_staleness + 1) * self.groups_per_step
 
     def permits_at(self, version: PolicyVersion) -> int:
-        """Permits in existence while `version` is the newest."""
+        """Return the number of permits while `version` is the newest."""
         return self.groups_per_step if version < self.synchronous_until else self.capacity
 
     @property
     def staleness_bound(self) -> int:
-        """Versions that no trained token can be behind."""
+        """Maximum staleness of any trained token, in versions."""
         return (self.capacity + self.window - 2) // self.groups_per_step
 
     def bound_at(self, version: PolicyVersion) -> int:
-        """Versions that no token trained by the step of `version` can be behind."""
+        """Return the maximum staleness of tokens trained by the step of `version`."""
         return 0 if version < self.synchronous_until else self.staleness_bound
 
     def is_in_time(self, group: Group, place: int, version: PolicyVersion) -> bool:
-        """Will a finished group be within the bound if, from `version` on, `place` older ones come before it, and as
-        many younger ones as the window lets overtake it?"""
+        """Return True if a finished group stays within the bound, with `place` older groups before it from `version`
+        on. As many younger groups as the window allows may overtake it."""
         return group.oldest_version >= self._oldest_in_time(place, version)
 
     def oldest_in_time(self, group_id: int) -> PolicyVersion:
-        """Version of the oldest token that this group, which is in flight, may hold: whenever it is taken, that is
-        within the bound."""
+        """Return the oldest version allowed for tokens of this group in flight, whenever the learner takes it."""
         return self._oldest_in_time(sum(other < group_id for other in self.groups), self.version)
 
     def _oldest_in_time(self, place: int, version: PolicyVersion) -> PolicyVersion:
@@ -126,23 +124,22 @@ class GroupQueue:
 
     @property
     def num_permits(self) -> int:
-        """Permits that are free, held, or back a finished group: `permits_at` of them, and less only near the end."""
+        """Permits that are free, held, or of a finished group: `permits_at`, or fewer only near the end."""
         return self._free.qsize() + self._num_held + sum(g.is_offered and not g.is_over for g in self.groups.values())
 
     @property
     def finished(self) -> list[InFlightGroup]:
-        """Groups worth training that were not taken yet, oldest first: what a checkpoint keeps. Signals are added
-        again."""
+        """Finished groups that the learner did not take yet, oldest first. A checkpoint saves them without signals."""
         return [g for g in self.groups.values() if g.is_offered and g.state in (State.SCORED, State.READY)]
 
     def lacking(self, group: InFlightGroup) -> list[str]:
-        """Columns that the learner still waits for."""
+        """Return the columns that the learner still waits for."""
         is_there = {"episodes": group.episodes is not None, "reward": group.is_offered}
         is_there |= {signal: signal in group.columns for signal in self.signals}
         return sorted(column for column, there in is_there.items() if not there)
 
     def table(self, placements: Mapping[int, str]) -> str:
-        """What is pending, and where: one line per group, oldest first. `placements`: see `Rollouts.placements`."""
+        """Format all pending groups, one per line, oldest first. `placements`: see `Rollouts.placements`."""
         lines = (f"  group {n}: {self._line(group, placements.get(n))}" for n, group in self.groups.items())
         return "\n".join(lines) or "  nothing is pending"
 
@@ -163,11 +160,11 @@ class GroupQueue:
 
     @asynccontextmanager
     async def permit(self) -> AsyncIterator[Permit]:
-        """Hold a permit, and issue a group on it: one that waits to be issued again, or a new one.
+        """Hold a permit, and issue a group on it: one to be reissued, or a new one.
 
-        Leaving the block gives the permit back, unless the group was offered to the learner; a group that was not even
-        dropped waits to be issued again. Waits for a free permit (and for the run to need another group); unblocked by
-        `release`, by drops and losses. Raises `RunAborted` if curation leaves no task to issue.
+        Leaving the block gives the permit back, unless the group was offered to the learner. A group that is not over
+        by then waits to be reissued. Waits for a free permit, and for the run to need another group; unblocked by
+        `release`, drops and losses. Raises `RunAborted` if curation leaves no task to issue.
         """
         version = await self._free.get()
         self._num_held += 1
@@ -189,7 +186,7 @@ class GroupQueue:
         return group
 
     def _open(self, group: InFlightGroup) -> InFlightGroup:
-        """Begin an attempt at a group, in its place in the order."""
+        """Register an attempt at a group, at its place in the order."""
         if group.group_id in self.groups:
             self.num_reissued += 1
         else:
@@ -198,7 +195,7 @@ class GroupQueue:
         return group
 
     def release(self, groups: Sequence[InFlightGroup], version: PolicyVersion) -> list[Task]:
-        """Free the permits of a step whose weights are published as `version`: the next groups are born on them.
+        """Free the permits of a step whose weights are published as `version`, for the next groups.
 
         Returns the tasks of the step.
         """
@@ -211,10 +208,11 @@ class GroupQueue:
         return [group.assignment.task for group in groups]
 
     def restore(self, state: LedgerState, version: PolicyVersion, num_groups: int, finished: Iterable[Group]) -> None:
-        """Start over at `version` with `num_groups` left to consume, the `finished` of an earlier session among them.
+        """Restart at `version` with `num_groups` left to consume, including the `finished` groups of an earlier
+        session.
 
-        All others that session had issued keep their place in the order, so that nothing younger is taken before they
-        are issued again. Raises `DataError` if the tasks are not those of that session.
+        Its other groups keep their place in the order: no younger group is taken before they are reissued. Raises
+        `DataError` if the tasks are not those of that session.
         """
         episodes = {group.group_id: group for group in finished}
         self.ledger.restore(state, episodes)
@@ -232,16 +230,16 @@ class GroupQueue:
     def _start_over(self, version: PolicyVersion, num_groups: int, num_finished: int = 0) -> None:
         self.version, self.num_groups, self.num_finished = version, num_groups, 0
         self.groups: dict[int, InFlightGroup] = {}
-        """By group_id, oldest first: the latest attempt at every group that is issued, or waits to be issued again."""
+        """By group id, oldest first: the latest attempt at every group that is issued or waits to be reissued."""
         self._ready: dict[str, list[int]] = {consumer: [] for consumer in self._arrivals}
-        """Per consumer a heap of group_ids. A group that it could take is in there; others may be, and are skipped."""
+        """Per consumer a heap of group ids. It contains all groups the consumer can take; other ids are skipped."""
         self._places: list[int] = []
-        """Heap of group_ids. One that is in flight and that the learner did not take is in there; others may be."""
+        """Heap of group ids. It contains all groups in flight that the learner did not take; other ids are skipped."""
         self._free: asyncio.Queue[PolicyVersion] = asyncio.Queue()
         self._num_held = 0
-        """Permits whose block is not left."""
+        """Permits in use by a `permit` block."""
         self._num_admitted = num_finished
-        """Permits handed out for groups that the run will consume; one that is given back is handed out again."""
+        """Permits handed out for groups that the run will consume; a returned permit is handed out again."""
         self._admit(self.permits_at(version) - num_finished)
 
     def _admit(self, count: int) -> None:
@@ -252,7 +250,7 @@ class GroupQueue:
     # ----------------------------------------------------------------------------------------------------- transitions
 
     def start_rollout(self, permit: Permit) -> InFlightGroup:
-        """Begin an attempt at rolling out the group of a permit; one that failed before is over then."""
+        """Begin a rollout attempt with a permit; a previous attempt is over then."""
         if (before := permit.group).state is not State.ISSUED:
             before.check(State.ROLLING_OUT)
             self._enter(before, State.REISSUED)
@@ -261,15 +259,14 @@ class GroupQueue:
         return permit.group
 
     def finish_rollout(self, group: InFlightGroup, rolled_out: RolledOut) -> bool:
-        """Hand in the episodes. False, and counted, if they are there already or the attempt is over."""
+        """Hand in rolled-out episodes. Returns False, and counts it, if they exist already or the attempt is over."""
         if is_new := self._accepts(group, rolled_out.group.group_id, is_new=group.episodes is None):
             self._fill(group, rolled_out.group)
             self.events.emit(group_rolled_out(rolled_out))
         return is_new
 
     def renew(self, permit: Permit, episodes: Group) -> None:
-        """Go on with `episodes`, of another payload, in place of those that were rolled out: columns made of these are
-        refused."""
+        """Replace the episodes by `episodes` of another payload; columns of the old ones are refused."""
         (before := permit.group).check(State.ROLLED_OUT)
         entered_s = {**before.entered_s}
         permit.group = replace(before, state=State.ROLLING_OUT, columns={}, annotators=set(), entered_s=entered_s)
@@ -284,8 +281,7 @@ class GroupQueue:
             heapq.heappush(self._ready[signal], group.group_id)
 
     def score(self, group: InFlightGroup, scored: Group) -> bool:
-        """Hand in the episodes with their scores. False, and counted, if they are there already or the attempt is
-        over."""
+        """Hand in scored episodes. Returns False, and counts it, if they exist already or the attempt is over."""
         is_scored = group.state in (State.SCORED, State.READY, State.TAKEN)
         if is_new := self._accepts(group, scored.group_id, is_new=not is_scored):
             self._enter(group, State.SCORED)
@@ -294,13 +290,13 @@ class GroupQueue:
         return is_new
 
     def offer(self, group: InFlightGroup) -> None:
-        """Find a scored group worth training: the learner may take it once its signals are there."""
+        """Offer a scored group to the learner, which takes it once its signals exist."""
         group.check(State.SCORED)
         group.is_offered = True
         self._complete(group)
 
     def put(self, group: InFlightGroup, signal: Signal, column: Ref) -> bool:
-        """Hand in a column. False, and counted, if it is there already or the attempt is over."""
+        """Hand in a column. Returns False, and counts it, if it exists already or the attempt is over."""
         if signal not in self.signals:
             raise ValueError(f"group {group.group_id}: nobody needs a column {signal!r}")
         if group.episodes is None and not group.is_over:
@@ -323,7 +319,7 @@ class GroupQueue:
             self._enter(group, State.READY)
 
     def reissue(self, group: InFlightGroup, reason: str) -> None:
-        """The payload of this attempt is gone: the group keeps its place, and is issued again before new ones are."""
+        """Reissue a group whose payload is lost. It keeps its place, and is issued before new groups."""
         self._void(group)
         group.num_losses += 1
         self.events.emit(GroupReissued(group.group_id, group.assignment.task.id, reason))
@@ -333,7 +329,7 @@ class GroupQueue:
         self.ledger.again(group.group_id)
 
     def drop(self, group: InFlightGroup, reason: str, detail: str) -> None:
-        """Give a group up, counted under `reason`: its permit is for another, of the version there is."""
+        """Drop a group, counted under `reason`. Its permit is free for another group, at the newest version."""
         self._enter(group, State.DROPPED)
         group.reason = reason
         self.dropped[reason] += 1
@@ -351,7 +347,7 @@ class GroupQueue:
         if state in (State.TRAINED, State.DROPPED):
             del self.groups[group.group_id]
         if state in (State.REISSUED, State.DROPPED) and group.is_offered:
-            self._free.put_nowait(self.version)  # whoever produced it has left
+            self._free.put_nowait(self.version)  # its producer has left the `permit` block
         if state not in (State.ROLLING_OUT, State.REISSUED):
             self.progress.moved()
         self._wake()
@@ -363,7 +359,7 @@ class GroupQueue:
     # ------------------------------------------------------------------------------------------------------- consumers
 
     async def take_for(self, signal: Signal, max_tokens: int) -> list[InFlightGroup]:
-        """For the annotator of `signal`: groups without it, oldest first, of `max_tokens` in all, or one.
+        """Take groups that lack `signal`, oldest first: at most `max_tokens` in all, or one group.
 
         Waits for a rolled-out group; unblocked by producers.
         """
@@ -378,11 +374,11 @@ class GroupQueue:
         return taken
 
     async def take(self, version: PolicyVersion) -> list[InFlightGroup]:
-        """For the learner: the next step's groups, oldest first.
+        """Take the groups of the learner's next step, oldest first.
 
-        Waits for a group with all its columns, less than `window` group_ids past the oldest one in flight. Unblocked by
+        Waits for a group with all its columns, less than `window` group ids past the oldest in flight. Unblocked by
         producers and annotators handing in columns, and by drops. A group with a token more than `staleness_bound`
-        versions behind `version` (or any, before `synchronous_until`) is dropped as `stale`.
+        versions behind `version` is dropped as `stale`. Before `synchronous_until` that bound is 0.
         """
         taken: list[InFlightGroup] = []
         while len(taken) < self.groups_per_step:
@@ -399,7 +395,7 @@ class GroupQueue:
         return taken
 
     def put_back(self, consumer: str, groups: Iterable[InFlightGroup]) -> None:
-        """Let a consumer take these groups again; of an attempt that is over, it gets the next one."""
+        """Return groups to a consumer, which can take them again. Attempts that are over are skipped."""
         for group in groups:
             if group.is_over:
                 continue
@@ -411,7 +407,7 @@ class GroupQueue:
         self._wake()
 
     def _next(self, consumer: str) -> InFlightGroup | None:
-        """The oldest group that it could take."""
+        """Return the oldest group that this consumer can take."""
         heap = self._ready[consumer]
         while heap:
             if (group := self.groups.get(heap[0])) and _is_ready(consumer, group):
@@ -420,7 +416,7 @@ class GroupQueue:
         return None
 
     def _oldest(self) -> int:
-        """Serial of the oldest group in flight that the learner did not take."""
+        """Return the id of the oldest group in flight that the learner did not take."""
         while (group := self.groups.get(self._places[0])) is None or group.state is State.TAKEN:
             heapq.heappop(self._places)
         return self._places[0]

@@ -1,10 +1,10 @@
-"""One step of learning, from scored groups to trained weights.
+"""One optimizer step, from scored groups to trained weights.
 
-    settle -> plan -> fetch -> step columns -> train the policy -> train the critic
+    finalize advantages -> plan -> fetch -> step columns -> train the policy -> train the critic
 
-Until actor and critic have fetched, side by side, and every column is made, nothing is stepped; `PayloadLost` comes
-only before that, and the step can then be put together anew from other groups. The critic trains once the policy has:
-where the policy's numbers are not finite, all of the step can be kept as it was.
+No model is stepped until actor and critic have fetched, in parallel, and every column exists. `PayloadLost` is raised
+only before that point, so the step can be built again from other groups. The critic trains after the policy: if the
+policy's numbers are not finite, the whole step can be saved unchanged.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from rlsys.types import Group, PolicyVersion, Ref
 
 T = TypeVar("T")
 REFERENCE = "reference"
-"""Name of the worker that makes columns of a frozen model."""
+"""Name of the worker that computes columns of a frozen model."""
 _Advantages: TypeAlias = Sequence[Sequence[TrajectoryAdvantage]]
 _Model: TypeAlias = Literal["actor", "critic"]
 
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """How a step's groups are laid out over the actor's ranks."""
+    """Layout of a step's groups over the actor's ranks."""
 
     num_ranks: int
     max_tokens: int
-    """Tokens of one micro-batch."""
+    """Maximum tokens of one micro-batch."""
     num_updates: int = 1
     """Optimizer updates of one step."""
     budget: int | None = None
-    """Tokens that a sample's sum is divided by where an algorithm averages over a budget and names none."""
+    """Divisor, in tokens, of a sample's loss sum for an algorithm that averages over a budget and sets none."""
 
     def plan(
         self, groups: Sequence[Group], assigned: Sequence[Sequence[TrajectoryAdvantage]], algorithm: Algorithm
     ) -> BatchPlan:
-        """Who trains what in a step of these groups, of which `assigned` are the advantages: see `plan_batch`."""
+        """Plan the micro-batches of a step, given the advantages `assigned` to its groups: see `plan_batch`."""
         return plan_batch(
             groups,
             assigned,
@@ -63,7 +63,7 @@ class BatchShape:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step trained, and what it reports: metrics of actor, critic and of settling."""
+    """Groups and advantages of a trained step, with the metrics of actor, critic and `finalize_advantages`."""
 
     groups: Sequence[Group]
     assigned: _Advantages
@@ -71,7 +71,7 @@ class StepResult:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens trained: those of trajectories that have an advantage once all is settled."""
+        """Trained tokens: those of trajectories with an advantage after `finalize_advantages`."""
         return sum(num_trained(group, tuple(of)) for group, of in zip(self.groups, self.assigned, strict=True))
 
     @property
@@ -81,30 +81,29 @@ class StepResult:
 
 
 class Span(Protocol):
-    """Counts the seconds of a block under `phase`, in which `workers` are at work; see `StepClock.span`."""
+    """Counts the seconds of a block under `phase`, in which `workers` are busy; see `StepClock.span`."""
 
     def __call__(self, phase: str, workers: Collection[str] = ...) -> AbstractContextManager[None]: ...
 
 
 @dataclass
 class Learner:
-    """Carries out one step after the other on the actor, and on the critic where there is one.
+    """Runs optimizer steps on the actor, and on the critic if there is one.
 
-    Making it raises `ConfigError` if the algorithm asks for a signal that none of the workers makes.
+    Raises `ConfigError` on creation if the algorithm needs a signal that no worker computes.
     """
 
     workers: Workers
     algorithm: Algorithm
     shape: BatchShape
     span: Span
-    """Times what actor and critic are waited for."""
+    """Times the waiting for actor and critic."""
     failed_folder: Path
-    """Where a step is kept whose numbers are not finite."""
+    """Folder for steps with non-finite numbers."""
     config: Callable[[], str]
-    """The configuration of the run as YAML, kept with such a step."""
+    """Returns the run's configuration as YAML; it is saved with such a step."""
     past: Mapping[str, float] = field(default_factory=dict)
-    """What the actor, the critic and `Algorithm.finalize_advantages` reported of the step before: state that a
-    checkpoint keeps."""
+    """Metrics of the previous step, from actor, critic and `Algorithm.finalize_advantages`; saved in checkpoints."""
 
     def __post_init__(self) -> None:
         made = {*self.workers.annotators, *self.workers.step_annotators, *(s for s in Signal if s.made == "actor")}
@@ -117,9 +116,11 @@ class Learner:
             )
 
     def check(self, group: Group) -> None:
-        """Raise `NothingToTrain` if no trained token of a scored group is given an advantage, `NoSignal` if there is
-        nothing to learn in them, or only frozen agents or other policies spoke, or its policy where there is nobody to
-        compare it with."""
+        """Check that a scored group can be trained.
+
+        Raises `NothingToTrain` if no trained token has an advantage. Raises `NoSignal` if its rewards give no signal,
+        if its policy has nothing to be compared with, or if only frozen agents or other policies sampled.
+        """
         name = f"group {group.group_id} (task {group.task_id})"
         if _is_silent(group):
             raise NoSignal(f"{name}: only other policies than {group.policy} spoke in it")
@@ -135,9 +136,9 @@ class Learner:
     async def step(self, groups: Sequence[Group], version: PolicyVersion) -> StepResult:
         """Train the step that starts from `version`.
 
-        Raises `NoSignal` if settling leaves nothing to train and `PayloadLost`, both with nothing stepped;
-        `TrainingError` if numbers are not finite, with the step kept for `rlsys replay`; and `ConfigError` if the
-        algorithm reports a metric by the name of another.
+        Raises `NoSignal` if no advantage is left to train, and `PayloadLost`; both before any model is stepped. Raises
+        `TrainingError` if numbers are not finite, with the step saved for `rlsys replay`. Raises `ConfigError` if the
+        algorithm reports a metric under a name already in use.
         """
         settled = self._settled(groups)
         plan = self.shape.plan(groups, settled.groups, self.algorithm)
@@ -164,7 +165,7 @@ class Learner:
 
     @property
     def _models(self) -> dict[_Model, Actor | Critic]:
-        """What a step trains, in order."""
+        """Trained models, in order."""
         actor, critic = self.workers.actor, self.workers.critic
         return {"actor": actor} if critic is None else {"actor": actor, "critic": critic}
 
@@ -179,7 +180,7 @@ class Learner:
 
     @property
     def _column_makers(self) -> set[str]:
-        """Names of the workers that make them."""
+        """Names of the workers that compute the step's columns."""
         return {"critic" if signal is Signal.VALUES else REFERENCE for signal in self._step_signals}
 
     async def _keep(
@@ -190,8 +191,7 @@ class Learner:
         failed: _Model,
         error: TrainingError,
     ) -> str:
-        """Write the step to `failed_folder`, as `rlsys.loop.failed_step` says; returns what to tell the user about
-        it."""
+        """Save the step to `failed_folder` (see `rlsys.loop.failed_step`); return the message for the user."""
         folder = self.failed_folder / STEP.format(version + 1)
         try:
             shutil.rmtree(folder, ignore_errors=True)
@@ -225,9 +225,9 @@ def merge_metrics(*parts: Mapping[str, float]) -> dict[str, float]:
 
 
 async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
-    """What every call returns, once all have ended: nothing of a step is under way when the next one begins.
+    """Return the results of all calls, once all have ended: no call of a step runs into the next step.
 
-    Raises one `PayloadLost` for all groups that were found gone, or the first other error.
+    Raises one `PayloadLost` for all lost groups, or the first other error.
     """
     results = await asyncio.gather(*calls, return_exceptions=True)
     lost: set[int] = set()
@@ -242,14 +242,14 @@ async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
 
 
 def _is_silent(group: Group) -> bool:
-    """Did other policies speak in it, and its own in no episode that did not fail?"""
+    """Return True if other policies acted in the group, and its own policy in no episode that did not fail."""
     everyone = (t for e in group.episodes if not e.is_failed for t in e.trajectories)
     spoke = {t.policy for t in everyone if t.samples or t.outcome.is_failed}
     return bool(spoke) and group.policy not in spoke
 
 
 def _own_failures(group: Group) -> list[str]:
-    """Why something that its policy said is left out of training."""
+    """Return the failure reasons that exclude trajectories of the group's policy from training."""
     own = [(e.trajectories[0], t) for e in group.episodes for t in e.trajectories if t.policy == group.policy]
     return [each.outcome.reason for both in own for each in both if each.outcome.is_failed]
 

@@ -1,22 +1,23 @@
-"""Several policies in one run: a driver for each that is trained, and one rollout for all of them.
+"""Training of several policies in one run: one driver per trained policy, and shared rollouts.
 
-Every driver has versions, a queue, a staleness bound, an optimizer and checkpoints of its own. All draw the same tasks
-in the same order, so that a group_id is the same task with the same seed for each. Whoever speaks in an episode, it is
-rolled out once and scored once, and each driver gets the group as its policy sees it.
+Every driver has separate versions, queue, staleness bound, optimizer and checkpoints. All drivers draw the same tasks
+in the same order, so a group id means the same task and seed for each. An episode is rolled out and scored once, for
+all its policies. Each driver receives the view of its policy on the group.
 
     call     consumes              produces                   waits for                      unblocked by
-    run      an assignment of      one rollout, and a view    every other policy that will   its asking, giving the
-             each trained policy   of it for each policy      still ask for this group_id      group up, or ending
-    score    a view                one judgement for all      a judgement under way          the reward workers
+    run      an assignment of      one rollout, and a view    every other policy that will   its call of `run`, its drop
+             each trained policy   of it for each policy      still request this group id    of the group, or its end
+    score    a view                one result for all         a running scoring              the reward workers
 
-No deadlock: take the smallest group_id that anybody waits for. Whoever is waited for issues group_ids in order, so it
-holds permits for smaller group_ids only, and nobody waits for those: they are rolled out and scored, its learner takes
-them, and their permits come back for this one. What is lost gives its permit back and is issued before anything new.
-Drops do the same. Nothing depends on policies having equally large steps, or dropping the same groups.
+No deadlock. Proof: take the smallest group id that any policy waits for. The policy P that delays it issues group ids
+in order, so P holds permits only for smaller ids. No policy waits for those ids: they are rolled out, scored and
+trained, and their permits return to P for this id. A lost group gives its permit back and is reissued before any new
+group; a dropped group gives its permit back too. The proof does not need steps of equal size, or the same drops, in all
+policies.
 
-A policy that is done with a group_id, because it trained or dropped it in this session or before a resume, is not
-waited for: it speaks with the newest weights that it published, and its tokens are trained by nobody. So a group is
-consumed at most once by each policy, and resuming from checkpoints of different steps is no special case.
+A policy is not waited for if it trained or dropped a group id, in this session or before a resume. It then samples with
+its newest published weights, and those tokens are not trained. So each policy consumes a group at most once, and
+checkpoints of different steps can be resumed together.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from rlsys.types import Acknowledged, Assignment, Group, PolicyVersion, Ref, Rep
 
 @dataclass(eq=False)
 class _Ask:
-    """A driver's wish for its view of a group."""
+    """Request of a driver for its view of a group."""
 
     assignment: Assignment
     view: asyncio.Future[RolledOut]
@@ -44,7 +45,7 @@ class _Ask:
 
 @dataclass(eq=False)
 class _Play:
-    """One rollout of a group, for all who asked for it, and its judgement once somebody asks for that."""
+    """One rollout of a group, for all policies that requested it, and its scoring once requested."""
 
     payload: Ref
     scoring: asyncio.Task[GroupScores] | None = None
@@ -52,30 +53,29 @@ class _Play:
 
 @dataclass(eq=False)
 class _Member:
-    """A trained policy, as long as its driver runs."""
+    """A trained policy, while its driver runs."""
 
     queue: GroupQueue
     plays: dict[int, _Play] = field(default_factory=dict)
-    """By group_id: the rollout that it was given last."""
+    """By group id: the last rollout returned to this policy."""
     failed: set[int] = field(default_factory=set)
-    """Serials whose last rollout failed: it asks again, or gives the group up."""
+    """Ids of groups whose last rollout failed; the policy requests or drops them next."""
 
     def owes(self, group_id: int) -> bool:
-        """Will it ask for this group, for the first time or again?"""
+        """Return True if the policy will request this group, for the first time or again."""
         group = self.queue.groups.get(group_id)
         if group is None:
             return group_id >= self.queue.ledger.next_group_id
         return group.state is State.REISSUED or group_id in self.failed
 
     def tidy(self) -> None:
-        """Forget what is settled."""
+        """Remove the rollouts and failures of settled groups."""
         self.plays = {group_id: play for group_id, play in self.plays.items() if group_id in self.queue.groups}
         self.failed &= self.queue.groups.keys()
 
 
 class SharedRollouts(Rollouts, Protocol):
-    """A pool of replicas that several policies speak at. `run` answers with a view for every policy that
-    `Assignment.versions` names."""
+    """Pool of replicas for several policies. `run` returns a view for every policy in `Assignment.versions`."""
 
     async def versions(self, policy: str = ...) -> Sequence[Acknowledged]: ...
 
@@ -83,44 +83,44 @@ class SharedRollouts(Rollouts, Protocol):
 
 
 class Joint:
-    """What the drivers of a run share. Lives in their event loop."""
+    """State shared by the drivers of a run, in one event loop."""
 
     def __init__(self, rollouts: SharedRollouts, rewards: Rewards) -> None:
         self.pool, self.judges = rollouts, rewards
         self._members: dict[str, _Member] = {}
         self._queues: dict[str, GroupQueue] = {}
-        """Of every trained policy, those whose drivers have ended too: they know the newest version it published."""
+        """By trained policy, including those whose drivers have ended: for the newest version it published."""
         self._asks: dict[int, dict[str, _Ask]] = {}
-        """By group_id and policy: those that no rollout was begun for."""
+        """By group id and policy: requests without a rollout."""
         self._work: set[asyncio.Task[Any]] = set()
 
     def join(self, policy: str, queue: GroupQueue) -> None:
-        """A trained policy is waited for from now; `queue` is its driver's. All join before the first driver runs."""
+        """Register a trained policy with its driver's queue. All policies join before the first driver runs."""
         self._members[policy] = _Member(queue)
         self._queues[policy] = queue
 
     def leave(self, policy: str) -> None:
-        """Its driver has ended: nobody waits for it any more."""
+        """Stop waiting for a policy whose driver has ended."""
         del self._members[policy]
         self._begin()
 
     def rollouts(self, policy: str) -> JointRollouts:
-        """The rollout pool, for the driver of this policy."""
+        """Return the rollout pool for the driver of this policy."""
         return JointRollouts(self, policy)
 
     def rewards(self, policy: str) -> JointRewards:
-        """The reward workers, for the driver of this policy."""
+        """Return the reward workers for the driver of this policy."""
         return JointRewards(self, policy)
 
     def awaited(self, policy: str) -> Mapping[int, str]:
-        """By group_id of a group that this policy asked for and nobody rolls out yet: whom it waits for."""
+        """Return the policies that this policy waits for, by id of a requested group without a rollout."""
         waiting = {group_id: self._missing(group_id) for group_id, asks in self._asks.items() if policy in asks}
         return {group_id: f"policy {' and '.join(missing)}" for group_id, missing in waiting.items()}
 
     # ---------------------------------------------------------------------------------------------------- rolling out
 
     async def run(self, policy: str, assignment: Assignment) -> RolledOut:
-        """The group as this policy sees it; see the table of this module. Raises what the rollout raises."""
+        """Return the view of this policy on a group; see the table of this module. Raises the errors of the rollout."""
         member, group_id = self._members[policy], assignment.group_id
         member.tidy()
         member.failed.discard(group_id)
@@ -133,10 +133,10 @@ class Joint:
             self._withdraw(group_id, policy, ask)
 
     def _begin(self) -> None:
-        """Roll out every group that was asked for, and that nobody else will ask for.
+        """Start the rollout of every requested group that no other policy will still request.
 
-        A policy gives a group up without a word. The permit of that group brings its next call of `run`, so all are
-        looked at then.
+        A policy drops a group without a notification here. Its freed permit leads to its next call of `run`, which
+        checks all groups again.
         """
         for group_id in sorted(group_id for group_id in self._asks if not self._missing(group_id)):
             asks = self._asks.pop(group_id)
@@ -153,7 +153,7 @@ class Joint:
             done = await self.pool.run(self._together(asks))
             views = {group.policy: group for group in (done.group, *done.others)}
             told = {name: replace(done, group=views[name], others=()) for name in asks}
-        except Exception as error:  # noqa: BLE001  (raised by whoever asked)
+        except Exception as error:  # noqa: BLE001  (set on every request)
             for name, ask in _awaited(asks):
                 self._members[name].failed.add(ask.assignment.group_id)
                 ask.view.set_exception(error)
@@ -164,7 +164,7 @@ class Joint:
             ask.view.set_result(told[name])
 
     def _together(self, asks: Mapping[str, _Ask]) -> Assignment:
-        """One assignment for all: a policy that did not ask speaks with the newest weights it published."""
+        """Merge the assignments of a group; a policy without a request samples with its newest published weights."""
         assignments = [ask.assignment for ask in asks.values()]
         first = assignments[0]
         if any((a.task.id, a.size, a.seed) != (first.task.id, first.size, first.seed) for a in assignments):
@@ -186,9 +186,9 @@ class Joint:
     # -------------------------------------------------------------------------------------------------------- scoring
 
     async def score(self, policy: str, task: Task, group: Group) -> GroupScores:
-        """The judgement of this rollout. One that failed is asked for again; raises what that raises."""
+        """Return the scores of this rollout; a failed scoring is repeated. Raises the errors of the scoring."""
         play = self._members[policy].plays.get(group.group_id)
-        if play is None or play.payload is not group.payload:  # it was rolled out anew since, or in an earlier session
+        if play is None or play.payload is not group.payload:  # rolled out again since, or in an earlier session
             play = _Play(group.payload)
         if play.scoring is None or _has_failed(play.scoring):
             play.scoring = self._spawn(self.judges.score(task, group))
@@ -201,14 +201,14 @@ class Joint:
         return task
 
     async def close(self) -> None:
-        """End what is under way, which nobody waits for."""
+        """Cancel the work still running, which has no receiver."""
         for task in self._work:
             task.cancel()
         await asyncio.gather(*self._work, return_exceptions=True)
 
 
 def _awaited(asks: Mapping[str, _Ask]) -> list[tuple[str, _Ask]]:
-    """Those whose driver has not gone."""
+    """Return the requests whose driver still waits."""
     return [(name, ask) for name, ask in asks.items() if not ask.view.done()]
 
 
@@ -241,7 +241,7 @@ class JointRollouts:
         return await self.joint.pool.loads(self.policy)
 
     async def move(self, source: str, to: str) -> int:
-        """Nothing: the groups of a replica of several policies stay where they are."""
+        """Return 0: replicas of several policies do not move groups."""
         return 0
 
     def placements(self) -> Mapping[int, str]:
@@ -268,10 +268,10 @@ class JointRewards:
 async def train_jointly(
     joint: Joint, drivers: Mapping[str, Driver], starts: Mapping[str, PolicyVersion]
 ) -> dict[str, PolicyVersion]:
-    """Run the driver of every policy from its version in `starts` to its end; returns the versions they reached.
+    """Run the driver of every policy from its version in `starts`; return the versions they reached.
 
-    A policy that is done first leaves the others to theirs; its relays, which they need, are supervised until the last
-    is done. If one fails, all end: raises what it raised.
+    The other policies go on after one ends. They need its relays, which stay supervised until the last driver ends. If
+    one driver fails, all are cancelled and its error is raised.
     """
     supervising: list[asyncio.Task[None]] = []
 

@@ -1,4 +1,4 @@
-"""Puts the last trajectories of old weights together, so that the replicas they leave can start on new ones."""
+"""Repacking of the last trajectories on old weights, which frees replicas for new weights."""
 
 from __future__ import annotations
 
@@ -14,49 +14,48 @@ from rlsys.types import PolicyVersion
 from rlsys.util.deadlines import timeout
 
 KV_MAX = 0.9
-"""Share of its cache that a replica may fill with what others hand it: Laminar's C_max. It publishes no value."""
+"""Maximum share of its cache that a destination may fill: Laminar's C_max. The paper gives no value."""
 
 
 @dataclass
 class Repacker:
-    """One loop over all replicas; `rlsys.loop.repack_plan` says who gives to whom."""
+    """One loop over all replicas; `rlsys.loop.repack_plan` chooses sources and destinations."""
 
     rollouts: Rollouts
     every_s: float
-    """Seconds between two looks; a publish brings the next one forward."""
+    """Seconds between two observations; a publish triggers the next one at once."""
     max_requests: int
-    """Requests a replica decodes as fast as one: Laminar's B."""
+    """Concurrent requests a replica decodes without slowing down: Laminar's B."""
     events: Events
     num_moved: int = 0
-    """Groups moved so far."""
     _newest: PolicyVersion = -1
     _peaks: dict[str, tuple[PolicyVersion, float]] = field(default_factory=dict)
-    """By replica: the version it held at the last look, and the most it was seen to use of its cache under it."""
+    """By replica: its version at the last observation, and its peak cache use under that version."""
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     def published(self, version: PolicyVersion) -> None:
-        """Weights of `version` are out: replicas that still sample from older ones are looked at now."""
+        """Record a publish of `version`, and observe at once the replicas that still sample from older weights."""
         self._newest = version
         self._wake.set()
 
     async def run(self) -> None:
-        """One look after the other.
+        """Observe and repack periodically.
 
         Consumes loads of replicas, produces moves. Waits for `every_s`; unblocked earlier by a publish.
         """
         while True:
             self._wake.clear()
-            with suppress(WorkerError):  # whoever waits for a group of that replica hears of it, and acts on it
+            with suppress(WorkerError):  # callers of that replica receive the error and act on it
                 await self._look()
             with suppress(TimeoutError):
                 async with timeout(self.every_s):
                     await self._wake.wait()
 
     async def _look(self) -> None:
-        """See what every replica is doing, and carry out what that calls for.
+        """Observe the load of every replica, and execute the planned moves.
 
-        A replica is past its peak, as the planner wants to know, if it uses less than it ever did under its version.
-        Its use at the last look alone would not tell: that of the last few trajectories grows until one of them ends.
+        The planner counts a replica as past its peak if it uses less cache than its maximum under this version.
+        Comparing with the last observation alone fails: the use of the last few trajectories grows until one ends.
         """
         loads = await self.rollouts.loads()
         held = {load.replica: load.version for load in loads}

@@ -1,8 +1,8 @@
-"""Which replicas hand their last trajectories to another: Laminar's Algorithm 1 (arXiv:2510.12633), a pure planner.
+"""Planner of moves of the last trajectories between replicas: Laminar's Algorithm 1 (arXiv:2510.12633). Pure.
 
-Most of a batch is done long before its longest trajectories are. Until those end, their replica decodes at a fraction
-of its speed and keeps old weights. Put together on a few replicas they take no longer, and the replicas that this
-empties take new weights and start anew.
+Most of a batch finishes long before its longest trajectories. Until those end, their replica decodes at a fraction of
+its speed and keeps old weights. Packed on a few replicas they take no longer, and the emptied replicas load new weights
+and start again.
 
     moves = plan_repack(loads, before={"rollout-0": 0.9, "rollout-1": 0.8}, newest=7, kv_max=0.9, max_requests=64)
     assert moves == (Move(source="rollout-1", to="rollout-0", version=6),)
@@ -19,7 +19,7 @@ from rlsys.types import PolicyVersion, ReplicaLoad
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Replica `to` goes on with all that `source` is sampling, on the `version` both hold."""
+    """Move of all running requests of `source` to replica `to`; both have `version` loaded."""
 
     source: str
     to: str
@@ -28,7 +28,7 @@ class Move:
 
 @dataclass(slots=True)
 class _Bin:
-    """A candidate, and what the plan has put into it so far."""
+    """A candidate, with its load in the plan so far."""
 
     replica: str
     kv_used: float
@@ -44,12 +44,12 @@ def plan_repack(
     kv_max: float,
     max_requests: int,
 ) -> tuple[Move, ...]:
-    """The moves that empty replicas, best fit first: each source goes into the fullest bin that has room for it.
+    """Plan the moves that empty replicas, best fit first: each source goes into the fullest bin with room for it.
 
-    A replica takes part if its cache is emptying, which is to say below `kv_max` and below the use it had `before` (by
-    replica; one never seen before takes no part), nothing waits there, fewer than `max_requests` run, it is not taking
-    in weights, and its version is older than `newest`: where that is so, nothing fresh can start until it is empty.
-    No bin gets fuller than `kv_max` and `max_requests`. Who gives does not take, and who takes does not give.
+    A replica is a candidate if all of these are true. Its cache use is below `kv_max` and below its use `before` (by
+    replica; a new replica is no candidate). No request waits, and 1 to `max_requests` - 1 requests run. It is not
+    loading weights, and its version is older than `newest`, so it starts nothing new until it is empty. No bin exceeds
+    `kv_max` or `max_requests`. A replica is source or destination, never both.
     """
     candidates = [load for load in loads if _is_candidate(load, before, newest, kv_max, max_requests)]
     candidates.sort(key=lambda load: (load.version, load.stats.kv_used, load.replica))
@@ -70,7 +70,7 @@ def _is_candidate(
 
 
 def _consolidated(loads: Sequence[ReplicaLoad], kv_max: float, max_requests: int) -> list[tuple[_Bin, _Bin]]:
-    """Pairs of source and destination among replicas of one version, which come by ascending use."""
+    """Return (source, destination) pairs among replicas of one version, given by ascending cache use."""
     bins = [_Bin(load.replica, load.stats.kv_used, load.stats.num_running) for load in loads]
     pairs = []
     for source in bins:

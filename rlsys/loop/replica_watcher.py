@@ -1,4 +1,4 @@
-"""Looks at the pipe every few seconds, for whoever watches a run: what replicas hold and do, and where groups are."""
+"""Periodic observation of replicas and groups, emitted as events for dashboards."""
 
 from __future__ import annotations
 
@@ -16,46 +16,46 @@ from rlsys.monitoring.events import Events, GroupPlaced, QueueSeen, ReplicaSeen
 from rlsys.types import PolicyVersion, ReplicaLoad
 
 AGAIN_S = 10.0
-"""Seconds after which a replica is told of again, though it holds what it held."""
+"""Seconds after which an unchanged replica is reported again."""
 AT_ONCE = 100
-"""Replicas that a look may ask without being noticed. With more of them, looks are rarer in proportion."""
+"""Replicas per observation without a measurable cost. With more replicas, observations are proportionally rarer."""
 RAREST_S = 20.0
-"""Seconds between two looks, at most: a reader takes a replica that is not told of for 30 s for one that is gone."""
+"""Maximum seconds between two observations: readers treat a replica not reported for 30 s as gone."""
 PLACES_AT_ONCE = 1000
-"""Groups of which one look tells where they are, the oldest first; the next look tells of others."""
+"""Maximum group placements per observation, oldest groups first; the next observation reports others."""
 
 
 @dataclass
 class ReplicaWatcher:
-    """One loop over all replicas of a driver: it only tells, and whatever it finds changes nothing."""
+    """One loop over all replicas of a driver. It only emits events, and changes nothing."""
 
     rollouts: Rollouts
     queue: GroupQueue
     events: Events
     every_s: float
-    """Seconds between two looks at `AT_ONCE` replicas or fewer."""
+    """Seconds between two observations of up to `AT_ONCE` replicas."""
     _told: dict[str, tuple[tuple[PolicyVersion, bool], float]] = field(default_factory=dict)
-    """By replica: version and `is_loading` as told last, and when, in seconds of the event loop."""
+    """By replica: last reported version and `is_loading`, and the time, in seconds of the event loop."""
     _depth: QueueSeen | None = None
 
     async def run(self) -> None:
-        """One look after the other.
+        """Observe periodically.
 
         Consumes loads and placements, produces events. Waits for `pause_s`; nothing unblocks it.
         """
         while True:
             num_replicas = 0
-            # A replica that is gone or wrong is the business of who waits for its groups; here it is just not seen.
+            # The callers of a failed replica handle its error; here it is only missing.
             with suppress(WorkerError):
                 loads = await self.rollouts.loads()
                 num_replicas = len(loads)
                 self._see(loads)
             self._place(self.rollouts.placements())
             self._count()
-            await asyncio.sleep(self.pause_s(num_replicas))  # a replica announces what it does to nobody
+            await asyncio.sleep(self.pause_s(num_replicas))  # replicas send no notifications
 
     def pause_s(self, num_replicas: int) -> float:
-        """Seconds from a look at so many replicas to the next."""
+        """Return the seconds between two observations of this many replicas."""
         return max(self.every_s, min(self.every_s * num_replicas / AT_ONCE, RAREST_S))
 
     def _see(self, loads: Iterable[ReplicaLoad]) -> None:
@@ -70,10 +70,10 @@ class ReplicaWatcher:
             self.events.emit(ReplicaSeen(load.replica, *holds, *numbers))
 
     def _place(self, placements: Mapping[int, str]) -> None:
-        """Tell of groups that are somewhere else than at the last look.
+        """Emit the placements that changed since the last observation.
 
-        In a run of several policies `placements` knows of groups that this driver is done with, and says whom others
-        wait for: only groups that it wants rolled out, and at replicas, are told.
+        In a run of several policies, `placements` also contains groups that this driver has settled, and policies
+        instead of replicas. Only replicas of groups in state ROLLING_OUT are reported.
         """
         groups = {n: group for n in placements if (group := self.queue.groups.get(n))}
         groups = {n: group for n, group in groups.items() if group.state is State.ROLLING_OUT}

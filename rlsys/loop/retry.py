@@ -1,4 +1,4 @@
-"""Attempting one piece of work until it succeeds or the failure policy says otherwise."""
+"""Retries of one piece of work until it succeeds or the failure policy decides otherwise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class GivenUp(Exception):
-    """Carries the decision to drop a group up to where it is carried out."""
+    """Carries the decision to drop a group to the code that drops it."""
 
     def __init__(self, decision: Drop, error: RlsysError) -> None:
         super().__init__(decision.reason)
@@ -25,21 +25,21 @@ class GivenUp(Exception):
 
 @dataclass
 class Retries:
-    """Attempts pieces of work until they succeed, and has dead workers replaced."""
+    """Retries pieces of work until they succeed, and has dead workers replaced."""
 
     events: Events
-    """Told once of every worker that failed, however many pieces of work hit it."""
+    """Receives one event per failed worker, even if several pieces of work fail on it."""
     decide: Callable[[RlsysError, int], Decision]
-    """What to do about a failure of the n-th attempt at one piece of work, counted from 1."""
+    """Returns the decision on the failure of attempt n at one piece of work, counted from 1."""
     _failed: set[str] = field(default_factory=set)
-    """Names of workers. A replacement has a name of its own."""
+    """Names of workers. A replacement has a new name."""
 
     async def persist(self, pool: Rollouts | Rewards, attempt_once: Callable[[], Awaitable[T]]) -> T:
-        """Attempt until it works.
+        """Attempt until success.
 
-        A worker of `pool` that is to be replaced is replaced in the background; the next attempt waits for that only
-        if no other worker is alive. Raises `RunAborted`, or `GivenUp` where the decision is to drop. An error that no
-        worker can be blamed for, of data or configuration, and `PayloadLost` pass as they are.
+        A failed worker of `pool` is replaced in the background; the next attempt waits for that only if no other worker
+        is alive. Raises `RunAborted`, or `GivenUp` if the decision is to drop. Passes on `PayloadLost` and errors of
+        data or configuration.
         """
         dead: tuple[str, RlsysError] | None = None
         for attempt in count(1):

@@ -1,7 +1,7 @@
-"""Which replica a request goes to: prefix-aware weighted load balancing, as in AgentMath (arXiv:2512.20745).
+"""Router of requests to replicas: prefix-aware weighted load balancing, as in AgentMath (arXiv:2512.20745).
 
-A request weighs the more, the longer its prefix is. It goes to the replica with the least total weight outstanding; but
-a session, whose requests share their prefix, goes back to the replica that has it cached, unless that is overloaded.
+The weight of a request grows with its prefix. It goes to the replica with the least total outstanding weight. A
+session, whose requests share a prefix, returns to the replica that caches it, unless that replica is overloaded.
 
     router = Router(num_replicas=4)
     replica = router.route(request_weight(len(prompt_ids)), session)
@@ -17,35 +17,36 @@ from dataclasses import dataclass, replace
 from rlsys.types import EngineStats
 
 BASE_WEIGHT = 1
-"""Weight of a request without a prefix: the paper's w_base. It publishes no value for this and the next."""
+"""Weight of a request without a prefix: the paper's w_base. The paper gives no value for this and the next constant."""
 PREFIX_TOKENS = 1024
-"""Tokens of prefix that add 1 to the weight: the paper's L_base."""
+"""Prefix tokens that add 1 to the weight: the paper's L_base."""
 OVERLOAD = 1.5
-"""A session leaves a replica that would hold more than this many times the weight of the least loaded one."""
+"""A session leaves a replica whose weight would exceed this multiple of the least loaded replica's."""
 KV_FULL = 0.9
-"""Share of the cache in use from which a replica that lets requests wait counts as full."""
+"""Share of cache in use from which a replica with waiting requests counts as full."""
 MAX_SESSIONS = 10_000
-"""Sessions remembered; the one unused for longest is forgotten first."""
+"""Maximum number of remembered sessions; the least recently used is removed first."""
 
 
 def request_weight(num_tokens: int) -> int:
-    """floor(L / L_base) + w_base of a request with a prefix of `num_tokens`."""
+    """Return floor(L / L_base) + w_base for a request with a prefix of L = `num_tokens`."""
     return num_tokens // PREFIX_TOKENS + BASE_WEIGHT
 
 
 @dataclass(frozen=True, slots=True)
 class RouterLoad:
-    """What is known of one replica."""
+    """Load of one replica."""
 
     weight: int = 0
-    """Total weight of the requests it was sent and has not answered."""
+    """Total weight of its unanswered requests."""
     is_live: bool = True
     stats: EngineStats | None = None
-    """What it last told of itself."""
+    """Last reported statistics of its engine."""
 
     @property
     def is_full(self) -> bool:
-        """Its cache is nearly used up, and requests wait. One without work is not full, whatever it told last."""
+        """True if its cache is nearly used up and requests wait. An idle replica is not full, whatever it last
+        reported."""
         stats = self.stats
         return self.weight > 0 and stats is not None and stats.num_waiting > 0 and stats.kv_used >= KV_FULL
 
@@ -53,11 +54,11 @@ class RouterLoad:
 def choose(
     loads: Sequence[RouterLoad], weight: int, home: int | None = None, among: Collection[int] | None = None
 ) -> int:
-    """The replica that a request of `weight` goes to; `home` has its prefix cached.
+    """Return the replica for a request of `weight`; `home` has its prefix cached.
 
-    Home, unless that is overloaded; else the one with the least weight, the first of equals. Full replicas are passed
-    over while another is not, those not `among` the given while one of them lives, dead ones always. Raises
-    `ValueError` if none lives.
+    The result is `home`, unless overloaded, else the first replica with the least weight. Full replicas are used only
+    if all are full, replicas outside `among` only if none of those is live, and dead ones never. Raises `ValueError` if
+    none is live.
     """
     live = [i for i, load in enumerate(loads) if load.is_live]
     if not live:
@@ -71,7 +72,7 @@ def choose(
 
 
 class Router:
-    """The state between two choices: the load of each replica, and where each session was sent last."""
+    """State between two choices: the load of each replica, and the last replica of each session."""
 
     def __init__(self, num_replicas: int, max_sessions: int = MAX_SESSIONS) -> None:
         self._loads = [RouterLoad() for _ in range(num_replicas)]
@@ -80,11 +81,10 @@ class Router:
 
     @property
     def loads(self) -> tuple[RouterLoad, ...]:
-        """The load of each replica."""
         return tuple(self._loads)
 
     def route(self, weight: int, session: Hashable, among: Collection[int] | None = None) -> int:
-        """Choose a replica, one of `among` if it can be, and count the request as its own until `release`."""
+        """Choose a replica, preferably of `among`, and count the request there until `release`."""
         replica = choose(self._loads, weight, self._homes.pop(session, None), among)
         self._homes[session] = replica
         if len(self._homes) > self._max_sessions:
@@ -93,25 +93,25 @@ class Router:
         return replica
 
     def release(self, replica: int, weight: int) -> None:
-        """A request that was routed there is answered, or never will be."""
+        """End a request routed to `replica`: it is answered, or never will be."""
         self._add(replica, -weight)
 
     def transfer(self, source: int, to: int, weight: int) -> None:
-        """A request that was routed to `source` goes on at `to`, and is released there."""
+        """Move a request from `source` to the replica `to`, where it is released later."""
         self._add(source, -weight)
         self._add(to, weight)
 
     def report(self, replica: int, stats: EngineStats | None) -> None:
-        """What a replica tells of itself."""
+        """Record the latest statistics of a replica."""
         self._loads[replica] = replace(self._loads[replica], stats=stats)
 
     def leave(self, replica: int) -> None:
-        """A replica is gone, and its cache with it: nothing goes there until it joins again."""
+        """Mark a replica as gone, with its cache: no request goes there until `join`."""
         self._loads[replica] = replace(self._loads[replica], is_live=False, stats=None)
         self._homes = {session: home for session, home in self._homes.items() if home != replica}
 
     def join(self, replica: int) -> None:
-        """A replica is ready for requests."""
+        """Mark a replica as ready for requests."""
         self._loads[replica] = replace(self._loads[replica], is_live=True)
 
     def _add(self, replica: int, weight: int) -> None:

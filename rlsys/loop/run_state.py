@@ -1,4 +1,4 @@
-"""The parts of a run that survive it: saved together into a checkpoint, and restored from one."""
+"""State of a run that is saved into one checkpoint, and restored from it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from rlsys.loop.in_flight_group import InFlightGroup
 from rlsys.weight_sync.sync import WeightSync
 
 OnLoss: TypeAlias = Callable[[PayloadLost, Sequence[InFlightGroup]], list[InFlightGroup]]
-"""Is told which of some groups are lost, and returns the others."""
+"""Called with lost groups among the given ones; returns the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """Weights and optimizers, groups that are finished and not trained, what is issued, hashes of published weights,
-    metrics of the step before."""
+    """Weights, optimizers, finished untrained groups, pending groups, hashes of published weights, last metrics."""
 
     workers: Workers
     algorithm: Algorithm
@@ -32,10 +31,10 @@ class RunState:
     checkpoints: Checkpoints
 
     async def save(self, step: int, past: Mapping[str, float], on_loss: OnLoss) -> Path:
-        """Write the checkpoint of `step`, whose metrics are `past`; returns its folder.
+        """Write the checkpoint of `step`, whose metrics are `past`; return its folder.
 
-        Raises `CheckpointError`; those before it stay. Finished groups whose payload is gone are left out: `on_loss` is
-        told, and returns the others.
+        Finished groups whose payload is lost are passed to `on_loss`, and left out. Raises `CheckpointError`; earlier
+        checkpoints stay.
         """
         finished = self.queue.finished  # the hashes of all their versions have arrived: they were verified
         state = DriverState(step, dict(self.weights.published), self.queue.ledger.state(), dict(past))
@@ -53,11 +52,11 @@ class RunState:
             await self._save_groups(path, on_loss(error, finished), on_loss)
 
     async def restore(self, checkpoint: Path, steps: int) -> DriverState:
-        """Load a checkpoint into all parts, for a run of `steps` in all; returns what it holds of the driver.
+        """Load a checkpoint into all parts, for a run of `steps` steps in total; return its driver state.
 
-        Finished groups that a smaller queue or a shorter run has no room for, or that would be too stale once it is
-        their turn, are rolled out again. Steps are synchronous for as long as the stabilizer, as it is loaded, needs
-        them to be. Raises `CheckpointError`, or `DataError` if the tasks have changed since.
+        Finished groups are rolled out again if they do not fit a smaller queue or shorter run, or would be too stale at
+        their turn. Steps are synchronous as long as the restored stabilizer needs it. Raises `CheckpointError`, or
+        `DataError` if the tasks have changed.
         """
         state = read_state(checkpoint)
         queue, version = self.queue, state.version
@@ -75,7 +74,7 @@ class RunState:
         return state
 
     async def _load(self, checkpoint: Path) -> int:
-        """Restore the models; returns the steps that the stabilizer must still see without staleness."""
+        """Restore the models; return the number of further steps that the stabilizer needs without staleness."""
         critic, folder = self.workers.critic, checkpoint / CRITIC
         if critic is not None and not folder.is_dir():
             raise CheckpointError(
@@ -89,7 +88,7 @@ class RunState:
 
 
 async def save_models(workers: Workers, folder: Path) -> None:
-    """Let the actor, and the critic where there is one, write what it is into `folder`. Raises `CheckpointError`."""
+    """Write actor, and critic if there is one, into `folder`. Raises `CheckpointError`."""
     await workers.actor.save(folder / ACTOR)
     check_written(folder / ACTOR)
     if workers.critic is not None:

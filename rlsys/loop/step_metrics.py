@@ -1,4 +1,4 @@
-"""What one step looked like: where the time went, what was offered, rewarded and trained, how stale it was."""
+"""Metrics of one step: times, rollouts, rewards, trained tokens and staleness."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ ACTIVITY_OF = {
     "record": "recording",
     "checkpoint": "saving",
 }
-"""Phases of a step in which a worker works -> what it does then, one of `rlsys.monitoring.events.ACTIVITIES`."""
+"""Phase of a step in which a worker is busy -> its activity, one of `rlsys.monitoring.events.ACTIVITIES`."""
 
 
 class StepClock:
-    """Seconds by phase since the last step, on the event loop's clock (virtual in simulations), and what rollouts
-    offered meanwhile."""
+    """Seconds by phase since the last step, on the event loop's clock (virtual in simulations), and offered
+    rollouts."""
 
     def __init__(self, progress: Progress | None = None, events: Events | None = None) -> None:
-        """`progress` is told of what moves (None: one of its own), `events` of who worked when (None: nobody is)."""
+        """`progress` is updated on every progress (None: a private one); `events` receives busy times (None: no
+        events)."""
         self._progress, self._events = progress or Progress(), events or Events()
         self._spans: dict[str, float] = defaultdict(float)
         self._busy: dict[str, list[Busy]] = defaultdict(list)
@@ -53,7 +54,7 @@ class StepClock:
 
     @contextmanager
     def span(self, phase: str, workers: Collection[str] = ("actor",)) -> Iterator[None]:
-        """Count the block's duration under `phase`, in which `workers` work if that is one of `ACTIVITY_OF`."""
+        """Count the block's duration under `phase`. `workers` are busy in it if the phase is in `ACTIVITY_OF`."""
         began = _now()
         try:
             yield
@@ -65,7 +66,7 @@ class StepClock:
 
     @contextmanager
     def producing(self) -> Iterator[None]:
-        """One more group is being produced inside the block; with none at all, rollouts wait for the learner."""
+        """Count one more group in production; while there is none, rollouts wait for the learner."""
         if self._num_producing == 0 and self._idle_since is not None:
             self._producers_idle_s += _now() - self._idle_since
         self._num_producing += 1
@@ -77,19 +78,18 @@ class StepClock:
                 self._idle_since = _now()
 
     def add(self, phase: str, busy: Busy) -> None:
-        """A worker's own account of when it worked; it has just given it."""
+        """Add a busy time that a worker has just reported."""
         self._busy[phase].append(busy)
         if activity := ACTIVITY_OF.get(phase):
             emit_busy(self._events, activity, [busy], busy.end_s)
 
     def offer(self, group: Group, waited_s: float = 0.0) -> None:
-        """A group was rolled out, whatever becomes of it; on its replica it waited `waited_s` for weights."""
+        """Count a rolled-out group, trained or not; its replica waited `waited_s` for weights."""
         self._waited_s.append(waited_s)
         self._offered_lengths += _lengths_of([group])
         self._offered_versions |= {span.version for span in group.versions}
 
     def progress(self) -> None:
-        """Something moved."""
         self._progress.moved()
 
     def idle_s(self) -> float:
@@ -97,10 +97,9 @@ class StepClock:
         return self._progress.idle_s()
 
     def lap(self) -> dict[str, float]:
-        """`time/*` of the step that ends now, and what was offered during it; starts the next one.
+        """Return `time/*` and rollout metrics of the step that ends now, and start the next one.
 
-        `time/rollout`, `time/reward` and `time/annotate` are the time in which the busiest worker of the kind was at
-        work.
+        `time/rollout`, `time/reward` and `time/annotate` are the busy time of the busiest worker of each kind.
         """
         now = _now()
         began = now if self._step_began is None else self._step_began
@@ -126,19 +125,19 @@ class StepClock:
         return times
 
     def cpu_share(self) -> float:
-        """CPU time of this process over wall time, since this was last asked."""
+        """Return CPU time over wall time of this process, since the last call."""
         now = (time.process_time(), time.monotonic())
         cpu_s, wall_s = (new - old for new, old in zip(now, self._cpu_mark, strict=True))
         self._cpu_mark = now
         return cpu_s / wall_s if wall_s > 0 else 0.0
 
     def start(self) -> None:
-        """The first step begins now."""
+        """Start the first step."""
         self._step_began = _now()
 
 
 def step_metrics(learned: StepResult, version: PolicyVersion, queue: GroupQueue, clock: StepClock) -> dict[str, float]:
-    """The metrics of the step that started from `version`. Raises `ConfigError` if two of them have one name."""
+    """Return the metrics of the step that started from `version`. Raises `ConfigError` on duplicate names."""
     groups = learned.groups
     times = {**clock.lap(), "time/train": learned.stats.train_s, "driver/cpu_share": clock.cpu_share()}
     seconds = times["time/step"] or float("nan")
@@ -172,7 +171,7 @@ def _rewards(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _rewards_of(group: Group) -> list[float]:
-    """Of the episodes. To a policy that speaks for others than the root, its own rewards are, where it has any."""
+    """Return the rewards of the episodes; if the root is of another policy, those of the policy's trajectories."""
     roots = [t for (_, i), t in group.everyone() if i == 0]
     own = [t for _, t in group.trajectories() if t.reward is not None]
     scored = roots if not own or any(t.policy == group.policy for t in roots) else own
@@ -180,7 +179,7 @@ def _rewards_of(group: Group) -> list[float]:
 
 
 def _agents(groups: Sequence[Group]) -> dict[str, float]:
-    """Of the episodes that did not fail; shares and rewards only where there are agents besides the roots."""
+    """Return metrics of episodes that did not fail; shares and rewards only with agents besides the roots."""
     episodes = [episode for group in groups for episode in group.episodes if not episode.is_failed]
     if not episodes:
         return {}
@@ -205,7 +204,7 @@ def _lengths(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _lengths_of(groups: Sequence[Group]) -> list[int]:
-    """Tokens sampled in each trajectory of which there are any."""
+    """Return the sampled tokens of each trajectory that has any."""
     return [sum(s.num_trained for s in t.samples) for g in groups for _, t in g.trajectories() if t.samples]
 
 
@@ -243,7 +242,7 @@ def _probes(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _busiest_s(spans: Sequence[Busy]) -> float:
-    """Longest time any one worker was at work: the union of its spans."""
+    """Return the longest busy time of any worker: the union of its spans."""
     by_worker: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for busy in spans:
         by_worker[busy.worker].append((busy.start_s, busy.end_s))

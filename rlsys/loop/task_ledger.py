@@ -1,8 +1,7 @@
-"""Exactly-once record of the tasks: which group is of which task, and which groups are neither consumed nor dropped.
+"""Exactly-once record of the tasks: the task of each group, and the groups that are neither consumed nor dropped.
 
-What was issued and is neither is issued again after a resume or when its payload is lost, under the same group_id and
-so with the same sampling seeds. An interrupted run therefore consumes the same multiset of tasks as an uninterrupted
-one, whatever died.
+Those groups are reissued after a resume, or when their payload is lost, under the same group id and so with the same
+sampling seeds. An interrupted run therefore consumes the same multiset of tasks as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -20,29 +19,29 @@ from rlsys.util.seeds import group_seed
 
 @dataclass(frozen=True, slots=True)
 class IssuedTask:
-    """The task of one group that is neither consumed nor dropped."""
+    """Task of one group that is neither consumed nor dropped."""
 
     group_id: int
     task_id: str
     cursor: Cursor
-    """Where the task was drawn, so that it can be drawn again."""
+    """Position of the task in the source, to draw it again."""
     size: int | None = None
-    """Episodes, where curation gave it fewer than the group size; it keeps them when it is issued again."""
+    """Episodes, if curation gave it fewer than the group size; a reissued group keeps its size."""
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerState:
-    """What a checkpoint keeps of the ledger."""
+    """Ledger state in a checkpoint."""
 
     fingerprint: str
-    """Of the task source: a cursor means nothing in other data."""
+    """Hash of the task source: a cursor is valid only for the same data."""
     cursor: Cursor
     next_group_id: int
     num_consumed: int
     pending: list[IssuedTask]
-    """Issued, and neither consumed nor dropped, oldest first."""
+    """Issued groups that are neither consumed nor dropped, oldest first."""
     curation: CurriculumState = field(default_factory=CurriculumState)
-    """Empty in checkpoints that are older than this key."""
+    """Empty in checkpoints older than this key."""
 
 
 @dataclass
@@ -53,15 +52,15 @@ class Ledger:
     group_size: int
     seed: int
     curation: Curriculum = field(default_factory=Curriculum)
-    """What decides which tasks are issued, and how large their groups are."""
+    """Decides which tasks are issued, and the sizes of their groups."""
     next_group_id: int = 0
     num_consumed: int = 0
     open: dict[int, IssuedTask] = field(default_factory=dict)
     _again: list[tuple[int, IssuedTask]] = field(default_factory=list)
-    """Heap of what waits to be issued again, by group_id."""
+    """Heap of groups to reissue, by group id."""
 
     def issue(self, version: PolicyVersion) -> Assignment:
-        """The next assignment: what was lost or an interrupted session left open first, oldest first, then new
+        """Return the next assignment: lost groups and open groups of an earlier session first, oldest first, then new
         tasks.
 
         Raises `RunAborted` if curation leaves no task to issue.
@@ -77,15 +76,15 @@ class Ledger:
         return self.assignment(issued, version)
 
     def assignment(self, issued: IssuedTask, version: PolicyVersion) -> Assignment:
-        """What the holder of a permit of `version` rolls out."""
+        """Return the assignment for a permit of `version`."""
         task, seed = self.source.at(issued.cursor), group_seed(self.seed, issued.group_id)
         return Assignment(issued.group_id, task, issued.size or self.group_size, version, seed)
 
     def _draw(self) -> tuple[Cursor, Task]:
-        """The next task that curation does not pass over, and where it was drawn. Raises `RunAborted`.
+        """Draw the next task that curation does not skip; return its position and the task. Raises `RunAborted`.
 
-        An epoch may begin anywhere in these draws, so that every task comes up `look_again` + 1 times at least: only
-        where it is 0 can all be passed over each time.
+        An epoch may begin anywhere in these draws, so every task comes up at least `look_again` + 1 times. Only with
+        `look_again` 0 can all tasks be skipped every time.
         """
         for _ in range((self.curation.rules.look_again + 2) * len(self.source)):
             cursor = self.source.cursor
@@ -100,25 +99,25 @@ class Ledger:
         )
 
     def again(self, group_id: int) -> None:
-        """What was rolled out of this group is gone: issue it again. Raises KeyError if it is not open."""
+        """Queue a group whose payload is lost for reissue. Raises `KeyError` if it is not open."""
         issued = self.open.pop(group_id)
         self.curation.lose(group_id, issued.task_id)
         heapq.heappush(self._again, (group_id, issued))
 
     def consume(self, group_ids: Iterable[int]) -> None:
-        """These groups were trained, and what came of it is published. Raises KeyError for one that is not open."""
+        """Record groups as trained and published. Raises `KeyError` for a group that is not open."""
         for group_id in group_ids:
             self.drop(group_id)
             self.num_consumed += 1
         self.curation.publish()
 
     def drop(self, group_id: int) -> None:
-        """This group is settled: it was given up, or trained. Raises KeyError if it is not open."""
+        """Settle a group that was trained or dropped. Raises `KeyError` if it is not open."""
         del self.open[group_id]
         self.curation.settle(group_id)
 
     def state(self) -> LedgerState:
-        """For the checkpoint, at one moment."""
+        """Return the state for a checkpoint."""
         pending = sorted([*self.open.items(), *self._again])
         return LedgerState(
             self.source.fingerprint,
@@ -130,9 +129,9 @@ class Ledger:
         )
 
     def restore(self, state: LedgerState, finished: Collection[int]) -> None:
-        """Go on from `state`: the groups `finished` are in the queue again, all other open ones will be issued again.
+        """Restore `state`: the groups `finished` are in the queue again, all other open ones will be reissued.
 
-        Raises `DataError` if the tasks are not those the state was taken with.
+        Raises `DataError` if the tasks differ from those of the state.
         """
         self.source.check(state.fingerprint)
         self.source.seek(state.cursor)

@@ -1,4 +1,1 @@
-"""Small helpers without any noun of rlsys: deadlines, seeds, files, imports, signals.
-
-Modules here import nothing of ours.
-"""
+"""General helpers: deadlines, seeds, files, imports, signals. They import no other module of rlsys."""

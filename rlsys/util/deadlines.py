@@ -1,9 +1,9 @@
-"""Deadlines that only time this process lived through can reach.
+"""Deadlines that count only the time in which this process runs.
 
-A process that is stopped, or a machine that sleeps, comes back to find that every timer is over: it would take all its
-workers for dead, with their answers lying unread in its sockets. Here time is counted in short ticks, and a tick that
-lasted much longer than asked is a gap, which does not count. The wall clock is not looked at. One ticker serves all the
-deadlines of an event loop, so that a deadline costs an entry in a table and no timer of its own.
+If a process is stopped, or its machine sleeps, all ordinary timers expire on wake-up. It would treat all workers as
+dead, although their answers wait unread in its sockets. Here time is counted in short ticks; a tick that lasts much
+longer than planned is a gap, and is not counted. The wall clock is not used. One ticker serves all the deadlines of an
+event loop, so that a deadline costs a table entry instead of a timer.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any, TypeVar
 F = TypeVar("F", bound=Callable[..., Any])
 
 TICK_S = 1.0
-"""Longest tick; also how much longer than asked a tick may last before it is a gap."""
+"""Longest tick, and the longest delay of a tick that is not a gap."""
 ROUNDING_S = 1e-6
 """Differences of times below this are rounding."""
 
 
 @asynccontextmanager
 async def timeout(seconds: float | None) -> AsyncIterator[None]:
-    """Like `asyncio.timeout`, in seconds that count; None waits for ever. Raises `TimeoutError`."""
+    """Like `asyncio.timeout`, in counted seconds; None never times out. Raises `TimeoutError`."""
     async with asyncio.timeout(None) as scope:
         if seconds is None:
             yield
@@ -39,7 +39,7 @@ async def timeout(seconds: float | None) -> AsyncIterator[None]:
 
 
 async def sleep(seconds: float) -> None:
-    """Return once `seconds` have passed that count."""
+    """Return after `seconds` counted seconds."""
     over = asyncio.Event()
     ticks = ticker()
     entry = ticks.call_later(seconds, over.set)
@@ -50,23 +50,21 @@ async def sleep(seconds: float) -> None:
 
 
 def now() -> float:
-    """Seconds that counted in this event loop. Gaps are noticed only while somebody waits for a deadline."""
+    """Return the counted seconds of this event loop. Gaps are detected only while a deadline is pending."""
     return ticker().now()
 
 
 class Progress:
-    """When something last moved. Drivers of one run share it: each may wait for another, and all is well as long as any
-    of them gets on."""
+    """Time of the last progress. The drivers of a run share it: one may wait for another that makes progress."""
 
     def __init__(self) -> None:
         self._last_s: float | None = None
 
     def moved(self) -> None:
-        """Something moved."""
         self._last_s = now()
 
     def idle_s(self) -> float:
-        """Seconds since something last moved, or since this was first asked."""
+        """Seconds since the last progress, or since the first call."""
         if self._last_s is None:
             self.moved()
         assert self._last_s is not None
@@ -74,13 +72,13 @@ class Progress:
 
 
 class Ticker:
-    """Calls back when seconds that count have passed."""
+    """Timer of callbacks in counted seconds."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._due: dict[object, tuple[float, Callable[[], None]]] = {}
         self._counted_s = 0.0
-        """Seconds that counted, up to the last tick."""
+        """Counted seconds up to the last tick."""
         self._nearest_s = inf
         """No entry is due before this."""
         self._tick: asyncio.TimerHandle | None = None
@@ -88,11 +86,10 @@ class Ticker:
         self._began_s = self._loop.time()
 
     def now(self) -> float:
-        """Seconds that counted."""
         return self._counted_s + self._lasted_s()
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> object:
-        """Call back once `seconds` have passed that count; returns what `cancel` takes."""
+        """Call `callback` after `seconds` counted seconds; return a handle for `cancel`."""
         entry, due_s = object(), self.now() + seconds
         self._due[entry] = (due_s, callback)
         if self._tick is None or due_s < self._nearest_s:
@@ -102,16 +99,16 @@ class Ticker:
         return entry
 
     def cancel(self, entry: object) -> None:
-        """Do not call back; nothing to do if that is over."""
+        """Cancel a callback; does nothing if it was called."""
         self._due.pop(entry, None)
 
     def _lasted_s(self) -> float:
-        """Seconds since the last tick that count: none of a gap."""
+        """Counted seconds since the last tick: 0 in a gap."""
         lasted_s = self._loop.time() - self._began_s
         return lasted_s if self._tick is None or lasted_s <= self._asked_s + TICK_S else 0.0
 
     def _count(self) -> None:
-        """End the tick under way."""
+        """End the current tick."""
         self._counted_s += self._lasted_s()
         self._began_s = self._loop.time()
         if self._tick is not None:
@@ -143,7 +140,7 @@ _tickers: dict[asyncio.AbstractEventLoop, Ticker] = {}
 
 
 def ticker() -> Ticker:
-    """That of the running event loop."""
+    """Return the ticker of the running event loop."""
     loop = asyncio.get_running_loop()
     if loop not in _tickers:
         for closed in [other for other in _tickers if other.is_closed()]:
@@ -153,14 +150,14 @@ def ticker() -> Ticker:
 
 
 _phases: dict[Callable[..., Any], tuple[str, float, tuple[str, ...]]] = {}
-"""Text, patience and names of the parameters of each method that `remote` marks."""
+"""Text, patience and parameter names of each method marked by `remote`."""
 
 
 def remote(text: str, *, patience: float = 1.0) -> Callable[[F], F]:
-    """Mark a method that other processes call: what it does, in words, and how long its callers wait for it.
+    """Mark a method that other processes call with its phase and its deadline.
 
     `text` names the phase in errors, with the method's arguments in braces: `giving bucket {bucket}`. `patience` is the
-    deadline in those that the caller has for an answer; `inf` waits for ever.
+    deadline, in multiples of the caller's deadline for an answer; `inf` waits for ever.
     """
 
     def marked(method: F) -> F:
@@ -172,7 +169,7 @@ def remote(text: str, *, patience: float = 1.0) -> Callable[[F], F]:
 
 
 def phase_of(method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, float]:
-    """The phase of a call with these arguments, and its patience."""
+    """Return the phase of a call with these arguments, and its patience."""
     if method not in _phases:
         return method.__name__, 1.0
     text, patience, names = _phases[method]

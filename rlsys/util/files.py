@@ -1,4 +1,4 @@
-"""Files: written whole, forced onto the disk, and told from names on the hub."""
+"""Files: atomic writes, flushing to disk, and the distinction of paths from hub names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def flush(folder: Path, files: Iterable[Path]) -> None:
-    """Force some files of a folder, and its list of names, onto the disk. Ranks flush what they write themselves."""
+    """Flush some files of a folder, and the folder's entry list, to disk. Ranks flush the files they write."""
     for path in [*(f for f in files if f.is_file()), folder]:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -18,12 +18,12 @@ def flush(folder: Path, files: Iterable[Path]) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file that is whole whenever it is there."""
+    """Write a file so that it is complete whenever it exists."""
     partial = path.with_suffix(".tmp")
     partial.write_text(text)
     partial.replace(path)
 
 
 def can_be_hub_name(path: str) -> bool:
-    """Whether a model's path can be `name` or `org/name` on the hub; it is one if no folder is called so."""
+    """Return True if `path` has the form `name` or `org/name` of the hub; it is one if no such folder exists."""
     return path.count("/") <= 1 and not path.startswith((".", "/", "~"))

@@ -1,4 +1,4 @@
-"""What `module:name` names: one road to code of the user's, for every key that takes it."""
+"""Import of user code named by `module:name`, for every configuration key that accepts it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 
 
 def import_from_here() -> None:
-    """Let `module:name` mean the folder one is in, as `python -m` would."""
+    """Make `module:name` resolve in the current folder, as `python -m` does."""
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
 
 
 def imported(kind: str, spec: str) -> object:
-    """What `module:name` names, which is to be a `kind`, e.g. `tool`.
+    """Return the object named by `module:name`, which should be a `kind`, e.g. `tool`.
 
-    Raises `ValueError` saying why there is none, whatever the module raised as it was imported.
+    Raises `ValueError` with the reason if it cannot be imported, for any exception in the module.
     """
     module, _, name = spec.partition(":")
     if not (module and name):
@@ -24,7 +24,7 @@ def imported(kind: str, spec: str) -> object:
     import_from_here()
     try:
         found = import_module(module)
-    except (Exception, SystemExit) as error:  # what a module does when it is imported is its author's
+    except (Exception, SystemExit) as error:  # an imported module of a user may raise anything
         raise ValueError(f"cannot import {kind} {spec!r}: {type(error).__name__}: {error}") from error
     if not hasattr(found, name):
         raise ValueError(f"module {module!r} has no {name!r}")

@@ -1,4 +1,4 @@
-"""A tree of mappings, such as a configuration, key by key."""
+"""Flattening of a tree of mappings, such as a configuration."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value that is no mapping, or an empty one, with its whole key: `("train.lr", 1e-5)`."""
+    """Yield every value that is no mapping, or an empty one, with its full key: `("train.lr", 1e-5)`."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{prefix}{key}.")

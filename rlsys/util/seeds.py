@@ -1,7 +1,7 @@
-"""Where randomness comes from: every seed is a pure function of the run's seed and of *what* is sampled.
+"""Seeds of all randomness: each is a pure function of the run's seed and of *what* is sampled.
 
-Nothing is drawn from a generator with a state, so a seed depends neither on the order of events nor on which replica
-does the work, and an interrupted run needs nothing restored. Seeds have 63 bits, to fit a signed 64-bit integer.
+No generator with a state is used. So a seed depends neither on the order of events nor on the replica that samples, and
+a resume restores nothing. Seeds have 63 bits, to fit a signed 64-bit integer.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ _64_BITS = (1 << 64) - 1
 
 
 def group_seed(run_seed: int, group_id: int) -> int:
-    """The sampling seed of group number `group_id` of a run."""
+    """Return the sampling seed of the group `group_id` of a run."""
     return _mixed(b"group", run_seed, group_id)
 
 
 def request_seed(group_seed: int, episode: int, number: int, *path: int) -> int:
-    """The seed of the n-th policy call of one agent of an episode; `path` is the agent's, see `Agent.path`."""
+    """Return the seed of the n-th policy call of one agent of an episode; `path` is the agent's, see `Agent.path`."""
     return _mixed(b"request", group_seed, episode, number, *path)
 
 
 def environment_seed(group_seed: int, number: int, *path: int) -> int:
-    """The seed of the n-th environment that an agent enters: the same for all episodes of a group, which are
-    compared. `path` is the agent's, see `Agent.path`."""
+    """Return the seed of the n-th environment of an agent, equal for all episodes of a group. `path` is the agent's,
+    see `Agent.path`."""
     return _mixed(b"world", group_seed, number, *path)
 
 
 def continuation_seed(request_seed: int, position: int) -> int:
-    """The seed of the rest of a completion, from token `position`, where its generator's state was not kept."""
+    """Return the seed of a completion's rest, from token `position`, if its generator's state was not kept."""
     return _mixed(b"continue", request_seed, position)
 
 
 def epoch_seed(run_seed: int, epoch: int) -> int:
-    """The seed of the order of tasks in one epoch."""
+    """Return the seed of the order of tasks in one epoch."""
     return _mixed(b"epoch", run_seed, epoch)
 
 
 def _mixed(purpose: bytes, *numbers: int) -> int:
-    """XXH3 of a purpose, so that seeds for different things never coincide by construction, and of some integers."""
+    """Return XXH3 of integers and a purpose, so that seeds for different purposes never coincide by construction."""
     packed = struct.pack(f"<8s{len(numbers)}Q", purpose, *(n & _64_BITS for n in numbers))
     return xxh3_64_intdigest(packed) & _63_BITS

@@ -1,4 +1,4 @@
-"""What Ctrl-C means: the first stops a run in order, the second ends the process at once."""
+"""Handling of Ctrl-C: the first stops a run in order, the second ends the process at once."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Self
 
 
 class Interruptible:
-    """Inside the block, the first SIGINT or SIGTERM calls `stop`, and the next one exits at once, with 128 + signal.
+    """Context in which the first SIGINT or SIGTERM calls `stop`, and the next one exits at once, with 128 + signal.
 
-    Outside the main thread, where Python delivers no signals, it does nothing.
+    Does nothing outside the main thread, where Python delivers no signals.
     """
 
     def __init__(self, stop: Callable[[], object]) -> None:
         self.stop = stop
-        """What the first signal does, in the event loop; may be exchanged inside the block."""
+        """Called on the first signal, in the event loop; may be replaced inside the block."""
         self.signal: int | None = None
         """The first signal seen."""
 

@@ -1,7 +1,7 @@
-"""Sending a version down the chain of relays: what it costs, what the relays are told, who leads it.
+"""Broadcast of a version down the chain of relays: its cost, its announcement and its sources.
 
-The relays form a chain. Each pulls from the one before it as buckets arrive there; a source that fails is left out for
-the rest of that version, and the last source is the actor itself. So skipping a dead relay costs nobody else anything.
+Each relay pulls buckets from the previous relay as they arrive there. A source that fails is skipped for the rest of
+that version; the last source is the actor. So skipping a dead relay does not delay the others.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ from rlsys.weight_sync.sync import Manifest, with_deadline
 
 T = TypeVar("T")
 UNAVAILABLE = (WorkerDied, DeadlineExceeded)
-"""What may be over once a relay has restarted."""
+"""Errors that may end once a relay has restarted."""
 FAILURES = (*UNAVAILABLE, WeightsMismatch)
-"""What makes a relay, or a reader, turn to the next source."""
+"""Errors on which a relay, or a reader, tries the next source."""
 TRIES = 4
-"""Waits for one relay that fit into the deadline of a transfer: a relay that hangs uses up one, then others have turns.
-"""
+"""Attempts within the deadline of a transfer: a relay that hangs uses up one, and other sources can follow."""
 RESTART_POLL_S = 0.2
-"""Between two questions whether a relay is back: Ray tells nobody when it has restarted a process."""
+"""Seconds between two checks of a restarting relay: Ray does not notify about a restarted process."""
 
 
 def broadcast_s(num_relays: int, num_bytes: float, num_chunks: int, bytes_per_s: float, hop_s: float) -> float:
-    """Seconds until the last of `num_relays` in a chain holds `num_bytes`, sent in equal chunks.
+    """Seconds until the last of `num_relays` in a chain has `num_bytes`, sent in equal chunks.
 
     T(k) = (n + k - 1) (M / (k B) + a). A chunk takes M / (k B) + a per hop, `hop_s` being the fixed cost a. The last
     chunk leaves the actor after k such times and has n - 1 hops left. This is the usual model of a pipelined chain;
@@ -40,7 +39,7 @@ def broadcast_s(num_relays: int, num_bytes: float, num_chunks: int, bytes_per_s:
 
 
 def best_chunks(num_relays: int, num_bytes: float, bytes_per_s: float, hop_s: float) -> int:
-    """The number of chunks for which `broadcast_s` is least: sqrt((n - 1) M / (a B)), where its derivative is 0.
+    """Number of chunks that minimises `broadcast_s`: sqrt((n - 1) M / (a B)), where its derivative is 0.
 
     The time is then about (sqrt(M / B) + sqrt((n - 1) a))^2, nearly the same for any number of relays.
     """
@@ -50,7 +49,7 @@ def best_chunks(num_relays: int, num_bytes: float, bytes_per_s: float, hop_s: fl
 
 
 class RelayPeer(Protocol):
-    """Another relay, as a relay sees it. Its methods are those of `Relay`; they also raise `WorkerDied`."""
+    """Interface of a relay for other relays. Its methods are those of `Relay`; they also raise `WorkerDied`."""
 
     @property
     def name(self) -> str: ...
@@ -59,13 +58,13 @@ class RelayPeer(Protocol):
 
 
 class Neighbour(RelayPeer, Protocol):
-    """A relay that one which lost everything is filled from."""
+    """A relay that refills another one after a restart."""
 
     async def held(self) -> Holding: ...
 
 
 class ChainMember(RelayPeer, Protocol):
-    """A relay, as `broadcast` sees it."""
+    """Interface of a relay for `broadcast`."""
 
     async def announce(self, announcement: Announcement) -> None: ...
 
@@ -74,13 +73,13 @@ class ChainMember(RelayPeer, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The actor's own copy of a version: the last source of every relay."""
+    """The actor's copy of a version: the last source of every relay."""
 
     name: str
     place: str
-    """The node it lies on. The relay of that node keeps these references instead of a second copy."""
+    """Node of the copy. The relay of that node keeps these references instead of a second copy."""
     refs: Mapping[str, Ref]
-    """By the hash of the bucket."""
+    """References by hash of the bucket."""
 
     async def give(self, bucket: str, *, wait: bool) -> Ref:
         """See `Relay.give`."""
@@ -89,19 +88,19 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What the relays are told of a version before any of it travels."""
+    """Announcement of a version to the relays, before its bytes are sent."""
 
     manifest: Manifest
     origin: Origin
     num_sent: int
-    """Bytes of the buckets that the version before did not have."""
+    """Bytes of the buckets that the previous version did not have."""
     seconds: float
-    """From the end of the publish to this announcement."""
+    """Seconds from the end of the publish to this announcement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What a relay holds: its complete versions, newest first, then those on their way."""
+    """Versions of a relay: complete ones, newest first, then those being received."""
 
     announcements: tuple[Announcement, ...]
     pinned: PolicyVersion | None
@@ -110,11 +109,11 @@ class Holding:
 async def broadcast(
     relays: Sequence[ChainMember], announcement: Announcement, transfer_s: float
 ) -> list[asyncio.Task[None]]:
-    """Start sending a version down the chain `relays`, the first of which is the actor's own.
+    """Start sending a version down the chain `relays`, the first of which is on the actor's node.
 
-    Returns a task for each relay at once; it ends when that relay holds the version or was overtaken by newer ones (see
-    `Relay.accept`), or with what kept it from that. A relay that cannot be told within one of `TRIES` parts of
-    `transfer_s` is no source for those behind it; the next one waits for that, and no other.
+    Returns a task for each relay at once. It ends when that relay has the version, or newer versions overtook it (see
+    `Relay.accept`), or with the relay's error. A relay that does not answer within one of `TRIES` parts of `transfer_s`
+    is no source for later relays. Only the next relay waits for that answer.
     """
     version = announcement.manifest.version
     phase = f"hearing of version {version}"
@@ -126,19 +125,19 @@ async def broadcast(
     async def led(i: int) -> None:
         await told[i]
         if i:
-            await asyncio.wait([told[i - 1]])  # so that it is not asked for what it has not heard of
+            await asyncio.wait([told[i - 1]])  # so that it is asked only after its announcement
         failed = [future.done() and future.exception() is not None for future in told]
         await relays[i].accept(version, [relays[j] for j in range(i - 1, -1, -1) if not failed[j]])
 
     tasks = [asyncio.create_task(led(i)) for i in range(len(relays))]
-    for task in tasks:  # relays tell by `watch` what went wrong: nobody has to ask here
+    for task in tasks:  # relays report errors by `watch`: no caller has to await these
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return tasks
 
 
 async def first_success(tasks: Sequence[asyncio.Task[T]]) -> T:
-    """What the first task to succeed returned; the others go on. If none does, raises what one failed with: if any
-    failed for good, such a one."""
+    """Return the result of the first task to succeed; the others go on. If none succeeds, raises an error, preferably
+    one that is not in `UNAVAILABLE`."""
     waiting = set(tasks)
     while waiting:
         done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -150,15 +149,15 @@ async def first_success(tasks: Sequence[asyncio.Task[T]]) -> T:
 
 
 def passing(errors: Sequence[BaseException]) -> BaseException:
-    """One of `errors` that may be over soon, so that asking again is worth it; if there is none, the last."""
+    """Return an error in `UNAVAILABLE`, after which a new attempt may succeed; if there is none, the last error."""
     return next((error for error in errors if isinstance(error, UNAVAILABLE)), errors[-1])
 
 
 async def patiently(ask: Callable[[], Awaitable[T]], seconds: float | None, phase: str) -> T:
-    """What `ask` returns. It is asked again while the relays it needs are restarting or do not answer.
+    """Return the result of `ask`, repeated while the relays it needs are restarting or do not answer.
 
-    Raises `DeadlineExceeded` with the last failure in its text after `seconds` (None: never), and at once what else
-    `ask` raises.
+    Raises `DeadlineExceeded` with the last failure in its text after `seconds` (None: never). Other errors of `ask` are
+    raised at once.
     """
     last = "none of them answered"
     try:

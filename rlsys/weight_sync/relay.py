@@ -1,10 +1,10 @@
-"""A relay: published weights in the memory of a node, so that rollouts pull when they like.
+"""Relay: published weights in the memory of a node, from which rollouts pull at any time.
 
-A version is a `Manifest` of buckets, each named by the hash of its bytes. A relay holds buckets by that name: what it
-has already is neither sent nor stored again, and a relay that missed versions, or lost everything, gets what it lacks
-the way every relay gets every version.
+A version is a `Manifest` of buckets, each named by the hash of its bytes. A relay stores buckets by that name, and
+neither receives nor stores a bucket twice. A relay that missed versions, or lost everything, receives the missing
+buckets in the same way.
 
-Bytes are opaque here, and so is how they travel: the same class runs on Ray and on simulated links.
+The class neither interprets bytes nor moves them: it runs on Ray and on simulated links.
 """
 
 from __future__ import annotations
@@ -22,64 +22,64 @@ from rlsys.weight_sync.broadcast import FAILURES, TRIES, Announcement, Holding, 
 from rlsys.weight_sync.sync import Manifest, with_deadline
 
 IN_FLIGHT = 3
-"""Buckets a relay pulls at once: one on the wire, one being stored, one being asked for."""
+"""Buckets a relay pulls concurrently: one being sent, one being stored, one being requested."""
 
 
 class Store(Protocol):
-    """What a relay does with bytes."""
+    """Operations of a relay on bytes."""
 
     async def fetch(self, ref: Ref, source: str) -> object:
-        """The bytes behind a reference that `source` gave. Raises `WorkerDied` if they are gone."""
+        """Return the bytes of a reference from `source`. Raises `WorkerDied` if they are lost."""
         ...
 
     async def digest(self, data: object) -> str:
-        """Their hash, as manifests name it."""
+        """Return the hash of the bytes, as used in manifests."""
         ...
 
     async def own(self, data: object) -> Ref:
-        """A reference to a copy that lives as long as this relay keeps it. Raises `MemoryError`."""
+        """Return a reference to a copy that lives as long as this relay keeps it. Raises `MemoryError`."""
         ...
 
 
 class Relay:
-    """The newest `keep` complete versions and the pinned one.
+    """Storage of the newest `keep` complete versions and the pinned one.
 
-    A relay that is slower than versions are published skips some: one that waits for its turn when `keep` newer ones
-    are announced is given up. A pull that has begun goes on to its end, so that even the slowest gets somewhere.
+    A relay that is slower than publishes skips versions: a queued version is dropped once `keep` newer ones are
+    announced. A running pull is completed, so even the slowest relay makes progress.
 
-    Waiting for a peer's answer or bytes, for a bucket or for a version ends after one of `TRIES` parts of `transfer_s`
-    with a `DeadlineExceeded` that names who was waited for and the phase. `accept` and `refill` may have to wait many
-    times, and for their turn; `watch` waits for ever.
+    Each wait for a peer, a bucket or a version ends after one of `TRIES` parts of `transfer_s`. It then raises a
+    `DeadlineExceeded` that names the awaited worker and the phase. `accept` and `refill` may wait many times, and for
+    their turn; `watch` has no deadline.
     """
 
     def __init__(self, name: str, place: str, store: Store, transfer_s: float, keep: int = 2) -> None:
-        """`place` is the node it serves."""
+        """`place` is the node of this relay and its readers."""
         self.name, self.place = name, place
         self._store, self._keep = store, keep
         self._wait_s = transfer_s / TRIES
         self._buckets: dict[str, Ref] = {}
         self._borrowed: set[str] = set()
-        """Buckets of which there is no copy of our own, for want of memory."""
+        """Buckets without a local copy, for lack of memory."""
         self._known: dict[PolicyVersion, Announcement] = {}
         self._complete: dict[PolicyVersion, Arrival] = {}
         self._expected: dict[PolicyVersion, frozenset[str]] = {}
-        """Hashes of the buckets of versions that are announced and not complete."""
+        """Hashes of the buckets of announced versions that are not complete."""
         self._announced_s: dict[PolicyVersion, float] = {}
         self._pinned: PolicyVersion | None = None
         self._pulling: PolicyVersion | None = None
-        """One version is pulled at a time, so that no bucket of two versions is asked for twice."""
+        """One version is pulled at a time, so that no bucket of two versions is requested twice."""
         self._changed = asyncio.Condition()
         self._reports: asyncio.Queue[WorkerError] = asyncio.Queue()
         self._is_short = False
-        """Was it told that there is no memory for copies of its own?"""
+        """True once the lack of memory for local copies was reported."""
 
     # ------------------------------------------------------------------------------------------------------- broadcast
 
     @remote("hearing of version {announcement.manifest.version}")
     async def announce(self, announcement: Announcement) -> None:
-        """Expect a version: from now `give` waits for its buckets, until it is overtaken by `keep` newer ones.
+        """Expect a version: `give` waits for its buckets until `keep` newer versions overtake it.
 
-        A version that is known already is ignored. Raises `WeightsMismatch` if it was published with another hash.
+        A known version is ignored. Raises `WeightsMismatch` if it was published with another hash.
         """
         manifest = announcement.manifest
         version = manifest.version
@@ -98,11 +98,11 @@ class Relay:
 
     @remote("taking in version {version}", patience=TRIES)
     async def accept(self, version: PolicyVersion, sources: Sequence[RelayPeer]) -> None:
-        """Take in an announced version: pull the buckets not held yet, in order, from the first of `sources` that can
-        give them, at last from the actor. Returns once it is complete, or given up because newer ones overtook it.
+        """Receive an announced version: pull the missing buckets, in order, from the first of `sources` that has them.
 
-        Raises `WorkerDied` if it was not announced in the life of this process, or what the last source raised; `watch`
-        tells that too, and those who wait for its buckets turn elsewhere.
+        The last source is the actor. Returns once the version is complete, or dropped because newer ones overtook it.
+        Raises `WorkerDied` if this process received no announcement, or the error of the last source. `watch` reports
+        the error too, and peers waiting for its buckets try other sources.
         """
         try:
             await self._take_in(version, sources, wait=True)
@@ -112,10 +112,10 @@ class Relay:
 
     @remote("giving bucket {bucket}")
     async def give(self, bucket: str, *, wait: bool) -> Ref:
-        """The bucket with this hash. With `wait`, waits for it if it is part of a version on its way.
+        """Return the bucket with this hash. With `wait`, waits for it if it is part of an expected version.
 
-        Raises `WeightsMismatch` if it is not held, and not waited for. In a broadcast relays wait for those before
-        them; one that is refilled waits for nobody. So they never wait in a circle.
+        Raises `WeightsMismatch` if it is missing. In a broadcast, relays wait only for earlier relays, and a relay
+        being refilled waits for none. So they never wait in a circle.
         """
         phase = f"giving bucket {bucket}"
         if wait:
@@ -128,7 +128,7 @@ class Relay:
 
     @remote("giving version {at_least} or newer")
     async def newest(self, at_least: PolicyVersion) -> tuple[Manifest, list[Ref]]:
-        """The newest complete version, no older than `at_least`, and its buckets in order.
+        """Return the newest complete version, at least `at_least`, and its buckets in order.
 
         Waits for `accept` to complete such a version.
         """
@@ -138,9 +138,9 @@ class Relay:
 
     @remote("pinning version {version}")
     async def pin(self, version: PolicyVersion) -> tuple[Manifest, list[Ref]]:
-        """Exactly `version`, which is kept from then on until another version is pinned.
+        """Return exactly `version`, and keep it until another version is pinned.
 
-        Waits for `accept` to complete it. Raises `WeightsMismatch` if it was let go, or given up.
+        Waits for `accept` to complete it. Raises `WeightsMismatch` if it was evicted or dropped.
         """
         await self._until_settled(version, f"pinning version {version}")
         self._pinned = version
@@ -148,9 +148,9 @@ class Relay:
 
     @remote("taking in version {version}")
     async def arrival(self, version: PolicyVersion) -> tuple[Arrival, Announcement]:
-        """How `version` came here, and what a tier that lost everything can be refilled by.
+        """Return the arrival of `version`, and the announcement from which an empty relay tier can be refilled.
 
-        Waits for `accept` to complete it. Raises `WeightsMismatch` if it was let go, or given up.
+        Waits for `accept` to complete it. Raises `WeightsMismatch` if it was evicted or dropped.
         """
         await self._until_settled(version, f"taking in version {version}")
         return self._complete[version], self._known[version]
@@ -159,17 +159,14 @@ class Relay:
 
     @remote("telling what it has")
     async def held(self) -> Holding:
-        """What is here and what is on its way."""
+        """Return the complete versions and those being received."""
         complete = [self._known[v] for v in sorted(self._complete, reverse=True)]
         return Holding((*complete, *(self._known[v] for v in sorted(self._expected))), self._pinned)
 
     @remote("being refilled", patience=TRIES)
     async def refill(self, neighbours: Sequence[Neighbour], known: Holding) -> None:
-        """After having lost everything: take in what is `known` to have arrived somewhere and what any neighbour holds
-        or expects, newest first; and pin what is pinned.
-
-        Raises what the last source raised.
-        """
+        """Recover a relay that lost everything. Receives, newest first, the versions in `known` and those that any
+        neighbour has or expects; pins the pinned version. Raises the error of the last source."""
         holdings = [known, *await asyncio.gather(*map(self._holding, neighbours))]
         if self._pinned is None:
             self._pinned = next((holding.pinned for holding in holdings if holding.pinned is not None), None)
@@ -182,18 +179,18 @@ class Relay:
 
     @remote("keeping weights", patience=inf)
     async def watch(self) -> WorkerError:
-        """Waits, without a deadline, for something a person should hear of: a version that could not be taken in, or
-        (once) that memory has run out. Each is told to one caller."""
+        """Wait, without a deadline, for a problem to report to a person; each is returned to one caller. A problem is a
+        version that could not be received, or (once) a lack of memory."""
         return await self._reports.get()
 
     # ------------------------------------------------------------------------------------------------------- internals
 
     async def _holding(self, neighbour: Neighbour) -> Holding:
-        """What a neighbour holds; nothing if it does not answer."""
+        """Return the versions of a neighbour; none if it does not answer."""
         try:
             return await with_deadline(neighbour.held(), self._wait_s, neighbour.name, "telling what it has")
         except FAILURES:
-            return Holding((), None)  # whoever supervises it will notice
+            return Holding((), None)  # its supervisor will notice
 
     async def _take_in(self, version: PolicyVersion, sources: Sequence[RelayPeer], *, wait: bool) -> None:
         async with self._changed:
@@ -219,7 +216,7 @@ class Relay:
                 self._changed.notify_all()
 
     async def _pull(self, announcement: Announcement, sources: list[RelayPeer], wait: bool) -> None:
-        """Bring what is missing here. `sources` loses those that fail."""
+        """Pull the missing buckets. Failed sources are removed from `sources`."""
         manifest, origin = announcement.manifest, announcement.origin
         held = self._buckets.keys() - self._borrowed
         missing = [bucket for bucket in dict.fromkeys(b.hash for b in manifest.buckets) if bucket not in held]
@@ -239,7 +236,7 @@ class Relay:
             raise first_of(errors) from None
 
     async def _take(self, bucket: str, version: PolicyVersion, sources: list[RelayPeer], wait: bool) -> None:
-        """Bring one bucket here from the first source that gives it whole. A source that fails is not asked again."""
+        """Pull one bucket from the first source that gives it intact. A failed source is not tried again."""
         phase = f"sending a bucket of version {version} to {self.name}"
         while True:
             source = sources[0]
@@ -256,11 +253,9 @@ class Relay:
                 return
 
     async def _copied(self, ref: Ref, bucket: str, source: str, phase: str) -> Ref:
-        """A reference to a copy of our own. With no memory for one the source's is borrowed: readers read from there,
-        and the next version that has this bucket tries again.
-
-        Raises `WeightsMismatch` if what came is not what the manifest names.
-        """
+        """Return a reference to a local copy, or `ref` itself if there is no memory for one. Readers then read from the
+        source, and the next version with this bucket tries to copy it again. Raises `WeightsMismatch` if the bytes do
+        not match the manifest."""
         try:
             data = await with_deadline(self._store.fetch(ref, source), self._wait_s, source, phase)
             came = await self._store.digest(data)
@@ -287,15 +282,15 @@ class Relay:
             self._changed.notify_all()
 
     def _arrived(self, version: PolicyVersion) -> Arrival:
-        """What there is to tell of a version that is complete from now."""
+        """Return the arrival of a version that has just become complete."""
         del self._expected[version]
         known = self._known[version]
         seconds = known.seconds + asyncio.get_running_loop().time() - self._announced_s.pop(version)
         return Arrival(version, known.manifest.hash, known.manifest.num_bytes, known.num_sent, seconds)
 
     def _evict(self, keep: int) -> None:
-        """Forget all but the newest `keep` complete versions and the pinned one, those overtaken while they waited for
-        their turn, and buckets that nothing needs."""
+        """Evict old complete versions, queued versions that were overtaken, and unneeded buckets. The newest `keep`
+        complete versions and the pinned one stay."""
         old = [version for version in sorted(self._complete)[:-keep] if version != self._pinned]
         overtaken = [version for version in self._expected if version != self._pulling and self._is_overtaken(version)]
         for version in (*old, *overtaken):
@@ -309,7 +304,7 @@ class Relay:
             table.pop(version, None)
 
     def _is_overtaken(self, version: PolicyVersion) -> bool:
-        """Are so many newer ones here or announced that it would be let go at once?"""
+        """Return True if so many newer versions are known that this one would be evicted at once."""
         return version != self._pinned and sum(known > version for known in self._known) >= self._keep
 
     def _expects(self, bucket: str) -> bool:
@@ -323,7 +318,7 @@ class Relay:
         return f"it holds {', '.join(map(str, sorted(self._complete))) or 'no version'} by this time"
 
     async def _until_settled(self, version: PolicyVersion, phase: str) -> None:
-        """Return once `version` is complete; raise `WeightsMismatch` if it cannot become that any more."""
+        """Return once `version` is complete; raise `WeightsMismatch` if that has become impossible."""
 
         def is_settled() -> bool:
             is_past = self._is_overtaken(version) or (bool(self._complete) and max(self._complete) >= version)

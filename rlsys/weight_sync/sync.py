@@ -1,8 +1,8 @@
-"""Weights on their way from the actor to the rollouts: publish, pull, and the one order of a weight change.
+"""Weight synchronisation between actor and rollouts: publish, pull, and the only order of a weight change.
 
-Every published version has a content hash. Every replica acknowledges `(version, hash)` of what it holds after a
-change, and every group carries the acknowledgements of the versions its tokens were sampled from. A token of a version
-that was never acknowledged, or acknowledged with another hash, is refused before it can be trained.
+Every published version has a content hash. Every replica acknowledges `(version, hash)` of its loaded weights after a
+change. Every group carries the acknowledgements of the versions its tokens were sampled from. A group is refused before
+training if a token's version was not acknowledged, or acknowledged with another hash.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlsys.util.deadlines import timeout
 
 T = TypeVar("T")
 ALIGNMENT = 64
-"""Bytes: of a cache line, and more than any dtype needs."""
+"""Bytes: one cache line, a multiple of the alignment of every dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +43,24 @@ class BucketPiece:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Some pieces that travel together, each from a multiple of `ALIGNMENT` bytes on."""
+    """Pieces that are sent together, each starting at a multiple of `ALIGNMENT` bytes."""
 
     hash: str
-    """Of its bytes, the padding between pieces included: the name by which relays ask each other for it."""
+    """Hash of its bytes, including the padding between pieces: the name under which relays request it."""
     num_bytes: int
     pieces: tuple[BucketPiece, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What one version consists of."""
+    """Contents of one version."""
 
     version: PolicyVersion
     hash: str
     """Content hash over names, shapes, dtypes and bytes of all tensors."""
     buckets: tuple[Bucket, ...]
     probe: Probe | None = None
-    """Lets a replica show that it computes with these weights, not only that it has them."""
+    """Lets a replica verify that it computes with these weights."""
 
     @property
     def num_bytes(self) -> int:
@@ -70,24 +70,24 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What the trainer's own forward says of some tokens under the weights it publishes."""
+    """Logprobs from the trainer's forward pass for some tokens, under the published weights."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     """Of `token_ids[1:]`, at temperature 1."""
 
     def difference(self, logprobs: Sequence[float]) -> float:
-        """Mean |difference| to another's logprobs of the same tokens, in nats."""
+        """Mean |difference| to other logprobs of the same tokens, in nats."""
         return fmean(abs(own - other) for own, other in zip(self.logprobs, logprobs, strict=True))
 
 
 class Replica(Protocol):
-    """A rollout replica as the order of a weight change sees it."""
+    """Interface of a rollout replica for a weight change."""
 
     name: str
 
     def close_gate(self) -> None:
-        """No new group starts from now."""
+        """Start no new group from now."""
         ...
 
     async def pause(self) -> None:
@@ -97,27 +97,27 @@ class Replica(Protocol):
     async def resume(self) -> None: ...
 
     async def verify_probe(self, manifest: Manifest) -> float | None:
-        """How far the engine's logprobs are from the manifest's probe, in nats on average; None if it has none.
+        """Return the mean difference of the engine's logprobs to the probe, in nats; None without a probe.
 
-        Raises `WeightsMismatch` if that is too far.
+        Raises `WeightsMismatch` if it is too large.
         """
         ...
 
     async def stop(self, why: WorkerError) -> None:
-        """End everything that runs: its tokens must not be trained."""
+        """Abort all running work: its tokens must not be trained."""
         ...
 
     def open_gate(self) -> None: ...
 
 
 async def change_weights(replica: Replica, manifest: Manifest, load: Callable[[], Awaitable[str]]) -> Acknowledged:
-    """Move a replica to the weights of `manifest`, in the one order there is:
+    """Move a replica to the weights of `manifest`, in the only order:
 
-    close the gate, pause, load (returns the content hash of what was loaded), verify, resume (always), prove, open the
-    gate.
+    close the gate, pause, load (returns the content hash of the loaded weights), verify the hash, resume (always),
+    verify the probe, open the gate.
 
-    If any of it fails, the replica is stopped: what it runs ends with an error and is issued again elsewhere, and its
-    gate stays closed, because nobody vouches for its weights. Raises `WeightsMismatch`.
+    On a failure the replica is stopped: its running work ends with an error and is reissued elsewhere. Its gate stays
+    closed, because its weights are unverified. Raises `WeightsMismatch`.
     """
     replica.close_gate()
     try:
@@ -140,30 +140,30 @@ async def change_weights(replica: Replica, manifest: Manifest, load: Callable[[]
 
 @dataclass
 class WeightSync:
-    """The driver's side: publishes versions and checks what groups were sampled from.
+    """Publishes versions for the driver, and verifies the versions that groups were sampled from.
 
-    A publish is over before the weights have arrived anywhere. That they did, and their hash, is known later; whoever
-    needs the hash waits for it.
+    A publish ends before the weights arrive at any relay. Their arrival and hash are known later; callers that need the
+    hash wait for it.
     """
 
     actor: Actor
     relays: Relays
     transfer_s: float
-    """Deadline of one publish, and of its arrival after that, in seconds. An arrival gets it twice: if the version does
-    not come, the actor is asked why, or to announce it again."""
+    """Deadline in seconds of one publish, and of each of up to two waits for its arrival. After the first, the actor
+    announces the version again, or raises the error that delayed it."""
     max_age: int
-    """Versions that a token may be older than the newest: hashes of older versions are forgotten."""
+    """Maximum age of a token, in versions: hashes of older versions are removed."""
     published: dict[PolicyVersion, str] = field(default_factory=dict)
     """Content hash of each version that arrived, in this session or (restored) before."""
     on_arrival: Callable[[Published, Arrival], None] = lambda published, arrival: None
     kept: set[PolicyVersion] = field(default_factory=set)
-    """Versions that are not forgotten, whatever their age."""
+    """Versions whose hashes are kept at any age."""
     _arriving: dict[PolicyVersion, asyncio.Task[None]] = field(default_factory=dict, init=False)
 
     async def publish(self, version: PolicyVersion) -> Published:
-        """Publish the actor's weights as `version`; returns once the bytes have left the actor.
+        """Publish the actor's weights as `version`; return once the bytes have left the actor.
 
-        Raises what an earlier version failed to arrive for, too.
+        Also raises the error of an earlier version that did not arrive.
         """
         for earlier in [task for task in self._arriving.values() if task.done()]:
             earlier.result()
@@ -174,26 +174,26 @@ class WeightSync:
         return receipt
 
     async def arrived(self, version: PolicyVersion) -> str | None:
-        """The hash of `version`, once it has arrived; None if it was never published, or is forgotten.
+        """Return the hash of `version`, once it has arrived; None if it was never published, or is removed.
 
-        Raises what it failed to arrive for.
+        Raises the error that prevented the arrival.
         """
         if version in self._arriving:
             await asyncio.shield(self._arriving[version])
         return self.published.get(version)
 
     async def settled(self) -> None:
-        """Return once everything published has arrived. Raises what it failed to arrive for."""
+        """Return once all published versions have arrived. Raises the error that prevented an arrival."""
         await asyncio.gather(*(self.arrived(version) for version in list(self._arriving)))
 
     def give_up(self) -> None:
-        """Wait no more for what is arriving."""
+        """Stop waiting for arrivals."""
         for task in self._arriving.values():
             task.cancel()
 
     async def verify(self, group: Group) -> None:
-        """Raise `WeightsMismatch` unless every version in the group is as new as its permit asks for, and was
-        acknowledged with the published hash. Waits for those that are arriving."""
+        """Raise `WeightsMismatch` if a version in the group is older than its permit, or lacks an acknowledgement of
+        the published hash. Waits for versions that are arriving."""
         if group.oldest_version < group.permit_version:
             raise WeightsMismatch(
                 group.replica,
@@ -211,10 +211,10 @@ class WeightSync:
                 )
 
     async def _arrive(self, receipt: Published) -> None:
-        """Wait for the relay tier to have it, then write down its hash.
+        """Wait for the relay tier to have the version, then record its hash.
 
-        The actor knows what kept a version from the relays, and raises it. If nothing did, those that had it died
-        before they could tell, and are told again.
+        The actor raises the error that kept a version from the relays. Without such an error, the relays that had it
+        died before they could report, and it is announced again.
         """
         version = receipt.version
         try:
@@ -234,7 +234,7 @@ class WeightSync:
 
 
 async def with_deadline(work: Awaitable[T], seconds: float, worker: str, phase: str) -> T:
-    """Await `work` for at most `seconds`; then raise `DeadlineExceeded` naming the worker and what it was doing."""
+    """Await `work` for at most `seconds`; then raise `DeadlineExceeded` with the worker and the phase."""
     try:
         async with timeout(seconds):
             return await work
