@@ -201,7 +201,7 @@ class Gateway:
             await endpoint.close()
 
     def _key(self, number: int) -> str:
-        """Derive a session's token from its number, so that tokens of closed sessions need not be stored for error 410."""
+        """Derive a session's token from its number, so that error 410 needs no stored tokens of closed sessions."""
         return hmac.new(self._secret, str(number).encode(), hashlib.sha256).hexdigest()
 
     def _endpoint(self, request: web.Request) -> Endpoint:
