@@ -119,6 +119,6 @@ def _told(call: Json) -> list[Json]:
     function = call["function"]
     assert isinstance(function, dict)
     arguments = str(function["arguments"])
-    with suppress(orjson.JSONDecodeError, orjson.JSONEncodeError):  # else not JSON, or too deep: unchanged
+    with suppress(orjson.JSONDecodeError, orjson.JSONEncodeError):  # unchanged if not JSON, or too deep
         arguments = orjson.dumps(orjson.loads(arguments), option=orjson.OPT_SORT_KEYS).decode()
     return [call["id"], function["name"], arguments]

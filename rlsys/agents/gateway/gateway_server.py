@@ -11,7 +11,7 @@
 | 503 | the infrastructure failed: that is also raised in the workflow, and the group is reissued |
 
 If a client disconnects before the reply, its sampling is cancelled and nothing is recorded. A stream is sent only when
-the reply is complete, so that a reply is recorded whole or not at all, and its status is known before the first byte.
+the reply is complete. So a reply is recorded whole or not at all, and its status is known before the first byte.
 """
 
 from __future__ import annotations

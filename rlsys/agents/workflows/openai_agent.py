@@ -61,8 +61,8 @@ def _loads(spec: str) -> str:
 class OpenAIAgent(Workflow):
     """An external agent behind an OpenAI client; give `agent` or `command`.
 
-    An episode fails, and is left out of training, if the agent gets no reply at all, takes longer than `deadline_s`, or
-    is a program with an exit code other than 0. If the program fails or the function raises because a request was
+    An episode fails if the agent gets no reply at all, exceeds `deadline_s`, or is a program with an exit code other
+    than 0: it is then left out of training. If the program fails or the function raises because a request was
     refused, the reason decides: the episode is truncated for a full context or a spent budget, and fails for messages
     that the chat template refuses. Any other exception of a function is a bug, and ends the run.
 

@@ -87,8 +87,8 @@ def _nothing() -> None:
 def opened(system: str, prompt: Prompt, then: str = "") -> tuple[Message, ...]:
     """Build the first messages of a conversation.
 
-    A system message at the start of `prompt` is appended to `system`, and `then` to the last message, since chat
-    templates refuse two messages of one role in a row.
+    A system message at the start of `prompt` is appended to `system`, and `then` to the last message: chat templates
+    refuse two messages of one role in a row.
     """
     *before, last = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
     if before and before[0]["role"] == "system":
