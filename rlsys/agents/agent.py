@@ -1,6 +1,6 @@
-"""A named speaker in a session: what it says, the tools it calls, and a record of every token.
+"""Named participant of a session: its replies, its tool calls, and a record of every token.
 
-An author sees messages and text, never a token, a mask, a logprob or a version, and cannot forget to record one:
+A workflow's author sees messages and text, never tokens, masks, logprobs or versions, and cannot forget to record one:
 `Agent` is the only road to the policy, and it records every turn.
 """
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class AgentStopped(Exception):
-    """An agent can say no more. Uncaught, it ends the episode where it stands, truncated; what was said is trained.
+    """An agent cannot continue. Uncaught, it ends the episode as truncated; the turns so far are trained.
 
-    In a subagent under `Session.gather` it ends that subagent alone.
+    In a subagent under `Session.gather` it ends only that subagent.
     """
 
 
@@ -33,22 +33,22 @@ class ContextFull(AgentStopped):
 
 
 class BudgetSpent(AgentStopped):
-    """The workflow's limit on turns, tokens or tool calls is reached."""
+    """The workflow reached its limit on turns, tokens or tool calls."""
 
 
 class Policy(Protocol):
-    """The one seam between a session and an engine."""
+    """Interface between a session and an inference engine."""
 
     @property
     def max_new_tokens(self) -> int:
-        """The run's own limit on the tokens of a reply."""
+        """The run's limit on the tokens of a reply."""
         ...
 
     def encode(self, prompt: Prompt, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
-        """Token ids of plain text, or of messages in the chat template with the assistant's turn opened.
+        """Return the token ids of plain text, or of messages in the chat template with the assistant's turn opened.
 
-        `tools` are offered to the model in the template's own way, or else in the system message. Plain text is fed as
-        it is, and offers none.
+        `tools` are described by the chat template if it supports tools, else in the system message. Plain text is
+        encoded unchanged, without tools.
         """
         ...
 
@@ -59,105 +59,103 @@ class Policy(Protocol):
         new: tuple[Message, ...],
         tools: Sequence[ToolSchema] = (),
     ) -> tuple[int, ...]:
-        """Prompt ids of the next turn. `ids` are the tokens of `said`, whose last message is the policy's own, and
-        `tools` those that its first message was encoded with: they offer nothing more.
+        """Return the prompt ids of the next turn. `ids` are the tokens of `said`, which ends with the policy's reply.
 
-        Starts with `ids` wherever the chat template allows, so that nothing the policy said is tokenized again.
+        `tools` are those that the conversation was opened with; they offer no new tools. The result starts with `ids`
+        wherever the chat template allows it, so that no token of the policy is tokenized again.
         """
         ...
 
     async def sample(self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None) -> Turn:
-        """One completion, with its logprobs and versions, of at most `max_new_tokens` and the run's own limit."""
+        """Sample one completion, with logprobs and versions, of at most `max_new_tokens` and the run's limit."""
         ...
 
     async def recite(self, prompt_ids: tuple[int, ...], reply: str) -> Turn:
-        """A completion that is given, with the logprobs that its tokens have now, and the version these are of."""
+        """Return the turn for a given completion, with the current logprobs of its tokens and their version."""
         ...
 
 
 Speaks: TypeAlias = "Callable[[tuple[int, ...]], Awaitable[Turn]]"
-"""From the prompt ids of a turn to the turn."""
+"""Function from the prompt ids of a turn to the turn."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What an agent said, and the tools it called in it."""
+    """Reply of an agent, and the tool calls in it."""
 
     text: str
-    """All of it."""
+    """The whole reply."""
     content: str
-    """What stands before the first call."""
+    """The text before the first call."""
     calls: tuple[Call, ...]
 
 
 @dataclass(frozen=True)
 class Context:
-    """What an agent had before it at one moment."""
+    """Context of an agent at one moment."""
 
     said: tuple[Message, ...] = ()
-    """The conversation so far; empty while nothing, or only plain text, was said."""
+    """The conversation so far; empty before the first message, and in a plain-text context."""
     ids: tuple[int, ...] = ()
-    """Its tokens, the policy's own included; empty where it is yet to be tokenized."""
+    """Tokens of the context, including the policy's; empty until the context is tokenized."""
     opened_with: tuple[ToolSchema, ...] = ()
-    """The tools that its first tokens offer."""
+    """Tools offered in the first tokens."""
     offered: tuple[ToolSchema, ...] = ()
-    """Those on offer at its end."""
+    """Tools offered at the end of the context."""
 
     @property
     def is_plain(self) -> bool:
-        """Was it begun with plain text?"""
+        """True if the context began with plain text."""
         return bool(self.ids) and not self.said
 
 
 @dataclass
 class Agent:
-    """A named speaker in a session. Made by `Session.agent`."""
+    """Named participant of a session. Created by `Session.agent`."""
 
     name: str
     index: int
-    """How many agents of the session were made before it; the root's is 0."""
+    """Number of agents created before this one in the session; the root has 0."""
     parent: int | None
-    """Index of the agent that it works for."""
+    """Index of the parent agent."""
     policy_name: str
     path: tuple[int, ...]
-    """Its number among those of its parent, after its parent's path; the root's is empty. Seeds, and the order in which
-    an episode lists its agents, are functions of it, so that they do not depend on who was faster."""
+    """Position in the tree of agents: the parent's path, then the agent's number among its siblings; () for the root.
+    Seeds and the order of an episode's agents depend only on the path, so they do not depend on timing."""
     _session: Session
     context: Context = Context()
-    """What the policy has before it, for `fork`."""
     turns: list[Turn] = field(default_factory=list)
     reward: float | None = None
     failure: str | None = None
-    """Why its trajectory is left out of training; None if it is not."""
+    """Reason to leave the trajectory out of training; None if there is none."""
     is_cut: bool = False
-    """Did its context or budget end before it was done? The trajectory is then truncated."""
+    """True if the context or the budget ended before the agent was done. The trajectory is then truncated."""
     num_children: int = 0
     _num_asked: int = 0
     _is_speaking: bool = False
 
     @property
     def number(self) -> str:
-        """Its path for people: `0` for the root, `1` for the first agent of the root's, `1.2` for the second of that
-        one's."""
+        """The path as text: `0` for the root, `1` for the root's first child, `1.2` for that child's second child."""
         return ".".join(map(str, self.path)) or "0"
 
     # ---------------------------------------------------------------------------------------------------- speaking
 
     async def chat(self, prompt: Prompt | None, *, max_new_tokens: int | None = None) -> str:
-        """Say `prompt` (text, or messages) after all that was said so far; returns the policy's reply.
+        """Append `prompt` (text or messages) to the conversation, and return the policy's reply.
 
-        None goes on from the context as it is. `max_new_tokens` lowers the run's own limit, and never raises it. Text
-        to an agent that began with plain text is appended as it is; in a conversation it is a message of the user.
+        None continues from the current context. `max_new_tokens` can lower the run's limit, never raise it. In a
+        plain-text context, text is appended unchanged; in a conversation, it is a user message.
 
-        Raises `ContextFull` if the conversation no longer fits, `BudgetSpent` if the workflow's limits are reached.
+        Raises `ContextFull` if the conversation no longer fits, `BudgetSpent` if a limit of the workflow is reached.
         """
         return await self._exchange(prompt, lambda prompt_ids: self._sampled(prompt_ids, max_new_tokens))
 
     async def act(self, prompt: Prompt | None, tools: Toolbox, *, max_new_tokens: int | None = None) -> Reply:
-        """`chat` with tools on offer: the reply, and the calls in it, which are not run. See `answer`.
+        """Chat with tools on offer. Returns the reply with its calls, which `answer` runs.
 
-        Tools other than those offered so far are described after `prompt`. Raises `ValueError` for an agent that speaks
-        plain text, which has no place for an offer.
+        Tools that differ from those offered so far are described after `prompt`. Raises `ValueError` in a plain-text
+        context, which cannot offer tools.
         """
         speak: Speaks = lambda prompt_ids: self._sampled(prompt_ids, max_new_tokens)  # noqa: E731
         text = await self._exchange(prompt, speak, tools.schemas)
@@ -165,11 +163,10 @@ class Agent:
         return Reply(text, content, calls)
 
     async def answer(self, calls: Sequence[Call], tools: Toolbox) -> Prompt:
-        """Run calls in parallel; returns their results, to be said next. Of more calls than `max_calls_per_turn` the
-        last are refused, and told so.
+        """Run calls in parallel, and return their results as the next prompt.
 
-        Raises `BudgetSpent` before any is run if the episode's tool calls would be exceeded, and `ToolError`, of which
-        this agent has then failed.
+        Calls beyond `max_calls_per_turn` are refused, with a result that says so. Raises `BudgetSpent` before any call
+        runs if the episode's tool calls would be exceeded. Raises `ToolError`, with which this agent also fails.
         """
         run = calls[: self._session.budget.max_calls_per_turn]
         self._session.count_tool_calls(len(run), self)
@@ -185,9 +182,9 @@ class Agent:
         return tuple(_told(call, result) for call, result in zip(calls, results, strict=True))
 
     async def use(self, prompt: Prompt | None, tools: Toolbox, *, max_turns: int | None = None) -> str:
-        """Let the agent call tools until it replies without a call; returns that reply.
+        """Let the agent call tools until it replies without a call. Returns that reply.
 
-        Raises as `act` and `answer` do, and `BudgetSpent` if the reply of turn `max_turns` still has calls.
+        Raises the errors of `act` and `answer`, and `BudgetSpent` if the reply of turn `max_turns` still has calls.
         """
         left = math.inf if max_turns is None else max_turns
         while left > 0:
@@ -199,23 +196,22 @@ class Agent:
         raise self._stopped(BudgetSpent(f"{self.name} still called tools in turn {max_turns}, its last"))
 
     async def recite(self, prompt: Prompt, reply: str) -> None:
-        """`chat` with a reply that is given: it is recorded as the policy's own, and nothing is sampled."""
+        """Chat with a given reply: it is recorded as the policy's reply, and nothing is sampled."""
         await self._exchange(prompt, lambda prompt_ids: self._policy.recite(prompt_ids, reply))
 
     # ----------------------------------------------------------------------------------------------------- context
 
     def fork(self, name: str | None = None, *, at: Context | None = None) -> Agent:
-        """Another agent of the same policy whose context begins as this one's stands, or stood once (`at`).
+        """Create an agent of the same policy that starts from this agent's context, or from an earlier one (`at`).
 
-        What was said by then is its prompt, token for token: engines have it cached, and it is trained here only.
+        That context is the fork's prompt, token for token. Engines have it cached, and only this agent trains on it.
         """
         return self._session.add(name or self.name, self, self.policy_name, at or self.context)
 
     def rewrite(self, prompt: Prompt) -> None:
-        """Replace the whole context, system message included; the next turn starts a new sample, and offers the tools
-        of that turn alone.
+        """Replace the whole context, system message included. The next turn starts a new sample with its own tools.
 
-        `chat(None)` then goes on from it. Text is a message of the user in a conversation, and else plain text.
+        Continue with `chat(None)`. In a conversation, text becomes a user message; otherwise it is plain text.
         """
         self._check_silent()
         is_plain = isinstance(prompt, str) and not self.context.said
@@ -223,12 +219,14 @@ class Agent:
         self._session.note(self, "rewritten", prompt)
 
     def fail(self, reason: str) -> None:
-        """Leave this agent's trajectory out of training. The root's failure is that of the episode."""
+        """Leave this agent's trajectory out of training. A failure of the root is a failure of the episode."""
         self.failure = self.failure or reason
 
     def trajectory(self, parent: int | None) -> Trajectory:
-        """All this agent said, for training; `parent` is the place of its parent in the episode. With a reward that is
-        not a finite number it failed."""
+        """Build the trajectory for training. `parent` is the parent's position in the episode.
+
+        A reward that is not finite makes the trajectory a failure.
+        """
         cut = self.is_cut or (bool(self.turns) and self.turns[-1].finish == "length")
         outcome = TRUNCATED if cut else OK
         if self.failure is not None:
@@ -267,7 +265,7 @@ class Agent:
         return turn.text
 
     def _asked(self, prompt: Prompt | None, tools: tuple[ToolSchema, ...]) -> Context:
-        """The context with `prompt` said in it."""
+        """Return the context with `prompt` appended."""
         before = self.context
         if not before.said and not isinstance(prompt, tuple):
             if tools:
@@ -326,13 +324,12 @@ class Agent:
 
 
 def messages_of(prompt: Prompt) -> tuple[Message, ...]:
-    """A prompt as messages: text is the user's."""
+    """Convert a prompt to messages; text becomes a user message."""
     return (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
 
 
 def _with_offer(new: tuple[Message, ...], offer: str) -> tuple[Message, ...]:
-    """The new messages of a conversation with an offer of tools at their end: what was said before stays, token for
-    token."""
+    """Append an offer of tools to the new messages. Earlier messages stay unchanged, token for token."""
     if not new:
         return messages_of(offer)
     last = new[-1].copy()

@@ -1,8 +1,8 @@
-"""What an episode may cost, held exactly however many of its agents speak at once.
+"""Budget of an episode, enforced exactly with any number of concurrent agents.
 
-Tokens are taken before a reply is sampled, and what it did not use is given back. Agents that run side by side
-(`Session.gather`, tool calls of one reply) each have an equal share of what is left, so that what one may still say
-does not depend on how fast the others are. When all have ended, what is left of their shares is common again.
+Tokens are reserved before a reply is sampled, and unused ones are returned. Agents that run in parallel
+(`Session.gather`, tool calls of one reply) each get an equal share of the remaining budget. So the limit of one agent
+does not depend on the speed of the others. When all have ended, the rest of their shares is pooled again.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Budget:
-    """What one episode may cost; None: any amount."""
+    """Limits of one episode; None: unlimited."""
 
     max_turns: int | None = None
-    """Turns of each agent."""
+    """Limit for each agent."""
     max_tokens: int | None = None
-    """Sampled tokens of all agents together."""
+    """Sampled tokens, over all agents."""
     max_tool_calls: int | None = None
-    """Calls of tools of all agents together."""
+    """Tool calls, over all agents."""
     max_calls_per_turn: int | None = None
-    """Calls of one reply that are run; the rest are refused."""
+    """Tool calls of one reply that are run; the rest are refused."""
 
 
 @dataclass
 class Purse:
-    """What is left of a budget, or of a share of it; None: any amount."""
+    """Remaining part of a budget, or of a share; None: unlimited."""
 
     tokens: int | None
     calls: int | None
     num_sequential: int = 0
-    """Tokens sampled one after the other by those who spend it; of shares, those of the one with most."""
+    """Tokens sampled one after the other from this purse. Of parallel shares, only the largest number counts."""
 
     def take_tokens(self, num: int) -> int:
-        """As many of `num` tokens as there are; 0 if none is left."""
+        """Take up to `num` tokens, and return the number taken; 0 if none is left."""
         if self.tokens is None:
             return num
         taken = min(num, self.tokens)
@@ -43,12 +43,12 @@ class Purse:
         return taken
 
     def give_tokens(self, num: int) -> None:
-        """Give back what was not used."""
+        """Return unused tokens."""
         if self.tokens is not None:
             self.tokens += num
 
     def take_calls(self, num: int) -> bool:
-        """Take `num` calls, all or none; are there as many?"""
+        """Take all of `num` calls, or none if fewer are left. Returns True if taken."""
         if self.calls is None:
             return True
         if num > self.calls:
@@ -57,13 +57,13 @@ class Purse:
         return True
 
     def divided(self, num: int) -> list[Purse]:
-        """All that is left in `num` equal shares, the first of them one larger where it does not come out even."""
+        """Move the remaining budget into `num` equal shares; the first shares get one more if it does not divide."""
         tokens, calls = _shares(self.tokens, num), _shares(self.calls, num)
         self._set(0, 0)
         return [Purse(*share) for share in zip(tokens, calls, strict=True)]
 
     def join(self, shares: Sequence[Purse]) -> None:
-        """Take back what is left of shares; they are empty then."""
+        """Take back the rest of the shares, and empty them."""
         self._set(sum(share.tokens or 0 for share in shares), sum(share.calls or 0 for share in shares))
         self.num_sequential += max(share.num_sequential for share in shares)
         for share in shares:

@@ -1,4 +1,4 @@
-"""The world that an agent acts on: `reset`, `step`, and tools, for one episode.
+"""Environment that an agent acts on, for one episode: `reset`, `step`, and tools.
 
 class Guess(Environment):
     async def reset(self, task: Task, seed: int) -> Prompt:
@@ -21,37 +21,37 @@ from rlsys.types import Json, Prompt, Task
 
 @dataclass(frozen=True)
 class Step:
-    """What an environment answers to a reply."""
+    """Result of one reply."""
 
     observation: Prompt
-    """What the agent is told next."""
+    """The agent's next prompt."""
     reward: float | None = None
-    """Of this step; None where the environment gives none."""
+    """Reward of this step; None if the environment gives none."""
     is_done: bool = False
-    """Is the episode over?"""
+    """True if the episode is over."""
     is_truncated: bool = False
-    """Was it cut short, by a limit on steps for instance?"""
+    """True if the episode was cut short, for example by a limit on steps."""
     info: Mapping[str, Json] = field(default_factory=dict)
 
 
 class Environment:
-    """Base of every environment. Single use; speaks messages, never tokens. Enter it with `Session.enter`.
+    """Base class of environments. Single use; exchanges messages, never tokens. Enter it with `Session.enter`.
 
-    Raise `ToolError` for what is not the policy's fault: the episode then fails, and is left out of training.
+    Raise `ToolError` for a failure that the policy did not cause: the episode then fails, and is left out of training.
     """
 
     tools: Toolbox = NO_TOOLS
-    """What an agent may call in it."""
+    """Tools that the agent may call in this environment."""
     opening: Prompt = ""
-    """What `reset` returned; set by `Session.enter`."""
+    """The first prompt, as returned by `reset`; set by `Session.enter`."""
 
     async def reset(self, task: Task, seed: int) -> Prompt:
-        """Begin: what the agent is told first. The seed is the same for all episodes of a group."""
+        """Start the episode, and return the agent's first prompt. All episodes of a group get the same seed."""
         raise NotImplementedError(f"{type(self).__name__} cannot begin: implement `reset`")
 
     async def step(self, reply: str) -> Step:
-        """What the agent's reply does."""
+        """Apply the agent's reply."""
         raise NotImplementedError(f"{type(self).__name__} takes no replies: implement `step`")
 
     async def close(self) -> None:
-        """Let go of what it holds. Called once, however the episode ended, also if `reset` raised."""
+        """Release all resources. Called once per episode, however it ended, even if `reset` raised."""

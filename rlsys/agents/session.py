@@ -1,4 +1,4 @@
-"""A live run of a workflow: its agents, the order they are in, and what it may cost."""
+"""Live run of a workflow: its agents, their order, and its budget."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ T = TypeVar("T")
 E = TypeVar("E", bound=Environment)
 
 _SHOWN_CHARS = 1000
-"""Of one message in a transcript."""
+"""Longest message in a transcript."""
 _UNSHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-"""Control characters and halves of surrogate pairs."""
+"""Control characters and unpaired surrogates."""
 
 
 @dataclass(frozen=True)
@@ -55,39 +55,39 @@ class Said:
 
 @dataclass
 class Session:
-    """One live run of a workflow on a task: hands out agents and records everything."""
+    """One live run of a workflow on a task: creates agents and records every turn."""
 
     task: Task
     policies: Mapping[str, Policy]
-    """By name; a run of one policy calls it `policy`."""
+    """Policies by name; a run with a single policy calls it `policy`."""
     seed: int
     """Sampling seed of the group."""
     episode_index: int = 0
     bindings: Mapping[str, str] = field(default_factory=dict)
-    """Agent name -> policy name; an agent that is not in it speaks with the policy of its own name, or the only one."""
+    """Agent name -> policy name. An unlisted agent uses the policy of the same name, or the only policy."""
     budget: Budget = field(default_factory=Budget)
     agents: list[Agent] = field(default_factory=list)
-    """In the order in which they were made; the first is the root."""
+    """Agents in order of creation; the first is the root."""
     log: list[Said] = field(default_factory=list)
-    """All that was said, in order."""
+    """All messages, in order."""
     num_sampled: int = 0
-    """Tokens sampled so far, by all agents."""
+    """Tokens sampled so far, over all agents."""
     num_tool_calls: int = 0
-    """Calls of tools so far, by all agents."""
+    """Tool calls so far, over all agents."""
     _num_entered: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """Environments, by the path of the agent they were entered for."""
+    """Number of environments entered so far, by the path of their agent."""
     _speaking: dict[asyncio.Task[Any], asyncio.Future[None]] = field(default_factory=dict)
-    """The tasks in which an agent is asked something, and what is done when it has ended."""
+    """Tasks with a request in progress -> a future that is set when the request has ended."""
     _is_over: bool = False
 
     def __post_init__(self) -> None:
         self._purse = Purse(self.budget.max_tokens, self.budget.max_tool_calls)
 
     def agent(self, name: str, *, system: str | None = None, parent: Agent | None = None) -> Agent:
-        """A new speaker with a context of its own, opened by the system message if one is given.
+        """Create an agent with a new context, opened by the system message if one is given.
 
-        `parent` is the agent it works for. Its seeds depend on its number among those of its parent: one without a
-        parent is counted as the root's. So where agents are made side by side, give each the parent it is made by.
+        Seeds depend on the agent's number among its parent's children; without a `parent` it counts as the root's
+        child. Where agents are created concurrently, give each its parent, so that seeds do not depend on timing.
         """
         said = () if system is None else (Message(role="system", content=system),)
         agent = self.add(name, parent, self._policy_of(name), Context(said))
@@ -96,26 +96,26 @@ class Session:
         return agent
 
     def reward(self, value: float, agent: Agent | None = None) -> None:
-        """Judge the episode here (or one agent of it); the reward worker then leaves it alone. Raises `ValueError`
-        before there is an agent."""
+        """Set the reward of the episode, or of one agent, instead of the reward functions. Raises `ValueError` before
+        the first agent is created."""
         if agent is None and not self.agents:
             raise ValueError("nobody is there to be rewarded: call session.agent(...) first")
         (agent or self.agents[0]).reward = float(value)
 
     async def gather(self, *work: Awaitable[T]) -> list[T | AgentStopped | ToolError]:
-        """Run subagents in parallel: what each returned, in order, or the `AgentStopped` or `ToolError` that ended it.
-        What is left of the episode's tokens and tool calls is divided equally among them until all have ended.
+        """Run subagents in parallel. Returns each result in order, or the `AgentStopped` or `ToolError` that ended it.
 
-        Anything else is a bug, or a failure of a worker: it is raised as it is, and the others are cancelled.
+        Each gets an equal share of the remaining tokens and tool calls. Any other error is a bug or a worker failure:
+        it is raised unchanged, and the other subagents are cancelled.
         """
         return await self._side_by_side([_settled(each) for each in work])
 
     @asynccontextmanager
     async def enter(self, environment: E, agent: Agent | None = None) -> AsyncIterator[E]:
-        """The environment, reset for this episode (`environment.opening` is what it says first); closed at the end.
+        """Reset an environment for this episode, and close it at the end. `environment.opening` is its first prompt.
 
-        Its seed is that of the n-th environment of `agent`. Give the agent where several enter environments side by
-        side; the root's are counted with those of none.
+        The seed depends on the number of environments that `agent` entered before. Give `agent` where several agents
+        enter environments concurrently; without it, the environment counts as the root's.
         """
         path = agent.path if agent else ()
         number = self._num_entered.get(path, 0)
@@ -127,7 +127,7 @@ class Session:
             await environment.close()
 
     def episode(self) -> Episode:
-        """What was recorded, each agent before its children. Raises `ValueError` if nobody was there to speak."""
+        """Return the recorded episode, each agent before its children. Raises `ValueError` if there is no agent."""
         if not self.agents:
             raise ValueError("the workflow made no agent: call session.agent(...) in it")
         agents = sorted(self.agents, key=lambda agent: agent.path)
@@ -137,7 +137,7 @@ class Session:
         return Episode(trajectories, self.num_tool_calls, self.num_sequential)
 
     def transcript(self, last: int | None = None) -> str:
-        """Who said what, for people: the last messages, long ones cut."""
+        """Return the last messages as text for people, long messages cut."""
         shown = self.log if last is None else self.log[-last:]
         lines = [shown_line(line, _SHOWN_CHARS) for line in shown]
         left_out = len(self.log) - len(shown)
@@ -146,7 +146,7 @@ class Session:
     # ------------------------------------------------------------------------------------------------------ inside
 
     def add(self, name: str, parent: Agent | None, policy: str, context: Context) -> Agent:
-        """A speaker with this context."""
+        """Create an agent with this context."""
         above = parent or (self.agents[0] if self.agents else None)
         path: tuple[int, ...] = ()
         if above is not None:
@@ -158,24 +158,24 @@ class Session:
 
     @property
     def purse(self) -> Purse:
-        """What may still be spent where this is asked: all that is left, or a share of it, see `gather`."""
+        """Remaining budget of the current task: the whole rest, or a share of it under `gather`."""
         share = _SHARE.get()
         return share[1] if share is not None and share[0] is self else self._purse
 
     @property
     def num_sequential(self) -> int:
-        """Tokens sampled so far on the longest chain in which each had to wait for the one before. What `gather` runs,
-        and the calls of one reply, are side by side; all else counts as one after the other."""
+        """Tokens on the longest chain in which each token had to wait for the one before. Work under `gather` and the
+        calls of one reply count as parallel; all else counts as sequential."""
         return self._purse.num_sequential
 
     def note(self, agent: Agent, role: str, prompt: Prompt) -> None:
-        """Write what was said down for the transcript; `role` is that of plain text."""
+        """Add a prompt to the transcript; `role` applies to plain text."""
         who = f"{agent.name}#{agent.number}" if agent.path else agent.name
         messages = (Message(role=role, content=prompt),) if isinstance(prompt, str) else prompt
         self.log += [Said(who, message["role"], message["content"]) for message in messages]
 
     def count_tool_calls(self, num: int, agent: Agent) -> None:
-        """Raises `BudgetSpent` if there are no `num` calls left."""
+        """Take `num` calls from the budget. Raises `BudgetSpent` if fewer are left."""
         if not self.purse.take_calls(num):
             agent.is_cut = True
             most = self.budget.max_tool_calls
@@ -184,7 +184,7 @@ class Session:
         self.num_tool_calls += num
 
     async def run_calls(self, calls: Sequence[Call], tools: Toolbox) -> list[ToolResult]:
-        """The results of calls, run in parallel, each with its share of what is left: a call may be that of agents."""
+        """Run calls in parallel, each with a share of the remaining budget, since a call may run agents."""
         if len(calls) < 2:
             return await tools.run(calls)
         results = await self._side_by_side([tools.run([call]) for call in calls])
@@ -192,11 +192,11 @@ class Session:
 
     @contextmanager
     def speaking(self, agent: Agent) -> Iterator[None]:
-        """While an agent is asked something, so that `close` may end it. Raises `RuntimeError` after `close`."""
+        """Register the current task while the agent has a request, for `close`. Raises `RuntimeError` after `close`."""
         if self._is_over:
             raise RuntimeError(f"agent {agent.name!r} is asked after its session ended: await all work in `run`")
         task = asyncio.current_task()
-        assert task is not None  # a coroutine runs in one
+        assert task is not None
         ended = self._speaking[task] = asyncio.get_running_loop().create_future()
         try:
             yield
@@ -205,9 +205,9 @@ class Session:
             ended.set_result(None)
 
     async def close(self) -> None:
-        """No agent is asked any more: the tasks in which one still is are cancelled.
+        """Refuse further requests, and cancel the tasks with a request in progress.
 
-        Waits for what they ask to end, which ends as the policy lets it go.
+        Waits for those requests; unblocked as the policy ends them.
         """
         self._is_over = True
         if speaking := dict(self._speaking):
@@ -216,9 +216,9 @@ class Session:
             await asyncio.wait(speaking.values())
 
     async def _side_by_side(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """What each returns, in order. The first error of any is raised as it is, and ends the others.
+        """Run work in parallel, and return the results in order. The first error cancels the rest, and is raised as is.
 
-        Each has an equal share of what is left of the budget, and what it did not spend comes back at the end.
+        Each task gets an equal share of the remaining budget; the unused part returns at the end.
         """
         if not work:
             return []
@@ -251,7 +251,7 @@ class Session:
 
 
 _SHARE: ContextVar[tuple[Session, Purse] | None] = ContextVar("share", default=None)
-"""Of the task that asks. A task may outlive its session or serve several, so that a share says whose it is."""
+"""The current task's share and its session, since a task may outlive its session or serve several sessions."""
 
 
 async def _settled(work: Awaitable[T]) -> T | AgentStopped | ToolError:
@@ -262,9 +262,8 @@ async def _settled(work: Awaitable[T]) -> T | AgentStopped | ToolError:
 
 
 def shown_line(said: Said, most: int | None = None) -> str:
-    """A line of a transcript for a terminal, to which a model's text may do nothing: control characters are spelled
-    out, and further lines are indented, so that none passes for somebody else's. Text beyond `most` characters is cut.
-    """
+    """Format a transcript line for a terminal. Control characters are escaped, and further lines are indented, so that
+    a model's text cannot imitate another line. Text beyond `most` characters is cut."""
     text = _UNSHOWN.sub(lambda found: found[0].encode("unicode_escape").decode(), said.text[:most])
     text = text.replace("\n", "\n    ")
     cut = f"... ({len(said.text)} characters)" if len(said.text) > len(said.text[:most]) else ""
@@ -272,10 +271,10 @@ def shown_line(said: Said, most: int | None = None) -> str:
 
 
 async def settled_episode(session: Session, work: Awaitable[None]) -> Episode:
-    """What an episode came to whose workflow is `work`: truncated where an agent was stopped, failed by a `ToolError`,
-    also where several ended a task group. What still speaks then is cancelled.
+    """Run a workflow's coroutine, and return its episode. Requests still in progress at the end are cancelled.
 
-    Raises whatever else the workflow raises.
+    The episode is truncated by an `AgentStopped` and failed by a `ToolError`, also within a task group's exceptions.
+    Any other error of the workflow is raised.
     """
     ended: BaseException | None = None
     try:

@@ -1,11 +1,11 @@
-"""Tool calls as a policy writes them: Hermes form, which Qwen and many others are trained on.
+"""Tool calls in a policy's text: the Hermes form, which Qwen and many other models are trained on.
 
     I will look it up.
     <tool_call>
     {"name": "search", "arguments": {"query": "height of K2"}}
     </tool_call>
 
-Several calls may follow each other, and run in parallel. What cannot be read is told to the model, never raised.
+Several calls may follow each other, and run in parallel. A malformed call is reported to the model, never raised.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call that a policy asked for."""
+    """One tool call of a policy."""
 
     name: str
     arguments: Mapping[str, Json]
     id: str
-    """Tells the calls of one conversation apart, e.g. `call_0_1`."""
+    """Unique within a conversation, e.g. `call_0_1`."""
 
 
 @dataclass(frozen=True)
 class Malformed:
-    """A call that cannot be read: told to the model, never an exception."""
+    """Tool call that cannot be parsed: reported to the model, never raised."""
 
     text: str
-    """What stood between the tags."""
+    """The text between the tags."""
     problem: str
-    """What is wrong with it, for the model."""
+    """Error text for the model."""
     id: str
 
 
@@ -46,10 +46,10 @@ Call: TypeAlias = ToolCall | Malformed
 
 
 def read_calls(text: str, id_prefix: str = "call") -> tuple[str, tuple[Call, ...]]:
-    """What a reply says before its first call, and its calls in order, with the ids `PREFIX_0`, `PREFIX_1`, ...
+    """Parse a reply: the text before its first call, and its calls in order, with the ids `PREFIX_0`, `PREFIX_1`, ...
 
-    Text between calls is passed over, and so are calls in what it thought, see `spoken`. The last call may lack its
-    closing tag. Never raises.
+    Text between calls is ignored, and so are calls within the reply's thinking, see `spoken`. The last call may lack
+    its closing tag. Never raises.
     """
     content, calls, end = text, [], len(text) - len(spoken(text))
     while (opened := text.find(OPEN, end)) >= 0:
@@ -61,8 +61,8 @@ def read_calls(text: str, id_prefix: str = "call") -> tuple[str, tuple[Call, ...
 
 
 def spoken(text: str) -> str:
-    """A reply without what was thought before it: what follows the first `</think>`, which a chat template may have
-    opened itself; nothing of a thought that does not end."""
+    """Return a reply without its thinking: the text after the first `</think>`, or "" if the thinking does not end. The
+    opening `<think>` may be part of the chat template."""
     _, closing, said = text.partition("</think>")
     if closing:
         return said.lstrip()
@@ -70,12 +70,12 @@ def spoken(text: str) -> str:
 
 
 def write_calls(calls: Iterable[ToolCall]) -> str:
-    """The text that `read_calls` reads as these calls."""
+    """Write calls as text that `read_calls` parses back into the same calls."""
     return "\n".join(_written({"name": call.name, "arguments": dict(call.arguments)}) for call in calls)
 
 
 def message_of(text: str, id_prefix: str = "call") -> Message:
-    """A reply as a message in the OpenAI form: calls that can be read as `tool_calls`, the rest as `content`."""
+    """Convert a reply to a message in the OpenAI form. If a call is malformed, the whole reply stays text."""
     content, calls = read_calls(text, id_prefix)
     readable = [call for call in calls if isinstance(call, ToolCall)]
     if not readable or len(readable) < len(calls):
@@ -84,7 +84,7 @@ def message_of(text: str, id_prefix: str = "call") -> Message:
 
 
 def written_out(message: Message) -> Message:
-    """A message with its `tool_calls` written as text, for templates and people; others as they are."""
+    """Return a message with its `tool_calls` written as text, for templates and people; other messages unchanged."""
     if not message.get("tool_calls"):
         return message
     calls = [_function_of(call) for call in message.get("tool_calls", [])]
@@ -98,7 +98,7 @@ def _as_json(call: ToolCall) -> Json:
 
 
 def _function_of(call: Json) -> Json:
-    """`{"name", "arguments"}` of a call in the OpenAI form, whose arguments are JSON in text."""
+    """Convert a call in the OpenAI form, whose arguments are JSON text, to `{"name", "arguments"}`."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return call
@@ -114,7 +114,7 @@ def _written(call: Json) -> str:
 
 
 def described(tools: Sequence[Mapping[str, Json]]) -> str:
-    """How a system message offers tools (OpenAI schemas) to a model whose chat template has no place for them."""
+    """Describe tools (OpenAI schemas) in text, for a chat template that does not support tools."""
     schemas = "\n".join(json.dumps(dict(schema), ensure_ascii=False) for schema in tools)
     return (
         "# Tools\n\nYou may call one or more functions. Their signatures are:\n"
@@ -125,7 +125,7 @@ def described(tools: Sequence[Mapping[str, Json]]) -> str:
 
 
 def _read_at(text: str, start: int, call_id: str) -> tuple[Call, int]:
-    """The call whose JSON begins at `start`, and where it ends. Tags within its strings are part of it."""
+    """Parse the call whose JSON begins at `start`. Returns it and its end. Tags within JSON strings are ignored."""
     start += len(text[start:]) - len(text[start:].lstrip())
     try:
         value, end = _DECODER.raw_decode(text, start)
@@ -139,7 +139,7 @@ def _read_at(text: str, start: int, call_id: str) -> tuple[Call, int]:
 
 
 def _malformed(text: str, start: int, end: int, problem: str, call_id: str) -> tuple[Malformed, int]:
-    """What cannot be read ends at the next tag; nothing that was read before `end` is looked at again."""
+    """Return a malformed call and its end, the next tag at or after `end`."""
     closed = min(at for tag in (CLOSE, OPEN, "") if (at := text.find(tag, end) if tag else len(text)) >= 0)
     if closed == len(text):
         problem = f"{problem}; the call ends without {CLOSE}"
@@ -151,7 +151,7 @@ def _call_of(value: Json, text: str, call_id: str) -> Call:
     if not isinstance(value, dict) or not isinstance(name, str) or not name:
         return Malformed(text, _PROBLEM.format(error="it has no `name`"), call_id)
     arguments = value.get("arguments", {})
-    if isinstance(arguments, str):  # as OpenAI's API has it
+    if isinstance(arguments, str):  # the form of OpenAI's API
         try:
             arguments = _DECODER.decode(arguments)
             _check_text(arguments)
@@ -163,7 +163,7 @@ def _call_of(value: Json, text: str, call_id: str) -> Call:
 
 
 def _check_text(value: Json) -> None:
-    """Raise `ValueError` for half a surrogate pair, which is text that no tokenizer takes."""
+    """Raise `ValueError` for an unpaired surrogate, which no tokenizer accepts."""
     json.dumps(value, ensure_ascii=False).encode()
 
 

@@ -5,9 +5,8 @@
 
     tools = Toolbox(search, tool(calculate, timeout_s=2))
 
-The schema comes from the signature, the description from the docstring. What a tool raises, and what a model asks that
-no tool can do, becomes text for the model. A `RlsysError` passes through: it says that something other than the policy
-broke.
+The signature gives the schema, and the docstring the description. An exception of a tool, or an invalid call, becomes
+text for the model. A `RlsysError` is raised instead: it means a failure that the policy did not cause.
 """
 
 from __future__ import annotations
@@ -47,43 +46,43 @@ MAX_CHARS = 20_000
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a call gave."""
+    """Result of one tool call."""
 
     content: str
-    """For the model."""
+    """Text for the model."""
     outcome: Literal["ok", "error", "timeout", "unknown", "malformed", "refused"]
     seconds: float
     is_cut: bool = False
-    """Was it longer than the tool's `max_chars`?"""
+    """True if the result was longer than the tool's `max_chars`."""
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A function with a name, a description and a JSON schema of its arguments. Made by `tool`, or from a server's
-    own description of it."""
+    """Function with a name, a description and a JSON schema of its arguments. Made by `tool`, or from the description
+    that a server gives."""
 
     name: str
     description: str
     parameters: Mapping[str, Json]
     """JSON schema of the arguments, an object."""
     function: Callable[..., object]
-    """Called with the arguments by name; sync (run in a thread) or async. What it returns becomes text: a string as it
-    is, anything else as JSON."""
+    """Called with the arguments by name; sync (run in a thread) or async. A returned string is used unchanged, any
+    other value as JSON."""
     timeout_s: float = TIMEOUT_S
     """Deadline of one call, seconds."""
     max_chars: int = MAX_CHARS
     """Longest result, in characters; the rest is cut off with a note."""
     arguments: type[BaseModel] | None = None
-    """What arguments are validated by before the call; None passes them on as they are."""
+    """Model that validates the arguments before the call; None passes them unchanged."""
 
     @property
     def schema(self) -> ToolSchema:
-        """OpenAI's form of it."""
+        """The tool in the OpenAI form."""
         about = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": about}
 
     def validated(self, arguments: Mapping[str, Json]) -> Mapping[str, object]:
-        """What the function is called with. Raises pydantic's `ValidationError` for arguments that do not fit."""
+        """Validate the arguments of a call. Raises pydantic's `ValidationError` if they do not fit."""
         if self.arguments is None:
             return arguments
         parsed = self.arguments.model_validate(arguments)
@@ -93,11 +92,11 @@ class Tool:
 def tool(
     function: Callable[..., Any], *, name: str | None = None, timeout_s: float = TIMEOUT_S, max_chars: int = MAX_CHARS
 ) -> Tool:
-    """A tool from a typed function: its name, its docstring, and a schema of its signature.
+    """Make a tool from a typed function: its name, its docstring, and a schema of its signature.
 
-    An async function is cancelled at its deadline. A sync one runs in a thread, `MAX_THREADS` at a time, which nothing
-    can kill: it is left behind, and while `MAX_HANGING` are, further calls raise `ToolError`. Give it a time limit of
-    its own, and code that a model wrote a process of its own.
+    An async function is cancelled at its deadline. A sync one runs in a thread, `MAX_THREADS` at a time, which cannot
+    be killed: past the deadline it is abandoned, and while `MAX_HANGING` such threads run, further calls raise
+    `ToolError`. Give a sync function a time limit, and run model-written code in a separate process.
 
     Raises `TypeError` for a function without a name or docstring, or with a signature that has no schema.
     """
@@ -120,10 +119,10 @@ def tool(
 
 
 class Toolbox:
-    """The tools that an agent may use. Holds no state: one serves many sessions."""
+    """Tools that an agent may use. Stateless: one toolbox serves many sessions."""
 
     def __init__(self, *tools: Tool | Callable[..., Any]) -> None:
-        """Functions are made tools by `tool`. Raises `ValueError` for two of one name."""
+        """Convert plain functions by `tool`. Raises `ValueError` for two tools of the same name."""
         made = [each if isinstance(each, Tool) else tool(each) for each in tools]
         self.tools: Mapping[str, Tool] = {each.name: each for each in made}
         if len(self.tools) < len(made):
@@ -136,13 +135,13 @@ class Toolbox:
 
     @property
     def schemas(self) -> tuple[ToolSchema, ...]:
-        """For a chat template or an endpoint."""
+        """Schemas of the tools, for a chat template or an endpoint."""
         return tuple(each.schema for each in self.tools.values())
 
     async def run(self, calls: Sequence[Call]) -> list[ToolResult]:
-        """The results of calls, in their order; they run in parallel, each with its tool's deadline.
+        """Run calls in parallel, each with the deadline of its tool, and return their results in order.
 
-        Raises what is not for the model: `RlsysError`, and cancellation, which reaches the tools too.
+        Raises only `RlsysError` and cancellation, which also reaches the tools.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -163,7 +162,7 @@ class Toolbox:
         return ToolResult(shown, outcome, time.monotonic() - start_s, is_cut)
 
     async def _answer(self, tool: Tool, arguments: Mapping[str, Json]) -> tuple[str, Answered]:
-        """What a call gives in text, uncut, and how it went. Raises what is not for the model."""
+        """Run one call, and return its text, uncut, and its outcome. Raises `RlsysError`."""
         return await _answer(tool, arguments)
 
     def _unknown(self, name: str) -> str:
@@ -174,15 +173,15 @@ class Toolbox:
 
 NO_TOOLS = Toolbox()
 MAX_THREADS = 256
-"""Calls of sync tools at a time, in one event loop; further ones wait, before their deadline begins."""
+"""Concurrent calls of sync tools in one event loop; further calls wait, and their deadline starts after the wait."""
 MAX_HANGING = 64
-"""Threads of sync tools past their deadline, in one process, from which on no further sync tool is called."""
+"""Threads of sync tools past their deadline, in one process, at which further calls of sync tools fail."""
 _overdue: set[threading.Thread] = set()
 _threads: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
 async def _answer(tool: Tool, arguments: Mapping[str, Json]) -> tuple[str, Answered]:
-    """What a tool gives for these arguments, in text, within its deadline."""
+    """Run a tool with these arguments within its deadline, and return its result as text."""
     deadline = asyncio.timeout(tool.timeout_s)
     try:
         given = tool.validated(arguments)
@@ -198,7 +197,7 @@ async def _answer(tool: Tool, arguments: Mapping[str, Json]) -> tuple[str, Answe
         if task is None or task.cancelling():
             raise
         return "CancelledError: the tool cancelled itself", "error"
-    except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever a tool raises is an answer to the model)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (any exception becomes a result for the model)
         if deadline.expired():
             return f"{tool.name} took longer than its {tool.timeout_s:g} s", "timeout"
         return f"{type(error).__name__}: {error}", "error"
@@ -209,8 +208,8 @@ def _is_async(function: Callable[..., object]) -> bool:
 
 
 def _room(function: Callable[..., object]) -> AbstractAsyncContextManager[object]:
-    """Room for one more thread, if the function needs one: waits for one of `MAX_THREADS` calls to end, which each does
-    at its deadline."""
+    """Acquire a thread slot if the function is sync. Waits for one of `MAX_THREADS` calls; unblocked at the latest by
+    its deadline."""
     if _is_async(function):
         return nullcontext()
     return _threads.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_THREADS))
@@ -222,10 +221,10 @@ async def _value(function: Callable[..., object], arguments: Mapping[str, object
 
 
 async def in_thread(function: Callable[..., Any], arguments: Mapping[str, object]) -> Any:  # noqa: ANN401
-    """Call a sync function in a daemon thread of its own, so that one that hangs holds up neither others nor the end
-    of the process. Raises `ToolError` while too many hang, or if the machine has no thread left.
+    """Call a sync function in a new daemon thread, so that a hanging call blocks neither other calls nor process exit.
 
-    Waits for the thread, which is unblocked by the function alone; the caller's deadline ends the waiting.
+    Raises `ToolError` while too many threads hang, or if the machine has no thread left. Waits for the thread;
+    unblocked by the function's end, and the caller's deadline ends the wait.
     """
     _overdue.intersection_update([thread for thread in _overdue if thread.is_alive()])
     if len(_overdue) >= MAX_HANGING:
@@ -249,9 +248,9 @@ async def in_thread(function: Callable[..., Any], arguments: Mapping[str, object
         value, error = None, None
         try:
             value = context.run(function, **arguments)
-        except BaseException as raised:  # noqa: BLE001  (it is raised where the answer is awaited)
+        except BaseException as raised:  # noqa: BLE001  (raised again at the await)
             error = raised
-        with suppress(RuntimeError):  # the loop is closed, and nobody waits
+        with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, value, error)
 
     thread = threading.Thread(target=work, name=getattr(function, "__name__", "tool"), daemon=True)
@@ -267,7 +266,7 @@ async def in_thread(function: Callable[..., Any], arguments: Mapping[str, object
 
 
 def _cut(text: str, most: int) -> tuple[str, bool]:
-    """A text of at most `most` characters, with a note where more was left out; half a surrogate pair becomes `?`."""
+    """Cut a text to `most` characters, with a note; an unpaired surrogate becomes `?`."""
     shown = text[:most].encode(errors="replace").decode()
     if len(text) <= most:
         return shown, False
@@ -278,14 +277,14 @@ def _cut(text: str, most: int) -> tuple[str, bool]:
 
 
 class _Untitled(GenerateJsonSchema):
-    """A schema without titles, which say nothing that names do not."""
+    """JSON schema without titles, which only repeat the names."""
 
     def field_title_should_be_set(self, schema: CoreSchema | Any) -> bool:  # noqa: ANN401  (as the base has it)
         return False
 
 
 def _arguments_of(function: Callable[..., Any], types: Mapping[str, Any], name: str) -> type[BaseModel]:
-    """A model with the parameters of a function as aliases of its fields, so that they may have any name."""
+    """Build a model whose fields have the function's parameters as aliases, so that any parameter name is allowed."""
     fields: dict[str, Any] = {}
     for number, parameter in enumerate(inspect.signature(function).parameters.values()):
         where = f"parameter {parameter.name!r} of the tool {name!r}"
@@ -302,7 +301,7 @@ def _arguments_of(function: Callable[..., Any], types: Mapping[str, Any], name: 
 
 
 def _complaint(tool: Tool, error: ValidationError) -> str:
-    """What is wrong with arguments, for the model. A tool's own `ValidationError` reads the same."""
+    """Describe invalid arguments to the model, also for a `ValidationError` that the tool itself raised."""
     problems = [
         f"{'.'.join(map(str, detail['loc'])) or 'arguments'}: {detail['msg']}"
         for detail in error.errors(include_url=False, include_input=False)

@@ -1,4 +1,4 @@
-"""The workflow door: who speaks when on a task, in ordinary async Python.
+"""Plug-in interface of workflows: the conversation of agents on a task, in ordinary async Python.
 
     @dataclass(frozen=True, kw_only=True)
     class Retry(Workflow):
@@ -11,8 +11,7 @@
                 if "?" in answer:
                     answer = await solver.chat("Decide.")
 
-Its fields are its configuration, `rollout.workflow: {type: my.module:Retry, times: 3}`. Authors see messages and text;
-`Agent` (rlsys/agents/agent.py) records tokens, logprobs and versions.
+The fields are the configuration: `rollout.workflow: {type: my.module:Retry, times: 3}`. Authors see messages and text;
 """
 
 from __future__ import annotations
@@ -54,69 +53,70 @@ __all__ = [
 ]
 
 _SHOWN_MESSAGES = 20
-"""Of the transcript, in the report of a bug."""
+"""Messages of the transcript in the report of a bug."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workflow:
-    """Base of every workflow: implement `run`. One instance serves many sessions at once, so keep state in locals.
+    """Base class of workflows: implement `run`. One instance serves many sessions at once, so keep state in locals.
 
-    A subclass with fields of its own is a frozen keyword-only dataclass too; one without needs no decorator.
+    A subclass with new fields is also a frozen keyword-only dataclass; a subclass without them needs no decorator.
     """
 
     max_turns: PositiveInt = 64
-    """Turns of each agent; a further one ends the episode, truncated."""
+    """Turns of each agent; one more ends the episode as truncated."""
     max_episode_tokens: PositiveInt | None = None
-    """Sampled tokens of an episode, over all agents; None: any. The last turn is cut to fit. Agents that run side by
-    side have equal shares of what is left."""
+    """Sampled tokens of an episode, over all agents; None: unlimited. The last turn is cut to fit. Agents that run in
+    parallel get equal shares of the rest."""
     max_tool_calls: PositiveInt | None = None
-    """Tool calls of an episode, over all agents; None: any. More end the episode, truncated. Shared as tokens are."""
+    """Tool calls of an episode, over all agents; None: unlimited. More calls end the episode as truncated. Parallel
+    agents get equal shares of the rest."""
     max_calls_per_turn: PositiveInt = 32
-    """Tool calls of one reply that are run; of more the last are refused, which is told to the model."""
+    """Tool calls of one reply that are run; the rest are refused, with a result that says so."""
 
     async def run(self, session: Session) -> None:
-        """Play one episode: make agents, chat. Whatever it raises ends the run at its own line."""
+        """Play one episode: create agents, chat. Exceptions other than `AgentStopped` and `ToolError` end the run."""
         raise NotImplementedError(f"{type(self).__name__} plays nothing: implement `run`")
 
     def check(self, tasks: Sequence[Task], *, group_size: int, temperature: float) -> None:
-        """Raise `ConfigError` or `DataError` for what it cannot play, before anything starts.
+        """Raise `ConfigError` or `DataError`, before the run starts, for settings or tasks that cannot be played.
 
         `tasks` are those of training, in the order of the file; `group_size` and `temperature` are
         `algorithm.group_size` and `rollout.temperature`.
         """
 
     def in_evaluation(self) -> Workflow:
-        """Who speaks when the policy is measured: the same."""
+        """Return the workflow that evaluation uses; by default, this one."""
         return self
 
     def session(
         self, task: Task, policies: Mapping[str, Policy], seed: int, episode_index: int, bindings: Mapping[str, str]
     ) -> Session:
-        """A session for one episode, with this workflow's budget."""
+        """Create a session for one episode, with this workflow's budget."""
         budget = Budget(self.max_turns, self.max_episode_tokens, self.max_tool_calls, self.max_calls_per_turn)
         return Session(task, policies, seed, episode_index, bindings, budget)
 
     async def play(self, session: Session) -> Episode:
-        """Run it in a session of it: what was recorded, however an agent was stopped. Raises what `run` raises."""
+        """Run the workflow in a session, and return the recorded episode. Raises the errors of `run`."""
         return await settled_episode(session, self.run(session))
 
 
 class SingleTurn(Workflow):
-    """One agent, one answer to the task's prompt."""
+    """One agent, one reply to the task's prompt."""
 
     async def run(self, session: Session) -> None:
         await session.agent(POLICY).chat(session.task.prompt)
 
 
 async def play(workflow: Workflow, session: Session, worker: str) -> Episode:
-    """Run a workflow in a session of it: what was recorded, however an agent was stopped.
+    """Run a workflow in a session, and return the recorded episode.
 
-    A bug in it becomes a `WorkflowError` of this worker, with the way from the author's line to it and with what was
-    said; a `RlsysError` passes as it is.
+    A bug in the workflow becomes a `WorkflowError` of this worker, with the traceback from the author's code and the
+    transcript; a `RlsysError` is raised unchanged.
     """
     try:
         return await workflow.play(session)
-    except Exception as raised:  # noqa: BLE001  (raised again, with what was said)
+    except Exception as raised:  # noqa: BLE001  (raised again, with the transcript)
         error = first_of(raised) if isinstance(raised, ExceptionGroup) else raised
         if isinstance(error, RlsysError):
             raise error from None

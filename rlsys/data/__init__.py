@@ -1,1 +1,1 @@
-"""Tasks: reading rows, and an endless stream of them with an exact cursor."""
+"""Tasks: reading rows, and an endless stream of tasks with an exact cursor."""

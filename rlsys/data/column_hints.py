@@ -1,4 +1,4 @@
-"""What to do about columns that were not found: the likeliest `data.columns` for rows that lack a part."""
+"""Proposals for missing columns: the likeliest `data.columns` for rows that lack a part."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ LIKELY: Mapping[Part, tuple[str, ...]] = {
     "answer": (*ANSWERS, "target", "reference", "expected"),
     "id": ("id", "uid", "index"),
 }
-"""Names under which a part is often found. They only choose what a message proposes; nothing is read by them."""
+"""Common names of each part. They only choose the name that a message proposes; no data is read by them."""
 
 
 def remedy(part: Part, layout: Layout, lacking: Sequence[Row], num_rows: int) -> str:
-    """Where a part was looked for, and what to write in `data.columns` for the rows that lack it, of all `num_rows`."""
+    """Describe the columns that were searched for a part, and propose `data.columns` for the rows that lack it."""
     name = layout.columns.name(part)
     if part == "prompt" and len(lacking) < num_rows:
         return f"looked for the prompt in {layout.sources[part]}, where other rows have it; keep it in one column"
@@ -38,7 +38,7 @@ def _likeness(part: Part, column: str) -> float:
 
 
 def _candidates(row: Row, part: Part) -> list[str]:
-    """Columns that could hold `part`, those inside objects with a dot: a prompt is text or a list."""
+    """List the columns that could contain `part`, with dots for those inside objects. A prompt is text or a list."""
     inside = {f"{column}.{key}": v for column, o in row.items() if isinstance(o, dict) for key, v in o.items()}
     fitting = str | list if part == "prompt" else str | int | float | list
     return [name for name, value in {**row, **inside}.items() if isinstance(value, fitting)]

@@ -1,4 +1,4 @@
-"""From what `data.path` says to raw rows: lines of a JSONL file, or one split of what the `datasets` library reads."""
+"""Raw rows from `data.path`: lines of a JSONL file, or one split of data that the `datasets` library reads."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ FILES = (*LINES, ".parquet")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where rows are: `rows.jsonl`, `folder#test`, `org/name:config#test`."""
+    """Location of rows: `rows.jsonl`, `folder#test`, `org/name:config#test`."""
 
     path: str
     config: str | None = None
-    """Configuration of a hub data set; None is its only one."""
+    """Configuration of a hub data set; None: its only one."""
     split: str | None = None
-    """None is the only one."""
+    """Split; None: the only one."""
 
     @classmethod
     def of(cls, text: str) -> Place:
-        """The place that `text` names; what exists as it is written is one path, whatever marks are in it."""
+        """Parse a place. If `text` as a whole is an existing path, it is not split at `:` and `#`."""
         whole, split = _cut(text, "#")
         path, config = _cut(whole, ":")
         return cls(path, config, split)
@@ -44,13 +44,13 @@ class Place:
         return f"{self.path}{config}{split}"
 
     def absolute(self) -> Place:
-        """The same from any folder. What is not on this machine stays as it is: it may be on the hub."""
+        """Make the path absolute if it exists on this machine; otherwise it may be on the hub and stays unchanged."""
         path = Path(self.path)
         return Place(str(path.absolute()), self.config, self.split) if path.exists() else self
 
 
 def _cut(text: str, mark: str) -> tuple[str, str | None]:
-    """What stands before and after the last `mark`, which is none inside the path of a file or folder."""
+    """Split at the last `mark`, unless it is inside the path of a file or folder."""
     before, found, after = text.rpartition(mark)
     is_path = not (before and found and after) or "/" in after or text.endswith(FILES) or Path(text).exists()
     return (text, None) if is_path else (before, after)
@@ -58,15 +58,15 @@ def _cut(text: str, mark: str) -> tuple[str, str | None]:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Rows as they are read, each with where it stands, e.g. `train.jsonl:3`."""
+    """Rows as they are read, each with its position, e.g. `train.jsonl:3`."""
 
     rows: Iterable[tuple[str, object]]
     split: str | None = None
-    """The split they are of; None for a file, or a folder of one data set."""
+    """Split of the rows; None for a file, or a folder of one data set."""
 
 
 def opened(text: str) -> Opened:
-    """The rows at a `Place`. Raises `DataError` if it cannot be read, or has several splits and none is named."""
+    """Open the rows at a `Place`. Raises `DataError` if it cannot be read, or has several splits and none is named."""
     place = Place.of(text)
     if place.path.endswith(FILES):
         _has_no_splits(place)
@@ -86,7 +86,7 @@ def _has_no_splits(place: Place) -> None:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, object]]:
-    """Each row of a JSONL file; a byte order mark before the first is skipped."""
+    """Yield each row of a JSONL file; skips a byte order mark at its start."""
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
@@ -119,7 +119,7 @@ def _table(place: Place) -> Dataset:
 
 
 def _set(place: Place) -> tuple[Dataset, str | None]:
-    """One split of a folder or a hub data set, and its name; None for a folder of `Dataset.save_to_disk`."""
+    """Load one split of a folder or a hub data set, and its name; None for a folder of `Dataset.save_to_disk`."""
     import datasets
     from datasets.exceptions import DatasetsError
 
@@ -139,7 +139,7 @@ def _set(place: Place) -> tuple[Dataset, str | None]:
 
 
 def _split_of(place: Place, splits: Sequence[str]) -> str:
-    """The split that is named, or else the only one, whatever its name."""
+    """Return the named split, or else the only one."""
     listed = ", ".join(splits)
     if place.split is None and len(splits) > 1:
         raise DataError(f"{place} has several splits: {listed}; name one, as in {place}#{splits[0]}")
@@ -153,7 +153,7 @@ def _rows(name: str, rows: Dataset) -> Iterator[tuple[str, object]]:
 
 
 def _plain(row: object) -> object:
-    """The row as JSON would give it back: dates and decimals are text, what is not a finite number is null."""
+    """Convert a row to plain JSON: dates and decimals become text, numbers that are not finite become null."""
     assert isinstance(row, dict)
     plain: Row = {}
     for column, value in row.items():

@@ -1,4 +1,4 @@
-"""What a data file holds, and what a model will see of it: to look at before the first run.
+"""Report on a data file before the first run: its content, and the first prompt as a model sees it.
 
 rlsys data inspect train.parquet --model my-org/my-model --max-prompt-tokens 512
 """
@@ -23,20 +23,20 @@ Ids: TypeAlias = tuple[int, ...]
 
 _TASKS_SHOWN = 2
 _WIDTH = 200
-"""Characters of one value in the text; the JSON has all of them."""
+"""Characters of one value in the text report; the JSON report is not cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """What a model's tokenizer makes of a prompt, as a rollout worker has it."""
+    """Tokenization of prompts, the same as in a rollout worker."""
 
     encode: Callable[[Prompt], Ids]
     extend: Callable[[Ids, tuple[Message, ...], tuple[Message, ...]], Ids]
-    """Ids, the messages they are and further messages, to the ids of the whole; see `rlsys.agents.workflow.Policy`."""
+    """From ids, their messages and new messages to the ids of all; see `rlsys.agents.workflow.Policy`."""
     spell: Callable[[Ids], str]
-    """The text of ids, special tokens included."""
+    """Text of ids, special tokens included."""
     template: str | None
-    """The chat template; None for a model that has none."""
+    """Chat template; None for a model without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,14 @@ class ColumnReport:
 
     name: str
     num_filled: int
-    """Rows that hold more than null in it."""
+    """Rows with a value other than null."""
     became: tuple[str, ...]
-    """E.g. `("prompt",)`, or `("answer (reward_model.ground_truth)", "info.reward_model")`."""
+    """Uses of the column, e.g. `("prompt",)`, or `("answer (reward_model.ground_truth)", "info.reward_model")`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How long the prompts are: the nearest-rank percentiles, so each is the length of a prompt there is."""
+    """Lengths of the prompts: nearest-rank percentiles, so that each is the length of an actual prompt."""
 
     unit: Literal["tokens", "characters"]
     min: int
@@ -63,7 +63,7 @@ class Lengths:
 
     @classmethod
     def of(cls, unit: Literal["tokens", "characters"], lengths: Sequence[int]) -> Lengths:
-        """`lengths` are those of all prompts, one at least."""
+        """Compute the percentiles of `lengths`, which must not be empty."""
         ranked = sorted(lengths)
         p50, p90, p99 = (ranked[math.ceil(len(ranked) * percent / 100) - 1] for percent in (50, 90, 99))
         return cls(unit, ranked[0], p50, p90, p99, ranked[-1])
@@ -71,46 +71,46 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class TemplateReport:
-    """A chat template."""
+    """Properties of a chat template."""
 
     hash: str
-    """Of its text (xxh3, 64 bits)."""
+    """Hash of its text (xxh3, 64 bits)."""
     keeps_turns: bool
-    """A conversation of two turns starts with the rendering of its first turn and the answer to it, so that a
+    """True if a conversation of two turns starts with the rendering of its first turn and that turn's answer. Then a
     trajectory of several turns is one sample."""
     keeps_reasoning: bool
     """The same for an answer that begins with `<think>...</think>`."""
 
     @classmethod
     def of(cls, template: str, rendering: Rendering) -> TemplateReport:
-        """Tried with one short conversation."""
+        """Test the template with a short conversation."""
         digest = xxh3_64_hexdigest(template.encode())
         return cls(digest, _is_kept(rendering, "4"), _is_kept(rendering, "<think>\n2 and 2\n</think>\n\n4"))
 
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What was found in a data file."""
+    """Report on a data file."""
 
     path: str
     split: str | None
-    """The split that was read; None for a file, or a folder of one data set."""
+    """Split that was read; None for a file, or a folder of one data set."""
     kind: str
-    """The form of its rows: plain, trl, verl or skyrl."""
+    """Form of the rows: plain, trl, verl or skyrl."""
     num_rows: int
     num_answers: int
     """Rows with an answer."""
     columns: tuple[ColumnReport, ...]
     tasks: tuple[Task, ...]
-    """The first two."""
+    """The first two tasks."""
     lengths: Lengths
     max_prompt_tokens: int | None
     num_too_long: int | None
-    """Prompts longer than `max_prompt_tokens`; None where that is not given."""
+    """Prompts longer than `max_prompt_tokens`; None without that limit."""
     first_prompt: str | None
-    """The first prompt as the model sees it, special tokens included; None without a model."""
+    """First prompt as the model sees it, special tokens included; None without a model."""
     template: TemplateReport | None
-    """None without a model, or for one without a chat template."""
+    """None without a model or a chat template."""
 
 
 def inspect(
@@ -119,9 +119,9 @@ def inspect(
     rendering: Rendering | None = None,
     max_prompt_tokens: int | None = None,
 ) -> Inspection:
-    """Read the file as a run would, and render its prompts if `rendering` is given; else characters are counted.
+    """Read the file as a run does, and measure its prompts: in tokens if `rendering` is given, else in characters.
 
-    `max_prompt_tokens` counts only with a rendering. Raises `DataError` where a run would.
+    `max_prompt_tokens` applies only with a rendering. Raises `DataError` where a run would.
     """
     file = read(path, columns)
     prompts = [task.prompt for task in file.tasks]
@@ -144,7 +144,7 @@ def inspect(
 
 
 def _filled(rows: Sequence[Row]) -> dict[str, int]:
-    """Every column, in the order they turn up, and the number of rows that hold more than null in it."""
+    """Count the values other than null in every column, in order of first appearance."""
     num_filled = Counter(column for row in rows for column, value in row.items() if value is not None)
     return {column: num_filled[column] for row in rows for column in row}
 
@@ -164,7 +164,7 @@ def _is_kept(rendering: Rendering, answer: str) -> bool:
 
 
 def text_of(inspection: Inspection) -> str:
-    """The inspection as text for a terminal."""
+    """Format the inspection as text for a terminal."""
     return "\n".join(_lines(inspection))
 
 

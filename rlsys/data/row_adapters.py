@@ -1,20 +1,20 @@
-"""From a row of a data file to a task, whichever convention the row follows.
+"""Conversion of rows to tasks, for several conventions of rows.
 
-| kind | what marks a row | prompt | answer: the first of these that any row fills |
+| kind | mark of a row | prompt | answer: the first of these that any row fills |
 | --- | --- | --- | --- |
-| verl | `reward_model` that holds `ground_truth` or `style` | P | `reward_model.ground_truth`, then A |
-| skyrl | `reward_spec` that holds `ground_truth` or `method` | P | `reward_spec.ground_truth`, then A |
+| verl | `reward_model` with `ground_truth` or `style` | P | `reward_model.ground_truth`, then A |
+| skyrl | `reward_spec` with `ground_truth` or `method` | P | `reward_spec.ground_truth`, then A |
 | plain | `answer`, `messages` or `question` | P | A |
 | trl | `prompt` and none of those (TRL's prompt-only rows) | P | A |
 
-P is `prompt`, `messages`, `question`; A is `answer`, `ground_truth`, `solution`, `label`, in this order. A `label` that
-is true or false is no answer: TRL marks wanted completions with it. plain and trl rows may share a file; no others may.
-`Columns` names what has another name, and wins over all of these.
+P is `prompt`, `messages`, `question`; A is `answer`, `ground_truth`, `solution`, `label`, in this order. A `label` of
+true or false is no answer: TRL marks wanted completions with it. plain and trl rows may share a file; others may not.
+`Columns` gives different names, and overrides all of these.
 
-What the task keeps: every column stays in `Task.info` under its own name, but `prompt`, `answer` and `id` where they
-became just that. An `info` column that is an object, or the text of one, is unpacked; a column of the same name wins.
-An answer found anywhere but in `answer` is also `info.ground_truth` as it was, unless the row has that column; if it is
-neither text nor number, `Task.answer` is its JSON text, keys sorted.
+Every column stays in `Task.info` under its name, except `prompt`, `answer` and `id` where they became that part. An
+`info` column that is an object, or the text of one, is unpacked; a column of the same name overrides its entry. An
+answer from another column than `answer` is also `info.ground_truth`, unconverted, unless the row has that column. If it
+is neither text nor number, `Task.answer` is its JSON text, with sorted keys.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ Part: TypeAlias = Literal["prompt", "answer", "id"]
 
 PARTS: tuple[Part, ...] = ("prompt", "answer", "id")
 _EXACT = 2.0**53
-"""Below it, every whole number is a float of its own."""
+"""Below it, every integer is exact as a float."""
 PROMPTS = ("prompt", "messages", "question")
 ANSWERS = ("answer", "ground_truth", "solution", "label")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """Where the parts of a task are, by the names of the file; None is found by itself. `a.b` looks inside objects."""
+    """Column names of the parts of a task; None: searched by the rules above. `a.b` looks inside objects."""
 
     prompt: str | None = None
     answer: str | None = None
     id: str | None = None
 
     def name(self, part: Part) -> str | None:
-        """The column named for `part`."""
+        """Return the configured column of `part`."""
         return {"prompt": self.prompt, "answer": self.answer, "id": self.id}[part]
 
 
@@ -56,13 +56,13 @@ AS_FOUND = Columns()
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One convention of writing rows."""
+    """Convention of rows."""
 
     kind: str
     marks: tuple[str, ...]
-    """A row that fills one of these is of this form."""
+    """Columns that mark a row: a row that fills one of them has this form."""
     answer: tuple[str, ...]
-    """Where the answer may be; the first that any row fills is taken."""
+    """Columns of the answer; the first that any row fills is used."""
 
 
 PLAIN = Form("plain", ("answer", "messages", "question"), ANSWERS)
@@ -72,11 +72,11 @@ FORMS = (
     PLAIN,
     Form("trl", ("prompt",), ANSWERS),
 )
-"""The first whose mark a row has is the row's form."""
+"""Forms in order of precedence: a row has the first form whose mark it fills."""
 
 
 class RowProblem(Exception):
-    """One row cannot be used; the reader adds its place. `lacks` is the part that naming a column may find."""
+    """A row cannot be used; the reader adds its position. `lacks` is the part that `data.columns` could locate."""
 
     def __init__(self, text: str, lacks: Part | None = None) -> None:
         super().__init__(text)
@@ -85,18 +85,18 @@ class RowProblem(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the rows of one file are read."""
+    """Mapping from the rows of one file to tasks."""
 
     form: Form
     sources: Mapping[Part, str]
-    """The column each part is read from."""
+    """Source column of each part."""
     columns: Columns
-    """The names that were given."""
+    """Configured column names."""
     absent: tuple[Part, ...]
-    """Parts whose column was named, and is in no row."""
+    """Parts whose configured column is in no row."""
 
     def became(self, column: str) -> tuple[str, ...]:
-        """What a column turned into, e.g. `answer (reward_model.ground_truth)` and `info.reward_model`."""
+        """List the uses of a column, e.g. `answer (reward_model.ground_truth)` and `info.reward_model`."""
         parts = self.sources.items()
         whole = [part for part, source in parts if source == column]
         inside = [f"{part} ({source})" for part, source in parts if source.startswith(f"{column}.")]
@@ -108,7 +108,7 @@ class Layout:
 
 
 def sniff(rows: Sequence[Row], columns: Columns = AS_FOUND) -> Layout:
-    """How to read these rows: by the form of the first that has one, and by the columns that any of them fills."""
+    """Choose the layout: the form of the first row that has one, and the columns that any row fills."""
     form = next((form for row in rows if (form := form_of(row)) is not None), PLAIN)
     if form.answer == PLAIN.answer and any(form_of(row) is PLAIN for row in rows):
         form = PLAIN
@@ -123,12 +123,12 @@ def sniff(rows: Sequence[Row], columns: Columns = AS_FOUND) -> Layout:
 
 
 def form_of(row: Row) -> Form | None:
-    """The first form whose mark the row has."""
+    """Return the first form whose mark the row fills."""
     return next((form for form in FORMS if any(_fills(row, mark) for mark in form.marks)), None)
 
 
 def value_at(row: Row, source: str) -> Json:
-    """What a row holds in column `source`, or inside objects for `a.b`; None where there is nothing."""
+    """Return the value of column `source`, or inside objects for `a.b`; None if there is none."""
     if source in row:
         return row[source]
     column, dot, rest = source.partition(".")
@@ -137,7 +137,7 @@ def value_at(row: Row, source: str) -> Json:
 
 
 def _has(row: Row, source: str) -> bool:
-    """The column is there, if only with null."""
+    """True if the column exists, even with null."""
     column, dot, rest = source.partition(".")
     inner = row.get(column)
     return source in row or bool(dot and isinstance(inner, dict) and _has(inner, rest))
@@ -156,18 +156,18 @@ def _first_filled(rows: Sequence[Row], sources: tuple[str, ...]) -> str:
 
 
 def with_info_parsed(row: Row) -> Row:
-    """The row with an `info` that is the text of a JSON object as that object."""
+    """Parse an `info` that is the text of a JSON object."""
     text = row.get("info")
     if not (isinstance(text, str) and text.lstrip().startswith("{")):
         return row
     try:
         return {**row, "info": orjson.loads(text)}
     except orjson.JSONDecodeError:
-        return row  # text like any other
+        return row  # plain text
 
 
 def task_of(row: object, layout: Layout) -> Task:
-    """The task a row describes. Raises `RowProblem` if it describes none."""
+    """Convert a row to a task. Raises `RowProblem` if it cannot be used."""
     source = layout.sources
     if not isinstance(row, dict):
         raise RowProblem(f"the row is {named(row)}, not an object with a `{source['prompt']}`")
@@ -183,7 +183,7 @@ def task_of(row: object, layout: Layout) -> Task:
 
 
 def _check(row: Row, layout: Layout) -> None:
-    """Raises `RowProblem` if a column is missing, or if the row keeps its answer elsewhere than the rest."""
+    """Raise `RowProblem` if a column is missing, or if the row has its answer in another column than the rest."""
     is_asked = value_at(row, layout.sources["prompt"]) is not None
     if lacks := layout.absent or (() if is_asked else PARTS[:1]):
         raise RowProblem(f"no `{layout.sources[lacks[0]]}`; {_columns_of(row)}", lacks[0])
@@ -225,7 +225,7 @@ def _prompt_of(source: str, prompt: Json) -> Prompt:
 
 
 def message_of(source: str, number: int, message: Json) -> Message:
-    """A message with exactly `role` and `content`; keys that hold null (columnar files add them) do not count."""
+    """Check that a message has exactly `role` and `content`; ignores null keys, which columnar files add."""
     given = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
     role, content = given.pop("role", None), given.pop("content", None)
     if not (isinstance(role, str) and isinstance(content, str)):
@@ -242,9 +242,9 @@ def _text_of(source: str, value: Json) -> str | None:
 
 
 def _as_text(source: str, value: Json) -> str | None:
-    """Text as it is, a number in digits, anything else as JSON; null stays None.
+    """Convert a value to text: a number in digits, a list, dict or bool as JSON; null stays None.
 
-    Raises `RowProblem` for a float that whole numbers may have been rounded to, as those of over 64 bits are.
+    Raises `RowProblem` for a float so large that it may be a rounded integer, as integers of over 64 bits are.
     """
     if value is None or isinstance(value, str):
         return value
@@ -260,7 +260,7 @@ def _content_id(prompt: Prompt, answer: str | None, info: Mapping[str, Json]) ->
 
 
 def named(value: object) -> str:
-    """`null`, or the type in words: `a list`, `an int`."""
+    """Describe a value as `null` or by its type: `a list`, `an int`."""
     if value is None:
         return "null"
     kind = type(value).__name__

@@ -1,10 +1,10 @@
-"""Reading a data file: its rows, the tasks they are, and every complaint about those that are none.
+"""Reader of data files: rows, their tasks, and every problem of invalid rows.
 
     {"prompt": "Sort 312", "answer": "123"}
     {"prompt": [{"role": "user", "content": "2+3?"}], "answer": 5, "id": "sum-17", "level": "easy"}
 
-A prompt is text or a list of messages; `answer` and `id` are optional; every other column lands in `Task.info`, where
-reward functions pick from it by name. Rows of other forms (verl's, SkyRL's, TRL's): `rlsys.data.row_adapters`.
+A prompt is text or a list of messages; `answer` and `id` are optional. Every other column is in `Task.info`, where
+reward functions pick it by name. Rows of other forms (verl's, SkyRL's, TRL's): `rlsys.data.row_adapters`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PROBLEMS_SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """What is wrong with a row, and where it stands."""
+    """Problem of a row, and the row's position."""
 
     where: str
     row: object
@@ -33,28 +33,28 @@ class _Placed:
 
 @dataclass(frozen=True, slots=True)
 class TaskFile:
-    """A data file as it was understood."""
+    """Data file with its rows and tasks."""
 
     layout: Layout
     rows: Sequence[Row]
     tasks: Sequence[Task]
-    """One for each row, in order."""
+    """One per row, in order."""
     split: str | None
-    """The split that was read; None for a file, or a folder of one data set."""
+    """Split that was read; None for a file, or a folder of one data set."""
 
 
 def load_tasks(path: str | os.PathLike[str], columns: Columns = AS_FOUND) -> Sequence[Task]:
-    """Every task of a JSONL file, or of what `datasets` reads: a parquet file, a folder, a hub data set.
+    """Load every task of a JSONL file, or of data that `datasets` reads: a parquet file, a folder, a hub data set.
 
-    Of several splits one is named: `folder#test`, `org/name:config#test`; a single split is taken whatever its name.
-    `columns` names what is not found by itself, e.g. `Columns(prompt="problem")`. Raises `DataError` if nothing can be
-    read there, or listing the rows that cannot be used, ten at most.
+    `folder#test` and `org/name:config#test` name a split; a single split needs no name. `columns` names parts that are
+    not found automatically, e.g. `Columns(prompt="problem")`. Raises `DataError` if nothing can be read, or with a list
+    of rows that cannot be used, at most ten.
     """
     return read(path, columns).tasks
 
 
 def read(path: str | os.PathLike[str], columns: Columns = AS_FOUND) -> TaskFile:
-    """The same as `load_tasks`, with how the file was understood."""
+    """Read the tasks as `load_tasks` does, with the rows and their layout."""
     name = os.fspath(path)
     source = opened(name)
     found = list(source.rows)
@@ -78,7 +78,7 @@ def read(path: str | os.PathLike[str], columns: Columns = AS_FOUND) -> TaskFile:
 
 
 def _listed(problems: Sequence[_Placed], layout: Layout, rows: Sequence[Row]) -> Iterator[str]:
-    """Ten problems, how many more there are, and what to do about columns that were not found."""
+    """Yield at most ten problems, the number of further ones, and proposals for missing columns."""
     yield from (f"{p.where}: {p.problem}" for p in problems[:_PROBLEMS_SHOWN])
     if (num_more := len(problems) - _PROBLEMS_SHOWN) > 0:
         yield f"... and {num_more} more"

@@ -1,7 +1,7 @@
-"""An endless stream of tasks whose whole state is a cursor.
+"""Endless stream of tasks whose whole state is a cursor.
 
-Epoch after epoch, each a permutation of all tasks that depends on the seed and the epoch's number only. The permutation
-is never stored: the task at any place is computed in constant time, so any cursor can be read at any moment.
+Each epoch is a permutation of all tasks that depends only on the seed and the epoch's number. The permutation is not
+stored: the task at any position is computed in constant time, so a stream can start at any cursor.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ _ROUNDS = 6
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cursor:
-    """A place in the stream: `position` tasks into epoch number `epoch`, both from 0."""
+    """Position in the stream: `position` tasks into epoch number `epoch`, both from 0."""
 
     epoch: int = 0
     position: int = 0
 
 
 class TaskSource:
-    """Tasks for ever. Law: a source sought to any cursor goes on exactly as the one that was interrupted there."""
+    """Endless source of tasks. Law: a source moved to a cursor continues exactly as the one that stopped there."""
 
     def __init__(self, tasks: Sequence[Task], seed: int, *, shuffle: bool = True) -> None:
-        """`shuffle` False keeps the file's order in every epoch. Raises `DataError` if there is no task."""
+        """`shuffle=False` keeps the file's order in every epoch. Raises `DataError` without tasks."""
         if not tasks:
             raise DataError("there is no task to train on")
         self._tasks, self._seed, self._shuffle = tasks, seed, shuffle
         self._cursor = Cursor()
 
     def __len__(self) -> int:
-        """Tasks in one epoch."""
+        """Number of tasks in one epoch."""
         return len(self._tasks)
 
     @property
     def cursor(self) -> Cursor:
-        """Where the next task is drawn."""
+        """Position of the next task."""
         return self._cursor
 
     def next(self) -> Task:
-        """The task at the cursor, which moves on."""
+        """Return the task at the cursor, and advance the cursor."""
         epoch, position = self._cursor.epoch, self._cursor.position
         task = self.at(self._cursor)
         is_last = position + 1 == len(self)
@@ -56,25 +56,25 @@ class TaskSource:
         return task
 
     def at(self, cursor: Cursor) -> Task:
-        """The task at any place of the stream; the cursor stays."""
+        """Return the task at any position of the stream; the cursor does not move."""
         self._check_inside(cursor)
         if not self._shuffle:
             return self._tasks[cursor.position]
         return self._tasks[permuted(cursor.position, len(self), epoch_seed(self._seed, cursor.epoch))]
 
     def seek(self, cursor: Cursor) -> None:
-        """Go on from `cursor`. Raises `DataError` if it lies outside the data."""
+        """Move to `cursor`. Raises `DataError` if it is outside the data."""
         self._check_inside(cursor)
         self._cursor = cursor
 
     @cached_property
     def fingerprint(self) -> str:
-        """What decides the stream, in words: `8192 tasks, seed 0, shuffled, content 5f0c...`. Kept in checkpoints."""
+        """Identity of the stream as text: `8192 tasks, seed 0, shuffled, content 5f0c...`. Saved in checkpoints."""
         order = "shuffled" if self._shuffle else "in file order"
         return f"{len(self)} tasks, seed {self._seed}, {order}, content {content_hash(self._tasks)}"
 
     def check(self, fingerprint: str) -> None:
-        """Raises `DataError` unless `fingerprint` was taken of this stream: a cursor into another means nothing."""
+        """Raise `DataError` if `fingerprint` is of another stream, in which a cursor of this one is meaningless."""
         if fingerprint != self.fingerprint:
             raise DataError(
                 "the tasks are not those of the checkpoint, so its place in them means nothing\n"
@@ -89,7 +89,7 @@ class TaskSource:
 
 
 def content_hash(tasks: Sequence[Task]) -> str:
-    """Of the ids, prompts and answers, in order (xxh3, 128 bits). An id that no row gave is a hash of all columns."""
+    """Hash ids, prompts and answers in order (xxh3, 128 bits). An id that no row gave is a hash of all columns."""
     content = xxh3_128()
     for task in tasks:
         content.update(orjson.dumps([task.id, task.prompt, task.answer]))
@@ -97,11 +97,11 @@ def content_hash(tasks: Sequence[Task]) -> str:
 
 
 def permuted(index: int, size: int, seed: int) -> int:
-    """Where a pseudo-random permutation of `range(size)` sends `index`, without building the permutation.
+    """Map `index` by a pseudo-random permutation of `range(size)`, without building the permutation.
 
-    A Feistel network over the smallest even number of bits that holds `size` permutes that power of two, whatever its
-    round function; walking its cycles until the value falls below `size` restricts it to `range(size)` (Black and
-    Rogaway, "Ciphers with arbitrary finite domains", 2002). The power is at most 4 * `size`: about four walks or less.
+    A Feistel network over the smallest even number of bits that fits `size` permutes that power of two, for any round
+    function. Walking its cycles until the value falls below `size` restricts it to `range(size)` (Black and Rogaway,
+    "Ciphers with arbitrary finite domains", 2002). The power is at most 4 * `size`: about four walks or fewer.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1

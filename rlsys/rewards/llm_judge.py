@@ -1,4 +1,4 @@
-"""Ready-made reward function that asks a language model: any server that speaks OpenAI's chat completions."""
+"""Ready-made reward function that asks a language model on any server with OpenAI's chat completions."""
 
 from __future__ import annotations
 
@@ -37,43 +37,43 @@ _SCORE = re.compile(
     [*_`"')\].]* $""",
     re.IGNORECASE | re.VERBOSE,
 )
-"""A line that is a number, or ends with `score: ` and one, quotes and emphasis aside; also `8/10` and `90%`."""
+"""A line that is a number or ends with `score: ` and a number, with optional quotes or emphasis; also `8/10`, `90%`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlmJudge:
-    """The number that a model says of a completion, at temperature 0: always one from `lowest` to `highest`.
+    """LLM-as-judge: a model, sampled at temperature 0, scores a completion from `lowest` to `highest`.
 
-    It counts if it stands alone on the last line of the reply, or after `Score:` at its end. `8/10` and `90%` are that
-    part of `highest` if `lowest` is 0, and could be more than one number otherwise. No such number, or one outside, is
-    a sample that cannot be scored.
+    The score must be alone on the last line of the reply, or follow `Score:` at its end. With `lowest` 0, `8/10` and
+    `90%` mean that fraction of `highest`; otherwise they are ambiguous. Without a valid score within the bounds, the
+    completion cannot be scored.
 
-    Requests that fail are made again after a pause that doubles (by the openai client). All of that must fit in
-    `reward.timeout_s`, for a whole group at once.
+    The openai client retries failed requests with exponential backoff. All requests of a group, with their retries,
+    must fit in `reward.timeout_s`.
     """
 
     base_url: str
-    """Where the server is, e.g. `http://127.0.0.1:8000/v1`."""
+    """URL of the server, e.g. `http://127.0.0.1:8000/v1`."""
     model: str
-    """Its name there."""
+    """Name of the model on that server."""
     template: str = TEMPLATE
-    """What the model is told. {prompt}, {completion} and {answer} stand for those of the task, {lowest} and {highest}
-    for the bounds."""
+    """Prompt of the judge. {prompt}, {completion} and {answer} are replaced by those of the task, {lowest} and
+    {highest} by the bounds."""
     lowest: float = 0.0
-    """Least number it may say."""
+    """Lowest valid score."""
     highest: float = 1.0
-    """Greatest number it may say."""
+    """Highest valid score."""
     api_key_env: str | None = None
-    """Environment variable that holds the key; None: the server wants none."""
+    """Environment variable with the API key; None: the server needs no key."""
     timeout_s: float = JUDGE_TIMEOUT_S
-    """Deadline of one request, seconds; not above `reward.timeout_s`."""
+    """Deadline of one request, seconds; at most `reward.timeout_s`."""
     retries: int = 3
-    """Requests made again after one that failed."""
+    """Retries of a failed request."""
     cache: str | None = None
-    """Folder of replies, by a hash of what was asked, so that nothing is asked twice; None: none are kept."""
+    """Folder that caches replies, by a hash of the request; None: no cache."""
 
     def __post_init__(self) -> None:
-        """Raises `ValueError`."""
+        """Raise `ValueError` for invalid fields."""
         if "{completion}" not in self.template:
             raise ValueError("template lacks {completion}")
         if not -math.inf < self.lowest < self.highest < math.inf:
@@ -84,7 +84,7 @@ class LlmJudge:
             raise ValueError(f"cache: {self.cache} is relative, and workers run elsewhere; give an absolute folder")
 
     async def __call__(self, completion: str, prompt: Prompt, answer: str | None) -> float:
-        """Judge one completion. Raises `CannotScore` if there is no reply, or none that says a number in bounds."""
+        """Score one completion. Raises `CannotScore` if there is no reply, or no valid score in it."""
         asked = self._filled(completion, prompt, answer)
         kept = self._kept(asked)
         if kept is not None and kept.is_file():
@@ -96,7 +96,7 @@ class LlmJudge:
         return self._read(reply)
 
     def _read(self, reply: str) -> float:
-        """The number that a reply says."""
+        """Parse the score in a reply."""
         bounds, end = f"from {self.lowest:g} to {self.highest:g}", reply.strip()[-80:]
         said = _SCORE.search(reply.strip().rpartition("\n")[2].strip())
         if said is None:
@@ -135,7 +135,7 @@ class LlmJudge:
         return (done.choices[0].message.content if done.choices else None) or ""
 
     def _kept(self, asked: str) -> Path | None:
-        """The file of the reply to this, whether it exists or not."""
+        """Return the cache file of a request, which may not exist."""
         if self.cache is None:
             return None
         digest = sha256(orjson.dumps([self.base_url, self.model, asked])).hexdigest()
@@ -144,13 +144,13 @@ class LlmJudge:
 
 @lru_cache(maxsize=8)
 def _client(judge: LlmJudge, loop: asyncio.AbstractEventLoop) -> AsyncOpenAI:
-    """A client keeps its connections, which belong to one event loop."""
+    """Create one client per event loop, since a client's connections belong to one loop."""
     key = os.environ[judge.api_key_env] if judge.api_key_env else "none"
     return AsyncOpenAI(base_url=judge.base_url, api_key=key, timeout=judge.timeout_s, max_retries=judge.retries)
 
 
 def _keep(path: Path, reply: dict[str, str]) -> None:
-    """Write a file whole: other processes read and write the same folder."""
+    """Write a file atomically, since other processes read and write the same folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}.tmp")
     partial.write_bytes(orjson.dumps(reply))

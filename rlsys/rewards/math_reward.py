@@ -1,4 +1,4 @@
-"""Ready-made reward function of mathematics: the last `\\boxed{}`, compared by math-verify."""
+"""Ready-made reward function for mathematics: the last `\\boxed{}`, compared by math-verify."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlsys.errors import CannotScore
 from rlsys.rewards.text_rewards import expected
 
 for _module in ("math_verify.parser", "math_verify.grader"):
-    logging.getLogger(_module).setLevel(logging.ERROR)  # it warns that its time-outs are off; the worker's are on
+    logging.getLogger(_module).setLevel(logging.ERROR)  # hides warnings that its timeouts are off; the worker has one
 
 _BOX = r"\boxed{"
 _AS_LATEX = (LatexExtractionConfig(boxed_match_priority=0),)
@@ -22,8 +22,7 @@ def math(completion: str, answer: str | None) -> float:
     """1 if the last `\\boxed{}` of the completion equals the answer, as `0.5` equals `\\frac12`; else 0.
 
     The answer is a number, LaTeX, or a worked solution whose result is in a `\\boxed{}` or, as in GSM8K, after `####`.
-    Raises `CannotScore` if there is none in it that can be read. A completion without a box, or with one that cannot be
-    read, gets 0.
+    Raises `CannotScore` if it has no readable result. A completion without a readable box gets 0.
     """
     gold = expected(answer)
     wanted = _parsed(_last_boxed(gold) if _BOX in gold else gold.rpartition("####")[2].strip())
@@ -35,9 +34,9 @@ def math(completion: str, answer: str | None) -> float:
 
 @lru_cache(maxsize=1024)
 def _parsed(latex: str | None) -> tuple[Any, ...]:
-    """What math-verify reads; empty if that is nothing, or only text that is no formula.
+    """Parse LaTeX by math-verify; empty if the result is empty or only plain text.
 
-    Its own time-outs need signals of the main thread; the deadline of the process that judges stands in for them.
+    Its timeouts need signals of the main thread, so they are off; the deadline of the reward process replaces them.
     """
     if latex is None:
         return ()
@@ -46,7 +45,7 @@ def _parsed(latex: str | None) -> tuple[Any, ...]:
 
 
 def _last_boxed(text: str) -> str | None:
-    """What is inside the last `\\boxed{}`, braces balanced; None if there is none or it is not closed."""
+    """Return the content of the last `\\boxed{}`, braces balanced; None if there is none or it is not closed."""
     start = text.rfind(_BOX)
     if start < 0:
         return None

@@ -1,10 +1,10 @@
-"""Ready-made reward function of reasoning-gym's tasks: each is scored by the data set that made it.
+"""Ready-made reward function for reasoning-gym's tasks: the data set that made a task scores it.
 
-A row is an entry of such a data set as it is; its question is the prompt:
+A row is an entry of such a data set, unchanged; its question is the prompt:
 
     {"question": "What is 2 + 3?", "answer": "5", "metadata": {"source_dataset": "basic_arithmetic", ...}}
 
-so a file of them is
+This writes a file of them:
 
     for entry in reasoning_gym.create_dataset("basic_arithmetic", size=1000, seed=0):
         file.write(json.dumps(entry, default=str) + "\\n")
@@ -25,13 +25,13 @@ from rlsys.types import Prompt
 
 @dataclass(frozen=True)
 class ReasoningGymReward:
-    """The score that a task's own data set gives, from 0 to 1."""
+    """Score from 0 to 1 by the data set that made the task."""
 
     tag: str = "answer"
-    """What counts is in the last `<answer>...</answer>` of the completion; without one, the whole completion counts."""
+    """Tag of the answer: the last `<answer>...</answer>` of the completion is scored; without one, all of it."""
 
     def __call__(self, completion: str, answer: str, metadata: Mapping[str, Any], prompt: Prompt) -> float:
-        """Judge one completion. Raises `CannotScore` if the row does not tell its data set."""
+        """Score one completion. Raises `CannotScore` if the row does not name its data set."""
         name = metadata.get("source_dataset")
         if not isinstance(name, str):
             raise CannotScore("the row's `metadata` has no `source_dataset`")

@@ -1,6 +1,6 @@
-"""How a reward function is called: its arguments are picked by name, and their names tell what kind of function it is.
+"""Calls of reward functions: arguments are picked by name, and their names determine the kind of function.
 
-| it asks for | it is | and returns |
+| argument | kind | returns |
 | --- | --- | --- |
 | `completion`, or none of the names below | a function of one completion | a number, or None |
 | `solution_str` | the same, as verl's `compute_score` | a number, or a dict with `score` |
@@ -10,11 +10,11 @@
     def reward(prompts, completions, completion_ids=None, **columns) -> list[float | None]: ...
     def compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict: ...
 
-Each may be `async`: the calls of one group then run together in one event loop. A class is made once, with `args`, and
-its `__call__` is the function.
+Each may be `async`: the calls of one group then run concurrently in one event loop. A class is instantiated once with
+`args`, and its `__call__` is the function.
 
-None means that the function does not apply. What it raises or returns besides is a failure with a reason, never a
-reward of 0.
+None means that the function does not apply. An exception, or any other return value, is a failure with a reason, never
+a reward of 0.
 """
 
 from __future__ import annotations
@@ -31,53 +31,52 @@ from rlsys.rewards.reward_results import score_of, scores_of_list
 from rlsys.types import Episode, Json, Message, Score, Task
 
 ALWAYS = ("completion", "completion_ids", "prompt", "answer", "ground_truth", "info", "task_id")
-"""Names every function of one completion can ask for, whatever the columns of the row. `ground_truth` is the answer
-where the row has no such column, and `completion_ids` are the tokens that the policy sampled."""
+"""Names that every function of one completion can request, for any columns. `ground_truth` is the answer if the row has
+no such column, and `completion_ids` are the tokens that the policy sampled."""
 VERL = ("solution_str", "data_source", "extra_info")
-"""Names that a function which asks for `solution_str` can ask for besides: the completion; and the row's columns, else
-"" and {}."""
+"""More names for a function with the argument `solution_str`, the completion. The others are columns of the row, by
+default "" and {}."""
 TRL = ("completions", "prompts", "trainer_state", "log_extra", "log_metric")
-"""Names that a function of a group can ask for besides, though not for `completion` and `prompt`. Every column is a
-list. Prompts and completions are lists of messages if the task's prompt is. `trainer_state` is None, and what is logged
-goes nowhere."""
+"""More names for a function of a group, which cannot request `completion` and `prompt`. Every column is a list. Prompts
+and completions are lists of messages if the task's prompt is. `trainer_state` is None, and logged values are discarded.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardInput:
-    """What is scored: the last turn of the root agent."""
+    """Input of reward functions: the last turn of the root agent."""
 
     text: str
     ids: tuple[int, ...] = ()
-    """Its tokens; left out where no function asks for them."""
+    """Tokens of the text; empty if no function requests them."""
 
     @classmethod
     def of(cls, episode: Episode, *, with_ids: bool = True) -> Self:
-        """The last turn of an episode's root; empty where there is none."""
+        """Take the last turn of an episode's root; empty if there is none."""
         turns = episode.trajectories[0].turns
         return cls(turns[-1].text, turns[-1].output_ids if with_ids else ()) if turns else cls("")
 
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A function, and the arguments it wants."""
+    """Function with the arguments that it requests."""
 
     spec: str
-    """Where it was found, e.g. `exact` or `rewards.py:judge`."""
+    """Name in the configuration, e.g. `exact` or `rewards.py:judge`."""
     function: Callable[..., object]
     args: Mapping[str, Json]
-    """Given with every call."""
+    """Arguments of every call."""
     required: tuple[str, ...]
-    """Names it asks for that have no default, `args` aside."""
+    """Requested names without a default, except `args`."""
     optional: tuple[str, ...]
     takes_all: bool
-    """Has `**columns`: it is given everything there is."""
+    """True if the function has `**columns` and gets all arguments."""
 
     @classmethod
     def load(cls, spec: str, args: Mapping[str, Json] | None = None) -> RewardFunction:
         """Find `exact`, `module:name` or `path/file.py:name`.
 
-        Raises `ConfigError` if there is no such function, if it cannot be called by names, or if `args` are not its
-        own.
+        Raises `ConfigError` if the function does not exist, cannot be called by name, or does not accept `args`.
         """
         args = args or {}
         function = find(spec)
@@ -102,7 +101,7 @@ class RewardFunction:
         )
 
     def check(self, columns: Iterable[str]) -> None:
-        """Raises `ConfigError` if an argument without a default is neither always there nor one of these columns."""
+        """Raise `ConfigError` if an argument without a default is neither always available nor one of these columns."""
         available = [*self._names, *columns]
         missing = [name for name in self.required if name not in available]
         if missing:
@@ -113,22 +112,22 @@ class RewardFunction:
 
     @property
     def is_batched(self) -> bool:
-        """It judges a group in one call."""
+        """True if one call scores a whole group."""
         return any(name in ("completions", "prompts") for name in (*self.required, *self.optional))
 
     @property
     def wants_ids(self) -> bool:
-        """It asks for the tokens of completions."""
+        """True if the function requests the tokens of completions."""
         return self.takes_all or "completion_ids" in (*self.required, *self.optional)
 
     def calls(self, task: Task, completions: Sequence[RewardInput]) -> list[Callable[[], object]]:
-        """What to call to judge these completions of one task: one thing for each of them, or one for all."""
+        """Prepare the calls that score these completions of one task: one per completion, or one for all."""
         if self.is_batched:
             return [self._call(task, _of_group(task, completions))]
         return [self._call(task, {**task.info, **self._of_one(task, c)}) for c in completions]
 
     def scores(self, results: Sequence[object], num_completions: int) -> list[Score]:
-        """One score per completion, from what the calls came to."""
+        """Convert the results of the calls to one score per completion."""
         if not self.is_batched:
             return [score_of(result) for result in results]
         (result,) = results
@@ -169,7 +168,7 @@ class RewardFunction:
 
 
 def _made(spec: str, cls: Callable[..., object], args: Mapping[str, Json]) -> Callable[..., object]:
-    """An instance of a class; its constructor checks `args` by raising `ValueError` or `ConfigError`."""
+    """Instantiate a class; its constructor may reject `args` with `ValueError` or `ConfigError`."""
     parameters = _parameters(spec, cls)
     _check_known(spec, args, [p.name for p in parameters])
     if missing := [p.name for p in parameters if p.default is p.empty and p.name not in args]:
@@ -207,7 +206,7 @@ def _of_task(task: Task) -> dict[str, object]:
 
 
 def _of_group(task: Task, completions: Sequence[RewardInput]) -> dict[str, object]:
-    """The arguments of a function of a group; every list has one entry per completion."""
+    """Collect the arguments for a function of a group; every list has one entry per completion."""
     columns = {**task.info, **_of_task(task)}
     return {
         **{name: [value] * len(completions) for name, value in columns.items()},
@@ -229,7 +228,7 @@ def _said(task: Task, text: str) -> object:
 
 
 def _log_nothing(name: str, value: object) -> None:
-    """Stands in for TRL's `log_extra(column, values)` and `log_metric(name, value)`."""
+    """Placeholder for TRL's `log_extra(column, values)` and `log_metric(name, value)`."""
 
 
 def _refuse(reason: str) -> object:

@@ -1,4 +1,4 @@
-"""From the name of a reward function to the function: a ready-made one, `module:name` or `path/file.py:name`."""
+"""Lookup of reward functions by name: a ready-made one, `module:name` or `path/file.py:name`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from rlsys.errors import ConfigError
 
 
 class ReadyMade(NamedTuple):
-    """Where a ready-made function is, and the package it needs besides rlsys."""
+    """Location of a ready-made function, and its optional package."""
 
     module: str
     name: str
     package: str = ""
     extra: str = ""
-    """What rlsys calls that package among its optional ones."""
+    """Extra of rlsys that installs the package."""
 
 
 JUDGE = "llm_judge"
 JUDGE_TIMEOUT_S = 60.0
-"""Deadline of a request of `llm_judge` whose `args` give none, seconds."""
+"""Default deadline of a request of `llm_judge`, seconds."""
 
 BUILTIN: Mapping[str, ReadyMade] = {
     "exact": ReadyMade("rlsys.rewards.text_rewards", "exact"),
@@ -38,14 +38,13 @@ BUILTIN: Mapping[str, ReadyMade] = {
     JUDGE: ReadyMade("rlsys.rewards.llm_judge", "LlmJudge", "openai", "judge"),
     "reasoning_gym": ReadyMade("rlsys.rewards.reasoning_gym_reward", "ReasoningGym", "reasoning-gym", "gym"),
 }
-"""Reward functions that a configuration names without a module: `reward.fn: exact`. Imported when they are asked for.
-"""
+"""Reward functions that a configuration names without a module: `reward.fn: exact`. Imported on first use."""
 
 
 def find(spec: str) -> Callable[..., object]:
-    """The function or class that `spec` names.
+    """Find the function or class that `spec` names.
 
-    Raises `ConfigError` if there is none, or if a ready-made one lacks the package it needs.
+    Raises `ConfigError` if it does not exist, or if a ready-made function lacks its package.
     """
     if spec in BUILTIN:
         return _ready_made(spec, BUILTIN[spec])
@@ -66,10 +65,10 @@ def find(spec: str) -> Callable[..., object]:
 
 
 def described(error: BaseException, *, through: int = -1) -> str:
-    """What was raised and where: `ValueError: no digits at rewards.py:12`.
+    """Describe an exception and its place: `ValueError: no digits at rewards.py:12`.
 
-    The place is the innermost line, that of a `SyntaxError` the line it is about; with `through`, the line of that
-    frame (0 is the outermost) is named before it. What imports the function is no place.
+    The place is the innermost frame, or the faulty line for a `SyntaxError`; frames of the import system do not count.
+    With `through`, the line of that frame (0 is the outermost) precedes it.
     """
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_import(f.filename)]
     places = [f"{f.filename}:{f.lineno}" for f in [*frames[through:][:1], *frames[-1:]]]

@@ -1,4 +1,4 @@
-"""What calls of reward functions come to: everything raised or returned is a score."""
+"""Results of reward functions: every return value or exception becomes a score."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ NOT_APPLICABLE = Score(None, "not applicable")
 
 
 def results_of(calls: Sequence[Callable[[], object]], runner: asyncio.Runner) -> list[object]:
-    """What each call returned, in order; a `Score` without a value for one that raised.
+    """Run each call, and return the results in order; an exception becomes a `Score` without a value.
 
-    Plain functions run one after the other, outside the event loop, so that they may use one of their own; then all
-    async ones together.
+    Plain functions run first, one after the other and outside the event loop, so that they may start a loop. Then all
+    async functions run concurrently.
     """
     results = [_called(call) for call in calls]
     waiting = {i: result for i, result in enumerate(results) if inspect.isawaitable(result)}
@@ -31,7 +31,7 @@ def results_of(calls: Sequence[Callable[[], object]], runner: asyncio.Runner) ->
 
 
 def known_score(episode: Episode) -> Score | None:
-    """The score of an episode that failed, or whose workflow gave a reward; None: it is to be scored."""
+    """Return the score of an episode that failed, or whose workflow set a reward; None if it has to be scored."""
     root = episode.trajectories[0]
     if root.outcome.is_failed:
         return Score(None, root.outcome.reason)
@@ -39,10 +39,10 @@ def known_score(episode: Episode) -> Score | None:
 
 
 def score_of(value: object) -> Score:
-    """The score a returned value stands for.
+    """Convert a return value to a score.
 
-    Any finite number counts, NumPy's and one-element tensors included. A dict holds it as `score`; its other finite
-    numbers are parts of the score.
+    Any finite number is valid, also from NumPy or a one-element tensor. A dict contains the value as `score`; its other
+    finite numbers are parts of the score.
     """
     if isinstance(value, Score):
         return value
@@ -66,10 +66,10 @@ def score_of(value: object) -> Score:
 
 
 def scores_of_list(result: object, num_completions: int) -> list[Score]:
-    """The scores that a list stands for; anything but one value per completion fails all of them."""
+    """Convert a list to scores; any other result than one value per completion fails all of them."""
     values: list[object] | None = None
     if isinstance(result, Collection) and not isinstance(result, str | Mapping | Set):
-        with suppress(TypeError):  # a tensor of no dimension
+        with suppress(TypeError):  # a zero-dimensional tensor
             values = list(result)
     if values is None:
         problem = f"returned {_shown(result)}, not a list of {num_completions} numbers"

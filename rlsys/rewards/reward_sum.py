@@ -1,4 +1,4 @@
-"""Several reward functions with weights, and the one reward they make of a completion."""
+"""Weighted sum of several reward functions."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from rlsys.rewards.reward_results import NOT_APPLICABLE, results_of, score_of
 from rlsys.types import Json, Score, Task
 
 MODEL = "model"
-"""What metrics and reasons of failure call the reward model, which is weighed and added like a function."""
+"""Name of the reward model in metrics and failures; it is weighted and summed like a function."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardSpec:
-    """One of the functions of a run, e.g. `RewardSpec("my.py:fmt", "format", 0.2, {"pattern": ".+"})`."""
+    """One reward function of a run, e.g. `RewardSpec("my.py:fmt", "format", 0.2, {"pattern": ".+"})`."""
 
     fn: str
     name: str
-    """What metrics and reasons of failure call it; no two of a run have the same."""
+    """Name in metrics and failures, unique in a run."""
     weight: float = 1.0
     args: Mapping[str, Json] = field(default_factory=dict)
     """Extra arguments, by name."""
 
 
 class RewardSum:
-    """The functions of a run: their values, weighted and summed, are the reward."""
+    """Reward functions of a run: the reward is the weighted sum of their values."""
 
     def __init__(self, specs: Sequence[RewardSpec]) -> None:
-        """Find every function. Raises `ConfigError`, see `RewardFunction.load`."""
+        """Load every function. Raises `ConfigError`, see `RewardFunction.load`."""
         self._functions = [(spec, RewardFunction.load(spec.fn, spec.args)) for spec in specs]
         self._runner = asyncio.Runner()
-        """One event loop for all groups, so that functions may keep connections open; it starts on first use."""
+        """One event loop for all groups, so that functions can keep connections open; started on first use."""
 
     def check(self, columns: Iterable[str]) -> None:
-        """Raises `ConfigError` if a function asks for an argument that not every row has."""
+        """Raise `ConfigError` if a function requires an argument that some rows lack."""
         names = list(columns)
         for _, function in self._functions:
             function.check(names)
 
     @property
     def wants_ids(self) -> bool:
-        """Some function asks for the tokens of completions."""
+        """True if a function requests the tokens of completions."""
         return any(function.wants_ids for _, function in self._functions)
 
     def score(self, task: Task, completions: Sequence[RewardInput]) -> list[Score]:
-        """Judge completions of one task, in order. Whatever a function raises is a score without a value."""
+        """Score completions of one task, in order. An exception of a function becomes a score without a value."""
         if not completions:
             return []
         calls = [function.calls(task, completions) for _, function in self._functions]
@@ -60,12 +60,12 @@ class RewardSum:
         return [total(scores) for scores in zip(*contributions, strict=True)]
 
     def close(self) -> None:
-        """End the event loop."""
+        """Close the event loop."""
         self._runner.close()
 
 
 def weighted(score: Score, name: str, weight: float) -> Score:
-    """What one function contributes: its value times `weight`, with its value and its parts under its name."""
+    """Weight the score of one function; its value and parts are listed under the function's name."""
     if score.value is None:
         return score if score == NOT_APPLICABLE else Score(None, f"{name}: {score.failure}")
     parts = {f"{name}/{part}": value for part, value in score.parts.items()}
@@ -73,7 +73,7 @@ def weighted(score: Score, name: str, weight: float) -> Score:
 
 
 def total(scores: Sequence[Score]) -> Score:
-    """The sum of what applies. One failure fails the whole: a part that is missing must not count as 0."""
+    """Sum the applicable scores. One failure fails the sum, since a missing part must not count as 0."""
     applicable = [score for score in scores if score != NOT_APPLICABLE]
     if not applicable:
         return NOT_APPLICABLE

@@ -9,30 +9,30 @@ from rlsys.errors import CannotScore
 
 
 def exact(completion: str, answer: str | None) -> float:
-    """1 if the completion is the answer, spaces around either aside; else 0."""
+    """1 if the completion equals the answer, except for surrounding whitespace; else 0."""
     return float(completion.strip() == expected(answer).strip())
 
 
 @dataclass(frozen=True)
 class Regex:
-    """1 if what a regular expression finds is the answer, spaces around either aside; else 0.
+    """1 if the match of a regular expression equals the answer, except for surrounding whitespace; else 0.
 
     `Regex(r"#### (\\S+)")` finds `42` in `6 * 7 = 42, so #### 42`.
     """
 
     pattern: str
-    """What is searched for, in Python's syntax. Its first group is compared; without one, all that it matches."""
+    """Regular expression in Python's syntax. Its first group is compared; without one, the whole match."""
     counts: str = "last"
-    """Which match counts: `first`, `last`, or `any` of them."""
+    """Matches that count: `first`, `last`, or `any`."""
 
     def __post_init__(self) -> None:
-        """Raises `ValueError`."""
+        """Raise `ValueError` for invalid fields."""
         _compiled(self.pattern)
         if self.counts not in ("first", "last", "any"):
             raise ValueError(f"counts is {self.counts!r}; give first, last or any")
 
     def __call__(self, completion: str, answer: str | None) -> float:
-        """Judge one completion."""
+        """Score one completion."""
         wanted = expected(answer).strip()
         found = [match[1 if match.re.groups else 0] or "" for match in _compiled(self.pattern).finditer(completion)]
         if self.counts != "any":
@@ -42,29 +42,29 @@ class Regex:
 
 @dataclass(frozen=True)
 class Format:
-    """1 if a whole completion has this form, spaces around it aside; else 0."""
+    """1 if the whole completion matches this pattern, except for surrounding whitespace; else 0."""
 
     pattern: str = r"<think>.*?</think>\s*<answer>.*?</answer>"
-    """A regular expression in Python's syntax, whose `.` also matches line ends."""
+    """Regular expression in Python's syntax; `.` also matches line ends."""
 
     def __post_init__(self) -> None:
-        """Raises `ValueError`."""
+        """Raise `ValueError` for an invalid pattern."""
         _compiled(self.pattern)
 
     def __call__(self, completion: str) -> float:
-        """Judge one completion."""
+        """Score one completion."""
         return float(_compiled(self.pattern).fullmatch(completion.strip()) is not None)
 
 
 def expected(answer: str | None) -> str:
-    """The answer of the task. Raises `CannotScore` if its row has none."""
+    """Return the answer of the task. Raises `CannotScore` if its row has none."""
     if answer is None:
         raise CannotScore("the row has no answer")
     return answer
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """`re` keeps compiled patterns itself. Raises `ValueError`."""
+    """Compile a pattern; `re` caches it. Raises `ValueError`."""
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:

@@ -1,12 +1,12 @@
-"""Environments that others made, each behind `rlsys.agents.environment.Environment`, and how one is found by its name.
+"""Adapters to third-party environments, behind `rlsys.agents.environment.Environment`, and lookup by name.
 
-| name | what | package (extra) |
+| name | environment | package (extra) |
 | --- | --- | --- |
 | `gymnasium:ID` | a text environment of Gymnasium | `gymnasium` |
-| `reasoning_gym:TASK` | a task of reasoning-gym, a fresh one for each group | `gym` |
+| `reasoning_gym:TASK` | a task of reasoning-gym, a new one for each group | `gym` |
 | `openenv:URL` | a session on an OpenEnv server | `openenv` |
 | `mcp:COMMAND` or `mcp:URL` | the tools of an MCP server; the answer is scored by the run's reward | `mcp` |
-| `module:Name` | a subclass of `Environment` of your own | |
+| `module:Name` | your subclass of `Environment` | |
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ ADAPTERS = {
     "openenv": "rlsys.agents.environments.openenv:OpenEnv",
     "mcp": "rlsys.agents.environments.mcp:Mcp",
 }
-"""What comes before the colon, and the class that takes what comes after it."""
+"""Prefix before the colon -> the class that takes the rest."""
 
 
 def make(spec: str, args: Mapping[str, Json]) -> Environment:
-    """A new environment by its name, with arguments of its own.
+    """Create an environment by its name, with these arguments.
 
-    Raises `ConfigError` if there is none, or it does not take these arguments.
+    Raises `ConfigError` if it does not exist or does not take these arguments.
     """
     scheme, _, rest = spec.partition(":")
     if scheme in ADAPTERS and not rest:
@@ -48,7 +48,7 @@ def make(spec: str, args: Mapping[str, Json]) -> Environment:
 
 
 def needs(package: str, extra: str) -> ModuleType:
-    """An optional package. Raises `ConfigError` that names the extra to install."""
+    """Import an optional package. Raises `ConfigError` that names the extra to install."""
     try:
         return import_module(package)
     except ImportError as error:
@@ -56,9 +56,9 @@ def needs(package: str, extra: str) -> ModuleType:
 
 
 def told(prompt: Prompt, observation: str) -> Prompt:
-    """A task's prompt, then what the world looks like: the first thing that an agent is told.
+    """Join a task's prompt and the first observation into the agent's first prompt.
 
-    In a conversation both are one message of the user, since many chat templates refuse two in a row.
+    In a conversation both are one user message, since many chat templates refuse two in a row.
     """
     if isinstance(prompt, str):
         return "\n".join(filter(None, (prompt, observation)))

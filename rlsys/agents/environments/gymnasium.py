@@ -1,10 +1,10 @@
-"""Text environments of Gymnasium: observations and actions are written out.
+"""Text environments of Gymnasium: observations and actions as text.
 
     workflow: {type: play, environment: "gymnasium:FrozenLake-v1", args: {actions: [left, down, right, up]}}
 
-An observation is the environment's rendering where it is made with `render_mode: ansi`, else the value itself. An
-action is the reply (a `Text` space), or the last of the actions' names or numbers in it (a `Discrete` space); a reply
-without one is answered with what is allowed, and the world stays as it is. The task's prompt comes first: the rules.
+With `render_mode: ansi` an observation is the environment's rendering, else the value itself. For a `Text` space the
+action is the reply; for a `Discrete` space it is the last action name or number in the reply. A reply without an action
+gets the list of actions, and no step is made. The task's prompt comes first: the rules.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from rlsys.types import Json, Prompt, Task
 
 
 class Gymnasium(Environment):
-    """One environment of `gymnasium.make`. Its calls run in threads, one at a time."""
+    """Environment of `gymnasium.make`. Its calls run in threads, one at a time."""
 
     def __init__(self, name: str, *, actions: Sequence[str] = (), **args: Json) -> None:
-        """`actions` are the words for the actions of a `Discrete` space, in order; `args` go to `gymnasium.make`.
+        """`actions` names the actions of a `Discrete` space, in order; `args` go to `gymnasium.make`.
 
-        Raises `ConfigError` for an environment that does not exist, or whose actions are not text.
+        Raises `ConfigError` for an environment that does not exist, or whose actions cannot be written as text.
         """
         gymnasium = needs("gymnasium", "gymnasium")
         try:

@@ -6,8 +6,8 @@
         agent = session.agent("policy", system="Call tools where they help.")
         answer = await agent.use(session.task.prompt, tools)
 
-A command is started for each episode, in a process group of its own, and speaks over its standard input and output; it
-is ended with all processes of that group. A URL is a server that runs already (streamable HTTP).
+A command is started for each episode in a new process group, and communicates over stdin and stdout; at the end the
+whole group is killed. A URL names a server that already runs (streamable HTTP).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rlsys.errors import ConfigError, ToolError, first_of
 from rlsys.types import Prompt, Task
 
 _THEN_END_ITS_CHILDREN = '"$@"; kill -KILL 0'
-"""A shell script: run a command, then end its process group. What is run are its arguments, never part of it."""
+"""Shell script that runs the command in its arguments, then kills its process group. Nothing is pasted into it."""
 
 
 class Mcp(Environment):
-    """A world that is all tools: a prompt in, calls of tools, one answer out, which ends it. `reward.fn` judges it."""
+    """Environment of tools only: a prompt, tool calls, and one answer that ends it, scored by `reward.fn`."""
 
     def __init__(
         self,
@@ -62,12 +62,12 @@ async def mcp_toolbox(
     max_chars: int = MAX_CHARS,
     variables: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Toolbox]:
-    """The tools of a server, given by its URL or as a command line, while it is open. Enter and leave it in one task.
+    """Open the tools of a server, given by its URL or as a command line. Enter and exit in the same task.
 
-    `timeout_s` is the deadline of a call, and of the server's first answer; a result of more than `max_chars` is cut.
-    `variables` of the environment are given to a command, besides `PATH`, `HOME` and the like.
+    `timeout_s` is the deadline of a call, and of the server's first answer; a longer result than `max_chars` is cut.
+    A command gets `variables` in its environment, besides `PATH`, `HOME` and the like.
 
-    Raises `ConfigError` for an empty command, `ToolError` if the server cannot be reached or goes away.
+    Raises `ConfigError` for an empty command, `ToolError` if the server cannot be reached or disconnects.
     """
     mcp = needs("mcp", "mcp")
     where: Any = server
@@ -123,4 +123,4 @@ def _tool(client: Any, server: str, offered: Any, timeout_s: float, max_chars: i
 
 
 class McpToolFailed(Exception):
-    """A tool says that it failed: its text is for the model."""
+    """Failure reported by a tool; its text is for the model."""

@@ -1,4 +1,4 @@
-"""Environments on an OpenEnv server (https://github.com/meta-pytorch/OpenEnv), one session each over its WebSocket.
+"""Environments on an OpenEnv server (https://github.com/meta-pytorch/OpenEnv), one WebSocket session each.
 
     workflow: {type: play, environment: "openenv:http://127.0.0.1:8000", args: {action: message}}
 
@@ -6,7 +6,7 @@ The protocol: the client sends `{"type": "reset" | "step" | "state" | "close", "
 are the action; the server answers `{"type": "observation", "data": {"observation": {...}, "reward": 1.0,
 "done": false}}`, or `{"type": "error", "data": {"message": "...", "code": "..."}}`.
 
-The server must allow as many sessions as run at once (its `max_concurrent_envs`).
+The server must allow enough concurrent sessions (its `max_concurrent_envs`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _ABOUT_THE_STEP = ("done", "reward", "metadata")
 
 
 class OpenEnv(Environment):
-    """One session of a server."""
+    """One session on a server."""
 
     def __init__(self, url: str, *, action: str | None = None, reset: Mapping[str, Json] | None = None) -> None:
-        """`action` is the field of an action that the reply fills; None: the reply itself is an action, a JSON object.
+        """`action` is the field of an action that the reply fills; None: the reply must be an action, a JSON object.
 
-        `reset` is sent with the seed. Raises `ConfigError` for something that is no URL.
+        `reset` is sent with the seed. Raises `ConfigError` for an invalid URL.
         """
         self._websockets = needs("websockets.asyncio.client", "openenv")
         self._errors = needs("websockets.exceptions", "openenv").WebSocketException
@@ -65,11 +65,11 @@ class OpenEnv(Environment):
         return Step(_written(data), None if reward is None else float(reward), bool(data.get("done", False)))
 
     async def state(self) -> Mapping[str, Json]:
-        """What the server tells of the session: its id, the number of steps, and more."""
+        """Return the session's state: its id, the number of steps, and more."""
         return await self._asked("state", None)
 
     async def close(self) -> None:
-        """Ends the session; a server that is gone has ended it already."""
+        """End the session. A connection that is already lost is not an error."""
         if self._connection is None:
             return
         try:
@@ -80,8 +80,8 @@ class OpenEnv(Environment):
             await self._connection.close()
 
     async def _asked(self, what: str, data: Mapping[str, Json] | None) -> dict[str, Any]:
-        """The data of the server's answer. Raises `ToolError` where it has none, `_Refused` for an action it does not
-        take."""
+        """Send a message, and return the data of the answer. Raises `ToolError` if there is none, `_Refused` for an
+        invalid action."""
         message = {"type": what} if data is None else {"type": what, "data": data}
         try:
             await self._connection.send(json.dumps(message))
@@ -98,14 +98,14 @@ class OpenEnv(Environment):
 
 
 class _Refused(Exception):
-    """The server does not take this action: the policy's mistake."""
+    """The server refused this action, by the policy's mistake."""
 
 
 def _object_in(reply: str) -> dict[str, Json] | None:
-    """The action in a reply; None if it is not one JSON object that can be sent."""
+    """Parse the action in a reply; None if it is not one JSON object that can be sent."""
     try:
         value = _STRICT.decode(reply)
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # no half of a surrogate pair, no 1e999
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # refuses unpaired surrogates and 1e999
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
@@ -119,7 +119,7 @@ _STRICT = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def _written(data: Mapping[str, Any]) -> str:
-    """An observation for the model: its one text, or else its fields as JSON."""
+    """Write an observation for the model: its only text field, or else its fields as JSON."""
     observation = data.get("observation", {})
     if not isinstance(observation, Mapping):
         return str(observation)

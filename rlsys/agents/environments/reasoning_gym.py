@@ -1,9 +1,9 @@
-"""Tasks of reasoning-gym as an environment: each group gets a fresh one, made from its seed.
+"""Tasks of reasoning-gym as an environment: each group gets a new task, made from its seed.
 
     workflow: {type: play, environment: "reasoning_gym:basic_arithmetic", args: {max_digits: 3}}
 
-The task's prompt comes first and the question after it. For a fixed set of tasks, write them to a file instead and
-judge with the reward function `reasoning_gym`, see `rlsys.rewards.reasoning_gym_reward`.
+The task's prompt comes first, then the question. For a fixed set of tasks, write them to a file instead, and score
+with the reward function `reasoning_gym`, see `rlsys.rewards.reasoning_gym_reward`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rlsys.types import Json, Prompt, Task
 
 
 class ReasoningGym(Environment):
-    """One question; the reply is scored from 0 to 1 by the data set that made it."""
+    """Environment of one question; the data set that made the question scores the reply from 0 to 1."""
 
     def __init__(self, name: str, *, tag: str = "answer", **args: Json) -> None:
-        """What counts of a reply is in its last `<tag>...</tag>`, else all of it; `args` go to `create_dataset`.
+        """The answer is the last `<tag>...</tag>` of a reply, else the whole reply; `args` go to `create_dataset`.
 
-        Raises `ConfigError` if there is no such data set; `reset` does, if it does not take these arguments.
+        Raises `ConfigError` for an unknown data set; `reset` raises it if the data set does not take these arguments.
         """
         self._gym = needs("reasoning_gym", "gym")
         if name not in (known := needs("reasoning_gym.factory", "gym").DATASETS):

@@ -4,7 +4,7 @@
         async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
             await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "Sort 312"}])
 
-Token in, token out: what the policy said is never tokenized again while a client goes on from it (`conversations`).
+Token in, token out: a reply is not tokenized again while a client continues the conversation (`conversations`).
 """
 
 from rlsys.agents.gateway.gateway_server import Endpoint, Gateway, shared_gateway

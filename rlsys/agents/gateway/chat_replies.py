@@ -1,4 +1,4 @@
-"""What a client gets: a reply as one JSON object, or as server-sent events."""
+"""Responses to clients: a reply as one JSON object, or as server-sent events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlsys.types import Json, Message, Turn
 
 @dataclass(frozen=True, slots=True)
 class ChatReply:
-    """A turn, as the client sees it."""
+    """Turn in the form that the client receives."""
 
     id: str
     model: str
@@ -22,7 +22,7 @@ class ChatReply:
     wants_logprobs: bool
 
     def whole(self) -> bytes:
-        """The body of a reply in one piece."""
+        """Return the body of a reply that is not streamed."""
         told = {"role": "assistant", "content": self.message["content"] or None, "refusal": None}
         if calls := self.message.get("tool_calls"):
             told["tool_calls"] = calls
@@ -30,12 +30,12 @@ class ChatReply:
         return orjson.dumps(self._named("chat.completion", [choice], {"usage": self._usage()}))
 
     def events(self, *, wants_usage: bool) -> bytes:
-        """The body of a reply as a stream: role, content, calls, how it ended, and its usage if that is wanted."""
+        """Return the body of a stream: role, content, calls, finish reason, and the usage if requested."""
         return b"".join([*(b"data: %b\n\n" % event for event in self._events(wants_usage)), b"data: [DONE]\n\n"])
 
     @property
     def finish(self) -> str:
-        """OpenAI's reason: `length` even where calls were read, since the reply may not have been at its end."""
+        """OpenAI's reason: `length` even if calls were parsed, since the reply may be incomplete."""
         return "tool_calls" if self.turn.finish == "stop" and "tool_calls" in self.message else self.turn.finish
 
     def _events(self, wants_usage: bool) -> Iterator[bytes]:
@@ -64,7 +64,7 @@ class ChatReply:
         return {"prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said}
 
     def _logprobs(self) -> dict[str, object] | None:
-        """Of every token, by its id: `token_id:42`, as vLLM writes tokens whose text may not be text by itself."""
+        """Logprobs of all tokens, by token id: `token_id:42`, as in vLLM, since one token may not be valid text."""
         if not self.wants_logprobs:
             return None
         tokens = zip(self.turn.output_ids, self.turn.logprobs, strict=True)

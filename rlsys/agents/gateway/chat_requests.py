@@ -1,9 +1,9 @@
-"""What a client asks for: the body of `POST /v1/chat/completions`, checked.
+"""Requests of clients: the body of `POST /v1/chat/completions`, checked.
 
-The run decides how tokens are drawn, since what is trained must come from the distribution that the run knows. Fields
-that only shape that distribution (`temperature`, `top_p`, `seed`, penalties) are accepted and not used, as are those
-that say nothing here; those that would change what a reply is or how it is read, and cannot be honoured, are refused
-(`NOT_HERE`), so that no client believes in something that did not happen.
+The run decides how tokens are sampled, since training needs samples from a known distribution. Fields that only shape
+that distribution (`temperature`, `top_p`, `seed`, penalties) and unknown fields are accepted and ignored. Fields that
+would change the reply or its meaning, and are not supported, are refused (`NOT_HERE`), so that no client relies on
+them.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ NOT_HERE: Mapping[str, str] = {
     "audio": "the policy reads and writes text",
     "web_search_options": "the policy knows no search but your tools",
 }
-"""Fields, OpenAI's and vLLM's, that are refused unless they are null or empty, and why."""
+"""Fields of OpenAI and vLLM that are refused unless null or empty, and the reason."""
 
 
 class Refused(Exception):
-    """A request that gets an error instead of a reply, in OpenAI's form."""
+    """Request that gets an error response, in OpenAI's form."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -43,32 +43,32 @@ class Refused(Exception):
 
     @property
     def body(self) -> Json:
-        """`{"error": {...}}`, as OpenAI's clients expect it."""
+        """Error body `{"error": {...}}`, as OpenAI's clients expect it."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """One reply that a client asks for."""
+    """Request for one reply."""
 
     model: str
-    """Name of the agent that is to speak."""
+    """Name of the requested agent."""
     messages: tuple[Message, ...]
     tools: Toolbox
-    """The client's own, which it runs itself."""
+    """The client's tools, which the client runs."""
     may_call: bool
-    """Are calls in the reply read? Not without tools, nor with `tool_choice: none`; then they stay text."""
+    """True if calls in the reply are parsed. Without tools, or with `tool_choice: none`, they stay text."""
     max_new_tokens: int | None
-    """The client's limit, if it has one; the run's holds besides."""
+    """The client's limit, if any; the run's limit also applies."""
     is_streamed: bool
     wants_usage: bool
-    """At the end of a stream too; a reply in one piece always tells it."""
+    """True if a stream ends with the usage; a reply that is not streamed always has it."""
     wants_logprobs: bool
 
 
 def read_request(body: bytes) -> ChatRequest:
-    """Raises `Refused` with status 400, naming every field that is wrong."""
+    """Parse and check the body. Raises `Refused` with status 400, which names every invalid field."""
     try:
         asked = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -79,7 +79,7 @@ def read_request(body: bytes) -> ChatRequest:
         return _BODY.validate_python(asked).request()
     except ValidationError as error:
         raise _refusal(error) from None
-    except (ValueError, orjson.JSONEncodeError) as error:  # two tools of one name, or nested too deeply
+    except (ValueError, orjson.JSONEncodeError) as error:  # two tools of the same name, or nested too deeply
         raise Refused(400, str(error), param="tools") from None
 
 
@@ -87,7 +87,7 @@ def read_request(body: bytes) -> ChatRequest:
 
 
 class _Lenient(BaseModel):
-    """Fields that are not named here say nothing here."""
+    """Base of the body's models; ignores unknown fields."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -98,7 +98,7 @@ class _TextPart(_Lenient):
 
 
 def _as_text(content: object) -> object:
-    """Parts of text are one text; anything else is left to the check."""
+    """Join text parts into one text; pydantic validates other content."""
     if isinstance(content, list):
         return "".join(part.text for part in _PARTS.validate_python(content))
     return "" if content is None else content
@@ -145,7 +145,7 @@ class _Tool(_Lenient):
 
     def tool(self) -> Tool:
         about = self.function
-        orjson.dumps(about.parameters)  # raises for what is nested too deeply to be shown to a model
+        orjson.dumps(about.parameters)  # raises if nested too deeply
         return Tool(about.name, about.description or "", about.parameters or _NO_PARAMETERS, _run_by_the_client)
 
 

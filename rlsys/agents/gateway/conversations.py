@@ -1,19 +1,19 @@
-"""Which agent a request is for: the conversations of a session, as the tree that their messages make.
+"""Choice of the agent for each request: the conversations of a session, as a tree of messages.
 
-A client sends the whole conversation each time. The agent whose context it extends goes on, token for token; one that
-has gone on already, or is speaking at the moment, is forked there. So each agent's turns are one unbroken run of
-tokens, branches share what came before them, and that is trained once, with the agent that said it.
+A client sends the whole conversation each time. The agent whose context it extends continues, token for token. An
+agent that has already continued, or has a request in progress, is forked there. So each agent's turns are one unbroken
+run of tokens. Branches share their common prefix, which is trained once, with the agent that sampled it.
 
-| the request's messages | who answers |
+| the request's messages | agent that replies |
 | --- | --- |
-| extend what an agent said last | that agent: the tokens so far, then those of the messages that are new |
-| extend what an agent said before that, or is going on from now | a fork of it |
-| extend nothing that was said here | another agent; the messages are its prompt |
+| extend an agent's last reply | that agent: its tokens so far, then those of the new messages |
+| extend an earlier reply, or one that another request is extending | a fork of that agent |
+| extend no earlier reply | a new agent; the messages are its prompt |
 
-Space around what an agent said does not count, since clients strip it: the agent goes on from what it did say. Nor do
-the tools, which may be others with every request: `Agent.act` offers them where they are new.
+Whitespace around a reply is ignored, since clients strip it: the agent continues from the tokens that it sampled. Tools
+are ignored too, and may change with every request: `Agent.act` describes new ones.
 
-Two requests at once that go on from the same place are no conflict, then: each is a branch. So is one sent again.
+Concurrent requests that extend the same reply do not conflict: each is a branch. A repeated request is also a branch.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from rlsys.types import Json, Message
 
 @dataclass(slots=True)
 class _Node:
-    """A place in the tree: what was said on the way to it."""
+    """Node of the tree, after the messages on the path to it."""
 
     after: dict[bytes, _Node] = field(default_factory=dict)
-    """By the message that is said next."""
+    """Children, by the key of the next message."""
     idle: list[Agent] = field(default_factory=list)
-    """Agents whose context ends here, and which can go on."""
+    """Agents whose context ends here, without a request in progress."""
     said_by: tuple[Agent, Context] | None = None
-    """Who said the last message, and its context then; None where somebody else said it."""
+    """Agent that sampled the last message, and its context then; None for other messages."""
 
     @property
     def is_reached(self) -> bool:
@@ -48,20 +48,20 @@ class _Node:
 
 
 class Conversations:
-    """All that is said in one session through the gateway."""
+    """Conversations of one session through the gateway."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.last_speaker: Agent | None = None
-        """Who replied last."""
+        """Agent of the last reply."""
         self._roots: dict[str, _Node] = {}
-        """By the model that is asked."""
+        """Trees by the requested model."""
 
     async def reply(self, asked: ChatRequest) -> ChatReply:
-        """The reply of the agent that is asked, recorded with it.
+        """Sample and record the reply to a request.
 
-        Raises `Refused` for an agent that is bound to no policy, and whatever `Agent.act` raises. Then, and if it is
-        cancelled, nothing was said: the agent stands where it stood.
+        Raises `Refused` for an agent without a policy, and the errors of `Agent.act`. After an error or a cancellation
+        the agent's context is unchanged.
         """
         place, num_said = self._place(asked)
         agent = self._speaker(place, asked)
@@ -83,7 +83,7 @@ class Conversations:
         return ChatReply(f"chatcmpl-{agent.index}-{number}", asked.model, agent.turns[-1], said, asked.wants_logprobs)
 
     def _place(self, asked: ChatRequest) -> tuple[_Node, int]:
-        """Where the request goes on from, and how many of its messages were said by then."""
+        """Find the deepest node that the request extends, and the number of its messages up to there."""
         root = node = self._roots.setdefault(asked.model, _Node())
         found, num_said = root, 0
         for number, message in enumerate(asked.messages, 1):
@@ -107,7 +107,7 @@ class Conversations:
 
 
 def _key(message: Message) -> bytes:
-    """Equal for messages that say the same, however a client wrote the arguments of a call down."""
+    """Key that is equal for equivalent messages, however the client formats the arguments of a call."""
     calls = [_told(call) for call in message.get("tool_calls", ())]
     content = message["content"].strip() if message["role"] == "assistant" else message["content"]
     told = [message["role"], content, calls, message.get("tool_call_id"), message.get("name")]
@@ -119,6 +119,6 @@ def _told(call: Json) -> list[Json]:
     function = call["function"]
     assert isinstance(function, dict)
     arguments = str(function["arguments"])
-    with suppress(orjson.JSONDecodeError, orjson.JSONEncodeError):  # not JSON, or too deep: as it is written
+    with suppress(orjson.JSONDecodeError, orjson.JSONEncodeError):  # unchanged if not JSON, or too deep
         arguments = orjson.dumps(orjson.loads(arguments), option=orjson.OPT_SORT_KEYS).decode()
     return [call["id"], function["name"], arguments]

@@ -1,17 +1,17 @@
-"""The HTTP edge: a base URL and a secret for each session, OpenAI's paths, errors in OpenAI's form.
+"""HTTP server: a base URL and a secret for each session, OpenAI's paths, errors in OpenAI's form.
 
 | status | when |
 | --- | --- |
-| 400 | the body is wrong or asks for what cannot be had; `context_length_exceeded`; `budget_spent` |
-| 401 | the token is not this session's |
+| 400 | the body is invalid or asks for an unsupported feature; `context_length_exceeded`; `budget_spent` |
+| 401 | the token belongs to another session |
 | 404 | no such session, path or agent (`model_not_found`) |
 | 410 | the session is over |
 | 413 | the body is larger than `MAX_BODY` |
-| 500 | a bug: it is raised in the workflow too, and ends the run at its line |
-| 503 | the infrastructure failed: that is raised in the workflow too, and the group is issued again |
+| 500 | a bug: it is also raised in the workflow, and ends the run |
+| 503 | the infrastructure failed: that is also raised in the workflow, and the group is reissued |
 
-A client that disconnects before it has its reply cancels the sampling of it, and nothing was said. A stream is sent
-once its reply is whole: a reply is recorded whole or not at all, and its status is known before it begins.
+If a client disconnects before the reply, its sampling is cancelled and nothing is recorded. A stream is sent only when
+the reply is complete. So a reply is recorded whole or not at all, and its status is known before the first byte.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ from rlsys.types import Json
 
 T = TypeVar("T")
 Refusal: TypeAlias = AgentStopped | TaskTooLong | DataError
-"""What keeps a request from being sampled and is no failure of the run."""
+"""Reasons to refuse a request that are not failures of the run."""
 
 HOST = "127.0.0.1"
 MAX_BODY = 32 << 20
-"""Bytes of a request: some million tokens of text."""
+"""Largest request, in bytes: some million tokens of text."""
 RETRY_AFTER_S = 1
 KEEPALIVE_S = 30
-"""A connection without a request for so long is closed: agents leave theirs open. `httpx` does not use one again after
-5 s, nor `aiohttp` after 15, so that none of theirs is closed under a request."""
+"""Seconds after which an idle connection is closed, since agents leave theirs open. `httpx` reuses none after 5 s and
+`aiohttp` none after 15 s, so that no connection is closed during a request."""
 GRACE_S = 1.0
-"""Work of the client's side that is cancelled may take so long to end."""
+"""Seconds that cancelled work of the client's side may take to end."""
 
 
 class Endpoint:
-    """A session as a client sees it: where it is, the secret that opens it, and what went wrong there."""
+    """Session as a client sees it: its URL, its secret, and its failures."""
 
     def __init__(self, session: Session, base_url: str, api_key: str) -> None:
         self.base_url, self.api_key = base_url, api_key
         self.refusals: dict[str, Refusal] = {}
-        """Why requests were not sampled: a full context, a spent budget, messages that the model cannot be given. By
-        the code that the client was told, the last of each."""
+        """Reasons of refused requests, the last for each error code that the client received: a full context, a spent
+        budget, messages that the chat template refuses."""
         self._conversations = Conversations(session)
         self._failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self._work: set[asyncio.Task[ChatReply]] = set()
@@ -68,19 +68,19 @@ class Endpoint:
 
     @property
     def models(self) -> list[str]:
-        """What a client may call the policy: names of agents that are bound to one, and of policies."""
+        """Model names for clients: agents bound to a policy, and policies."""
         session = self._conversations.session
         return list(dict.fromkeys([*session.bindings, *session.policies]))
 
     @property
     def last_speaker(self) -> Agent | None:
-        """Whose reply is the last that was given; None before the first."""
+        """Agent of the last reply; None before the first."""
         return self._conversations.last_speaker
 
     async def reply(self, asked: ChatRequest) -> ChatReply:
-        """Raises `Refused` for whatever keeps the agent from replying; what is not the client's doing is also raised by
-        `while_sound`."""
-        if self._is_over:  # while the body was read
+        """Reply to a request. Raises `Refused` for any error; `while_sound` also raises those that the client did not
+        cause."""
+        if self._is_over:  # it was closed while the body was read
             raise _over()
         if self._failure.done():
             raise _unavailable(self._failure.result())
@@ -99,11 +99,11 @@ class Endpoint:
             raise self._refused(error) from None
 
     async def while_sound(self, work: Awaitable[T]) -> T:
-        """What `work`, the client's side, comes to.
+        """Run `work`, the client's side, and return its result.
 
-        Waits for it, or for the first failure that is not the client's doing; that is raised, and `work` cancelled. If
-        `work` raises what tells of a refusal, the refusal is raised from it. Work that does not end when it is
-        cancelled is left alone after `GRACE_S`; the endpoint answers it no more once it is closed.
+        Waits for `work`; unblocked also by the first failure that the client did not cause, which is raised and cancels
+        `work`. If an error of `work` reports a refusal, the refusal is raised from it. Cancelled work that does not end
+        is abandoned after `GRACE_S`; the closed endpoint refuses its further requests.
         """
         task = asyncio.ensure_future(work)
         try:
@@ -120,7 +120,7 @@ class Endpoint:
             await asyncio.wait((task,), timeout=GRACE_S)
 
     async def close(self) -> None:
-        """Answer no more: what is being sampled is cancelled, and returns once it has ended."""
+        """Refuse further requests and cancel sampling. Waits for cancelled requests to end."""
         self._is_over = True
         if self._work:
             for work in self._work:
@@ -143,11 +143,11 @@ class Endpoint:
         return Refused(400, str(error), code=code, param=param)
 
     def _told_by(self, error: BaseException) -> Refusal | None:
-        """The refusal that an exception of the client's side comes from: one whose code or words it says, in itself or
-        in its cause. Of several at once, all have to.
+        """Find the refusal that an error of the client's side reports, by its code or text in the error or its cause.
 
-        Clients raise a refusal with the whole body in its text, programs end with that on stderr, and libraries wrap
-        it. What was raised while a refusal was handled, and does not name it as its cause, is something else.
+        Clients put the whole error body into an exception's text, programs print it to stderr, and libraries wrap it.
+        An error that was raised while a refusal was handled, but not `from` it, does not count. In an exception group,
+        every error has to report a refusal.
         """
         if isinstance(error, BaseExceptionGroup):
             told = [self._told_by(each) for each in error.exceptions]
@@ -158,7 +158,7 @@ class Endpoint:
 
 
 class Gateway:
-    """One listening socket for the sessions of a process. Lives in the event loop that these run in."""
+    """One listening socket for the sessions of a process, in their event loop."""
 
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(32)
@@ -174,7 +174,7 @@ class Gateway:
         self._port = 0
 
     def __len__(self) -> int:
-        """Sessions that are open."""
+        """Number of open sessions."""
         return len(self._endpoints)
 
     async def start(self) -> None:
@@ -189,7 +189,7 @@ class Gateway:
 
     @asynccontextmanager
     async def serve(self, session: Session) -> AsyncIterator[Endpoint]:
-        """The endpoint of a session; over at the end, whatever clients still want."""
+        """Open the endpoint of a session, and close it at the end, which refuses further requests."""
         number = self._num_sessions
         self._num_sessions += 1
         endpoint = Endpoint(session, f"http://{HOST}:{self._port}/s/{number}/v1", self._key(number))
@@ -201,7 +201,7 @@ class Gateway:
             await endpoint.close()
 
     def _key(self, number: int) -> str:
-        """A session's token; it need not be remembered to tell, later, that a session is over."""
+        """Derive a session's token from its number, so that error 410 needs no stored tokens of closed sessions."""
         return hmac.new(self._secret, str(number).encode(), hashlib.sha256).hexdigest()
 
     def _endpoint(self, request: web.Request) -> Endpoint:
@@ -277,7 +277,7 @@ _SHARED: WeakKeyDictionary[asyncio.AbstractEventLoop, _Shared] = WeakKeyDictiona
 
 @asynccontextmanager
 async def shared_gateway() -> AsyncIterator[Gateway]:
-    """The gateway of this event loop: started by the first that asks for it, closed when nobody uses it any more."""
+    """Share one gateway in this event loop: the first user starts it, and the last user closes it."""
     shared = _SHARED.setdefault(asyncio.get_running_loop(), _Shared())
     shared.num_users += 1
     try:

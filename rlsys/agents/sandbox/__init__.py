@@ -1,4 +1,1 @@
-"""Programs that a model or a user wrote, run in processes that can be limited and killed.
-
-Nothing here knows about agents or training.
-"""
+"""Processes with limits and cleanup, for programs that a model or a user wrote. Independent of agents and training."""

@@ -1,14 +1,13 @@
-"""The launcher of `rlsys.agents.sandbox.python_sandbox`: confines its own process, then becomes the program it was
-asked to run.
+"""Launcher of `rlsys.agents.sandbox.python_sandbox`: confines its own process, then executes the requested program.
 
-    python -I -S confined.py '{"parent": 123, "report": 5, ...}' PROGRAM [ARGUMENT ...]
+    python -I -S confinement.py '{"parent": 123, "report": 5, ...}' PROGRAM [ARGUMENT ...]
 
-All it does lasts over `exec` and, with `seccomp`, cannot be undone by what comes after. It needs no privilege, imports
-only the standard library, and speaks to the kernel through `ctypes`: kernel headers give the numbers (linux/seccomp.h,
-linux/filter.h, linux/landlock.h, and the system call tables of the two machines).
+All restrictions last over `exec` and, with `seccomp`, cannot be undone by the program. The launcher needs no privilege,
+imports only the standard library, and calls the kernel through `ctypes`. The numbers are those of kernel headers
+(linux/seccomp.h, linux/filter.h, linux/landlock.h, and the system call tables of both architectures).
 
-It writes one line to the descriptor `report`: the guards in force, or `!` and why the program cannot be started.
-Nothing of `rlsys` is imported here.
+It writes one line to the descriptor `report`: the active guards, or `!` and the reason why the program cannot start.
+This module imports nothing of `rlsys`.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = (1 << bit for bit in (
 _SCOPE_ABSTRACT_SOCKETS, _SCOPE_SIGNALS = 1, 2
 
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Column of a machine in the tables below, and its name in a filter."""
+"""Column of an architecture in the tables below, and its number in a filter."""
 _CLONE3, _EXECVE = (435, 435), (59, 221)
 _FIRST_UNKNOWN = 450
-"""System calls that are younger than this list (Linux 5.17) do not exist for the program."""
+"""First system call newer than this list (Linux 5.17); it and later ones fail with ENOSYS."""
 
 _WHOLE = 0xFFFFFFFF
 _ONLY_IF = {
-    # argument, mask, value: all must match
+    # argument, mask, value: all must match to allow the call
     "clone": ((56, 220), [(0, 0x10000, 0x10000)]),  # CLONE_THREAD
     "prlimit": ((302, 261), [(0, _WHOLE, 0)]),  # on itself
     "socketpair": ((53, 199), [(0, _WHOLE, 1), (1, 0xF, 1)]),  # AF_UNIX, SOCK_STREAM: asyncio has one
@@ -48,7 +47,7 @@ _ONLY_IF = {
     "ioctl": ((16, 29), [(1, 0xFF00, 0x5400)]),  # those of terminals and descriptors
 }
 _UNLESS = {
-    # argument, and the values that are refused
+    # argument, and its refused values
     "fcntl": ((72, 25), 1, (8, 10, 15)),  # F_SETOWN, F_SETSIG, F_SETOWN_EX: signals to others
     "prctl": ((157, 167), 0, (_SET_PDEATHSIG, _SCHED_CORE)),
 }
@@ -62,7 +61,7 @@ _REFUSED = {
     "sendmsg": (46, 211),
     "sendmmsg": (307, 269),
     "io_uring_setup": (425, 425),
-    # processes, other programs and namespaces; there is no fork on ARM64, only clone
+    # processes, other programs and namespaces; ARM64 has no fork, only clone
     "fork": (57, None),
     "vfork": (58, None),
     "execveat": (322, 281),
@@ -86,7 +85,7 @@ _REFUSED = {
     "sched_setattr": (314, 274),
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
-    # what Landlock does not look at: mode, owner, times and attributes of files; in its first versions truncation
+    # not covered by Landlock: mode, owner, times and attributes of files; in its first versions truncation
     "chmod": (90, None),
     "fchmod": (91, 52),
     "fchmodat": (268, 53),
@@ -105,7 +104,7 @@ _REFUSED = {
     "lremovexattr": (198, 15),
     "fremovexattr": (199, 16),
     "truncate": (76, 45),
-    # memory that no limit counts, that outlives the process or is another's
+    # memory that no limit counts, or that outlives or is shared with other processes
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
@@ -121,7 +120,7 @@ _REFUSED = {
     "msgctl": (71, 187),
     "mq_open": (240, 180),
     "mq_unlink": (241, 181),
-    # parts of the kernel that a program here has no use for
+    # parts of the kernel that the program does not need
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
@@ -136,7 +135,7 @@ class CannotConfine(Exception):
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Confine, report, become the program."""
+    """Confine this process, report, then execute the program."""
     asked = json.loads(arguments[0])
     report = asked["report"]
     os.set_inheritable(report, False)
@@ -155,14 +154,14 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def die_with(parent: int) -> None:
-    """Be killed when the parent ends, however it does."""
+    """Let the kernel kill this process when the parent ends for any reason."""
     _prctl(_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         raise CannotConfine("the process that asked for it is gone")
 
 
 def limit(*, cpu_s: int, memory_bytes: int, file_bytes: int, open_files: int) -> None:
-    """Limits of one process; none is raised above what holds already."""
+    """Limit this process; never raises an existing limit."""
     wanted = {
         resource.RLIMIT_CPU: (cpu_s, cpu_s + 1),  # SIGXCPU, then SIGKILL
         resource.RLIMIT_AS: (memory_bytes, memory_bytes),
@@ -177,7 +176,8 @@ def limit(*, cpu_s: int, memory_bytes: int, file_bytes: int, open_files: int) ->
 
 
 def confine(folder: str, readable: Iterable[str], requires: Iterable[str], secret: Secret) -> list[str]:
-    """Put every guard in force that the kernel has; returns their names. Raises `CannotConfine` for a required one."""
+    """Enable every guard that the kernel supports, and return their names. Raises `CannotConfine` if a required guard
+    is missing."""
     _prctl(_SET_NO_NEW_PRIVS, 1)
     drop_capabilities()
     held, problems = [], []
@@ -194,13 +194,13 @@ def confine(folder: str, readable: Iterable[str], requires: Iterable[str], secre
 
 
 def drop_capabilities() -> None:
-    """For root: it keeps its files, and none of its powers. `no_new_privs` keeps `exec` from giving them back."""
+    """Drop root's capabilities; it still owns its files. `no_new_privs` keeps `exec` from restoring them."""
     if _LIBC.capset(struct.pack("II", 0x20080522, 0), bytes(24)) != 0:
         raise CannotConfine(f"capset: {os.strerror(ctypes.get_errno())}")
 
 
 def become(program: Sequence[str], secret: Secret) -> None:
-    """`execve`, with the secret in registers that it does not read. Does not return; raises `OSError`."""
+    """Call `execve` with the secret in registers that it does not read. Does not return; raises `OSError`."""
     words = [os.fsencode(word) for word in program]
     variables = [os.fsencode(f"{name}={value}") for name, value in os.environ.items()]
     given = [(ctypes.c_char_p * (len(texts) + 1))(*texts, None) for texts in (words, variables)]
@@ -213,10 +213,10 @@ def become(program: Sequence[str], secret: Secret) -> None:
 
 
 def filter_system_calls(secret: Secret) -> None:
-    """A seccomp filter: no network, no process, no hand on other processes. Threads stay allowed, and one `execve`.
+    """Install a seccomp filter that allows threads and one `execve`, but no network and no other processes.
 
-    That one is the launcher's own: it has `secret` in it, 64 bits that are gone with its memory. A thread that became
-    another program would outlive the parent, whose death signal it does not inherit.
+    That `execve` is the launcher's: its arguments contain `secret`, 64 bits that are lost with the launcher's memory. A
+    thread that became another program would outlive the parent, since it does not inherit the death signal.
     """
     machine = platform.machine()
     if machine not in _MACHINES or struct.calcsize("P") != 8:
@@ -228,9 +228,9 @@ def filter_system_calls(secret: Secret) -> None:
 
 
 def _program(column: int, architecture: int, secret: Secret) -> bytes:
-    """The filter in BPF: first the architecture and the x32 calls, then one block a call, last the permission.
+    """Build the filter in BPF: the architecture and the x32 calls, then one block per call, then the permission.
 
-    It sees the low halves of arguments, which is all that the kernel reads of those tested here.
+    It sees the low halves of arguments, which is all that the kernel reads of the arguments tested here.
     """
     load_architecture, load_number = _bpf(0x20, 4), _bpf(0x20, 0)
     equals, at_least = 0x15, 0x35
@@ -267,7 +267,7 @@ def _program(column: int, architecture: int, secret: Secret) -> bytes:
 
 
 def _load(argument: int, mask: int) -> bytes:
-    """The low half of an argument, of it the bits of the mask."""
+    """Load the low half of an argument, masked."""
     return _bpf(0x20, 16 + 8 * argument) + _bpf(0x54, mask)
 
 
@@ -279,7 +279,7 @@ def _bpf(code: int, operand: int, if_true: int = 0, if_false: int = 0) -> bytes:
 
 
 def restrict_files(folder: str, readable: Iterable[str]) -> None:
-    """Landlock: everything is allowed beneath `folder`, reading beneath `readable`, and nothing elsewhere."""
+    """Restrict files by Landlock: full access beneath `folder`, reading beneath `readable`, nothing elsewhere."""
     abi = _LIBC.syscall(444, None, None, ctypes.c_ulong(1))
     if abi < 1:
         raise CannotConfine("this kernel does not have it (Linux 5.13 and newer do, where it is switched on)")

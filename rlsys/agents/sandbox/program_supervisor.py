@@ -1,10 +1,10 @@
-"""The launcher of `rlsys.agents.sandbox.programs`: runs a program, and ends its process group once it or the parent has
-ended.
+"""Launcher of `rlsys.agents.sandbox.programs`: runs a program, and kills its process group when it or the parent ends.
 
-    python -I -S supervised.py PARENT PROGRAM [ARGUMENT ...]
+    python -I -S program_supervisor.py PARENT PROGRAM [ARGUMENT ...]
 
-It ends with the program's exit code, 128 + the signal's number if one killed it; SIGTERM ends it earlier. The group is
-killed before its leader is reaped: until then its number is nobody else's. Nothing of `rlsys` is imported here.
+The exit code is the program's, or 128 + the number of the signal that killed it; SIGTERM ends the launcher earlier.
+The group is killed before its leader is reaped, so that the group's number cannot be reused yet. This module imports
+nothing of `rlsys`.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ _SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(parent: int, command: list[str]) -> int:
-    """The exit code.
+    """Run the program, and return its exit code.
 
-    Waits for the program to end, or for SIGTERM, which the kernel sends when the parent ends.
+    Waits for the program to end; unblocked also by SIGTERM, which the kernel sends when the parent ends.
     """
     signals = {signal.SIGTERM, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         return 1
-    ignored = (signal.SIGPIPE, signal.SIGXFSZ)  # by this interpreter
+    ignored = (signal.SIGPIPE, signal.SIGXFSZ)  # by this interpreter; the program gets the defaults
     try:
         program = os.posix_spawnp(command[0], command, os.environ, setpgroup=0, setsigmask=(), setsigdef=ignored)
     except OSError as error:
         sys.exit(f"cannot start {command[0]}: {error.strerror}")
     while signal.sigwait(signals) == signal.SIGCHLD and not _has_ended(program):
-        pass  # it was only stopped
+        pass  # stopped, not ended
     os.killpg(program, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
     return code if code >= 0 else 128 - code

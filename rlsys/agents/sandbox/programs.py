@@ -1,4 +1,4 @@
-"""Run a program of the user's, and end it with its children: at its end, at ours, and at that of this process."""
+"""Run a user's program, and kill it with its children when it ends, is cancelled, or this process ends."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rlsys.errors import ToolError
 
 _LAUNCHER = Path(__file__).with_name("program_supervisor.py")
 _NO_ROOM = {errno.EAGAIN, errno.ENOMEM, errno.E2BIG, errno.EMFILE, errno.ENFILE, errno.ENOSPC}
-"""The machine has no room for another process now, or the prompt is too long for an argument."""
+"""Errors if the machine has no room for another process, or the prompt is too long for an argument."""
 _TAIL_BYTES = 4000
-"""Of what a program writes to stderr."""
+"""Bytes kept from the end of stderr."""
 _LAST_WORDS_S = 1.0
-"""Time to read what is left of it once the program has ended."""
+"""Seconds to read the rest of stderr once the program has ended."""
 
 
 class ProgramFailed(Exception):
@@ -28,11 +28,11 @@ class ProgramFailed(Exception):
 
 
 async def run_program(command: Sequence[str], *, env: Mapping[str, str], stdin: str) -> None:
-    """Run `command` to its end, with `stdin` as its input; what it writes to stdout goes nowhere.
+    """Run `command` to its end, with `stdin` as its input; its stdout is discarded.
 
-    Waits for the program to end. However this is left, by cancellation too, nothing of its process group is alive
-    then; nor is it when this process is killed. Raises `ProgramFailed`, also for a program that is not there, and
-    `ToolError` if the machine has no room for it.
+    Waits for the program to end. After this call, even if cancelled, no process of its group is alive, and none
+    survives this process. Raises `ProgramFailed`, also for a missing program, and `ToolError` if the machine has no
+    room for it.
     """
     tail = bytearray()
     try:
@@ -54,7 +54,7 @@ async def run_program(command: Sequence[str], *, env: Mapping[str, str], stdin: 
 async def _started(
     command: Sequence[str], env: Mapping[str, str], stdin: IO[bytes], stderr: IO[bytes]
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """The program, by way of its launcher; its whole group is ended on leaving."""
+    """Start the program through its launcher, and kill the whole group on exit."""
     launched = (sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid()), *command)
     nowhere = asyncio.subprocess.DEVNULL
     process = await asyncio.create_subprocess_exec(
@@ -71,10 +71,10 @@ async def _started(
 
 @asynccontextmanager
 async def _listening(tail: bytearray) -> AsyncIterator[IO[bytes]]:
-    """A file to write to; `tail` has the end of what was written, on leaving.
+    """Yield a writable file; on exit, `tail` has the end of the written bytes.
 
-    A pipe of our own: asyncio would wait for everybody who holds one of its own to be done with it, and a child that
-    the program leaves behind may never be.
+    The pipe is created here: asyncio would wait until every process closes its pipe, and a surviving child may never
+    close it.
     """
     read, write = os.pipe()
     reader, loop = asyncio.StreamReader(), asyncio.get_running_loop()
@@ -83,14 +83,14 @@ async def _listening(tail: bytearray) -> AsyncIterator[IO[bytes]]:
     try:
         with os.fdopen(write, "wb", 0) as file:
             yield file
-        await asyncio.wait((listening,), timeout=_LAST_WORDS_S)  # what has left the group may still hold it open
+        await asyncio.wait((listening,), timeout=_LAST_WORDS_S)  # a process outside the group may still have it open
     finally:
         listening.cancel()
         transport.close()
 
 
 async def _read(stream: asyncio.StreamReader, tail: bytearray) -> None:
-    """Read all there is, so that the writer never waits, and keep the end of it."""
+    """Read everything, so that the writer never blocks, and keep the last bytes."""
     while piece := await stream.read(1 << 16):
         tail += piece
         del tail[:-_TAIL_BYTES]

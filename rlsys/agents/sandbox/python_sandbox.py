@@ -1,29 +1,29 @@
-"""Runs Python that a model wrote, in a process of its own: `run_python`, and the same as a tool, `python_tool`.
+"""Sandbox for Python code that a model wrote: `run_python`, and the same as a tool, `python_tool`.
 
     ran = await run_python("print(6 * 7)")          # PythonResult(output="42\\n", exit_code=0, ...)
     toolbox = Toolbox(python_tool(ProgramLimits(wall_s=5)))
 
-The program is a fresh interpreter in a temporary folder, with a clean environment. What holds it, in this order:
+The program is a fresh interpreter in a temporary folder, with a clean environment. Its guards, in this order:
 
-| guard | what it stops |
+| guard | stops |
 | --- | --- |
 | limits of the kernel (`setrlimit`) | processor time, address space, size of a file, open files; no core dumps |
 | `landlock` | reading and writing files outside the folder; the interpreter and the system's libraries can be read |
-| `seccomp` | the network, other processes (none can be started, signalled or traced) |
-| `seccomp` | changing the mode, owner, times or attributes of a file, one of its own included |
-| the deadline | whatever still runs is killed; also when the episode is cancelled or the parent process ends |
+| `seccomp` | the network, other processes (the program cannot start, signal or trace any) |
+| `seccomp` | changing the mode, owner, times or attributes of any file |
+| the deadline | the program is killed at it, when the episode is cancelled, and when the parent process ends |
 
-Root's powers are dropped as well. The program can start threads, but no process. A guard in `ProgramLimits.requires`
-that the kernel refuses is an error, `SandboxError`, and nothing is run; `PythonResult.guards` tells which were in
-force. Linux only, x86-64 and ARM64.
+Root's capabilities are dropped as well. The program can start threads, but no process. If the kernel lacks a guard of
+`ProgramLimits.requires`, nothing runs and `SandboxError` is raised; `PythonResult.guards` lists the active guards.
+Linux only, x86-64 and ARM64.
 
-What it is not: a boundary against somebody who attacks it on purpose. The program shares the kernel, the user id and
-the disk with the training run, sees the names, sizes and times of files everywhere, can fill the disk, and its threads
-can keep as many cores busy until `ProgramLimits.cpu_s` are used. Against that run it in a container or a virtual
-machine of its own and call that from a tool. What it is for: the code that a policy writes while it learns, which
-loops, floods, deletes and peeks at answers without any plan.
+The sandbox is for code that a policy writes while it learns: loops, floods of output, deletions, a look at the answers.
+It does not withstand a deliberate attack. The program shares the kernel, the user id and the disk with the training
+run. It sees the names, sizes and times of all files, can fill the disk, and can keep several cores busy until
+`ProgramLimits.cpu_s` is used up. Against attacks, run code in a container or virtual machine, and call that from a
+tool.
 
-Starting a program costs about 50 ms of one core, most of it the interpreter's own start.
+Starting a program costs about 50 ms of one core, mostly for the interpreter.
 """
 
 from __future__ import annotations
@@ -55,48 +55,48 @@ _READABLE = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/e
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramLimits:
-    """What a program may use, and what must hold it."""
+    """Limits of a program, and its required guards."""
 
     wall_s: float = 10.0
-    """Seconds from its start until it is killed."""
+    """Seconds from start until the program is killed."""
     cpu_s: int = 10
-    """Seconds of processor time, over all its threads."""
+    """Processor seconds, over all threads."""
     memory_mb: int = 1024
-    """Address space, which is more than what it uses: 1024 is enough to import numpy, not torch."""
+    """Address space, which exceeds the memory in use: 1024 is enough to import numpy, not torch."""
     file_mb: int = 16
-    """Size of a file it writes, and of all its output. How many files it writes is not limited."""
+    """Size of each written file, and of the whole output. The number of files is not limited."""
     open_files: int = 64
     threads: int = 64
-    """More, which is looked at 20 times a second, and it is killed."""
+    """With more threads, checked 20 times a second, the program is killed."""
     output_bytes: int = 20_000
-    """Bytes of its output that are kept, from the beginning; the rest is read and thrown away."""
+    """Bytes kept from the beginning of the output; the rest is discarded."""
     readable: tuple[str, ...] = ()
-    """Files and folders it may read besides those of the interpreter, e.g. those of a data set."""
+    """Files and folders that the program may read besides the interpreter's, e.g. a data set."""
     requires: tuple[Guard, ...] = ("landlock", "seccomp")
-    """Guards without which nothing is run. Without `seccomp` it could reach the network and start processes, some of
-    which may be left behind; without `landlock` read and delete every file that the training run can."""
+    """Guards without which nothing runs. Without `seccomp` the program could reach the network and start processes that
+    outlive it; without `landlock` it could read and delete every file that the training run can."""
 
 
 @dataclass(frozen=True)
 class PythonResult:
-    """How a program ended, and what it wrote."""
+    """Output of a program, and how it ended."""
 
     output: str
-    """What it wrote to stdout and stderr, in order. Bytes that are not UTF-8 are shown as �."""
+    """Stdout and stderr, in order. Bytes that are not UTF-8 are shown as �."""
     exit_code: int
-    """What it ended with; minus the signal's number if one killed it, e.g. -24 (SIGXCPU) after
+    """Exit code, or minus the number of the signal that killed the program, e.g. -24 (SIGXCPU) after
     `ProgramLimits.cpu_s`."""
     seconds: float
-    """From start to end, the start of the interpreter included."""
+    """Duration, including the start of the interpreter."""
     is_timeout: bool = False
-    """Was it killed at `ProgramLimits.wall_s`?"""
+    """True if the program was killed at `ProgramLimits.wall_s`."""
     is_cut: bool = False
-    """Did it write more than `ProgramLimits.output_bytes`?"""
+    """True if the program wrote more than `ProgramLimits.output_bytes`."""
     guards: tuple[str, ...] = ()
-    """What held it besides its limits."""
+    """Active guards, besides the limits."""
 
     def __str__(self) -> str:
-        """The output, and in brackets what a reader of it could not see: `1\\n[exit code 3]`."""
+        """Format the output with notes in brackets on how the program ended: `1\\n[exit code 3]`."""
         notes = ["[output cut]"] if self.is_cut else []
         if self.is_timeout:
             notes.append(f"[killed after {self.seconds:.1f} s]")
@@ -110,10 +110,10 @@ class PythonResult:
 
 
 async def run_python(code: str, *, stdin: str = "", limits: ProgramLimits = ProgramLimits()) -> PythonResult:
-    """Run a program, with `stdin` at its standard input, until it ends or is killed.
+    """Run a program, with `stdin` as its standard input, until it ends or is killed.
 
-    Raises `SandboxError` if a guard that it requires is missing, and `ToolError` if the machine has no room for another
-    process, or its folder cannot be removed. When this call is cancelled, the program is killed.
+    Raises `SandboxError` if a required guard is missing, and `ToolError` if the machine has no room for another process
+    or the program's folder cannot be removed. Cancellation kills the program.
     """
     began = time.monotonic()
     output = _Output(limits.output_bytes)
@@ -121,7 +121,7 @@ async def run_python(code: str, *, stdin: str = "", limits: ProgramLimits = Prog
         async with _folder(code) as folder:
             async with _started(folder, stdin, told, output, limits) as process:
                 is_timeout = await _is_overdue(process, output, limits)
-            os.set_blocking(report.fileno(), False)  # a process that is being started elsewhere may have its other end
+            os.set_blocking(report.fileno(), False)  # a process that is starting may have inherited the other end
             guards = _reported((report.read(4096) or b"").decode(), process, is_timeout)
     assert process.returncode is not None
     text = output.kept.replace(os.fsencode(folder + os.sep), b"").decode(errors="replace")
@@ -129,7 +129,7 @@ async def run_python(code: str, *, stdin: str = "", limits: ProgramLimits = Prog
 
 
 def python_tool(limits: ProgramLimits = ProgramLimits()) -> Tool:
-    """`python`, a tool that runs a program and answers with what it wrote."""
+    """Make the tool `python`, which runs a program and returns its output."""
 
     async def python(code: Annotated[str, Field(description="A whole program: print what you want to see.")]) -> str:
         """Run a Python program. It has no network and starts from nothing each time."""
@@ -139,13 +139,13 @@ def python_tool(limits: ProgramLimits = ProgramLimits()) -> Tool:
 
 
 _GRACE_S = 5.0
-"""The tool's deadline lies so much later than the program's, which should end it."""
+"""Seconds between the program's deadline, which normally ends it, and the tool's."""
 
 
 _LOOK_S = 0.05
-"""Between two looks at what a program uses."""
+"""Seconds between two checks of a program's use."""
 _LAST_WORDS_S = 1.0
-"""To read what is left of the output once the program has ended."""
+"""Seconds to read the rest of the output once the program has ended."""
 
 
 # ---------------------------------------------------------------------------------------------------------- the process
@@ -155,10 +155,10 @@ _LAST_WORDS_S = 1.0
 async def _started(
     folder: str, stdin: str, told: IO[bytes], output: _Output, limits: ProgramLimits
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """The program; on leaving, its process group is killed and its output read.
+    """Start the program; on exit, kill its process group and read its output.
 
-    The pipes are our own: asyncio would wait for everybody who holds one of its own, and without `seccomp` a process
-    that has left the group may never let go.
+    The pipes are created here: asyncio would wait until every process closes its pipe, and without `seccomp` a process
+    outside the group may never close it.
     """
     connect = asyncio.get_running_loop().connect_read_pipe
     with _pipe() as (read, write), tempfile.TemporaryFile() as given:
@@ -170,7 +170,7 @@ async def _started(
                 process = await _start(folder, given, write, told, limits)
             except OSError as error:
                 raise ToolError(f"cannot start a program: {error}") from error
-            write.close()  # the program has them
+            write.close()  # the program has inherited both
             told.close()
             try:
                 yield process
@@ -213,10 +213,10 @@ async def _start(
 
 
 async def _is_overdue(process: asyncio.subprocess.Process, output: _Output, limits: ProgramLimits) -> bool:
-    """Has the program to be killed at its deadline?
+    """Wait for the program; return True if it has to be killed at its deadline.
 
-    Waits for its end, which is unblocked by the deadline, by cancellation and, at the next look, by too much output or
-    too many threads.
+    Waits for the program's end; unblocked by the deadline, by cancellation and, at the next check, by too much output
+    or too many threads.
     """
     now = asyncio.get_running_loop().time
     deadline, ended = now() + limits.wall_s, asyncio.create_task(process.wait())
@@ -237,7 +237,7 @@ def _num_threads(pid: int) -> int:
 
 
 class _Output(asyncio.Protocol):
-    """What a program writes: the first `most` bytes are kept."""
+    """Output of a program: the first `most` bytes are kept."""
 
     def __init__(self, most: int) -> None:
         self.most, self.kept, self.num_bytes = most, bytearray(), 0
@@ -258,7 +258,7 @@ class _Output(asyncio.Protocol):
 
 @contextmanager
 def _pipe() -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Where to read and where to write."""
+    """Yield the read end and the write end of a pipe."""
     read, write = os.pipe()
     with os.fdopen(read, "rb", 0) as reading, os.fdopen(write, "wb", 0) as writing:
         yield reading, writing
@@ -269,7 +269,7 @@ def _pipe() -> Iterator[tuple[IO[bytes], IO[bytes]]]:
 
 @asynccontextmanager
 async def _folder(code: str) -> AsyncIterator[str]:
-    """A folder with `main.py` in it, as a path without symbolic links; removed on leaving."""
+    """Create a folder with `main.py`, and remove it on exit. The path has no symbolic links."""
     try:
         top = _written(code)
     except OSError as error:
@@ -295,13 +295,13 @@ def _written(code: str) -> str:
 
 
 _HOME = "home"
-"""The program's folder in the one that is made for it, where it can write nothing."""
+"""The program's folder, inside a temporary folder in which the program cannot write."""
 
 
 def _remove(top: str) -> None:
-    """Delete a folder that holds nothing but `_HOME`, however deep that is.
+    """Delete a folder that contains only `_HOME`, at any depth.
 
-    What is nested is moved up into `top` first, under a number: no path is long, and no more than two folders are open.
+    Nested folders are first moved up into `top`, named by numbers: paths stay short, and at most two folders are open.
     """
     above = os.open(top, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -320,13 +320,13 @@ def _remove(top: str) -> None:
 
 
 def _emptied(folder: int, above: int, number: Iterator[int]) -> list[str]:
-    """Delete the files of a folder and move its folders up; returns their names there."""
+    """Delete the files of a folder and move its folders up; returns their new names."""
     nested: list[str] = []
     with os.scandir(folder) as entries:
         found = list(entries)
     for entry in found:
         if entry.is_dir(follow_symlinks=False):
-            os.chmod(entry.name, 0o700, dir_fd=folder)  # it may have been made without
+            os.chmod(entry.name, 0o700, dir_fd=folder)  # the program may have removed permissions
             nested.append(str(next(number)))
             os.rename(entry.name, nested[-1], src_dir_fd=folder, dst_dir_fd=above)
         else:
@@ -334,11 +334,11 @@ def _emptied(folder: int, above: int, number: Iterator[int]) -> list[str]:
     return nested
 
 
-# -------------------------------------------------------------------------------------------------- what it is told of
+# ---------------------------------------------------------------------------------------------- report and environment
 
 
 def _reported(line: str, process: asyncio.subprocess.Process, is_timeout: bool) -> tuple[str, ...]:
-    """The guards that the launcher tells of. Raises what `run_python` does."""
+    """Parse the guards that the launcher reports. Raises the errors of `run_python`."""
     if line.startswith("!"):
         raise SandboxError(
             f"cannot run a program in the sandbox: {line[1:]}; see "
@@ -350,7 +350,7 @@ def _reported(line: str, process: asyncio.subprocess.Process, is_timeout: bool) 
 
 
 def _environment(folder: str) -> dict[str, str]:
-    """All there is of it; with a fixed hash seed, so that the same program writes the same."""
+    """The whole environment of a program; the hash seed is fixed, so that the same program writes the same output."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MALLOC_ARENA_MAX"), "1")
     home = {"HOME": folder, "TMPDIR": folder, "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
     return {**home, **threads, "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}

@@ -1,2 +1,2 @@
-"""Ready-made workflows, each a dataclass whose fields are its keys under `rollout.workflow`. Subclass them for your own
-roles: what they read and write is in small methods."""
+"""Ready-made workflows, each a dataclass whose fields are keys of `rollout.workflow`. Subclass them for new roles:
+small methods read replies and write prompts."""

@@ -1,4 +1,4 @@
-"""One agent that plays an environment until it is over."""
+"""Workflow of one agent that plays an environment until the episode is over."""
 
 from __future__ import annotations
 
@@ -25,38 +25,37 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentPlay(Workflow):
-    """One agent and a world: it is told what it sees, replies, and is told what came of it, until the episode is over.
+    """One agent plays an environment: it gets an observation, replies, and gets the next, until the episode is over.
 
-    The world is made anew for every episode and always closed. Its seed comes from the task's group, so that all
-    episodes of a group play the same. If it has tools, the agent calls them as it likes between its replies, and
-    all that is said are messages, which need a chat template.
+    Each episode has a new environment, which is always closed. Its seed comes from the task's group, so that all
+    episodes of a group play the same. If it has tools, the agent may call them between its replies, and prompts
+    become messages, which need a chat template.
 
-    An environment that raises, hangs or gives a reward that is no number fails the episode, with the reason: it is left
-    out of training. Out of turns or context, the agent keeps the reward it has so far, 0 where there was none, and is
-    truncated.
+    An environment that raises, times out or returns a reward that is not finite fails the episode, which is left out of
+    training. If the agent runs out of turns or context, it keeps its reward so far (0 without any), and is truncated.
     """
 
     environment: str
-    """`gymnasium:ID`, `reasoning_gym:TASK`, `openenv:URL`, `mcp:COMMAND` or `mcp:URL`, or `module:Name` of your own
-    subclass of `rlsys.agents.environment.Environment`. The prompt of a task is what the agent is told first."""
+    """`gymnasium:ID`, `reasoning_gym:TASK`, `openenv:URL`, `mcp:COMMAND` or `mcp:URL`, or `module:Name` of your
+    subclass of `rlsys.agents.environment.Environment`. The prompt of a task begins the agent's first prompt."""
     args: dict[str, JsonValue] = field(default_factory=dict)
-    """What the environment is made with, by name."""
+    """Arguments of the environment, by name."""
     reward: Literal["sum", "last", "task"] = "sum"
-    """The sum of the rewards of all steps, or the last of them; `task`: what `reward.fn` makes of the agent's last
-    reply, which also judges an episode that is done and had no reward in any step."""
+    """`sum` of the rewards of all steps, or the `last` of them; `task`: the value of `reward.fn` for the agent's last
+    reply. `reward.fn` also scores an episode that is done without a reward in any step."""
     step_timeout_s: PositiveFloat = 60.0
-    """Deadline of one step of the environment, and of its reset and its end, seconds; that of a tool is its own."""
+    """Deadline of one step, reset or close of the environment, seconds. Tools have separate deadlines."""
     system: str | None = None
-    """What the agent's context opens with; None: the task's prompt."""
+    """System message of the agent; None: the context opens with the task's prompt."""
 
     def made(self) -> Environment:
-        """The environment of one episode. Raises `ConfigError`."""
+        """Create the environment of one episode. Raises `ConfigError`."""
         return make(self.environment, self.args)
 
     def check(self, tasks: Sequence[Task], *, group_size: int, temperature: float) -> None:
-        """Raises `ConfigError` if there is no such environment, or its package is not installed.
+        """Raise `ConfigError` if the environment does not exist, or its package is not installed.
 
-        One is made for it and closed again, in a thread, since the caller may have an event loop of its own.
+        Creates and closes one environment, in a thread, since the caller may already run an event loop.
         """
         world = Watched(self.made(), self.environment, self.step_timeout_s)
         with ThreadPoolExecutor(1) as thread:
@@ -66,7 +65,7 @@ class EnvironmentPlay(Workflow):
         async with session.enter(Watched(self.made(), self.environment, self.step_timeout_s)) as world:
             agent = session.agent("policy", system=self.system)
             prompt, total, is_scored = world.opening, 0.0, False
-            if len(world.tools):  # which plain text would not offer
+            if len(world.tools):  # which plain text cannot offer
                 prompt = messages_of(prompt)
             if self.reward != "task":
                 session.reward(total)
@@ -88,7 +87,7 @@ async def _reply(agent: Agent, prompt: Prompt, world: Environment) -> str:
 
 
 class Watched(Environment):
-    """An environment under a deadline, whose failures are `ToolError`s that name it and the place."""
+    """Environment under a deadline; its failures become `ToolError`s with its name and the source line."""
 
     def __init__(self, inner: Environment, name: str, timeout_s: float) -> None:
         self.inner, self.name, self.timeout_s = inner, name, timeout_s

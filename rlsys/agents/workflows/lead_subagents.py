@@ -1,10 +1,10 @@
-"""A lead and parallel subagents with contexts of their own (WideSeek-R1, arXiv:2602.04634).
+"""Workflow of a lead and parallel subagents with separate contexts (WideSeek-R1, arXiv:2602.04634).
 
     lead       delegate(tasks=["rows a, b", "rows c, d"])    waits for all of them
-    subagents      each: its task, tools, ..., its answer    side by side
-    lead       is told their answers; delegates again, or answers
+    subagents      each: its task, tools, ..., its answer    in parallel
+    lead       gets their answers; delegates again, or answers
 
-All that a subagent reads and says on the way stays in its own context.
+Each subagent's work stays in the subagent's context.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ SUBAGENT = "Do the task that you are given. Call tools where they help. Then rep
 class LeadSubagents(Workflow):
     """A lead delegates tasks to subagents that run in parallel, and sees only their final replies.
 
-    A subagent that is stopped, by its context or its turns, is truncated; one whose tools broke has failed and is left
-    out of training. Either way the lead is told, and the episode goes on. A lead that still delegates in its last turn
-    is truncated.
+    A subagent that runs out of context or turns is truncated. A subagent whose tools raise `ToolError` fails, and is
+    left out of training. In both cases the lead gets a note, and the episode goes on. A lead that still delegates in
+    its last turn is truncated.
     """
 
     max_subagents: PositiveInt = 10
-    """Subagents that one call may start; of more tasks the last are refused."""
+    """Subagents per call; further tasks are refused."""
     max_subagents_in_all: PositiveInt = 100
-    """Subagents of an episode."""
+    """Subagents per episode."""
     max_lead_turns: PositiveInt = 10
     """Turns of the lead."""
     max_subagent_turns: PositiveInt = 20
     """Turns of each subagent."""
     tools: ToolNames = ()
-    """Tools of subagents, as `module:function`. The lead has one, `delegate`."""
+    """Tools of subagents, as `module:function`. The lead's only tool is `delegate`."""
     lead_system: str = LEAD
-    """What the lead's context opens with."""
+    """System message of the lead."""
     subagent_system: str = SUBAGENT
-    """What every subagent's context opens with."""
+    """System message of every subagent."""
 
     def toolbox(self) -> Toolbox:
-        """The tools of one subagent."""
+        """Tools of one subagent."""
         return toolbox_of(self.tools)
 
     async def run(self, session: Session) -> None:
@@ -68,7 +68,7 @@ class LeadSubagents(Workflow):
         await lead.use(prompt, Moves(delegate), max_turns=self.max_lead_turns)
 
     async def delegate(self, session: Session, lead: Agent, tasks: Sequence[str]) -> list[str]:
-        """What became of each task: a subagent's final reply, or why there is none."""
+        """Run a subagent per task, and return each final reply, or the reason why there is none."""
         num_before = sum(agent.name == "subagent" for agent in session.agents)
         num = min(len(tasks), self.max_subagents, self.max_subagents_in_all - num_before)
         subagents = [session.agent("subagent", parent=lead) for _ in tasks[:num]]
@@ -82,12 +82,12 @@ class LeadSubagents(Workflow):
         return [*answers, *(f"refused: subagents are limited to {limits}" for _ in tasks[num:])]
 
     async def work(self, session: Session, subagent: Agent, task: str) -> str:
-        """One subagent's part: its final reply, without what it thought before it."""
+        """Let one subagent do its task, and return its final reply without its thinking."""
         prompt = opened(self.subagent_system, task)
         return spoken(await subagent.use(prompt, self.toolbox(), max_turns=self.max_subagent_turns))
 
     def report(self, answers: Sequence[str]) -> str:
-        """What the lead is told."""
+        """Write the answers as the result of `delegate`."""
         return "\n\n".join(f"Subagent {number}: {answer}" for number, answer in enumerate(answers, 1)) or "No tasks."
 
 

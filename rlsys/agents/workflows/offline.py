@@ -1,14 +1,14 @@
-"""Training on what was said before: the workflow `recorded`, which reads answers from the data and samples nothing.
+"""Offline training: the workflow `offline`, which reads completions from the data and samples nothing.
 
     {"prompt": "385120>", "completion": "012358", "label": true}
     {"prompt": [{"role": "user", "content": "2+3?"}], "completion": [{"role": "assistant", "content": "6"}], "label": 0}
 
-Rows are TRL's unpaired preferences: `label` says whether the completion is wanted, and is the reward, 1 or 0. A
-completion of several messages is a conversation that went on: the assistant's are trained, the others are context.
+Rows are TRL's unpaired preferences: `label` marks whether the completion is wanted, and is the reward, 1 or 0. A
+completion of several messages continues the conversation: the assistant's messages are trained, the others are context.
 
-The engine says how likely each token is under the weights it holds, and that is recorded with their version: the
-distance between engine and trainer stays visible, while nothing is claimed about who wrote the completion. A loss that
-weighs tokens by their probability under whoever wrote them has nothing to work with here; KTO's does not.
+The engine computes the logprobs of the completion under its loaded weights, and they are recorded with that version. So
+the mismatch between engine and trainer stays visible, but the logprobs are not those of the completion's author. A loss
+with importance ratios against the author's probabilities cannot work here; KTO's loss needs none.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _PROBLEMS_SHOWN = 10
 
 
 class Offline(Workflow):
-    """One agent that says what the row's `completion` says, scored by its `label`."""
+    """One agent replays the row's `completion`; its reward is the row's `label`."""
 
     async def run(self, session: Session) -> None:
         agent = session.agent("policy")
-        session.reward(label_of(session.task))  # first: a conversation that outgrows the context ends below
+        session.reward(label_of(session.task))  # first, since a conversation that outgrows the context ends below
         for prompt, reply in exchanges_of(session.task):
             await agent.recite(prompt, reply)
 
     def check(self, tasks: Sequence[Task], *, group_size: int, temperature: float) -> None:
-        """Raises `ConfigError` for keys that make no sense here, `DataError` listing the rows that cannot be used."""
+        """Raise `ConfigError` for keys that do not apply, `DataError` that lists the rows that cannot be used."""
         if group_size != 1:
             raise ConfigError(
                 f"algorithm.group_size: {group_size} episodes of a row would all be its one recorded completion; set "
@@ -53,12 +53,12 @@ class Offline(Workflow):
             raise DataError("\n  ".join([what, *shown]))
 
     def in_evaluation(self) -> Workflow:
-        """The policy answers for itself."""
+        """Return the single-turn workflow: in evaluation the policy samples its reply."""
         return SingleTurn()
 
 
 def label_of(task: Task) -> float:
-    """1.0 for a completion that is wanted, else 0.0. Raises `RowProblem`."""
+    """Read the label: 1.0 for a wanted completion, else 0.0. Raises `RowProblem`."""
     label = task.info.get("label")
     if label is None:
         raise RowProblem(f"no `label`; the row has {_columns_of(task)}")
@@ -68,7 +68,7 @@ def label_of(task: Task) -> float:
 
 
 def exchanges_of(task: Task) -> Iterator[tuple[Prompt, str]]:
-    """What is said to the policy, and its reply, in turn. Raises `RowProblem`."""
+    """Yield each prompt and the assistant's reply to it, in order. Raises `RowProblem`."""
     completion = task.info.get("completion")
     if completion is None:
         raise RowProblem(f"no `completion`; the row has {_columns_of(task)}")

@@ -1,4 +1,4 @@
-"""Train any program that speaks to an OpenAI-compatible endpoint: the workflow `openai_agent`.
+"""Training of any program with an OpenAI client: the workflow `openai_agent`.
 
     rollout:
       workflow: {type: openai_agent, agent: "my_agent:solve"}
@@ -8,13 +8,13 @@
             reply = await client.chat.completions.create(model=model, messages=[{"role": "user", "content": prompt}])
         return float("42" in reply.choices[0].message.content)
 
-or a program as it is, a process per episode:
+or an unmodified program, one process per episode:
 
     rollout:
       workflow: {type: openai_agent, command: [python, my_agent.py]}
 
-Each episode has an endpoint of its own (`rlsys.agents.gateway`). What was said through it is trained, and nothing else.
-The agent runs its tools itself, so `max_tool_calls` does not count them.
+Each episode has its endpoint (`rlsys.agents.gateway`), and only conversations through it are trained. The agent runs
+its tools itself, so `max_tool_calls` does not count them.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from rlsys.types import Prompt, Task
 from rlsys.util.importing import imported
 
 ARGUMENTS = ("task", "prompt", "base_url", "api_key", "model")
-"""What an agent function may ask for, by name."""
+"""Arguments that an agent function may request, by name."""
 _ROOM: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, asyncio.Semaphore]] = WeakKeyDictionary()
 
 
 class _Late(Exception):
-    """An agent did not end in time."""
+    """An agent exceeded its deadline."""
 
 
 def _loads(spec: str) -> str:
@@ -59,50 +59,50 @@ def _loads(spec: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenAIAgent(Workflow):
-    """An agent of your own behind an OpenAI client; give `agent` or `command`.
+    """An external agent behind an OpenAI client; give `agent` or `command`.
 
-    An episode fails, and is left out of training, if the agent gets no reply at all, takes longer than `deadline_s`, or
-    is a program that ends with an exit code other than 0. If it ends so, or its function raises, because a turn was
-    refused, the episode is truncated there for a full context or a spent budget, and fails for messages that the chat
-    template does not take. Whatever else a function raises is a bug, and ends the run at its line.
+    An episode fails if the agent gets no reply at all, exceeds `deadline_s`, or is a program with an exit code other
+    than 0: it is then left out of training. If the program fails or the function raises because a request was
+    refused, the reason decides: the episode is truncated for a full context or a spent budget, and fails for messages
+    that the chat template refuses. Any other exception of a function is a bug, and ends the run.
 
-    The agent whose reply was the last is the root of the episode: that reply is what reward functions judge, however
-    many conversations there were.
+    The agent of the last reply is the root of the episode: reward functions score that reply, regardless of the number
+    of conversations.
     """
 
     agent: Annotated[str, AfterValidator(_loads)] | None = None
     """An async function, `module:function`. Its arguments are picked by name: `task`, `prompt`, `base_url`, `api_key`,
-    `model`. It returns the episode's reward; or None or text, and the reward functions judge the last reply. It runs in
-    the event loop of the replica, where a client that is not async would block every session and wait for itself: run
+    `model`. It returns the episode's reward; or None or text, and then reward functions score the last reply. It runs
+    in the event loop of the replica, where a client that is not async would block every session and deadlock: run
     such code as a `command`."""
     command: tuple[str, ...] = ()
     """A program and its arguments, in which `{prompt}` and `{model}` are filled in. It gets OPENAI_BASE_URL and
-    OPENAI_API_KEY, and the prompt as its input: text as it is, messages as JSON."""
+    OPENAI_API_KEY, and the prompt on stdin: text unchanged, messages as JSON."""
     model: str = POLICY
-    """The model that it asks for, which is the name of the agent that speaks; in a run of several policies, bind it to
-    one in `agents`."""
+    """The model name in requests, which is also the name of the agent; in a run of several policies, bind it to a
+    policy in `agents`."""
     deadline_s: PositiveFloat = 600.0
-    """Longest episode, seconds; it is ended there, with its children if it is a program. A function that does not end
-    when it is cancelled goes on by itself, without an endpoint."""
+    """Longest episode, seconds; then the agent is cancelled, or killed with its children if it is a program. A function
+    that ignores cancellation continues without an endpoint."""
     max_processes: PositiveInt = 32
-    """Programs that run at the same time on one replica; others wait, before their deadline begins."""
+    """Concurrent programs on one replica; further ones wait, and their deadline starts after the wait."""
 
     def __post_init__(self) -> None:
         if (self.agent is None) == (not self.command):
             raise ValueError("give either `agent`, an async function, or `command`, a program")
 
     def check(self, tasks: Sequence[Task], *, group_size: int, temperature: float) -> None:
-        """Raises `ConfigError` if there is no such program."""
+        """Raise `ConfigError` if the program does not exist."""
         if self.command and shutil.which(self.command[0], path=_search_path()) is None:
             raise ConfigError(f"rollout.workflow.command: there is no program {self.command[0]!r}")
 
     async def run(self, session: Session) -> None:
-        """Serve the session to the agent until that ends, and judge the episode by what it returned."""
+        """Serve the session to the agent until the agent ends, and set the reward that it returned."""
         try:
             returned = await self._served(session)
         except (ProgramFailed, _Late) as error:
             self._root(session).fail(str(error))
-        except DataError as refusal:  # of messages: the policy led there if it spoke, and else the agent is wrong
+        except DataError as refusal:  # of messages: the policy's fault if it replied before, else the agent's
             root = self._root(session)
             if not root.turns and refusal.__cause__:
                 raise refusal.__cause__ from None
@@ -111,7 +111,7 @@ class OpenAIAgent(Workflow):
             self._judge(session, returned)
 
     async def _served(self, session: Session) -> object:
-        """What the agent returned. Raises the refusal if that is all it got."""
+        """Run the agent with an endpoint, and return its result. Raises the refusal if the agent got no reply."""
         async with shared_gateway() as gateway, gateway.serve(session) as endpoint:
             try:
                 returned = await self._returned(session.task, endpoint)
@@ -161,14 +161,14 @@ class OpenAIAgent(Workflow):
             async with limit:
                 return await endpoint.while_sound(work)
         except TimeoutError:
-            if not limit.expired():  # the agent's own
+            if not limit.expired():  # raised by the agent
                 raise
             raise _Late(f"the agent took longer than {self.deadline_s:g} s (deadline_s)") from None
 
 
 @cache
 def _function(spec: str) -> tuple[Callable[..., Awaitable[object]], tuple[str, ...]]:
-    """An agent function, and the names of what it is given. Raises `ValueError` saying what is wrong with it."""
+    """Import an agent function; returns it and the names of its arguments. Raises `ValueError` if it is invalid."""
     found = imported("agent", spec)
     if not callable(found) or not inspect.iscoroutinefunction(found):
         raise ValueError(f"the agent {spec!r} is not an async function; run other code as a `command`")
@@ -183,7 +183,7 @@ def _function(spec: str) -> tuple[Callable[..., Awaitable[object]], tuple[str, .
 
 
 def _seat(session: Session, root: Agent | None) -> None:
-    """Put `root` first, above all others, and leave out who never spoke. None: nobody spoke."""
+    """Make `root` the root of all other agents, and remove agents without turns. Does nothing for None."""
     if root is None:
         return
     others = [agent for agent in session.agents if agent.turns and agent is not root]
@@ -196,18 +196,18 @@ def _seat(session: Session, root: Agent | None) -> None:
 
 
 def _room(most: int) -> asyncio.Semaphore:
-    """For the programs of this event loop."""
+    """Semaphore for the programs of this event loop."""
     rooms = _ROOM.setdefault(asyncio.get_running_loop(), {})
     return rooms.setdefault(most, asyncio.Semaphore(most))
 
 
 def _environment(endpoint: Endpoint) -> dict[str, str]:
-    """A program's: ours, the endpoint, and no proxy on the way to it."""
+    """Environment of a program: this process's, the endpoint, and no proxy for the endpoint."""
     mine = {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": endpoint.api_key, "PATH": _search_path()}
     no_proxy = ",".join(filter(None, [os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), HOST]))
     return {**os.environ, **mine, "NO_PROXY": no_proxy, "no_proxy": no_proxy}
 
 
 def _search_path() -> str:
-    """Ours, but `python` is this one."""
+    """This process's `PATH`, with its Python interpreter first."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])

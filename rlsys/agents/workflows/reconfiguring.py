@@ -1,7 +1,7 @@
-"""An agent that configures itself by a tool call (ToolSelf, arXiv:2602.07883).
+"""Workflow of an agent that configures itself by a tool call (ToolSelf, arXiv:2602.07883).
 
 stage 1    search, search, reconfigure(sub_goal=..., strategy=..., tools=["python"], knowledge=..., mode=...)
-stage 2    begins from that configuration: python, python, terminate(answer="42")
+stage 2    starts from that configuration: python, python, terminate(answer="42")
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ EXECUTOR = (
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a stage begins with."""
+    """Configuration of a stage."""
 
     sub_goal: str = "Solve the task."
     strategy: str = "Your own."
     tools: tuple[str, ...] = ()
-    """Names of the tools it may call, beside `reconfigure` and `terminate`."""
+    """Names of the stage's tools, besides `reconfigure` and `terminate`."""
     knowledge: str = "None yet."
-    """What earlier stages found out."""
+    """Findings of earlier stages."""
     mode: Literal["basic", "truncation"] = "basic"
-    """What becomes of the context. `basic`: it goes on, and the configuration follows. `truncation`: it begins anew,
-    with the task and the configuration, which starts a new sample. The paper names the modes and says no more."""
+    """Context of the stage. `basic`: the context continues, followed by the configuration. `truncation`: a new context
+    with the task and the configuration, which starts a new sample. The paper only names the modes."""
 
     def __str__(self) -> str:
         lines = {"Sub-goal": self.sub_goal, "Strategy": self.strategy, "Knowledge": self.knowledge}
@@ -45,25 +45,25 @@ class Configuration:
 
 @dataclass(frozen=True, kw_only=True)
 class Reconfiguring(Workflow):
-    """One agent that works in stages, each with a sub-goal, strategy, tools and knowledge of its own choice.
+    """One agent works in stages, each with a sub-goal, strategy, tools and knowledge that the agent chooses.
 
-    It ends with `terminate`, or with a reply that calls nothing. Its last turn is what a reward function judges: with
-    `terminate` that is the call, in which `regex` finds `"answer": "(.*?)"`. All stages are one trajectory, and so
-    share one reward: the label that KTO needs.
+    The episode ends with `terminate`, or with a reply without calls. Reward functions score the last turn: with
+    `terminate` that is the call, in which `regex` can find `"answer": "(.*?)"`. All stages are one trajectory, and so
+    share one reward, which is the label that KTO needs.
     """
 
     tools: ToolNames
-    """What a stage may choose from, as `module:function`. The first has all of them."""
+    """Tools to choose from, as `module:function`. The first stage has all of them."""
     max_turns: PositiveInt = 200
-    """Turns of an episode; still calling tools in the last one, it is truncated."""
+    """Turns of an episode; if the last one still calls tools, the episode is truncated."""
     system: str = EXECUTOR
-    """What its context opens with."""
+    """System message of the agent."""
 
     def __post_init__(self) -> None:
-        Executor(self.toolbox()).moves()  # raises `ValueError` for a tool that is called as they are
+        Executor(self.toolbox()).moves()  # raises `ValueError` for a tool with the name of one of these two
 
     def toolbox(self) -> Toolbox:
-        """All tools there are."""
+        """All tools to choose from."""
         return toolbox_of(self.tools)
 
     async def run(self, session: Session) -> None:
@@ -83,7 +83,7 @@ class Reconfiguring(Workflow):
 
 @dataclass
 class Executor:
-    """The state of one episode, and the two tools that change it."""
+    """State of one episode, and the two tools that change it."""
 
     every: Toolbox
     stage: Configuration = field(init=False)
@@ -93,7 +93,7 @@ class Executor:
         self.stage = Configuration(tools=tuple(self.every.tools))
 
     def moves(self) -> Moves:
-        """What this stage may call."""
+        """Tools of the current stage."""
         return Moves(
             self.reconfigure, self.terminate, others=Toolbox(*map(self.every.tools.__getitem__, self.stage.tools))
         )

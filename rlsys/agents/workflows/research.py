@@ -1,10 +1,10 @@
-"""Research in rounds, each on a workspace of constant size (IterResearch, arXiv:2511.07327).
+"""Workflow of research in rounds, each on a workspace of constant size (IterResearch, arXiv:2511.07327).
 
-    round t sees:    the question, the report so far, the last action and its result
-    round t says:    <report>the report, rewritten</report> and a tool call, or the answer
+    prompt of round t:    the question, the report so far, the last action and its result
+    reply of round t:     <report>the report, rewritten</report> and a tool call, or the answer
 
-Nothing else of the rounds before is kept. Every round is a sample of its own, which the algorithm `eapo` discounts by
-how many rounds came after it.
+Nothing else of earlier rounds is kept. Every round is a separate sample; the algorithm `eapo` discounts it by the
+number of later rounds.
 """
 
 from __future__ import annotations
@@ -31,31 +31,32 @@ _REPORT = re.compile(r"<report>(.*?)(?:</report>|\Z)", re.DOTALL)
 
 @dataclass(frozen=True)
 class State:
-    """What a round starts from: nothing that a round before thought within `<think>` and `</think>`."""
+    """State between rounds, without the thinking of earlier rounds (`<think>` to `</think>`)."""
 
     report: str = ""
-    """As the round before rewrote it."""
+    """Report, as rewritten in the last round."""
     last: str = ""
-    """The last action, and its result."""
+    """Last action and its result."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Research(Workflow):
-    """One agent that starts every round from the question, its report and its last action, and ends with a round that
-    calls no tool. Without a report in a round, the one before stays. Out of rounds it is truncated."""
+    """One agent starts every round from the question, its report and its last action, and ends by calling no tool.
+
+    A round without a report keeps the report before it. Without an answer after `max_rounds`, the episode is truncated.
+    """
 
     tools: ToolNames
-    """What a round may call, as `module:function`."""
+    """Tools of each round, as `module:function`."""
     max_rounds: PositiveInt = 32
     """Rounds of an episode."""
     max_report_chars: PositiveInt = 20_000
-    """Longest report, in characters; of a longer one the beginning is kept. With the tools' `max_chars` it bounds what
-    a round reads."""
+    """Longest report, in characters; the rest is cut. With the tools' `max_chars` it bounds the prompt of a round."""
     system: str = RESEARCHER
-    """What every round's context opens with."""
+    """System message of every round."""
 
     def toolbox(self) -> Toolbox:
-        """The tools of an episode."""
+        """Tools of an episode."""
         return toolbox_of(self.tools)
 
     async def run(self, session: Session) -> None:
@@ -70,7 +71,7 @@ class Research(Workflow):
         raise BudgetSpent(f"round {self.max_rounds}, the last (max_rounds), still called tools")
 
     def write(self, task: Task, state: State) -> Prompt:
-        """The context of a round."""
+        """Write the prompt of a round."""
         if state == State():
             return opened(self.system, task.prompt)
         return opened(
@@ -78,7 +79,7 @@ class Research(Workflow):
         )
 
     def read(self, reply: Reply, results: Prompt, before: State) -> State:
-        """What the next round starts from."""
+        """Read a round's reply and results into the state for the next round."""
         text = spoken(reply.text)
         found = _REPORT.search(text)
         report = found[1].strip() if found else before.report

@@ -1,9 +1,9 @@
-"""A proposer makes a task, and solvers try it.
+"""Workflow of a proposer that makes a task, and solvers that try it.
 
     proposer   <task>17 * 23</task>                      rewarded for a task that is neither too easy nor too hard
-    solvers        391   401   391   391    side by side    each rewarded for being right
+    solvers        391   401   391   391    in parallel    each rewarded for a right answer
 
-With one policy for both it plays against itself; `agents` of a configuration binds each to a policy of its own.
+With one policy for both roles, the policy plays against itself; `agents` in the configuration binds each to a policy.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from rlsys.util.importing import imported
 PROPOSER = "Make one task of the kind that you are asked for, and write it within <task> and </task>."
 SOLVER = "Solve the task."
 INVALID = -1.0
-"""Reward of a proposer whose reply holds no task: less than for a task that teaches nothing."""
+"""Reward of a proposer whose reply contains no task: less than for a task that teaches nothing."""
 _TASK = re.compile(r"<task>(.+?)</task>", re.DOTALL)
 
 
 def load_judge(spec: str) -> Callable[[str, str], float]:
-    """The function that `module:name` names. Raises `ValueError`."""
+    """Import the function `module:name`. Raises `ValueError`."""
     found = imported("judge", spec)
     if not callable(found):
         raise ValueError(f"the judge {spec!r} is no function")
@@ -48,20 +48,20 @@ def _loads(spec: str) -> str:
 class SelfPlay(Workflow):
     """One proposer, the root, and `attempts` solvers of the task that it makes.
 
-    Every episode of a group has a task of its own, and a policy-gradient algorithm compares the solvers of all of them:
-    those of an easier task come out ahead, whoever they are. R-Zero trains its solver on several answers to one task,
-    in turns of their own: so train `solver` as the policy of a run whose data are the tasks that were proposed.
+    Every episode of a group has a different task, and a policy-gradient algorithm compares the solvers of all of them:
+    solvers of an easier task come out ahead. R-Zero trains its solver on several answers to one task, in alternating
+    phases. For that, train `solver` in a separate run whose data are the proposed tasks.
 
-    A solver's reward is what `judge` says. The proposer's is 1 - |1 - 2 p| for the mean p of the solvers' (R-Zero,
-    arXiv:2508.05004): 1 where half of them are right, 0 where all or none is, and -1 for a reply without a task. A
-    solver that is stopped counts as wrong; one whose tools broke has failed, and counts as nothing.
+    `judge` gives a solver's reward. The proposer's is 1 - |1 - 2 p| for the mean p of the solvers' rewards (R-Zero,
+    arXiv:2508.05004): 1 if half of them are right, 0 if all or none are, and -1 for a reply without a task. A
+    solver out of turns or context counts as wrong. A solver whose tools raise `ToolError` fails, and does not count.
     """
 
     judge: Annotated[str, AfterValidator(_loads)]
-    """`module:function`: called with the task and a solver's reply, returns 0 to 1, quickly. What it raises ends the
-    run."""
+    """`module:function`: called with the task and a solver's reply, returns 0 to 1, quickly. An exception ends the run.
+    """
     attempts: PositiveInt = 4
-    """Solvers of one task."""
+    """Solvers per task."""
 
     async def run(self, session: Session) -> None:
         proposer = session.agent("proposer")
@@ -84,14 +84,14 @@ class SelfPlay(Workflow):
             proposer.fail("the tools of all solvers broke")
 
     def ask(self, task: Task) -> Prompt:
-        """What the proposer is told; `task` says what kind is wanted."""
+        """Write the proposer's prompt; `task` describes the kind of task to make."""
         return opened(PROPOSER, task.prompt)
 
     def read(self, reply: str) -> str | None:
-        """The task in a proposer's reply; None if there is none."""
+        """Parse the task in a proposer's reply; None if there is none."""
         found = _TASK.search(spoken(reply))
         return found[1].strip() or None if found else None
 
     async def solve(self, solver: Agent, task: str) -> str:
-        """One solver's reply."""
+        """Let one solver try the task, and return its reply."""
         return await solver.chat(opened(SOLVER, task))

@@ -1,11 +1,10 @@
-"""Parallel thinking by spawn and join (APR, arXiv:2504.15466).
+"""Workflow of parallel thinking by spawn and join (APR, arXiv:2504.15466).
 
     parent     thinks, spawn(contexts=["try 3 * 4 first", "try 3 + 4 first"])
-    children       each: the context it was given, its own search, join(text)    side by side
-    parent     its own thoughts, then the joined texts; goes on
+    children       each: its context, its search, join(text)    in parallel
+    parent     its thinking so far, then the joined texts; goes on
 
-The parent never sees what a child thought, only what the child chose to hand over, and a child of the parent only what
-the parent wrote for it.
+The parent sees only the text that a child joins, and a child sees only the context that the parent writes for it.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ PARENT = (
 )
 CHILD = "Explore what you are given. Then call join with what is worth knowing: nothing else is handed over."
 NOTHING = "(nothing joined)"
-"""What a parent is told of a child that ended without joining."""
+"""Result of a child that ended without joining."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A parent in its session."""
+    """Parent agent and its session."""
 
     session: Session
     parent: Agent
@@ -39,24 +38,24 @@ class Family:
 
 @dataclass(frozen=True, kw_only=True)
 class SpawnJoin(Workflow):
-    """A parent spawns children with contexts that it writes, and goes on with its own context and what they join.
+    """A parent spawns children with contexts that it writes, and continues with the texts that they join.
 
-    A child that never joins hands over nothing, and is truncated if that is for want of turns; one whose tools broke
-    has failed and is left out of training. Either way the episode goes on. The transcript ends with the episode's
-    sequential tokens: those of the longest chain in which every token had to wait for the one before, and so what its
-    time depends on where children have engines enough.
+    A child that never joins returns nothing, and is truncated if it ran out of turns. A child whose tools raise
+    `ToolError` fails, and is left out of training. In both cases the episode goes on. The transcript ends with the
+    episode's sequential tokens: the longest chain in which every token had to wait for the one before. With enough
+    engines for the children, that chain determines the episode's duration.
     """
 
     max_children: PositiveInt = 10
-    """Children of one spawn; of more contexts the last are refused."""
+    """Children per spawn; further contexts are refused."""
     max_parent_turns: PositiveInt = 10
     """Turns of the parent."""
     max_child_turns: PositiveInt = 4
     """Turns of each child."""
     parent_system: str = PARENT
-    """What the parent's context opens with."""
+    """System message of the parent."""
     child_system: str = CHILD
-    """What every child's context opens with."""
+    """System message of every child."""
 
     async def run(self, session: Session) -> None:
         family = Family(session, session.agent("parent"))
@@ -67,7 +66,7 @@ class SpawnJoin(Workflow):
             session.note(family.parent, "workflow", told)
 
     async def solve(self, family: Family) -> None:
-        """The parent's part."""
+        """Let the parent solve the task with the tool `spawn`."""
 
         async def spawn(contexts: list[str]) -> str:
             """Start a child for each context. They think in parallel; returns what each of them joins, in order."""
@@ -77,7 +76,7 @@ class SpawnJoin(Workflow):
         await family.parent.use(prompt, Moves(spawn), max_turns=self.max_parent_turns)
 
     async def spawn(self, family: Family, contexts: Sequence[str]) -> list[str]:
-        """What each child joined, `NOTHING` for one that did not."""
+        """Run a child per context, and return the text that each joined, or `NOTHING`."""
         session = family.session
         children = [session.agent("child", parent=family.parent) for _ in contexts[: self.max_children]]
         joined = await session.gather(*map(self.explore, children, contexts))
@@ -88,7 +87,7 @@ class SpawnJoin(Workflow):
         return [*(text if isinstance(text, str) else NOTHING for text in joined), *refused]
 
     async def explore(self, child: Agent, context: str) -> str | None:
-        """One child's part: what it joins, None if it does not."""
+        """Let one child explore its context, and return the joined text; None if it does not join."""
         joined: list[str] = []
 
         async def join(text: str) -> str:
@@ -107,5 +106,5 @@ class SpawnJoin(Workflow):
         return "\n".join(joined) or None
 
     def report(self, joined: Sequence[str]) -> str:
-        """What the parent is told."""
+        """Write the joined texts as the result of `spawn`."""
         return "\n\n".join(f"Child {number}: {text}" for number, text in enumerate(joined, 1)) or "No contexts."

@@ -1,4 +1,4 @@
-"""One agent that calls tools until it answers."""
+"""Workflow of one agent that calls tools until it answers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from rlsys.agents.workflows.workflow_tools import ToolNames, opened, toolbox_of
 
 @dataclass(frozen=True, kw_only=True)
 class ToolUse(Workflow):
-    """One agent calls tools, several at once if it likes, and is told their results, until it replies without a call:
-    that reply is its answer. Still calling in turn `max_turns`, it is truncated."""
+    """One agent calls tools, also several in one reply, until it replies without a call: that reply is its answer.
+    If turn `max_turns` still calls tools, the episode is truncated."""
 
     tools: ToolNames
-    """Typed Python functions as `module:function`; what models see of them is their signature and docstring."""
+    """Typed Python functions, as `module:function`; their signatures and docstrings describe them to the model."""
     system: str = "Call tools where they help. Then answer without calling any."
-    """What its context opens with."""
+    """System message of the agent."""
 
     def toolbox(self) -> Toolbox:
-        """The tools of an episode."""
+        """Tools of an episode."""
         return toolbox_of(self.tools)
 
     async def run(self, session: Session) -> None:

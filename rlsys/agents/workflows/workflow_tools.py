@@ -1,4 +1,4 @@
-"""What workflows share: tools by name, tools that are part of the workflow itself, and how a conversation is opened."""
+"""Helpers of workflows: tools by name, tools that are part of a workflow, and the first messages of a conversation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlsys.util.importing import imported
 
 @cache
 def load_tool(spec: str) -> Tool:
-    """The tool, or the typed function, that `module:name` names. Raises `ValueError` saying what is wrong with it."""
+    """Import the tool, or the typed function, `module:name`. Raises `ValueError` that states the problem."""
     found = imported("tool", spec)
     if isinstance(found, Tool):
         return found
@@ -34,23 +34,23 @@ def _loads(specs: tuple[str, ...]) -> tuple[str, ...]:
 
 
 ToolNames = Annotated[tuple[str, ...], AfterValidator(_loads)]
-"""Tools, each as `module:name`. They are imported as a configuration is read, so that a wrong one is found there."""
+"""Tools, each as `module:name`. They are imported when a configuration is read, which reports an invalid one."""
 
 
 def toolbox_of(specs: Iterable[str]) -> Toolbox:
-    """The tools of these names. Raises `ValueError` for what is no tool, and for two of one name."""
+    """Collect tools by name. Raises `ValueError` for an invalid tool, and for two of the same name."""
     return Toolbox(*map(load_tool, specs))
 
 
 class Moves(Toolbox):
-    """Tools that are part of a workflow, such as calling in subagents, beside others.
+    """Tools that are part of a workflow, such as starting subagents, together with other tools.
 
-    They have no deadline, since what they do may be sampling, and what they raise is raised: a bug at its own line, or
-    an `AgentStopped`. What a model asks wrongly is told to it as by any tool, and what they return is cut as of any.
+    A workflow's tool has no deadline, since it may sample, and its exceptions are raised: a bug, or an `AgentStopped`.
+    Invalid arguments are reported to the model, and long results are cut, as for any tool.
     """
 
     def __init__(self, *moves: Callable[..., Awaitable[str]], others: Toolbox | None = None) -> None:
-        """Raises `ValueError` for two of one name."""
+        """Raises `ValueError` for two tools of the same name."""
         mine = [_described(move) for move in moves]
         super().__init__(*mine, *(others.tools.values() if others else ()))
         self._moves: frozenset[str] = frozenset(each.name for each in mine)
@@ -70,8 +70,8 @@ _DESCRIBED: dict[CodeType, Tool] = {}
 
 
 def _described(move: Callable[..., Awaitable[str]]) -> Tool:
-    """It as a tool. A workflow makes the same moves in every episode, and a schema takes a millisecond: it is kept by
-    the code of the move, and nothing else, since a move holds on to its session. Defaults are part of a schema."""
+    """Convert a workflow's function to a tool. A schema takes a millisecond, so it is cached by the function's code,
+    since the function references its session. Defaults are part of a schema, so they prevent caching."""
     function = cast("FunctionType", move)
     if function.__defaults__ or function.__kwdefaults__:
         return tool(move)
@@ -81,14 +81,14 @@ def _described(move: Callable[..., Awaitable[str]]) -> Tool:
 
 
 def _nothing() -> None:
-    """Stands for the function of a move in a description that is kept."""
+    """Placeholder for the function in a cached tool."""
 
 
 def opened(system: str, prompt: Prompt, then: str = "") -> tuple[Message, ...]:
-    """The first messages of a conversation.
+    """Build the first messages of a conversation.
 
-    A system message that `prompt` begins with follows `system` in one, and `then` follows its last message in one:
-    chat templates take no two of a role in a row.
+    A system message at the start of `prompt` is appended to `system`, and `then` to the last message: chat templates
+    refuse two messages of one role in a row.
     """
     *before, last = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
     if before and before[0]["role"] == "system":
