@@ -36,7 +36,7 @@ BUILTIN: Mapping[str, ReadyMade] = {
     "format": ReadyMade("rlsys.rewards.text_rewards", "Format"),
     "math": ReadyMade("rlsys.rewards.math_reward", "math", "math-verify", "math"),
     JUDGE: ReadyMade("rlsys.rewards.llm_judge", "LlmJudge", "openai", "judge"),
-    "reasoning_gym": ReadyMade("rlsys.rewards.reasoning_gym_reward", "ReasoningGym", "reasoning-gym", "gym"),
+    "reasoning_gym": ReadyMade("rlsys.rewards.reasoning_gym_reward", "ReasoningGymReward", "reasoning-gym", "gym"),
 }
 """Reward functions that a configuration names without a module: `reward.fn: exact`. Imported on first use."""
 
