@@ -241,7 +241,7 @@ class SteppingEngine(ABC):
         try:
             self._start_up()
             self._serve()
-        except Exception as error:  # noqa: BLE001  (the thread's boundary: all who wait are told, and all who come later)
+        except Exception as error:  # noqa: BLE001  (the thread's boundary: all callers get the error)
             end = _End(WorkerDied, f"a step raised {type(error).__name__}: {error}; restart the worker", error)
         self._flush()
         self._finish(end)

@@ -2,8 +2,8 @@
 
 `WeightLoading` becomes part of every vLLM worker, one per tensor-parallel shard, in this process or another.
 
-On the CPU, vLLM multiplies with packed copies of the weights, made once after loading. So a reload must pack again. It
-must include an output matrix that is tied to the embedding: the tensor is shared, but the packed copy is not, and
+On the CPU, vLLM multiplies with packed copies of the weights, made once after loading. So a reload must pack again,
+including an output matrix that is tied to the embedding. There the tensor is shared but the packed copy is not, and
 vLLM's reload silently leaves it stale. Packing takes longer than copying, so it runs during decoding: `stage` fills and
 packs a second set of parameters, and `swap` exchanges pointers.
 """

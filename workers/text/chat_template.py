@@ -4,8 +4,8 @@ Tool calls have one form everywhere, see rlsys/agents/tool_calls.py. A template 
 them itself. For other templates, the tools are described in the system message. For a template without the role `tool`,
 results become user messages.
 
-Only the template writes special tokens. In a message they are ordinary text, so that neither a web page returned by a
-tool nor another agent can end a turn or forge a role.
+Only the template writes special tokens. In a message they are ordinary text. So neither a web page returned by a tool
+nor another agent can end a turn or forge a role.
 """
 
 from __future__ import annotations

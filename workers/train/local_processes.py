@@ -22,8 +22,8 @@ _LAST_WORDS_S = 1.0
 def in_processes(count: int, work: Callable[[int, str], T], phase: str) -> T:
     """Run `work(rank, address)` on `count` ranks and return the result of rank 0. Ranks join each other at the address.
 
-    If a rank fails, all others are ended, and the most informative error is raised: first an `RlsysError`, then
-    `WorkerDied` for a process that has died (`phase` names its task), then any other error.
+    If a rank fails, all others are ended and the most informative error is raised. In order: an `RlsysError`,
+    `WorkerDied` for a process that has died (`phase` names its task), any other error.
     """
     pool = ProcessPool(count, initializer=_die_at_once, context=get_context("spawn"))
     with TemporaryDirectory() as folder:
