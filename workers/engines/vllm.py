@@ -302,7 +302,7 @@ class VllmEngine(SteppingEngine):
             self._llm.collective_rpc("rlsys_stage", args=(path,))
 
     def _start_up(self) -> None:
-        torch.get_num_threads()  # sets OpenMP's thread count from torch, before vLLM reads it
+        torch.get_num_threads()  # sets OpenMP's thread count for this thread, before vLLM reads it
 
     def _shut_down(self) -> None:
         self._llm.engine_core.shutdown()

@@ -149,7 +149,7 @@ class CallStream(Generic[Request, Answer]):
         batch, self._unsent = self._unsent, []
         try:
             chunks = self._start([request for request, _ in batch])
-        except Exception as error:  # noqa: BLE001  (the callers get every error; none of them waits)
+        except Exception as error:  # noqa: BLE001  (every error goes to the callers, who would wait forever)
             failure = WorkerError(self._worker, self._phase, f"cannot be sent: {type(error).__name__}: {error}")
             self._fail((answer for _, answer in batch), failure)
             return

@@ -66,8 +66,8 @@ class Generator:
         recorder: PartialStream | None = None,
         choice: EngineChoice | None = None,
     ) -> None:
-        """Without a `puller` the engine keeps its initial weights. Without a `recorder`, sampled tokens are lost with
-        the replica, called `name`. `choice` is the reason for this engine, if there was a choice."""
+        """`name` is that of the replica. Without a `puller` the engine keeps its initial weights. Without a `recorder`,
+        sampled tokens are lost with the replica. `choice` is the reason for this engine, if there was a choice."""
         self.name, self.choice = name, choice
         self._engine, self._speech, self._puller = engine, speech, puller
         self._change, self._recorder = change, recorder
