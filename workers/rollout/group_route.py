@@ -141,8 +141,8 @@ class GroupRoute:
         return ids
 
     def _begun(self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int) -> Completion | None:
-        """Tokens that an earlier attempt sampled for this request. None if they do not fit its prompt or its token budget,
-        which may differ this time."""
+        """Tokens that an earlier attempt sampled for this request. None if they do not fit its prompt or its token
+        budget, which may differ this time."""
         partial = self.recalled.get(seed)
         if partial is None or partial.prompt_ids != prompt_ids:
             return None

@@ -1,7 +1,7 @@
 """Groups on a replica's engine: the replica's own groups, and guests from other replicas.
 
-A group that moves keeps its sessions at the first replica; only its requests come here. A weight change
-between groups waits for both kinds.
+A group that moves keeps its sessions at the first replica; only its requests come here. A weight change between
+groups waits for both kinds.
 """
 
 from __future__ import annotations
