@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Prometheus(TrackerPlugin):
-    """Prometheus, through Ray: `reward/mean` is the gauge `ray_rlsys_reward_mean`; needs a driver on a node of Ray."""
+    """Prometheus, through Ray: `reward/mean` is the gauge `ray_rlsys_reward_mean`. Needs a driver on a node of Ray."""
 
     def start(self, run: RunFacts) -> Gauges:
         return Gauges(run)
 
 
 class Gauges:
-    """One gauge for each key of the table of metrics, with the run, the policy and what a key has in braces as labels.
+    """One gauge per key of the metric catalog. Labels: the run, the policy, and the values of the braces in the key.
 
-    All are gauges, counts since the run began too: a resumed run counts anew.
+    Counts are gauges too, so a resumed run starts them at zero.
     """
 
     def __init__(self, run: RunFacts) -> None:
@@ -35,23 +35,23 @@ class Gauges:
         self._step = run.first_step
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Set what is told. An evaluation of an older step does not set the step back."""
+        """Set the gauges to these values. An evaluation of an older step does not lower the gauge `step`."""
         self._step = max(self._step, step)
         for name, value in {**values, "step": self._step}.items():
             found = named(name) or Named(name, {})
             self._gauge(found).set(float(value), {**self._labels, **found.labels})
 
     def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
-        """Not called: a number has no text."""
+        """Do nothing: a gauge has no text."""
 
     def alert(self, alert: AlertRaised) -> None:
-        """Nothing: Prometheus raises its own, see `deploy/prometheus`."""
+        """Do nothing: Prometheus raises its own alerts, see `deploy/prometheus`."""
 
     def close(self, reason: EndReason) -> None:
-        """Nothing: Ray forgets the gauges with the process."""
+        """Do nothing: Ray removes the gauges when the process ends."""
 
     def _gauge(self, found: Named) -> Gauge:
-        from ray.util.metrics import Gauge  # here, so that a configuration can be read without Ray
+        from ray.util.metrics import Gauge  # imported here, so that a configuration can be read without Ray
 
         if found.key not in self._gauges:
             labels = (*self._labels, *found.labels)
@@ -60,8 +60,8 @@ class Gauges:
 
 
 def gauge_name(key: str) -> str:
-    """What a key of the table is called, e.g. `rlsys_eval_pass` for `eval/{dataset}/pass@{k}`; Prometheus shows it with
-    `ray_` in front."""
+    """Gauge name of a catalog key, e.g. `rlsys_eval_pass` for `eval/{dataset}/pass@{k}`. Prometheus shows it with the
+    prefix `ray_`."""
     words = re.findall(r"[A-Za-z0-9]+(?:_[A-Za-z0-9]+)*", re.sub(r"\{\w+\}", "", key))
     return "_".join(["rlsys", *words])
 

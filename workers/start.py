@@ -1,4 +1,4 @@
-"""From a configuration to Ray actors and their handles: what `rlsys.launch` starts."""
+"""Start the Ray actors of a configuration and return their handles, for `rlsys.launch`."""
 
 from __future__ import annotations
 
@@ -34,20 +34,19 @@ if TYPE_CHECKING:
     from rlsys.config import Config
 
 VLLM_MEMORY = 0.9
-"""Share of a GPU's memory that all engines of a replica take together, where `rollout.vllm_args` does not say what each
-takes."""
+"""Share of a GPU's memory that all engines of a replica use together, unless `rollout.vllm_args` sets one per
+engine."""
 PROBE_TOKENS = 32
-"""Tokens on which replicas and trainer compare logprobs after every weight change."""
 
 
 def start_partials() -> Remote[Partials]:
-    """The partial response pool, on the driver's node. Ray starts it again where it dies; what it held is lost then."""
+    """Start the partial response pool on the driver's node. Ray restarts it if it dies, and its content is lost."""
     here, *_ = node_ids()
     return start(Partials, "partials", Partials, NO_MATHS, ANSWER_S, place=here, restarts=True)
 
 
 def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
-    """All ranks of the actor."""
+    """Start all ranks of the actor."""
     train, limits = config.train, config.limits
     spec = ActorSpec(
         model_path=config.model.path,
@@ -69,7 +68,7 @@ def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
 
 
 def start_critic(config: Config) -> CriticHandle:
-    """All ranks of the critic: as many as the actor has, each with the samples of one of the actor's."""
+    """Start all ranks of the critic: one per rank of the actor, with the same samples."""
     section, train = config.critic, config.train
     spec = CriticSpec(
         model_path=section.path or config.model.path,
@@ -89,18 +88,18 @@ def start_critic(config: Config) -> CriticHandle:
 
 
 def max_context(config: Config) -> int:
-    """Tokens of the longest prompt and completion together."""
+    """Maximum tokens of prompt and completion together."""
     return config.data.max_prompt_tokens + config.rollout.max_new_tokens
 
 
 def _probe_length(config: Config) -> int:
-    """One token less than the context, which a request that scores needs itself; at least two, or no probe."""
+    """Tokens of the probe: less than the context, because a scoring request needs one token. 0 means no probe."""
     length = min(PROBE_TOKENS, max_context(config) - 1)
     return length if length > 1 else 0
 
 
 def export_checkpoint(config: Config, folder: Path, to: Path) -> None:
-    """Write what the ranks saved in `folder` as a model folder. Raises `CheckpointError`."""
+    """Write the checkpoint in `folder` as a Hugging Face model folder. Raises `CheckpointError`."""
     from workers.train.fsdp import FsdpBackend
     from workers.train.rank_group import RankGroup
 
@@ -110,16 +109,16 @@ def export_checkpoint(config: Config, folder: Path, to: Path) -> None:
 
 
 def start_rollouts(config: Config, relays: RayRelays, partials: Remote[Partials] | None = None) -> RolloutPool:
-    """The replicas that generate for training; what groups have sampled is kept in `partials`."""
+    """Start the rollout replicas for training. `partials` keeps what unfinished groups have sampled."""
     spec = _replica_spec(config, {POLICY: _generator_spec(config, config.model.path, "newest")}, _sampling(config))
     supply = _replicas(config, config.rollout.replicas, spec, {POLICY: relays.members}, partials)
     return RolloutPool(supply, partials=partials)
 
 
 def start_joint_rollouts(config: Config, relays: Mapping[str, RayRelays]) -> RolloutPool:
-    """The replicas that generate for several policies; `relays` are those of the trained ones.
+    """Start the rollout replicas for several policies; `relays` are those of the trained policies.
 
-    They keep nothing of what groups have sampled: a group that is lost with its replica begins anew.
+    The replicas keep no partial responses: a group that is lost with its replica starts from scratch.
     """
     generators: dict[str, GeneratorSpec] = {}
     num_policies = len(config.policies)
@@ -132,13 +131,13 @@ def start_joint_rollouts(config: Config, relays: Mapping[str, RayRelays]) -> Rol
 
 
 def start_evaluation(config: Config, relays: RayRelays) -> PinnedRolloutPool:
-    """The replicas of the evaluation lane."""
+    """Start the replicas that evaluate."""
     spec = _replica_spec(config, {POLICY: _generator_spec(config, config.model.path, "pinned")}, _eval_sampling(config))
     return PinnedRolloutPool(_replicas(config, config.eval.replicas, spec, {POLICY: relays.members}), relays)
 
 
 def start_fixed_rollouts(config: Config, model_path: str) -> RolloutPool:
-    """Replicas of a model that nobody trains, for `rlsys eval`."""
+    """Start replicas of a model that is not trained, for `rlsys eval`."""
     spec = _replica_spec(config, {POLICY: _generator_spec(config, model_path, "never")}, _eval_sampling(config))
     return RolloutPool(_replicas(config, config.eval.replicas, spec, relays={}), kind="eval")
 
@@ -180,7 +179,7 @@ def _replica_spec(config: Config, generators: Mapping[str, GeneratorSpec], sampl
 def _generator_spec(
     config: Config, model_path: str, pulls: Literal["newest", "pinned", "never"], num_engines: int = 1
 ) -> GeneratorSpec:
-    """`num_engines` share the replica's GPUs."""
+    """Specification of one of the `num_engines` engines that share the replica's GPUs."""
     rollout = config.rollout
     is_trained = pulls == "newest"
     engine = EngineSpec(
@@ -201,12 +200,12 @@ def _generator_spec(
 
 
 def _share_of_memory(num_engines: int) -> dict[str, float]:
-    """Arguments of vLLM for one of several engines at the same GPU, which would each take nearly all of its memory."""
+    """vLLM arguments for one of several engines on a GPU. By default, each would use nearly all of its memory."""
     return {"gpu_memory_utilization": VLLM_MEMORY / num_engines} if num_engines > 1 else {}
 
 
 def start_rewards(config: Config) -> RewardPool:
-    """The reward workers."""
+    """Start the reward workers."""
     reward, model, limits = config.reward, config.reward.model, config.limits
     judge = model and RewardModelSpec(model.path, model.dtype, model.max_tokens, model.weight)
     resources = Resources(reward.worker_cpus, reward.worker_gpus, model.threads if model else 1)
@@ -219,7 +218,7 @@ def start_rewards(config: Config) -> RewardPool:
 
 
 def start_reference(config: Config, policy: str = POLICY) -> ReferenceHandle:
-    """The frozen initial model of a policy."""
+    """Start the worker with the frozen initial model of a policy."""
     section = config.reference
     resources = Resources(section.num_cpus, section.num_gpus, section.threads)
     arguments = config.model.path, config.model.dtype, config.rollout.temperature, config.train.micro_batch_tokens

@@ -1,4 +1,4 @@
-"""All the workers of a run: those that train a policy, one set for each, and those that all policies share."""
+"""All workers of a run: one set per trained policy, and the workers that all policies share."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from rlsys.config import Config
 
 REFERENCE_SIGNALS = {Signal.REFERENCE_LOGPROBS, Signal.REFERENCE_MISMATCHED}
-"""What the reference worker makes."""
+"""Signals that the reference worker computes."""
 
 
 @dataclass(frozen=True)
 class PolicyWorkers:
-    """The workers that train one policy, and the relays that its weights go through."""
+    """The workers that train one policy, and the relays for its weights."""
 
     relays: RayRelays
     actor: ActorHandle
@@ -49,7 +49,7 @@ class PolicyWorkers:
 
     @classmethod
     def of(cls, config: Config, policy: str = POLICY) -> PolicyWorkers:
-        """Start all of them; `config` is the policy's own."""
+        """Start all of them; `config` is that of this policy."""
         relays, signals = RayRelays.start(config.limits.transfer_s), config.algorithm.signals
         return cls(
             relays,
@@ -59,7 +59,7 @@ class PolicyWorkers:
         )
 
     def workers(self, rollouts: Rollouts, rewards: Rewards, evaluation: PinnedRollouts | None = None) -> Workers:
-        """What the driver of this policy talks to."""
+        """The workers as the driver of this policy sees them."""
         reference, critic = self.reference, self.critic
         step_annotators: dict[Signal, StepAnnotator] = {}
         if reference:
@@ -78,16 +78,16 @@ class PolicyWorkers:
         )
 
     def handles(self) -> list[RanksHandle | ReferenceHandle]:
-        """All but the relays."""
+        """Handles of all workers except the relays."""
         return [handle for handle in (self.actor, self.critic, self.reference) if handle is not None]
 
 
 @dataclass
 class WorkerSet:
-    """Every worker of a run."""
+    """All workers of a run."""
 
     lines: Mapping[str, PolicyWorkers]
-    """By name of the policy that is trained."""
+    """By name of the trained policy."""
     rollouts: RolloutPool
     rewards: RewardPool
     evaluation: PinnedRolloutPool | None = None
@@ -95,7 +95,7 @@ class WorkerSet:
 
     @classmethod
     def of(cls, config: Config) -> WorkerSet:
-        """Start all of them; each loads while the others do."""
+        """Start all workers; they load in parallel."""
         if config.policies:
             lines = {name: PolicyWorkers.of(own, name) for name, own in config.trained.items()}
             relays = {name: line.relays for name, line in lines.items()}
@@ -110,11 +110,11 @@ class WorkerSet:
         )
 
     async def ready(self) -> None:
-        """Return once all are set up. Raises what the first to fail raised, `ModelError` for instance."""
+        """Return once all workers are set up. Raises the first error of a worker, for example `ModelError`."""
         await asyncio.gather(*(worker.ready() for worker in self._handles()))
 
     async def engines(self) -> list[tuple[str, EngineChoice]]:
-        """What each replica generates with, by its name and, of several, the policy's; once all are ready."""
+        """Engine of each replica, by name of the replica (and of the policy, if several). Call it after `ready`."""
         members = [*self.rollouts.members, *(self.evaluation.members if self.evaluation else [])]
         told = await asyncio.gather(*(member.worker.call(RolloutWorker.choices) for member in members))
         return [
@@ -124,18 +124,18 @@ class WorkerSet:
         ]
 
     def workers(self) -> Workers:
-        """What the driver talks to, in a run of one policy."""
+        """The workers as the driver sees them, in a run of one policy."""
         (line,) = self.lines.values()
         return line.workers(self.rollouts, self.rewards, self.evaluation)
 
     def watch(self, on_failure: Callable[[WorkerError], None], on_recovery: Callable[[str, float], None]) -> None:
-        """Have these called with what the pools meet with in the background: see `Pool`."""
+        """Call these for failures and recoveries that the pools see in the background; see `Pool`."""
         for pool in (self.rollouts, self.rewards, self.evaluation):
             if pool:
                 pool.on_failure, pool.on_recovery = on_failure, on_recovery
 
     async def close(self) -> None:
-        """End every worker, in a cluster that goes on without them too."""
+        """End every worker, even if the cluster stays up."""
         await asyncio.gather(*(worker.close() for worker in self._handles()))
         for line in self.lines.values():
             line.relays.close()

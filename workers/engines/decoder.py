@@ -1,13 +1,13 @@
-"""Continuous batching over a Hugging Face causal LM, without threads: admit jobs, step, release what ended.
+"""Continuous batching over a Hugging Face causal LM, without threads: admit jobs, step, release ended jobs.
 
-The law it keeps: **a job's tokens and logprobs do not depend on who shares its batch**, bit for bit in float32 on the
-CPU. Sums of floats depend on their order, and kernels choose the order by shape. It is the same for every row when the
-rows of a matrix product come in eights (fewer than four take other code, as does the tail of an activation) and when
-attention sees keys in multiples of 32: forwards are padded to those. Attention of one query sums in another order than
-that of many. So the keys and values of a prompt come from one forward over it, those of sampled tokens from rows of one
-query each, be it a step at a time or, where a request had begun elsewhere, many at once. Tests hold the law.
+Law: **a job's tokens and logprobs do not depend on the other jobs in its batch**, bit for bit in float32 on the CPU.
+Sums of floats depend on their order, and kernels choose the order by shape. Every row has the same order if the rows of
+a matrix product come in multiples of 8 and attention sees keys in multiples of 32: forwards are padded to these sizes.
+(Fewer than four rows take another code path, as does the tail of an activation.) Attention of one query also sums in
+another order than attention of many. So the keys and values of a prompt come from one forward over it. Those of sampled
+tokens come from rows of one query each: one step at a time, or many rows at once for a request that began elsewhere.
 
-Neighbouring jobs of one version are a *run*: they take a step together, under the weights of that version.
+Neighbouring jobs of one version are a *run*: they step together, under the weights of that version.
 
 Shape suffixes: `S` slots, `B` rows of a forward, `L` tokens per row, `K` keys, `V` vocabulary.
 """
@@ -35,7 +35,7 @@ KEY_MULTIPLE = 32
 
 
 class Decoder:
-    """Slots with one running job each, kept together at the front: job i is in slot i."""
+    """Slots with one running job each, contiguous from the front: job i is in slot i."""
 
     def __init__(
         self, model: PreTrainedModel, *, num_slots: int, max_context: int, stop_token_ids: Collection[int]
@@ -56,7 +56,7 @@ class Decoder:
         self._allocate()
 
     def _allocate(self) -> None:
-        """The state of the slots."""
+        """Allocate the state of the slots."""
         self._state: list[Tensor] = []
 
         def per_slot(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -64,7 +64,7 @@ class Decoder:
             return self._state[-1]
 
         self._inputs_S = per_slot()  # the newest token: in no cache yet
-        self._positions_S = per_slot()  # where in the sequence it stands
+        self._positions_S = per_slot()  # position of that token in the sequence
         self._counts_S = per_slot()  # tokens sampled, here or before
         self._limits_S = per_slot()
         self._seeds_S = per_slot()
@@ -75,14 +75,14 @@ class Decoder:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """One forward, so that memory is taken and the shapes of keys and values are known."""
+        """Run one forward, which allocates memory and fixes the shapes of keys and values."""
         self._prefill([(0,)], 0)
 
     @torch.inference_mode()
     def admit(self, jobs: Sequence[EngineJob]) -> None:
-        """Give each job, all of one version, a slot; those that have not begun get their first token.
+        """Assign a slot to each job, all of one version; new jobs sample their first token.
 
-        Equal prompts share one prefill, whose keys are copied. Jobs that bring keys and values need none.
+        Equal prompts share one prefill, whose keys are copied. Jobs with kept keys and values need no prefill.
         """
         kept = {job: cache for job in jobs if (cache := self._kept_by(job)) is not None}
         groups: dict[tuple[int, ...], list[EngineJob]] = {}
@@ -114,17 +114,17 @@ class Decoder:
             self._sample(logits_BV[prompt_of_B[fresh_B - first]], fresh_B)
 
     def runs(self) -> Iterator[slice]:
-        """The slots of neighbouring jobs of one version."""
+        """Slots of each run: neighbouring jobs of one version."""
         for _, slots in groupby(range(len(self.jobs)), key=lambda slot: self.jobs[slot].version):
             first, *others = slots
             yield slice(first, first + 1 + len(others))
 
     @torch.inference_mode()
     def step(self, run: slice) -> None:
-        """One more token for every job of a run.
+        """Sample one more token for every job of a run.
 
-        Rows that fill up the eights are slots of other runs, or of none: what is written there goes where the newest
-        token of that slot will be written before it is read.
+        Padding rows are slots of other runs, or free slots. The entries written there are overwritten before they are
+        read: the newest token of that slot goes to the same position.
         """
         num_rows = _up(run.stop - run.start, ROW_MULTIPLE)
         first = min(run.start, self._num_rows - num_rows)
@@ -135,7 +135,6 @@ class Decoder:
         self._sample(logits_BV[run.start - first : run.stop - first], self._rows_S[run])
 
     def ended(self) -> list[int]:
-        """Slots of the jobs whose newest token is their last."""
         jobs = slice(0, len(self.jobs))
         is_last_S = self._is_stop_V[self._inputs_S[jobs]] | (self._counts_S[jobs] >= self._limits_S[jobs])
         return is_last_S.nonzero().flatten().tolist()
@@ -146,12 +145,11 @@ class Decoder:
         return [count - job.request.num_begun for count, job in zip(counts, self.jobs, strict=True)]
 
     def newest(self, slot: int) -> tuple[int, float]:
-        """The newest token of the job in `slot`, and its logprob."""
         return int(self._inputs_S[slot]), float(self._logprobs[slot, self._counts_S[slot] - 1])
 
     @torch.inference_mode()
     def recompute(self, max_tokens: int) -> None:
-        """Compute the keys and values of all running jobs anew, in forwards of `max_tokens` (or one job) at most."""
+        """Recompute the keys and values of all running jobs, in forwards of at most `max_tokens` (or one job)."""
         contexts = [self._context(slot) for slot in range(len(self.jobs))]
         rows = max(1, max_tokens // max(map(len, contexts), default=1))
         for first in range(0, len(contexts), rows):
@@ -159,7 +157,7 @@ class Decoder:
 
     @torch.inference_mode()
     def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
-        """Logprobs of `token_ids[1:]` at temperature 1, in a forward of their own that touches no slot."""
+        """Logprobs of `token_ids[1:]` at temperature 1, in a separate forward that changes no slot."""
         ids_BL = self._tensor([token_ids])
         is_seen_LK = torch.ones(len(token_ids), len(token_ids), dtype=torch.bool, device=self._device).tril()
         mask_BLK = torch.where(is_seen_LK, 0.0, -torch.inf).to(self._dtype)[None]
@@ -168,14 +166,14 @@ class Decoder:
         return tuple(logprobs_LV.gather(1, ids_BL[0, 1:, None])[:, 0].tolist())
 
     def progress(self) -> list[tuple[EngineJob, list[int], list[float]]]:
-        """Every job with the ids and logprobs that it has sampled here."""
+        """Every job with the ids and logprobs sampled here."""
         return self._sampled(range(len(self.jobs)))
 
     @torch.inference_mode()
     def release(
         self, slots: Sequence[int], *, is_aborted: bool = False, keep_cache: bool = False
     ) -> list[tuple[EngineJob, Completion]]:
-        """Take these jobs out, with what they sampled; the last jobs of their run move into the holes."""
+        """Remove the jobs in these slots and return their completions. The last jobs of their run fill the holes."""
         if not slots:
             return []
         done: list[tuple[EngineJob, Completion]] = []
@@ -200,12 +198,12 @@ class Decoder:
         ]
 
     def _context(self, slot: int) -> tuple[int, ...]:
-        """The tokens whose keys and values are in a slot: all but the newest."""
+        """The tokens whose keys and values are in a slot: all except the newest."""
         num_sampled = int(self._counts_S[slot]) - 1
         return self.jobs[slot].request.prompt_ids + tuple(self._output_ids[slot, :num_sampled].tolist())
 
     def _kept_by(self, job: EngineJob) -> KeptCache | None:
-        """The keys and values that a job brings, if they are of its tokens, its version and this model."""
+        """The keys and values that come with a job, if they match its tokens, its version and this model."""
         kept, request = job.request.begun and job.request.begun.cache, job.request
         if not (isinstance(kept, KeptCache) and request.num_begun):
             return None
@@ -213,7 +211,7 @@ class Decoder:
         return kept if is_same and self._cache.can_take(kept) else None
 
     def _prefill(self, prompts: Sequence[tuple[int, ...]], first: int) -> Tensor:
-        """Run each prompt in a slot of its own, from `first`; the logits of its last token, (prompts, V)."""
+        """Run each prompt in its own slot, from `first`. Returns the logits of the last token, (prompts, V)."""
         length = _up(max(map(len, prompts)), ROW_MULTIPLE)
         ids_BL = self._tensor([prompt + (0,) * (length - len(prompt)) for prompt in prompts])
         positions_BL = torch.arange(length, device=self._device)[None]
@@ -226,20 +224,20 @@ class Decoder:
         return logits_BLV[torch.arange(len(prompts), device=self._device), columns_B]
 
     def _replay(self, slot: int) -> None:
-        """Compute the keys and values of what a job had begun with, in forwards no wider than a step of all slots."""
+        """Compute keys and values of the tokens sampled elsewhere, in forwards no wider than a step of all slots."""
         request = self.jobs[slot].request
         ids, start = request.begun_ids[:-1], len(request.prompt_ids)
         for first in range(0, len(ids), self._num_rows):
             piece = ids[first : first + self._num_rows]
             last = start + first + len(piece) - 1
-            num_more = _up(len(piece), ROW_MULTIPLE) - len(piece)  # the last one again: the same is written twice
+            num_more = _up(len(piece), ROW_MULTIPLE) - len(piece)  # repeats the last token: written twice, equal
             ids_B1 = self._tensor([*piece, *piece[-1:] * num_more])[:, None]
             positions_B = torch.arange(start + first, last + 1 + num_more, device=self._device).clamp(max=last)
             self._cache.look(slot, 1, positions_B[:, None], _up(last + 1, KEY_MULTIPLE))
             self._forward(ids_B1, positions_B[:, None], self._tensor([]))
 
     def _forward(self, ids_BL: Tensor, positions_BL: Tensor, keep: Tensor | Literal[0] = 0) -> Tensor:
-        """Logits at the columns `keep` (0: at all) of what the cache looks at; positions may have one row."""
+        """Logits at the columns `keep` (0: all) of the cache's window; `positions_BL` may have one row."""
         num_keys = self._cache.window.num_keys
         is_seen_BLK = self._keys_K[:num_keys] <= positions_BL[..., None]
         mask_BLK = torch.where(is_seen_BLK, 0.0, -torch.inf).to(self._dtype)
@@ -253,7 +251,7 @@ class Decoder:
         ).logits
 
     def _enter(self, jobs: Sequence[EngineJob]) -> None:
-        """Put jobs into the next slots, each with what it had begun with."""
+        """Put jobs into the next slots, each with the tokens sampled elsewhere."""
         slots = slice(len(self.jobs), len(self.jobs) + len(jobs))
         requests = [job.request for job in jobs]
         self._inputs_S[slots] = self._tensor([(r.prompt_ids + r.begun_ids)[-1] for r in requests])
@@ -268,7 +266,7 @@ class Decoder:
         self.jobs += jobs
 
     def _sample(self, logits_BV: Tensor, slots_B: Tensor) -> None:
-        """Draw and record the next token of the jobs in `slots_B`."""
+        """Sample and store the next token of the jobs in `slots_B`."""
         counts_B = self._counts_S[slots_B]
         uniform_B = uniform(self._seeds_S[slots_B], counts_B)
         tokens_B, logprobs_B = draw(logits_BV, self._temperature_S[slots_B], self._top_p_S[slots_B], uniform_B)
@@ -280,7 +278,7 @@ class Decoder:
         self.num_tokens += len(tokens_B)
 
     def _close_ranks(self, leaving: frozenset[int]) -> None:
-        """Move the last jobs of each run into the slots of those that leave, and every run up to the one before."""
+        """Close the gaps: the last jobs of each run move into its free slots, and runs move up to the one before."""
         staying = (slot for slot in range(len(self.jobs)) if slot not in leaving)
         runs = [list(run) for _, run in groupby(staying, key=lambda slot: self.jobs[slot].version)]
         end = 0

@@ -1,4 +1,4 @@
-"""What a rollout needs of an inference engine: token ids in; token ids, logprobs and policy versions out.
+"""Contract of an inference engine: token ids in; token ids, logprobs and policy versions out.
 
 One contract suite (`tests/contract/test_engine*.py`) runs against every engine.
 """
@@ -23,50 +23,51 @@ class Request:
     """One completion to sample."""
 
     id: str
-    """Unique among requests in flight; what `abort` takes."""
+    """Unique among requests in flight; the argument of `abort`."""
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     seed: int
-    """Token t of this request depends on (seed, t), the weights and the prompt only; not on who shares the batch."""
+    """Token t of this request depends only on (seed, t), the weights and the prompt, not on the rest of the batch."""
     begun: Completion | None = None
-    """What was sampled of it already, here or on another engine, until an `abort` or a smaller `max_new_tokens`.
+    """Tokens sampled so far, here or on another engine, until an `abort` or a smaller `max_new_tokens`.
 
-    `generate` returns it with what follows, `stream` gives only what follows; `max_new_tokens` counts it. It must not
-    have ended with a stop token. Where it carries a `cache` that fits, no key or value is computed again."""
+    `generate` returns them with the new tokens, `stream` returns only new tokens; `max_new_tokens` counts them. They
+    must not end with a stop token. With a matching `cache`, no key or value is computed again.
+    """
 
     @property
     def num_begun(self) -> int:
-        """Tokens sampled before this request came in."""
+        """Number of tokens sampled before this request."""
         return len(self.begun_ids)
 
     @property
     def begun_ids(self) -> tuple[int, ...]:
-        """What was sampled before this request came in."""
+        """Tokens sampled before this request."""
         return self.begun.output_ids if self.begun else ()
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What came back, complete or cut short."""
+    """The result of a request, complete or partial."""
 
     output_ids: tuple[int, ...]
-    """With the stop token, where one ended it."""
+    """Includes the stop token, if there is one."""
     logprobs: tuple[float, ...]
     """Under the sampling distribution: after temperature and top-p. Greedy tokens have logprob 0."""
     versions: tuple[VersionSpan, ...]
     finish: Literal["stop", "length", "abort"] | None
-    """How it ended; None in a piece of a stream that goes on."""
+    """Reason for the end; None in all but the last piece of a stream."""
     cache: object | None = field(default=None, compare=False, repr=False)
-    """Keys and values of what was sampled, in the engine's own form, for an engine of the same kind that goes on with
-    it; can be pickled. Only of a request that was aborted with `keep_cache`, and only of engines that can."""
+    """Keys and values of the sampled tokens, in the format of this kind of engine; picklable. Set only for requests
+    aborted with `keep_cache`, and only by engines that support it."""
 
     def since(self, num_tokens: int) -> Completion:
-        """What follows the first `num_tokens` tokens."""
+        """The part after the first `num_tokens` tokens."""
         spans = spans_of(self._token_versions()[num_tokens:])
         return Completion(self.output_ids[num_tokens:], self.logprobs[num_tokens:], spans, self.finish, self.cache)
 
     def then(self, more: Completion) -> Completion:
-        """This, and what was sampled after it; it ends as `more` does."""
+        """This completion followed by `more`; it ends as `more` does."""
         ids, logprobs = self.output_ids + more.output_ids, self.logprobs + more.logprobs
         spans = spans_of(self._token_versions() + more._token_versions())
         return Completion(ids, logprobs, spans, more.finish, more.cache)
@@ -76,13 +77,13 @@ class Completion:
 
 
 def spans_of(versions: Sequence[PolicyVersion]) -> tuple[VersionSpan, ...]:
-    """The versions of consecutive tokens, as runs."""
+    """Run-length encode the versions of consecutive tokens."""
     return tuple(VersionSpan(version, len(list(run))) for version, run in groupby(versions))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """What an engine is built from; the keys of `rollout` in the configuration."""
+    """Arguments of an engine; the keys of `rollout` in the configuration."""
 
     engine: Literal["auto", "local", "vllm"]
     model_path: str
@@ -94,64 +95,64 @@ class EngineSpec:
     step_s: float
     """Deadline of one step."""
     load_s: float
-    """Deadline of taking in weights."""
+    """Deadline of loading weights."""
     resident_versions: int = 1
-    """Sets of weights held at the same time, so that requests end on the version that they began with; 1: new weights
+    """Maximum sets of weights in memory. With several, requests end on the version they began with; with 1, new weights
     replace the old."""
     vllm_args: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineChoice:
-    """Which engine a replica runs, and why."""
+    """The engine of a replica, and the reason for it."""
 
     engine: EngineName
     reason: str
 
 
 class Engine(Protocol):
-    """A sampler whose weights can be changed between any two tokens.
+    """A sampler whose weights can change between any two tokens.
 
-    `pause`, `load` and `resume` are called only in the order that `rlsys.weight_sync.sync.change_weights` owns.
+    `pause`, `load` and `resume` are called only in the order that `rlsys.weight_sync.sync.change_weights` defines.
     """
 
     @property
     def version(self) -> PolicyVersion:
-        """The newest version held: new requests are sampled from it."""
+        """The newest loaded version: new requests are sampled from it."""
         ...
 
     @property
     def versions(self) -> tuple[PolicyVersion, ...]:
-        """The versions held, oldest first; several only where the engine was built for several."""
+        """The loaded versions, oldest first; several only with several `resident_versions`."""
         ...
 
     async def generate(self, request: Request) -> Completion:
         """Sample one completion. Cancelling the call aborts the request.
 
-        A request that had begun goes on under the version it came to, where that is held, else under the newest.
-        Raises `TaskTooLong` if prompt and new tokens exceed the context; `ValueError` if the request makes no sense, or
-        what it has begun with had ended; `WorkerDied` after `close` or if the engine broke.
+        A request with `begun` tokens continues under the version of the last one if it is loaded, else under the
+        newest. Raises `TaskTooLong` if prompt and new tokens exceed the context; `ValueError` if the request is invalid
+        or its `begun` has ended; `WorkerDied` after `close` or if the engine broke.
         """
         ...
 
     def stream(self, request: Request) -> AsyncGenerator[Completion]:
-        """The same, in pieces as they are sampled: put together they are what `generate` returns.
+        """Sample one completion in pieces; joined, they equal the result of `generate`.
 
         Only the last piece, which may be empty, has a `finish`. Leaving the loop early aborts the request.
         """
         ...
 
     def abort(self, request_id: str, *, keep_cache: bool = False) -> None:
-        """End a request now; its `generate` returns what it has, with finish `abort`. Unknown ids are ignored.
+        """End a request now; its `generate` returns the tokens so far, with finish `abort`. Unknown ids are ignored.
 
-        With `keep_cache` it comes with its keys and values as `Completion.cache`, if the engine can give them.
+        With `keep_cache`, `Completion.cache` has the keys and values, if the engine supports it.
         """
         ...
 
     async def progress(self) -> Mapping[str, Completion]:
-        """What every running request has sampled so far (with what it had begun with), by request id; finish None.
+        """All tokens so far of every running request (with its `begun` tokens), by request id; finish None.
 
-        Of one moment between two steps. Not of requests that wait, or that have sampled nothing here.
+        A consistent snapshot between two steps. Excludes requests that wait or have sampled nothing here.
         """
         ...
 
@@ -160,36 +161,35 @@ class Engine(Protocol):
         ...
 
     async def stage(self, weights: Mapping[str, Tensor]) -> None:
-        """Do ahead of `load` what can be done while decoding goes on. May be left out.
+        """Prepare `load` while decoding continues. Optional.
 
-        With several `resident_versions` it waits until there is room for one more set; unblocked by the requests of an
-        older version ending, so not while paused. That has no deadline of its own: requests may be long.
-        Raises `WeightsMismatch` as `load` does.
+        With several `resident_versions`, waits for room for one more set; unblocked by the requests of an older version
+        ending, so never call it while paused. That wait has no deadline: requests may be long. Raises `WeightsMismatch`
+        as `load` does.
         """
         ...
 
     async def load(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> str:
-        """Take in all weights while paused; returns the content hash of what was loaded.
+        """Load all weights while paused. Returns their content hash.
 
-        A tied output layer may be left out, and tensors are cast to the type the engine computes in. They replace
-        those before: running requests keep their cached keys and values, of the weights before, or have them computed
-        anew, as the engine was built to. With several `resident_versions` they lie beside those before: running
-        requests end on the version that they have, and a version on which nothing runs any more is let go. No request
-        finds keys and values of another version in a prefix cache.
-        Raises `WeightsMismatch` naming every missing, unknown or misshapen tensor, and `WorkerError` where there is no
-        room for one more set because it was not staged, with nothing changed.
+        A tied output layer may be left out. Tensors are cast to the engine's dtype. With one resident version, they
+        replace the old weights; running requests keep their cached keys and values or recompute them, as configured.
+        With several `resident_versions`, the old sets stay: running requests end on their version, and a version
+        without requests is evicted. No request reuses keys and values of another version from a prefix cache. Raises
+        `WeightsMismatch` naming every missing, unknown or misshapen tensor, and `WorkerError` if there is no room
+        because the set was not staged. In both cases nothing changes.
         """
         ...
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         """Logprobs of `token_ids[1:]`, each given those before it, at temperature 1 under the newest weights.
 
-        Not while paused: it may need a step.
+        Do not call it while paused: it may need a step.
         """
         ...
 
     async def resume(self) -> None:
-        """Go on decoding."""
+        """Continue decoding."""
         ...
 
     def stats(self) -> EngineStats: ...

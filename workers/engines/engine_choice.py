@@ -1,4 +1,4 @@
-"""Which engine, and the engine itself, from a model path."""
+"""Choose an engine for a model path, and start it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from workers.engines.engine import Engine
 
 WORTH_PARAMETERS = 50_000_000
-"""On a CPU, vLLM is taken from this size on. Two sizes were measured (`docs/measurements.md`): `local` is faster at 0.4
-million parameters, vLLM at 135 million; where between them the line is, was not."""
+"""Smallest model for which vLLM is chosen on a CPU. Measured at two sizes (`docs/measurements.md`): `local` is faster
+at 0.4 million parameters, vLLM at 135 million. The crossover is not measured."""
 
 
 def vllm_device() -> str | None:
-    """What the vLLM installed here runs on, `cpu` or `cuda`: it asks the machine, not us. None where there is none."""
+    """Device type of the installed vLLM, `cpu` or `cuda`, which may differ from the replica's; None without vLLM."""
     if find_spec("vllm") is None:
         return None
     from vllm.platforms import current_platform
@@ -32,10 +32,10 @@ def vllm_device() -> str | None:
 def choose(
     spec: EngineSpec, device: torch.device, vllm_runs_on: Callable[[], str | None] = vllm_device
 ) -> EngineChoice:
-    """The engine that `auto` means here, and why; any other name is taken at its word.
+    """Resolve the engine `auto` and give the reason; any other name is returned as it is.
 
-    vLLM serves every GPU it is installed for. On a CPU it is worth its start-up for models above `WORTH_PARAMETERS`.
-    It holds one version of the weights at a time.
+    vLLM serves every GPU that it is installed for. On a CPU, its start-up pays off for models above `WORTH_PARAMETERS`.
+    It can load only one version of the weights at a time.
     """
     if spec.engine != "auto":
         return EngineChoice(spec.engine, "as configured")
@@ -59,9 +59,9 @@ def choose(
 async def start_engine(
     spec: EngineSpec, name: EngineName, *, stop_token_ids: frozenset[int], device: torch.device, worker: str
 ) -> Engine:
-    """The engine called `name` on `device`, after its first step.
+    """Start the engine `name` on `device`. Returns after its first step.
 
-    Raises `ModelError` if it cannot run the model, `ConfigError` if it cannot hold that many versions.
+    Raises `ModelError` if it cannot run the model, `ConfigError` if it cannot load several versions.
     """
     engine = _built(spec, name, stop_token_ids=stop_token_ids, device=device, worker=worker)
     try:

@@ -1,4 +1,4 @@
-"""The engine of tests and laptops, and the reference for others: continuous batching over a Hugging Face model."""
+"""The engine for tests and laptops, and the reference for others: continuous batching over a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PREFILL_TOKENS = 4096
-"""Tokens of one prefill; a longer prompt goes alone."""
+"""Tokens of one prefill; a longer prompt is prefilled alone."""
 
 
 class LocalEngine(SteppingEngine):
-    """Samples from `model`, up to `num_slots` requests at a time, on the device that the model is on.
+    """Samples from `model`, up to `num_slots` requests at a time, on the device of the model.
 
-    The engine owns the model from here on; its thread runs until `close`.
+    The engine owns the model; its thread runs until `close`.
     """
 
     def __init__(
@@ -44,9 +44,8 @@ class LocalEngine(SteppingEngine):
         version: PolicyVersion = 0,
         name: str,
     ) -> None:
-        """`kv_cache`: what becomes of running requests' keys and values when weights are replaced; with several
-        `resident_versions` they are not. `step_s` and `load_s` are the deadlines of a step and of a load, in seconds.
-        """
+        """`kv_cache`: keep or recompute the cache of running requests when new weights replace the old; no effect with
+        several `resident_versions`. `step_s` and `load_s` are the deadlines of a step and of a load, in seconds."""
         self._kv_cache, self._resident_versions, self._load_s = kv_cache, resident_versions, load_s
         self._shapes, self._residents = ModelShapes.of(model), Residents(model, version)
         self._staged: tuple[Mapping[str, Tensor], LaidOut] | None = None
@@ -60,7 +59,7 @@ class LocalEngine(SteppingEngine):
         return self._residents.versions
 
     async def stage(self, weights: Mapping[str, Tensor]) -> None:
-        """See `Engine.stage`: lays out what `load` will put beside the others, in a thread of its own."""
+        """See `Engine.stage`: with several resident versions, lays out the new set in a separate thread."""
         check_weights(self._name, weights, self._shapes)
         if self._resident_versions == 1 or (self._staged is not None and self._staged[0] is weights):
             return
@@ -71,7 +70,7 @@ class LocalEngine(SteppingEngine):
         self._staged = weights, await to_thread(self._residents.lay_out, weights)
 
     async def load(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> str:
-        """See `Engine.load`. The hash is that of the model's own parameters after the change."""
+        """See `Engine.load`. The hash is that of the model's parameters after the change."""
         load = self._replace if self._resident_versions == 1 else self._add
         return await self._ask(f"loading version {version}", partial(load, version, weights), self._load_s)
 
@@ -99,7 +98,7 @@ class LocalEngine(SteppingEngine):
         return self._decoder.progress()
 
     def _advance(self) -> None:
-        """Admit arrivals, then one step for every version in turn."""
+        """Admit arrivals, then step every version in turn."""
         if arrivals := self._arrivals():
             num_before = len(self._decoder.jobs)
             self._residents.use(arrivals[0].version)
@@ -113,7 +112,7 @@ class LocalEngine(SteppingEngine):
         self._release(self._decoder.ended())
 
     def _arrivals(self) -> list[EngineJob]:
-        """The next jobs in line, of one version, for which there is a free slot and room in one prefill."""
+        """Take the next waiting jobs, of one version, that fit in the free slots and one prefill."""
         jobs: list[EngineJob] = []
         prompts: set[tuple[int, ...]] = set()
         longest = 0
@@ -129,7 +128,7 @@ class LocalEngine(SteppingEngine):
         return jobs
 
     def _version_for(self, job: EngineJob) -> PolicyVersion:
-        """The version that a job came to where it began, if that is held; else the newest."""
+        """The version of a continued job's last token, if it is loaded; else the newest."""
         if job.request.num_begun and job.request.begun is not None:
             came_to = job.request.begun.versions[-1].version
             return came_to if came_to in self.versions else self._version
@@ -139,7 +138,7 @@ class LocalEngine(SteppingEngine):
         return not self._decoder.jobs[slot].request.num_begun
 
     def _stream(self, slots: Iterable[int]) -> None:
-        """Pass on the newest token of the jobs in `slots` that are streamed."""
+        """Send the newest token of the streamed jobs in `slots`."""
         for slot in slots:
             job = self._decoder.jobs[slot]
             if job.stream is not None:
@@ -161,7 +160,7 @@ class LocalEngine(SteppingEngine):
         return self._decoder.score(token_ids)
 
     def _replace(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> str:
-        """Let running jobs go on under the new weights."""
+        """Replace the weights; running jobs continue under the new ones."""
         check_weights(self._name, weights, self._shapes)
         held = self._residents.overwrite(version, weights)
         if self._kv_cache == "recompute" and self._decoder.jobs:
@@ -170,7 +169,7 @@ class LocalEngine(SteppingEngine):
         return held
 
     def _add(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> str:
-        """Let running jobs end on the weights that they have."""
+        """Add a set of weights; running jobs end on the old ones."""
         check_weights(self._name, weights, self._shapes)
         staged, self._staged = self._staged, None
         if version not in self.versions and not self._has_room():
@@ -194,7 +193,7 @@ class LocalEngine(SteppingEngine):
         self._evict()
 
     def _evict(self) -> None:
-        """Let go of versions on which nothing runs, and tell who waits for room."""
+        """Evict versions without running jobs, and unblock a `stage` that waits for room."""
         self._residents.evict_all_but({job.version for job in self._decoder.jobs})
         while self._seeking_room and self._has_room():
             self._answer(self._seeking_room.pop(), None)

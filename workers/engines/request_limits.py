@@ -1,4 +1,4 @@
-"""Which requests an engine takes."""
+"""Limits of the requests that an engine accepts."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from rlsys.errors import TaskTooLong
 from workers.engines.engine import Request
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
-"""Besides 0, greedy. Above, samples are noise and vLLM refuses; below, it would silently take the least for less."""
+"""Besides 0 (greedy). Above, samples are noise and vLLM refuses; below, vLLM would silently use its minimum."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What a request must keep to."""
+    """Limits that every request must meet."""
 
     max_context: int
-    """Most tokens of prompt and completion together."""
+    """Maximum tokens of prompt and completion together."""
     num_vocab: int
     stop_token_ids: frozenset[int] = frozenset()
 
     def check(self, worker: str, request: Request) -> None:
-        """Raise `TaskTooLong` if the request exceeds the context, `ValueError` if it makes no sense."""
+        """Raise `TaskTooLong` if the request exceeds the context, `ValueError` if it is invalid."""
         num_prompt, num_new = len(request.prompt_ids), request.sampling.max_new_tokens
         if num_prompt + num_new > self.max_context:
             raise TaskTooLong(
@@ -44,7 +44,7 @@ class RequestLimits:
         self._check_begun(request)
 
     def _check_begun(self, request: Request) -> None:
-        """See that what a request has begun with is whole, and can go on."""
+        """Raise `ValueError` unless the `begun` tokens of a request are complete and can be continued."""
         begun = request.begun
         if begun is None or not request.num_begun:
             return

@@ -1,6 +1,6 @@
-"""An engine without a model: it "samples" what a function says, one token per request and tick.
+"""An engine without a model: a function supplies the tokens, one per request and tick.
 
-For tests of workflows and workers: it keeps every promise of `Engine` (versions, pause, load, abort, close).
+For tests of workflows and workers: it fulfils the whole contract of `Engine` (versions, pause, load, abort, close).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Job:
     future: Future[Completion]
     stream: Queue[Completion | None] | None = None
     version: PolicyVersion | None = None
-    """What its next token is of; None before its first."""
+    """Version of its next token; None before the first."""
     output_ids: list[int] = field(default_factory=list)
     """Sampled here."""
     versions: list[PolicyVersion] = field(default_factory=list)
@@ -42,11 +42,11 @@ class _Job:
 
 
 class ScriptedEngine:
-    """Answers each request with `reply(request)`: token ids, or text whose characters are taken as token ids.
+    """Answers each request with `reply(request)`: token ids, or text whose characters are used as token ids.
 
     A reply that ends before `max_new_tokens` finishes with `stop`, else with `length`; every logprob is 0. A request
-    that had begun goes on at that place of its reply. `num_slots` requests run, the others wait. A tick lasts `tick_s`.
-    `shapes` is what `load` expects, by tensor name.
+    with `begun` tokens continues at that place of its reply. `num_slots` requests run, the others wait. A tick lasts
+    `tick_s`. `load` expects `shapes`, by tensor name.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class ScriptedEngine:
         self._job_left.set()
 
     def _tick(self) -> None:
-        """The next token of every running job."""
+        """Sample the next token of every running job."""
         self._timer = None
         for job in self._jobs[: self._num_slots]:
             if job.version is None:

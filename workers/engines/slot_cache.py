@@ -1,7 +1,7 @@
 """A key-value cache of fixed slots, one request each, behind the cache interface of transformers; attention over it.
 
-Every forward looks through a *window*: some neighbouring slots, the positions its tokens are written at, and how many
-keys attention sees. Slots in use are kept together at the front, so a window is a view: attention copies nothing.
+Every forward uses a *window*: neighbouring slots, the positions that its tokens are written at, and the number of keys
+that attention sees. Used slots are contiguous from the front, so a window is a view: attention copies nothing.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class SlotWindow:
-    """Where the current forward reads and writes."""
+    """Slots and positions that the current forward reads and writes."""
 
     slots: slice = field(default_factory=lambda: slice(0, 0))
     """One per row of the forward, or one for all."""
     rows: Tensor = field(default_factory=lambda: torch.empty(0, 1, 1))
     """The slots as an index, (slots, 1, 1)."""
     positions: Tensor = field(default_factory=lambda: torch.empty(0, 1, 1))
-    """Where each token goes, (rows or 1, 1, tokens)."""
+    """Position of each token, (rows or 1, 1, tokens)."""
     num_keys: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class KeptCache:
-    """Keys and values of one request, on their way to another slot, perhaps in another process."""
+    """Keys and values of one request, for transfer to another slot, possibly in another process."""
 
     version: PolicyVersion
-    """What the request came to be sampled from."""
+    """Version of the request's last token."""
     token_ids: tuple[int, ...]
-    """What they are of: the prompt, and what was sampled but for the newest token."""
+    """Tokens of these keys and values: the prompt, and the sampled tokens except the newest."""
     layers: tuple[tuple[Tensor, Tensor], ...]
     """Keys and values of each layer, (heads, tokens, head size), on the host."""
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values of one layer, (slots, heads, positions, head size); allocated when the first ones come in."""
+    """Keys and values of one layer, (slots, heads, positions, head size); allocated at the first update."""
 
     def __init__(self, num_slots: int, max_context: int, window: SlotWindow) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Write each row at its own positions; returns views of what the window sees."""
+        """Write each row at its positions. Returns views of the window."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
@@ -76,26 +76,25 @@ class SlotLayer(CacheLayerMixin):
         return self.keys[seen].expand(rows), self.values[seen].expand(rows)
 
     def copy(self, source: Tensor, target: Tensor, num_keys: int) -> None:
-        """See `SlotCache.copy`."""
         for tensor in (self.keys, self.values):
             assert tensor is not None
             tensor[target, :, :num_keys] = tensor[source, :, :num_keys]
 
     def read(self, slot: int, num_keys: int) -> tuple[Tensor, Tensor]:
-        """The first entries of a slot, copied to the host."""
+        """Copy the first entries of a slot to the host."""
         assert self.keys is not None
         assert self.values is not None
         keys, values = self.keys[slot, :, :num_keys], self.values[slot, :, :num_keys]
         return keys.to("cpu", copy=True).contiguous(), values.to("cpu", copy=True).contiguous()
 
     def write(self, slot: int, keys: Tensor, values: Tensor) -> None:
-        """Put what `read` gave at the front of a slot."""
+        """Write the result of `read` to the front of a slot."""
         assert self.keys is not None
         assert self.values is not None
         self.keys[slot, :, : keys.shape[1]], self.values[slot, :, : values.shape[1]] = keys, values
 
     def fits(self, states: Tensor, num_keys: int) -> bool:
-        """Could these be the first `num_keys` entries of a slot?"""
+        """True if the tensor has the shape and dtype of the first `num_keys` entries of a slot."""
         keys = self.keys
         if keys is None:
             return False
@@ -112,7 +111,7 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """The layers of one model, sharing a window."""
+    """The layers of one model, with a shared window."""
 
     def __init__(self, num_slots: int, max_context: int) -> None:
         self.window = SlotWindow()
@@ -122,7 +121,7 @@ class SlotCache(Cache):
     def look(self, first: int, num_slots: int, positions: Tensor, num_keys: int) -> None:
         """Point the window at `num_slots` slots from `first`; `positions` is (num_slots or 1, tokens).
 
-        With one slot it may be (rows, tokens), too: all rows of the forward then write to that slot, and see it.
+        With one slot, `positions` may also be (rows, tokens): all rows of the forward then write and see that slot.
         """
         window = self.window
         window.slots = slice(first, first + num_slots)
@@ -135,19 +134,19 @@ class SlotCache(Cache):
             layer.copy(source, target, num_keys)
 
     def keep(self, slot: int, version: PolicyVersion, token_ids: tuple[int, ...]) -> KeptCache:
-        """A copy of what a slot holds: the keys and values of `token_ids`."""
+        """Copy the keys and values of `token_ids` out of a slot."""
         layers = tuple(layer.read(slot, len(token_ids)) for layer in self._slot_layers())
         return KeptCache(version, token_ids, layers)
 
     def can_take(self, kept: KeptCache) -> bool:
-        """Are these keys and values of the same shape and type as those here?"""
+        """True if these keys and values match the shape and dtype of this cache."""
         layers, num_keys = self._slot_layers(), len(kept.token_ids)
         return len(layers) == len(kept.layers) and all(
             layer.fits(states, num_keys) for layer, pair in zip(layers, kept.layers, strict=True) for states in pair
         )
 
     def take(self, slot: int, kept: KeptCache) -> None:
-        """Put a copy into a slot. Only what `can_take` agrees to."""
+        """Put a copy into a slot; requires `can_take`."""
         for layer, (keys, values) in zip(self._slot_layers(), kept.layers, strict=True):
             layer.write(slot, keys, values)
 
@@ -156,7 +155,7 @@ class SlotCache(Cache):
 
 
 def check_cacheable(model: PreTrainedModel) -> None:
-    """Raise `ModelError` where a layer needs something other than all keys and values (a sliding window, a state)."""
+    """Raise `ModelError` if a layer caches something other than all keys and values (a sliding window, a state)."""
     kinds = {type(layer) for layer in DynamicCache(config=model.config).layers} - {DynamicLayer}
     if kinds:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
@@ -175,7 +174,7 @@ def grouped_attention(
     scaling: float | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Attention whose query heads share key heads inside the CPU kernel; transformers' own copies the keys per head."""
+    """Attention whose query heads share key heads inside the CPU kernel; transformers copies the keys per head."""
     is_grouped = query.shape[1] != key.shape[1]
     output = nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=is_grouped

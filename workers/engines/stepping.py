@@ -1,9 +1,9 @@
-"""The frame of an engine that samples in this process: one thread owns all steps, the event loop posts to it.
+"""Base of engines that sample in this process: one thread runs all steps, and the event loop posts to it.
 
     step thread    consumes: waiting jobs, commands      produces: tokens, completions, answers to commands
                    waits for: a job or a command, when idle or paused       unblocked by: `generate`, `_post`
 
-Subclasses say what a step is; admission, pausing, abortion, streaming, deadlines and the end are the same for all.
+Subclasses define a step. Admission, pausing, abortion, streaming, deadlines and shutdown are common.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from workers.engines.token_stream import as_sampled
 
 T = TypeVar("T")
 LOOKS = 4
-"""Looks at the step thread within the deadline of a step: one that hangs is found at most a look later."""
+"""Checks of the step thread within the deadline of a step: a hang is detected at most one check late."""
 
 
 @dataclass(slots=True, eq=False)
 class EngineJob:
-    """One request and who waits for it."""
+    """One request, and the future of its caller."""
 
     request: Request
     future: Future[Completion]
     marks: list[tuple[int, PolicyVersion]] = field(default_factory=list)
     """(tokens sampled here before it, version), one entry for every version that the job ran under here."""
     stream: Queue[Completion | None] | None = None
-    """Where pieces go as they are sampled, and None at the end."""
+    """Queue of the sampled pieces, with None at the end."""
 
     @property
     def version(self) -> PolicyVersion:
-        """What its next token is sampled from, once it has a slot."""
+        """Version of its next token, once the job has a slot."""
         return self.marks[-1][1]
 
     def completion(
@@ -53,7 +53,7 @@ class EngineJob:
         finish: Literal["stop", "length", "abort"] | None,
         cache: object | None = None,
     ) -> Completion:
-        """What it had begun with, and then these tokens, which were sampled here."""
+        """The `begun` tokens followed by these tokens, which were sampled here."""
         ends = [start for start, _ in self.marks[1:]] + [len(output_ids)]
         spans = (VersionSpan(version, end - start) for (start, version), end in zip(self.marks, ends, strict=True))
         here = tuple(span for span in spans if span.num_tokens)
@@ -61,21 +61,21 @@ class EngineJob:
         return self.request.begun.then(sampled) if self.request.begun else sampled
 
     def withdrawn(self, *, keep_cache: bool) -> Completion:
-        """What comes of it if it never gets a slot."""
+        """The completion of a job that never gets a slot."""
         begun = self.request.begun or Completion((), (), (), None)
         return replace(begun, finish="abort", cache=begun.cache if keep_cache else None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Turn:
-    """One thing that the step thread does, told from the others by being another object."""
+    """One turn of the step thread, compared by identity."""
 
     deadline_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """Why nothing is sampled any more."""
+    """Reason why the engine has ended."""
 
     kind: type[WorkerError]
     detail: str
@@ -83,12 +83,12 @@ class _End:
 
 
 class SteppingEngine(ABC):
-    """Implements `Engine` but for `load`, `stage` and `score`. `version` is that of the weights the model came with."""
+    """Implements `Engine` except `load`, `stage` and `score`. `version` is that of the model's initial weights."""
 
     def __init__(
         self, name: str, *, version: PolicyVersion, num_slots: int, limits: RequestLimits, step_s: float
     ) -> None:
-        """`name` is the worker's in errors; `step_s` the deadline of one step, in seconds."""
+        """`name` is the worker's name in errors; `step_s` is the deadline of one step, in seconds."""
         self._name, self._version, self._step_s = name, version, step_s
         self._num_slots, self._limits = num_slots, limits
         self._waiting: deque[EngineJob] = deque()
@@ -97,9 +97,9 @@ class SteppingEngine(ABC):
         self._outbox: list[tuple[AbstractEventLoop, Callable[[], object]]] = []
         self._is_paused = self._is_closing = False
         self._turn: _Turn | None = None
-        """What the step thread does; None while it waits."""
+        """The current turn of the step thread; None while it waits."""
         self._seen: tuple[_Turn | None, float] = (None, 0.0)
-        """The turn at the last look, and when it was seen first, in seconds that count."""
+        """The turn at the last check, and the time of the first check that saw it, on the clock of `deadlines.now`."""
         self._watched: AbstractEventLoop | None = None
         self._lock = threading.Lock()
         self._end: _End | None = None
@@ -119,21 +119,21 @@ class SteppingEngine(ABC):
 
     @abstractmethod
     def _cut(self, is_meant: Callable[[EngineJob], bool], *, keep_cache: bool) -> None:
-        """End the running jobs that are meant with what they have, finish `abort`."""
+        """End the selected running jobs with their tokens so far, finish `abort`."""
 
     @abstractmethod
     def _progress(self) -> Iterable[tuple[EngineJob, Sequence[int], Sequence[float]]]:
-        """The running jobs with the ids and logprobs that they have sampled here."""
+        """The running jobs with the ids and logprobs sampled here."""
 
     @abstractmethod
     def stats(self) -> EngineStats:
         """See `Engine.stats`."""
 
     def _start_up(self) -> None:  # noqa: B027  (nothing to prepare is common)
-        """The first thing the step thread does."""
+        """Prepare the step thread; called first on it."""
 
     def _shut_down(self) -> None:  # noqa: B027  (nothing to free is common)
-        """Free what the engine holds; the last thing the step thread does."""
+        """Free the engine's resources; called last on the step thread."""
 
     # ------------------------------------------------------------------------------------------- on the event loop
 
@@ -155,7 +155,6 @@ class SteppingEngine(ABC):
             raise
 
     async def stream(self, request: Request) -> AsyncGenerator[Completion]:
-        """See `Engine.stream`."""
         pieces: Queue[Completion | None] = Queue()
         job = self._enter(request, pieces)
         try:
@@ -171,7 +170,6 @@ class SteppingEngine(ABC):
             self._post(partial(self._abort, lambda job: job.request.id == request_id, keep_cache=keep_cache))
 
     async def progress(self) -> Mapping[str, Completion]:
-        """See `Engine.progress`."""
         return await self._ask("reporting progress", self._report)
 
     async def pause(self) -> None:
@@ -199,7 +197,7 @@ class SteppingEngine(ABC):
             self._post(partial(self._abort, lambda other: other.future is job.future))
 
     async def _ask(self, what: str, work: Callable[[], T], deadline_s: float | None = None) -> T:
-        """Have the step thread do `work` between two steps, within the deadline of a step or its own."""
+        """Run `work` on the step thread between two steps, within `deadline_s` or the deadline of a step."""
         future: Future[T] = get_running_loop().create_future()
         self._post(partial(self._obey, work, future, deadline_s or self._step_s), future, what)
         return await future
@@ -209,7 +207,7 @@ class SteppingEngine(ABC):
         self._wake.set()
 
     def _submit(self, queue: deque[T], item: T, future: Future | None, what: str) -> None:
-        """Leave `item` to the step thread, which answers `future` whatever becomes of it."""
+        """Queue `item` for the step thread, which always answers `future`."""
         with self._lock:
             if self._end:
                 raise self._error(self._end, what or "taking a command")
@@ -221,10 +219,10 @@ class SteppingEngine(ABC):
             deadlines.ticker().call_later(self._step_s / LOOKS, self._watch)
 
     def _watch(self) -> None:
-        """Give the engine up if its thread has been in one turn for longer than the deadline.
+        """End the engine if its thread has been in one turn for longer than the deadline.
 
-        Looks again and again while anything is pending; unblocked by nothing else. Time in which this process was
-        suspended does not count, so a turn's age is that since a look first found it.
+        Checks again while anything is pending; unblocked by nothing else. Time in which this process was suspended does
+        not count, so a turn's age starts at the first check that sees it.
         """
         turn, now_s = self._turn, deadlines.now()
         if self._seen[0] is not turn:
@@ -243,14 +241,14 @@ class SteppingEngine(ABC):
         try:
             self._start_up()
             self._serve()
-        except Exception as error:  # noqa: BLE001  (the thread's boundary: all who wait are told, and all who come later)
+        except Exception as error:  # noqa: BLE001  (the thread's boundary: all callers get the error)
             end = _End(WorkerDied, f"a step raised {type(error).__name__}: {error}; restart the worker", error)
         self._flush()
         self._finish(end)
         self._shut_down()
 
     def _serve(self) -> None:
-        """One turn after the other: commands, a step, answers.
+        """Run turns: commands, a step, answers.
 
         Consumes waiting jobs and commands; produces completions and answers. Waits for either while paused or without
         jobs; unblocked by `generate` and `_post`.
@@ -263,13 +261,13 @@ class SteppingEngine(ABC):
             self._wake.clear()
             while self._commands:
                 self._commands.popleft()()
-            self._flush()  # who asked does not wait for the step
+            self._flush()  # callers of commands do not wait for the step
             if not self._is_paused:
                 self._advance()
             self._flush()
 
     def _is_busy(self) -> bool:
-        """Is there anything to step?"""
+        """True if there is anything to step."""
         return bool(self._running())
 
     def _abort(self, is_meant: Callable[[EngineJob], bool], *, keep_cache: bool = False) -> None:
@@ -288,7 +286,7 @@ class SteppingEngine(ABC):
         self._is_closing = True
 
     def _become(self, version: PolicyVersion, counts: Iterable[int]) -> None:
-        """From now on tokens are of `version`; `counts` are the tokens each running job has sampled here."""
+        """Switch to `version` for all new tokens; `counts` are the tokens that each running job has sampled here."""
         for job, count in zip(self._running(), counts, strict=True):
             job.marks.append((count, version))
         self._version = version
@@ -307,7 +305,7 @@ class SteppingEngine(ABC):
         self._outbox.append((future.get_loop(), partial(_settle, future, outcome)))
 
     def _emit(self, job: EngineJob, piece: Completion) -> None:
-        """Pass on what a streamed job sampled, at the end of this turn."""
+        """Send a piece of a streamed job at the end of this turn."""
         assert job.stream is not None
         self._outbox.append((job.future.get_loop(), partial(job.stream.put_nowait, piece)))
 
@@ -319,19 +317,19 @@ class SteppingEngine(ABC):
             answers.setdefault(loop, []).append(answer)
         self._outbox.clear()
         for loop, batch in answers.items():
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed: no caller is left
                 loop.call_soon_threadsafe(_run_all, batch)
 
     # ------------------------------------------------------------------------------------------- on either
 
     def _finish(self, end: _End) -> None:
-        """Tell all who wait, and all who come later, that nothing is sampled any more."""
+        """End the engine: answer all pending calls, and refuse later ones."""
         with self._lock:
             self._end = self._end or end
             pending = dict(self._pending)
             self._pending.clear()
         for future, what in pending.items():
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed: no caller is left
                 future.get_loop().call_soon_threadsafe(_settle, future, self._error(end, what))
 
     def _error(self, end: _End, what: str) -> WorkerError:

@@ -1,7 +1,7 @@
-"""Drawing tokens: deterministic per request, whoever shares the batch.
+"""Token sampling: deterministic per request, independent of the other requests in the batch.
 
-Token t of a request is the inverse of its distribution's CDF at one uniform number that is a hash of (seed, t). Nothing
-is drawn from a generator, so nothing depends on the order or the company in which requests are served.
+Token t of a request is the inverse of its distribution's CDF at one uniform number, which is a hash of (seed, t). No
+random generator is used, so tokens do not depend on the order of requests or on the rest of the batch.
 
 Shape suffixes: `B` rows, one request each; `V` vocabulary.
 """
@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_UNIFORM_BITS = 24  # as many as float32 holds exactly, so that a number just below 1 stays below 1
+_UNIFORM_BITS = 24  # all that float32 represents exactly, so that a number just below 1 stays below 1
 
 
 def as_int64(number: int) -> int:
-    """Any integer as the signed 64-bit one with the same low 64 bits: what tensors of seeds hold."""
+    """The signed 64-bit integer with the same low 64 bits, for tensors of seeds."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -28,14 +28,14 @@ def uniform(seeds_B: Tensor, positions_B: Tensor) -> Tensor:
     """Numbers in [0, 1), float32: the hash of each (seed, position), both int64.
 
     SplitMix64 by counter (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014): the
-    seed is mixed once to make the stream, the position counts along it.
+    mixed seed selects the stream, and the position is the counter.
     """
     bits = _mix(_mix(seeds_B) + (positions_B + 1) * _GAMMA)
     return _shift(bits, 64 - _UNIFORM_BITS).float() * 2.0**-_UNIFORM_BITS
 
 
 def draw(logits_BV: Tensor, temperature_B: Tensor, top_p_B: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    """One token per row and its logprob under the distribution it was drawn from, computed in float32.
+    """Sample one token per row, with its logprob under the sampling distribution, computed in float32.
 
     The distribution is softmax(logits / temperature), cut to its nucleus and renormalised where top_p < 1. Temperature
     0 takes the most likely token, with logprob 0.
@@ -56,7 +56,7 @@ def draw(logits_BV: Tensor, temperature_B: Tensor, top_p_B: Tensor, uniform_B: T
 
 
 def _nucleus(logits_BV: Tensor, top_p_B: Tensor) -> Tensor:
-    """Logits outside the smallest set of top tokens with probability >= top_p become -inf (arXiv:1904.09751)."""
+    """Set logits outside the smallest set of top tokens with probability >= top_p to -inf (arXiv:1904.09751)."""
     sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True, stable=True)
     probs_BV = sorted_BV.softmax(-1)
     is_cut_BV = (probs_BV.cumsum(-1) - probs_BV >= top_p_B[:, None]) & (top_p_B < 1)[:, None]
@@ -65,7 +65,7 @@ def _nucleus(logits_BV: Tensor, top_p_B: Tensor) -> Tensor:
 
 
 def _mix(state_B: Tensor) -> Tensor:
-    """SplitMix64's finalizer; int64 arithmetic wraps."""
+    """Finalizer of SplitMix64; int64 arithmetic wraps."""
     state_B = (state_B ^ _shift(state_B, 30)) * _MIX_1
     state_B = (state_B ^ _shift(state_B, 27)) * _MIX_2
     return state_B ^ _shift(state_B, 31)

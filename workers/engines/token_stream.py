@@ -1,4 +1,4 @@
-"""A completion on its way, piece by piece."""
+"""Stream of a completion, piece by piece."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from workers.engines.engine import Completion
 async def as_sampled(
     done: Future[Completion], pieces: Queue[Completion | None], num_begun: int
 ) -> AsyncGenerator[Completion]:
-    """The pieces put into the queue, then what of the whole completion, after its first `num_begun` tokens, was in none
-    of them.
+    """Yield the pieces of the queue, then the rest of the completion that no piece contained. The first `num_begun`
+    tokens are left out.
 
-    Waits for a piece or the end; unblocked by the engine's steps. Raises what `done` raises.
+    Waits for a piece or the end; unblocked by the engine's steps. Raises the error of `done`.
     """
     done.add_done_callback(lambda _: pieces.put_nowait(None))
     num_sent = num_begun

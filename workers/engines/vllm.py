@@ -1,8 +1,7 @@
-"""vLLM as an engine: its synchronous `LLMEngine`, stepped by our thread in the rollout's own process.
+"""vLLM as an engine: its synchronous `LLMEngine`, stepped by one thread in the process of the rollout replica.
 
-Nothing lies between the scheduler and us: a weight change is a function call between two steps, and it is known of
-every token which weights it is from. With `tensor_parallel` > 1 the shards are processes of their own; scheduling stays
-here.
+The scheduler runs in this process. So a weight change is a function call between two steps, and the version of every
+token is known. With `tensor_parallel` > 1, only the shards are separate processes.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 CPU_BLOCK_TOKENS = 32
-"""Tokens of one cache block on the CPU: the grain of prefix reuse, and the least that vLLM allows."""
+"""Tokens of one cache block on the CPU: the unit of prefix reuse, and vLLM's minimum."""
 ALWAYS: Mapping[str, Any] = {
     "worker_extension_cls": "workers.engines.vllm_weights.WeightLoading",
     "scheduling_policy": "priority",
     "async_scheduling": False,
     "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are drawn from
-    "generation_config": "vllm",  # a request says how it is sampled, not a file of the model
+    "generation_config": "vllm",  # the request sets the sampling, not a file of the model
     "enable_prefix_caching": True,
     "disable_log_stats": True,
     "skip_tokenizer_init": True,
@@ -54,15 +53,15 @@ ALWAYS: Mapping[str, Any] = {
 ON_CPU: Mapping[str, Any] = {
     "enforce_eager": True,
     "block_size": CPU_BLOCK_TOKENS,
-    # A prompt computed in pieces draws a sample for each, and vLLM cannot take back what that does to a CPU generator.
+    # Prefill in chunks samples once per chunk, and vLLM cannot undo the effect on a generator on the CPU.
     "enable_chunked_prefill": False,
 }
 CPU_PREFILL_TOKENS = 2048
-"""Prompt tokens of one step on the CPU, or those of one prompt of full length."""
+"""Prompt tokens of one step on the CPU, unless one prompt of full length needs more."""
 OVERRIDABLE = {"enforce_eager", "block_size", "kv_cache_memory_bytes", "max_num_batched_tokens"}
-"""What `vllm_args` may set although rlsys has an opinion."""
+"""Keys that `vllm_args` may override although rlsys sets them."""
 SCORING_FIRST = -1
-"""vLLM's priority of scoring requests; others have 0, and less goes first."""
+"""vLLM's priority of scoring requests; others have 0, and the lowest goes first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,8 +77,8 @@ class _VllmJob(EngineJob):
 class VllmEngine(SteppingEngine):
     """Samples from the model at `model_path`, up to `num_slots` requests at a time.
 
-    A request that had begun goes on with a generator of its own, seeded with its seed and where it stands: tokens then
-    differ from those of the request left alone, and are distributed as they are. Greedy ones are the same.
+    A continued request gets a new generator, seeded with its seed and position. Its tokens differ from those of an
+    uninterrupted request, but have the same distribution. Greedy tokens are equal.
     """
 
     def __init__(
@@ -99,12 +98,12 @@ class VllmEngine(SteppingEngine):
         version: PolicyVersion = 0,
         name: str,
     ) -> None:
-        """See `LocalEngine` for the arguments. `vllm_args` are further ones of vLLM.
+        """See `LocalEngine` for the arguments. `vllm_args` are further arguments of vLLM.
 
-        Raises `ModelError` if vLLM does not know the model, `ConfigError` if it does not know an argument.
+        Raises `ModelError` if vLLM does not support the model, `ConfigError` if it does not support an argument.
         """
         model = outline(model_path)
-        sequences = num_slots + 1  # and one that scores
+        sequences = num_slots + 1  # one more, for scoring
         kv_bytes = _kv_bytes(model.config.get_text_config(), dtype, sequences, max_context) // tensor_parallel
         prefill = {"max_num_batched_tokens": max(CPU_PREFILL_TOKENS, max_context)}
         self._llm = _start(
@@ -132,7 +131,7 @@ class VllmEngine(SteppingEngine):
         super().__init__(name, version=version, num_slots=num_slots, limits=limits, step_s=step_s)
 
     async def stage(self, weights: Mapping[str, Tensor]) -> None:
-        """See `Engine.stage`: checks, hashes and, on a CPU, lays out beside those in use, in a thread of its own."""
+        """See `Engine.stage`: checks, hashes and, on a CPU, lays out a second set of weights, in a separate thread."""
         check_weights(self._name, weights, self._shapes)
         await self._ask("preparing for weights", partial(self._llm.collective_rpc, "rlsys_prepare"), self._load_s)
         try:
@@ -144,7 +143,7 @@ class VllmEngine(SteppingEngine):
         self._staged = (weights, held)
 
     async def load(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> str:
-        """See `Engine.load`. The hash is that of the tensors that were read, before casting and sharding."""
+        """See `Engine.load`. The hash is that of the given tensors, before casting and sharding."""
         return await self._ask(f"loading version {version}", partial(self._load, version, weights), self._load_s)
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
@@ -153,7 +152,7 @@ class VllmEngine(SteppingEngine):
         return await future
 
     def stats(self) -> EngineStats:
-        _, num_queued = self._core.scheduler.get_request_counts()  # for want of cache blocks, or of a first step
+        _, num_queued = self._core.scheduler.get_request_counts()  # waiting for cache blocks, or for a first step
         num_queued = min(num_queued, len(self._jobs))
         return EngineStats(
             num_running=len(self._jobs) - num_queued,
@@ -196,7 +195,7 @@ class VllmEngine(SteppingEngine):
             seed=(continuation_seed(request.seed, request.num_begun) if request.num_begun else request.seed) % 2**63,
             logprobs=0,
             stop_token_ids=sorted(self._limits.stop_token_ids),
-            ignore_eos=True,  # a request ends at our stop tokens, whatever else the model's files name
+            ignore_eos=True,  # a request ends only at the configured stop tokens, not at those of the model's files
             detokenize=False,
         )
         name = self._send(request.prompt_ids + request.begun_ids, params)
@@ -209,12 +208,12 @@ class VllmEngine(SteppingEngine):
         self._scoring[self._send(token_ids, params, priority=SCORING_FIRST)] = future
 
     def _send(self, ids: tuple[int, ...], params: SamplingParams, priority: int = 0) -> str:
-        """Give vLLM a request; returns the name it goes by."""
+        """Send a request to vLLM. Returns its id there."""
         from vllm.inputs import TokensPrompt
 
         self._num_requests += 1
         name = str(self._num_requests)
-        # What one version has cached is of no use to another.
+        # The salt separates the prefix caches of versions.
         prompt = TokensPrompt(prompt_token_ids=list(ids), cache_salt=f"version {self._version}")
         request = self._llm.input_processor.process_inputs(
             name,
@@ -234,7 +233,7 @@ class VllmEngine(SteppingEngine):
         ids = output.new_token_ids
         if ids:
             assert output.new_logprobs is not None
-            # The sampled token's comes first. Greedy tokens are certain.
+            # The sampled token comes first. Greedy tokens are certain.
             sampled = output.new_logprobs.logprobs[:, 0].tolist()
             logprobs = [0.0] * len(ids) if job.request.sampling.temperature == 0 else sampled
             job.output_ids += ids
@@ -285,14 +284,14 @@ class VllmEngine(SteppingEngine):
         return held
 
     def _stage(self, weights: Mapping[str, Tensor]) -> str:
-        """Lay out what can be; shards are busy stepping, and get theirs in `_load`."""
+        """Stage the weights. With several shards, only hash them: the shards are busy, and load them in `_load`."""
         if self._tensor_parallel == 1:
-            with self._staging:  # a caller that was cancelled may have left a thread behind
+            with self._staging:  # the thread of a cancelled call may still run
                 self._llm.collective_rpc("rlsys_stage", args=(weights,))
         return content_hash(weights)
 
     def _share(self, weights: Mapping[str, Tensor]) -> None:
-        """Let the shards' processes read the weights from a file in memory: vLLM does not carry tensors to them."""
+        """Pass the weights to the shards' processes in a file in memory, because vLLM does not send tensors to them."""
         from safetensors.torch import save_file
 
         memory, num_bytes = Path("/dev/shm"), sum(tensor.nbytes for tensor in weights.values())
@@ -303,14 +302,14 @@ class VllmEngine(SteppingEngine):
             self._llm.collective_rpc("rlsys_stage", args=(path,))
 
     def _start_up(self) -> None:
-        torch.get_num_threads()  # hands OpenMP this thread's count: vLLM asks it before torch would have
+        torch.get_num_threads()  # sets OpenMP's thread count for this thread, before vLLM reads it
 
     def _shut_down(self) -> None:
         self._llm.engine_core.shutdown()
 
 
 def _start(device: torch.device, ours: Mapping[str, Any], users: Mapping[str, Any]) -> LLMEngine:
-    """vLLM, ready to step. Raises `ModelError` with vLLM's own words if it cannot serve the model, `ConfigError`."""
+    """Start vLLM. Raises `ModelError` with vLLM's message if it cannot serve the model, or `ConfigError`."""
     if taken := sorted(users.keys() & (ours.keys() | ALWAYS.keys()) - OVERRIDABLE):
         raise ConfigError(f"rollout.vllm_args: {', '.join(taken)} is set by rlsys itself; leave it out")
     arguments = {**ALWAYS, **ours, **users}
@@ -319,7 +318,7 @@ def _start(device: torch.device, ours: Mapping[str, Any], users: Mapping[str, An
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else all replicas pin themselves to the same cores
     if arguments.get("enforce_eager"):
-        torch.compiler.set_stance("force_eager")  # the sampler is compiled even so, which takes longer than it saves
+        torch.compiler.set_stance("force_eager")  # else the sampler is compiled, which takes longer than it saves
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -338,7 +337,7 @@ def _start(device: torch.device, ours: Mapping[str, Any], users: Mapping[str, An
     except (ValueError, OSError, NotImplementedError, KeyError) as error:
         raise ModelError(f"vLLM cannot serve {arguments['model']!r}: {error}; try rollout.engine=local") from error
     if llm.engine_core.engine_core.batch_queue is not None:  # pyright: ignore[reportAttributeAccessIssue]
-        # Tokens of the weights before would arrive after a change, and be taken for its own.
+        # After a weight change, tokens of the old weights would arrive and count as tokens of the new ones.
         raise ConfigError("rollout.vllm_args: these let steps overlap (pipeline stages, asynchronous scheduling)")
     return llm
 
@@ -346,7 +345,7 @@ def _start(device: torch.device, ours: Mapping[str, Any], users: Mapping[str, An
 def _kv_bytes(
     config: PreTrainedConfig, dtype: Literal["float32", "bfloat16"], num_sequences: int, max_context: int
 ) -> int:
-    """Memory for the keys and values of that many sequences of full length, so that none waits for room."""
+    """Memory for the keys and values of this many sequences of full length, so that none waits for cache blocks."""
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * num_heads * head_size * getattr(torch, dtype).itemsize

@@ -1,11 +1,11 @@
-"""Weights into vLLM: the one place that knows of tied embeddings, shards, types, and kernels that keep packed copies.
+"""Loading weights into vLLM, with its tied embeddings, shards, dtypes, and kernels that keep packed copies.
 
 `WeightLoading` becomes part of every vLLM worker, one per tensor-parallel shard, in this process or another.
 
-On the CPU vLLM multiplies with packed copies of the weights, made once after loading. Three things follow. A reload
-must pack again. It must not forget the output matrix when that is tied to the embedding: the tensor is shared, the
-packed copy is not, and vLLM's own reload leaves it stale without a word. And packing takes longer than copying, so it
-is done beside the decoding: `stage` fills a second set of parameters and packs them, `swap` exchanges pointers.
+On the CPU, vLLM multiplies with packed copies of the weights, made once after loading. So a reload must pack again,
+including an output matrix that is tied to the embedding. There the tensor is shared but the packed copy is not, and
+vLLM's reload silently leaves it stale. Packing takes longer than copying, so it runs during decoding: `stage` fills and
+packs a second set of parameters, and `swap` exchanges pointers.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
 
 
 class WeightLoading:
-    """What a vLLM worker learns: to take in a set of weights by their Hugging Face names.
+    """Extension of a vLLM worker: loads weights by their Hugging Face names.
 
-    Each shard keeps its part of every tensor, cast to the type it computes in. `weights` is a mapping, or the path of
-    a safetensors file where the worker is another process.
+    Each shard keeps its part of every tensor, cast to its compute dtype. `weights` is a mapping, or the path of a
+    safetensors file if the worker is another process.
     """
 
     model_runner: Any
     vllm_config: Any
 
     def rlsys_prepare(self) -> None:
-        """Make room, once, before weights are staged. No step may be running."""
+        """Allocate the second set of parameters, once, before weights are staged. No step may be running."""
         if not hasattr(self, "rlsys_shadow"):
             self.rlsys_shadow = Shadow.beside(self) if can_be_swapped(self.model_runner.get_model()) else None
 
     def rlsys_stage(self, weights: Mapping[str, Tensor] | str) -> None:
-        """Lay `weights` out beside those in use, where that helps. Decoding may go on."""
+        """Lay out `weights` beside those in use, if the model has a second set. Decoding may continue."""
         self.rlsys_staged = _read(weights)
         if self.rlsys_shadow is not None:
             self.rlsys_shadow.fill(self.rlsys_staged)
 
     def rlsys_swap(self) -> None:
-        """Use what was staged. No step may be running."""
+        """Switch to the staged weights. No step may be running."""
         if self.rlsys_shadow is not None:
             self.rlsys_shadow.swap()
         else:
@@ -55,7 +55,7 @@ class WeightLoading:
 
 
 class Shadow:
-    """A second set of a model's parameters, and the packed copies made of them."""
+    """A second set of a model's parameters, and their packed copies."""
 
     def __init__(self, live: nn.Module, shadow: nn.Module, config: Any) -> None:  # noqa: ANN401  (vLLM's own type)
         self._live, self._shadow, self._config = live, shadow, config
@@ -65,7 +65,7 @@ class Shadow:
 
     @classmethod
     def beside(cls, worker: Any) -> Shadow:  # noqa: ANN401  (vLLM's own type)
-        """Build the second set for a worker's model: as much memory again as its weights."""
+        """Build the second set for a worker's model. It doubles the memory of the weights."""
         from vllm.model_executor.model_loader.utils import initialize_model
         from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -77,7 +77,7 @@ class Shadow:
         return cls(worker.model_runner.get_model(), shadow, config)
 
     def fill(self, weights: Mapping[str, Tensor]) -> None:
-        """Load and pack."""
+        """Load the weights into the second set, and pack them."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
@@ -90,7 +90,7 @@ class Shadow:
                 self._packed.append((live, packing.cpu_linear))
 
     def swap(self) -> None:
-        """Exchange the parameters that kernels read with their twins, and the packed copies for those just made."""
+        """Exchange the parameters with those of the second set, and the packed copies with the new ones."""
         twins = dict(self._shadow.named_parameters())
         for name, parameter in self._live.named_parameters():
             if parameter.numel():
@@ -101,10 +101,10 @@ class Shadow:
 
 
 def can_be_swapped(model: nn.Module) -> bool:
-    """Is this a model on the CPU of plain linear layers and embeddings, whose packed copies we know how to make?
+    """True if this is a model on the CPU with only plain linear layers and embeddings, which `Shadow` can pack.
 
-    Raises `ModelError` for one on the CPU with other layers (experts, convolutions, quantized ones): vLLM lays their
-    weights out anew when it loads them, and a reload would leave them as garbage.
+    Raises `ModelError` for a model on the CPU with other layers (experts, convolutions, quantized layers). vLLM changes
+    the layout of their weights while loading, so a reload would corrupt them.
     """
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod

@@ -1,4 +1,4 @@
-"""The check every engine makes before it touches a weight."""
+"""Check of new weights, made by every engine before it changes any."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """The tensors of a model by name, as a trainer publishes them."""
+    """Shapes of a model's tensors by name, as a trainer publishes them."""
 
     known: Mapping[str, tuple[int, ...]]
-    """Every name with its shape, those of tied tensors included."""
+    """Every name with its shape, including tied tensors."""
     required: frozenset[str]
-    """The names without which the model is incomplete."""
+    """Names that every set of weights must contain."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelShapes:
-        """Those of a Hugging Face model, which may be on the meta device."""
+        """Shapes of a Hugging Face model, which may be on the meta device."""
         every = model.named_parameters(remove_duplicate=False)
         return cls({n: tuple(p.shape) for n, p in every}, frozenset(n for n, _ in model.named_parameters()))
 

@@ -1,9 +1,9 @@
 """Many small calls to one actor, in few Ray messages.
 
-A Ray call costs more than scoring a short group. Calls made in one turn of the event loop travel as one streaming
-call, and answers come back in chunks, each as soon as it is ready: nobody waits for a slower neighbour.
+A Ray call costs more than scoring a short group. Calls made in one turn of the event loop travel as one streaming call.
+Answers come back in chunks as soon as they are ready, so no call waits for a slower one.
 
-A chunk is two objects: payloads, of which the caller keeps the reference, and their answers, which it reads.
+A chunk is two objects: the payloads, of which the caller keeps the reference, and their answers, which it reads.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Answer = TypeVar("Answer")
 Payload = TypeVar("Payload")
 
 FETCH_S = 60.0
-"""Longest that a chunk may take to come from another node; then it counts as lost."""
+"""Maximum time for a chunk to come from another node; after that, it counts as lost."""
 
 
 @dataclass(frozen=True)
 class PayloadRef:
-    """Where a payload lies: entry `index` of the tuple behind `chunk`. The caller owns the chunk, not its maker."""
+    """Reference to a payload: entry `index` of the tuple behind `chunk`. The caller owns the chunk, not its maker."""
 
     chunk: ObjectRef
     index: int
@@ -39,16 +39,16 @@ class PayloadRef:
 
 @dataclass(frozen=True)
 class Parcel:
-    """Payloads of groups on their way to an actor, which fetches them itself: so it can tell which are lost."""
+    """Payloads of groups for an actor. The actor fetches them itself, so it can report which are lost."""
 
     chunks: tuple[ObjectRef, ...]
-    """Every chunk once. Ray passes references inside an argument on without their bytes."""
+    """Every chunk once. Ray passes references inside an argument without their bytes."""
     entries: tuple[tuple[int, int, int], ...]
-    """(group_id of the group, chunk, index) for each payload."""
+    """(group id, chunk, index) for each payload."""
 
     @classmethod
     def of(cls, payloads: Iterable[tuple[int, object]]) -> Parcel:
-        """Of (group_id, `PayloadRef`) pairs."""
+        """Build a parcel from (group id, `PayloadRef`) pairs."""
         chunks: dict[ObjectRef, int] = {}
         entries = []
         for group_id, ref in payloads:
@@ -57,15 +57,15 @@ class Parcel:
         return cls(tuple(chunks), tuple(entries))
 
     def open(self) -> list[Any]:
-        """The payloads, in order. Raises `PayloadLost` naming all groups of which one is gone."""
+        """The payloads, in order. Raises `PayloadLost` naming all groups with a lost payload."""
         try:
             chunks = ray.get(list(self.chunks), timeout=FETCH_S)
         except RayError:
-            return self._kept([_got(ref) for ref in self.chunks])  # one by one, to see which is gone
+            return self._kept([_got(ref) for ref in self.chunks])  # one by one, to find the lost ones
         return self._picked(chunks)
 
     async def each(self) -> list[Any]:
-        """The payloads, in order; `PayloadLost` in the place of each that is gone. Does not block the event loop."""
+        """The payloads, in order, with `PayloadLost` in place of each lost one. Does not block the event loop."""
         chunks = await asyncio.gather(*(_arrived(ref) for ref in self.chunks))
         return [
             PayloadLost((group_id,)) if (found := chunks[chunk]) is None else found[index]
@@ -99,9 +99,9 @@ async def _arrived(ref: ObjectRef) -> Sequence[Any] | None:
 async def answer_in_chunks(
     requests: Sequence[Request], work: Callable[[Request], Awaitable[tuple[Answer, Payload]]]
 ) -> AsyncIterator[object]:
-    """The actor's side: yields payloads, then answers, of whatever is ready; again until all are.
+    """The actor's side: yields payloads, then answers, of the finished requests, until all are done.
 
-    Answers are (index of the request, answer or the `RlsysError` it raised); anything else raised ends the stream.
+    Answers are (index of the request, answer or its `RlsysError`); any other error ends the stream.
     """
     indices = {asyncio.ensure_future(work(request)): i for i, request in enumerate(requests)}
     waiting = set(indices)
@@ -133,11 +133,10 @@ class CallStream(Generic[Request, Answer]):
         self._reading: set[asyncio.Task[None]] = set()
 
     async def call(self, request: Request) -> tuple[Answer, PayloadRef]:
-        """The answer to one request, and where its payload lies.
+        """The answer to one request, and the reference to its payload.
 
-        Waits for the actor; unblocked by the chunk that holds the answer, or by the stream ending without it. Raises
-        the
-        `RlsysError` the actor answered with, or `WorkerDied`.
+        Waits for the actor; unblocked by the chunk with the answer, or by the stream ending without it. Raises the
+        `RlsysError` in the answer, or `WorkerDied`.
         """
         loop = asyncio.get_running_loop()
         answer = loop.create_future()
@@ -150,7 +149,7 @@ class CallStream(Generic[Request, Answer]):
         batch, self._unsent = self._unsent, []
         try:
             chunks = self._start([request for request, _ in batch])
-        except Exception as error:  # noqa: BLE001  (whatever cannot be sent is answered here, not waited for)
+        except Exception as error:  # noqa: BLE001  (every error goes to the callers, who would wait forever)
             failure = WorkerError(self._worker, self._phase, f"cannot be sent: {type(error).__name__}: {error}")
             self._fail((answer for _, answer in batch), failure)
             return
@@ -159,7 +158,7 @@ class CallStream(Generic[Request, Answer]):
         reading.add_done_callback(self._reading.discard)
 
     async def _read(self, chunks: Chunks, answers: Sequence[asyncio.Future]) -> None:
-        """Hand every answer of one call to whoever waits for it; the call's failure to all that are left."""
+        """Resolve every answer of one remote call; if the call fails, resolve the rest with its error."""
         num_left = len(answers)
         try:
             while num_left:
@@ -169,7 +168,7 @@ class CallStream(Generic[Request, Answer]):
                 num_left -= len(ready)
         except RlsysError as failure:
             self._fail(answers, failure)
-        except Exception as error:  # noqa: BLE001  (whoever waits is answered, whatever went wrong here)
+        except Exception as error:  # noqa: BLE001  (the callers get every error)
             self._fail(answers, WorkerError(self._worker, self._phase, f"{type(error).__name__}: {error}"))
 
     def _fail(self, answers: Iterable[asyncio.Future], failure: RlsysError) -> None:
@@ -177,22 +176,22 @@ class CallStream(Generic[Request, Answer]):
             _resolve(answer, failure, None)
 
     async def _next_chunk(self, chunks: Chunks) -> tuple[list[tuple[int, Answer | RlsysError]], ObjectRef]:
-        """Answers, and the reference to their payloads, never the bytes: Ray would fetch an object to await it.
+        """Answers, and the reference to their payloads. To await payloads would fetch them, so the answers are awaited.
 
-        So the answers behind it are awaited, which come last. Raises what ended the stream, if that came instead.
+        Answers come last in a chunk. If the stream ended instead, raises its error.
         """
         payloads, answers = chunks._get_next_ref_n(2)
         try:
             ready = await call(answers, self._worker, self._phase)
         except RlsysError:
-            await call(payloads, self._worker, self._phase)  # what the actor raised is in the first of both
+            await call(payloads, self._worker, self._phase)  # an error of the actor is in the first of the two
             raise
         chunks._consume_next_ref_n(2)
         return ready, payloads
 
 
 def _resolve(waiting: asyncio.Future, answer: object, payload: PayloadRef | None) -> None:
-    """Answer one caller, unless it has its answer or gave up waiting."""
+    """Resolve one call, unless it is done or cancelled."""
     if waiting.done():
         return
     if isinstance(answer, RlsysError):

@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: joining or starting one, its nodes, and what an actor asks it for."""
+"""The Ray cluster of a run: joining or starting one, its nodes, and the resources of an actor."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one actor asks Ray for, and the threads it may use for maths."""
+    """Ray resources of one actor, and its number of threads for maths."""
 
     num_cpus: float = 1.0
     num_gpus: float = 0.0
     threads: int = 1
 
     def claim(self) -> torch.device:
-        """Bound the threads of this process, and return its device: the GPU Ray gave it, if one was asked for, else the
-        CPU, whatever the machine has."""
+        """Limit the threads of this process and return its device: the GPU from Ray if one was requested, else the
+        CPU."""
         import torch
 
         torch.set_num_threads(self.threads)
         return torch.device("cuda" if self.num_gpus else "cpu")
 
     def build(self, make: Callable[..., T]) -> T:
-        """Call `make`, in the process that has these resources, with its `device`."""
+        """Call `make` with the `device`, in the process that has these resources."""
         return make(device=self.claim())
 
 
 NO_MATHS = Resources(num_cpus=0.0)
-"""Of an actor that moves bytes and computes nothing."""
+"""Resources of an actor that moves bytes and computes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The Ray cluster of this run. `close` shuts down only what `connect` started."""
+    """The Ray cluster of this run. `close` shuts down only a cluster that `connect` started."""
 
     is_ours: bool
 
@@ -63,8 +63,8 @@ class Cluster:
 def connect(address: str | None, num_cpus: int | None) -> Cluster:
     """Join a cluster, or start a local one.
 
-    In order: the one this process already joined; `address`; the one a Ray job or RAY_ADDRESS names; a new local one,
-    which only this machine reaches, and there only who has its token.
+    In order: the cluster that this process has joined; `address`; the one of the Ray job or RAY_ADDRESS; a new local
+    one. Only processes on this machine that have its token can reach a new cluster.
 
     Raises `ConfigError` if `address` does not answer.
     """
@@ -86,10 +86,10 @@ def connect(address: str | None, num_cpus: int | None) -> Cluster:
 
 
 def _ensure_token() -> None:
-    """Give this process a token for the clusters it starts, unless the user has one.
+    """Set a token for the clusters that this process starts, unless the user has one.
 
-    Ray asks for it by default (RAY_AUTH_MODE). The environment passes it on to every process of the cluster, and only
-    this user and root can read it there. Ray reads it once: the token stays for the life of this process.
+    Ray requires one by default (RAY_AUTH_MODE). Every process of the cluster inherits it from the environment, where
+    only this user and root can read it. Ray reads it once: the token stays for the life of this process.
     """
     named = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
     if not named and not Path("~/.ray/auth_token").expanduser().exists():
@@ -98,10 +98,10 @@ def _ensure_token() -> None:
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Ray's servers listen on 127.0.0.1 alone, in a cluster that starts in this block.
+    """Make Ray's servers listen only on 127.0.0.1, in a cluster that starts in this block.
 
-    They follow the address of the node. As that, Ray takes loopback only where it believes that there can be no other
-    nodes; on Linux it replaces a loopback address that it is given.
+    The servers use the node's address. Ray accepts loopback there only if it assumes a single node; on Linux it
+    replaces an explicit loopback address.
     """
     was = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
@@ -116,13 +116,13 @@ def _cores() -> int:
 
 
 def log_folder() -> Path:
-    """Where the workers of this node write what they print."""
+    """Folder for the output of the workers on this node."""
     context = ray.get_runtime_context()
     return Path(context.get_temp_dir(), context.get_session_name(), "logs")
 
 
 def check_capacity(needed_cpus: float, needed_gpus: float) -> None:
-    """Raise `ConfigError` if the cluster can never place what the run needs, instead of waiting for ever."""
+    """Raise `ConfigError` if the cluster can never place the run, instead of waiting forever."""
     have = ray.cluster_resources()
     for name, needed in (("CPU", needed_cpus), ("GPU", needed_gpus)):
         if needed > have.get(name, 0.0):
@@ -133,14 +133,14 @@ def check_capacity(needed_cpus: float, needed_gpus: float) -> None:
 
 
 def node_ids() -> list[str]:
-    """Nodes that are alive, the driver's own first."""
+    """Live nodes; the driver's node first."""
     here = ray.get_runtime_context().get_node_id()
     alive = [n["NodeID"] for n in ray.nodes() if n["Alive"]]
     return sorted(alive, key=lambda n: (n != here, n))
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on at this moment."""
+    """A TCP port that is free at this moment."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]

@@ -32,12 +32,12 @@ V = TypeVar("V")
 T = TypeVar("T")
 P = ParamSpec("P")
 RayActor: TypeAlias = Any
-"""A Ray actor handle: has the methods of the actor's class, each with `.remote()`."""
+"""A Ray actor handle, with the methods of the actor's class, each with `.remote()`."""
 _Split: TypeAlias = tuple[T, *tuple[Any, ...]] | Coroutine[Any, Any, tuple[T, *tuple[Any, ...]]]
 Chunks: TypeAlias = Any
-"""References to what a streaming call yields: a `ray.ObjectRefGenerator`, which has no type there."""
+"""References to the results of a streaming call: a `ray.ObjectRefGenerator`, which is untyped there."""
 ASYNC_CALLS = 10_000
-"""Calls an async actor may have open at once: permits, not this, bound what is in flight."""
+"""Maximum concurrent calls of an async actor. The real limit on groups in flight is the permits."""
 SET_UP_S = 600.0
 """Deadline for a worker to load its model and be ready."""
 CLOSE_S = 5.0
@@ -45,9 +45,9 @@ CLOSE_S = 5.0
 
 
 class _Process:
-    """A Ray actor's process, and the worker that `build` makes in it.
+    """A Ray actor's process, and the worker that `build` creates in it.
 
-    A worker that nobody set up, after Ray restarted its process for instance, is built by the first call.
+    Without `setup`, for example after a restart by Ray, the first call builds the worker.
     """
 
     def __init__(self, build: Callable[..., object]) -> None:
@@ -95,20 +95,20 @@ async def _result(made: object) -> object:
 class Remote(Generic[W]):
     """A worker in another process. It can be passed on to further processes.
 
-    The decorator `rlsys.util.deadlines.remote` says what a method does and how long it may take. A call raises
-    `DeadlineExceeded`, `WorkerDied`, the `RlsysError` that the worker raised, or a `WorkerError` for anything else.
+    The decorator `rlsys.util.deadlines.remote` names a method's phase and sets its patience. A call raises
+    `DeadlineExceeded`, `WorkerDied`, the worker's `RlsysError`, or a `WorkerError` for any other error.
     """
 
     name: str
-    """Of the worker, in errors."""
+    """Name of the worker in errors."""
     kind: type[W]
     actor: RayActor
     deadline_s: float
-    """For an answer; methods with `patience` have a multiple of it."""
+    """Deadline for an answer, in seconds; methods with `patience` have a multiple of it."""
     place: str = ""
     """The node that the process is bound to."""
     part: str = ""
-    """Attribute of the hosted object that is called here, e.g. `generator.`; empty for the object itself."""
+    """Attribute of the worker that is called here, e.g. `generator.`; empty for the worker."""
 
     @overload
     async def call(
@@ -119,14 +119,14 @@ class Remote(Generic[W]):
     async def call(self, method: Callable[Concatenate[W, P], T], *args: P.args, **kwargs: P.kwargs) -> T: ...
 
     async def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The answer of one of the worker's methods. References among the arguments arrive as what they refer to."""
+        """Call a method of the worker. References among the arguments are resolved on arrival."""
         answer = self.actor.call.remote(self.part + method.__name__, *args, **kwargs)
         return await self._answered(answer, method, args, kwargs)
 
     async def split(
         self, method: Callable[Concatenate[W, P], _Split[T]], num_kept: int, *args: P.args, **kwargs: P.kwargs
     ) -> tuple[T, list[ObjectRef]]:
-        """The first of the values that a method returns, and references to the `num_kept` others."""
+        """Call a method; returns its first value, and references to the `num_kept` others."""
         call = self.actor.call.options(num_returns=1 + num_kept)
         answer, *kept = call.remote(self.part + method.__name__, *args, **kwargs)
         return await self._answered(answer, method, args, kwargs), kept
@@ -134,12 +134,12 @@ class Remote(Generic[W]):
     def stream(
         self, method: Callable[Concatenate[W, P], AsyncIterator[object]], *args: P.args, **kwargs: P.kwargs
     ) -> Chunks:
-        """What a method yields, as references; see `workers.ray.batched_calls`."""
+        """References to the values that a method yields; see `workers.ray.batched_calls`."""
         return self.actor.stream.remote(self.part + method.__name__, *args, **kwargs)
 
     @property
     def proxy(self) -> W:
-        """This object as an instance of the worker's class, of which it has `name`, `place` and all async methods."""
+        """This object typed as the worker's class, for its `name`, its `place` and its async methods."""
         return cast("W", self)
 
     def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
@@ -149,7 +149,7 @@ class Remote(Generic[W]):
         return lambda *args, **kwargs: self.call(method, *args, **kwargs)
 
     def at(self, kind: type[V], part: str) -> Remote[V]:
-        """The object of class `kind` that is attribute `part` of the worker."""
+        """The attribute `part` of the worker, an object of class `kind`."""
         return cast("Remote[V]", replace(self, kind=cast("Any", kind), part=f"{self.part}{part}."))
 
     def within(self, deadline_s: float) -> Remote[W]:
@@ -157,21 +157,21 @@ class Remote(Generic[W]):
         return replace(self, deadline_s=deadline_s)
 
     async def setup(self, *args: object) -> None:
-        """Build the worker; `args` come after those that `build` was given."""
+        """Build the worker; `args` follow the arguments given to `build`."""
         await call(self.actor.setup.remote(*args), self.name, "setting up", SET_UP_S)
 
     async def address(self) -> str:
-        """Where a worker without async methods can listen for others, e.g. `tcp://10.0.0.4:41234`."""
+        """A free address on the node of a worker without async methods, e.g. `tcp://10.0.0.4:41234`."""
         return await call(self.actor.address.remote(), self.name, "choosing a port", SET_UP_S)
 
     async def end(self) -> None:
-        """Let the worker close, then kill its process; one that is gone or does not answer is just killed."""
+        """Close the worker, then kill its process. Errors of the close are ignored."""
         with suppress(RlsysError):
             await call(self.actor.call.remote("close"), self.name, "closing", CLOSE_S)
         self.kill()
 
     def kill(self, *, restart: bool = False) -> None:
-        """End the process. With `restart` Ray starts it again, if it was started so."""
+        """Kill the process. With `restart`, Ray starts it again, if it was started with `restarts`."""
         ray.kill(self.actor, no_restart=not restart)
 
     async def _answered(
@@ -192,17 +192,17 @@ def start(
     place: str = "",
     restarts: bool = False,
 ) -> Remote[W]:
-    """Give a worker a process of its own, on any node or on `place`; `build` is called there, see `Remote.setup`.
+    """Start a worker in its own process, on any node or on `place`. `build` is called there, see `Remote.setup`.
 
-    If it `restarts`, Ray starts the process again whenever it dies, the worker's state lost; by default never: the
-    failure policy decides.
+    With `restarts`, Ray restarts a process that dies, without the worker's state. By default it does not: the failure
+    policy decides.
 
-    A worker with async methods serves many calls at once; any other serves one at a time, since Ray would start a
-    thread for each. The process gets its thread count in the environment before anything is imported, and the driver's
-    import path.
+    A worker with async methods serves many calls at once. Any other worker serves one at a time, because Ray would
+    start a thread for each. The process inherits the driver's import path, and has its thread count in the environment
+    before any import.
     """
     is_async = any(iscoroutinefunction(getattr(kind, method)) for method in dir(kind))
-    # Of the worker's name, since Ray shows that of the class in process titles and on its dashboard.
+    # The class has the worker's name, because Ray shows it in process titles and on its dashboard.
     process = type(kind.__name__, (_ManyAtOnce if is_async else _OneAtATime,), {})
     threads = str(resources.threads)
     environment = {
@@ -226,15 +226,15 @@ def start(
 
 
 async def call(ref: Awaitable[T], worker: str, phase: str, deadline_s: float | None = None) -> T:
-    """What a reference refers to, once it is there.
+    """Await the value of a reference.
 
-    Raises `DeadlineExceeded`, `WorkerDied`, or the `RlsysError` the worker itself raised; anything else a worker raised
-    becomes a `WorkerError` that ends with its traceback.
+    Raises `DeadlineExceeded`, `WorkerDied`, or the worker's `RlsysError`. Any other error of the worker becomes a
+    `WorkerError` that ends with its traceback.
     """
     try:
         async with timeout(deadline_s):
             return await ref
-    except RayTaskError as error:  # comes first: one of a TimeoutError that the worker raised is both
+    except RayTaskError as error:  # comes first: one for a TimeoutError of the worker is both
         raise _translated(error, worker, phase) from error
     except TimeoutError as error:
         raise DeadlineExceeded(worker, phase, f"no answer within {deadline_s:g} s") from error

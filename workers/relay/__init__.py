@@ -1,4 +1,4 @@
-"""Relay workers: one per node, each keeps the newest weights in the memory of its node.
+"""Relay workers: one per node, each keeps the newest weights in its node's memory.
 
-The relay itself is `rlsys.weight_sync.relay`; this room puts it behind Ray.
+The relay class is `rlsys.weight_sync.relay`; this package runs it as Ray actors.
 """

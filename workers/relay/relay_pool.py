@@ -1,4 +1,4 @@
-"""The relay tier: a relay per node over Ray's object store, and the driver's view of all of them.
+"""The relay tier: a relay per node over Ray's object store, and the driver's view of all relays.
 
 Buckets are immutable objects there: readers on a relay's node map its copy, and share it.
 """
@@ -60,7 +60,7 @@ class RayRelays:
     ) -> None:
         """`nodes` returns the nodes that are alive."""
         self.members = list(members)
-        """Relays of the nodes that are there; the driver's own first."""
+        """Relays of the live nodes; the driver's node first."""
         self._transfer_s, self._nodes = transfer_s, nodes
         self._last: Announcement | None = None
         """The newest version that arrived."""
@@ -68,10 +68,10 @@ class RayRelays:
 
     @classmethod
     def start(cls, transfer_s: float, kind: type[Relay] = Relay, *args: object) -> RayRelays:
-        """One relay per node. `transfer_s` is the deadline of a transfer; `args` go to `kind` after its own.
+        """Start one relay per node. `transfer_s` is the deadline of a transfer; `args` are further arguments of `kind`.
 
-        A relay answers within one of `TRIES` parts of `transfer_s`. Ray restarts its process if that dies: the member
-        stays valid, what the relay held is gone.
+        A relay answers within `transfer_s / TRIES`. Ray restarts its process after a death: the member stays valid, but
+        the relay's weights are lost.
         """
         members = []
         for node in node_ids():
@@ -81,18 +81,18 @@ class RayRelays:
         return cls(members, transfer_s)
 
     async def arrival(self, version: PolicyVersion) -> Arrival:
-        """See `Relays.arrival`. The caller sets the deadline: relays that restart or hang are waited for."""
+        """See `Relays.arrival`. Waits for relays that restart or hang; the caller sets the deadline."""
         arrival, announcement = await patiently(lambda: self._found(version), None, f"taking in version {version}")
         if self._last is None or self._last.manifest.version < version:
             self._last = announcement
         return arrival
 
     async def pin(self, version: PolicyVersion) -> None:
-        """Keep `version` until another is pinned: on every relay that holds it or has it soon, and on those that are
-        refilled later. Returns once one relay keeps it and each of the others has answered or had its turn.
+        """Keep `version` until another is pinned, on every relay that has it or gets it soon, and on relays refilled
+        later.
 
-        Relays that restart or hang are waited for. Raises `WeightsMismatch` if all let the version go already,
-        `DeadlineExceeded` after `transfer_s`.
+        Returns once one relay keeps it and the others have answered or failed. Waits for relays that restart or hang.
+        Raises `WeightsMismatch` if all relays have evicted the version, `DeadlineExceeded` after `transfer_s`.
         """
 
         async def ask() -> None:
@@ -105,7 +105,7 @@ class RayRelays:
         await patiently(ask, self._transfer_s, f"pinning version {version}")
 
     async def _found(self, version: PolicyVersion) -> tuple[Arrival, Announcement]:
-        """What the first relay says that holds `version`."""
+        """Arrival and announcement of `version`, from the first relay that has it."""
         asked = [asyncio.create_task(member.proxy.arrival(version)) for member in self.members]
         try:
             return await first_success(asked)
@@ -116,13 +116,12 @@ class RayRelays:
     async def supervise(
         self, on_failure: Callable[[WorkerError], None], on_recovery: Callable[[str, float], None]
     ) -> None:
-        """See `Relays.supervise`. The relay of a node that is gone drops out."""
+        """See `Relays.supervise`. The relay of a dead node is dropped."""
         async with asyncio.TaskGroup() as watches:
             for member in self.members:
                 watches.create_task(self._watch(member, on_failure, on_recovery))
 
     def close(self) -> None:
-        """End every relay."""
         for member in self.members:
             member.kill()
 
@@ -132,7 +131,7 @@ class RayRelays:
         on_failure: Callable[[WorkerError], None],
         on_recovery: Callable[[str, float], None],
     ) -> None:
-        """One relay: waits for trouble; unblocked by Ray's news of its death, or by what it tells itself."""
+        """Watch one relay. Waits for a failure; unblocked by Ray reporting its death, or by the relay's own report."""
         loop = asyncio.get_running_loop()
         while member in self.members:
             error = await self._trouble(member)
@@ -142,14 +141,14 @@ class RayRelays:
                 try:
                     await self._restore(member)
                 except WeightsMismatch as mismatch:
-                    on_failure(mismatch)  # the next version may fare better
+                    on_failure(mismatch)  # the next version may succeed
                 else:
                     if member in self.members:
                         on_recovery(member.name, loop.time() - began)
 
     async def _trouble(self, member: Remote[Relay]) -> WorkerError:
-        """Return once the relay has something to report, or its process is gone, or it hangs: then it is killed, and
-        Ray restarts it. One that is starting is given all the time it takes."""
+        """Return the relay's next error, or that of its dead or hanging process. A hanging relay is killed, and Ray
+        restarts it. A starting relay has no deadline."""
         relay, answer_s = member.proxy, self._transfer_s / TRIES
         news = asyncio.ensure_future(relay.watch())
         try:
@@ -166,7 +165,7 @@ class RayRelays:
             news.cancel()
 
     async def _restore(self, member: Remote[Relay]) -> None:
-        """Fill a relay again as soon as its process is back; forget it if its node is gone."""
+        """Refill a relay as soon as its process is back; remove it if its node has died."""
         while member.place in self._nodes():
             neighbours = [other.proxy for other in self.members if other is not member]
             try:
@@ -177,6 +176,6 @@ class RayRelays:
         return None
 
     def _known(self) -> Holding:
-        """What a tier that lost everything is refilled by."""
+        """Announcements that can refill a tier that has lost everything."""
         known = tuple(a for a in (self._last, self._pinned) if a is not None)
         return Holding(known, self._pinned.manifest.version if self._pinned else None)

@@ -1,4 +1,1 @@
-"""Recorded steps, computed again without Ray.
-
-`rlsys replay` uses this room.
-"""
+"""Recorded steps, computed again without Ray, for `rlsys replay`."""

@@ -1,7 +1,7 @@
-"""A step that failed, computed again in one process and sample by sample: which number is the first not to be finite?
+"""Recompute a failed step in one process, sample by sample, to find the first number that is not finite.
 
-Every sample is a micro-batch of its own, in the same plan, with the same weights per token. Nothing is stepped: the
-update that failed is computed under the weights that were kept, which are those it began from.
+Every sample is its own micro-batch, in the same plan, with the same weights per token. No update is applied: the update
+that failed is computed under the saved weights, from which it started.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Trained:
 
 
 def replay(config: Config, folder: Path, failed: FailedStep) -> ReplayedStep:
-    """Compute the step that `folder` holds again, on a GPU if the run trained on one and this machine has any.
+    """Recompute the step in `folder`, on a GPU if the run trained on one and this machine has any.
 
     Raises `ModelError`, `CheckpointError` or `DataError`.
     """
@@ -62,7 +62,7 @@ def replay(config: Config, folder: Path, failed: FailedStep) -> ReplayedStep:
         failed.assigned,
         algorithm.aggregation.with_budget(config.rollout.max_new_tokens),
         num_ranks=1,
-        max_tokens=1,  # one sample a micro-batch
+        max_tokens=1,  # one sample per micro-batch
         num_updates=failed.num_updates,
     ).of_rank(0)
     is_critic = failed.model == "critic"
@@ -83,7 +83,7 @@ def replay(config: Config, folder: Path, failed: FailedStep) -> ReplayedStep:
 
 
 def _not_reproduced(failed: FailedStep) -> str | None:
-    """What the step read that was made under weights of before its first update, where those were not kept."""
+    """Inputs of the step that came from weights before its first update, if those weights are not saved."""
     if not failed.update:
         return None
     name = (
@@ -117,7 +117,7 @@ def _restore(model: nn.Module, folder: Path) -> None:
 
 
 def _cast(model: nn.Module, config: Config) -> None:
-    """Parameters alone, as mixed precision does: what is computed from positions stays in fp32."""
+    """Cast parameters only, as mixed precision does: values computed from positions stay in fp32."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, config.model.dtype))
 
@@ -130,7 +130,7 @@ def _columns(
     device: torch.device,
     critic: _Trained | None,
 ) -> Mapping[Signal, StepColumn]:
-    """The columns that other workers made of the step."""
+    """Columns of the step that other workers computed in the run."""
 
     def column(make: Callable[[MicroBatchPlan], Tensor]) -> StepColumn:
         with torch.no_grad():
@@ -174,14 +174,14 @@ def _first_of_figures(figures: Mapping[str, float]) -> NonFinite | None:
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Makes the rows of the report."""
+    """Builds the rows of the report."""
 
     records: list[GroupRecord]
     plan: RankPlan
     tokenizer: PreTrainedTokenizerBase
 
     def rows(self, trained: _Trained, update: int, parts: Iterable[Part]) -> Iterator[ReplayedSample]:
-        """Those of one update, one sample after the other, each with a gradient of its own."""
+        """Rows of one update, one per sample, each with its own gradient."""
         for plan, part in zip(self.plan.updates[update], parts, strict=True):
             yield self._row(trained, update, plan, part)
 
@@ -196,7 +196,7 @@ class _Table:
         loss.backward()
         gradients = local_gradients(trained.module)
         norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
-        squares = squared_norm(gradients).item()  # as the trainer adds it up
+        squares = squared_norm(gradients).item()  # computed as in training
         is_policy = trained.name == "policy"
         log_ratio_N = (said_N.detach() - inputs.behavior_logprobs_N).abs()
         (ref,) = plan.samples
@@ -221,7 +221,7 @@ class _Table:
     def _first(
         self, batch: MicroBatch, inputs: LossInputs, name: str, said_N: Tensor, output: LossOutput
     ) -> NonFinite | None:
-        """In the order in which numbers are made: by the sampler, the annotators, the algorithm, the model."""
+        """First non-finite number in the order of computation: sampler, annotators, algorithm, model."""
         numbers: list[tuple[str, Tensor]] = [("sampler's logprob", inputs.behavior_logprobs_N)]
         numbers += [(str(signal), column_N) for signal, column_N in inputs.columns_N.items()]
         numbers += [("advantage", inputs.advantages_N)]

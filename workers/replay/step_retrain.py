@@ -1,7 +1,7 @@
-"""Recorded steps of a run, trained again without Ray: every rank of the run, its critic, its stabilizer, bit for bit.
+"""Recorded steps of a run, trained again without Ray: all ranks, the critic and the stabilizer, bit for bit.
 
-Each rank reads the same files, plans the same steps, and takes its own part of them; they meet in collectives alone.
-What other workers made as groups came is in the record; what was made of a step is made again, by the same code.
+Each rank reads the same files, plans the same steps, and trains its part; ranks communicate only in collectives.
+Columns that other workers computed per group are in the record. Columns per step are computed again, by the same code.
 """
 
 from __future__ import annotations
@@ -41,39 +41,39 @@ if TYPE_CHECKING:
 REFERENCE = "reference"
 
 Stop: TypeAlias = "Callable[[int, BatchPlan, Sequence[RolloutRecord], TrainBackend], None]"
-"""Called right before the last step is trained, with its number, its plan, its groups and the policy."""
+"""Callback right before the last step is trained, with its number, its plan, its groups and the policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetrainJob:
-    """What to train again."""
+    """Everything that a rank needs to train the steps again."""
 
     config: Config
     shape: BatchShape
     recording: RecordedSteps
     on_gpu: frozenset[str]
-    """Of `POLICY`, `CRITIC` and `REFERENCE`: each rank has these on a GPU of its own."""
+    """Those of `POLICY`, `CRITIC` and `REFERENCE` that run on a GPU, one per rank."""
 
     def device(self, model: str, rank: int) -> torch.device:
-        """Of one rank's copy of a model."""
+        """Device of one rank's copy of a model."""
         return torch.device("cuda", rank) if model in self.on_gpu else CPU
 
 
 @dataclass(frozen=True, slots=True)
 class _Retrained:
-    """What rank 0 found."""
+    """Results of rank 0."""
 
     hashes: list[str]
-    """Of the weights before the first step, and after each."""
+    """Hashes of the weights before the first step, and after each."""
     metrics: dict[str, float]
-    """Of the last step."""
+    """Metrics of the last step."""
 
 
 def retrain(config: Config, shape: BatchShape, recording: RecordedSteps, stop: Stop | None = None) -> RetrainedSteps:
     """Train the steps of a recording again: in this process if the run had one rank, else in one process per rank.
 
-    `stop` is for runs of one rank. Raises `ModelError`, `CheckpointError` or `DataError` for what does not load,
-    `TrainingError` if a step gives numbers that are not finite.
+    `stop` is for runs of one rank. Raises `ModelError`, `CheckpointError` or `DataError` for unreadable inputs,
+    `TrainingError` if a step produces numbers that are not finite.
     """
     wanted = models_on_gpu(config)
     on_gpu = wanted if torch.cuda.device_count() >= shape.num_ranks else frozenset[str]()
@@ -95,7 +95,7 @@ def retrain(config: Config, shape: BatchShape, recording: RecordedSteps, stop: S
 
 
 def models_on_gpu(config: Config) -> frozenset[str]:
-    """Those models of a step that the run has on GPUs, by its sections `train`, `critic` and `reference`."""
+    """Models of a step that the run has on GPUs, by its sections `train`, `critic` and `reference`."""
     signals = config.algorithm.signals
     is_on_gpu = {
         POLICY: config.train.num_gpus > 0,
@@ -138,10 +138,10 @@ def _data_of(groups: Sequence[RolloutRecord]) -> StepData:
 
 
 class Models:
-    """One rank of the policy and, where the run has them, of the critic; and a reference of its own."""
+    """One rank of the policy and of the critic, if the run has one, and a separate reference model."""
 
     def __init__(self, job: RetrainJob, ranks: RankGroup) -> None:
-        """All as they were at version 0. Raises `ModelError`."""
+        """Create all models as at version 0. Raises `ModelError`."""
         self._config, self._ranks = job.config, ranks
         config, device = job.config, partial(job.device, rank=ranks.rank)
         path, dtype, signals = config.model.path, config.model.dtype, config.algorithm.signals
@@ -156,13 +156,13 @@ class Models:
             self._reference = ReferenceWorker(path, dtype, temperature, max_tokens, device(REFERENCE))
 
     def load(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint of the run. Raises `CheckpointError`."""
+        """Continue from a checkpoint of the run. Raises `CheckpointError`."""
         self.policy.load(checkpoint / ACTOR, self._stabilizer)
         if self._critic is not None:
             self._critic.load(checkpoint / CRITIC)
 
     def train(self, plan: RankPlan, data: StepData) -> dict[str, float]:
-        """One step, as actor and critic take it; returns what they report."""
+        """Train one step of actor and critic. Returns their metrics."""
         config, algorithm = self._config, self._config.algorithm
         data = data.with_columns(self._columns(plan, data))
         with _threads(config.train.threads):
@@ -174,11 +174,11 @@ class Models:
         return metrics
 
     def hash(self) -> str:
-        """Of the weights as they would be published; of nothing but on rank 0."""
+        """Hash of the weights as they would be published; on other ranks than 0, hash of no weights."""
         return content_hash(self.policy.full_weights(getattr(torch, self._config.model.dtype)))
 
     def _columns(self, plan: RankPlan, data: StepData) -> dict[Signal, StepColumn]:
-        """Those that are made once a step is put together."""
+        """Columns that are computed per step."""
         columns: dict[Signal, StepColumn] = {}
         if self._reference is not None:
             with _threads(self._config.reference.threads):
@@ -191,7 +191,7 @@ class Models:
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Sums over many numbers depend, in the last bits, on how many threads share them."""
+    """Set torch's thread count, because the last bits of large sums depend on it."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -1,4 +1,4 @@
 """Reward workers: reward functions in killable processes, and reward models.
 
-The worker is plain Python; the actor and the pool put it behind Ray.
+The workers are plain Python; the reward pool runs them as Ray actors.
 """

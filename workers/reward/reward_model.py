@@ -1,4 +1,4 @@
-"""A reward model: a Hugging Face classifier of one label that says how good a completion is."""
+"""A reward model: a Hugging Face classifier with one label, whose logit is the score of a completion."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KEY = "reward.model.path"
 
 
 class RewardModel:
-    """Judges completions. Plain class; a reward worker holds one."""
+    """Scores completions. A plain class, used by a reward worker."""
 
     def __init__(
         self,
@@ -30,10 +30,10 @@ class RewardModel:
         weight: float,
         device: torch.device,
     ) -> None:
-        """Of a prompt and completion longer than `max_tokens` together, the end is scored; `weight` is that of the
-        value in the reward.
+        """`max_tokens` bounds prompt and completion together; longer texts keep their end. `weight` is the weight of
+        the value in the reward.
 
-        Raises `ModelError` if the path holds no classifier of one label, or no tokenizer.
+        Raises `ModelError` if the path has no classifier with one label, or no tokenizer.
         """
         self.weight = weight
         self._path, self._max_tokens, self._device = path, max_tokens, device
@@ -47,7 +47,7 @@ class RewardModel:
         """The logit of each completion, in one batch.
 
         Messages are rendered with the model's own chat template, the completion as the assistant's turn; plain text is
-        put together as it is. Raises `DataError` for messages where there is no template or it refuses them.
+        concatenated. Raises `DataError` for messages if there is no template or if it refuses them.
         """
         inputs = self._encode([self._text(prompt, c) for c in completions], has_specials=not isinstance(prompt, str))
         return self._model(**inputs.to(self._device)).logits[:, 0].float().tolist()
@@ -59,7 +59,7 @@ class RewardModel:
         return rendered(self._tokenizer, messages, whose=f"the reward model {self._path!r}", opens_turn=False)
 
     def _encode(self, texts: Sequence[str], *, has_specials: bool) -> BatchEncoding:
-        """A chat template writes special tokens itself."""
+        """Tokenize texts. `has_specials`: a chat template has already written the special tokens."""
         return self._tokenizer(
             list(texts),
             add_special_tokens=not has_specials,
@@ -79,7 +79,7 @@ def _load_classifier(path: str, dtype: torch.dtype, device: torch.device) -> Pre
 
 
 def _agree_on_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Decoders judge at the last token that is not padding, so model and tokenizer must mean the same token by it."""
+    """Give model and tokenizer the same padding token: decoders score at the last token that is not padding."""
     config = model.config.get_text_config()
     pad = next(
         (i for i in (config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), None

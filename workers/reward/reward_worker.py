@@ -1,8 +1,8 @@
-"""The reward worker: users' functions in processes that can be killed, with a deadline; beside them, a reward model.
+"""The reward worker: user functions in killable processes with a deadline, and optionally a reward model.
 
-A group is scored in one call. Only if that call hangs or its process dies are its episodes scored one by one, so that
-the guilty one alone fails. What a function does wrong is a `Score` without a value; what the machinery does wrong, a
-reward model included, is raised.
+A group is scored in one call. If that call hangs or its process dies, its episodes are scored one by one, so that only
+the faulty one fails. An error in a function becomes a `Score` without a value. A failure of the infrastructure,
+including the reward model, is raised.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RewardModelSpec:
 
 
 class RewardWorker:
-    """Judges groups. Functions run in killable children of its process, a reward model in the process itself."""
+    """Scores groups. Functions run in killable child processes, a reward model in the worker's process."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class RewardWorker:
         model: RewardModel | None = None,
         name: str = "reward",
     ) -> None:
-        """`timeout_s` bounds the scoring of one group by the functions, and then of each of its episodes alone.
+        """`timeout_s` bounds the scoring of one group by the functions, and then of each single episode.
 
         With a `model`, its value is one more part of the reward, and there may be no functions. Raises `ConfigError` if
         a function cannot be found.
@@ -70,7 +70,7 @@ class RewardWorker:
         self.name, self._timeout_s = name, timeout_s
         self._late = Score(None, f"took longer than {timeout_s:g} s")
         self._is_slow = False
-        """The last group hung, or held an episode that did: the next one is scored one by one."""
+        """True if the last group had a timeout: the next group is scored one by one."""
         self._room = asyncio.Semaphore(processes)
         self._calls: set[asyncio.Future[list[Score]]] = set()
         spawn = multiprocessing.get_context("spawn")
@@ -94,12 +94,12 @@ class RewardWorker:
         return worker
 
     async def start(self) -> None:
-        """Start every process; returns once one of them is ready to judge. Without it the first `score` starts them."""
+        """Start every process. Returns once one of them is ready. Without this call, the first `score` starts them."""
         if self._pool is not None:
             await self._call(self._pool, Task(id="", prompt=""), ())
 
     async def judge_each(self, tasks: Sequence[Task], parcel: Parcel) -> AsyncIterator[object]:
-        """Judge groups, one of each task; see `answer_in_chunks`."""
+        """Score groups, one per task; see `answer_in_chunks`."""
         requests = list(zip(tasks, await parcel.each(), strict=True))
         async for part in answer_in_chunks(requests, self._scored):
             yield part
@@ -116,8 +116,8 @@ class RewardWorker:
     async def graft(
         self, parcel: Parcel, episode: int, donor_episode: int, policy: str
     ) -> tuple[tuple[VersionSpan, ...], tuple[tuple[Episode, ...], ...]]:
-        """The first payload of two with an episode of the second in it: what the policy sampled of it, and a chunk that
-        holds it. Raises `PayloadLost`."""
+        """Replace an episode of the first of two payloads by one of the second. Returns the versions sampled by
+        `policy`, and a chunk with the new payload. Raises `PayloadLost`."""
         payloads = await parcel.each()
         if lost := [
             group_id for payload in payloads if isinstance(payload, PayloadLost) for group_id in payload.group_ids
@@ -130,9 +130,9 @@ class RewardWorker:
     async def score(self, task: Task, episodes: tuple[Episode, ...]) -> tuple[Score, ...]:
         """One score per episode, in order.
 
-        A reward that the workflow gave is kept, and an episode that failed is not scored. Raises `WorkerDied` if the
-        pool of processes itself or the reward model broke. Functions take `timeout_s` at most; after a hang or a death,
-        that much again for every `processes` episodes.
+        A reward from the workflow is kept, and a failed episode is not scored. Raises `WorkerDied` if the process pool
+        or the reward model broke. Functions take at most `timeout_s`; after a hang or a death, that time again for
+        every `processes` episodes.
         """
         scores = [known_score(episode) for episode in episodes]
         unjudged = [i for i, score in enumerate(scores) if score is None]
@@ -143,7 +143,7 @@ class RewardWorker:
         return tuple(score for score in scores if score is not None)
 
     async def close(self) -> None:
-        """End every process, whatever it is doing; `score` calls that wait for one raise `WorkerDied`. Idempotent."""
+        """End every process at once; pending `score` calls raise `WorkerDied`. Idempotent."""
         self._model_thread.shutdown(wait=False)
         if self._pool is not None:
             self._pool.stop()
@@ -152,7 +152,7 @@ class RewardWorker:
             call.set_exception(WorkerDied(self.name, "scoring a group", "it was closed"))
 
     async def _judge(self, task: Task, completions: Sequence[RewardInput]) -> list[Score]:
-        """What the functions and the model say, both at work at once."""
+        """Scores of the functions and the model, computed concurrently."""
         judges: list[Awaitable[list[Score]]] = []
         if self._pool is not None:
             judges.append(self._by_functions(self._pool, task, completions))
@@ -161,7 +161,7 @@ class RewardWorker:
         return [total(scores) for scores in zip(*await asyncio.gather(*judges), strict=True)]
 
     async def _by_model(self, model: RewardModel, task: Task, completions: Sequence[RewardInput]) -> list[Score]:
-        """One group at a time, in a thread of its own, so that others are taken meanwhile."""
+        """Score in a separate thread, one group at a time, so that the event loop stays free."""
         loop, texts = asyncio.get_running_loop(), [c.text for c in completions]
         try:
             logits = await loop.run_in_executor(self._model_thread, model.score, task.prompt, texts)
@@ -170,8 +170,8 @@ class RewardWorker:
         return [weighted(score_of(logit), MODEL, model.weight) for logit in logits]
 
     async def _by_functions(self, pool: ProcessPool, task: Task, completions: Sequence[RewardInput]) -> list[Score]:
-        """All at once; one by one after a hang or a death. After a hang, the next groups are scored one by one too,
-        until all of one are in time."""
+        """Score all at once; one by one after a hang or a death. After a hang, later groups are also scored one by one,
+        until all episodes of a group finish in time."""
         async with self._room:
             was_slow = self._is_slow
             if not was_slow:
@@ -195,7 +195,7 @@ class RewardWorker:
             return Score(None, f"process died: exit code {death.exitcode}")
 
     async def _call(self, pool: ProcessPool, task: Task, completions: Sequence[RewardInput]) -> list[Score]:
-        """Cancelling it kills the process."""
+        """Run a call in the pool. Cancelling it kills the process."""
         try:
             scored = pool.schedule(_score_all, args=(task, completions), timeout=self._timeout_s)
             call = asyncio.wrap_future(scored)

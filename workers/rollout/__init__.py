@@ -1,4 +1,4 @@
-"""Rollout replicas: workflows run here, and an engine samples for them.
+"""Rollout replicas: they run workflows, and sample from an engine.
 
-The worker is plain Python; the actor and the pool put it behind Ray.
+The workers are plain Python; the rollout pool runs them as Ray actors.
 """

@@ -1,4 +1,4 @@
-"""One policy at one replica: the engine that speaks for it, and weights that change between or under running groups."""
+"""One policy at one replica: its engine, and weight changes between groups or under running groups."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ACKNOWLEDGEMENTS_KEPT = 64
-"""Of the newest versions; those that running groups may have tokens of are kept, however many there are."""
+"""Newest versions whose acknowledgement is kept. Older ones are kept while running groups may have their tokens."""
 REPLACEABLE = (WorkerDied, DeadlineExceeded, WeightsMismatch)
-"""Failures of a worker: it is replaced, and the group issued again."""
+"""Failures that replace the worker and reissue the group."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightChange:
-    """How a replica takes in new weights."""
+    """Settings of a replica's weight changes."""
 
     when: Literal["between", "inflight", "beside"]
-    """Once no group is running; or under running groups; or beside the weights that those go on with."""
+    """`between`: once no group runs. `inflight`: under running groups. `beside`: those finish on their weights."""
     tolerance: float
-    """Mean |difference| of logprobs to the trainer's own, in nats, above which the engine does not compute with the
-    weights it was given."""
+    """Largest allowed mean |difference| between the engine's logprobs and the trainer's, in nats. A larger one means
+    that the engine does not compute with the published weights."""
 
 
 Pulled: TypeAlias = "tuple[Manifest, Mapping[str, Tensor]]"
-"""One version: what it consists of, and its tensors by name."""
+"""One version: its manifest, and its tensors by name."""
 
 
 class Puller(Protocol):
-    """Where a replica gets weights from."""
+    """Source of a replica's weights."""
 
     async def pull(self, at_least: PolicyVersion) -> Pulled:
-        """The newest published weights, no older than `at_least`. Raises `DeadlineExceeded`."""
+        """Return the newest published weights, no older than `at_least`. Raises `DeadlineExceeded`."""
         ...
 
 
 class Generator:
-    """Implements `rlsys.weight_sync.sync.Replica` and `PeerReplica`: what a replica generates with for one policy."""
+    """Implements `rlsys.weight_sync.sync.Replica` and `PeerReplica`: samples at one replica for one policy."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class Generator:
         recorder: PartialStream | None = None,
         choice: EngineChoice | None = None,
     ) -> None:
-        """`name` is the replica's. Without a `puller` it keeps the weights its engine was built with; without a
-        `recorder` what it samples is lost with it. `choice` is how the engine was chosen, if it was."""
+        """`name` is that of the replica. Without a `puller` the engine keeps its initial weights. Without a `recorder`,
+        sampled tokens are lost with the replica. `choice` is the reason for this engine, if there was a choice."""
         self.name, self.choice = name, choice
         self._engine, self._speech, self._puller = engine, speech, puller
         self._change, self._recorder = change, recorder
@@ -83,7 +83,7 @@ class Generator:
         self._recording: asyncio.Task[None] | None = None
 
     def begin(self, ticket: Ticket) -> GroupRoute:
-        """A group begins to be played here; see `is_ready`."""
+        """Register a group that starts here; see `is_ready`."""
         self._here.enter(ticket)
         if self._recorder and self._recording is None:
             work = self._recorder.run(self._engine, self._here, self._acknowledged)
@@ -92,8 +92,8 @@ class Generator:
         return self._groups[ticket]
 
     async def recall(self, policy: GroupRoute, version: PolicyVersion) -> None:
-        """Begin with what an earlier attempt at this group sampled, as far as it can be gone on with on the weights
-        held here; `version` is that of the assignment."""
+        """Load what an earlier attempt at this group sampled, if the loaded weights can continue it. `version` is that
+        of the assignment."""
         held = self.acknowledged
         if self._recorder is None or held is None:
             return
@@ -101,15 +101,15 @@ class Generator:
         policy.recalled = await self._recorder.recall(policy.ticket.group_id, self._acknowledged, fits)
 
     async def end(self, policy: GroupRoute, *, is_again: bool, keep_partials: bool) -> None:
-        """A group is played no more. `is_again`: it may have been noted in an earlier attempt."""
+        """Remove a group that has ended. `is_again`: an earlier attempt may have left partial responses in the pool."""
         del self._groups[policy.ticket]
         await _evict(policy.place, policy.ticket)
         if self._recorder and not keep_partials and (is_again or self._recorder.is_due(policy.since_s)):
             await self._recorder.forget(policy.ticket)
 
     async def vouched(self, policy: GroupRoute, versions: Sequence[VersionSpan]) -> tuple[Acknowledged, ...]:
-        """The acknowledgements of these versions, of which a group has tokens. Waits for a change under way, which will
-        tell whether its tokens can be vouched for."""
+        """The acknowledgements of these versions of the group's tokens. Waits for a weight change under way; unblocked
+        by its end, which acknowledges the version or fails."""
         held = acknowledged_by(policy.recalled.values())
         if any(span.version not in {**held, **self._acknowledged} for span in versions):
             async with self._changing:
@@ -118,13 +118,13 @@ class Generator:
         return tuple(held[span.version] for span in versions if span.version in held)
 
     def stats(self) -> EngineStats:
-        """Of its engine, at this moment."""
+        """Current statistics of the engine."""
         return self._engine.stats()
 
     # -------------------------------------------------------------------------------------------------- moving groups
 
     def load(self) -> ReplicaLoad:
-        """What runs here now. A group that waits on its tools counts, though its engine has nothing to do for it."""
+        """The current load. A group that waits for its tools counts, although it has no request at the engine."""
         held, stats = self.acknowledged, self._engine.stats()
         version = self._engine.version if held is None else held.version
         stats = replace(stats, num_running=max(stats.num_running, len(self._here)))
@@ -132,9 +132,9 @@ class Generator:
 
     @remote("giving what runs on {source} to {to.name}", patience=3)
     async def give_away(self, source: str, to: PeerReplica) -> tuple[int, ...]:
-        """Let `to` go on with all groups of this replica whose tokens are sampled at `source`, here or as guests.
+        """Move all groups of this replica whose tokens are sampled at `source` to `to`.
 
-        Returns their group_ids, once nothing of them runs at `source`; none if `to` refuses.
+        Returns their group ids once none of their requests runs at `source`; returns none if `to` refuses.
         """
         moving = [policy for policy in self._groups.values() if policy.place.name == source]
         if not moving or not await self._are_hosted(moving, to):
@@ -153,19 +153,19 @@ class Generator:
         return tuple(policy.ticket.group_id for policy in left)
 
     async def _are_hosted(self, moving: Sequence[GroupRoute], to: PeerReplica) -> bool:
-        """Does `to` take them? All that is at one place is of one version."""
+        """True if `to` accepts the groups. All groups sampled at one replica have the same version."""
         if (held := moving[0].held) is None:
             return False
         tickets = [policy.ticket for policy in moving]
         try:
             return await to.host(tickets, held)
-        except WorkerError:  # it may have taken them, and only its answer is missing
+        except WorkerError:  # the groups may be there: only the answer is missing
             await asyncio.gather(*(_evict(to, ticket) for ticket in tickets))
             raise
 
     @remote("taking guests")
     async def host(self, tickets: Sequence[Ticket], held: Acknowledged) -> bool:
-        """See `PeerReplica.host`. Weights change neither while guests are here, nor under them."""
+        """See `PeerReplica.host`. The weights do not change while groups of other replicas are here."""
         mine = self.acknowledged
         same = mine is not None and (mine.version, mine.hash) == (held.version, held.hash)
         is_gone = any(ticket.owner in self._gone for ticket in tickets)
@@ -177,11 +177,10 @@ class Generator:
 
     @remote("sampling for group {ticket.group_id} of {ticket.owner}", patience=inf)
     async def serve(self, ticket: Ticket, request: Request) -> Completion:
-        """See `PeerReplica.serve`."""
         return await self._here.generate(ticket, request)
 
     async def score(self, token_ids: tuple[int, ...]) -> Scored:
-        """How likely these tokens are, at temperature 1; asked again if the weights changed meanwhile."""
+        """Logprobs of these tokens at temperature 1. Scores again if the weights changed meanwhile."""
         while True:
             version = self._engine.version
             logprobs = await self._engine.score(token_ids)
@@ -190,22 +189,21 @@ class Generator:
 
     @remote("letting a group go")
     async def evict(self, ticket: Ticket, *, keep_cache: bool = False) -> None:
-        """See `PeerReplica.evict`."""
         await self._here.leave(ticket, keep_cache=keep_cache)
 
     async def forget(self, owner: str) -> None:
-        """Replica `owner` is gone for good: nobody waits for its groups any more."""
+        """Abort the requests for replica `owner`, which has died."""
         self._gone.add(owner)
         await asyncio.gather(*(self._here.leave(stay.ticket) for stay in self._here if stay.ticket.owner == owner))
 
     # ------------------------------------------------------------------------------------------------ changing weights
 
     async def ensure_version(self, version: PolicyVersion) -> None:
-        """Return once this replica holds weights no older than `version`.
+        """Return once this replica has weights no older than `version`.
 
-        Waits for a change under way, then, if it still holds older ones, changes them itself. Unblocked by the relay
-        getting the version, and (`between`) by running groups ending. Waits for no change that it does not need, but
-        `between`, where a group that starts would hold that change back.
+        Waits for a change under way, then pulls weights itself if they are still older. Unblocked by the relay
+        receiving the version, and (`between`) by running groups ending. Waits for a change that it does not need only
+        with `between`, where a group that starts would delay that change.
         """
         if self._puller is None or (self._is_new_enough(version) and self._change.when != "between"):
             return
@@ -217,7 +215,7 @@ class Generator:
                 began_s = time.monotonic()
                 manifest, weights = await self._staged(self._puller, version)
                 if self._change.when == "between" and len(self._here):
-                    await self._here.empty()  # which may take long
+                    await self._here.empty()  # may take long
                     began_s = time.monotonic()
                     manifest, weights = await self._staged(self._puller, version, before=(manifest, weights))
                 held = await change_weights(self, manifest, lambda: self._engine.load(manifest.version, weights))
@@ -226,16 +224,16 @@ class Generator:
                 self._forget_acknowledged()
 
     def take_pulls(self) -> tuple[Busy, ...]:
-        """When weights were taken in since this was last asked, from the pull to the open gate.
+        """Periods of the weight changes since the last call, from the pull to the open gate.
 
-        Where groups had to end first, from then on: while they ran, the pull held nothing up.
+        With `between`, a period starts when the running groups have ended: before that, the pull delays no group.
         """
         pulls, self._pulls = tuple(self._pulls), []
         return pulls
 
     def is_ready(self, version: PolicyVersion) -> bool:
-        """May a group that needs `version` or newer begin at this moment? So it is when `ensure_version` returns, and
-        until something is awaited."""
+        """True if a group that needs `version` or newer may begin now. True when `ensure_version` returns, and until
+        the next `await`."""
         is_changing = self._change.when == "between" and self._changing.locked()
         return self._puller is None or (self._is_new_enough(version) and not is_changing)
 
@@ -250,9 +248,9 @@ class Generator:
                 del self._acknowledged[version]
 
     async def _staged(self, puller: Puller, version: PolicyVersion, before: Pulled | None = None) -> Pulled:
-        """The newest weights, ready to be loaded; those of `before`, which are, if there are no newer ones.
+        """Pull and stage the newest weights. Returns `before`, which is already staged, if there are no newer weights.
 
-        A relay that fails is not the run's end: this replica is named, which can be replaced.
+        A failure of the relay is raised with this replica's name, because a replica can be replaced.
         """
         try:
             manifest, weights = await puller.pull(version)
@@ -272,16 +270,16 @@ class Generator:
     async def pause(self) -> None:
         if self._change.when == "between":
             await self._here.empty()
-        self._is_loading = True  # from here no guest comes in
+        self._is_loading = True  # from here, no guest is accepted
         await self._engine.pause()
 
     async def resume(self) -> None:
         await self._engine.resume()
 
     async def verify_probe(self, manifest: Manifest) -> float | None:
-        """The hash says which bytes came; this, that the engine computes with them and not with something far off.
+        """Check that the engine computes with the published weights; the hash only checks the bytes.
 
-        It cannot tell weights apart whose logprobs differ by less than the tolerance.
+        Returns the mean difference of logprobs. Cannot detect weights whose logprobs differ by less than the tolerance.
         """
         if manifest.probe is None:
             return None
@@ -298,7 +296,7 @@ class Generator:
         return difference
 
     async def stop(self, why: WorkerError) -> None:
-        """End every request; what was rolled out here so far is not returned."""
+        """End every request; unfinished rollouts are not returned."""
         self._why_closed = why
         await self._engine.close()
 
@@ -307,17 +305,16 @@ class Generator:
 
     @property
     def acknowledged(self) -> Acknowledged | None:
-        """What this replica holds now; None before its first pull."""
+        """The acknowledgement of the loaded weights; None before the first pull."""
         return self._acknowledged[max(self._acknowledged)] if self._acknowledged else None
 
     async def close(self) -> None:
-        """Free the engine."""
         if self._recording:
             self._recording.cancel()
         await self._engine.close()
 
 
 async def _evict(place: PeerReplica, ticket: Ticket, *, keep_cache: bool = False) -> None:
-    """A place that is gone has let go of everything; who waits for a group there hears of it from its requests."""
+    """Evict a group. A replica that has died is ignored: the requests of the group raise its error."""
     with suppress(WorkerError):
         await place.evict(ticket, keep_cache=keep_cache)

@@ -1,4 +1,4 @@
-"""A group's way to the engines: its sessions speak here, wherever its tokens are sampled at the moment."""
+"""Route from a group's sessions to the replica that samples their tokens, which may change."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from workers.text.tokenizer import TextTokenizer
 
 
 class PeerReplica(Protocol):
-    """A replica on which groups of another, or its own, run. Every method may raise `WorkerDied` naming it."""
+    """A replica that can sample for its own groups and for groups of other replicas. Methods may raise `WorkerDied`."""
 
     @property
     def name(self) -> str: ...
 
     async def host(self, tickets: Sequence[Ticket], held: Acknowledged) -> bool:
-        """Let these groups run here from now; False if this replica does not hold exactly `held`, or will not soon."""
+        """Accept these groups; False if this replica does not have exactly the weights `held`, or soon changes them."""
         ...
 
     async def serve(self, ticket: Ticket, request: Request) -> Completion:
-        """Sample for a group that runs here; finish `abort` if it was let go meanwhile."""
+        """Sample for a group that runs here; finish `abort` if the group was evicted meanwhile."""
         ...
 
     async def evict(self, ticket: Ticket, *, keep_cache: bool = False) -> None:
-        """The group is here no more: returns once its requests are aborted, with their cache if that is to be kept."""
+        """Remove the group. Returns once its requests are aborted, with their cache if `keep_cache`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyText:
-    """How a policy speaks: how prompts become tokens, and how replies are drawn."""
+    """Encoding of a policy's prompts, and sampling of its replies."""
 
     codec: TextTokenizer
     sampling: Sampling
@@ -46,7 +46,7 @@ class PolicyText:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Logprobs of all tokens of a sequence but the first, and the version of the weights they are of."""
+    """Logprobs of all tokens of a sequence except the first, and the version of the weights."""
 
     logprobs: tuple[float, ...]
     version: PolicyVersion
@@ -56,24 +56,23 @@ class Scored:
 class GroupRoute:
     """Implements `rlsys.agents.workflow.Policy` for the sessions of one group.
 
-    The sessions stay where they are; `place` may change at any time, and whoever changes it aborts what runs at the
-    place before. Requests then go on at the next with the tokens there are.
+    The sessions stay at their replica; `place` may change at any time. The caller that changes it also aborts the
+    requests at the old place. Requests then continue at the new place with the tokens sampled so far.
     """
 
     ticket: Ticket
     speech: PolicyText
     place: PeerReplica
-    """The replica whose engine samples for this group."""
     held: Acknowledged | None
-    """The weights it began on; it moves only to a replica that has the same."""
+    """The weights on which the group began. It moves only to a replica with the same weights."""
     score: Callable[[tuple[int, ...]], Awaitable[Scored]]
-    """See `Generator.score`: by the replica where its sessions are, wherever its tokens are sampled."""
+    """See `Generator.score`. Scored by the replica of the sessions, wherever the tokens are sampled."""
     recalled: Mapping[int, Partial] = field(default_factory=dict)
-    """What an earlier attempt at this group has sampled, by the seed of each request."""
+    """Tokens sampled by an earlier attempt at this group, by the seed of each request."""
     since_s: float = field(default_factory=time.monotonic)
-    """On this machine's monotonic clock."""
+    """Start of the group, on this machine's monotonic clock."""
     failure: WorkerError | None = None
-    """The first failure of a worker that its sessions met: the group is issued again, whatever they make of it."""
+    """The first worker failure in its sessions. The group is then reissued, even if the workflow handles the error."""
     _num_requests: int = 0
 
     @property
@@ -128,7 +127,7 @@ class GroupRoute:
             )
 
     def _reply_of(self, prompt_ids: tuple[int, ...], reply: str) -> tuple[int, ...]:
-        """Raises `TaskTooLong`: also where prompt and reply together leave no room for the token that scoring needs."""
+        """Token ids of a reply. Raises `TaskTooLong`, also if they leave no room for the token that scoring needs."""
         ids, most = self.speech.codec.reply(reply), self.speech.sampling.max_new_tokens
         if len(prompt_ids) == self.speech.max_prompt_tokens:
             most -= 1
@@ -142,8 +141,8 @@ class GroupRoute:
         return ids
 
     def _begun(self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int) -> Completion | None:
-        """What there is of this request: only of exactly this, since what a tool answers, and what is left of a
-        budget, may differ from before."""
+        """Tokens that an earlier attempt sampled for this request. None if they do not fit its prompt or its token
+        budget, which may differ this time."""
         partial = self.recalled.get(seed)
         if partial is None or partial.prompt_ids != prompt_ids:
             return None

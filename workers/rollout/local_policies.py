@@ -1,4 +1,4 @@
-"""The policies of a configuration in this process, on the local engine, for a single session. No cluster is started."""
+"""The policies of a configuration in this process, on the local engine, for one session. No cluster is started."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from rlsys.config import Config
 
 NAME = "rlsys workflow try"
-"""The worker that errors name."""
+"""Worker name in errors."""
 
 
 @asynccontextmanager
 async def live_policies(config: Config) -> AsyncIterator[Mapping[str, GroupRoute]]:
-    """Every policy of a run with the weights it would begin with, by name; freed at the end. Raises `ModelError`."""
+    """All policies of a run with their initial weights, by name; freed at exit. Raises `ModelError`."""
     runs = {name: config.of(name) for name in config.policies} or {POLICY: config}
     async with AsyncExitStack() as ends:
         policies: dict[str, GroupRoute] = {}

@@ -1,7 +1,7 @@
-"""Who runs on a replica's engine: its own groups, and the guests of other replicas.
+"""Groups on a replica's engine: the replica's own groups, and guests from other replicas.
 
-A group that moves keeps its session where it began; its requests come here from there. What keeps an engine from
-changing its weights is not whose groups run on it but that any do.
+A group that moves keeps its sessions at the first replica; only its requests come here. A weight change between
+groups waits for both kinds.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import NamedTuple
 from workers.engines.engine import Completion, Engine, Request
 
 NOTHING = Completion((), (), (), None)
-"""What a request has sampled that has not run yet."""
+"""The completion of a request that has not sampled yet."""
 
 
 class Ticket(NamedTuple):
-    """One group being played: `owner` is the replica its sessions are on, `number` tells its attempts apart."""
+    """One attempt at a group: `owner` is the replica of its sessions, and `number` distinguishes its attempts."""
 
     owner: str
     group_id: int
@@ -28,17 +28,17 @@ class Ticket(NamedTuple):
 
 @dataclass(eq=False)
 class EngineStay:
-    """A group's time on this engine."""
+    """Stay of one group on this engine."""
 
     ticket: Ticket
     since_s: float = field(default_factory=time.monotonic)
-    """On this machine's monotonic clock."""
+    """Start of the stay, on this machine's monotonic clock."""
     running: dict[str, Request] = field(default_factory=dict)
     """By request id."""
     finished: list[tuple[Request, Completion]] = field(default_factory=list)
-    """What was sampled whole here, as long as the recorder has not noted it."""
+    """Requests that finished here and that are not in the partial response pool yet."""
     noted: dict[int, int] = field(default_factory=dict)
-    """Tokens that the recorder has noted, by the request's seed."""
+    """Number of tokens already in the partial response pool, by the request's seed."""
     is_over: bool = False
     _is_quiet: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -46,23 +46,23 @@ class EngineStay:
         self._is_quiet.set()
 
     def begin(self, request: Request) -> None:
-        """A request begins to run."""
+        """Register a running request."""
         self.running[request.id] = request
         self._is_quiet.clear()
 
     def end(self, request: Request) -> None:
-        """It runs no more."""
+        """Remove a request that has ended."""
         del self.running[request.id]
         if not self.running:
             self._is_quiet.set()
 
     async def quiet(self) -> None:
-        """Return once none of its requests runs; unblocked by the engine answering or aborting them."""
+        """Return once no request of the group runs; unblocked by the engine answering or aborting them."""
         await self._is_quiet.wait()
 
 
 class Occupancy:
-    """The groups on one engine."""
+    """Groups on one engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -77,20 +77,20 @@ class Occupancy:
         return iter(tuple(self._stays.values()))
 
     async def empty(self) -> None:
-        """Return once no group is here; unblocked by the last of them leaving."""
+        """Return once no group is here; unblocked by the last group leaving."""
         while self._stays:  # a guest may have come between the event and this line
             await self._is_empty.wait()
 
     def enter(self, ticket: Ticket) -> None:
-        """A group is here from now."""
+        """Register a group."""
         self._stays[ticket] = EngineStay(ticket)
         self._is_empty.clear()
 
     async def generate(self, ticket: Ticket, request: Request) -> Completion:
-        """What the engine makes of a request of this group.
+        """Sample a request of this group.
 
-        Finish `abort` if the group has left meanwhile, or had before: then its tokens so far, to go on with elsewhere.
-        Raises what the engine raises.
+        Finish `abort` if the group has left, before or during the call: then with its tokens so far, to continue
+        elsewhere. Raises the errors of the engine.
         """
         stay = self._stays.get(ticket)
         if stay is None or stay.is_over:
@@ -105,9 +105,9 @@ class Occupancy:
         return done
 
     async def leave(self, ticket: Ticket, *, keep_cache: bool = False) -> None:
-        """Abort what the group still runs, and return once that has ended; nothing to do if it is not here.
+        """Abort the group's requests, and return once they have ended. Does nothing if the group is not here.
 
-        `keep_cache`: its tokens come with their keys and values, if the engine can give them.
+        `keep_cache`: the tokens come with their keys and values, if the engine supports it.
         """
         if (stay := self._stays.get(ticket)) is None:
             return

@@ -1,7 +1,7 @@
-"""The partial response pool: what groups that are not done have sampled, so that it survives the replica they were on.
+"""The partial response pool: tokens of unfinished groups, kept outside the replica so that they survive its death.
 
-As in Laminar (arXiv:2510.12633, section 5): tokens are streamed here while they are sampled, and a group that is issued
-again begins with them.
+As in Laminar (arXiv:2510.12633, section 5): tokens are streamed here while they are sampled, and a group that is
+reissued begins with them.
 """
 
 from __future__ import annotations
@@ -15,30 +15,29 @@ from workers.engines.engine import Completion
 from workers.rollout.occupancy import Ticket
 
 ENDED_KEPT = 10_000
-"""Attempts that ended last, of which nothing is noted any more: a note may be slower than the word that its group
-ended."""
+"""Number of recently ended attempts to remember. Their late notes are ignored: a note may arrive after `forget`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What one request has sampled since the note before."""
+    """Tokens that one request has sampled since the previous note."""
 
     ticket: Ticket
     seed: int
-    """Of the request; tells those of a group apart."""
+    """Seed of the request; unique within a group."""
     prompt_ids: tuple[int, ...]
-    """Empty where a note before told them."""
+    """Empty if an earlier note contains it."""
     num_before: int
-    """Tokens that the notes before told of; 0 begins anew."""
+    """Number of tokens in earlier notes; 0 starts the request again."""
     more: Completion
-    """What followed; its `finish` is None if the request still runs."""
+    """The new tokens; `finish` is None while the request runs."""
     weights: tuple[Acknowledged, ...]
     """The replica's acknowledgement of every version in `more`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """All that is known of one request."""
+    """All tokens of one request so far."""
 
     prompt_ids: tuple[int, ...]
     done: Completion
@@ -46,7 +45,7 @@ class Partial:
 
 
 class Partials:
-    """Tokens that groups which are not done have sampled. From another process every method may raise `WorkerError`."""
+    """Tokens sampled by unfinished groups. Called from another process, every method may raise `WorkerError`."""
 
     def __init__(self) -> None:
         self._kept: dict[int, dict[int, Partial]] = {}
@@ -54,7 +53,7 @@ class Partials:
 
     @remote("keeping what was sampled")
     async def record(self, notes: Sequence[Note]) -> list[tuple[int, int]]:
-        """Keep `notes`. Returns (group_id, seed) of those that do not follow what is kept: those begin anew."""
+        """Keep `notes`. Returns (group id, seed) of notes that do not follow the kept tokens: they must start again."""
         return [(note.ticket.group_id, note.seed) for note in notes if not self._keep(note)]
 
     def _keep(self, note: Note) -> bool:
@@ -73,18 +72,18 @@ class Partials:
 
     @remote("recalling a group")
     async def recall(self, group_id: int) -> Mapping[int, Partial]:
-        """What is kept of a group, by the seed of each request."""
+        """The kept tokens of a group, by the seed of each request."""
         return dict(self._kept.get(group_id, {}))
 
     @remote("recalling a group's version")
     async def version(self, group_id: int) -> PolicyVersion | None:
-        """The newest version of what is kept of a group; None if that is nothing."""
+        """The newest version in the kept tokens of a group; None if there are none."""
         spans = [span for partial in self._kept.get(group_id, {}).values() for span in partial.done.versions]
         return max((span.version for span in spans), default=None)
 
     @remote("forgetting a group")
     async def forget(self, ticket: Ticket) -> None:
-        """A group has ended with this attempt. It may be issued again all the same, if it is lost later."""
+        """Drop the tokens of an attempt that has ended. The group may still be reissued if it is lost later."""
         self._kept.pop(ticket.group_id, None)
         self._ended[ticket] = None
         if len(self._ended) > ENDED_KEPT:
@@ -93,11 +92,11 @@ class Partials:
 
 @dataclass(frozen=True, slots=True)
 class Fits:
-    """Versions that a group may have tokens of."""
+    """Range of versions that a group's tokens may have."""
 
     oldest: PolicyVersion
     newest: PolicyVersion | None = None
-    """None: any from `oldest` on."""
+    """None: no upper bound."""
 
     def __contains__(self, version: PolicyVersion) -> bool:
         return version >= self.oldest and (self.newest is None or version <= self.newest)
@@ -106,10 +105,9 @@ class Fits:
 def usable(
     partials: Mapping[int, Partial], own: Mapping[PolicyVersion, Acknowledged], versions: Fits
 ) -> dict[int, Partial]:
-    """Those of `partials` that a replica which acknowledges `own` can go on with.
+    """Select the `partials` that a replica with the acknowledgements `own` can continue.
 
-    None that was sampled from weights with another hash than its own of that version, and none with a token of a
-    version that is not among `versions`.
+    Drops partials with a version whose hash differs from that in `own`, and partials with a token outside `versions`.
     """
 
     def fits(partial: Partial) -> bool:
@@ -120,5 +118,5 @@ def usable(
 
 
 def acknowledged_by(partials: Iterable[Partial]) -> dict[PolicyVersion, Acknowledged]:
-    """The acknowledgements that came with `partials`, by version."""
+    """The acknowledgements in `partials`, by version."""
     return {a.version: a for partial in partials for a in partial.weights}

@@ -1,4 +1,4 @@
-"""Streams what a replica samples into the partial response pool, and brings back what is there of a group."""
+"""Stream a replica's tokens into the partial response pool, and read back those of a group."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from workers.rollout.partial_responses import Fits, Note, Partial, Partials, usa
 
 
 class PartialStream:
-    """One replica's line to the pool. Without the pool groups begin from scratch; nothing else depends on it."""
+    """Connection of one replica to the pool. Without the pool, reissued groups start from scratch."""
 
     def __init__(self, store: Partials, period_s: float = 1.0) -> None:
-        """`period_s`: seconds between two rounds; of a group that ends within one, nothing is noted."""
+        """`period_s`: seconds between two rounds. Groups that end within one period are not recorded."""
         self._store, self._period_s = store, period_s
 
     async def run(self, engine: Engine, here: Occupancy, weights: Mapping[PolicyVersion, Acknowledged]) -> None:
-        """Note what groups on `engine` have sampled, for ever.
+        """Record the tokens of groups on `engine`, forever.
 
         Consumes tokens, produces notes. Waits for the period; nothing else unblocks it: an engine announces no token.
         """
         while True:
             await asyncio.sleep(self._period_s)
-            with suppress(WorkerError):  # of a pool or an engine that is gone; the next round tells all again
+            with suppress(WorkerError):  # the pool or the engine has died; the next round sends everything again
                 await self.note(engine, here, weights)
 
     async def note(self, engine: Engine, here: Occupancy, weights: Mapping[PolicyVersion, Acknowledged]) -> None:
-        """One round: everything sampled here and not noted yet by groups that are older than the period.
+        """Send one round: all new tokens of groups that are older than the period.
 
-        `weights` are the replica's acknowledgements: tokens of other versions are left for a later round.
+        `weights` are the replica's acknowledgements. Tokens of other versions are left for a later round.
         """
         stays = [stay for stay in here if self.is_due(stay.since_s)]
         progress = await engine.progress() if any(stay.running for stay in stays) else {}
@@ -52,26 +52,26 @@ class PartialStream:
     async def recall(
         self, group_id: int, weights: Mapping[PolicyVersion, Acknowledged], versions: Fits
     ) -> dict[int, Partial]:
-        """What a group that is issued again can begin with, by the seed of each request; see `usable`."""
+        """Tokens with which a reissued group can begin, by the seed of each request; see `usable`."""
         try:
             return usable(await self._store.recall(group_id), weights, versions)
         except WorkerError:
             return {}
 
     async def forget(self, ticket: Ticket) -> None:
-        """A group has ended with this attempt."""
+        """Drop the tokens of an attempt that has ended."""
         with suppress(WorkerError):
             await self._store.forget(ticket)
 
     def is_due(self, since_s: float) -> bool:
-        """Is what began then (monotonic clock) old enough to be noted?"""
+        """True if a group with this start (monotonic clock) is old enough to be recorded."""
         return time.monotonic() - since_s >= self._period_s
 
 
 def _notes(
     stay: EngineStay, progress: Mapping[str, Completion], weights: Mapping[PolicyVersion, Acknowledged]
 ) -> list[tuple[Completion, Note]]:
-    """What is new in one group: each completion as it stands, and the note of it."""
+    """New tokens of one group: each completion so far, and its note."""
     going_on = [(request, progress[i]) for i, request in stay.running.items() if i in progress]
     return [
         (done, _note(stay, request, done, weights))

@@ -1,4 +1,4 @@
-"""The specification of a rollout replica, and its generators, loaded in the process of the replica."""
+"""Specification of a rollout replica, and its generators, which are loaded in the replica's process."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from workers.text.tokenizer import TextTokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorSpec:
-    """The engine of a replica for one policy, and the weights it takes."""
+    """The engine of a replica for one policy, and the source of its weights."""
 
     engine: EngineSpec
     change: WeightChange
     pulls: Literal["newest", "pinned", "never"]
-    """Which weights it takes from its relay: the newest, exactly the version asked for (the evaluation lane), or none,
-    keeping those of `model_path` for good (a frozen policy, `rlsys eval`)."""
+    """Weights that the replica pulls from its relay: the newest, exactly the pinned version (evaluation), or none. With
+    `never`, the weights of `model_path` stay loaded (a frozen policy, `rlsys eval`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSpec:
-    """The specification of a rollout replica."""
+    """Specification of a rollout replica."""
 
     generators: Mapping[str, GeneratorSpec]
     """By policy name."""
@@ -46,14 +46,14 @@ class RolloutSpec:
 
     @property
     def is_training(self) -> bool:
-        """Is what these replicas sample trained?"""
+        """True if the samples of these replicas are trained."""
         return any(spec.pulls == "newest" for spec in self.generators.values())
 
 
 async def load_generator(
     name: str, spec: RolloutSpec, policy: str, relays: Sequence[Remote[Relay]], partials: Remote[Partials] | None
 ) -> Generator:
-    """Load what the replica `name`, whose process this is, samples with for a policy."""
+    """Load the generator of a policy, in the process of the replica `name`."""
     from workers.engines.engine_choice import choose, start_engine
     from workers.transport.object_store import ObjectStorePuller
 

@@ -1,7 +1,7 @@
 """The driver's view of the rollout replicas: implements `Rollouts` and `PinnedRollouts`.
 
-A group's payload is a return value of the rollout's call, so the driver owns it (it survives the replica's process);
-but the driver holds only a reference, and reads only the other return value, the metadata.
+The payload of a group is a return value of the rollout call, so the driver owns it and it survives the replica. The
+driver keeps only a reference to the payload, and reads only the metadata.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from workers.rollout.rollout_worker import RolloutWorker
 
 T = TypeVar("T")
 ANSWER_S = 30.0
-"""Deadline of a question that is answered without sampling anything."""
+"""Deadline of a call that does not sample."""
 QUESTION_S = 2.0
-"""Deadline of a question on which only a choice depends, that can be made without the answer."""
+"""Deadline of a call whose answer only improves a choice."""
 CHARACTERS_PER_TOKEN = 4
-"""Estimate of a prompt's tokens where there is no tokenizer; it only weighs groups against each other."""
+"""Estimate for a prompt where there is no tokenizer. It only weighs groups against each other."""
 
 
 @dataclass(eq=False)
 class _Journey:
-    """One group on its way: given to `owner`, its tokens sampled at `place`."""
+    """A group in flight: assigned to `owner`, its tokens sampled at `place`."""
 
     group_id: int
     owner: PoolMember[RolloutWorker]
@@ -45,19 +45,19 @@ class _Journey:
 
 
 class RolloutPool(Pool[RolloutWorker]):
-    """Implements `Rollouts`. Which replica plays a group is the `Router`'s choice."""
+    """Implements `Rollouts`. The `Router` chooses the replica of a group."""
 
     def __init__(
         self, supply: PoolSpec[RolloutWorker], kind: str = "rollout", partials: Remote[Partials] | None = None
     ) -> None:
-        """`partials` is where replicas keep what groups have sampled, if they do."""
+        """`partials` is the pool of partial responses, if there is one."""
         self._router = Router(supply.size)
         for place in range(supply.size):
             self._router.leave(place)  # until it is set up
         self._partials = partials
         self._journeys: set[_Journey] = set()
         self._failed: set[int] = set()
-        """Serials of groups whose last attempt failed: the next goes on with what is kept of it."""
+        """Ids of groups whose last attempt failed. The next attempt continues from the kept tokens."""
         super().__init__(kind, "rolling out", supply)
 
     async def run(self, assignment: Assignment) -> RolledOut:
@@ -67,7 +67,7 @@ class RolloutPool(Pool[RolloutWorker]):
         self._failed.discard(group_id)
         among = await self._holders(group_id) if is_again else None
         await self._serving()  # nothing is awaited between this and the choice
-        # Groups of one task on the same weights find its prompt cached: a task evaluated again, a group retried.
+        # Groups of one task on the same weights share a cached prompt, for example in a repeated evaluation or a retry.
         owner = self.members[self._router.route(weight, session=hash((assignment.version, text)), among=among)]
         journey = _Journey(group_id, owner, owner, weight)
         self._journeys.add(journey)
@@ -85,10 +85,10 @@ class RolloutPool(Pool[RolloutWorker]):
         return replace(done, group=group, others=tuple(others))
 
     async def _sent(self, member: PoolMember[RolloutWorker], request: object, phase: str) -> tuple[object, PayloadRef]:
-        """Within the lease, which begins when the group does: until then it waits for weights, and those for groups
-        that have leases of their own.
+        """Await the answer within the lease, which starts when the group starts.
 
-        The replica is asked when that was only once the lease would be over.
+        Before that, the group waits for weights. That wait depends only on groups that have leases too. The replica
+        returns the age of the group only once the lease might be over.
         """
         assert isinstance(request, tuple)
         group_id, lease_s = request[0].group_id, self._supply.lease_s
@@ -105,18 +105,18 @@ class RolloutPool(Pool[RolloutWorker]):
             answer.cancel()
 
     async def _holders(self, group_id: int) -> set[int]:
-        """Places whose replica answers, and holds the version that an earlier attempt at this group came to; with
-        several policies, which keep nothing of attempts, any that answers."""
+        """Indices of replicas that answer and have the version that an earlier attempt reached. All that answer if none
+        has it, or with several policies, which keep no partial responses."""
         version = None
         if self._partials is not None:
-            with suppress(WorkerError):  # without the pool the group begins from scratch, anywhere
+            with suppress(WorkerError):  # without the pool, the group starts from scratch on any replica
                 version = await self._partials.within(QUESTION_S).call(Partials.version, group_id)
         told = await self._held(QUESTION_S)
         fitting = {member.index for member, held in told if POLICY in held and held[POLICY].version == version}
         return fitting or {member.index for member, _ in told}
 
     async def versions(self, policy: str = POLICY) -> Sequence[Acknowledged]:
-        """See `Rollouts.versions`; in a run of several policies, of this one."""
+        """See `Rollouts.versions`; `policy` selects one of several."""
         return [held[policy] for _, held in await self._held(ANSWER_S) if policy in held]
 
     async def _held(self, deadline_s: float) -> list[tuple[PoolMember[RolloutWorker], dict[str, Acknowledged]]]:
@@ -124,7 +124,7 @@ class RolloutPool(Pool[RolloutWorker]):
         return await self._heard(live, [m.worker.within(deadline_s).call(RolloutWorker.held) for m in live])
 
     async def loads(self, policy: str = POLICY) -> Sequence[ReplicaLoad]:
-        """See `Rollouts.loads`; in a run of several policies, of this one."""
+        """See `Rollouts.loads`; `policy` selects one of several."""
         asked = [member.worker.within(QUESTION_S).call(RolloutWorker.load, policy) for member in self._live()]
         return [answer for answer in await _outcomes(asked) if not isinstance(answer, RlsysError)]
 
@@ -149,7 +149,7 @@ class RolloutPool(Pool[RolloutWorker]):
     async def _heard(
         self, members: Sequence[PoolMember[RolloutWorker]], calls: Sequence[Awaitable[T]]
     ) -> list[tuple[PoolMember[RolloutWorker], T]]:
-        """What each member answers. One that does not is left out, and one that is dead replaced."""
+        """Answers of the members. Members that do not answer are left out, and dead ones are replaced."""
         answers = await _outcomes(calls)
         for answer in answers:
             if isinstance(answer, WorkerDied):
@@ -159,7 +159,7 @@ class RolloutPool(Pool[RolloutWorker]):
         return [(m, a) for m, a in zip(members, answers, strict=True) if not isinstance(a, RlsysError)]
 
     def _notice(self, death: WorkerDied) -> None:
-        """Replace a replica that is dead before a group finds out at the price of an attempt."""
+        """Replace a dead replica now, before a group loses an attempt to it."""
         if (dead := self._called(death.worker)) is not None and dead.is_live:
             self.on_failure(death)
             self._replace(dead, self.on_recovery)
@@ -176,7 +176,7 @@ class RolloutPool(Pool[RolloutWorker]):
         return successor
 
     async def _forgotten(self, dead: PoolMember) -> None:
-        """Have the others let go of what they host for a dead replica."""
+        """Evict the groups of a dead replica from all others."""
         live = self._live()
         await self._heard(live, [member.worker.call(RolloutWorker.forget, dead.name) for member in live])
 
@@ -185,7 +185,7 @@ class RolloutPool(Pool[RolloutWorker]):
 
 
 class PinnedRolloutPool(RolloutPool):
-    """Implements `PinnedRollouts`: its replicas pull from the relays, but exactly the version that is pinned there."""
+    """Implements `PinnedRollouts`: its replicas pull exactly the version that is pinned at the relays."""
 
     def __init__(self, supply: PoolSpec[RolloutWorker], relays: RayRelays) -> None:
         super().__init__(supply, kind="eval")
@@ -196,7 +196,7 @@ class PinnedRolloutPool(RolloutPool):
 
 
 def _text(prompt: Prompt) -> str:
-    """All that a prompt says."""
+    """Text of a prompt, without roles."""
     return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
 
 
@@ -205,7 +205,7 @@ def _generator(member: PoolMember[RolloutWorker]) -> Remote[Generator]:
 
 
 async def _outcomes(calls: Sequence[Awaitable[T]]) -> list[T | RlsysError]:
-    """What each call returns, or the `RlsysError` that it raises."""
+    """Result of each call, or the `RlsysError` that it raises."""
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     for outcome in outcomes:
         if isinstance(outcome, BaseException) and not isinstance(outcome, RlsysError):

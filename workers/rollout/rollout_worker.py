@@ -1,4 +1,4 @@
-"""The rollout worker: plays workflows, with a generator for every policy that speaks in them."""
+"""The rollout worker: runs workflows, with one generator per policy."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class RolloutWorker:
         generators: Mapping[str, Generator],
         bindings: Mapping[str, str] | None = None,
     ) -> None:
-        """`generators` are by policy name, of this replica's `name`; `bindings` say which policy speaks for an agent,
-        see `Session`."""
+        """Create the replica `name`. `generators` are by policy name. `bindings` map agents to policies, see
+        `Session`."""
         self.name = name
         self._workflow, self._generators, self._bindings = workflow, generators, bindings or {}
         self._waiting: list[int] = []
-        """Serials of groups that wait for weights."""
+        """Ids of groups that wait for weights."""
         self._began_s: dict[Ticket, float] = {}
-        """Of every group being played, on this machine's monotonic clock."""
+        """Start of every running group, on this machine's monotonic clock."""
         self._num_groups = 0
 
     @classmethod
@@ -63,18 +63,18 @@ class RolloutWorker:
 
     @property
     def generator(self) -> Generator:
-        """The only one, in a run of one policy. Groups move between replicas only there."""
+        """The only generator, in a run of one policy. Groups move between replicas only in such a run."""
         (only,) = self._generators.values()
         return only
 
     def run_each(self, requests: Sequence[tuple[Assignment, bool]]) -> AsyncIterator[object]:
-        """Roll out assignments, each with whether it was given to a replica before; see `answer_in_chunks`."""
+        """Roll out assignments, each with the flag `is_again` of `run`; see `answer_in_chunks`."""
         return answer_in_chunks(requests, lambda request: self.run(request[0], is_again=request[1]))
 
     async def run(self, assignment: Assignment, *, is_again: bool = False) -> tuple[RolledOut, tuple[Episode, ...]]:
-        """Roll out one group: its metadata, and its payload apart.
+        """Roll out one group; returns metadata and payload separately.
 
-        `is_again`: it was given to a replica before, and goes on with what the partial response pool has of it.
+        `is_again`: the group was assigned before, and continues from its tokens in the partial response pool.
         """
         arrived_s = time.monotonic()
         self._waiting.append(assignment.group_id)
@@ -98,44 +98,43 @@ class RolloutWorker:
 
     @remote("telling its engines")
     def choices(self) -> dict[str, EngineChoice]:
-        """By policy: the engine, and why it was chosen."""
+        """By policy: the engine, and the reason for it."""
         return {name: generator.choice for name, generator in self._generators.items() if generator.choice}
 
     @remote("telling its versions")
     def held(self) -> dict[str, Acknowledged]:
-        """By policy: the weights that it speaks with here, of those that have pulled any."""
+        """By policy: the acknowledgement of the loaded weights, for policies that have pulled any."""
         told = {name: generator.acknowledged for name, generator in self._generators.items()}
         return {name: held for name, held in told.items() if held is not None}
 
     @remote("telling its load")
     def load(self, policy: str) -> ReplicaLoad:
-        """What runs here of this policy."""
+        """The load of one policy."""
         return self._generators[policy].load()
 
     @remote("forgetting {owner}")
     async def forget(self, owner: str) -> None:
-        """Replica `owner` is gone for good."""
+        """Evict the groups of replica `owner`, which has died."""
         await asyncio.gather(*(generator.forget(owner) for generator in self._generators.values()))
 
     @remote("rolling out group {group_id}")
     def age_s(self, group_id: int) -> float | None:
-        """Seconds for which a group has been running here: 0 while it waits for weights, None if it is not here."""
+        """Seconds since a group started here: 0 while it waits for weights, None if it is not here."""
         began_s = [since_s for ticket, since_s in self._began_s.items() if ticket.group_id == group_id]
         if began_s:
             return time.monotonic() - max(began_s)
         return 0.0 if group_id in self._waiting else None
 
     async def close(self) -> None:
-        """Free the engines."""
         for generator in self._generators.values():
             await generator.close()
 
     async def _hold(self, assignment: Assignment) -> None:
-        """Return once every generator holds weights no older than the assignment asks for, all at the same moment.
+        """Return once all generators have weights no older than the assignment requires, at the same moment.
 
-        Waits for each of them in turn, see `Generator.ensure_version`, holding nothing meanwhile. While it waits for
-        one, the weights of another may begin to change: it then waits for that one again. Ends because a change is for
-        a version that was published, and groups that run wait for nobody who waits here.
+        Waits for each generator in turn, see `Generator.ensure_version`, and blocks none meanwhile. If the weights of
+        another generator begin to change during a wait, it waits for that generator again. Ends because every change is
+        for a published version, and running groups never wait for a group that waits here.
         """
         needed = [(each, assignment.version_of(name)) for name, each in self._generators.items()]
         while True:
@@ -157,7 +156,7 @@ class RolloutWorker:
             is_issued_again = True
             raise
         finally:
-            async with AsyncExitStack() as ends:  # one that fails keeps none of the others
+            async with AsyncExitStack() as ends:  # a failing call does not skip the others
                 for name, policy in policies.items():
                     end = self._generators[name].end
                     ends.push_async_callback(end, policy, is_again=is_again, keep_partials=is_issued_again)
@@ -173,18 +172,18 @@ class RolloutWorker:
                 episodes = [group.create_task(play(self._workflow, session, self.name)) for session in sessions]
         except ExceptionGroup as errors:
             raise failed() or first_of(errors) from None
-        if failure := failed():  # the workflow made something of it, which must not be trained
+        if failure := failed():  # the workflow handled the failure, but its episodes must not be trained
             raise failure
         return tuple(episode.result() for episode in episodes)
 
     def _trained(self, assignment: Assignment) -> Sequence[str]:
-        """The policies that a view of the group is made for: all that are trained, or the only one."""
+        """The policies that get a view of the group: all trained ones, or the only one."""
         return list(assignment.versions or self._generators)
 
     async def _view(
         self, name: str, policy: GroupRoute, assignment: Assignment, episodes: tuple[Episode, ...]
     ) -> Group:
-        """The group as this policy sees it, without the payload."""
+        """View of the group for one policy, without the payload."""
         versions = versions_of(episodes, name)
         return Group(
             group_id=assignment.group_id,
@@ -199,7 +198,7 @@ class RolloutWorker:
         )
 
     def _stats(self) -> EngineStats:
-        """Of all engines together."""
+        """Statistics of all engines together."""
         stats = [generator.stats() for generator in self._generators.values()]
         return EngineStats(
             num_running=sum(s.num_running for s in stats),

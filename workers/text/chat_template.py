@@ -1,11 +1,11 @@
-"""Messages in a model's own chat template, also those that it has no place for: tools, their calls and their results.
+"""Conversations in a model's own chat template, with support for tools where the template has none.
 
-Calls have one form everywhere, that of rlsys/agents/tool_calls.py. A template that offers tools in this form does so
-itself; to others, tools are described in the system message. A template without the role `tool` gets results as a
-message of the user.
+Tool calls have one form everywhere, see rlsys/agents/tool_calls.py. A template that offers tools in this form renders
+them itself. For other templates, the tools are described in the system message. For a template without the role `tool`,
+results become user messages.
 
-Only the template itself writes special tokens. In a message they are text like any other, so that no page that a tool
-read, and no other agent, can end a turn and speak as somebody else.
+Only the template writes special tokens. In a message they are ordinary text. So neither a web page returned by a tool
+nor another agent can end a turn or forge a role.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BREAK = "\ufdd0"
-"""No character (Unicode keeps it for programs): texts on both sides of it are tokenized apart."""
+"""Separator: the texts on both sides are tokenized apart. A Unicode noncharacter, which no real text contains."""
 _MARK = "Zq7"
 """A text that no template writes by itself."""
 _TOOL: Mapping[str, Json] = {
@@ -37,7 +37,7 @@ _USER, _ASSISTANT = Message(role="user", content="?"), Message(role="assistant",
 
 
 class ChatTemplate:
-    """The chat template of one tokenizer."""
+    """Chat template of one tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -46,13 +46,13 @@ class ChatTemplate:
         self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
 
     def literal(self, text: str) -> str:
-        """Text in which special tokens are broken up by `BREAK`, so that it is tokenized as what it says."""
+        """Break up special tokens with `BREAK`, so that they are tokenized as ordinary text."""
         return self._special.sub(lambda found: BREAK.join(found[0]), text)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]] = ()) -> str:
-        """The conversation with the assistant's turn opened, to be tokenized apart at every `BREAK`.
+        """Render the conversation and open the assistant's turn. The result must be tokenized apart at every `BREAK`.
 
-        Raises `DataError` if there is no template or it refuses the conversation.
+        Raises `DataError` if there is no template or if it refuses the conversation.
         """
         fitted: Sequence[Message] = [self._literal(written_out(message)) for message in messages]
         tools = [json.loads(self.literal(json.dumps(dict(tool), ensure_ascii=False))) for tool in tools]
@@ -63,7 +63,7 @@ class ChatTemplate:
         return self._rendered(fitted, tools)
 
     def _with_offer(self, messages: Sequence[Message], offer: str) -> list[Message]:
-        """The conversation with an offer in its system message; in the first one, where there can be none."""
+        """Add the description of the tools to the system message, or to the first message if there can be none."""
         first, rest = messages[0], messages[1:]
         if first["role"] == "system":
             return [Message(role="system", content=f"{first['content']}\n\n{offer}"), *rest]
@@ -108,9 +108,9 @@ def rendered(
     opens_turn: bool,
     tools: Sequence[Mapping[str, Json]] = (),
 ) -> str:
-    """Messages in a tokenizer's chat template; `opens_turn`: with the beginning of the assistant's reply.
+    """Render messages in a tokenizer's chat template; with `opens_turn`, also the start of the assistant's reply.
 
-    Raises `DataError`, which names the model as `whose`, if there is no template or it refuses the conversation.
+    Raises `DataError`, which names the model as `whose`, if there is no template or if it refuses the conversation.
     """
     if not tokenizer.chat_template:
         raise DataError(
@@ -133,8 +133,8 @@ def rendered(
 
 
 def _results_by_user(messages: Sequence[Message]) -> Iterator[Message]:
-    """Results as messages of the user, one with those beside it and what the user says next: templates that know two
-    roles want them in turn."""
+    """Turn tool results into user messages, merged with adjacent results and the user message that follows. Templates
+    with only two roles require them to alternate."""
     results: list[str] = []
     for message in messages:
         if message["role"] == "tool":

@@ -1,4 +1,4 @@
-"""Text to token ids and back, by a Hugging Face fast tokenizer, without ever tokenizing again what the policy said."""
+"""Text to token ids and back with a Hugging Face fast tokenizer. Sampled text is never tokenized again."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 _CACHED_PROMPTS = 64
-"""Those of a group's episodes are the same, and asked for at the same time."""
+"""The episodes of a group share their prompt, and encode it at the same time."""
 
 
 class TextTokenizer:
-    """One model's tokenizer and chat template."""
+    """Tokenizer and chat template of one model."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.tokenizer = tokenizer
@@ -32,7 +32,7 @@ class TextTokenizer:
 
     @classmethod
     def load(cls, model_path: str | Path) -> TextTokenizer:
-        """Raises `ModelError` if the path holds no fast tokenizer."""
+        """Load the tokenizer of a model. Raises `ModelError` if the path has no fast tokenizer."""
         from transformers import AutoTokenizer
 
         try:
@@ -45,13 +45,13 @@ class TextTokenizer:
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """The token that ends a completion; empty for a tokenizer that has none."""
+        """The token that ends a completion; empty if the tokenizer has none."""
         return frozenset() if self._end is None else frozenset([self._end[0]])
 
     def encode(self, prompt: Prompt, tools: Sequence[Mapping[str, Json]] = ()) -> tuple[int, ...]:
-        """Plain text as it is; messages in the chat template, with the tools on offer and the assistant's turn opened.
+        """Encode plain text as it is, and messages with the chat template, the tools and an open assistant's turn.
 
-        Raises `DataError` for messages where there is no template or it refuses them.
+        Raises `DataError` for messages if there is no template or if it refuses them.
         """
         return self._opened(prompt if isinstance(prompt, str) else self._template.render(prompt, tools))
 
@@ -64,9 +64,9 @@ class TextTokenizer:
     ) -> tuple[int, ...]:
         """Prompt ids that continue `ids`; see `rlsys.agents.workflow.Policy`.
 
-        The template's text after the policy's last reply is tokenized and appended, also where the template trims
-        replies. One that rewrites what came before (hidden reasoning, for instance) cannot be continued: then the whole
-        is tokenized, which starts a new sample.
+        The template's text after the policy's last reply is tokenized and appended, even if the template trims replies.
+        A template that rewrites earlier text (for example, hides reasoning) cannot be continued. Then the whole
+        conversation is tokenized, which starts a new sample.
         """
         text = self._template.render((*said, *new), tools)
         before, reply = self._template.render(said[:-1], tools), self._template.literal(said[-1]["content"])
@@ -80,21 +80,21 @@ class TextTokenizer:
         return ids + self._tokens(rest)
 
     def reply(self, text: str) -> tuple[int, ...]:
-        """Token ids of a whole reply that the policy might have given: its text, ended as the policy ends one."""
+        """Token ids of a complete reply with this text, including the token that ends a completion."""
         ids = self._tokens(text)
         if self._end is None or ids[-1:] == (self._end[0],):
             return ids
         return (*ids, self._end[0])
 
     def decode(self, ids: tuple[int, ...]) -> str:
-        """Text of `ids`, special tokens left out."""
+        """Text of `ids` without special tokens."""
         return self._backend.decode(ids, skip_special_tokens=True)
 
     def spell(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, special tokens included."""
+        """Text of `ids` with special tokens."""
         return self._backend.decode(ids, skip_special_tokens=False)
 
     def _tokens(self, text: str) -> tuple[int, ...]:
-        """Half a surrogate pair, which no tokenizer takes, is read as `?`."""
+        """Token ids of a text. An unpaired surrogate, which no tokenizer accepts, is read as `?`."""
         pieces = text.encode(errors="replace").decode().split(BREAK)
         return tuple(token for piece in pieces for token in self._backend.encode(piece, add_special_tokens=False).ids)

@@ -32,15 +32,15 @@ Payload: TypeAlias = tuple[Episode, ...]
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What the driver knows of the groups that a step trained."""
+    """The driver's record of the groups that a step trained."""
 
     step: int
-    """Steps behind the weights after it."""
+    """Number of the step, counted from 1."""
     tasks: Sequence[Task]
     groups: Sequence[Group]
     assigned: Sequence[Sequence[TrajectoryAdvantage]]
     signals: tuple[str, ...]
-    """Columns of the groups, which come with their payloads."""
+    """Column names of the groups; the columns come with the payloads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +50,11 @@ class ActorSpec(RankSpec):
     stabilizer: StabilizerPlugin | None
     temperature: float
     probe_length: int
-    """Tokens of the probe that goes with published weights."""
+    """Tokens of the probe that is published with the weights."""
 
 
 class ActorRank(Rank):
-    """Rank `rank` of `spec.num_ranks`, each in a process of its own."""
+    """Rank `rank` of `spec.num_ranks`, each in its own process."""
 
     def __init__(self, rank: int, spec: ActorSpec, publisher: ObjectStorePublisher, address: str) -> None:
         """Join the other ranks at `address` and load the model. Raises `ModelError`."""
@@ -90,9 +90,9 @@ class ActorRank(Rank):
 
     @remote("publishing version {version}")
     def publish(self, version: PolicyVersion) -> Published | None:
-        """Copy the weights for the relays, from rank 0; the others take part in gathering them.
+        """Copy the weights for the relays, from rank 0; the other ranks take part in gathering them.
 
-        Raises what kept the version before from the relays, see `ObjectStorePublisher`.
+        Raises the error of the previous publish, if it failed; see `ObjectStorePublisher`.
         """
         import torch
 
@@ -107,7 +107,7 @@ class ActorRank(Rank):
 
     @remote("announcing version {version} again")
     def announce_again(self, version: PolicyVersion) -> None:
-        """Rank 0: see `Actor.announce_again`."""
+        """Announce the version again, on rank 0: see `Actor.announce_again`."""
         self._publisher.announce_again(version)
 
     def save(self, folder: Path) -> None:
@@ -116,27 +116,27 @@ class ActorRank(Rank):
 
     @remote("loading a checkpoint")
     def load(self, folder: Path) -> int:
-        """Steps that the stabilizer must still see without staleness: see `Actor.load`. Raises `CheckpointError`."""
+        """Load a checkpoint; returns the synchronous steps still due, see `Actor.load`. Raises `CheckpointError`."""
         self._backend.load(folder, self._stabilizer)
         return self._stabilizer.synchronous_steps_left if self._stabilizer else 0
 
     @remote("exporting the model")
     def export(self, folder: Path) -> None:
-        """Hugging Face safetensors with config and tokenizer."""
+        """Write Hugging Face safetensors with config and tokenizer."""
         self._backend.export(folder)
 
     @remote("telling what it made of tokens")
     def columns(self) -> tuple[int, list[TokenColumns]]:
-        """A receipt, and what the last step made of the tokens that this rank trained."""
+        """A receipt, and the per-token results of this rank's last step."""
         columns = self._backend.columns()
         return len(columns), columns
 
     @remote("writing {path.name}")
     def record(self, path: Path, trained: Trained, parcel: Parcel, *columns: list[TokenColumns]) -> None:
-        """Write what the last step trained; `parcel` holds the payloads, then the columns of each signal, and `columns`
-        are those of all ranks.
+        """Write the groups of the last step. `parcel` has the payloads, then the columns of each signal; `columns` are
+        those of all ranks.
 
-        Raises `CheckpointError` if the disk will not have it, `PayloadLost` if the payloads are gone.
+        Raises `CheckpointError` if the file cannot be written, `PayloadLost` if payloads are lost.
         """
         from workers.train.token_columns import Reader
 
@@ -149,7 +149,7 @@ class ActorRank(Rank):
     def save_groups(self, path: Path, groups: Sequence[Group], parcel: Parcel) -> None:
         """Write groups with their payloads.
 
-        Raises `CheckpointError` if the disk will not have them, `PayloadLost` if they are gone.
+        Raises `CheckpointError` if the file cannot be written, `PayloadLost` if payloads are lost.
         """
         payloads = parcel.open()
         with disk(path):

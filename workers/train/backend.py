@@ -1,7 +1,7 @@
-"""What the actor and the critic need of a training back-end: one rank of a model being trained.
+"""Contract of a training back-end for actor and critic: one rank of a model in training.
 
-One contract suite (`tests/contract/test_train.py`) runs against every back-end. Every method is collective, unless
-it says otherwise: all ranks call it, in the same order.
+One contract suite (`tests/contract/test_train.py`) runs against every back-end. Unless noted otherwise, every method is
+collective: all ranks call it, in the same order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TrainBackend(Protocol):
 
     @property
     def step(self) -> int:
-        """Train steps taken since the model was first loaded; continues over `save` and `load`."""
+        """Train steps taken since the model was first loaded; kept by `save` and `load`."""
         ...
 
     def train_step(
@@ -40,16 +40,16 @@ class TrainBackend(Protocol):
         temperature: float,
         stabilizer: Stabilizer | None = None,
     ) -> dict[str, float]:
-        """One step on this rank's share of the batch, update by update; returns metrics, equal on all ranks.
+        """Train one step on this rank's share of the batch, update by update. Returns metrics, equal on all ranks.
 
-        `temperature` is that of sampling: the trained distribution is the sampled one. A step in which the algorithm
-        does not train the policy counts, and does nothing else. Raises `TrainingError`, on all ranks and with nothing
-        of that update stepped, if the loss or the gradient's norm is not finite.
+        `temperature` is that of sampling: the trained distribution is the sampled one. If the algorithm does not train
+        the policy in this step, the step only counts. Raises `TrainingError` on all ranks if the loss or the gradient's
+        norm is not finite; that update is then not applied.
         """
         ...
 
     def columns(self) -> list[TokenColumns]:
-        """What the last step made of each token that this rank trained; nothing before the first. Not collective."""
+        """Per-token results of this rank's last step; empty before the first step. Not collective."""
         ...
 
     def shards(self) -> dict[str, Tensor]:
@@ -57,36 +57,36 @@ class TrainBackend(Protocol):
         ...
 
     def specs(self, dtype: torch.dtype) -> list[TensorSpec]:
-        """The weights by their Hugging Face names, without tied duplicates, as they are published in `dtype`."""
+        """Specs of the weights by Hugging Face name, without tied duplicates, as published in `dtype`."""
         ...
 
     def copy_weights(self, into: Mapping[str, Tensor]) -> None:
-        """Write the whole weights into these host tensors, cast to their dtype. Rank 0 alone writes; others take part.
+        """Write the whole weights into these host tensors, cast to their dtype. Only rank 0 writes; others take part.
 
-        Once it returns, training may go on.
+        After the return, training may continue.
         """
         ...
 
     def full_weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """A copy of the weights on the host, as `specs` names them, for rank 0.
+        """A copy of the weights on the host, with the names of `specs`, for rank 0.
 
         Other ranks take part and get an empty dict.
         """
         ...
 
     def probe(self) -> Probe | None:
-        """What this rank's model says of some fixed tokens under the weights it has; None if it was built without."""
+        """Logprobs of fixed tokens under the current weights of this rank; None if it was built without a probe."""
         ...
 
     def save(self, folder: Path, stabilizer: Stabilizer | None = None) -> None:
-        """Write weights, optimizer state, step and stabilizer, each rank its share. Raises `CheckpointError`."""
+        """Write weights, optimizer state, step and stabilizer; each rank writes its share. Raises `CheckpointError`."""
         ...
 
     def load(self, folder: Path, stabilizer: Stabilizer | None = None) -> None:
-        """Restore bit for bit what any number of ranks saved.
+        """Restore a checkpoint from any number of ranks, bit for bit.
 
-        A stabilizer that was not saved stays as it is, fresh; one that was saved and is not there now is left out.
-        Raises `CheckpointError`.
+        A stabilizer without saved state stays fresh; saved state without a stabilizer is ignored. Raises
+        `CheckpointError`.
         """
         ...
 
@@ -100,24 +100,24 @@ class ValueBackend(Protocol):
 
     @property
     def step(self) -> int:
-        """Train steps taken since the model was first loaded; continues over `save` and `load`."""
+        """Train steps taken since the model was first loaded; kept by `save` and `load`."""
         ...
 
     def values(self, plan: RankPlan, data: StepData) -> StepColumn:
-        """What it expects of the state before each trained token, for each of this rank's micro-batches."""
+        """Value of the state before each trained token, for each of this rank's micro-batches."""
         ...
 
     def train_step(self, plan: RankPlan, data: StepData, algorithm: Algorithm) -> dict[str, float]:
-        """One step on this rank's share of the batch, update by update; returns metrics, equal on all ranks.
+        """Train one step on this rank's share of the batch, update by update. Returns metrics, equal on all ranks.
 
-        `data` holds the step's columns, `Signal.VALUES` among them. Raises `TrainingError` as `TrainBackend` does.
+        `data` has the step's columns, including `Signal.VALUES`. Raises `TrainingError` as `TrainBackend` does.
         """
         ...
 
     def save(self, folder: Path) -> None:
-        """Write weights, optimizer state and step, each rank its share. Raises `CheckpointError`."""
+        """Write weights, optimizer state and step; each rank writes its share. Raises `CheckpointError`."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Restore bit for bit what any number of ranks saved. Raises `CheckpointError`."""
+        """Restore a checkpoint from any number of ranks, bit for bit. Raises `CheckpointError`."""
         ...

@@ -1,4 +1,4 @@
-"""One rank of the critic: values its share of a step, then trains on it."""
+"""One rank of the critic: computes the values of its share of a step, then trains on it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class CriticSpec(RankSpec):
     """The specification of a rank of the critic."""
 
     policy_path: str
-    """The policy's model, whose token ids it reads."""
+    """The policy's model, which defines the token ids."""
 
 
 class CriticRank(Rank):
-    """Rank `rank` of `spec.num_ranks`, each in a process of its own."""
+    """Rank `rank` of `spec.num_ranks`, each in its own process."""
 
     def __init__(self, rank: int, spec: CriticSpec, address: str) -> None:
         """Join the other ranks at `address` and load the model. Raises `ModelError`."""
@@ -46,7 +46,7 @@ class CriticRank(Rank):
 
     @remote("valuing a step")
     def values(self, plan: RankPlan) -> tuple[int, StepColumn]:
-        """A receipt, and the values of what was fetched for the step."""
+        """A receipt, and the values of the fetched step."""
         column = self._backend.values(plan, self.fetched)
         return len(column), column
 
@@ -61,5 +61,5 @@ class CriticRank(Rank):
 
     @remote("loading a checkpoint")
     def load(self, folder: Path) -> None:
-        """Raises `CheckpointError`."""
+        """Load a checkpoint. Raises `CheckpointError`."""
         self._backend.load(folder)

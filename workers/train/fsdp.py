@@ -31,7 +31,7 @@ from workers.train.token_columns import Kept, TokenColumns
 
 
 class FsdpBackend:
-    """A `TrainBackend`. One rank is the same code with nothing to shard."""
+    """Implements `TrainBackend`. One rank runs the same code without sharding."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class FsdpBackend:
         device: torch.device = CPU,
         probe_length: int = 0,
     ) -> None:
-        """Every rank reads the whole model from `model_path`, then keeps its shard. Raises `ModelError`.
+        """Load the whole model from `model_path` on every rank, then keep this rank's shard. Raises `ModelError`.
 
         `probe_length` is the number of tokens of a probe, 0 for none.
         """
@@ -137,7 +137,7 @@ class FsdpBackend:
         self._sharded.load(folder, stabilizer)
 
     def load_weights(self, folder: Path) -> None:
-        """The weights alone of what `save` wrote: enough to export. Raises `CheckpointError`."""
+        """Load only the weights of a checkpoint, which is enough to export. Raises `CheckpointError`."""
         self._sharded.load_weights(folder)
 
     def export(self, folder: Path) -> None:
@@ -158,7 +158,7 @@ class FsdpBackend:
         """Forward and backward of one micro-batch; gradients add up. Returns its share of the update's loss."""
         logprobs_N, entropy_N = self._scorer(part.batch, temperature)
         inputs = part.inputs
-        if not part.is_scored:  # the only update of the step: the weights of this forward are those it starts from
+        if not part.is_scored:  # the only update: this forward uses the step's initial weights
             inputs = replace(inputs, proximal_logprobs_N=logprobs_N.detach())
         logprobs_N.retain_grad()
         output = algorithm.loss(logprobs_N, inputs)

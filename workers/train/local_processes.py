@@ -1,4 +1,4 @@
-"""Ranks in processes of their own on this machine, without Ray: if one fails, the others end with it."""
+"""Ranks in processes on this machine, without Ray: if one fails, the others end with it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rlsys.errors import RlsysError, WorkerDied
 
 T = TypeVar("T")
 _LAST_WORDS_S = 1.0
-"""A rank that fails makes its peers fail soon: theirs may be heard first, and say less."""
+"""Wait for errors of the other ranks: a failing rank makes its peers fail, with less helpful errors."""
 
 
 def in_processes(count: int, work: Callable[[int, str], T], phase: str) -> T:
-    """What `work(rank, address)` returns on rank 0 of `count`; ranks find each other at the address.
+    """Run `work(rank, address)` on `count` ranks and return the result of rank 0. Ranks join each other at the address.
 
-    If a rank fails, all others are ended, wherever they wait, and the error that says most is raised: of ours, else
-    `WorkerDied` for a process that is gone, named after what it was doing, `phase`, else what it is.
+    If a rank fails, all others are ended and the most informative error is raised. In order: an `RlsysError`,
+    `WorkerDied` for a process that has died (`phase` names its task), any other error.
     """
     pool = ProcessPool(count, initializer=_die_at_once, context=get_context("spawn"))
     with TemporaryDirectory() as folder:
@@ -38,12 +38,12 @@ def in_processes(count: int, work: Callable[[int, str], T], phase: str) -> T:
 
 
 def _die_at_once() -> None:
-    """When asked to end: pebble's own handler is Python's, and never called where a rank waits in a collective."""
+    """Restore the default SIGTERM: pebble's Python handler never runs while a rank waits in a collective."""
     signal(SIGTERM, SIG_DFL)
 
 
 def _errors(ranks: list[ProcessFuture], phase: str) -> list[BaseException]:
-    """Those of the ranks once all have returned, or one has failed."""
+    """Errors of the ranks once all have returned, or one has failed."""
     done, others = wait(ranks, return_when=FIRST_EXCEPTION)
     if others:
         done = done | wait(others, timeout=_LAST_WORDS_S).done

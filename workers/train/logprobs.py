@@ -1,9 +1,9 @@
 """Logprobs of trained tokens under a causal language model, with each distinct prompt run once.
 
-A prompt's keys and values are computed once, *with gradient*, and expanded to the samples that continue it; the
+A prompt's keys and values are computed once, *with gradient*, and expanded to the samples that continue it. The
 completions then run on top of that cache. The result and its gradient equal those of plain forwards over whole
-sequences, and a group's members do not pay for the same prompt again. Logits exist for trained tokens only, and only a
-chunk of them at a time.
+sequences, but the members of a group share the cost of their prompt. Logits exist only for trained tokens, one chunk at
+a time.
 
 Shape suffixes: as in `rlsys.batch.tensors`, and `V` vocabulary, `H` hidden size.
 """
@@ -41,8 +41,8 @@ def trained_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """`(logprobs_N, entropy_N)` of the trained tokens at a sampling temperature, in nats and fp32; entropy is detached.
 
-    At most `max_logits` logits are alive at once, or one token's.
-    Raises `ModelError` if the model's sliding window is shorter than prompt and completion together.
+    At most `max_logits` logits are alive at once, or those of one token. Raises `ModelError` if the model's sliding
+    window is shorter than prompt and completion together.
     """
     hidden_NH = hidden_states(model, micro_batch)
     tokens_N = micro_batch.completions_ST.flatten()[micro_batch.trained_N]
@@ -58,7 +58,7 @@ def trained_logprobs(
 
 
 def score(model: PreTrainedModel, micro_batches: Iterable[MicroBatch], temperature: float) -> list[tuple[float, ...]]:
-    """For each sample, in order, one logprob per completion token, 0.0 where not trained. Without gradient."""
+    """Per sample, in order, one logprob per completion token, 0.0 where not trained. Without gradient."""
     device = next(model.parameters()).device
     rows: list[tuple[float, ...]] = []
     for micro_batch in micro_batches:
@@ -69,18 +69,18 @@ def score(model: PreTrainedModel, micro_batches: Iterable[MicroBatch], temperatu
 
 
 def hidden_states(model: PreTrainedModel, mb: MicroBatch) -> Tensor:
-    """The last hidden state *before* each trained token, `(N, H)`: what its logits are computed from."""
+    """The last hidden state *before* each trained token, `(N, H)`, from which its logits are computed."""
     (P, L), (S, T) = mb.prompts_PL.shape, mb.completions_ST.shape
     _check_window(model, L + T)
     device = mb.prompts_PL.device
     cache = DynamicCache()
-    # Padding is on the right, so that causality alone hides it from real tokens: no mask.
+    # Padding is on the right, where causality alone hides it from real tokens: no mask.
     prompts_PLH = model.base_model(input_ids=mb.prompts_PL, past_key_values=cache, use_cache=True).last_hidden_state
     before_PH = prompts_PLH[torch.arange(P, device=device), mb.prompt_lengths_P - 1]
     cache.batch_select_indices(mb.prompt_of_S)
     lengths_S = mb.prompt_lengths_P[mb.prompt_of_S]
     is_prompt_SL = torch.arange(L, device=device) < lengths_S[:, None]
-    # Nothing follows the last token: it is left out. A lone one stays, because all ranks must make the same passes.
+    # No token follows the last one, so it is left out. A lone token stays: all ranks must make the same passes.
     num_run = max(1, T - 1)
     after_STH = model.base_model(
         input_ids=mb.completions_ST[:, :num_run],

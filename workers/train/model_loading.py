@@ -1,4 +1,4 @@
-"""Loading a causal language model from disk or the hub, and refusing what cannot be trained right."""
+"""Loading a causal language model from disk or the hub, with checks that it can be trained correctly."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 def load_model(path: str, dtype: torch.dtype, device: torch.device = CPU) -> PreTrainedModel:
-    """The model of a local folder or hub name, e.g. `Qwen/Qwen3-0.6B`; safetensors only, no remote code.
+    """Load the model of a local folder or hub name, e.g. `Qwen/Qwen3-0.6B`; safetensors only, no remote code.
 
-    It is in eval mode and stays there while training: sampling had no dropout, so a forward with dropout would compare
-    the sampler's logprobs with those of another network. Raises `ModelError`.
+    It stays in eval mode even in training. Sampling uses no dropout, so a forward with dropout would compare the
+    sampler's logprobs with those of another network. Raises `ModelError`.
     """
     model = pretrained(AutoModelForCausalLM, path, dtype, key="model", what="causal language model")
     _check_supported(model, path)
@@ -39,9 +39,9 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device = CPU) -> Pre
 
 
 def pretrained(kind: AutoClass, path: str, dtype: torch.dtype, *, key: str, what: str) -> PreTrainedModel:
-    """A model with all of its weights, on the CPU; safetensors only, no remote code.
+    """Load a model with all of its weights, on the CPU; safetensors only, no remote code.
 
-    Raises `ModelError`, which calls the path `key` and the model `what`. Weights that are missing would be random.
+    Raises `ModelError`, which calls the path `key` and the model `what`. Missing weights raise: they would be random.
     """
     check_exists(path, key)
     try:
@@ -59,13 +59,13 @@ def pretrained(kind: AutoClass, path: str, dtype: torch.dtype, *, key: str, what
 
 
 def on_device(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """The model there, in eval mode."""
+    """Move the model to the device, in eval mode."""
     cast("nn.Module", model).to(device)
     return model.eval()
 
 
 def outline(path: str) -> PreTrainedModel:
-    """The model of a path without its weights: names, shapes and configuration, on the meta device.
+    """Load the model of a path without weights: names, shapes and configuration, on the meta device.
 
     Raises `ModelError`.
     """
@@ -79,7 +79,7 @@ def outline(path: str) -> PreTrainedModel:
 
 
 def load_tokenizer(path: str, key: str = "model") -> PreTrainedTokenizerBase:
-    """The tokenizer beside the model. Raises `ModelError`, which calls the path `key`."""
+    """Load the tokenizer of a model. Raises `ModelError`, which calls the path `key`."""
     check_exists(path, key)
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
@@ -88,7 +88,7 @@ def load_tokenizer(path: str, key: str = "model") -> PreTrainedTokenizerBase:
 
 
 def check_exists(path: str, key: str = "model") -> None:
-    """Raises `ModelError` for a folder that is not there. A name on the hub is looked up when it is loaded."""
+    """Raise `ModelError` if a local folder does not exist. A hub name is only checked when it is loaded."""
     if not can_be_hub_name(path) and not Path(path).is_dir():
         raise ModelError(f"{key} {path!r} does not exist: give a folder with config.json, or a hub name org/name")
 

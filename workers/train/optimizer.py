@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def adamw(module: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
-    """AdamW over all parameters of a module, its state allocated: a fresh optimizer can be saved and loaded into."""
+    """AdamW over all parameters of a module, with allocated state: a fresh optimizer can be saved and loaded into."""
     optimizer = torch.optim.AdamW(
         module.parameters(),
         lr=settings.lr,
@@ -38,17 +38,17 @@ def adamw(module: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor, in the same memory; all of it if it is not sharded."""
+    """This rank's shard of a tensor, in the same memory; the whole tensor if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_gradients(module: nn.Module) -> Gradients:
-    """This rank's shard of every gradient there is, by parameter name; editing one edits the gradient."""
+    """This rank's shard of every gradient, by parameter name. Editing a shard edits the gradient."""
     return {name: local(p.grad) for name, p in module.named_parameters() if p.grad is not None}
 
 
 def squared_norm(gradients: Gradients) -> Tensor:
-    """Of this rank's shards, an fp64 scalar: summed over ranks, the square of the whole gradient's 2-norm."""
+    """Squared norm of this rank's shards, fp64 scalar. The sum over ranks is that of the whole gradient."""
     return inner_product((gradient, gradient) for gradient in gradients.values())
 
 
@@ -60,12 +60,12 @@ def clip(gradients: Gradients, norm: float, max_norm: float) -> None:
 
 
 CPU_PIECE, GPU_PIECE = 2**17, 2**22
-"""Elements of a piece of an update: four temporaries of them stay in a CPU's cache, or take 64 MiB on a GPU."""
+"""Elements per piece of an update. Four temporaries of a piece fit in a CPU's cache, or take 64 MiB on a GPU."""
 
 
 class AdamUpdates:
-    """`Updates` of an AdamW that is about to step: computed from its moments and the gradients there are, one piece at
-    a time, so that no copy of the model is kept."""
+    """`Updates` of an AdamW that is about to step, computed from its moments and the current gradients. They are
+    computed one piece at a time, so that no copy of the model is needed."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW) -> None:
         (group,) = optimizer.param_groups
@@ -75,7 +75,6 @@ class AdamUpdates:
         self._state = optimizer.state
 
     def pieces(self) -> Iterator[AdamPiece]:
-        """See `Updates.pieces`."""
         if not self._with_gradient:
             return
         states = [self._state[parameter] for parameter in self._with_gradient.values()]
@@ -90,7 +89,7 @@ class AdamUpdates:
 
 
 class _Adam(NamedTuple):
-    """The settings of an AdamW for this update."""
+    """Settings of an AdamW for this update."""
 
     beta1: float
     beta2: float
@@ -103,39 +102,37 @@ class _Adam(NamedTuple):
 class AdamPiece:
     """Implements `Piece`.
 
-    With m and v the moments, t the updates behind them and beta1, beta2 their decay rates (arXiv:1412.6980), the
+    With moments m and v, the number t of updates behind them and decay rates beta1 and beta2 (arXiv:1412.6980), the
     direction is m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps).
     """
 
     name: str
     rule: _Adam
     count: int
-    """Updates behind the moments."""
+    """Number of updates behind the moments."""
     weights: Tensor
     gradient: Tensor
     mean: Tensor
     square: Tensor
 
     def before(self) -> Tensor:
-        """See `Piece.before`."""
         if not self.count:
             return torch.zeros_like(self.mean)
         return self._direction(self.mean.clone(), self.square.sqrt(), self.count)
 
     def now(self) -> Tensor:
-        """See `Piece.now`."""
         rule, g = self.rule, self.gradient
         square = self.square.mul(rule.beta2).addcmul_(g, g, value=1 - rule.beta2)
         return self._direction(self.mean.lerp(g, 1 - rule.beta1), square.sqrt_(), self.count + 1)
 
     def add(self, direction: Tensor, scale: float) -> None:
-        """See `Piece.add`. The decay that the step begins with shrinks what was moved before it, so the move is larger
-        by as much."""
+        """See `Piece.add`. The step begins with weight decay, which shrinks this move. So the move is larger by the
+        same factor."""
         alpha = -self.rule.lr * scale / (1 - self.rule.lr * self.rule.weight_decay)
         self.weights.add_(direction, alpha=alpha)
 
     def _direction(self, mean: Tensor, root: Tensor, count: int) -> Tensor:
-        """Of a first moment and the root of a second one, both overwritten."""
+        """Direction from a first moment and the root of a second moment; overwrites both."""
         rule = self.rule
         root.div_(sqrt(1 - rule.beta2**count)).add_(rule.eps)
         return mean.div_(root).div_(1 - rule.beta1**count)

@@ -1,4 +1,4 @@
-"""The optimizer's settings and the learning rate of a step: known to whoever starts an actor, so free of torch."""
+"""Optimizer settings and the learning rate of a step. Free of torch, for the driver that starts the actor."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class OptimizerSettings:
     eps: float = 1e-8
     weight_decay: float = 0.0
     clip_norm: float = 1.0
-    """The gradient is scaled down to this global 2-norm if it is longer."""
+    """Largest global 2-norm of the gradient; a longer gradient is scaled down."""
     warmup_steps: int = 0
     total_steps: int
     final_lr_fraction: float = 1.0
-    """Learning rate at the end over its peak; 1 keeps it constant."""
+    """Final learning rate as a fraction of the peak; 1 keeps it constant."""
 
 
 def learning_rate(step: int, settings: OptimizerSettings) -> float:
-    """The rate of optimizer step `step`, counted from 0: up over `warmup_steps`, then linearly down to the end.
+    """Learning rate of optimizer step `step`, counted from 0: up over `warmup_steps`, then linearly down to the end.
 
-    A function of the step alone, so that a resumed run needs no scheduler state.
+    It depends only on the step, so a resumed run needs no scheduler state.
     """
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / settings.warmup_steps
@@ -38,7 +38,7 @@ def learning_rate(step: int, settings: OptimizerSettings) -> float:
 
 
 def optimizer_settings(config: Config) -> OptimizerSettings:
-    """The policy's optimizer in this configuration."""
+    """The policy's optimizer settings."""
     train = config.train
     return OptimizerSettings(
         lr=train.lr,
@@ -52,5 +52,5 @@ def optimizer_settings(config: Config) -> OptimizerSettings:
 
 
 def critic_optimizer_settings(config: Config) -> OptimizerSettings:
-    """The critic's: the same but for the learning rate."""
+    """The critic's optimizer settings: those of the policy except for the learning rate."""
     return replace(optimizer_settings(config), lr=config.critic.lr or 10 * config.train.lr)

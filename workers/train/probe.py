@@ -1,4 +1,4 @@
-"""The tokens of a probe: a text the model itself finds likely, because rounding shows most where nothing is likely."""
+"""Tokens of a probe: a text that is likely under the model, because rounding shows most where nothing is likely."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 @torch.inference_mode()
 def probe_tokens(model: PreTrainedModel, length: int, *, seed: int = 0) -> tuple[int, ...]:
-    """Sample `length` tokens at temperature 1 after the model's first token (or token 0), always the same ones."""
+    """Sample `length` tokens at temperature 1 after the model's first token (or token 0); deterministic."""
     generator = torch.Generator().manual_seed(seed)
     cache = DynamicCache(config=model.config)
     first = model.config.get_text_config().bos_token_id

@@ -1,4 +1,4 @@
-"""What a rank of the actor and one of the critic have in common: data of a step comes in, and they train on it."""
+"""Common base of the ranks of actor and critic: they fetch the data of a step, and train on it."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepParcel:
-    """What some ranks need of a step's groups, on its way to an actor."""
+    """Data of a step for some ranks, on its way to an actor."""
 
     parcel: Parcel
     """Payloads of `trained` and then of `partners`; after them, for each signal, the columns of `trained`."""
     trained: tuple[int, ...]
     """Groups by their index in the step."""
     partners: tuple[int, ...]
-    """Further groups, of which only a prompt is needed."""
+    """Further groups that supply only a prompt."""
     signals: tuple[Signal, ...]
 
     @classmethod
     def of(
         cls, groups: Sequence[Group], plans: Sequence[RankPlan], signals: Collection[str], *, has_pairs: bool
     ) -> StepParcel:
-        """What these ranks train, with the columns of `signals`; and if they make mismatched pairs, their partners."""
+        """Data for these ranks, with the columns of `signals`, and with partners if the ranks make mismatched pairs."""
         samples = [s for plan in plans for update in plan.updates for m in update for s in m.samples]
         trained = sorted({sample.group for sample in samples})
         found = {plans[0].partners[index] for index in trained} if has_pairs else set()
@@ -50,7 +50,7 @@ class StepParcel:
         return cls(Parcel.of([*payloads, *columns]), tuple(trained), tuple(partners), names)
 
     def open(self) -> StepData:
-        """The data. Raises `PayloadLost` naming all groups of which something is gone."""
+        """Open the data. Raises `PayloadLost` naming all groups with lost data."""
         from rlsys.batch.tensors import StepData
 
         opened = self.parcel.open()
@@ -84,7 +84,7 @@ class Rank:
 
     @remote("fetching the data of a step")
     def fetch(self, parcel: StepParcel) -> tuple[int, ...]:
-        """Get the data of the next step. Returns the group_ids of groups whose data is gone."""
+        """Fetch the data of the next step. Returns the ids of groups with lost data."""
         try:
             self._fetched = parcel.open()
         except PayloadLost as loss:
@@ -93,29 +93,29 @@ class Rank:
 
     @remote("training a step")
     def train_step(self, plan: RankPlan, signals: Sequence[Signal], *columns: StepColumn) -> TrainStats:
-        """One step on what was fetched for it, with this rank's column of each of `signals`."""
+        """Train one step on the fetched data; `columns` are this rank's columns of `signals`."""
         raise NotImplementedError
 
     @remote("saving a checkpoint")
     def save(self, folder: Path) -> None:
-        """Raises `CheckpointError`."""
+        """Save a checkpoint. Raises `CheckpointError`."""
         raise NotImplementedError
 
     @property
     def fetched(self) -> StepData:
-        """The data of the step in hand."""
+        """The data of the current step."""
         assert self._fetched is not None, "fetch comes first"
         return self._fetched
 
     def taken(self, signals: Sequence[Signal], columns: Sequence[StepColumn]) -> StepData:
-        """The data with the columns made for the step; it is not kept any longer."""
+        """Return the data with the columns of the step, and drop it from this rank."""
         data, self._fetched = self.fetched, None
         return data.with_columns(dict(zip(signals, columns, strict=True)))
 
 
 @contextmanager
 def disk(path: Path) -> Iterator[None]:
-    """What the disk refuses becomes a `CheckpointError` that names the file."""
+    """Turn an `OSError` into a `CheckpointError` that names the file."""
     try:
         yield
     except OSError as error:
@@ -123,6 +123,6 @@ def disk(path: Path) -> Iterator[None]:
 
 
 def flushed(folder: Path) -> None:
-    """Returns once the disk has every file of a folder. Raises `CheckpointError`."""
+    """Flush every file of a folder to disk. Raises `CheckpointError`."""
     with disk(folder):
         flush(folder, folder.iterdir())

@@ -1,4 +1,4 @@
-"""The group of ranks a back-end trains in: joining it, and the few collectives written by hand."""
+"""The process group of a back-end's ranks, and its few hand-written collectives."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 class RankGroup:
-    """One process's place among `num_ranks`. A rank that is alone joins nothing; its collectives are the identity."""
+    """One rank of `num_ranks`. A single rank joins no group, and its collectives are the identity."""
 
     def __init__(self, rank: int = 0, num_ranks: int = 1, *, address: str = "", timeout_s: float = 600.0) -> None:
-        """`address` is where rank 0 listens, e.g. `tcp://10.0.0.4:29500`; returns once all ranks are there.
+        """Join the group at `address` of rank 0, e.g. `tcp://10.0.0.4:29500`. Returns once all ranks have joined.
 
-        A collective that a dead peer keeps waiting raises after `timeout_s`.
+        A collective with a dead peer raises after `timeout_s`.
         """
         self.rank, self.num_ranks = rank, num_ranks
         if num_ranks > 1:
@@ -35,25 +35,23 @@ class RankGroup:
             )
 
     def mesh(self, device: torch.device) -> DeviceMesh:
-        """The ranks as a one-dimensional mesh to shard over."""
+        """One-dimensional mesh of the ranks, for sharding."""
         if not dist.is_initialized():
             dist.init_process_group(_backend(), store=HashStore(), rank=0, world_size=1)
         return init_device_mesh(device.type, (self.num_ranks,))
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Sum a tensor over ranks, in place."""
         if self.num_ranks > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def max(self, tensor: Tensor) -> Tensor:
-        """Element-wise maximum over ranks, in place."""
         if self.num_ranks > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor
 
     def gather(self, values_N: Tensor) -> Tensor:
-        """The entries of all ranks in one tensor, in rank order; ranks may have different numbers of them."""
+        """Concatenate the entries of all ranks, in rank order; ranks may have different numbers of entries."""
         if self.num_ranks == 1:
             return values_N
         lengths = [torch.zeros(1, dtype=torch.int64, device=values_N.device) for _ in range(self.num_ranks)]
@@ -71,7 +69,7 @@ class RankGroup:
 
 
 def _store(address: str, rank: int, num_ranks: int, timeout: timedelta) -> TCPStore:
-    """Where ranks find each other: rank 0 listens on that address alone, where torch would take every interface."""
+    """The store for rendezvous. Rank 0 listens only on that address; torch would listen on every interface."""
     parts = urlsplit(address)
     host, port = parts.hostname, parts.port
     assert host is not None

@@ -1,4 +1,4 @@
-"""What a step reports, gathered micro-batch by micro-batch and rank by rank, however the step was split.
+"""Metrics of a step, accumulated over micro-batches and ranks; the split of the step does not change them.
 
 Shape suffixes: `N` trained tokens of a micro-batch, `B` staleness buckets (in reports, their total comes first), `K`
 bins of a histogram, `Q` percentiles.
@@ -15,11 +15,11 @@ from rlsys.monitoring.metric_catalog import STALENESS_BUCKETS
 from workers.train.rank_group import RankGroup
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to this: beyond e^20 a ratio says nothing more."""
+"""Clamp for log-ratios: larger ratios than e^20 carry no more information."""
 BIN_WIDTH = 0.005
-"""Width in log-ratio of a bin of the histogram that percentiles are read from: they are off by 0.25 % at most."""
+"""Bin width of the histogram of log-ratios. Percentiles read from it are off by at most 0.25 %."""
 HALF = round(MAX_LOG_RATIO / BIN_WIDTH)
-"""Bin number of ratio 1; it is the middle of its bin, as is the value of every other bin."""
+"""Bin number of ratio 1. Like every value, it is the middle of its bin."""
 PERCENTILES = {"ratio_p01": 0.01, "ratio_p50": 0.5, "ratio_p99": 0.99}
 
 
@@ -30,13 +30,13 @@ class StepMetrics:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, metrics_N: Mapping[str, Tensor], weight: float) -> None:
-        """One micro-batch: values per token."""
+        """Add per-token values of one micro-batch."""
         for name, value_N in metrics_N.items():
             value = value_N.sum() * weight
             self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def reduced(self, ranks: RankGroup, num_tokens: int) -> dict[str, float]:
-        """Means over the step's tokens, of which all ranks together have `num_tokens`; equal on all ranks."""
+        """Means over the step's tokens (`num_tokens` on all ranks together); equal on all ranks."""
         if not self._sums:
             return {}
         means = ranks.sum(torch.stack([*self._sums.values()])) / num_tokens
@@ -44,7 +44,7 @@ class StepMetrics:
 
 
 class Mismatch:
-    """How far the trainer's distribution is from the one the tokens were sampled from, by the staleness of the token.
+    """Distance between the trainer's and the sampler's distributions, by the staleness of the token.
 
     With x = log(trainer / sampler) of a token and w = e^x: means of |x| and of k3, e^x - 1 - x, which estimates
     KL(sampler || trainer) (http://joschu.net/blog/kl-approx.html); percentiles and maximum of w; and the effective
@@ -60,7 +60,7 @@ class Mismatch:
         self._counts_BK = torch.zeros(num_buckets, 2 * HALF + 1, dtype=torch.float64, device=device)
 
     def add(self, logprobs_N: Tensor, behavior_logprobs_N: Tensor, staleness_N: Tensor) -> None:
-        """Tokens with their logprob under the trainer and the sampler, and how many versions old they are."""
+        """Add tokens with their logprobs under trainer and sampler, and their staleness in versions."""
         x_N = (logprobs_N - behavior_logprobs_N).double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio_N = x_N.exp()
         bucket_N = staleness_N.clamp(0, len(self._sums_B5) - 1)
@@ -75,7 +75,7 @@ class Mismatch:
         self._counts_BK.view(-1).index_add_(0, flat_N, torch.ones_like(x_N))
 
     def reduced(self, ranks: RankGroup) -> dict[str, float]:
-        """`sampler/*` over all ranks: of all tokens, and of each bucket that has any."""
+        """`sampler/*` over all ranks: for all tokens, and for each non-empty bucket."""
         sums_B5, counts_BK = ranks.sum(self._sums_B5), ranks.sum(self._counts_BK)
         max_B2 = ranks.max(self._max_B2)
         sums_B5 = torch.cat([sums_B5.sum(0, keepdim=True), sums_B5])
@@ -101,7 +101,7 @@ class Mismatch:
 
 
 def _percentiles(counts_BK: Tensor, num_B: Tensor) -> Tensor:
-    """`(B, Q)`: the ratio at rank floor(q (n - 1)), counted from 0, or rather the middle of its bin."""
+    """`(B, Q)`: the ratio at rank floor(q (n - 1)), counted from 0, rounded to the middle of its bin."""
     shares_Q = torch.tensor(list(PERCENTILES.values()), dtype=torch.float64, device=num_B.device)
     ranks_BQ = (shares_Q * (num_B[:, None] - 1)).floor()
     bins_BQ = torch.searchsorted(counts_BK.cumsum(1), ranks_BQ, right=True)

@@ -1,4 +1,4 @@
-"""The reference worker: the frozen initial model, asked for the logprobs of tokens the policy sampled."""
+"""The reference worker: computes logprobs of sampled tokens under the frozen initial model."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class ReferenceWorker:
         device: torch.device,
         policy: str = POLICY,
     ) -> None:
-        """`temperature` is that of sampling: both sides of the KL are tempered alike. Of several policies it scores
-        what `policy` said. Raises `ModelError`."""
+        """`temperature` is that of sampling, so that both sides of the KL use the same. With several policies, only
+        tokens of `policy` are scored. Raises `ModelError`."""
         import torch
 
         from workers.train.model_loading import load_model

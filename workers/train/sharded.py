@@ -1,4 +1,4 @@
-"""A model that is trained over ranks, policy or critic: sharded with FSDP2, stepped with AdamW, saved and loaded."""
+"""A model in training over ranks, policy or critic: sharded with FSDP2, stepped with AdamW, saved and loaded."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Updated:
 
     loss: float
     grad_norm: float
-    """Before clipping, as the stabilizer left the gradient."""
+    """Before clipping, after the stabilizer."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The stabilizer's."""
+    """Metrics of the stabilizer."""
 
 
 class Sharded:
-    """Master weights and AdamW are fp32; `dtype` is what the model computes in.
+    """Master weights and AdamW state in fp32; the model computes in `dtype`.
 
-    Sharding a fp32 model over one rank would be the identity and cost its hooks, so there it is left out.
+    A fp32 model on one rank is not sharded: that would be the identity, at the cost of FSDP's hooks.
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class Sharded:
         *,
         in_float32: Sequence[nn.Module] = (),
     ) -> None:
-        """`module` gives parameters their names; `root` is what is called, and holds no others.
+        """`module` names the parameters. `root` is the module that is called; it has no other parameters.
 
-        Submodules `in_float32` compute in it whatever the rest does.
+        Submodules `in_float32` always compute in fp32.
         """
         self._module, self._root, self._settings, self._ranks = module, root, settings, ranks
         self.dtype = torch.float32 if dtype == "float32" else torch.bfloat16
@@ -62,16 +62,14 @@ class Sharded:
 
     @property
     def step(self) -> int:
-        """Train steps behind the weights: their version, however many updates a step has."""
+        """Train steps behind the weights, which is their version. One step may have several updates."""
         return int(self._step)
 
     @property
     def lr(self) -> float:
-        """The learning rate of this step."""
         return learning_rate(self.step, self._settings)
 
     def end_step(self) -> None:
-        """Count the step."""
         self._step += 1
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -83,14 +81,14 @@ class Sharded:
         return {name: local(parameter.detach()) for name, parameter in self.parameters().items()}
 
     def begin_update(self) -> None:
-        """Forget the gradients there are."""
+        """Drop the current gradients."""
         self._optimizer.zero_grad()
 
     def update(self, loss: Tensor, what: str, index: int, stabilizer: Stabilizer | None = None) -> Updated:
-        """One update on the gradients there are, the step's number `index`. `loss` is this rank's share of its loss.
+        """Take update number `index` of the step with the current gradients. `loss` is this rank's share of its loss.
 
-        Raises `TrainingError`, which calls the update `what`, on all ranks and with nothing stepped, if the loss or
-        the gradient's norm is not finite. A stabilizer never sees such a gradient.
+        Raises `TrainingError`, which calls the update `what`, on all ranks and before any change, if the loss or the
+        gradient's norm is not finite. A stabilizer never gets such a gradient.
         """
         gradients, all_reduce = local_gradients(self._module), self._ranks.sum
         total, squares = all_reduce(torch.stack([loss.double(), squared_norm(gradients)])).tolist()
@@ -113,23 +111,23 @@ class Sharded:
         return updated
 
     def reshard(self) -> None:
-        """Give up gathered weights, which a forward leaves to a backward: else parameters are not the optimizer's."""
+        """Drop gathered weights, which a forward keeps for its backward: else parameters are not the optimizer's."""
         for module in self._root.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def save(self, folder: Path, stabilizer: Stabilizer | None = None) -> None:
-        """Write weights, optimizer, step and the stabilizer's state, each rank its share. Raises `CheckpointError`."""
+        """Write weights, optimizer, step and stabilizer state; each rank writes its share. Raises `CheckpointError`."""
         state = self._state()
         if stabilizer:
             state["stabilizer"] = checkpoint.as_sharded(stabilizer.state_dict(), self.parameters())
         checkpoint.save(state, folder, num_ranks=self._ranks.num_ranks)
 
     def load(self, folder: Path, stabilizer: Stabilizer | None = None) -> None:
-        """Restore what any number of ranks saved.
+        """Restore a checkpoint from any number of ranks.
 
-        A stabilizer whose state is not in the checkpoint stays as it is; state without a stabilizer is left unread.
-        Raises `CheckpointError`, also for another stabilizer's state.
+        A stabilizer without state in the checkpoint stays as it is; state without a stabilizer is ignored. Raises
+        `CheckpointError`, also for another stabilizer's state.
         """
         state = self._state()
         if stabilizer and (saved := checkpoint.names_in(folder, "stabilizer")):
@@ -142,7 +140,7 @@ class Sharded:
             checkpoint.load(state, folder, num_ranks=self._ranks.num_ranks)
 
     def load_weights(self, folder: Path) -> None:
-        """The weights alone of what `save` wrote. Raises `CheckpointError`."""
+        """Load only the weights of a checkpoint. Raises `CheckpointError`."""
         weights: dict[str, dict[str, Tensor]] = {"model": {**self.parameters()}}
         checkpoint.load(weights, folder, num_ranks=self._ranks.num_ranks)
 
@@ -150,9 +148,9 @@ class Sharded:
         return {**checkpoint.training_state(self._module, self._optimizer), "progress": {"step": self._step}}
 
     def _shard(self, in_float32: Sequence[nn.Module]) -> None:
-        """One all-gather per decoder layer, the rest (embeddings, output matrix) with the root.
+        """Shard with one all-gather per decoder layer; the rest (embeddings, output matrix) is with the root.
 
-        Gradients are summed over ranks, not averaged: the weight of a token is that in the loss of all ranks.
+        Gradients are summed over ranks, not averaged: token weights refer to the loss of all ranks.
         """
         mesh = self._ranks.mesh(next(self._module.parameters()).device)
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
@@ -163,7 +161,7 @@ class Sharded:
                 fully_shard(module, mesh=mesh)
             elif type(module).__name__ in layers:
                 fully_shard(module, mesh=mesh, mp_policy=policy)
-        # The root is given a batch whose logprobs must stay fp32.
+        # The root's input is a batch whose logprobs must stay fp32.
         root_policy = MixedPrecisionPolicy(
             param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -185,7 +183,7 @@ def _check_finite(figures: Mapping[str, float], what: str, index: int) -> None:
 
 
 def mean_of(updates: Sequence[Updated]) -> Updated:
-    """Of the updates of a step: means, those of a stabilizer's metric over the updates that report it."""
+    """Means over the updates of a step. A stabilizer's metric is averaged over the updates that report it."""
     reported: dict[str, list[float]] = {}
     for update in updates:
         for name, value in update.metrics.items():

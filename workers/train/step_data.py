@@ -1,4 +1,4 @@
-"""What a rank trains in one step, from its plan to what an algorithm sees.
+"""Data of one rank for one step, from its plan to the inputs of an algorithm.
 
 Shape suffixes: as in `rlsys.batch.tensors`.
 """
@@ -24,19 +24,19 @@ Score: TypeAlias = Callable[[MicroBatch], Tensor]
 
 @dataclass(slots=True)
 class Part:
-    """One micro-batch on the device, and what an algorithm sees of it."""
+    """One micro-batch on the device, with the inputs of the algorithm."""
 
     batch: MicroBatch
     weight: float
-    """0: a filler, which keeps ranks in step and counts nowhere."""
+    """0 for a filler, which keeps ranks in step and does not count."""
     inputs: LossInputs
     is_scored: bool
-    """Are the proximal logprobs known? Otherwise they are NaN, and those of the forward to come."""
+    """True if the proximal logprobs are known. Otherwise they are NaN, and the next forward supplies them."""
     samples: Sequence[SampleRef] = ()
-    """Where its samples are found."""
+    """References to its samples."""
 
     def loss(self, output: LossOutput) -> Tensor:
-        """Its share of the update's loss; shares add up over micro-batches and ranks, however it is split."""
+        """Share of the update's loss; shares add up over micro-batches and ranks, for any split."""
         return self.weight * (output.loss_N * self.batch.weights_N).sum()
 
 
@@ -51,11 +51,11 @@ class RankStep:
     device: torch.device
 
     def shaped(self, score: Score | None = None) -> Iterator[Iterator[Part]]:
-        """The micro-batches of each update, each built when it is asked for, with shaped advantages.
+        """The micro-batches of each update with token advantages, each built when the iterator reaches it.
 
-        With `score`, the policy's: also the columns that the policy makes, and proximal logprobs if the weights will
-        have changed when they are used, or `step_statistics` needs them. `token_advantages` never sees them: the critic
-        has none.
+        With `score`, that of the policy, also its columns, and proximal logprobs if an earlier update changes the
+        weights or `step_statistics` needs them. `token_advantages` never gets proximal logprobs, because the critic has
+        none.
         """
         place = 0
         for update in self.plan.updates:
@@ -63,7 +63,7 @@ class RankStep:
             place += len(update)
 
     def whole(self, score: Score, ranks: RankGroup) -> Iterable[Iterable[Part]]:
-        """The same for the policy, after what depends on all of the step; which costs nothing where nothing does."""
+        """As `shaped`, for the policy, with whitening and step statistics. Stays lazy if neither is needed."""
         shaped, algorithm = self.shaped(score), self.algorithm
         if not (self._is_scored_ahead or algorithm.whitens):
             return shaped
@@ -78,7 +78,7 @@ class RankStep:
         return updates
 
     def update_name(self, index: int) -> str:
-        """What an error calls an update, e.g. `step 7, update 2 of 4`: the step that makes version 7."""
+        """Name of an update in errors, e.g. `step 7, update 2 of 4`; step 7 makes version 7."""
         count = len(self.plan.updates)
         return f"step {self.version + 1}" + (f", update {index + 1} of {count}" if count > 1 else "")
 
@@ -103,7 +103,7 @@ class RankStep:
 def mismatched(
     data: StepData, plan: MicroBatchPlan, partners: Sequence[int | None], score: Score, device: torch.device
 ) -> Tensor:
-    """A `*_MISMATCHED` column of a micro-batch: what `score` says of each trained token after another task's prompt.
+    """A `*_MISMATCHED` column of a micro-batch: the `score` of each trained token after another task's prompt.
 
     Zeros if the step has no other prompt, for reference and policy alike: then no pair differs.
     """
@@ -112,7 +112,7 @@ def mismatched(
 
 
 def joined(parts: Sequence[Part]) -> LossInputs:
-    """The samples of all micro-batches as one, in order, fillers left out; empty if all are fillers."""
+    """Concatenate the samples of all micro-batches, in order, without fillers; empty if all are fillers."""
     first = parts[0].inputs
 
     def cat(tensor_of: Callable[[LossInputs], Tensor]) -> Tensor:
@@ -125,9 +125,9 @@ def joined(parts: Sequence[Part]) -> LossInputs:
 
 
 def whiten(parts: Sequence[Part], ranks: RankGroup) -> None:
-    """Advantages less their mean, over their (population) standard deviation, over all trained tokens of the step.
+    """Whiten advantages: subtract their mean, then divide by their population standard deviation, over the whole step.
 
-    Moments are summed in fp64, so that the split into micro-batches, updates and ranks changes nothing.
+    Sums over trained tokens are in fp64, so that the split into micro-batches, updates and ranks changes nothing.
     """
     own_N = joined(parts).advantages_N.double()
     moments = torch.stack([torch.ones_like(own_N).sum(), own_N.sum(), own_N.square().sum()])

@@ -1,4 +1,4 @@
-"""What a step made of each trained token: kept by every rank, and put beside what was said once somebody asks.
+"""Per-token results of a step: every rank keeps its own, and they are joined with the turns on request.
 
 Shape suffixes: as in `rlsys.batch.tensors`.
 """
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     Floats: TypeAlias = NDArray[np.float32]
 
 Place: TypeAlias = tuple[int, int, int, int]
-"""Of a sample: group (its index in the step), episode, trajectory, sample."""
+"""Place of a sample: group (index in the step), episode, trajectory, sample."""
 _CACHED_PROMPTS = 64
-"""Those of a group's episodes are the same."""
+"""The episodes of a group share their prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenColumns:
-    """The trained tokens of one micro-batch, on the host."""
+    """Trained tokens of one micro-batch, on the host."""
 
     samples: tuple[SampleRef, ...]
     lengths_S: tuple[int, ...]
@@ -47,13 +47,13 @@ class TokenColumns:
 
 
 class Kept:
-    """The columns of one rank's part of a step. Tensors stay where they are until they are asked for."""
+    """The columns of one rank's part of a step. Tensors stay on the device until `columns`."""
 
     def __init__(self) -> None:
         self._parts: list[_KeptPart] = []
 
     def add(self, part: Part, trainer_logprobs_N: Tensor, entropies_N: Tensor, logprobs_N: Tensor) -> None:
-        """One micro-batch after its backward pass; `logprobs_N` retained its gradient."""
+        """Add one micro-batch after its backward pass; `logprobs_N` has retained its gradient."""
         gradient_N, inputs = logprobs_N.grad, part.inputs
         assert gradient_N is not None, "retain_grad comes before the backward pass"
         if part.weight:
@@ -61,7 +61,7 @@ class Kept:
             self._parts.append(_KeptPart(part.samples, inputs.lengths_S, *columns_N))
 
     def columns(self) -> list[TokenColumns]:
-        """Of every sample that was trained."""
+        """Columns of all trained samples."""
         return [part.columns() for part in self._parts]
 
 
@@ -87,7 +87,7 @@ class _KeptPart:
 
 
 class Speller:
-    """Spells token ids, special tokens included."""
+    """Spells token ids, including special tokens."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._pieces: dict[int, str] = {}
@@ -95,7 +95,7 @@ class Speller:
         self.said = lru_cache(maxsize=_CACHED_PROMPTS)(decode)
 
     def piece(self, token: int) -> str:
-        """The text of one token. Decoders drop a space at the very beginning: so it is taken from behind itself."""
+        """Text of one token. Decoders drop a leading space, so the token is decoded after itself."""
         if token not in self._pieces:
             once = self._decode((token,))
             self._pieces[token] = self._decode((token, token))[len(once) :]
@@ -104,13 +104,13 @@ class Speller:
 
 @dataclass(frozen=True, slots=True)
 class _Rounded:
-    """The tokens of one micro-batch as readings have them: made at once, since most turns are short."""
+    """Rounded results of one micro-batch. All are rounded at once, because most turns are short."""
 
     trainer_logprobs: list[float]
     entropies: list[float]
     advantages: list[float]
     is_shaped: list[bool]
-    """Is the advantage another than the sample's?"""
+    """True where the advantage differs from that of the sample."""
     is_masked: list[bool]
 
     @classmethod
@@ -126,7 +126,7 @@ class _Rounded:
         )
 
     def part(self, start: int, end: int, *, is_shown: bool) -> TokenStats:
-        """Of the tokens of one turn, without texts. `is_shown`: is the sample's advantage shown with its trajectory?"""
+        """Results for the tokens of one turn, without texts. `is_shown`: the sample's advantage is shown elsewhere."""
         is_special = not is_shown or any(self.is_shaped[start:end])
         return TokenStats(
             trainer_logprobs=tuple(self.trainer_logprobs[start:end]),
@@ -137,12 +137,12 @@ class _Rounded:
 
 
 class Reader:
-    """Puts the columns of all ranks beside the turns of a step."""
+    """Joins the columns of all ranks with the turns of a step."""
 
     def __init__(self, columns: Iterable[TokenColumns], speller: Speller) -> None:
         self._speller = speller
         self._samples: dict[Place, tuple[_Rounded, int]] = {}
-        """Where the tokens of each sample are, and the first of them."""
+        """Results of the sample's micro-batch, and the index of its first token there."""
         for one in columns:
             rounded = _Rounded.of(one)
             for ref, start in zip(one.samples, accumulate(one.lengths_S, initial=0), strict=False):
@@ -161,7 +161,7 @@ class Reader:
 
     def _turns(self, place: tuple[int, int, int], trajectory: Trajectory, *, is_shown: bool) -> Iterator[TokenStats]:
         num_before: Counter[int] = Counter()
-        """Trained tokens of each sample in the turns so far."""
+        """Trained tokens of each sample in earlier turns."""
         for one in placed(trajectory):
             turn, found = one.turn, self._samples.get((*place, one.sample))
             made = TokenStats()

@@ -27,7 +27,7 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 
 
 def as_sharded(tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """The same memory, a shard under a parameter's name as part of a whole that is sharded like the parameter."""
+    """The same memory; tensors named after a parameter become shards of a whole, sharded like the parameter."""
     return {name: _like(tensor, parameters.get(name)) for name, tensor in tensors.items()}
 
 
@@ -54,14 +54,14 @@ def load(state: dict[str, dict[str, Tensor]], folder: Path, *, num_ranks: int) -
 
 
 def names_in(folder: Path, part: str) -> set[str]:
-    """Names of the tensors that one part of the state was saved with; none if it was not saved."""
+    """Names of the tensors in one part of the saved state; empty if it was not saved."""
     with _readable(folder):
         saved = FileSystemReader(folder).read_metadata().state_dict_metadata
     return {name.removeprefix(f"{part}.") for name in saved if name.startswith(f"{part}.")}
 
 
 def check_same(stabilizer: Iterable[str], saved: set[str], folder: Path) -> None:
-    """Raises `CheckpointError` unless a stabilizer's state has the names it was saved with."""
+    """Raise `CheckpointError` unless a stabilizer's state has the names that were saved."""
     if differing := saved.symmetric_difference(stabilizer):
         raise CheckpointError(
             f"{folder} holds the state of another stabilizer, they differ in {len(differing)} tensors, as "
@@ -79,14 +79,14 @@ def _readable(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _knowingly_alone() -> Iterator[None]:
-    """A rank without a process group is no mistake to warn about."""
+    """Suppress the warning that a rank has no process group: a single rank needs none."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 def _cause(error: BaseException) -> str:
-    """The first rank's own words, out of the checkpoint library's wrapping."""
+    """Message of the first rank's error, without the checkpoint library's wrapping."""
     if isinstance(error, CheckpointException) and error.failures:
         return str(next(iter(error.failures.values()))[0])
     return str(error)

@@ -35,7 +35,6 @@ class ReferenceHandle:
         await self._worker.setup()
 
     async def close(self) -> None:
-        """End the worker."""
         self._worker.kill()
 
     async def annotate(self, groups: Sequence[Group], signal: Signal) -> list[Group]:
@@ -53,7 +52,7 @@ class RanksHandle(Generic[R]):
     """All ranks of the actor, or of the critic."""
 
     def __init__(self, ranks: Sequence[Remote[R]], *, has_pairs: bool = False) -> None:
-        """`has_pairs`: do ranks make mismatched pairs themselves?"""
+        """`has_pairs`: True if the ranks make mismatched pairs themselves."""
         self._ranks, self._has_pairs = ranks, has_pairs
 
     async def ready(self) -> None:
@@ -61,12 +60,11 @@ class RanksHandle(Generic[R]):
         await asyncio.gather(*(rank.setup(address) for rank in self._ranks))
 
     async def close(self) -> None:
-        """End every rank."""
         for rank in self._ranks:
             rank.kill()
 
     async def fetch(self, groups: Sequence[Group], plan: BatchPlan) -> None:
-        """Apart from the step, so that no rank waits in a collective for one whose data is lost."""
+        """Fetch the data before the step, so that no rank waits in a collective for a rank whose data is lost."""
         signals, plans = groups[0].columns, _of_ranks(plan)
         parcels = [StepParcel.of(groups, [of_rank], signals, has_pairs=self._has_pairs) for of_rank in plans]
         lost = await asyncio.gather(*(r.call(Rank.fetch, p) for r, p in zip(self._ranks, parcels, strict=True)))
@@ -86,7 +84,7 @@ class RanksHandle(Generic[R]):
         await self._all(Rank.save, folder)
 
     async def _all(self, method: Callable[Concatenate[R, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
-        """What every rank answers. If one fails, so does the call, at once, with that rank's error."""
+        """Call a method on every rank. If one rank fails, the call fails at once with that rank's error."""
         return await asyncio.gather(*(rank.call(method, *args, **kwargs) for rank in self._ranks))
 
 
@@ -105,7 +103,6 @@ class ActorHandle(RanksHandle[ActorRank]):
         await self._ranks[0].call(ActorRank.announce_again, version)
 
     async def export(self, folder: Path) -> None:
-        """Write the model as Hugging Face safetensors."""
         await self._all(ActorRank.export, folder)
 
     async def record(
@@ -116,7 +113,7 @@ class ActorHandle(RanksHandle[ActorRank]):
         groups: Sequence[Group],
         assigned: Sequence[Sequence[TrajectoryAdvantage]],
     ) -> None:
-        signals = tuple(sorted(map(str, groups[0].columns)))  # JSON takes no `Signal` for a key
+        signals = tuple(sorted(map(str, groups[0].columns)))  # JSON accepts no `Signal` as a key
         trained = Trained(step, tasks, _bare(groups), assigned, signals)
         told = await asyncio.gather(*(rank.split(ActorRank.columns, 1) for rank in self._ranks))
         columns: Sequence[Any] = [column for _, (column,) in told]
@@ -137,7 +134,7 @@ class CriticHandle(RanksHandle[CriticRank]):
         await self._all(CriticRank.load, folder)
 
     async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
-        """`Signal.VALUES` of what `fetch` got."""
+        """Compute `Signal.VALUES` of the fetched data."""
         plans = zip(self._ranks, _of_ranks(plan), strict=True)
         told = await asyncio.gather(*(rank.split(CriticRank.values, 1, of_rank) for rank, of_rank in plans))
         return [column for _, (column,) in told]
@@ -158,5 +155,5 @@ def _with_columns(groups: Sequence[Group], signals: Sequence[str]) -> Parcel:
 
 
 def _bare(groups: Sequence[Group]) -> list[Group]:
-    """Metadata only: the payloads travel as arguments of their own."""
+    """Groups without payloads, which travel as separate arguments."""
     return [replace(group, payload=None, columns={}) for group in groups]

@@ -1,4 +1,4 @@
-"""The critic: what a model expects of the state before each trained token, trained data-parallel like the policy.
+"""The critic: a model of the value of the state before each trained token, trained data-parallel like the policy.
 
 Shape suffixes: as in `rlsys.batch.tensors`, and `H` hidden size.
 """
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 
 class ValueModel(nn.Module):
-    """A causal language model without its output matrix, and a linear head, which says 0 of everything at first.
+    """A causal language model without its output matrix, and a linear head, whose output is initially 0.
 
-    A module of its own, so that FSDP sees the two passes over the layers as one forward of its root.
+    It is one module, so that FSDP sees the two passes over the layers as one forward of its root.
     """
 
     def __init__(self, base: PreTrainedModel) -> None:
@@ -43,17 +43,17 @@ class ValueModel(nn.Module):
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """`values_N` of the states before the trained tokens, in fp32."""
-        return self.head(hidden_states(self.base, micro_batch).float()).sum(-1)  # of one; FSDP wants no view
+        return self.head(hidden_states(self.base, micro_batch).float()).sum(-1)  # sums one element; FSDP allows no view
 
 
 def load_value_model(path: str, device: torch.device = CPU) -> ValueModel:
-    """The critic that a causal language model starts as, in fp32. Raises `ModelError`."""
+    """Load the initial critic from a causal language model, in fp32. Raises `ModelError`."""
     loaded = pretrained(AutoModelForCausalLM, path, torch.float32, key="critic.path", what="causal language model")
     return ValueModel(on_device(cast("PreTrainedModel", loaded.base_model), device)).to(device)
 
 
 def check_vocabulary(path: str, policy_path: str) -> None:
-    """Raise `ModelError` unless the critic of `path` reads token ids as the policy of `policy_path` writes them."""
+    """Raise `ModelError` unless the critic of `path` and the policy of `policy_path` agree on token ids."""
     own = load_tokenizer(path, "critic.path").get_vocab()
     policy = load_tokenizer(policy_path).get_vocab()
     differing = sorted((number, token) for token, number in policy.items() if own.get(token) != number)
@@ -67,7 +67,7 @@ def check_vocabulary(path: str, policy_path: str) -> None:
 
 
 class CriticBackend:
-    """A `ValueBackend`. One rank is the same code with nothing to shard."""
+    """Implements `ValueBackend`. One rank runs the same code without sharding."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class CriticBackend:
         dtype: Literal["float32", "bfloat16"] = "float32",
         device: torch.device = CPU,
     ) -> None:
-        """Every rank reads the whole causal language model from `model_path`, then keeps its shard.
+        """Load the whole causal language model from `model_path` on every rank, then keep this rank's shard.
 
         Raises `ModelError`.
         """
@@ -134,10 +134,10 @@ class CriticBackend:
 
 
 class Fit:
-    """How much of the returns of a step the values explain that the critic gave before it.
+    """Share of the variance of a step's returns that the critic's earlier values explain.
 
-    Explained variance is 1 - Var(returns - values) / Var(returns): 1 for a critic that knows, 0 for one that says the
-    same of every state, less for one that misleads. Where all returns are equal there is nothing to explain: 0.
+    Explained variance is 1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant one, less
+    for a misleading one. If all returns are equal, it is 0.
 
     Only sums are kept, in fp64, so that the split into micro-batches and ranks changes nothing.
     """
@@ -146,7 +146,7 @@ class Fit:
         self._sums_6 = torch.zeros(6, dtype=torch.float64, device=device)
 
     def add(self, returns_N: Tensor, values_N: Tensor) -> None:
-        """Tokens of one micro-batch."""
+        """Add the tokens of one micro-batch."""
         returns_N, values_N = returns_N.double(), values_N.double()
         errors_N = returns_N - values_N
         terms = (torch.ones_like(returns_N), values_N, returns_N, returns_N.square(), errors_N, errors_N.square())
@@ -156,7 +156,7 @@ class Fit:
         """`critic/explained_variance` and `critic/value_mean` over all ranks."""
         num, value, ret, ret_square, error, error_square = ranks.sum(self._sums_6).tolist()
         variance = ret_square / num - (ret / num) ** 2
-        # Below this, what is left is the rounding of equal fp32 returns.
+        # Smaller values are rounding errors of equal fp32 returns.
         is_equal = variance <= 1e-12 * ret_square / num
         unexplained = error_square / num - (error / num) ** 2
         return {

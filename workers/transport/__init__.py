@@ -1,4 +1,4 @@
-"""How weights travel: buckets of bytes, hashes, and Ray's object store.
+"""Transport of weights: buckets of bytes, hashes, and Ray's object store.
 
-The order of a transfer is the business of `rlsys.weight_sync`.
+`rlsys.weight_sync` defines the order of a transfer.
 """

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def lay_out(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[tuple[BucketPiece, ...]]:
-    """The pieces of every bucket: tensors in name order, in buckets of up to `bucket_bytes`.
+    """Pieces of every bucket: tensors in name order, in buckets of up to `bucket_bytes`.
 
-    A tensor bigger than that gets buckets of its own. Names, dtypes and shapes alone decide, so that a tensor which did
-    not change leaves its bucket as it was.
+    A larger tensor gets its own buckets. The layout depends only on names, dtypes and shapes, so an unchanged tensor
+    leaves its bucket unchanged.
     """
     bucket_bytes = padded(bucket_bytes)
     buckets: list[tuple[BucketPiece, ...]] = []
@@ -42,7 +42,7 @@ def lay_out(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[tuple[Bucket
 
 
 def padded(num_bytes: int) -> int:
-    """The next multiple of `ALIGNMENT`."""
+    """Round up to a multiple of `ALIGNMENT`."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -59,7 +59,7 @@ class Snapshot:
         whole = torch.zeros(self._bounds[-1], dtype=torch.uint8, pin_memory=pin)
         self._bytes: np.ndarray = whole.numpy()
         self.tensors: dict[str, Tensor] = {}
-        """By name, to be written into."""
+        """Tensors to write into, by name."""
         for begin, pieces in zip(self._bounds, self._layout, strict=False):
             offsets = accumulate((padded(piece.num_bytes) for piece in pieces), initial=begin)
             for offset, piece in zip(offsets, pieces, strict=False):
@@ -70,23 +70,21 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all buckets."""
         return len(self._bytes)
 
     def bucket(self, index: int) -> np.ndarray:
-        """The bytes of a bucket, not copied."""
+        """Bytes of a bucket, without a copy."""
         return self._bytes[self._bounds[index] : self._bounds[index + 1]]
 
     def manifest(self, version: PolicyVersion, probe: Probe | None = None) -> Manifest:
-        """What is written here, as `version`."""
+        """Manifest of the current content, as `version`."""
         buckets = [(self.bucket(i), pieces) for i, pieces in enumerate(self._layout)]
         named = tuple(Bucket(bucket_hash(data), data.nbytes, pieces) for data, pieces in buckets)
         return Manifest(version, content_hash(self.tensors), named, probe)
 
 
 def unpack(manifest: Manifest, buckets: Sequence[np.ndarray]) -> dict[str, Tensor]:
-    """The tensors of a version: views of the buckets' bytes, read only. A tensor in several buckets is copied
-    together."""
+    """Tensors of a version: read-only views of the buckets' bytes. Only a tensor in several buckets is copied."""
     import warnings
 
     import torch
@@ -102,7 +100,7 @@ def unpack(manifest: Manifest, buckets: Sequence[np.ndarray]) -> dict[str, Tenso
 
 
 def specs_of(weights: Mapping[str, Tensor]) -> list[TensorSpec]:
-    """What `weights` are called, and their dtypes and shapes."""
+    """Names, dtypes and shapes of `weights`."""
     return [TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in weights.items()]
 
 

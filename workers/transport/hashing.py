@@ -1,6 +1,6 @@
-"""Hashes of weights: equal on both sides of every transfer, or the transfer failed.
+"""Hashes of weights. They differ between the two sides only if a transfer failed.
 
-They guard against corruption and mix-ups, not against an adversary.
+They detect corruption and mix-ups, not an adversary.
 """
 
 from __future__ import annotations

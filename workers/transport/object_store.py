@@ -1,4 +1,4 @@
-"""Weights through Ray's object store: the actor puts buckets that changed, relays pass them on, rollouts map them."""
+"""Weights through Ray's object store: the actor puts changed buckets, relays pass them on, rollouts map them."""
 
 from __future__ import annotations
 
@@ -38,47 +38,47 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BYTES_PER_S = 1e9
-"""Assumed of a link between nodes, and of storing what came: 10 Gbit/s Ethernet. Only the size of buckets depends on
-it, and only by its square root."""
+"""Assumed speed of a link between nodes and of storing a bucket: 10 Gbit/s Ethernet. Affects only the bucket size, by
+its square root."""
 HOP_S = 5e-3
-"""Assumed fixed cost of passing a bucket on: a call to the relay before, a transfer and a put."""
+"""Assumed fixed cost of passing a bucket on: a call to the previous relay, a transfer and a put."""
 NUM_STORED = 3
-"""Versions that the publisher keeps: as many as a relay has, two complete and one on its way."""
+"""Versions that the publisher keeps: as many as a relay, two complete and one in transfer."""
 BUCKET_BYTES = (1 << 20, 16 << 20)
-"""Least and most bytes of a bucket: a small one is all overhead, a big one hides which tensors did not change."""
+"""Bounds of a bucket's size: a small one is mostly overhead, a large one is resent for a few changed tensors."""
 
 
 def bucket_bytes(num_relays: int, num_bytes: int) -> int:
-    """The size of buckets that reaches all relays soonest, within `BUCKET_BYTES`."""
+    """Bucket size that reaches all relays soonest, within `BUCKET_BYTES`."""
     least, most = BUCKET_BYTES
     return min(max(num_bytes // best_chunks(num_relays, num_bytes, BYTES_PER_S, HOP_S), least), most)
 
 
 class ObjectStorePublisher:
-    """The actor's end. A publish is `begin`, writing the tensors it returns, `publish`; the rest happens behind.
+    """The actor's end. To publish, call `begin`, write its tensors, call `publish`; a thread transfers them.
 
-    What goes wrong behind is raised by whatever is called next, and again by every later call: `DeadlineExceeded` if no
-    relay had the version in time, `WeightsMismatch` if it was published before with other bytes or was damaged on every
-    way, another `WorkerError` if there is no memory for it.
+    Errors of the transfer are raised by the next call and by every later one. `DeadlineExceeded`: no relay had the
+    version in time. `WeightsMismatch`: it was published before with other bytes, or damaged on every path. Another
+    `WorkerError`: there is no memory for it.
     """
 
     def __init__(self, relays: Sequence[Remote[Relay]], transfer_s: float) -> None:
-        """`transfer_s` is the deadline for a version to reach the first relay, and for a publish to be over."""
+        """`transfer_s` is the deadline for a version to reach the first relay, and for a publish to end."""
         self._relays, self._transfer_s = relays, transfer_s
         self._snapshot: Snapshot | None = None
         self._stored: dict[PolicyVersion, Announcement] = {}
-        """Versions whose buckets are kept here: Ray counts a reference that was passed on only while whoever passed it
-        on lives, and the relays may all die."""
+        """Versions whose buckets are kept here. Ray counts a forwarded reference only while its sender lives, and the
+        relays may all die."""
         self._pinned: PolicyVersion | None = None
-        """The version that relays were last heard to have pinned."""
+        """Pinned version in the relays' last reports."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._handing_over: Future[None] | None = None
 
     def begin(self, specs: Sequence[TensorSpec], *, pin: bool = False) -> Mapping[str, Tensor]:
-        """Host tensors to write the next version into, by name; the same memory every time.
+        """Host tensors for the next version, by name; the same memory every time.
 
-        Waits until the version before is with the relays, but not for all of `transfer_s`: there must be time to copy.
-        `pin`: page-locked memory.
+        Waits until the previous version is with the relays, for less than `transfer_s`, to leave time to copy. `pin`:
+        page-locked memory.
         """
         self._wait()
         if self._snapshot is None:
@@ -87,9 +87,9 @@ class ObjectStorePublisher:
         return self._snapshot.tensors
 
     def publish(self, version: PolicyVersion, probe: Probe | None, start_s: float) -> Published:
-        """Hand over what was written. Returns at once; the stall is counted from `start_s` (monotonic clock).
+        """Start the transfer of the written tensors and return. The stall is counted from `start_s` (monotonic clock).
 
-        `probe` lets replicas show that they compute with these weights.
+        With `probe`, replicas can check that they compute with these weights.
         """
         assert self._snapshot is not None, "begin comes first"
         ended_s = time.monotonic()
@@ -97,7 +97,7 @@ class ObjectStorePublisher:
         return Published(version, self._snapshot.num_bytes, ended_s - start_s)
 
     def announce_again(self, version: PolicyVersion) -> None:
-        """Hand over `version` once more, if it is the newest: the relays that had it may all have died since."""
+        """Announce `version` again, if it is the newest: all relays that had it may have died since."""
         self._wait()
         if version == max(self._stored, default=None):
             self._start(self._reach(self._stored[version]))
@@ -111,7 +111,7 @@ class ObjectStorePublisher:
         self._handing_over = asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _wait(self) -> None:
-        """Return once what was handed over last is with the relays; raise what kept it from that."""
+        """Return once the last transfer has reached a relay, or raise its error."""
         if self._handing_over is None:
             return
         seconds = self._transfer_s * (1 - 1 / TRIES)
@@ -122,7 +122,7 @@ class ObjectStorePublisher:
             raise DeadlineExceeded("actor-0", "handing the version before to the relays", detail) from error
 
     async def _hand_over(self, snapshot: Snapshot, version: PolicyVersion, probe: Probe | None, ended_s: float) -> None:
-        """Store what changed, tell the relays, wait for the first to have it."""
+        """Store changed buckets, announce the version, and wait for the first relay to have it."""
         manifest = snapshot.manifest(version, probe)
         before = self._stored[max(self._stored)].origin.refs if self._stored else {}
         refs: dict[str, Ref] = {}
@@ -137,7 +137,7 @@ class ObjectStorePublisher:
         await self._evict()
 
     async def _evict(self) -> None:
-        """Drop all but the newest `NUM_STORED` versions and the pinned one; nothing if no relay says which that is."""
+        """Evict all but the newest `NUM_STORED` versions and the pinned one; none if no relay reports its pin."""
         answers = await asyncio.gather(*(relay.held() for relay in self._chain()), return_exceptions=True)
         holdings = [answer for answer in answers if isinstance(answer, Holding)]
         self._pinned = max((h.pinned for h in holdings if h.pinned is not None), default=self._pinned)
@@ -146,7 +146,7 @@ class ObjectStorePublisher:
                 del self._stored[version]
 
     async def _reach(self, announcement: Announcement) -> None:
-        """Return once one relay has it; the others go on. Relays that restart or hang are waited for."""
+        """Return once one relay has the version; the others continue. Waits for relays that restart or hang."""
 
         async def ask() -> None:
             await first_success(await broadcast(self._chain(), announcement, self._transfer_s))
@@ -154,26 +154,26 @@ class ObjectStorePublisher:
         await patiently(ask, self._transfer_s, f"taking in version {announcement.manifest.version}")
 
     def _chain(self) -> list[Relay]:
-        """Relays of the nodes that are there, the actor's own first."""
+        """Relays of the live nodes; the actor's node first."""
         here, alive = ray.get_runtime_context().get_node_id(), set(node_ids())
         there = [relay.proxy for relay in self._relays if relay.place in alive]
         return sorted(there, key=lambda relay: relay.place != here)
 
 
 class ObjectStorePuller:
-    """A replica's end: pulls from the relay of its own node, or from another if that one fails."""
+    """A replica's end of a transfer: pulls from its node's relay, or from another if that one fails."""
 
     def __init__(self, relays: Sequence[Remote[Relay]], transfer_s: float, *, is_pinned: bool = False) -> None:
-        """`is_pinned`: pull the version asked for and no newer one, and let the relay keep it for others."""
+        """`is_pinned`: pull exactly the requested version, and pin it at the relay."""
         node = ray.get_runtime_context().get_node_id()
         self._relays = sorted(relays, key=lambda relay: relay.place != node)
         self._transfer_s, self._is_pinned = transfer_s, is_pinned
 
     async def pull(self, at_least: PolicyVersion) -> tuple[Manifest, Mapping[str, Tensor]]:
-        """The newest version of the relay, no older than `at_least`; tensors are read-only views of shared memory.
+        """Pull the relay's newest version, no older than `at_least`. Tensors are read-only views of shared memory.
 
-        While relays restart or hang the others are asked, in turn, and all again. Raises `WeightsMismatch` if a pinned
-        version was let go by all of them, `DeadlineExceeded` after `transfer_s`.
+        While relays restart or hang, tries the others in turn, repeatedly. Raises `WeightsMismatch` if all have evicted
+        a pinned version, `DeadlineExceeded` after `transfer_s`.
         """
         phase = f"giving version {at_least}{'' if self._is_pinned else ' or newer'}"
         return await patiently(lambda: self._pull_from_any(at_least), self._transfer_s, phase)
