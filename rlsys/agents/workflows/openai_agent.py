@@ -202,10 +202,12 @@ def _room(most: int) -> asyncio.Semaphore:
 
 
 def _environment(endpoint: Endpoint) -> dict[str, str]:
-    """Environment of a program: this process's, the endpoint, and no proxy for the endpoint."""
+    """Environment of a program: this process's without the token of the Ray cluster, the endpoint, and no proxy for the
+    endpoint."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_TOKEN")}
     mine = {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": endpoint.api_key, "PATH": _search_path()}
     no_proxy = ",".join(filter(None, [os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), HOST]))
-    return {**os.environ, **mine, "NO_PROXY": no_proxy, "no_proxy": no_proxy}
+    return {**inherited, **mine, "NO_PROXY": no_proxy, "no_proxy": no_proxy}
 
 
 def _search_path() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
@@ -189,6 +190,12 @@ def test_no_more_programs_run_at_once_than_there_is_room_for(tmp_path: Path):
 
 def test_a_program_reaches_its_endpoint_whatever_proxy_is_set():
     program = 'case "$NO_PROXY" in *127.0.0.1) exit 0;; esac; exit 3'
+    assert "exit code" not in said_by(OpenAIAgent(command=("sh", "-c", program))).outcome.reason
+
+
+def test_a_program_does_not_inherit_the_token_of_the_ray_cluster():
+    assert os.environ["RAY_AUTH_TOKEN"], "the tests have one"
+    program = 'test -z "$RAY_AUTH_TOKEN"'
     assert "exit code" not in said_by(OpenAIAgent(command=("sh", "-c", program))).outcome.reason
 
 
