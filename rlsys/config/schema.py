@@ -185,8 +185,7 @@ class TrainSection(Section):
     clip_norm: PositiveFloat = 1.0
     """Largest gradient norm, over all parameters and ranks."""
     micro_batch_tokens: PositiveInt = 8192
-    """Most tokens of one forward and backward pass, with shared prompts counted once. Bounds memory, changes no
-    gradient."""
+    """Most tokens of one forward and backward pass; shared prompts count once. Bounds memory, changes no gradient."""
     threads: PositiveInt = 1
     """CPU threads of one rank."""
     num_cpus: NonNegativeFloat = 1.0
@@ -209,12 +208,10 @@ class AsynchronySection(Section):
     max_staleness: NonNegativeInt = 0
     """Most steps between the weights that sample a token and the weights that it trains; 0: synchronous."""
     window: PositiveInt = 1
-    """Number of groups from the oldest unfinished one in which the learner may take a finished group; 1: strictly in
-    order."""
+    """Number of groups, from the oldest unfinished one on, that the learner may choose from; 1: strictly in order."""
 
     def bound(self, groups_per_step: int) -> int:
-        """Largest staleness of a trained token: `max_staleness` at window 1, more if groups can overtake each other
-        further."""
+        """Largest staleness of a trained token: `max_staleness` at window 1, more at larger windows."""
         return ((self.max_staleness + 1) * groups_per_step + self.window - 2) // groups_per_step
 
 
@@ -235,8 +232,7 @@ class CriticSection(Section):
     path: Annotated[str, Field(min_length=1)] | None = None
     """Initial model, a folder or `org/name` on the hub; None: `model.path`."""
     lr: PositiveFloat | None = None
-    """Peak learning rate, with the schedule of the policy. None: ten times `train.lr`, because the value head starts at
-    0."""
+    """Peak learning rate, with the schedule of the policy. None: ten times `train.lr`, as the value head starts at 0."""
     threads: PositiveInt = 1
     """CPU threads of one rank."""
     num_cpus: NonNegativeFloat = 1.0
@@ -301,11 +297,9 @@ class Config(Section):
     model: ModelSection
     data: DataSection
     algorithm: AlgorithmSection = Field(default_factory=lambda: ALGORITHMS.read({}))
-    """`type` (the name of an installed algorithm, or `module:Name` of yours; default grpo) and that algorithm's own
-    keys."""
+    """`type` (the name of an installed algorithm, or `module:Name` of yours; default grpo) and its keys."""
     stabilizer: StabilizerSection | None = Field(default_factory=lambda: STABILIZERS.read({}))
-    """`type` (the name of an installed stabilizer, or `module:Name` of yours; default gac) and that stabilizer's own
-    keys; null: none."""
+    """`type` (the name of an installed stabilizer, or `module:Name` of yours; default gac) and its keys; null: none."""
     rollout: RolloutSection = RolloutSection()
     reward: RewardSection = RewardSection()
     train: TrainSection = TrainSection()
@@ -369,8 +363,7 @@ class Config(Section):
 
     @property
     def probe_tolerance(self) -> float:
-        """Largest mean |difference| of logprobs between a replica and the trainer right after a weight change, in
-        nats."""
+        """Largest mean |difference| of logprobs between replica and trainer right after a weight change, in nats."""
         if self.rollout.probe_tolerance is not None:
             return self.rollout.probe_tolerance
         return PROBE_TOLERANCE[self.model.dtype]
