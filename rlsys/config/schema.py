@@ -232,7 +232,7 @@ class CriticSection(Section):
     path: Annotated[str, Field(min_length=1)] | None = None
     """Initial model, a folder or `org/name` on the hub; None: `model.path`."""
     lr: PositiveFloat | None = None
-    """Peak learning rate, with the schedule of the policy. None: ten times `train.lr`, as the value head starts at 0."""
+    """Peak learning rate, with the schedule of the policy. None: ten times `train.lr`, as its head starts at 0."""
     threads: PositiveInt = 1
     """CPU threads of one rank."""
     num_cpus: NonNegativeFloat = 1.0
