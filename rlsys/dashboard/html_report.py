@@ -47,7 +47,7 @@ _CHARTS: Sequence[tuple[str, Sequence[str]]] = (
 
 
 def report_of(readings: Readings) -> str:
-    """Build the report of the run that `readings` was opened with, and its policies. Raises `NoSuch` if it is no run."""
+    """Build the report of the run that `readings` was opened with, and its policies. Raises `NoSuch` for no run."""
     listed = readings.runs()
     runs = sorted(run.id for run in listed.runs if run.id == "." or run.id.startswith("policies/"))
     if "." not in runs:

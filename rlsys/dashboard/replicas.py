@@ -120,7 +120,7 @@ class Replicas:
                 pass
 
     def rows(self, bound: int | None) -> list[ReplicaRow]:
-        """Rows of the replicas. `bound`: the run's `max_staleness`; a healthy replica may be one version more behind."""
+        """Rows of the replicas. `bound`: the run's `max_staleness`; a healthy replica may be one version older."""
         last_s = max((replica.seen_s for replica in self._replicas.values()), default=0.0)
         names = sorted(self._replicas, key=natural)
         return [self._row(name, self._replicas[name], last_s, (bound or 0) + 1) for name in names]
