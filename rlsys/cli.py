@@ -1,9 +1,9 @@
-"""The command line: `rlsys train | eval | export | replay | dashboard | tail | report | simulate | config | data |
-workflow | doctor | algorithms`.
+"""Command line: `rlsys train | eval | export | replay | dashboard | tail | report | simulate | config | data | workflow
+| doctor | algorithms`.
 
-Every verb is a thin layer over a function that Python can call too. An `RlsysError` becomes its message on stderr and
-its exit code; anything else is a bug and shows its traceback. Verbs import what they need when they run, so that
-`--help` is quick.
+Every command is a thin layer over a function that Python can call too. An `RlsysError` becomes its message on stderr
+and its exit code; any other error is a bug and shows its traceback. Commands import their modules when they run, so
+that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ workflow_app = typer.Typer(help="Look at a workflow before training with it.", n
 app.add_typer(workflow_app, name="workflow")
 
 OVERRIDES = {"ignore_unknown_options": True}
-"""Lets `--train.lr=1e-5` through to the overrides."""
+"""Pass `--train.lr=1e-5` on to the overrides."""
 
 Job = Annotated[
     list[str],
@@ -56,7 +56,7 @@ def train(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a model as FILE says."""
+    """Train a model with the configuration FILE."""
     config = _load(job)
     from rlsys import launch
 
@@ -79,7 +79,7 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(help="Tasks of each set, from the first, instead of eval.limit.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a run's latest weights, or a model, on tasks it was not trained on."""
+    """Evaluate a run's latest weights, or a model, on tasks it was not trained on."""
     from rlsys import launch
     from rlsys.config.eval_section import datasets_of
     from rlsys.loop.eval_metrics import table_of
@@ -121,10 +121,10 @@ def replay(
 ) -> None:
     """Compute a step again, without Ray.
 
-    With --step: train it from what the run recorded; exit 1 unless weights and metrics are the same bit for bit. Of a
-    step whose numbers were not finite: compute it sample by sample; exit 1 unless all are finite here.
+    With --step: train it from what the run recorded; exit 1 unless weights and metrics are the same bit for bit. For a
+    step with non-finite numbers: compute it sample by sample; exit 1 unless all are finite here.
 
-    Only for folders you trust: training state is unpickled by torch's checkpoint reader, which can run code.
+    Use only trusted folders: torch's checkpoint reader unpickles training state, which can run code.
     """
     if debug and step is None:
         raise typer.BadParameter("--debug needs --step, before which to stop")
@@ -151,8 +151,8 @@ def dashboard(
 ) -> None:
     """Show runs in a browser, live or ended.
 
-    Prints the address to open, and serves it until Ctrl-C. With --host, machines beyond this one can reach it: then a
-    token is needed, which is part of the address. Set RLSYS_DASHBOARD_TOKEN to choose it, or to ask for one here too.
+    Prints the URL to open, and serves it until Ctrl-C. With --host, other machines can reach it: then a token is
+    required, which is part of the URL. Set RLSYS_DASHBOARD_TOKEN to choose the token, or to require one locally too.
     """
     from rlsys.dashboard.listener import Listener
     from rlsys.dashboard.serve import Dashboard
@@ -173,7 +173,7 @@ def tail(
 ) -> None:
     """Follow a run in this terminal.
 
-    Shows what it did last, and then what it does, until it ends or Ctrl-C.
+    Shows its latest events, and then new ones until it ends or Ctrl-C.
     """
     from rlsys.dashboard import tail as tailing
 
@@ -190,7 +190,7 @@ def report(
 ) -> None:
     """Write a run as one HTML file.
 
-    To send, print or keep: charts, alerts, workers, episodes of the last step. It holds no script and fetches nothing.
+    It contains charts, alerts, workers and episodes of the last step, without scripts or external resources.
     """
     from rlsys.dashboard.html_report import report_of
     from rlsys.dashboard.queries import Readings
@@ -214,7 +214,7 @@ def simulate(
     plot: Annotated[Path | None, typer.Option(help="Write a plot to this .png, .svg or .pdf.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a cluster would do: the real driver on simulated workers and a virtual clock."""
+    """Simulate a cluster: the real driver on simulated workers and a virtual clock."""
     _refuse_unknown_options(overrides or [])
     from rlsys.simulate import tables as show
     from rlsys.simulate.sweep import Sweep
@@ -236,14 +236,14 @@ def simulate(
 
 @config_app.command(context_settings=OVERRIDES)
 def check(job: Job) -> None:
-    """List everything that is wrong with a configuration; exit 2 if anything is."""
+    """List every problem of a configuration; exit 2 if there is any."""
     _load(job)
     typer.echo("the configuration is valid")
 
 
 @config_app.command(context_settings=OVERRIDES)
 def show(job: Job) -> None:
-    """Print every key with its value, as `config.resolved.yaml` will hold it."""
+    """Print every key with its value, as in `config.resolved.yaml`."""
     typer.echo(_load(job).to_yaml(), nl=False)
 
 
@@ -265,7 +265,7 @@ def inspect_data(
     max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Count longer prompts; needs --model.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a data file holds: the form of its rows, what columns become, two tasks, how long prompts are."""
+    """Describe a data file: the form of its rows, the use of its columns, two tasks, and lengths of prompts."""
     if max_prompt_tokens is not None and model is None:
         raise typer.BadParameter("--max-prompt-tokens needs --model, whose tokens it counts")
     if unpaired := next((c for c in columns or [] if "=" not in c), None):
@@ -321,7 +321,7 @@ def algorithms() -> None:
 def _summary(kind: PluginKind[Any], name: str) -> str:
     try:
         return (kind.find(name).__doc__ or "").partition("\n")[0]
-    except ConfigError as error:  # of one package, which is no reason to hide the others
+    except ConfigError as error:  # of one package: list the others
         return f"does not load: {error}"
 
 
@@ -330,7 +330,7 @@ def doctor(
     address: Annotated[str | None, typer.Option(help="A running Ray cluster to compare versions with.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what is wrong with this environment, and the cure; exit 1 if anything must be mended."""
+    """List problems of this environment with their remedies; exit 1 if one must be fixed."""
     from rlsys.doctor import diagnose, gather
 
     findings = diagnose(gather(address))
@@ -352,7 +352,7 @@ def main() -> None:
 
 
 def _load(job: list[str]) -> Config:
-    """Files are the arguments without `=`; the rest are overrides."""
+    """Load the files, the arguments without `=`; the rest are overrides."""
     from rlsys.config import Config
 
     _refuse_unknown_options(job)

@@ -1,4 +1,4 @@
-"""What can be wrong with a configuration: pydantic's findings turned into lines a user can act on."""
+"""Problems of a configuration: pydantic's errors as lines that a user can act on."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ UNKNOWN = "rlsys_unknown"
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong, and where in the tree."""
+    """One problem and its location in the tree."""
 
     location: Location
     text: str
     is_unknown: bool = False
-    """The key itself is not one of ours."""
+    """True if the key itself is unknown."""
 
 
 def nested(problems: Iterable[tuple[Location, str]]) -> PydanticCustomError:
-    """One error that carries several, each relative to the field whose validator raises it."""
+    """Combine several problems in one error, each relative to the field whose validator raises it."""
     listed = list(problems)
     text = "; ".join(f"{dotted(location)}: {text}" if location else text for location, text in listed)
     return PydanticCustomError(NESTED, "{text}", {"text": text, "problems": listed})
 
 
 def union_tag(name: str) -> str:
-    """A tag for one form of a key that has several; pydantic puts it into locations, where nobody typed it."""
+    """Tag for one form of a key that has several. Pydantic adds it to locations, although the user did not type it."""
     return f"<{name}>"
 
 
 def problems_in(error: ValidationError) -> Iterator[Problem]:
-    """Every problem, those inside `nested` errors at their own place."""
+    """All problems, those inside `nested` errors at their full location."""
     for detail in error.errors(include_url=False):
         detail["loc"] = tuple(part for part in detail["loc"] if not str(part).startswith("<"))
         if detail["type"] == NESTED:
@@ -50,7 +50,7 @@ def problems_in(error: ValidationError) -> Iterator[Problem]:
 
 
 def problem_of(detail: ErrorDetails) -> Problem:
-    """One finding of pydantic in our words."""
+    """Describe one pydantic error in the words of this project."""
     if detail["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return Problem(detail["loc"], UNKNOWN, is_unknown=True)
     if detail["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
@@ -69,7 +69,7 @@ def _shown(value: object) -> str:
 
 
 def dotted(location: Location) -> str:
-    """A location as it is typed: `train.betas[1]`."""
+    """Location as a user types it: `train.betas[1]`."""
     text = ""
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -77,9 +77,9 @@ def dotted(location: Location) -> str:
 
 
 def unknown_key(location: Location, keys: Mapping[tuple[str, ...], Sequence[str]]) -> str:
-    """What to say of a key that does not exist. `keys` maps every section's location to the keys it has.
+    """Message for a key that does not exist. `keys` maps every section's location to its keys.
 
-    The nearest key beside it; else a key of another section by that name; else the keys there are.
+    The message names the nearest key of the same section, else a key of that name in another section, else all keys.
     """
     section, name = tuple(part for part in location[:-1] if isinstance(part, str)), str(location[-1])
     siblings = keys.get(section, ())

@@ -1,4 +1,4 @@
-"""The `curation` section: which tasks are rolled out, and how often, by what their earlier episodes came to."""
+"""The `curation` section: selection of tasks and their number of episodes, by the results of earlier episodes."""
 
 from __future__ import annotations
 
@@ -16,50 +16,50 @@ Rate = Annotated[float, Field(ge=0, le=1)]
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What is curated, and how; by default nothing. The section `curation` of a configuration says more on each."""
+    """Rules of curation; none is active by default. The section `curation` of a configuration explains each."""
 
     success_reward: float = 1.0
     """An episode with this reward or more is a success."""
     fewer_above: float | None = None
-    """Success rate above which a task is given half the episodes."""
+    """Success rate above which a task gets half the episodes."""
     within: tuple[float, float] = (0.0, 1.0)
     """Least and greatest success rate of a task that is issued."""
     min_episodes: int = 8
-    """Judged episodes before a task's success rate counts."""
+    """Scored episodes before a task's success rate counts."""
     look_again: int = 4
-    """Times a task is passed over before it is issued with its history forgotten; 0: it never is."""
+    """Times a task is passed over before it is issued again with its history cleared; 0: never."""
     stored_successes: int = 0
-    """Most successes that are kept, one per task; 0 keeps none."""
+    """Most successes to store, one per task; 0: none."""
 
     @property
     def is_selective(self) -> bool:
-        """May a task be passed over?"""
+        """True if a task may be passed over."""
         return self.within != (0.0, 1.0)
 
     @property
     def needs_history(self) -> bool:
-        """Does anything depend on success rates?"""
+        """True if a rule depends on success rates."""
         return self.is_selective or self.fewer_above is not None
 
 
 class CurationSection(Section):
-    """Which tasks are rolled out, and how often, by what their earlier episodes came to; by default all alike."""
+    """Selection of tasks and their number of episodes, by the results of earlier episodes; off by default."""
 
     success_reward: float = 1.0
-    """An episode with this reward or more is a success; one that could not be scored is in no success rate."""
+    """An episode with this reward or more is a success. An episode without a score counts in no success rate."""
     fewer_above: Rate | None = None
-    """Success rate of a task above which it gets half of `algorithm.group_size` episodes, rounded up."""
+    """Success rate above which a task gets half of `algorithm.group_size` episodes, rounded up."""
     success_within: tuple[Rate, Rate] = (0.0, 1.0)
-    """Least and greatest success rate of a task that is rolled out; others are passed over. If that leaves none, and
+    """Least and greatest success rate of a task that is rolled out; others are passed over. If no task is left and
     `look_again` is 0, the run ends."""
     min_episodes: PositiveInt = 8
-    """Judged episodes of a task before its success rate counts. Those count that were trained or dropped before the
-    newest step was published."""
+    """Scored episodes of a task before its success rate counts. Only episodes trained or dropped before the newest step
+    was published count."""
     look_again: NonNegativeInt = 4
-    """Times a task is passed over before it is rolled out again, its history forgotten; 0: never."""
+    """Times a task is passed over before it is rolled out again with its history cleared; 0: never."""
     stored_successes: NonNegativeInt = 0
-    """Successes kept for groups that fail altogether, the newest of each task: one takes the place of an episode, if it
-    is within the bound on staleness. The tasks least recently stored or used give way. 0: none."""
+    """Most successes to store for groups in which all episodes fail, the newest of each task. A stored success within
+    the staleness bound replaces one episode. The least recently stored or used task is evicted first. 0: none."""
 
     @field_validator("success_within")
     @classmethod
@@ -70,7 +70,7 @@ class CurationSection(Section):
         return within
 
     def rules(self) -> Rules:
-        """The same, as `Curriculum` takes it."""
+        """The same rules in the form that `Curriculum` takes."""
         return Rules(
             success_reward=self.success_reward,
             fewer_above=self.fewer_above,
@@ -81,7 +81,7 @@ class CurationSection(Section):
         )
 
     def problems(self, algorithm: Algorithm, max_staleness: int | None) -> list[tuple[Location, str]]:
-        """What does not go with the rest of a configuration; None: that is not known."""
+        """Conflicts with the rest of the configuration; `max_staleness` None: unknown."""
         found: list[tuple[Location, str]] = []
         size = algorithm.group_size
         if self.fewer_above is not None and not _can_have(algorithm, fewer(size)):
@@ -96,7 +96,7 @@ class CurationSection(Section):
 
 
 def _can_have(algorithm: Algorithm, group_size: int) -> bool:
-    """Does the algorithm allow groups of this size, and are they smaller than its own?"""
+    """True if the algorithm allows groups of this size, and they are smaller than its `group_size`."""
     try:
         replace(algorithm, group_size=group_size)
     except ValidationError:

@@ -1,4 +1,4 @@
-"""What is watched in a run: the `dashboard` section, and the thresholds of `alerts`."""
+"""Monitoring of a run: the `dashboard` section, and the thresholds of `alerts`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rlsys.monitoring.alerts import RULES
 
 
 class DashboardSection(Section):
-    """A dashboard beside the run, as `rlsys dashboard RUN`: it ends with the run, and cannot slow or stop it."""
+    """Dashboard started with the run, like `rlsys dashboard RUN`. It ends with the run and cannot slow or stop it."""
 
     enabled: bool = False
-    """Start one."""
+    """Start a dashboard."""
     host: str = "127.0.0.1"
-    """Address to listen on; one beyond this machine needs a token: RLSYS_DASHBOARD_TOKEN, or the one in the address
-    that `RUN/logs/dashboard.url` holds."""
+    """Address to listen on. An address beyond this machine requires a token: the variable RLSYS_DASHBOARD_TOKEN, or the
+    token in the URL that `RUN/logs/dashboard.url` contains."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8321
-    """0: any that is free."""
+    """Port; 0: any free port."""
 
 
 def _known(thresholds: dict[str, float | None]) -> dict[str, float | None]:

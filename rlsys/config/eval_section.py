@@ -1,4 +1,4 @@
-"""The `eval` section: what a policy is measured on, in training and by `rlsys eval`."""
+"""The `eval` section: data and settings of evaluation, in training and in `rlsys eval`."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ from rlsys.errors import ConfigError
 
 
 def dataset_name(path: str) -> str:
-    """What a data set is called that was given no name: `data/held_out.jsonl` is `held_out`, `org/sums#hard` is
-    `sums-hard`."""
+    """Default name of a data set: `held_out` for `data/held_out.jsonl`, `sums-hard` for `org/sums#hard`."""
     return re.sub(r"[:#]", "-", re.sub(r"\.(jsonl?|parquet)$", "", path.rstrip("/").rpartition("/")[2]))
 
 
 def datasets_of(options: Sequence[str]) -> dict[str, str]:
-    """Data sets by name, from words like `hard=b.parquet`, or `a.jsonl`, which is named after the file.
+    """Data sets by name, from arguments such as `hard=b.parquet`, or `a.jsonl`, which is named after the file.
 
-    What stands before a `=` and is no name, such as `/data/run` of `/data/run=3/a.jsonl`, belongs to the path. Raises
-    `ConfigError` if two have the same name.
+    Text before a `=` that is not a valid name, such as `/data/run` of `/data/run=3/a.jsonl`, belongs to the path.
+    Raises `ConfigError` if two data sets have the same name.
     """
     sets: dict[str, str] = {}
     for option in options:
@@ -66,24 +65,24 @@ DataSets = Annotated[
 
 
 class EvalSection(Section):
-    """What the policy is measured on, and how."""
+    """Data and settings of the evaluation of a policy."""
 
     data: DataSets = Field(default={})
-    """Data sets by name, `{held_out: a.jsonl, hard: b.parquet}`, each as `data.path`; of a single path, the name is
-    that of the file."""
+    """Data sets by name, `{held_out: a.jsonl, hard: b.parquet}`, each in the form of `data.path`. A single path is
+    named after its file."""
     every: NonNegativeInt = 0
-    """Steps between two evaluations in training, the first before it; the last step is evaluated too. 0: none."""
+    """Steps between two evaluations. The first is before training; the last step is evaluated too. 0: none."""
     samples: PositiveInt = 1
     """Samples per task."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     """Sampling temperature, 0.01 or more; 0 is greedy."""
     limit: PositiveInt | None = None
-    """Tasks of each data set, from the first; None: all."""
+    """Most tasks of each data set, from the first; None: all."""
     pass_reward: float = 1.0
-    """A sample passes, for pass@k, with this reward or more."""
+    """Reward from which a sample passes, for pass@k."""
     replicas: PositiveInt = 1
-    """Copies of the policy that generate for evaluation alone, each with the resources of `rollout`; in training they
-    start where `every` is more than 0."""
+    """Replicas that generate for evaluation only, each with the resources of `rollout`. In training they start if
+    `every` is more than 0."""
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:

@@ -1,4 +1,4 @@
-"""Files and overrides become one tree with a source per key; validated once, every problem reported at once."""
+"""Loader of configurations: merges files and overrides into one tree, validates it once, and reports every problem."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ C = TypeVar("C", bound=BaseModel)
 
 @dataclass(slots=True)
 class Layer:
-    """One file, or one override: a tree, and where each of its keys was written (`file:line` or the command line)."""
+    """One file or override: its tree, and the source of each key (`file:line` or the command line)."""
 
     tree: Tree
     sources: Sources = field(default_factory=dict)
@@ -50,7 +50,7 @@ def load(config: type[C], paths: Sequence[str | Path], overrides: Sequence[str])
 
 
 def dump(tree: Mapping[str, object]) -> str:
-    """A tree as YAML that `load` reads back."""
+    """Write a tree as YAML that `load` reads back."""
     stream = io.StringIO()
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style, yaml.sort_base_mapping_type_on_output = False, False  # type: ignore[assignment]
@@ -60,11 +60,11 @@ def dump(tree: Mapping[str, object]) -> str:
 
 
 class _Representer(SafeRepresenter):
-    """Writes YAML that reads back as the same text."""
+    """YAML writer whose text values read back unchanged."""
 
 
 def _text(representer: _Representer, value: str) -> ScalarNode:
-    """In double quotes, which escape it, where there is a line break that YAML would fold."""
+    """Double-quote and escape a text with a line break that YAML would fold."""
     style = '"' if any(mark in value for mark in "\x85\u2028\u2029") else None
     return representer.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
@@ -101,7 +101,7 @@ def _yaml(path: Path, text: str) -> Layer:
 
 
 def _yaml_lines(node: Node, at: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], int]]:
-    """The line of every key and of every entry of a list, which is called by its number from 0."""
+    """Line of every key and of every list entry; an entry is named by its index from 0."""
     entries: list[tuple[str, Node, Node]] = []
     if isinstance(node, MappingNode):
         entries = [(str(key.value), key, value) for key, value in node.value]
@@ -131,7 +131,7 @@ def _toml(path: Path, text: str) -> Layer:
 
 
 def _override(text: str) -> Layer:
-    """One `a.b=value`, also written `--a.b=value`; the value is YAML."""
+    """Parse one `a.b=value`, also written `--a.b=value`; the value is YAML."""
     key, equals, value = text.removeprefix("--").partition("=")
     if not equals or not all(key.split(".")):
         raise ConfigError(f"command line: {text!r} is not of the form section.key=value")
@@ -146,9 +146,9 @@ def _override(text: str) -> Layer:
 
 
 def _merge(into: Tree, tree: Tree, sources: Sources, at: tuple[str, ...] = ()) -> None:
-    """Lay `tree` over `into`, whose `sources` lose what is replaced.
+    """Merge `tree` into `into`, and remove the sources of replaced keys from `sources`.
 
-    A mapping that changes its `type` starts anew: the old type's keys mean nothing to it.
+    A mapping that changes its `type` replaces the old one, because the keys of the old type do not apply.
     """
     if "type" in tree and "type" in into and tree["type"] != into["type"]:
         into.clear()
@@ -163,7 +163,7 @@ def _merge(into: Tree, tree: Tree, sources: Sources, at: tuple[str, ...] = ()) -
 
 
 def _write_out(layer: Layer, at: tuple[str, ...]) -> None:
-    """A plug-in's name in place of its section is its `type`."""
+    """Expand a plug-in's name in place of its section to `type`."""
     around, name = _at(layer.tree, at[:-1]), _at(layer.tree, at)
     if isinstance(around, dict) and isinstance(name, str):
         around[at[-1]] = {"type": name}
@@ -191,16 +191,16 @@ def _report(problems: list[Problem], config: type[BaseModel], merged: Layer, whe
 
 
 def _source(location: Location, sources: Sources) -> str | None:
-    """Where the key, or else the innermost section around it, was written."""
+    """Source of the key, or else of the innermost section around it."""
     at = tuple(str(part) for part in location)
     return next((sources[at[:n]] for n in range(len(at), 0, -1) if at[:n] in sources), None)
 
 
 def _keys(config: type[BaseModel], tree: Tree) -> dict[tuple[str, ...], Sequence[str]]:
-    """The keys of every section, those of the chosen plug-ins included."""
+    """Keys of every section, including those of the chosen plug-ins."""
     keys = dict(_keys_under(config))
     for at, kind in _plugins_under(config):
-        with suppress(ConfigError):  # reported already, as a problem of its `type`
+        with suppress(ConfigError):  # already reported as a problem of its `type`
             keys[at] = kind.keys(_at(tree, at))
     for policy in _names(_at(tree, ("policies",))):
         keys["policies", policy] = tuple(PolicySection.model_fields)
@@ -218,7 +218,7 @@ def _names(tree: object) -> list[str]:
 
 
 def _plugins_under(section: type[BaseModel], at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Plugin]]:
-    """Where a section, and the sections in it, have one that describes a plug-in."""
+    """Locations of the plug-in sections in a section and its subsections."""
     for name, info in section.model_fields.items():
         parts = [*info.metadata, *_parts_of(info.annotation)]
         yield from (((*at, name), part) for part in parts if isinstance(part, PluginKind))
@@ -233,14 +233,14 @@ def _parts_of(annotation: object) -> Iterator[object]:
 
 
 def _at(tree: object, at: tuple[str, ...]) -> object:
-    """What is there; None if nothing is."""
+    """Value at a location; None if there is none."""
     for part in at:
         tree = tree.get(part) if isinstance(tree, dict) else None
     return tree
 
 
 def _keys_under(section: type[BaseModel], at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Sequence[str]]]:
-    """The keys of a section and of the sections in it, optional ones and entries of lists included."""
+    """Keys of a section and its subsections, including optional ones and list entries."""
     yield at, list(section.model_fields)
     for name, info in section.model_fields.items():
         for inner in _sections_in(info.annotation):

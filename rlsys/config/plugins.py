@@ -1,8 +1,8 @@
-"""The sections that describe a plug-in, `algorithm`, `stabilizer`, `rollout.workflow` and those in the list `tracking`:
-a name or `module:Name`, and the fields of that plug-in's dataclass.
+"""Plug-in sections: `algorithm`, `stabilizer`, `rollout.workflow`, and the entries of `tracking`. Each has a `type`, a
+name or `module:Name`, and the fields of that plug-in's dataclass.
 
-Ours and yours come through one door: the entry point groups `rlsys.algorithms`, `rlsys.stabilizers`, `rlsys.workflows`
-and `rlsys.trackers`.
+Built-in and third-party plug-ins use the same entry point groups: `rlsys.algorithms`, `rlsys.stabilizers`,
+`rlsys.workflows` and `rlsys.trackers`.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ P = TypeVar("P")
 
 @dataclasses.dataclass(frozen=True)
 class PluginKind(Generic[P]):
-    """One kind of plug-in, and how a section of it is read, written and described to pydantic."""
+    """One kind of plug-in: reads, writes and validates its sections."""
 
     name: str
-    """What its section is called, e.g. `algorithm`; its entry point group is `rlsys.algorithms`."""
+    """Name of its section, e.g. `algorithm`; its entry point group is `rlsys.algorithms`."""
     base: type[P]
     default: str | None
-    """The `type` of a section that names none; None: it has to name one."""
+    """Default `type` of a section; None: `type` is required."""
 
     def installed(self) -> dict[str, list[EntryPoint]]:
-        """Every installed one by name, ours and yours; more than one where packages disagree about a name."""
+        """Installed entry points by name; several under a name that more than one package defines."""
         by_name: dict[str, dict[str, EntryPoint]] = {}
         for point in sorted(entry_points(group=f"rlsys.{self.name}s")):
             by_name.setdefault(point.name, {}).setdefault(point.value, point)
         return {name: [*points.values()] for name, points in by_name.items()}
 
     def find(self, name: str) -> type[P]:
-        """The class behind an installed name or a `module:Name`. Raises `ConfigError` naming what is missing, or the
-        packages that both call theirs by this name."""
+        """Load the class of an installed name or a `module:Name`. Raises `ConfigError` with the missing name, or with
+        the packages that define it twice."""
         points = self.installed()
         if name in points:
             first, *others = points[name]
@@ -82,16 +82,16 @@ class PluginKind(Generic[P]):
         return found
 
     def type_name(self, plugin: type[P]) -> str:
-        """What `type` calls this class: its installed name, else `module:Name`."""
+        """Value of `type` for this class: its installed name, else `module:Name`."""
         spec = f"{plugin.__module__}:{plugin.__qualname__}"
         mine = (name for name, points in self.installed().items() if [point.value for point in points] == [spec])
         return next(mine, spec)
 
     def read(self, section: object) -> P:
-        """The plug-in that a section like `{"type": "grpo", "clip_high": 0.3}` describes; `"grpo"` is one too.
+        """Build the plug-in of a section such as `{"type": "grpo", "clip_high": 0.3}` or `"grpo"`.
 
-        One that exists already is passed through, as `Config(algorithm=GRPO())` hands it in. Raises one pydantic error
-        that holds every problem of the section.
+        An existing plug-in, as in `Config(algorithm=GRPO())`, is returned unchanged. Raises one pydantic error with
+        every problem of the section.
         """
         if isinstance(section, self.base):
             return section
@@ -112,13 +112,13 @@ class PluginKind(Generic[P]):
             raise nested(found) from None
 
     def written(self, plugin: P) -> dict[str, Any]:
-        """The section that describes this plug-in: its type and every field."""
+        """Section that describes this plug-in: its type and every field."""
         fields = adapter(type(plugin)).dump_python(plugin, mode="json")
         return {"type": self.type_name(type(plugin)), **fields}
 
     def keys(self, section: object) -> list[str]:
-        """The keys that a section like this one may have, or the sections of a list like this one. Raises `ConfigError`
-        if there is no such type."""
+        """Keys allowed in this section, or the sections allowed in this list. Raises `ConfigError` for an unknown
+        type."""
         if isinstance(section, Sequence) and not isinstance(section, str):
             return list(dict.fromkeys(key for one in section for key in self.keys(one)))
         named = section if isinstance(section, str) else self.default
@@ -141,16 +141,16 @@ class PluginKind(Generic[P]):
         return {"anyOf": [*described, outside, named]}
 
     def loading(self) -> dict[str, type[P]]:
-        """The installed ones that load, by name: one broken package is no reason to hide the others."""
+        """Installed plug-ins that load, by name. A broken package does not hide the others."""
         found: dict[str, type[P]] = {}
         for name in self.installed():
-            with suppress(ConfigError):  # told by `rlsys algorithms`, and to whoever names it
+            with suppress(ConfigError):  # reported by `rlsys algorithms`, and when a configuration names it
                 found[name] = self.find(name)
         return found
 
     def _described(self, name: str, plugin: type[P], handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         schema = deepcopy(handler.resolve_ref_schema(handler(adapter(plugin).core_schema)))
-        for base in filter(dataclasses.is_dataclass, plugin.__mro__):  # pydantic reads a class's own docstrings only
+        for base in filter(dataclasses.is_dataclass, plugin.__mro__):  # pydantic ignores docstrings of bases
             for key, field in adapter(base).json_schema().get("properties", {}).items():
                 if "description" in field:
                     schema["properties"][key].setdefault("description", field["description"])
@@ -160,8 +160,7 @@ class PluginKind(Generic[P]):
 
 
 def _undeclared(plugin: type[object]) -> Iterator[str]:
-    """Annotated names of a plug-in that are no fields of it, because a class between it and its base is no
-    dataclass."""
+    """Annotated names of a plug-in that are not fields, because a class in its inheritance chain is not a dataclass."""
     fields = {field.name for field in dataclasses.fields(cast("Any", plugin))}
     for base in plugin.__mro__:
         for name, annotation in vars(base).get("__annotations__", {}).items():
@@ -175,7 +174,7 @@ def _package(point: EntryPoint) -> str:
 
 @cache
 def adapter(plugin: type[P]) -> TypeAdapter[P]:
-    """Reads the fields of one plug-in, unknown ones refused."""
+    """Pydantic adapter for the fields of one plug-in; unknown fields are errors."""
     rules = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
     return TypeAdapter(with_config(rules)(plugin))
 

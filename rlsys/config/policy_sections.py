@@ -1,4 +1,4 @@
-"""The `policies` section: several policies in one run, each by what differs from the rest of the configuration."""
+"""The `policies` section: several policies in one run, each as differences from the rest of the configuration."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from rlsys.config.schema import Config
 
 OWN = ("model", "algorithm", "stabilizer", "train", "critic", "reference")
-"""Sections that a policy may have keys of its own in."""
+"""Sections whose keys a policy may override."""
 PolicyName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
-"""Also the name of its folder in `RUN/policies`."""
+"""Name of a policy, also of its folder in `RUN/policies`."""
 Differences = Annotated[
     dict[str, Any], BeforeValidator(lambda value: {"type": value} if isinstance(value, str) else value)
 ]
 
 
 class PolicySection(Section):
-    """One of several policies: whatever is not said here is as in the section of that name."""
+    """One of several policies. A key that is not set here has the value of the section of that name."""
 
     is_frozen: bool = False
-    """It speaks with the weights of `model.path` for good; nobody trains it."""
+    """Use the weights of `model.path` for the whole run, without training."""
     model: Differences = Field(default={})
     """Keys of `model` that differ."""
     algorithm: Differences = Field(default={})
@@ -40,7 +40,7 @@ class PolicySection(Section):
     train: Differences = Field(default={})
     """Keys of `train` that differ, `lr` or `groups_per_step` for instance."""
     critic: Differences = Field(default={})
-    """Keys of `critic` that differ."""
+    """Keys of `train` that differ, such as `lr` or `groups_per_step`."""
     reference: Differences = Field(default={})
     """Keys of `reference` that differ."""
 
@@ -49,7 +49,7 @@ class PolicySection(Section):
         return {key: value for key, value in write(self).items() if key in self.model_fields_set}
 
     def over(self, sections: Mapping[str, Any]) -> dict[str, Any]:
-        """These sections with what differs laid over them: those that differ as trees, the others as they are."""
+        """Merge the differences into these sections. Sections that differ become trees; the others are unchanged."""
         own = {name: getattr(self, name) for name in OWN if name in self.model_fields_set}
         return {**sections, **{name: _laid_over(_tree(sections[name]), own[name]) for name in own}}
 
@@ -57,7 +57,7 @@ class PolicySection(Section):
 def problems_of(
     config: type[Config], policies: Mapping[str, PolicySection], sections: Mapping[str, Any]
 ) -> Iterator[tuple[Location, str]]:
-    """What is wrong with the policies of a run whose other `sections` are right."""
+    """Problems of the policies in a run whose other `sections` are valid."""
     trained: dict[str, Algorithm] = {}
     for name, policy in policies.items():
         try:
@@ -95,7 +95,7 @@ def _problems_together(trained: Mapping[str, Algorithm], sections: Mapping[str, 
 
 
 def unbound(agents: Mapping[str, str], policies: Mapping[str, PolicySection]) -> Iterator[tuple[Location, str]]:
-    """Agents bound to policies that there are not."""
+    """Agents bound to policies that do not exist."""
     there = f"there are: {', '.join(policies)}" if policies else "name them in the section policies"
     for agent, policy in agents.items():
         if policy not in policies:
@@ -103,7 +103,7 @@ def unbound(agents: Mapping[str, str], policies: Mapping[str, PolicySection]) ->
 
 
 def _tree(section: object) -> dict[str, Any]:
-    """A section as it is written in a file."""
+    """A section in the form of a configuration file."""
     if isinstance(section, BaseModel):
         return section.model_dump(mode="json")
     if isinstance(section, Algorithm):
@@ -112,7 +112,7 @@ def _tree(section: object) -> dict[str, Any]:
 
 
 def _laid_over(tree: Mapping[str, Any], own: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """One that changes its `type` starts anew: the old type's keys mean nothing to it."""
+    """Merge differences into a tree. A change of `type` replaces it, because the keys of the old type do not apply."""
     if own is None:
         return None
     return dict(own) if own.get("type", tree.get("type")) != tree.get("type") else {**tree, **own}

@@ -1,4 +1,4 @@
-"""What a configuration asks for, worked out before anything starts: `rlsys train --dry-run`."""
+"""Resources and pace of a configuration, computed before anything starts: `rlsys train --dry-run`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlsys.config.schema import Config
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """The workers of one kind, and what Ray reserves for each of them."""
+    """Workers of one kind, with the resources that Ray reserves for each."""
 
     name: str
     count: int
@@ -21,25 +21,25 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Figures that follow from a configuration."""
+    """Figures derived from a configuration."""
 
     run_dir: str
     steps: int
     samples_per_step: int
     """Episodes of one step."""
     permits: int
-    """Groups in the pipe at once."""
+    """Most groups in the pipe at once."""
     max_staleness: int
     """Most steps between sampling a token and training it."""
     num_cpus: float
-    """CPUs Ray reserves, over all workers."""
+    """CPUs that Ray reserves, over all workers."""
     num_gpus: float
     roles: tuple[Role, ...]
     policies: tuple[tuple[str, Plan | None], ...] = ()
-    """Of several: the name of each, with what it does; None of a frozen one. The figures above are then of none."""
+    """Name and plan of each of several policies; None if frozen. The figures above then belong to no policy."""
 
     def lines(self) -> Iterator[str]:
-        """The plan as text, one fact a line."""
+        """Plan as text, one fact a line."""
         yield f"run directory {self.run_dir}"
         for name, plan in self.policies:
             yield f"policy {name}: " + ("frozen" if plan is None else ", ".join(plan.pace()))
@@ -50,13 +50,13 @@ class Plan:
             yield f"  {role.count} x {role.name}: {role.num_cpus:g} CPUs, {role.num_gpus:g} GPUs each"
 
     def pace(self) -> Iterator[str]:
-        """What is trained, and how stale it may be."""
+        """Lines on the training batch and the staleness bound."""
         yield f"{self.steps} steps of {self.samples_per_step} samples"
         yield f"{self.permits} groups in the pipe at most, so no token is more than {self.max_staleness} steps stale"
 
 
 def plan_of(config: Config) -> Plan:
-    """The figures of this configuration."""
+    """Compute the plan of a configuration."""
     roles = tuple(_roles(config))
     trained = config.trained
     num_cpus, num_gpus = needs(roles)
@@ -74,12 +74,12 @@ def plan_of(config: Config) -> Plan:
 
 
 def evaluation_roles(config: Config) -> tuple[Role, ...]:
-    """The workers of `rlsys eval`: nobody learns."""
+    """Workers of `rlsys eval`, which trains nothing."""
     return (_evaluation(config), _reward(config))
 
 
 def needs(roles: Sequence[Role]) -> tuple[float, float]:
-    """CPUs and GPUs that Ray reserves for all of them."""
+    """CPUs and GPUs that Ray reserves for all roles."""
     return sum(r.count * r.num_cpus for r in roles), sum(r.count * r.num_gpus for r in roles)
 
 
@@ -96,7 +96,7 @@ def _roles(config: Config) -> Iterator[Role]:
 
 
 def _learning(config: Config) -> Iterator[Role]:
-    """The workers that train one policy."""
+    """Workers that train one policy."""
     train, reference, critic = config.train, config.reference, config.critic
     yield Role("actor rank", train.ranks, train.num_cpus, train.num_gpus)
     if config.algorithm.signals & {Signal.REFERENCE_LOGPROBS, Signal.REFERENCE_MISMATCHED}:

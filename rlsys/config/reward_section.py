@@ -1,4 +1,4 @@
-"""The `reward` section: one reward function or several with weights, and a reward model."""
+"""The `reward` section: one or more weighted reward functions, and a reward model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rlsys.rewards.reward_sum import MODEL, RewardSpec
 
 
 def _known(spec: str) -> str:
-    """Refuses a bare name that is none of ours; what is in a module is looked up later, which may be slow."""
+    """Reject an unknown bare name. A function in a module is looked up later, because the import may be slow."""
     if ":" not in spec and spec not in BUILTIN:
         close = difflib.get_close_matches(spec, BUILTIN, n=1)
         hint = f"did you mean `{close[0]}`?" if close else f"give {', '.join(BUILTIN)}, or `module:name` of yours"
@@ -40,34 +40,34 @@ FunctionSpec = Annotated[ImportSpec, AfterValidator(_known)]
 
 
 class RewardItem(Section):
-    """One reward function of several."""
+    """One of several reward functions."""
 
     fn: FunctionSpec
     """Reward function: a built-in, `module:name`, or `path/to/file.py:name`."""
     weight: float = 1.0
-    """What its value is multiplied by before the values are added up."""
+    """Factor of its value in the sum."""
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]+$")
-    """What its metric `reward/by/NAME` calls it; None: the name of the function."""
+    """Name in its metric `reward/by/NAME`; None: the name of the function."""
     args: dict[str, JsonValue] = Field(default_factory=dict)
-    """Extra arguments of the function, by name; for a class, those it is made with."""
+    """Extra arguments of the function by name; for a class, arguments of its constructor."""
 
     @property
     def label(self) -> str:
-        """`name`, or what stands for it."""
+        """`name`, or the default in its place."""
         return self.name or self.fn.rpartition(":")[2]
 
 
 class RewardModelSection(Section):
-    """A classifier of one label that judges beside the functions, or instead of them."""
+    """Classifier with one label that scores together with the functions, or instead of them."""
 
     path: str = Field(min_length=1)
     """Folder of a Hugging Face sequence classifier with its tokenizer, or `org/name` on the hub."""
     weight: float = 1.0
-    """What its value is multiplied by before the values are added up."""
+    """Factor of its value in the sum."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of its weights."""
+    """Type of the weights."""
     max_tokens: PositiveInt = 4096
-    """Most tokens of prompt and completion together; of more, the end is scored."""
+    """Most tokens of prompt and completion together; of longer texts, the end is scored."""
     threads: PositiveInt = 1
     """CPU threads of the model in one worker."""
     num_cpus: NonNegativeFloat = 1.0
@@ -85,33 +85,33 @@ Functions = Annotated[
 
 
 class RewardSection(Section):
-    """The workers that judge."""
+    """Workers that score episodes."""
 
     model: RewardModelSection | None = None
-    """A reward model, whose value is added to those of the functions; None: no model."""
+    """Reward model, whose value is added to those of the functions; None: no model."""
     fn: Functions | None = None
     """Reward function: a built-in, `module:name`, or `path/to/file.py:name`. Or a list of them with weights, such as
-    `[{fn: exact}, {fn: my.py:fmt, weight: 0.2}]`: the reward is the weighted sum of those that apply. None: `exact`,
-    or the model alone where there is one."""
+    `[{fn: exact}, {fn: my.py:fmt, weight: 0.2}]`: the reward is the weighted sum of those that apply. None: `exact`, or
+    only the model if there is one."""
     timeout_s: PositiveFloat = 10.0
-    """Deadline of one call of the functions, seconds; a call that misses it is killed and its episode fails. A group is
-    scored in one go first, within this time; only if it takes longer are its episodes scored one by one, and those of
-    the groups after it until all of one are in time. Not below the `timeout_s` of an `llm_judge`."""
+    """Deadline of one call of the functions, seconds. A call that exceeds it is killed, and its episode fails. A group
+    is first scored in one call within this time. If that takes longer, its episodes are scored one by one, and so are
+    those of later groups until all episodes of a group are in time. At least the `timeout_s` of an `llm_judge`."""
     workers: PositiveInt = 1
-    """Ray actors that judge side by side."""
+    """Ray actors that score in parallel."""
     processes: PositiveInt = 1
     """Killable processes of one worker."""
     num_cpus: NonNegativeFloat = 1.0
-    """CPUs Ray reserves for one worker, those of its model aside."""
+    """CPUs Ray reserves for one worker, without its model."""
 
     @property
     def functions(self) -> tuple[RewardSpec, ...]:
-        """Every function, each with its own name."""
+        """Every function, each with a unique name."""
         return tuple(RewardSpec(item.fn, item.label, item.weight, item.args) for item in self._items)
 
     @property
     def worker_cpus(self) -> float:
-        """CPUs of one worker, its model's included."""
+        """CPUs of one worker, including its model."""
         return self.num_cpus + (self.model.num_cpus if self.model else 0.0)
 
     @property
@@ -120,7 +120,7 @@ class RewardSection(Section):
         return self.model.num_gpus if self.model else 0.0
 
     def rooted(self) -> Self:
-        """The same with absolute paths: workers do not run in this process's folder."""
+        """Copy with absolute paths, because workers run in another folder."""
         fn, model = self.fn, self.model
         if isinstance(fn, str):
             fn = _absolute(fn)
@@ -173,7 +173,7 @@ class RewardSection(Section):
 
     @model_validator(mode="after")
     def _gives_judges_their_time(self) -> Self:
-        """A request that may outlast the call around it would fail as a hang, and its group be scored one by one."""
+        """Reject an `llm_judge` timeout above `timeout_s`, which would make slow requests fail as hangs."""
         for spec in self.functions:
             own_s = spec.args.get("timeout_s", JUDGE_TIMEOUT_S)
             if spec.fn == JUDGE and isinstance(own_s, int | float) and own_s > self.timeout_s:

@@ -1,7 +1,7 @@
-"""Every key of a configuration: its type, default, range, unit and meaning.
+"""Schema of a configuration: type, default, range, unit and meaning of every key.
 
-The models are frozen and read once; a class takes the values it uses, never the whole. An algorithm owns its own keys.
-Imports neither torch nor ray.
+The models are frozen and read once; a class takes the values it uses, never the whole configuration. Keys of an
+algorithm belong to the algorithm. Imports neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -50,63 +50,63 @@ def _resume(value: str) -> str:
 
 
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
-"""By the type engines compute in: well above the rounding of two right implementations, which is 1e-5 and 0.04."""
+"""Tolerance by the type that engines compute in. Rounding of two correct implementations is 1e-5 and 0.04."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 
 
 class RunSection(Section):
-    """The run as a whole."""
+    """General settings of the run."""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")
     """Name of the run; its directory is `folder/name`."""
     folder: Path = Path("runs")
-    """Where run directories go."""
+    """Parent folder of run directories."""
     seed: NonNegativeInt = 0
-    """Root of every random stream: task order and sampling. Same seed and configuration, same run."""
+    """Root of every random stream: task order and sampling. The same seed and configuration give the same run."""
     steps: PositiveInt
-    """Optimizer steps of the whole run, those before a resume included."""
+    """Optimizer steps of the whole run, including those before a resume."""
     resume: Annotated[str, AfterValidator(_resume)] = "never"
-    """never: a new run; refused where an earlier one took a step. auto: go on from its latest checkpoint, else start.
-    must: go on, or fail. A folder: start a new run from the latest checkpoint of that one."""
+    """never: start a new run; refused if an earlier run took a step. auto: resume from the latest checkpoint, else
+    start. must: resume, or fail. A folder: start a new run from the latest checkpoint of the run in that folder."""
 
 
 class ModelSection(Section):
-    """The policy that is trained."""
+    """The trained policy."""
 
     path: str = Field(min_length=1)
     """Folder of a Hugging Face causal language model with its tokenizer, or `org/name` on the hub."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights that generate and compute gradients; the optimizer always keeps a float32 copy."""
+    """Type of the weights for generation and gradients; the optimizer always keeps a float32 copy."""
 
 
 ColumnName = Annotated[str, Field(min_length=1)]
 
 
 class ColumnsSection(Section):
-    """Where the parts of a task are, by the names of the file; `a.b` looks inside objects."""
+    """Column names of the parts of a task; `a.b` addresses a key inside an object."""
 
     prompt: ColumnName | None = None
     """Text or messages; None: `prompt`, `messages` or `question`."""
     answer: ColumnName | None = None
-    """What is right; None: `reward_model.ground_truth` (verl), `reward_spec.ground_truth` (SkyRL), `answer`,
-    `ground_truth`, `solution` or `label`, the first that holds any."""
+    """Correct answer; None: the first with a value of `reward_model.ground_truth` (verl), `reward_spec.ground_truth`
+    (SkyRL), `answer`, `ground_truth`, `solution` and `label`."""
     id: ColumnName | None = None
-    """Stable name of the row; None: `id`, or else a hash of the content."""
+    """Stable id of the row; None: `id`, or else a hash of the content."""
 
     def names(self) -> Columns:
-        """The same, as `load_tasks` takes it."""
+        """The same names in the form that `load_tasks` takes."""
         return Columns(prompt=self.prompt, answer=self.answer, id=self.id)
 
 
 class DataSection(Section):
-    """The tasks."""
+    """The training tasks."""
 
     path: str = Field(min_length=1)
     """JSONL or parquet file, folder or hub data set, of plain, TRL prompt-only, verl or SkyRL rows. `#split` at the end
-    names one of several splits, and `org/name:config` a configuration of a hub data set."""
+    selects one of several splits, and `org/name:config` a configuration of a hub data set."""
     columns: ColumnsSection = ColumnsSection()
-    """Columns that have other names than those forms give them, in evaluation data too."""
+    """Column names that differ from those of the supported forms, in evaluation data too."""
     max_prompt_tokens: PositiveInt = 1024
     """A longer prompt is dropped and counted as `too_long`."""
     shuffle: bool = True
@@ -114,46 +114,46 @@ class DataSection(Section):
 
 
 class RolloutSection(Section):
-    """The workers that generate."""
+    """Workers that generate rollouts."""
 
     engine: Literal["auto", "local", "vllm"] = "auto"
-    """What generates. vllm: vLLM, in the replica's own process. local: continuous batching over the Hugging Face model.
-    auto: vLLM where it is installed and worth it (on a GPU, or for a model of 50 million parameters), else local; the
-    run says which and why."""
+    """Inference engine. vllm: vLLM, in the replica's own process. local: continuous batching over the Hugging Face
+    model. auto: vLLM if it is installed and pays off (on a GPU, or for a model of 50 million parameters), else local;
+    the run reports the choice and the reason."""
     replicas: PositiveInt = 1
-    """Copies of the policy that generate side by side."""
+    """Copies of the policy that generate in parallel."""
     tensor_parallel: PositiveInt = 1
-    """Shards of one replica, each a process with a GPU (or core) of its own; vLLM only."""
+    """Shards of one replica, each a process with a separate GPU (or core); vLLM only."""
     vllm_args: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of vLLM's engine, e.g. `{gpu_memory_utilization: 0.8}`; not those that rlsys sets itself."""
+    """Further arguments of vLLM's engine, e.g. `{gpu_memory_utilization: 0.8}`, except those that rlsys sets."""
     slots: PositiveInt = 64
-    """Sequences one replica decodes together; more wait their turn."""
+    """Sequences that one replica decodes together; further ones wait."""
     max_new_tokens: PositiveInt = 256
     """Longest completion of one turn, in tokens."""
     temperature: Annotated[float, Field(ge=0.01, le=2)] = 1.0
     """Sampling temperature; recorded logprobs are those of the tempered distribution."""
     weight_change: Literal["between", "inflight", "beside"] = "between"
-    """between: new weights are loaded once no group is running, so a trajectory has one version. inflight: running
-    sequences are paused, the weights swapped, and decoding goes on; each token carries its own version. beside: new
-    weights lie beside the old, running sequences end on theirs, and new ones start at once; not with vLLM. A turn then
-    has one version, and a trajectory of several turns may mix them from turn to turn; the bound on staleness holds."""
+    """Loading of new weights. between: load once no group is running, so a trajectory has one version. inflight: pause
+    running sequences, swap the weights, and continue decoding; each token records its version. beside: load next to the
+    old weights; running sequences end on the old ones, and new ones start at once; not with vLLM. A turn then has one
+    version, while a trajectory may mix versions from turn to turn; the bound on staleness applies."""
     resident_versions: Annotated[int, Field(ge=2)] | None = None
-    """Sets of weights that a replica holds with weight_change `beside`; a further one waits until nothing runs on the
-    oldest. None: 2."""
+    """Most sets of weights in one replica with weight_change `beside`; a further set waits until no sequence runs on
+    the oldest. None: 2."""
     repack_s: NonNegativeFloat = 5.0
-    """Seconds between two looks at which replicas are nearly done with old weights: they hand what still runs to one of
-    them, and the others take new weights and start anew. 0: never. With weight_change `between`, where running groups
-    hold new weights back, and several replicas."""
+    """Seconds between two checks for replicas that are nearly done with old weights. Their remaining groups move to one
+    of them, and the others load new weights and start new groups. 0: never. Applies to several replicas with
+    weight_change `between`, where running groups delay new weights."""
     kv_cache: Literal["keep", "recompute"] = "keep"
-    """What becomes of the cached keys and values of sequences that a change in flight finds running. keep: the next
-    tokens see those of the weights before. recompute: they are computed anew, so that later tokens are exactly those
-    of the new weights, at the price of a prefill."""
+    """Cached keys and values of running sequences when weights change inflight. keep: later tokens attend to those of
+    the old weights. recompute: they are computed again, so that later tokens are exactly those of the new weights, at
+    the cost of a prefill."""
     probe_tolerance: PositiveFloat | None = None
-    """Most that a replica's logprobs may differ from the trainer's own, right after a change, on average over the same
-    tokens, in nats; a replica above it is replaced. None: 1e-3 in float32, 0.1 in bfloat16."""
+    """Largest mean difference of logprobs between a replica and the trainer on the same tokens, right after a weight
+    change, in nats; a replica above it is replaced. None: 1e-3 in float32, 0.1 in bfloat16."""
     workflow: WorkflowSection = Field(default_factory=lambda: WORKFLOWS.read({}))
-    """Who speaks when on a task: `type` (the name of an installed workflow, or `module:Name` of yours; single_turn) and
-    that workflow's own keys. `workflow: NAME` is short for `workflow: {type: NAME}`."""
+    """Workflow of a task: `type` (the name of an installed workflow, or `module:Name` of yours; default single_turn)
+    and that workflow's own keys. `workflow: NAME` is short for `workflow: {type: NAME}`."""
     threads: PositiveInt = 1
     """CPU threads of one replica."""
     num_cpus: NonNegativeFloat = 1.0
@@ -163,13 +163,13 @@ class RolloutSection(Section):
 
 
 class TrainSection(Section):
-    """The worker that learns, and one step of it (AdamW)."""
+    """Worker that trains, and the settings of one step (AdamW)."""
 
     groups_per_step: PositiveInt = 32
-    """Groups of one step; each holds `algorithm.group_size` episodes."""
+    """Groups of one step; each has `algorithm.group_size` episodes."""
     updates_per_step: PositiveInt = 1
-    """Optimizer updates of one step, each on other groups of it. Above 1, the later ones train on tokens of the weights
-    before the step."""
+    """Optimizer updates of one step, each on other groups. Above 1, later updates train on tokens of the weights before
+    the step."""
     ranks: PositiveInt = 1
     """Data-parallel processes."""
     lr: PositiveFloat = 1e-6
@@ -185,7 +185,7 @@ class TrainSection(Section):
     clip_norm: PositiveFloat = 1.0
     """Largest gradient norm, over all parameters and ranks."""
     micro_batch_tokens: PositiveInt = 8192
-    """Most tokens of one forward and backward pass, shared prompts counted once. Bounds memory, changes no gradient."""
+    """Most tokens of one forward and backward pass; shared prompts count once. Bounds memory, changes no gradient."""
     threads: PositiveInt = 1
     """CPU threads of one rank."""
     num_cpus: NonNegativeFloat = 1.0
@@ -203,16 +203,15 @@ class TrainSection(Section):
 
 
 class AsynchronySection(Section):
-    """How far generation may run ahead of learning."""
+    """Distance between generation and training."""
 
     max_staleness: NonNegativeInt = 0
-    """Most steps between the weights a trained token was sampled from and those it trains; 0: synchronous."""
+    """Most steps between the weights that sample a token and the weights that it trains; 0: synchronous."""
     window: PositiveInt = 1
-    """How far past the oldest unfinished group the learner may look for a finished one; 1: strictly in order."""
+    """Number of groups, from the oldest unfinished one on, that the learner may choose from; 1: strictly in order."""
 
     def bound(self, groups_per_step: int) -> int:
-        """Most versions a trained token can be behind: `max_staleness` at window 1, more the further groups
-        overtake."""
+        """Largest staleness of a trained token: `max_staleness` at window 1, more at larger windows."""
         return ((self.max_staleness + 1) * groups_per_step + self.window - 2) // groups_per_step
 
 
@@ -228,13 +227,12 @@ class ReferenceSection(Section):
 
 
 class CriticSection(Section):
-    """The model of values; it runs only where the algorithm asks for values, on `train.ranks` ranks."""
+    """Value model; runs only if the algorithm needs values, on `train.ranks` ranks."""
 
     path: Annotated[str, Field(min_length=1)] | None = None
-    """Model that it begins as, a folder or `org/name` on the hub; None: `model.path`."""
+    """Initial model, a folder or `org/name` on the hub; None: `model.path`."""
     lr: PositiveFloat | None = None
-    """Peak learning rate; its course over the run is that of the policy. None: ten times `train.lr`, because its head
-    begins at 0."""
+    """Peak learning rate, with the schedule of the policy. None: ten times `train.lr`, as its head starts at 0."""
     threads: PositiveInt = 1
     """CPU threads of one rank."""
     num_cpus: NonNegativeFloat = 1.0
@@ -244,7 +242,7 @@ class CriticSection(Section):
 
 
 class CheckpointSection(Section):
-    """What is saved, and when."""
+    """Checkpoints of the run."""
 
     every: NonNegativeInt = 50
     """Steps between two checkpoints; 0: only at the end and on interruption."""
@@ -253,56 +251,55 @@ class CheckpointSection(Section):
 
 
 class LimitsSection(Section):
-    """Deadlines, and how much failure is too much."""
+    """Deadlines, and limits on failures."""
 
     lease_s: PositiveFloat = 600.0
-    """Deadline of rolling out one group, seconds; then its replica is replaced and the group issued again. Waiting at
-    the replica for weights does not count. Of a reward worker: deadline of scoring one group."""
+    """Deadline of rolling out one group, seconds; after it, the replica is replaced and the group reissued. Waiting at
+    the replica for weights does not count. For a reward worker: deadline of scoring one group."""
     transfer_s: PositiveFloat = 120.0
-    """Deadline of one weight transfer, seconds. A single relay has a quarter of it to answer; one that does not is
-    killed, and filled again."""
+    """Deadline of one weight transfer, seconds. A single relay must answer within a quarter of it; otherwise it is
+    killed and filled again."""
     step_s: PositiveFloat = 120.0
-    """Deadline of one decoding step of an engine, seconds; then its replica is replaced."""
+    """Deadline of one decoding step of an engine, seconds; after it, the replica is replaced."""
     no_progress_s: PositiveFloat = 900.0
-    """Seconds without a finished group or step after which the run ends with a table of what is pending."""
+    """Seconds without a finished group or step after which the run ends with a table of pending work."""
     max_attempts: PositiveInt = 3
-    """Times that rolling out one group or scoring it fails, or its payload is lost, before the run ends; each is
-    counted apart."""
+    """Failed rollouts of one group, failed scorings, or losses of its payload before the run ends; each is counted
+    separately."""
     max_failed_groups: PositiveInt = 16
     """Groups dropped in a row, failed or too long, that end the run."""
     max_no_signal_groups: PositiveInt = 1000
-    """Groups in a row with nothing to learn in them, such as equal rewards, that end the run; a tenth of them is
-    told."""
+    """Groups in a row without a signal, such as equal rewards, that end the run; a tenth of this number causes a
+    warning."""
 
 
 class RecordSection(Section):
-    """What is written besides metrics and events."""
+    """Files besides metrics and events."""
 
     rollouts_every: NonNegativeInt = 1
     """Steps between two whose rollouts are written as text; 0: never."""
 
 
 class RaySection(Section):
-    """The cluster."""
+    """Ray cluster of the run."""
 
     address: str | None = None
     """`auto`, `host:port` or `ray://host:port`. None: join this process's connection or the job's cluster, else start a
     local one."""
     num_cpus: PositiveInt | None = None
-    """CPUs of a local cluster; None: those of the machine."""
+    """CPUs of a local cluster; None: all CPUs of the machine."""
 
 
 class Config(Section):
-    """Everything one training job is told. Build it here, or read it with `Config.load`."""
+    """Complete configuration of a training job. Build it here, or read it with `Config.load`."""
 
     run: RunSection
     model: ModelSection
     data: DataSection
     algorithm: AlgorithmSection = Field(default_factory=lambda: ALGORITHMS.read({}))
-    """`type` (the name of an installed algorithm, or `module:Name` of yours; grpo) and that algorithm's own keys."""
+    """`type` (the name of an installed algorithm, or `module:Name` of yours; default grpo) and its keys."""
     stabilizer: StabilizerSection | None = Field(default_factory=lambda: STABILIZERS.read({}))
-    """`type` (the name of an installed stabilizer, or `module:Name` of yours; gac) and that stabilizer's own keys;
-    null: none."""
+    """`type` (the name of an installed stabilizer, or `module:Name` of yours; default gac) and its keys; null: none."""
     rollout: RolloutSection = RolloutSection()
     reward: RewardSection = RewardSection()
     train: TrainSection = TrainSection()
@@ -315,70 +312,70 @@ class Config(Section):
     limits: LimitsSection = LimitsSection()
     record: RecordSection = RecordSection()
     tracking: list[TrackerSection] = Field(default=[])
-    """Where metrics go besides the files of the run: `[{type: wandb, project: sums}, tensorboard]`; each has a `type`
-    (the name of an installed tracker, or `module:Name` of yours) and that tracker's own keys."""
+    """Destinations of metrics besides the files of the run: `[{type: wandb, project: sums}, tensorboard]`. Each has a
+    `type` (the name of an installed tracker, or `module:Name` of yours) and that tracker's own keys."""
     dashboard: DashboardSection = DashboardSection()
     alerts: Thresholds = Field(default={})
-    """Thresholds by the name of an alert, instead of its own, `{entropy_collapse: 0.1, idle_side: null}`; null: it is
-    not raised."""
+    """Thresholds that replace the default of an alert, by its name, `{entropy_collapse: 0.1, idle_side: null}`; null:
+    the alert is off."""
     ray: RaySection = RaySection()
     policies: dict[PolicyName, PolicySection] = Field(default={})
-    """Several policies by name, each with the keys in which it differs from the sections above: `{proposer: {}, solver:
-    {train: {lr: 1e-5}}, judge: {is_frozen: true, model: {path: ...}}}`. None: one, which all agents speak with."""
+    """Several policies by name, each with the keys that differ from the sections above: `{proposer: {}, solver: {train:
+    {lr: 1e-5}}, judge: {is_frozen: true, model: {path: ...}}}`. None: one policy for all agents."""
     agents: dict[str, str] = Field(default={})
-    """Which policy speaks for an agent, by its name in the workflow; for one that is not here, the policy of its
+    """Policy of each agent, by the agent's name in the workflow. An agent that is not listed uses the policy of its
     name."""
 
     @classmethod
     def load(cls, paths: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()) -> Self:
-        """Read files left to right, then overrides like `train.lr=1e-5`; later wins.
+        """Read files left to right, then overrides like `train.lr=1e-5`; later values win.
 
-        Raises `ConfigError` listing every problem of all of them.
+        Raises `ConfigError` with every problem of all of them.
         """
-        from rlsys.config.loader import load  # it needs this class
+        from rlsys.config.loader import load  # the loader imports this class
 
         return load(cls, [paths] if isinstance(paths, str | Path) else paths, overrides)
 
     def to_yaml(self) -> str:
-        """Every key with its value, as `config.resolved.yaml` holds it; `load` gives it back."""
+        """Write every key with its value, as in `config.resolved.yaml`; `load` reads it back."""
         from rlsys.config.loader import dump
 
         return dump(self.model_dump(mode="json"))
 
     @property
     def run_dir(self) -> Path:
-        """The directory of this run: `run.folder/run.name`."""
+        """Directory of this run: `run.folder/run.name`."""
         return self.run.folder / self.run.name
 
     def of(self, policy: str) -> Config:
-        """The run of one of several policies by itself, in the directory `policies/NAME` of this one."""
+        """Configuration of one of several policies as a run, in the directory `policies/NAME` of this run."""
         run, resume = self.run, self.run.resume
         sections = {name: getattr(self, name) for name in type(self).model_fields if name not in ("policies", "agents")}
         resume = f"{resume}/policies/{policy}" if "/" in resume else resume
         sections["run"] = run.model_copy(update={"folder": self.run_dir / "policies", "name": policy, "resume": resume})
-        sections["rollout"] = self.rollout.model_copy(update={"repack_s": 0.0})  # its groups stay where they are
+        sections["rollout"] = self.rollout.model_copy(update={"repack_s": 0.0})  # its groups do not move
         return type(self).model_validate(self.policies[policy].over(sections))
 
     @property
     def trained(self) -> dict[str, Config]:
-        """By name the run of every policy that is trained, of several."""
+        """Configuration of every trained policy by name, if there are several."""
         return {name: self.of(name) for name, policy in self.policies.items() if not policy.is_frozen}
 
     @property
     def probe_tolerance(self) -> float:
-        """Mean |difference| of logprobs tolerated between a replica and the trainer right after a change, in nats."""
+        """Largest mean |difference| of logprobs between replica and trainer right after a weight change, in nats."""
         if self.rollout.probe_tolerance is not None:
             return self.rollout.probe_tolerance
         return PROBE_TOLERANCE[self.model.dtype]
 
     @property
     def resident_versions(self) -> int:
-        """Sets of weights that a replica holds at the same time."""
+        """Most sets of weights in a replica at the same time."""
         return (self.rollout.resident_versions or 2) if self.rollout.weight_change == "beside" else 1
 
     @property
     def permits(self) -> int:
-        """Groups in the pipe at once, so that none can exceed `max_staleness`.
+        """Number of groups in the pipe at once, so that none can exceed `max_staleness`.
 
         A group admitted now waits behind at most `max_staleness` steps of earlier groups, and a step is one version.
         """
@@ -386,7 +383,7 @@ class Config(Section):
 
     @property
     def staleness_bound(self) -> int:
-        """Most versions a trained token can be behind; see `AsynchronySection.bound`."""
+        """Largest staleness of a trained token; see `AsynchronySection.bound`."""
         return self.asynchrony.bound(self.train.groups_per_step)
 
     @property
@@ -432,7 +429,7 @@ class Config(Section):
         cls, policies: dict[str, PolicySection], info: ValidationInfo
     ) -> dict[str, PolicySection]:
         sections = {name: info.data[name] for name in info.data if name not in ("policies", "agents")}
-        if len(sections) + 2 < len(cls.model_fields):  # one of them is wrong, which is told
+        if len(sections) + 2 < len(cls.model_fields):  # another section is invalid, which is reported
             return policies
         if problems := list(problems_of(cls, policies, sections)):
             raise nested(problems)

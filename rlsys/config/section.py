@@ -1,4 +1,4 @@
-"""What every section of a configuration is made of."""
+"""Base of every section of a configuration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 
 class Section(BaseModel):
-    """Base of every section: frozen, nothing but the keys it names, documented by the strings under them."""
+    """Base of every section: frozen, without unknown keys, documented by the string below each key."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -24,4 +24,4 @@ def _name_or_import(value: str) -> str:
 
 
 ImportSpec = Annotated[str, AfterValidator(_name_or_import)]
-"""The name of something built in, or `module:name`."""
+"""Name of a built-in, or `module:name`."""

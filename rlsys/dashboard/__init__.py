@@ -1,1 +1,1 @@
-"""The dashboard: reads what runs write, and nothing else. Nothing in a run reads or waits for what is here."""
+"""Dashboard: reads the files of runs. A run reads nothing from the dashboard and never waits for it."""

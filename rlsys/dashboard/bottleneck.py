@@ -1,4 +1,4 @@
-"""Which stage holds the others up, from the times that steps report."""
+"""Bottleneck of a run: the stage that delays the others, from the times that steps report."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from rlsys.dashboard.series import SeriesColumns
 
 _STEPS = 20
 _TOO_MUCH = 0.15
-"""Below this share of a step, waiting is not worth a remedy."""
+"""Share of a step below which waiting needs no remedy."""
 _ALL_THE_TIME = 0.85
-"""A stage at work for more than this share can be relieved, but no overlap with others makes it faster."""
+"""Share of time above which a stage is always busy: it can be relieved, but more overlap does not make it faster."""
 
 _SHARES: Mapping[str, str] = {
     "rollout": "time/rollout",
@@ -37,8 +37,8 @@ _WORK: Mapping[str, Sequence[str]] = {
     "weights": ("wait for weights",),
     "evaluation": ("wait for evaluation",),
 }
-"""Who may hold the others up -> the shares that tell how much of the time. Of equals the first is named: a trainer does
-one thing at a time, while a replica with many groups in hand looks busy as long as any of them is there."""
+"""Stage -> shares that measure its delay. Of equal stages the first is named: the trainer does one thing at a time,
+while a replica with many groups looks busy as long as any of them is there."""
 
 _MORE_CORES = "add ranks (train.ranks), or give it more cores or a GPU (train.threads, train.num_gpus)"
 _REMEDY_OF_TRAINER: Mapping[str, str] = {
@@ -46,11 +46,11 @@ _REMEDY_OF_TRAINER: Mapping[str, str] = {
     "record": "write rollouts less often (record.rollouts_every)",
     "checkpoint": "save less often (checkpoint.every)",
 }
-"""By the largest part of its work; of all others it is `_MORE_CORES`."""
+"""Remedy by the trainer's longest activity; all other activities have `_MORE_CORES`."""
 
 
 def bottleneck(columns: SeriesColumns, step: int) -> Bottleneck | None:
-    """Who holds the others up, over the 20 steps up to `step`; None if these have not reported what took their time."""
+    """Stage that delays the others, over the 20 steps up to `step`; None if these steps lack times."""
     steps_s = columns.sum_since("time/step", step - _STEPS)
     if steps_s <= 0:
         return None
@@ -110,7 +110,7 @@ def _sentence(who: str, shares: Mapping[str, float], work: Mapping[str, float]) 
 
 
 def _overlap(who: str, at_work: float) -> str:
-    """What else would help where no stage is at work all the time."""
+    """Further remedy if no stage is busy all the time."""
     if who == "evaluation" or at_work > _ALL_THE_TIME:
         return ""
     return (

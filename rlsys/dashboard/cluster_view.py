@@ -1,4 +1,4 @@
-"""The cluster at a glance: what every worker did in a window of time, and what replicas hold now."""
+"""Cluster overview: the activity of every worker in a time window, and the state of replicas now."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _WINDOW_S = 600.0
 
 
 class TimeWindow(NamedTuple):
-    """A time to show, Unix seconds."""
+    """Time window to show, in Unix seconds."""
 
     from_s: float
     to_s: float
 
 
 def window(history: EventHistory, from_s: float | None, to_s: float | None) -> TimeWindow | None:
-    """What to show: as asked for, else the last 10 minutes; None of a run that has no time yet. Raises `BadRequest`."""
+    """Requested time window, else the last 10 minutes; None if the run has no events. Raises `BadRequest`."""
     if history.first_s is None or history.last_s is None:
         return None
     to_s = history.last_s if to_s is None else to_s
@@ -34,7 +34,7 @@ def window(history: EventHistory, from_s: float | None, to_s: float | None) -> T
 
 
 def cluster(history: EventHistory, bound: int | None, shown: TimeWindow | None, width: int) -> ClusterAnswer:
-    """See `ClusterAnswer`. `bound`: the run's `max_staleness`; `width`: pixels."""
+    """Build a `ClusterAnswer`. `bound`: the run's `max_staleness`; `width`: pixels."""
     replicas = history.replicas
     return ClusterAnswer(
         begin_s=history.first_s,

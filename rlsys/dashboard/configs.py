@@ -1,4 +1,4 @@
-"""The configuration that a run was started with, and in which keys runs differ."""
+"""Configuration of a run, and differences between the configurations of runs."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from rlsys.util.leaves import leaves
 _Tree: TypeAlias = Mapping[str, Any]
 
 _SECTION = re.compile(r"^(?=\w+:)", re.MULTILINE)
-"""Where one begins, in YAML of a key to a line as runs write it."""
+"""Beginning of a section, in YAML with one key per line as runs write it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """What a run's `config.resolved.yaml` says, of whatever version; nothing if it has none that can be read."""
+    """Configuration of a run from `config.resolved.yaml` of any version; empty if there is no readable file."""
 
     text: str = ""
     values: Mapping[str, Any] = field(default_factory=dict)
     """Key -> value, e.g. `train.lr`."""
     thresholds: Mapping[str, float | None] = field(default_factory=dict)
-    """Of alerts."""
+    """Thresholds of alerts."""
 
     def text_of(self, key: str) -> str:
-        """A value as text; empty if the key is not there or null."""
+        """Value as text; empty if the key is missing or null."""
         value = self.values.get(key)
         return "" if value is None else str(value)
 
     def int_of(self, key: str) -> int | None:
-        """A whole number; None if it is none."""
+        """Value as an integer; None if it is not one."""
         value = self.values.get(key)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def read_config(folder: RunFolder, sections: Sequence[str] = ()) -> RunConfig:
-    """The configuration of a run; with `sections`, at least the values of these, which takes a fraction of the time."""
+    """Read the configuration of a run; with `sections`, at least the values of these, which is much faster."""
     path = folder.file(CONFIG)
     try:
         text = path.read_text(errors="replace") if path else ""
-    except OSError:  # deleted a moment ago, or somebody else's
+    except OSError:  # deleted just now, or not readable
         return RunConfig()
     try:
         return _config_of(text, sections)
-    except (ValueError, RecursionError):  # of somebody else: a date that is none, a mapping that holds itself
+    except (ValueError, RecursionError):  # foreign YAML: an invalid date, a recursive mapping
         return RunConfig(text)
 
 
@@ -61,17 +61,17 @@ def _config_of(text: str, sections: Sequence[str]) -> RunConfig:
 
 
 def changed_at(folder: RunFolder) -> tuple[int, int]:
-    """When its file was written, in ns, and its size: another pair, another configuration."""
+    """Modification time in ns and size of the file; they change with the configuration."""
     path = folder.file(CONFIG)
     try:
         found = path.stat() if path else None
-    except OSError:  # deleted a moment ago
+    except OSError:  # deleted just now
         found = None
     return (found.st_mtime_ns, found.st_size) if found else (-1, -1)
 
 
 def differences(configs: Sequence[RunConfig]) -> list[Difference]:
-    """The keys that are not the same in all of them."""
+    """Keys whose value differs between these configurations."""
     keys = dict.fromkeys(key for config in configs for key in config.values)
     rows = [Difference(key, [_shown(config, key) for config in configs]) for key in keys]
     return [row for row in rows if len(set(row.values)) > 1]
@@ -83,7 +83,7 @@ def _parsed(text: str) -> _Tree:
 
     try:
         tree = YAML(typ="safe").load(text)
-    except YAMLError:  # half written, or of somebody else; its text is shown all the same
+    except YAMLError:  # incomplete or foreign; its text is shown anyway
         return {}
     return tree if isinstance(tree, Mapping) else {}
 

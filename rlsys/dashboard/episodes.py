@@ -1,4 +1,4 @@
-"""A recorded group as the pages show it: its episodes side by side, and one of them token by token."""
+"""Recorded group for the pages: its episodes in a list, and one episode token by token."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from rlsys.types import Episode, Json, Task, Trajectory, Turn
 
 _MOST_TEXT = 2000
 _MOST_RATIO = 700.0
-"""Differences of logprobs are cut here: the exponential of more is no float."""
+"""Largest log-ratio that is shown, because the exponential of more overflows a float."""
 
 _Mask: TypeAlias = Literal["trained", "left_out", "context"]
 
 
 class Neighbours(NamedTuple):
-    """Serials of the groups before and after one, in its step."""
+    """Group ids of the neighbours of a group in its step."""
 
     previous: int | None
     next: int | None
 
 
 def rewards_of(record: RolloutRecord) -> RewardRange:
-    """The rewards of its episodes' roots."""
+    """Rewards of the roots of its episodes."""
     roots = (episode.trajectories[0] for episode in record.episodes)
     return RewardRange.of([None if root.outcome.is_failed else root.reward for root in roots])
 
 
 def num_tokens(episode: Episode) -> int:
-    """Sampled in it, by all its agents."""
+    """Tokens sampled in an episode, by all its agents."""
     return sum(len(turn.output_ids) for t in episode.trajectories for turn in t.turns)
 
 
 def group_answer(record: RolloutRecord, beside: Neighbours) -> GroupAnswer:
-    """The episodes of a group side by side."""
+    """Describe the episodes of a group."""
     return GroupAnswer(
         step=record.step,
         group_id=record.group_id,
@@ -60,7 +60,7 @@ def group_answer(record: RolloutRecord, beside: Neighbours) -> GroupAnswer:
 
 
 def episode_answer(record: RolloutRecord, episode: int, run_dir: Path) -> EpisodeAnswer:
-    """One episode, token by token. Raises `NoSuch`."""
+    """Describe one episode, token by token. Raises `NoSuch`."""
     if not 0 <= episode < len(record.episodes):
         raise NoSuch(f"group {record.group_id} has no episode {episode}, but 0 to {len(record.episodes) - 1}")
     trajectories = record.episodes[episode].trajectories
@@ -125,8 +125,8 @@ def _trajectory(record: RolloutRecord, e: int, t: int) -> TrajectoryAnswer:
 
 
 def _advantage(record: RolloutRecord, e: int, t: int) -> float | None:
-    """What all its tokens trained with; None where that was one per token, for which what it was assigned is no more
-    than where they came from."""
+    """Advantage shared by all tokens; None for one advantage per token, where the assigned value is only their
+    origin."""
     has_own = any(reading.advantages for reading in _recorded(record, e, t))
     return None if has_own else record.advantages[e][t]
 
@@ -136,7 +136,7 @@ def _recorded(record: RolloutRecord, e: int, t: int) -> Sequence[TokenStats]:
 
 
 def _readings(record: RolloutRecord, e: int, t: int, said: Trajectory) -> Sequence[TokenStats]:
-    """Of each turn; where nothing was recorded of them, readings without anything."""
+    """Token statistics of each turn, empty if not recorded."""
     found = _recorded(record, e, t)
     return found if len(found) == len(said.turns) else [TokenStats()] * len(said.turns)
 
@@ -180,7 +180,7 @@ def _ratio(trainer_logprob: float, logprob: float) -> float:
 
 
 def _calls(text: str) -> Iterator[ToolCall]:
-    """Those that can be read; what cannot stays in the text."""
+    """Parsed tool calls; an invalid call stays in the text."""
     return (call for call in read_calls(text)[1] if isinstance(call, ToolCall))
 
 

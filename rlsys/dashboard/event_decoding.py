@@ -1,7 +1,7 @@
-"""Lines of a run's files as events, whatever version of rlsys wrote them.
+"""Decoder from lines of a run's files to events, for all versions of rlsys.
 
-A field that the line lacks takes its default; where it has none, a measurement is NaN, a count 0 and a text empty. One
-that is not known here is passed over, and null in place of a number is NaN, as the sink writes it.
+A missing field takes its default; without a default, a measurement is NaN, a count 0 and a text empty. An unknown field
+is ignored. Null in place of a number is NaN, as the sink writes it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from rlsys.types import Json
 
 
 class Unreadable(ValueError):
-    """A line that is no event: cut off, damaged, with a field of another type, or without the one that it is about."""
+    """Invalid line: cut off, damaged, with a field of another type, or without the main field of its event."""
 
 
 class UnknownKind(ValueError):
-    """An event that this version does not know."""
+    """Event of a kind that this version does not know."""
 
 
 def decode(line: bytes) -> tuple[Event, float]:
-    """The event of a line of `events.jsonl`, and when it was emitted. Raises `Unreadable` or `UnknownKind`."""
+    """Decode a line of `events.jsonl` to its event and time. Raises `Unreadable` or `UnknownKind`."""
     row = _row(line)
     kind, time_s = row.get("kind"), row.get("time_s")
     if not isinstance(kind, str) or not isinstance(time_s, float | int):
@@ -35,7 +35,7 @@ def decode(line: bytes) -> tuple[Event, float]:
         raise UnknownKind(kind)
     make, readers, absent = _READERS[kind]
     try:
-        # Most values are what they should be already, and there may be millions: those are not even looked at.
+        # Fast path: most values already have the right type, and there may be millions of them.
         values = {
             name: value if type(value := row[name]) is exact else read(value)
             for name, exact, read in readers
@@ -47,7 +47,7 @@ def decode(line: bytes) -> tuple[Event, float]:
 
 
 def decode_metrics(line: bytes) -> tuple[StepDone | EvalDone, float]:
-    """The same of a line of `metrics.jsonl`, for runs that have nothing else. Raises `Unreadable`."""
+    """Decode a line of `metrics.jsonl`, for runs without other files. Raises `Unreadable`."""
     row = _row(line)
     step, time_s = row.pop("step", None), row.pop("time_s", 0.0)
     if not isinstance(step, int) or not isinstance(time_s, float | int):
@@ -109,7 +109,7 @@ def _list(value: Json) -> list[Json]:
 
 
 _Reader: TypeAlias = tuple[str, type | None, Callable[[Json], object]]
-"""A field, the type of values that are taken as they are, and what reads others or refuses them."""
+"""Field, the type of values that need no conversion, and a function that converts or rejects others."""
 
 _BY_TYPE: Mapping[Any, tuple[type | None, Callable[[Json], object]]] = {
     int: (int, _int),
@@ -128,7 +128,7 @@ def _readers(event: type) -> list[_Reader]:
 
 
 def _absent(event: type) -> dict[str, object]:
-    """What stands for fields that a version did not write; nothing can for those that an event is about."""
+    """Defaults of fields that a version did not write. The main fields of an event have no default."""
     empty: Mapping[Any, object] = {float: nan, str: "", bool: False, Mapping[str, float]: {}}
     hints = get_type_hints(event)
     needed = [f.name for f in fields(event) if f.default is MISSING and f.name not in ("worker", "task_id")]

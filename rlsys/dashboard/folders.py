@@ -1,4 +1,4 @@
-"""Which folders are runs, and their files: nothing outside the folder that is served is ever opened."""
+"""Folders of runs and their files. Only files inside the served folder are ever opened."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlsys.dashboard.run_files import inside
 EVENTS, METRICS, CONFIG = "events.jsonl", "metrics.jsonl", "config.resolved.yaml"
 
 _DEPTH = 3
-"""Runs are looked for so many folders deep."""
+"""Depth of folders to search for runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,49 +21,46 @@ class RunFolder:
     """A run on disk."""
 
     root: Path
-    """The folder that is served, without links."""
+    """Served folder, without links."""
     id: str
-    """See `RunSummary.id`."""
 
     @property
     def path(self) -> Path:
-        """Its folder."""
         return self.root / self.id
 
     @property
     def name(self) -> str:
-        """The last part of its folder."""
         return self.path.name
 
     def file(self, *parts: str) -> Path | None:
-        """A plain file in it; None if there is none, or it leads out of the folder that is served."""
+        """Plain file in the run; None if it does not exist, or is outside the served folder."""
         return inside(self.root, self.path.joinpath(*parts))
 
     @property
     def is_run(self) -> bool:
-        """Has it a file that runs write?"""
+        """True if the folder has a file that runs write."""
         return any(self.file(name) for name in (EVENTS, METRICS, CONFIG))
 
     @property
     def policies(self) -> list[RunFolder]:
-        """The runs of its policies, in a run of several."""
+        """Runs of the policies, in a run of several."""
         ids = (str(PurePosixPath(self.id, "policies", name)) for name in _folders(self.path / "policies"))
         return [folder for run in ids if (folder := RunFolder(self.root, run)).is_run]
 
     @property
     def num_bytes(self) -> int:
-        """That it and its policies wrote so far: changes whenever one of them writes."""
+        """Bytes written so far by the run and its policies; changes with every write."""
         own = sum(size_of(self.path / name) for name in (EVENTS, METRICS, CONFIG))
         return own + sum(policy.num_bytes for policy in self.policies)
 
     @property
     def written_s(self) -> float:
-        """When one of its own files was last written, Unix seconds; 0 if there is none."""
+        """Time of the last write to the run's own files, Unix seconds; 0 if there are none."""
         return max(_written_s(self.path / name) for name in (EVENTS, METRICS, CONFIG))
 
 
 def find_run(root: Path, run: str) -> RunFolder:
-    """The run of this id. Raises `NoSuch` if there is none, or it leads out of `root`."""
+    """Find a run by id. Raises `NoSuch` if it does not exist, or is outside `root`."""
     parts = PurePosixPath(run).parts
     if not run or "\0" in run or run.startswith("/") or ".." in parts:
         raise NoSuch(f"run {run!r:.200}: no such run; an id is a folder below the one that is served")
@@ -78,7 +75,7 @@ def find_run(root: Path, run: str) -> RunFolder:
 
 
 def all_runs(root: Path) -> Iterator[RunFolder]:
-    """Every run in a folder, which may be one itself; the policies of a run are runs of their own."""
+    """Every run in a folder, or the folder itself if it is a run. Policies of a run are also runs."""
     return _runs_in(RunFolder(root, "."), _DEPTH)
 
 
@@ -92,7 +89,7 @@ def _runs_in(folder: RunFolder, depth: int) -> Iterator[RunFolder]:
 
 
 def _folders(path: Path) -> list[str]:
-    """Names of the folders in a folder; hidden ones, links, and names that are no text in UTF-8 left out."""
+    """Names of subfolders, except hidden ones, links, and names that are not UTF-8."""
     try:
         with os.scandir(path) as entries:
             names = [e.name for e in entries if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")]
@@ -102,7 +99,7 @@ def _folders(path: Path) -> list[str]:
 
 
 def as_text(path: Path | str) -> str:
-    """A path for an answer, `\N{REPLACEMENT CHARACTER}` for each byte that is no text."""
+    """Path for an answer, with `\N{REPLACEMENT CHARACTER}` for each byte that is not text."""
     return os.fsencode(path).decode(errors="replace")
 
 
@@ -114,7 +111,7 @@ def _written_s(path: Path) -> float:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file; 0 if it is not there."""
+    """Size of a file in bytes; 0 if it does not exist."""
     try:
         return path.stat().st_size
     except OSError:

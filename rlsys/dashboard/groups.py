@@ -1,4 +1,4 @@
-"""What became of every group: a fold over events. Of each only what lists show is kept, a few hundred bytes."""
+"""State of every group: a fold over events. It keeps a few hundred bytes per group, only what lists show."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ Pending: TypeAlias = Literal[
 State: TypeAlias = Pending | Literal["trained", "dropped"]
 
 PENDING: Mapping[State, Pending] = {state: state for state in get_args(Pending)}
-"""The states of groups that are neither trained nor dropped."""
+"""States of groups that are neither trained nor dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardRange:
-    """The rewards of a group's episodes, summed up."""
+    """Summary of the rewards of a group's episodes."""
 
     num_episodes: int
     num_failed: int
-    """Those without one."""
+    """Episodes without a reward."""
     mean: float | None
     min: float | None
     max: float | None
 
     @classmethod
     def of(cls, rewards: Sequence[float | None]) -> RewardRange:
-        """Sum them up; None: the episode failed, or has none."""
+        """Summarise rewards; None: the episode failed, or has no reward."""
         given = [r for r in rewards if r is not None]
         failed = len(rewards) - len(given)
         if not given:
@@ -50,55 +50,53 @@ class RewardRange:
 
     @property
     def is_zero_std(self) -> bool:
-        """Are there several, and all equal?"""
+        """True if there are several rewards and all are equal."""
         return self.num_episodes - self.num_failed > 1 and self.min == self.max
 
 
 @dataclass(slots=True)
 class GroupFacts:
-    """One group."""
+    """State of one group."""
 
     group_id: int
     task_id: str
     issued_s: float
-    """The first time."""
+    """Time of the first issue."""
     since_s: float
-    """It is in this state."""
+    """Time at which the current state began."""
     state: State = "waits for a replica"
     where: str = ""
-    """The worker that has it, or the replica that rolled it out."""
+    """Worker that is processing the group, or the replica that rolled it out."""
     size: int = 0
     num_attempts: int = 1
     reason: str = ""
-    """Why it was issued again the last time, or dropped."""
+    """Reason of the last reissue, or of the drop."""
     rewards: RewardRange | None = None
     length_mean: float | None = None
     num_truncated: int | None = None
     oldest: int | None = None
-    """Version."""
+    """Oldest version of its tokens."""
     step: int | None = None
-    """That trained it."""
+    """Step that trained it."""
 
     def enter(self, state: State, time_s: float) -> None:
-        """It is in this state from now on."""
         self.state, self.since_s = state, time_s
 
 
 @dataclass
 class Groups:
-    """Every group of a run by its group_id, and the groups of every step."""
+    """Every group of a run by group id, and the groups of every step."""
 
     by_group_id: dict[int, GroupFacts] = field(default_factory=dict)
     by_task: dict[str, list[int]] = field(default_factory=dict)
-    """Serials in the order they were issued."""
+    """Group ids of each task, in order of issue."""
     by_step: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Serials in the order of the batch."""
+    """Group ids of each step, in the order of the batch."""
     forgotten: set[int] = field(default_factory=set)
-    """Serials of which a resumed run may know nothing more: what they came to was not in the checkpoint, or is told
-    again."""
+    """Groups that a resumed run may not know: their results are not in the checkpoint, or are reported again."""
     num_reissued: int = 0
     took_s: deque[float] = field(default_factory=lambda: deque(maxlen=500))
-    """From issue to judgement, of the last groups."""
+    """Seconds from issue to score of the last groups."""
 
     HEARS = (
         RunStarted,
@@ -112,7 +110,7 @@ class Groups:
     )
 
     def observe(self, event: Event, time_s: float) -> None:
-        """Take in one of the events in `HEARS`."""
+        """Process one of the events in `HEARS`."""
         match event:
             case GroupIssued():
                 self._issued(event, time_s)
@@ -171,7 +169,7 @@ class Groups:
                 facts.enter("trained", time_s)
 
     def _of(self, group_id: int, task_id: str, time_s: float) -> GroupFacts:
-        """What is known of it; a group whose issue was not told began now."""
+        """State of a group. A group without an issue event begins now."""
         self.forgotten.discard(group_id)
         return self.by_group_id.get(group_id) or self._new(group_id, task_id, time_s)
 
@@ -186,7 +184,7 @@ class Groups:
         return facts
 
     def _back_to(self, step: int) -> None:
-        """A run began, maybe again: what was not trained up to this step is told of again, or is lost."""
+        """Reset at the start of a session: groups not trained up to `step` are reported again, or lost."""
         for at in [at for at in self.by_step if at > step]:
             del self.by_step[at]
         for group_id, facts in self.by_group_id.items():

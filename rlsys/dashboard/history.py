@@ -1,4 +1,4 @@
-"""All that is known of one run from its events, as of the last look."""
+"""State of one run, computed from its events as of the last read."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ _Hears: TypeAlias = Callable[[Event, float], object]
 
 
 class EventHistory:
-    """A fold over the events of a run, told by `look`.
+    """Fold over the events of a run, updated by `look`.
 
-    Where a run has no events, the rows of its metrics are taken for them.
+    If a run has no events, the rows of its metrics are used instead.
     """
 
     def __init__(self, events: Path | None, metrics: Path | None, thresholds: Mapping[str, float | None]) -> None:
-        """None: the file is not there. `thresholds`: of alerts, as `Alarms` takes them."""
+        """A path of None: the file does not exist. `thresholds`: of alerts, see `Alarms`."""
         self.columns, self.groups, self.replicas = SeriesColumns(), Groups(), Replicas()
         self.alarms, self.spans = Alarms(thresholds), Spans(events)
         self.phases: dict[str, float] = {}
-        """Of start-up and shutdown: name -> seconds."""
+        """Phases of start-up and shutdown: name -> seconds."""
         self.engines: dict[str, str] = {}
-        """Worker -> engine, and why."""
+        """Worker -> engine and reason."""
         self.log: list[LogLine] = []
         """Oldest first."""
         self.started: RunStarted | None = None
-        """The last start: a resumed run has several."""
+        """Last start; a resumed run has several."""
         self.ended: RunEnded | None = None
         self.failure: WorkerFailed | None = None
-        """The last of a worker."""
+        """Last failure of a worker."""
         self.first_s: float | None = None
         self.last_s: float | None = None
-        """Of all events."""
+        """Time of the last event."""
         self.step = 0
         self._num_corrupt = self.num_unknown = 0
         self._events, self._metrics = Tail(events), Tail(metrics)
@@ -60,16 +60,16 @@ class EventHistory:
 
     @property
     def num_corrupt(self) -> int:
-        """Lines that could not be read; those of spans are found as these are summarised."""
+        """Unreadable lines. Those of spans are counted when the spans are summarised."""
         return self._num_corrupt + self.spans.num_corrupt
 
     @property
     def was_replaced(self) -> bool:
-        """Are its files others than were read, so that it is to be told anew?"""
+        """True if files were replaced, so that the fold must start again."""
         return self._events.was_replaced or self._metrics.was_replaced
 
     def look(self) -> None:
-        """Take in what was written since the last look."""
+        """Process the lines written since the last call."""
         if not self._events.size:
             for chunk in self._metrics.read():
                 self._take(chunk.lines, decode_metrics)
@@ -97,7 +97,7 @@ class EventHistory:
                 self.observe(event, time_s)
 
     def observe(self, event: Event, time_s: float) -> None:
-        """Take in one event, emitted at this time."""
+        """Process one event, emitted at `time_s`."""
         if self.first_s is None:
             self.first_s = time_s
         self.heard(time_s)
@@ -107,12 +107,12 @@ class EventHistory:
             self.log.append(LogLine(time_s, event.kind, text))
 
     def heard(self, time_s: float) -> None:
-        """The run gave a sign of life then."""
+        """Record that the run was active at `time_s`."""
         if self.last_s is None or time_s > self.last_s:
             self.last_s = time_s
 
     def _table(self) -> Mapping[type, list[_Hears]]:
-        """Event -> who takes it in, in this order."""
+        """Event type -> its handlers, in order."""
         own = (RunStarted, PhaseDone, EngineChosen, StepDone, EvalDone, WorkerFailed, RunEnded)
         table: dict[type, list[_Hears]] = {}
         for kinds, hear in (
@@ -135,7 +135,7 @@ class EventHistory:
             case EngineChosen(worker=worker, engine=engine, reason=reason):
                 self.engines[worker] = f"{engine}: {reason}"
             case StepDone(step=step, metrics=metrics):
-                if step <= self.step:  # it was resumed, though nothing said so
+                if step <= self.step:  # resumed without a start event
                     self.columns.forget_after(step - 1)
                 self.columns.put(step, metrics)
                 self.step = step

@@ -1,8 +1,8 @@
-"""A run as one HTML file, to send, print or keep: no script, nothing fetched, everything in it.
+"""Report of a run as one HTML file, to send, print or archive, without scripts or external resources.
 
     Path("report.html").write_text(report_of(Readings(run_dir)))
 
-It is made of the same answers as the pages of the dashboard.
+It uses the same answers as the pages of the dashboard.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STYLE = Path(__file__).parent / "static" / "report.css"
 
 _POINTS = 400
 _MOST_ROWS = 50
-"""Of a table."""
+"""Most rows of a table."""
 
 _CHARTS: Sequence[tuple[str, Sequence[str]]] = (
     ("Reward by function", ("reward/by/*",)),
@@ -43,11 +43,11 @@ _CHARTS: Sequence[tuple[str, Sequence[str]]] = (
         ("time/step", "time/rollout", "time/reward", "time/train", "time/wait_batch", "time/wait_permit"),
     ),
 )
-"""Title -> metrics, of the same unit."""
+"""Title -> metrics with the same unit."""
 
 
 def report_of(readings: Readings) -> str:
-    """The file's text: the run that `readings` was opened with, and its policies. Raises `NoSuch` if it is no run."""
+    """Build the report of the run that `readings` was opened with, and its policies. Raises `NoSuch` for no run."""
     listed = readings.runs()
     runs = sorted(run.id for run in listed.runs if run.id == "." or run.id.startswith("policies/"))
     if "." not in runs:

@@ -1,4 +1,4 @@
-"""What the reader refuses to answer; the server tells it as a status code and the text."""
+"""Errors of requests to the reader; the server sends them as a status code and a text."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from rlsys.errors import RlsysError
 
 
 class NoSuch(RlsysError):
-    """There is no such run, step, group or episode, or nothing of it was written. Says which, and what there is."""
+    """The run, step, group or episode does not exist, or was not written. Names it, and the available ones."""
 
 
 class BadRequest(RlsysError):
-    """What was asked for makes no sense. Names the parameter."""
+    """A request is invalid. Names the parameter."""

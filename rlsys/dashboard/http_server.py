@@ -1,6 +1,6 @@
-"""The dashboard over HTTP: the addresses of `rlsys.dashboard.responses`, and the pages' own files.
+"""HTTP server of the dashboard: the addresses of `rlsys.dashboard.responses`, and the files of the pages.
 
-It only reads. Nothing it does reaches the run: it looks at the files of a run, which a dead run has as well.
+The server only reads the files of a run, and cannot affect the run.
 """
 
 from __future__ import annotations
@@ -30,21 +30,20 @@ _HEARTBEAT_S = 15
 Run = Annotated[str, Query(max_length=4096)]
 Name = Annotated[str, Query(max_length=4096)]
 Whole = Annotated[int, Query(ge=0, lt=2**53)]
-"""What JavaScript counts with."""
+"""Integer that JavaScript can represent."""
 
 
 class Answer(Response):
-    """An answer as JSON; what is not finite is null."""
+    """JSON answer, with null for a number that is not finite."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:  # noqa: ANN401  (as the base class has it)
-        """The bytes."""
         return orjson.dumps(content, default=dict)
 
 
 def app_of(readings: Readings, changes: Changes) -> FastAPI:
-    """All addresses. Who may ask is the concern of `rlsys.dashboard.security.Guard`, around it."""
+    """All addresses. `rlsys.dashboard.security.Guard` checks access before this app."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, exception_handlers=_HANDLERS)
     for router in (_runs(readings), _rollouts(readings), _stream(changes)):
         app.include_router(router, prefix="/api")
@@ -152,7 +151,7 @@ def _router() -> tuple[APIRouter, partial[Any]]:
 
 
 def _unreadable(request: Request, error: Exception) -> Response:
-    """Something of the reader itself went wrong: it is told, and its traceback is logged by the server."""
+    """Answer an internal error with its text; the server logs the traceback."""
     return refused(500, f"the dashboard itself failed, see its output: {type(error).__name__}: {error}")
 
 

@@ -1,4 +1,4 @@
-"""Swim-lanes: what every worker did in a window of time."""
+"""Swim-lanes: activity of every worker in a time window."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ORDER = ("actor", "critic", "rollout", "reward", "reference", "eval", "relay")
 
 
 def lanes(tracks: Tracks, workers: Iterable[str], from_s: float, to_s: float, width: int) -> list[Lane]:
-    """One for each worker that did something, and for each of `workers`, which may have been idle."""
+    """Lane of each active worker, and of each of `workers`, which may have been idle."""
     by_worker: dict[str, dict[str, list[Stretch]]] = {worker: {} for worker in workers}
     for (worker, activity), stretches in tracks.items():
         clipped = (_clipped(stretch, from_s, to_s) for stretch in stretches)
@@ -21,12 +21,12 @@ def lanes(tracks: Tracks, workers: Iterable[str], from_s: float, to_s: float, wi
 
 
 def kind_of(worker: str) -> str:
-    """`rollout` of `rollout-2.1`."""
+    """Kind of a worker: `rollout` for `rollout-2.1`."""
     return re.split(r"[^a-z_]", worker, maxsplit=1)[0]
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """A key that sorts `rollout-10` after `rollout-9`."""
+    """Sort key that orders `rollout-10` after `rollout-9`."""
     return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
@@ -36,7 +36,7 @@ def _place(worker: str) -> tuple[int, list[tuple[int, str]]]:
 
 
 def _clipped(stretch: Stretch, from_s: float, to_s: float) -> Stretch:
-    """The part of it that lies in the window; what is partly idle is so evenly."""
+    """Cut a stretch to the window; its idle time is assumed to be evenly distributed."""
     start_s, end_s, busy_s = stretch
     if from_s <= start_s and end_s <= to_s:
         return stretch
@@ -52,7 +52,7 @@ def _lane(worker: str, did: Mapping[str, Sequence[Stretch]], window_s: float) ->
         LaneSpan(activity, start_s, end_s) for activity, stretches in did.items() for start_s, end_s, _ in stretches
     ]
     spans.sort(key=lambda span: span.start_s)
-    # Activities may overlap, so that their sum is too much; what is shown as one may be partly idle, so that is too.
+    # Activities may overlap, so their sum is too large. A merged span may be partly idle, so its length is too.
     covered = merged(((span.start_s, span.end_s, span.end_s - span.start_s) for span in spans), 0.0)
     busy = min(1.0, sum(by_activity.values()), sum(busy_s for _, _, busy_s in covered) / window_s)
     return Lane(

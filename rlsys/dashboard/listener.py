@@ -1,4 +1,4 @@
-"""Where a dashboard listens: a bound socket, who may ask there, and the address to open."""
+"""Listener of a dashboard: a bound socket, its access rules, and the URL to open."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from rlsys.errors import ConfigError
 
 @dataclass(frozen=True)
 class Listener:
-    """A socket that takes connections from now on; they wait until somebody serves them."""
+    """Socket that accepts connections; they wait until a server handles them."""
 
     socket: socket.socket
     access: Access
 
     @classmethod
     def bind(cls, host: str, port: int, environ: Mapping[str, str] = os.environ) -> Listener:
-        """Take `port` of `host`, any free one if that is 0; see `Access.of`.
+        """Bind `port` of `host`, any free port if it is 0; see `Access.of`.
 
-        A name is looked up first, which takes as long as the name servers do. Raises `ConfigError` if the port is taken
-        or may not be taken, or the host is no address of this machine.
+        A host name is looked up first, which may take long. Raises `ConfigError` if the port is in use or not
+        permitted, or the host is not an address of this machine.
         """
         try:
             family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             bound = socket.create_server(address[:2], family=family)
-            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else a body waits 40 ms for its header's ack
-        except (OSError, ValueError) as error:  # ValueError: what cannot be a name, as `my..host`
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a body would wait 40 ms for its header's ack
+        except (OSError, ValueError) as error:  # ValueError: an invalid name such as `my..host`
             raise ConfigError(f"cannot listen on port {port} of {host}: {remedy_of(error)}") from None
         return cls(bound, _access(bound, environ))
 
     @classmethod
     def inherited(cls, fd: int, environ: Mapping[str, str] = os.environ) -> Listener:
-        """The socket that the parent process bound and handed on, the token in the environment."""
+        """Socket bound and passed on by the parent process, with the token in the environment."""
         bound = socket.socket(fileno=fd)
         return cls(bound, _access(bound, environ))
 
     @property
     def url(self) -> str:
-        """What to open in a browser; with the token, if there is one."""
+        """URL to open in a browser, with the token if there is one."""
         host, port = self.socket.getsockname()[:2]
         if host in ("0.0.0.0", "::"):
             host = socket.gethostname()
@@ -52,12 +52,12 @@ class Listener:
 
     @property
     def environ(self) -> Mapping[str, str]:
-        """What a child must find in its environment to be `inherited` with the same token."""
+        """Environment variables with which a child can be `inherited` with the same token."""
         return {} if self.access.token is None else {TOKEN_VARIABLE: self.access.token}
 
 
 def remedy_of(error: OSError | ValueError) -> str:
-    """Why no socket could be bound, and which key to set."""
+    """Reason why no socket could be bound, and the key to set."""
     if isinstance(error, OSError) and error.errno in (errno.EADDRINUSE, errno.EACCES):
         return f"{error.strerror}; set dashboard.port, or --port: another one above 1023, or 0 for any that is free"
     what = error.strerror if isinstance(error, OSError) else error

@@ -1,8 +1,8 @@
-"""HTML from parts, in which text can only be text.
+"""HTML built from parts, with all text escaped.
 
     h("p", "reward ", h("b", "<script>"), class_="muted")   # <p class="muted">reward <b>&lt;script&gt;</b></p>
 
-There is no other way from a text to a page of ours.
+All HTML of the pages is built with this module.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ _HIDDEN = {
     },
     0xFEFF: "⟨U+FEFF⟩",
 }
-"""Characters that would not be seen, or turn round what follows, and what is shown for them."""
+"""Invisible or text-reversing characters, with their visible replacement."""
 
 
 class Html(str):
-    """Markup that `h` made. Any other string is text, and is escaped where it is put in."""
+    """Markup made by `h`. Any other string is text, and is escaped on insertion."""
 
     __slots__ = ()
 
 
 def h(tag: str, *children: str | None, **attributes: str | float | None) -> Html:
-    """One element. Attributes are written as `class_` and `aria_label`; a child or a value of None is left out."""
+    """Build one element. Attributes are written as `class_` and `aria_label`; a child or a value of None is omitted."""
     named = {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items() if value is not None}
     shown = "".join(f' {name}="{_text(str(value))}"' for name, value in named.items())
     return Html(f"<{tag}{shown}>" if tag in _VOID else f"<{tag}{shown}>{joined(*children)}</{tag}>")
 
 
 def joined(*children: str | None) -> Html:
-    """These one after the other."""
+    """Concatenate parts."""
     return Html("".join(child if isinstance(child, Html) else _text(child) for child in children if child is not None))
 
 
@@ -47,7 +47,7 @@ def _text(text: str) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Html:
-    """A table in a box that scrolls by itself where it is too wide; only long cells are broken."""
+    """Build a table that scrolls in a box if it is too wide; only long cells are wrapped."""
     header = h("tr", *(h("th", name, scope="col") for name in head))
     body = [h("tr", *(h("td", cell, class_="long" if len(cell) > _LONG else None) for cell in row)) for row in rows]
     inner = h("table", h("thead", header), h("tbody", *body))

@@ -1,4 +1,4 @@
-"""One run that somebody looks at."""
+"""Run that the dashboard keeps open."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rlsys.dashboard.rollout_files import RolloutFiles
 from rlsys.dashboard.rollout_listing import Lists
 
 _AT_ONCE = 16
-"""Blocks of spans that are summarised while somebody waits; of a long run, a thread does the others."""
+"""Most blocks of spans to summarise during a request; if there are more, a thread summarises them."""
 
 
 class OpenedRun:
-    """What is known of a run as of now, for who has entered it: one thread at a time.
+    """Current state of a run, used as a context manager by one thread at a time.
 
     with opened:
         opened.history.step
@@ -28,7 +28,6 @@ class OpenedRun:
         self.config = RunConfig()
         self.rollouts = RolloutFiles(folder)
         self._config_at = (-1, -1)
-        """See `changed_at`."""
         self._lock = threading.Lock()
         self._summarising: threading.Thread | None = None
         self._files: tuple[Path | None, Path | None] = (None, None)
@@ -48,7 +47,7 @@ class OpenedRun:
         self._lock.release()
 
     def _look(self) -> None:
-        """Take in what was written since. New thresholds of alerts, or other files: everything is told anew."""
+        """Process new data. If alert thresholds changed or files were replaced, read everything again."""
         files = self.folder.file(EVENTS), self.folder.file(METRICS)
         if self._read_config() or files != self._files or self.history.was_replaced:
             self._files = files
@@ -58,7 +57,7 @@ class OpenedRun:
         self._summarise()
 
     def _read_config(self) -> bool:
-        """Read the configuration if it changed; are thresholds others now?"""
+        """Read the configuration if it changed. Returns True if the thresholds changed."""
         at = changed_at(self.folder)
         if at == self._config_at:
             return False
@@ -67,7 +66,7 @@ class OpenedRun:
         return self.config.thresholds != before
 
     def _summarise(self) -> None:
-        """Have what is told of workers summed up: a little of it here, much of it in a thread that nobody waits for."""
+        """Summarise spans of workers: a few at once here, many in a background thread."""
         spans = self.history.spans
         blocks = spans.unsummarised()
         if len(blocks) <= _AT_ONCE:

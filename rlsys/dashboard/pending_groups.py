@@ -1,4 +1,4 @@
-"""What is pending, where, and for how long."""
+"""Pending groups, with their workers and ages."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rlsys.dashboard.responses import LedgerAnswer, PendingRow
 
 _LEAST_OVERDUE_S = 60.0
 _OVERDUE = 10
-"""Times what a group usually takes."""
+"""A group is overdue after this multiple of the typical time."""
 
 
 def ledger(groups: Groups, now_s: float) -> LedgerAnswer:
-    """Every pending group as of `now_s`, oldest first, and what became of the others."""
+    """Every pending group as of `now_s`, oldest first, and counts of the others."""
     typical_s = median(groups.took_s) if groups.took_s else None
     known = [facts for group_id, facts in groups.by_group_id.items() if group_id not in groups.forgotten]
     pending = sorted((f for f in known if f.state in PENDING), key=lambda facts: facts.issued_s)

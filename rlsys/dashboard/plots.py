@@ -1,4 +1,4 @@
-"""Line charts as inline SVG: both axes have ticks and a unit, lines differ by dashes as well as by colour."""
+"""Line charts as inline SVG: both axes have ticks and a unit; lines differ in dashes and colour."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rlsys.dashboard.responses import Series
 _WIDTH, _HEIGHT = 440, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 12, 22, 40
 _NUM_KINDS = 6
-"""Lines that look different; the style sheet names as many."""
+"""Number of distinct line styles in the style sheet."""
 _MARKED = 40
-"""A line of no more points shows where they are."""
+"""Most points of a line that is drawn with markers."""
 
 
 @dataclass(frozen=True)
 class _Scale:
-    """Numbers to pixels along one axis."""
+    """Linear scale from numbers to pixels along one axis."""
 
     low: float
     high: float
@@ -30,7 +30,7 @@ class _Scale:
         return round(self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start), 1)
 
     def ticks(self, num: int) -> list[float]:
-        """Round numbers inside, about so many."""
+        """About `num` round numbers inside the range."""
         step = _round_step((self.high - self.low) / num)
         first = -floor(-self.low / step + 1e-9)
         count = floor((self.high - first * step) / step + 1e-9)
@@ -38,9 +38,9 @@ class _Scale:
 
 
 def plot(title: str, series: Sequence[Series], *, band: tuple[Series, Series] | None = None, note: str = "") -> Html:
-    """A figure: title, chart, and for each line its name, where it began and where it is (its least to its greatest).
+    """Figure: title, chart, and a legend with name, first, last, least and greatest value of each line.
 
-    All series have the same unit. `band`: the least and the greatest, as an area behind them.
+    All series have the same unit. `band`: least and greatest values, drawn as an area in the background.
     """
     shown = [one for one in series if any(True for _ in _points(one))]
     if not shown:
@@ -64,7 +64,7 @@ def plot(title: str, series: Sequence[Series], *, band: tuple[Series, Series] | 
 
 
 def short(value: float | None, digits: int = 3) -> str:
-    """A number for people, of so many digits: `0.713`, `12.3k`, `4.1e-05`; a dash if there is none."""
+    """Format a number with `digits` digits: `0.713`, `12.3k`, `4.1e-05`; a dash for None."""
     if value is None or not isfinite(value):
         return "–"
     size = abs(value)
@@ -78,7 +78,7 @@ def short(value: float | None, digits: int = 3) -> str:
 
 
 def _labels(ticks: Sequence[float]) -> list[str]:
-    """Numbers for people with as many digits as it takes to tell them apart."""
+    """Labels with as many digits as needed to be distinct."""
     spelled = ([short(value, digits) for value in ticks] for digits in range(3, 16))
     return next((labels for labels in spelled if len(set(labels)) == len(ticks)), [f"{value:g}" for value in ticks])
 
@@ -92,7 +92,7 @@ def _points(one: Series) -> Iterator[tuple[int, float]]:
 
 
 def _runs(one: Series) -> list[list[tuple[int, float]]]:
-    """Its points, apart where one is missing."""
+    """Points of a series, split where one is missing."""
     runs: list[list[tuple[int, float]]] = [[]]
     for step, value in zip(one.steps, one.values, strict=True):
         if value is not None and isfinite(value):
@@ -154,7 +154,7 @@ def _apart(low: float, high: float) -> tuple[float, float]:
 
 
 def _rounded(low: float, high: float) -> tuple[float, float]:
-    """Bounds for an axis: from 0 where that wastes no more than half of it."""
+    """Bounds of an axis, starting at 0 unless that wastes more than half of it."""
     if 0 <= low <= high / 2:
         low = 0.0
     if low == high:

@@ -1,10 +1,10 @@
-"""Everything the dashboard can be asked, answered from the files of runs.
+"""All queries of the dashboard, answered from the files of runs.
 
     readings = Readings(Path("runs"))
     readings.runs().runs[0].status                            # "running"
     readings.series("sort-seed0", ["reward/mean"]).series[0].values[-1]
 
-Each question looks first at what was written since the last one, so that answers are never older than the question.
+Each query first reads what was written since the last one, so answers are up to date.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ from rlsys.dashboard.summary import open_alerts, summary, summary_of_several
 from rlsys.monitoring.alerts import RULES
 
 MOST_OPENED = 32
-"""Runs that are kept in memory, the last asked for: as many as can be compared."""
+"""Most runs kept in memory, least recently used evicted first: as many as can be compared."""
 
 
 class Readings:
-    """Answers about a folder of runs, or one run. May be asked from several threads.
+    """Answers about a folder of runs, or one run. Thread-safe.
 
-    Every method raises `NoSuch` for a run, step, group, episode or task that is not there, and `BadRequest` for
-    arguments that make no sense.
+    Every method raises `NoSuch` for a run, step, group, episode or task that does not exist, and `BadRequest` for
+    invalid arguments.
     """
 
     def __init__(self, root: Path, now: Callable[[], float] = time.time) -> None:
-        """`now`: Unix seconds; ages and silence are counted to it."""
+        """`now`: current time in Unix seconds, for ages and silence."""
         self._root, self._now = root.resolve(), now
         self._lock = threading.Lock()
         self._opened: OrderedDict[str, OpenedRun] = OrderedDict()
-        """By id, that asked for last at the end."""
+        """Runs by id, least recently used first."""
         self._glimpses = Glimpses()
 
     @property
     def num_opened(self) -> int:
-        """Runs that are in memory; the list needs none."""
+        """Runs in memory; the list of runs needs none."""
         return len(self._opened)
 
     def runs(self) -> RunsAnswer:
@@ -75,7 +75,6 @@ class Readings:
         return RunsAnswer(as_text(self._root), found)
 
     def run(self, run: str) -> RunAnswer:
-        """One run."""
         with self._open(run) as opened:
             history, steps = opened.history, opened.rollouts.steps()
             return RunAnswer(
@@ -93,7 +92,7 @@ class Readings:
             )
 
     def log(self, run: str, before: int | None = None, limit: int = 200) -> LogAnswer:
-        """What happened, in words, newest first."""
+        """Log in words, newest first."""
         with self._open(run) as opened:
             log = opened.history.log
             end = len(log) if before is None else max(0, min(before, len(log)))
@@ -101,17 +100,15 @@ class Readings:
             return LogAnswer(log[begin:end][::-1], begin or None)
 
     def series(self, run: str, names: Sequence[str], points: int = 1000) -> SeriesAnswer:
-        """Metrics over steps."""
         with self._open(run) as opened:
             return SeriesAnswer(opened.history.columns.series(names, points))
 
     def metrics(self, run: str) -> MetricsAnswer:
-        """What it reports."""
         with self._open(run) as opened:
             return MetricsAnswer(opened.history.columns.names())
 
     def alerts(self, run: str) -> AlertsAnswer:
-        """What looks wrong, and looked wrong."""
+        """Open and closed alerts, and the rules."""
         with self._open(run) as opened:
             alarms = opened.history.alarms
             closed = [alert for alert in alarms.history if alert.until_step is not None]
@@ -122,48 +119,44 @@ class Readings:
             return AlertsAnswer(rows, rules)
 
     def groups(self, run: str, step: int | None = None, page: int = 0, show: str = "all", q: str = "") -> GroupsAnswer:
-        """The groups that a step trained."""
+        """Groups trained by a step."""
         with self._open(run) as opened:
             return opened.lists.step(step, page, show, q)
 
     def group(self, run: str, step: int, group_id: int) -> GroupAnswer:
-        """One group."""
         with self._open(run) as opened:
             record = opened.rollouts.record(step, group_id)
             return group_answer(record, opened.lists.beside(step, group_id))
 
     def episode(self, run: str, step: int, group_id: int, episode: int) -> EpisodeAnswer:
-        """One episode."""
         with self._open(run) as opened:
             return episode_answer(opened.rollouts.record(step, group_id), episode, opened.folder.path)
 
     def task(self, run: str, task: str) -> TaskAnswer:
-        """One task over time."""
         with self._open(run) as opened:
             return opened.lists.task(task)
 
     def tasks(self, run: str, q: str = "", page: int = 0) -> TasksAnswer:
-        """Tasks, by id."""
         with self._open(run) as opened:
             return opened.lists.tasks(q, page)
 
     def cluster(
         self, run: str, from_s: float | None = None, to_s: float | None = None, width: int = 1000
     ) -> ClusterAnswer:
-        """What every worker did in a window of time, and what replicas hold now."""
+        """Activity of every worker in a time window, and the state of replicas now."""
         with self._open(run) as opened:
             bound = opened.config.int_of("asynchrony.max_staleness")
             return cluster(opened.history, bound, window(opened.history, from_s, to_s), width)
 
     def ledger(self, run: str) -> LedgerAnswer:
-        """What is pending. Of a run that ended, or is silent, as of its last word."""
+        """Pending groups; for an ended or silent run, as of its last event."""
         with self._open(run) as opened:
             history, now_s = opened.history, self._now()
             is_live = self._summary(opened).status in ("starting", "running")
             return ledger(history.groups, now_s if is_live else history.last_s or now_s)
 
     def compare(self, runs: Sequence[str]) -> CompareAnswer:
-        """Several runs beside each other."""
+        """Compare several runs."""
         rows, configs = [], []
         for run in runs:
             with self._open(run) as opened:
@@ -172,7 +165,7 @@ class Readings:
         return CompareAnswer(rows, differences(configs))
 
     def change(self, run: str | None = None) -> Change:
-        """How a run is now; without `run`, whether anything in the list of runs is another than before."""
+        """Current revision of a run; without `run`, of the list of runs."""
         if run is None:
             found = [(folder.id, folder.num_bytes) for folder in all_runs(self._root)]
             return Change(sum(num_bytes for _, num_bytes in found) + len(found), 0, "running")
@@ -181,7 +174,7 @@ class Readings:
             return Change(opened.folder.num_bytes, row.step, row.status)
 
     def _open(self, run: str) -> OpenedRun:
-        """The run, to be entered. Raises `NoSuch`."""
+        """Get the run, to be entered. Raises `NoSuch`."""
         folder = find_run(self._root, run)
         with self._lock:
             opened = self._opened.pop(folder.id, None) or OpenedRun(folder)
@@ -191,7 +184,7 @@ class Readings:
         return opened
 
     def _at_a_glance(self, folder: RunFolder) -> RunSummary:
-        """A line about a run, without opening it if that would take long."""
+        """Summary of a run, without opening it if that would take long."""
         glimpse = None if folder.id in self._opened else self._glimpses.of(folder)
         if glimpse is not None:
             return summary(folder, glimpse.history, glimpse.config, self._now())
@@ -199,11 +192,11 @@ class Readings:
             return self._summary(opened)
 
     def _summary(self, opened: OpenedRun) -> RunSummary:
-        """A line about a run that was entered."""
+        """Summary of a run that was entered."""
         own = summary(opened.folder, opened.history, opened.config, self._now())
         policies = self._policies(opened.folder)
         return summary_of_several(own, policies) if policies else own
 
     def _policies(self, folder: RunFolder) -> list[RunSummary]:
-        """Of a run of several policies, theirs. One of them is entered after the whole, never before it."""
+        """Summaries of the policies of a run. A policy is entered after its run, never before, to avoid a deadlock."""
         return [self._at_a_glance(policy) for policy in folder.policies]

@@ -1,4 +1,4 @@
-"""What replicas hold, what failed and came back, and how full the pipe was: a fold over events."""
+"""State of replicas, failures and restarts, and size of the queue: a fold over events."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from rlsys.monitoring.events import (
 )
 
 _UNSEEN_S = 30.0
-"""A replica that did not answer for so long, while others did, does not answer, and is taken for stale."""
+"""A replica without an answer for this time, while others answered, counts as unresponsive and stale."""
 _LOOKS = 3
-"""At so many looks in a row a replica that is stale was too far behind."""
+"""A replica is stale if it was too far behind at this many polls in a row."""
 _RATE_S = 60.0
-"""Its tokens a second are over so long."""
+"""Time over which tokens per second are averaged."""
 
 
 class _Held(NamedTuple):
-    """What a replica held, and what it could have, at one moment."""
+    """Version of a replica and newest version at one moment."""
 
     version: int
     newest: int | None
-    """That was published."""
+    """Newest published version."""
 
     @property
     def behind(self) -> int | None:
@@ -47,11 +47,11 @@ class _Held(NamedTuple):
 class _Replica:
     seen_s: float
     seen: ReplicaSeen | None = None
-    """None: all that is known is that it was started."""
+    """None: only its start is known."""
     held: deque[_Held] = field(default_factory=lambda: deque(maxlen=_LOOKS))
-    """At the last looks."""
+    """Versions at the last polls."""
     tokens: deque[tuple[float, int]] = field(default_factory=deque)
-    """When it was seen, and its tokens then, over the last `_RATE_S`."""
+    """Poll time and number of tokens, over the last `_RATE_S`."""
 
     def look(self, seen: ReplicaSeen, newest: int | None, time_s: float) -> None:
         self.seen, self.seen_s = seen, time_s
@@ -61,7 +61,7 @@ class _Replica:
             self.tokens.popleft()
 
     def lags(self, most: int) -> bool:
-        """Was it further behind than this at each of its last looks? At one, it may just be about to take another."""
+        """True if it was more than `most` versions behind at all its last polls; at a single one, a pull may be due."""
         return len(self.held) == _LOOKS and min(held.behind or 0 for held in self.held) > most
 
     @property
@@ -74,16 +74,16 @@ class _Replica:
 
 @dataclass
 class Replicas:
-    """The replicas that are there now; and of all workers, what failed."""
+    """Current replicas, and the failures of all workers."""
 
     newest_version: int | None = None
-    """That was published."""
+    """Newest published version."""
     restarts: list[RestartRow] = field(default_factory=list)
     """Oldest first."""
     _replicas: dict[str, _Replica] = field(default_factory=dict)
     _queue_s: array[float] = field(default_factory=lambda: array("d"))
     _queue: array[int] = field(default_factory=lambda: array("q"))
-    """Open and finished groups, in turns."""
+    """Open and finished groups, alternating."""
 
     HEARS = (
         RunStarted,
@@ -96,7 +96,7 @@ class Replicas:
     )
 
     def observe(self, event: Event, time_s: float) -> None:
-        """Take in one of the events in `HEARS`."""
+        """Process one of the events in `HEARS`."""
         match event:
             case EngineChosen(worker=worker):
                 if kind_of(worker) == "rollout":
@@ -114,24 +114,24 @@ class Replicas:
             case QueueSeen(num_open=num_open, num_finished=num_finished):
                 self._queue_s.append(time_s)
                 self._queue.extend((num_open, num_finished))
-            case RunStarted():  # maybe again: replicas that answered before are other processes
+            case RunStarted():  # maybe a resume: replicas that answered before are other processes
                 self._replicas = {name: r for name, r in self._replicas.items() if r.seen is None}
             case _:
                 pass
 
     def rows(self, bound: int | None) -> list[ReplicaRow]:
-        """What each holds. `bound`: the run's `max_staleness`; one that works properly may be one further behind."""
+        """Rows of the replicas. `bound`: the run's `max_staleness`; a healthy replica may be one version older."""
         last_s = max((replica.seen_s for replica in self._replicas.values()), default=0.0)
         names = sorted(self._replicas, key=natural)
         return [self._row(name, self._replicas[name], last_s, (bound or 0) + 1) for name in names]
 
     @property
     def names(self) -> list[str]:
-        """Of the replicas that are there."""
+        """Names of current replicas."""
         return list(self._replicas)
 
     def queue(self, from_s: float, to_s: float, width: int) -> list[QueuePoint]:
-        """How full it was in a window of time, at most about `width` points: of each stretch, the fullest moment."""
+        """Queue sizes in a time window, at most about `width` points: the maximum of each stretch."""
         first, last = bisect_left(self._queue_s, from_s), bisect_right(self._queue_s, to_s)
         num = max(1, min(width, last - first))
         edges = [first + bucket * (last - first) // num for bucket in range(num + 1)]
@@ -139,7 +139,7 @@ class Replicas:
         return [QueuePoint(self._queue_s[i], self._queue[2 * i], self._queue[2 * i + 1]) for i in at]
 
     def _there(self, worker: str, time_s: float) -> _Replica:
-        """The replica of this name, which takes the place of those before it in its slot."""
+        """Get the replica of this name; a new one replaces the others in its slot."""
         if worker not in self._replicas:
             for other in [other for other in self._replicas if _slot(other) == _slot(worker)]:
                 del self._replicas[other]
@@ -173,5 +173,5 @@ class Replicas:
 
 
 def _slot(worker: str) -> str:
-    """`rollout-2` of `rollout-2.1`, its second replacement."""
+    """Slot of a replica: `rollout-2` for `rollout-2.1` and other replacements."""
     return re.sub(r"\.\d+", "", worker)

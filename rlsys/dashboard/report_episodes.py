@@ -1,4 +1,4 @@
-"""The part of a report that shows what the policy says: episodes of the last step, with their texts."""
+"""Episodes in a report: those of the last step, with their texts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rlsys.dashboard.queries import Readings
 from rlsys.dashboard.responses import EpisodeRow, GroupAnswer, GroupRow
 
 _MOST_TEXT = 4000
-"""Characters of one prompt."""
+"""Most characters of one prompt."""
 
 
 def episodes(readings: Readings, run: str) -> Iterator[Html]:
-    """The best group of the newest step whose rollouts were written, the worst, and one of equal rewards."""
+    """Best group of the newest step with written rollouts, its worst group, and one with equal rewards."""
     written = readings.run(run).steps_written
     if written is None:
         return
@@ -34,7 +34,7 @@ def episodes(readings: Readings, run: str) -> Iterator[Html]:
     for group_id, title in chosen.items():
         try:
             yield _group(title, readings.group(run, step, group_id))
-        except NoSuch as error:  # its line is damaged: no reason to do without the rest
+        except NoSuch as error:  # a damaged line: show the other groups
             yield h("p", f"{title}: {error}", class_="muted")
 
 
@@ -44,7 +44,7 @@ def _mean(row: GroupRow) -> float:
 
 
 def _groups(readings: Readings, run: str, step: int) -> list[GroupRow]:
-    """All groups of a step, whatever page they are on."""
+    """All groups of a step, from all pages."""
     page = readings.groups(run, step)
     rows = list(page.groups)
     while page.groups and len(rows) < page.num_groups:
@@ -83,5 +83,5 @@ def _episode(episode: EpisodeRow) -> Html:
 
 
 def cut(text: str, most: int) -> str:
-    """At most so many characters of a text, and how many more there are."""
+    """Cut a text to `most` characters, followed by the number of those left out."""
     return text if len(text) <= most else f"{text[:most]}… ({len(text) - most:,} characters more)"

@@ -1,7 +1,7 @@
-"""What the dashboard's server answers, one class per address: the contract between `readings` and the pages.
+"""Answers of the dashboard's server, one class per address: the contract between `readings` and the pages.
 
-Every answer is JSON of the fields below, under their own names. Times are Unix seconds, durations seconds. A number
-that is not finite is null. `run` is always the id of a run, see `RunSummary.id`.
+Every answer is JSON with the names of the fields below. Times are Unix seconds, durations seconds. A number that is not
+finite is null. `run` is always the id of a run, see `RunSummary.id`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rlsys.monitoring.alerts import Alert
 from rlsys.types import Json
 
 Status = Literal["starting", "running", "silent", "finished", "interrupted", "failed"]
-"""`silent`: it wrote nothing for long, and never said that it ended: killed, or stuck."""
+"""`silent`: no event for long, and no end event; the run was killed, or is stuck."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class RunSummary:
     """One line of the list of runs."""
 
     id: str
-    """Its folder relative to the one that is served, with `/`; `.` if that is the run itself."""
+    """Its folder relative to the served folder, with `/`; `.` for the served folder itself."""
     name: str
     status: Status
     model: str
@@ -31,17 +31,17 @@ class RunSummary:
     total_steps: int | None
     started_s: float | None
     updated_s: float | None
-    """When it last wrote anything."""
+    """Time of its last write."""
     step_s: float | None
     """Median seconds of its last 20 steps."""
     eta_s: float | None
-    """Seconds left; only of a run that is running."""
+    """Estimated seconds left; only for status `running`."""
     reward: float | None
     """Mean reward of its last step."""
     last_error: str | None
-    """What it failed with, or the last failure of a worker."""
+    """Error that ended it, or the last failure of a worker."""
     num_alerts: int
-    """That are open."""
+    """Open alerts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class RunsAnswer:
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """Something that happened, in words."""
+    """Event in words."""
 
     time_s: float
     kind: str
@@ -69,23 +69,23 @@ class RunAnswer:
     summary: RunSummary
     folder: str
     config: str
-    """`config.resolved.yaml`; empty if it has none."""
+    """`config.resolved.yaml`; empty if it does not exist."""
     phases: Mapping[str, float]
-    """Of start-up: name -> seconds."""
+    """Start-up phases: name -> seconds."""
     engines: Mapping[str, str]
-    """Worker -> engine and why."""
+    """Worker -> engine and reason."""
     num_corrupt: int
-    """Lines of its files that could not be read, and were skipped."""
+    """Unreadable lines of its files, which were skipped."""
     num_unknown: int
     """Events of a kind that this version does not know."""
     has_groups: bool
-    """Do its events tell of groups? Those of older versions do not."""
+    """True if its events contain groups; older versions wrote none."""
     has_spans: bool
-    """Do they tell when workers were busy?"""
+    """True if its events contain the busy times of workers."""
     steps_written: tuple[int, int] | None
-    """First and last step whose rollouts can be read."""
+    """First and last step with readable rollouts."""
     policies: Sequence[RunSummary]
-    """In a run of several policies, theirs: each is a run of its own. Empty for one policy."""
+    """Summaries of the policies, each of which is also a run; empty for one policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class LogAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One metric over steps, thinned out to what a chart can show: extremes are kept."""
+    """One metric over steps, reduced to the points of a chart, with extremes preserved."""
 
     name: str
     unit: str
@@ -106,14 +106,14 @@ class Series:
     steps: Sequence[int]
     values: Sequence[float | None]
     num_points: int
-    """Before thinning."""
+    """Points before the reduction."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeriesAnswer:
-    """`/api/series?run=&name=&name=&points=`: one for each name that the run has reported, in the order asked for.
+    """`/api/series?run=&name=&name=&points=`: one series for each requested name that the run reported, in order.
 
-    A name may end in `*`, as `eval/*` or `reward/by/*`: all that begin so.
+    A name may end in `*`, such as `eval/*` or `reward/by/*`, to match all names with that prefix.
     """
 
     series: Sequence[Series]
@@ -121,7 +121,7 @@ class SeriesAnswer:
 
 @dataclass(frozen=True, slots=True)
 class MetricName:
-    """A metric, and what it last was."""
+    """Metric with its last value."""
 
     name: str
     unit: str
@@ -131,26 +131,26 @@ class MetricName:
 
 @dataclass(frozen=True, slots=True)
 class MetricsAnswer:
-    """`/api/metrics?run=`: every metric that it has reported."""
+    """`/api/metrics?run=`: every metric that the run reported."""
 
     metrics: Sequence[MetricName]
 
 
 @dataclass(frozen=True, slots=True)
 class AlertRule:
-    """What alerts are raised by."""
+    """Rule of an alert."""
 
     alert: str
     threshold: float | None
     """None: turned off."""
     unit: str
     meaning: str
-    """When it is raised, and what to do then."""
+    """Condition and remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class AlertsAnswer:
-    """`/api/alerts?run=`: open ones first, then newest first; and every rule."""
+    """`/api/alerts?run=`: open alerts first, then newest first; and every rule."""
 
     alerts: Sequence[Alert]
     rules: Sequence[AlertRule]
@@ -170,69 +170,69 @@ class GroupRow:
     reward_min: float | None
     reward_max: float | None
     is_zero_std: bool
-    """All rewards are equal: it teaches nothing to who compares."""
+    """True if all rewards are equal, so that group-relative advantages are zero."""
     length_mean: float | None
-    """Tokens sampled in an episode."""
+    """Mean tokens sampled in an episode."""
     staleness: int | None
-    """Versions between its oldest token and the weights it trained."""
+    """Versions between its oldest token and the weights that it trained."""
     has_rollouts: bool
-    """Can it be looked at? Rollouts are written every so many steps, see `record.rollouts_every`."""
+    """True if its rollouts can be shown. They are written every `record.rollouts_every` steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupsAnswer:
-    """`/api/groups?run=&step=&page=&show=&q=`: groups trained by a step; without `step`, by the newest there is.
+    """`/api/groups?run=&step=&page=&show=&q=`: groups trained by a step; without `step`, by the newest.
 
     `show` is `all`, `zero_std`, `failed` or `truncated`; `q` is part of a task's id. `page` counts from 0, 50 a page.
     """
 
     step: int | None
-    """None: no step has trained a group that was told of or written."""
+    """None: no trained group was reported or written."""
     previous_step: int | None
     next_step: int | None
     first_step: int | None
     last_step: int | None
     groups: Sequence[GroupRow]
     num_groups: int
-    """On all pages."""
+    """Groups on all pages."""
     page: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRow:
-    """One episode beside the others of its group."""
+    """One episode in the list of its group."""
 
     episode: int
     reward: float | None
     advantage: float | None
-    """Of its root; None: not trained, or one per token."""
+    """Advantage of its root; None: not trained, or one per token."""
     outcome: Literal["ok", "truncated", "failed"]
     reason: str
     parts: Mapping[str, float]
-    """What its reward is made of."""
+    """Components of its reward."""
     num_tokens: int
     num_turns: int
     agents: Sequence[str]
     """Names of its agents, the root first."""
     num_tool_calls: int
     versions: tuple[int, int] | None
-    """Oldest and newest of its tokens."""
+    """Oldest and newest version of its tokens."""
     text: str
-    """What its root said last, at most 2,000 characters."""
+    """Last reply of its root, at most 2,000 characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupAnswer:
-    """`/api/group?run=&step=&group_id=`: the episodes of one task side by side."""
+    """`/api/group?run=&step=&group_id=`: the episodes of one task."""
 
     step: int
     group_id: int
     previous_group_id: int | None
     next_group_id: int | None
-    """Of the step's groups."""
+    """Neighbour in the step; None for the last group."""
     task_id: str
     prompt: Sequence[Mapping[str, Json]]
-    """Messages; a plain prompt is one of role `prompt`."""
+    """Messages; a plain prompt is one message of role `prompt`."""
     answer: str | None
     info: Mapping[str, Json]
     replica: str
@@ -242,20 +242,20 @@ class GroupAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnAnswer:
-    """One turn. Columns have an entry per token of `pieces`; one that is empty was not recorded."""
+    """One turn. Columns have an entry per token of `pieces`; an empty column was not recorded."""
 
     said: str
-    """What was new in its prompt, decoded with special tokens; empty if that was not recorded."""
+    """New part of its prompt, decoded with special tokens; empty if not recorded."""
     text: str
-    """What it answered."""
+    """Reply of the policy."""
     pieces: Sequence[str]
-    """`text` by token; where text was not recorded by token, one piece that is all of it."""
+    """`text` by token; one piece with all of it if tokens were not recorded."""
     logprobs: Sequence[float | None]
-    """As sampled."""
+    """Logprobs as sampled."""
     ratios: Sequence[float | None]
-    """Probability under the trainer over that under the sampler."""
+    """Probability ratio of trainer to sampler."""
     entropies: Sequence[float | None]
-    """Nats."""
+    """Entropies in nats."""
     advantages: Sequence[float | None]
     """Null: not trained."""
     masks: Sequence[Literal["trained", "left_out", "context"]]
@@ -268,16 +268,16 @@ class TurnAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryAnswer:
-    """What one agent said."""
+    """Turns of one agent."""
 
     index: int
     agent: str
     policy: str
     parent: int | None
-    """Index of the agent that called it; None for the root."""
+    """Index of the calling agent; None for the root."""
     reward: float | None
     advantage: float | None
-    """Of all its tokens; None: not trained, or one per token."""
+    """Advantage of all its tokens; None: not trained, or one per token."""
     outcome: Literal["ok", "truncated", "failed"]
     reason: str
     turns: Sequence[TurnAnswer]
@@ -299,26 +299,26 @@ class EpisodeAnswer:
     trajectories: Sequence[TrajectoryAnswer]
     """The root first."""
     replay: str
-    """The command that computes its step again."""
+    """Command that computes its step again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskPoint:
-    """One time that a task was rolled out."""
+    """One rollout of a task."""
 
     group_id: int
     step: int | None
-    """That trained it; None: none did."""
+    """Step that trained it; None: not trained."""
     fate: Literal["trained", "pending", "dropped"]
     reason: str
-    """It was dropped for."""
+    """Reason of the drop."""
     reward_mean: float | None
     reward_min: float | None
     reward_max: float | None
     num_episodes: int
     length_mean: float | None
     has_rollouts: bool
-    """Can the group be looked at?"""
+    """True if the rollouts of the group can be shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +351,7 @@ class TasksAnswer:
 
 @dataclass(frozen=True, slots=True)
 class LaneSpan:
-    """A worker was at work."""
+    """Time span in which a worker was busy."""
 
     activity: str
     """One of `rlsys.monitoring.events.ACTIVITIES`."""
@@ -361,55 +361,55 @@ class LaneSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """What one worker did in the time shown. Where spans lie closer than a pixel they are merged."""
+    """Activity of one worker in the time window. Spans closer than a pixel are merged."""
 
     worker: str
     kind: str
     """`actor`, `critic`, `rollout`, `reward`, `reference`, `eval`, `relay`."""
     spans: Sequence[LaneSpan]
     busy_share: float
-    """Of the time shown."""
+    """Busy share of the time window."""
     by_activity: Mapping[str, float]
-    """Activity -> share of the time shown; `idle` is the rest."""
+    """Activity -> share of the time window; `idle` is the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaRow:
-    """What one rollout replica holds."""
+    """State of one rollout replica."""
 
     worker: str
     version: int | None
     behind: int | None
-    """Versions between what it held when it last answered and the newest published then."""
+    """Versions between its weights at its last answer and the newest published then."""
     is_stale: bool
-    """Further behind than the run allows, or than it can be by working properly; or it does not answer."""
+    """True if it is further behind than the run allows for a healthy replica, or does not answer."""
     answers: bool
-    """False: it has not for 30 seconds in which others have."""
+    """False: no answer for 30 seconds in which others answered."""
     is_loading: bool
     num_running: int
     num_waiting: int
     kv_used: float
     tokens_per_s: float | None
     seen_s: float
-    """When it last answered."""
+    """Time of its last answer."""
     restarts: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartRow:
-    """A worker failed."""
+    """Failure of a worker."""
 
     worker: str
     phase: str
     detail: str
     failed_s: float
     back_s: float | None
-    """When it was replaced; None: not yet, or never."""
+    """Time of its replacement; None: not yet, or never."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueuePoint:
-    """What was in the pipe at one moment."""
+    """State of the pipe at one moment."""
 
     time_s: float
     num_open: int
@@ -418,16 +418,16 @@ class QueuePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bottleneck:
-    """Who waits for whom, over the last 20 steps."""
+    """Bottleneck of the run over the last 20 steps."""
 
     who: str
     """`rollout`, `reward`, `annotate`, `trainer`, `weights`, `evaluation` or `balanced`."""
     sentence: str
-    """In words, with the shares it follows from, and what to do."""
+    """Bottleneck in words, with its shares and the remedy."""
     shares: Mapping[str, float]
-    """Of the time of a step: `rollout`, `reward`, `annotate` (their busiest worker); `train`, `fetch`, `columns`,
-    `publish`, `record`, `checkpoint` (what the trainer does); `trainer waits`, `rollouts wait`, `wait for weights`,
-    `wait for evaluation`."""
+    """Shares of the time of a step: `rollout`, `reward`, `annotate` (their busiest worker); `train`, `fetch`,
+    `columns`, `publish`, `record`, `checkpoint` (activities of the trainer); `trainer waits`, `rollouts wait`, `wait
+    for weights`, `wait for evaluation`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -435,7 +435,7 @@ class ClusterAnswer:
     """`/api/cluster?run=&from=&to=&width=`: without `from` and `to`, the last 10 minutes. `width`: pixels."""
 
     begin_s: float | None
-    """Of all the run."""
+    """Time range of the whole run."""
     end_s: float | None
     from_s: float | None
     to_s: float | None
@@ -457,21 +457,21 @@ class PendingRow:
     task_id: str
     state: Literal["waits for a replica", "is rolled out", "waits for its reward", "waits to be trained", "is lost"]
     where: str
-    """The worker that has it; empty if none has."""
+    """Worker that is processing it; empty if there is none."""
     age_s: float
-    """Since it was first issued."""
+    """Seconds since it was first issued."""
     state_s: float
-    """In this state."""
+    """Seconds in its state."""
     num_attempts: int
     last_reason: str
-    """Why it was issued again, the last time."""
+    """Reason of the last reissue."""
     is_overdue: bool
-    """Far longer than others take."""
+    """True if it takes far longer than other groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerAnswer:
-    """`/api/ledger?run=`: what is pending, where, for how long. Oldest first."""
+    """`/api/ledger?run=`: pending groups with their workers and ages, oldest first."""
 
     pending: Sequence[PendingRow]
     num_issued: int
@@ -480,12 +480,12 @@ class LedgerAnswer:
     """Reason -> groups."""
     num_reissued: int
     typical_s: float | None
-    """Median seconds from issue to judgement of the groups that came through."""
+    """Median seconds from issue to score of completed groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A key of the configuration in which runs differ; null where a run has no such key."""
+    """Configuration key with different values; null where a run lacks the key."""
 
     key: str
     values: Sequence[str | None]
@@ -493,7 +493,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class CompareAnswer:
-    """`/api/compare?run=&run=`: what the curves cannot show."""
+    """`/api/compare?run=&run=`: comparison of runs, without their curves."""
 
     runs: Sequence[RunSummary]
     differences: Sequence[Difference]
@@ -501,8 +501,8 @@ class CompareAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """`/api/stream?run=`: a server-sent event named `change`, whose id is `revision`; sent when a run has written
-    something, at most three times a second. Without `run`: when anything in the list of runs changed."""
+    """`/api/stream?run=`: a server-sent event named `change`, whose id is `revision`, sent after a run has written
+    something, at most three times a second. Without `run`: sent after any change in the list of runs."""
 
     revision: int
     step: int
@@ -511,6 +511,6 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class ErrorAnswer:
-    """With status 400, 401, 403 or 404."""
+    """Answer with status 400, 401, 403 or 404."""
 
     error: str

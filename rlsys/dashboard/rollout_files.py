@@ -1,4 +1,4 @@
-"""The files of rollouts: one per step, one line per group, of which only the one asked for is decoded."""
+"""Files of rollouts: one per step, one line per group. Only the requested group is decoded."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ _NAME = re.compile(r"step_(\d+)\.jsonl")
 _HEAD = re.compile(rb'^\{"step":\d+,"group_id":(\d+),', re.MULTILINE)
 _TICK_NS = 2_000_000_000
 _KEPT = 4
-"""Groups that are kept decoded: a person goes from one episode of a group to the next."""
+"""Most decoded groups in memory, since users read several episodes of a group in a row."""
 
 
 class RolloutFiles:
-    """What a run wrote of the groups it trained."""
+    """Written rollouts of a run."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self._listed_ns = -1
         self._names: dict[int, str] = {}
         self._records: OrderedDict[tuple[int, int, int], RolloutRecord] = OrderedDict()
-        """By step, group_id, and the time of its file."""
+        """Records by step, group id, and modification time of the file."""
         self._corrupt: set[tuple[int, int]] = set()
-        """Lines that could not be read, by step and hash."""
+        """Unreadable lines, by step and hash."""
 
     @property
     def num_corrupt(self) -> int:
-        """Groups that could not be read, of those asked for so far."""
+        """Unreadable groups among those requested so far."""
         return len(self._corrupt)
 
     def steps(self) -> list[int]:
-        """Those whose rollouts were written, ascending."""
+        """Steps with written rollouts, ascending."""
         path = self._folder.path / "rollouts"
         try:
             changed_ns = path.stat().st_mtime_ns
             if changed_ns != self._listed_ns:
                 self._names = {} if self._leads_out else dict(sorted(self._listed(path)))
-                # What was added within the same tick of the file system's clock left no trace: look again.
+                # Files added within the same tick of the file system's clock leave the time unchanged: look again.
                 is_settled = time.time_ns() - changed_ns > _TICK_NS
                 self._listed_ns = changed_ns if is_settled else -1
         except OSError:
@@ -55,7 +55,7 @@ class RolloutFiles:
 
     @property
     def _leads_out(self) -> bool:
-        """Is the folder of rollouts a link to where nothing may be read?"""
+        """True if the folder of rollouts is a link to a folder outside the served one."""
         return not Path(os.path.realpath(self._folder.path / "rollouts")).is_relative_to(self._folder.root)
 
     def _listed(self, path: Path) -> Iterator[tuple[int, str]]:
@@ -66,11 +66,11 @@ class RolloutFiles:
                     yield int(match[1]), entry.name
 
     def group_ids(self, step: int) -> list[int]:
-        """Of the groups in the file of a step, in its order. Raises `NoSuch`."""
+        """Group ids in the file of a step, in order. Raises `NoSuch`."""
         return [int(group_id) for group_id in _HEAD.findall(self._bytes(step))]
 
     def record(self, step: int, group_id: int) -> RolloutRecord:
-        """One group. Raises `NoSuch` if it is not there, or cannot be read."""
+        """Decode one group. Raises `NoSuch` if it does not exist, or cannot be read."""
         key = (step, group_id, self._written_ns(step))
         if key not in self._records:
             self._records[key] = self._decoded(_line(self._bytes(step), step, group_id), step, group_id)
@@ -80,12 +80,12 @@ class RolloutFiles:
         return self._records[key]
 
     def records(self, step: int) -> list[RolloutRecord]:
-        """Every group of a step that can be read. Raises `NoSuch` if the step was not written."""
+        """Every readable group of a step. Raises `NoSuch` if the step was not written."""
         found: list[RolloutRecord] = []
         for line in self._bytes(step).splitlines():
             try:
                 found.append(rollout_of(line))
-            except DataError:  # cut off or damaged: the others can be shown
+            except DataError:  # cut off or damaged: skip it
                 self._corrupt.add((step, hash(line)))
         return found
 
@@ -101,7 +101,7 @@ class RolloutFiles:
     def _bytes(self, step: int) -> bytes:
         try:
             return self._path(step).read_bytes()
-        except OSError:  # deleted a moment ago, or somebody else's
+        except OSError:  # deleted just now, or not readable
             self._missing(step)
 
     def _written_ns(self, step: int) -> int:
@@ -126,7 +126,7 @@ class RolloutFiles:
 
 
 def _line(data: bytes, step: int, group_id: int) -> bytes | None:
-    """The line of a group, found by what it begins with."""
+    """Find the line of a group by its beginning."""
     head = b'{"step":%d,"group_id":%d,' % (step, group_id)
     at = 0 if data.startswith(head) else data.find(b"\n" + head) + 1
     if not at and not data.startswith(head):

@@ -1,4 +1,4 @@
-"""Lists of groups and tasks: what trained, in which step, and how it went."""
+"""Lists of groups and tasks, with their steps and results."""
 
 from __future__ import annotations
 
@@ -31,19 +31,17 @@ _SHOWN: Mapping[str, Callable[[GroupRow], bool]] = {
 
 @dataclass
 class Lists:
-    """Of one run. Rows are made of its events; of a run whose events do not tell of groups, of the rollouts' files.
-
-    Events tell of every step, files hold those of every so many.
-    """
+    """Lists of one run. Rows are built from events, which cover every step. If events lack groups, rows are built from
+    files of rollouts, which may skip steps."""
 
     groups: Groups
     rollouts: RolloutFiles
     _from_file: tuple[int, Sequence[GroupRow]] = (-1, ())
-    """The last step read from its file, and its rows."""
+    """Last step read from a file, and its rows."""
     _tasks: list[str] = field(default_factory=list)
 
     def step(self, step: int | None, page: int, show: str, q: str) -> GroupsAnswer:
-        """See `GroupsAnswer`. Raises `NoSuch` and `BadRequest`."""
+        """Build a `GroupsAnswer`. Raises `NoSuch` and `BadRequest`."""
         if show not in _SHOWN:
             raise BadRequest(f"show={show!r:.50}: it is one of {', '.join(_SHOWN)}")
         steps = sorted({*self.groups.by_step, *self.rollouts.steps()})
@@ -67,7 +65,7 @@ class Lists:
         )
 
     def beside(self, step: int, group_id: int) -> Neighbours:
-        """The groups before and after one of a step."""
+        """Neighbours of a group in its step."""
         group_ids = self._group_ids(step)
         if group_id not in group_ids:
             return Neighbours(None, None)
@@ -83,14 +81,14 @@ class Lists:
         return TaskAnswer(task_id, [_point(facts, facts.step in written) for facts in found])
 
     def tasks(self, q: str, page: int) -> TasksAnswer:
-        """Tasks by id, of which `q` is a part."""
+        """Tasks whose id contains `q`, by id."""
         if len(self._tasks) != len(self.groups.by_task):
             self._tasks = sorted(self.groups.by_task, key=natural)
         found = [task_id for task_id in self._tasks if q.lower() in task_id.lower()] if q else self._tasks
         return TasksAnswer([self._task_row(task_id) for task_id in _page(found, page)], len(found), page)
 
     def _group_ids(self, step: int) -> Sequence[int]:
-        """In the order of the batch."""
+        """Group ids in the order of the batch."""
         return self.groups.by_step.get(step) or self.rollouts.group_ids(step)
 
     def _rows(self, step: int) -> Sequence[GroupRow]:
@@ -143,7 +141,7 @@ def _row(facts: GroupFacts, rewards: RewardRange, step: int, is_written: bool) -
 
 
 def _row_of(record: RolloutRecord) -> GroupRow:
-    """The same of a group as it was recorded."""
+    """Row of a recorded group."""
     rewards = rewards_of(record)
     roots = [episode.trajectories[0] for episode in record.episodes]
     versions = [s.version for e in record.episodes for t in e.trajectories for turn in t.turns for s in turn.versions]

@@ -1,7 +1,7 @@
-"""Files that somebody else is writing, and the folders that may be read.
+"""Files that another process is writing, and the folders that may be read.
 
 tail = Tail(run_dir / "events.jsonl")
-for chunk in tail.read():        # what was appended since the last call, complete lines only
+for chunk in tail.read():        # lines appended since the last call, complete lines only
     ...
 """
 
@@ -16,31 +16,31 @@ CHUNK_BYTES = 256 * 1024
 
 
 class Chunk(NamedTuple):
-    """Complete lines that follow each other in a file."""
+    """Consecutive complete lines of a file."""
 
     offset: int
-    """Where the first begins."""
+    """Offset of the first line in the file."""
     data: bytes
-    """All of them, with their line ends."""
+    """The lines with their line ends."""
 
     @property
     def lines(self) -> list[bytes]:
-        """Without their ends; empty ones are left out."""
+        """The lines without line ends; empty lines are omitted."""
         return [line for line in self.data.split(b"\n") if line]
 
 
 class Tail:
-    """Reads a file that grows. A last line without its end is left until the rest of it is there."""
+    """Reader of a growing file. A last line without its end is read once it is complete."""
 
     def __init__(self, path: Path | None) -> None:
-        """None: a file that is not there."""
+        """`path` None: the file does not exist."""
         self._path = path
         self._offset = 0
         self._inode: int | None = None
 
     @property
     def was_replaced(self) -> bool:
-        """Is it another file than was read, or shorter, so that everything is to be read again?"""
+        """True if the file was replaced or is shorter than before, so it must be read again."""
         if self._inode is None:
             return False
         found = self._stat()
@@ -48,17 +48,17 @@ class Tail:
 
     @property
     def size(self) -> int:
-        """Bytes of the file now; 0 if it is not there."""
+        """Current size in bytes; 0 if the file does not exist."""
         found = self._stat()
         return found.st_size if found else 0
 
     def read(self) -> Iterator[Chunk]:
-        """What was appended since the last call, in chunks of about `CHUNK_BYTES`. Nothing if there is no such file."""
+        """Read the lines appended since the last call, in chunks of about `CHUNK_BYTES`. Empty without a file."""
         if self._path is None or self.size <= self._offset:
             return
         try:
             file = self._path.open("rb", buffering=0)
-        except OSError:  # deleted a moment ago
+        except OSError:  # deleted just now
             return
         with file:
             self._inode = os.fstat(file.fileno()).st_ino
@@ -80,9 +80,9 @@ class Tail:
 
 
 def inside(root: Path, path: Path) -> Path | None:
-    """The file that `path` is, if it is a plain one and lies under `root` when every link is followed; else None."""
+    """Resolve `path` with all links; None unless it is a plain file under `root`."""
     try:
         real = path.resolve(strict=True)
-    except (OSError, ValueError, RuntimeError):  # not there, a null byte, links in a circle
+    except (OSError, ValueError, RuntimeError):  # missing, a null byte, circular links
         return None
     return real if real.is_relative_to(root.resolve()) and real.is_file() else None

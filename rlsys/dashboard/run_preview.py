@@ -1,6 +1,6 @@
-"""A run in the list of runs: what a line about it needs, without reading all of its events.
+"""Preview of a run for the list of runs, without reading all of its events.
 
-All its metrics are read, and of its events the first and the last: how it began, how it ended, and what failed lately.
+It reads all metrics, and only the first and last events: start, end, and recent failures.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlsys.dashboard.run_files import Tail
 from rlsys.monitoring.events import Event, PhaseDone, RunEnded, RunStarted, WorkerFailed
 
 _SECTIONS = ("run", "model", "algorithm", "alerts")
-"""Of the configuration, those that a line about a run shows, or that say when something is wrong."""
+"""Sections that a summary of a run shows, and the thresholds of alerts."""
 _FIRST_BYTES = 64 * 1024
 _LAST_BYTES = 256 * 1024
 _KINDS = tuple(b'{"kind":"%s"' % event.kind.encode() for event in (RunStarted, RunEnded, WorkerFailed, PhaseDone))
@@ -27,14 +27,14 @@ _TIME = re.compile(rb'^\{"kind":"\w+","time_s":([\d.]+)')
 
 
 class Glimpses:
-    """Of the runs in a folder. May be asked from several threads."""
+    """Previews of the runs in a folder. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._glimpses: dict[str, Glimpse] = {}
 
     def of(self, folder: RunFolder) -> Glimpse | None:
-        """The run as of now; None if a glance is not enough, of a run of policies or without metrics: open it."""
+        """Current preview of a run; None for a run of several policies or without metrics, which must be opened."""
         events, metrics = folder.file(EVENTS), folder.file(METRICS)
         if events is None or metrics is None or folder.policies:
             return None
@@ -47,7 +47,7 @@ class Glimpses:
 
 
 class Glimpse:
-    """What is known of a run at a glance; `history` has no groups, spans or replicas."""
+    """Preview of a run; `history` has no groups, spans or replicas."""
 
     def __init__(self, folder: RunFolder, events: Path, metrics: Path) -> None:
         self._folder, self._config_at = folder, changed_at(folder)
@@ -58,16 +58,16 @@ class Glimpse:
 
     @property
     def was_replaced(self) -> bool:
-        """Are its files others than were read?"""
+        """True if its files were replaced."""
         has_shrunk = size_of(self._events) < self._read_to
         return has_shrunk or self._metrics.was_replaced or changed_at(self._folder) != self._config_at
 
     def look(self) -> None:
-        """Take in what was written since the last look."""
+        """Process the lines written since the last call."""
         rows = [row for chunk in self._metrics.read() for line in chunk.lines if (row := _decoded(line, is_row=True))]
         try:
             lines = list(self._lines())
-        except OSError:  # deleted a moment ago, or somebody else's
+        except OSError:  # deleted just now, or not readable
             lines = []
         told = [event for line in lines if line.startswith(_KINDS) and (event := _decoded(line, is_row=False))]
         for event, time_s in sorted([*rows, *told], key=lambda stamped: stamped.time_s):
@@ -76,7 +76,7 @@ class Glimpse:
             self.history.heard(float(last[1]))
 
     def _lines(self) -> Iterator[bytes]:
-        """The first and last lines of what was appended, those between left out."""
+        """First and last appended lines, without those between."""
         size = size_of(self._events)
         with self._events.open("rb") as file:
             if not self._read_to:

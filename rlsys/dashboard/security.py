@@ -1,9 +1,9 @@
-"""Who may ask the dashboard, and what a browser may do with its answers.
+"""Access control of the dashboard, and security headers of its answers.
 
-On loopback the name in the request must be one of loopback: a page from elsewhere that had its own name point to
-127.0.0.1 (DNS rebinding) is refused. Anywhere else, and wherever a token is set, the token must be shown. It is given
-once, as `/?token=...`, and kept by the browser in a cookie that no script can read; programs send
-`Authorization: Bearer ...`. The connection is plain HTTP: over a network that others share, use an SSH tunnel.
+On loopback the host name of a request must be one of loopback. This refuses a foreign page whose name resolves to
+127.0.0.1 (DNS rebinding). On other addresses, and wherever a token is set, a request needs the token. The token is
+given once, as `/?token=...`, and kept in a cookie that scripts cannot read; programs send `Authorization: Bearer ...`.
+The connection is plain HTTP: on a shared network, use an SSH tunnel.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class Access:
-    """Who may ask."""
+    """Access rules."""
 
     is_loopback: bool
-    """Can only programs on this machine reach it? Then the request must name loopback."""
+    """True if only programs on this machine can connect. A request must then name loopback."""
     token: str | None
-    """What must be shown; None: nothing."""
+    """Required token; None: no token is required."""
     cookie: str = "rlsys"
-    """Name of the cookie that stands for it. Browsers share cookies between the ports of a machine: one for each."""
+    """Name of the cookie. Browsers share cookies between the ports of a machine, so each port has a different name."""
 
     @classmethod
     def of(cls, is_loopback: bool, port: int, environ: Mapping[str, str]) -> Access:
-        """The token is that of the environment; there, or a new one, if others than this machine can ask.
+        """Take the token from the environment, or make one if other machines can connect.
 
-        Raises `ConfigError` if the one in the environment is too short.
+        Raises `ConfigError` if the token in the environment is too short.
         """
         token = environ.get(TOKEN_VARIABLE)
         if token is not None and len(token) < _MIN_TOKEN:
@@ -67,7 +67,7 @@ class Access:
         return cls(is_loopback, token, f"rlsys_{port}")
 
     def admits(self, *, token: str = "", cookie: str = "") -> bool:
-        """Is one of them right? It takes as long for a wrong one as for the right one."""
+        """True if the token or the cookie is right. Comparison takes constant time."""
         if self.token is None:
             return True
         is_token = hmac.compare_digest(token.encode(), self.token.encode())
@@ -75,12 +75,12 @@ class Access:
 
     @property
     def cookie_value(self) -> str:
-        """It follows from the token, whatever characters that has."""
+        """Cookie value derived from the token, which may have any characters."""
         return sha256((self.token or "").encode()).hexdigest()
 
 
 def is_loopback(host: str) -> bool:
-    """Does a name or an address always mean this machine, as `localhost`, `127.0.0.1` and `::1` do?"""
+    """True if a name or an address always means this machine, such as `localhost`, `127.0.0.1` and `::1`."""
     if host == "localhost":
         return True
     try:
@@ -90,18 +90,18 @@ def is_loopback(host: str) -> bool:
 
 
 def refused(status: int, error: str, headers: Mapping[str, str] | None = None) -> Response:
-    """An `ErrorAnswer`."""
+    """Response with an `ErrorAnswer`."""
     return Response(orjson.dumps(asdict(ErrorAnswer(error))), status, headers, media_type="application/json")
 
 
 class Guard:
-    """Around all of the app: refuses what may not be asked, and adds the headers to every answer."""
+    """Middleware around the whole app: refuses requests without access, and adds headers to every answer."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app, self._access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handle one request."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         cache = "no-store" if scope["path"].startswith("/api/") else "no-cache"  # pages change with the version
@@ -117,7 +117,7 @@ class Guard:
         return await answer(scope, receive, send_guarded)
 
     def _answer(self, request: Request) -> Response | None:
-        """What is to be said instead of what was asked for, if anything."""
+        """Answer in place of the app's; None if the request is allowed."""
         access = self._access
         if request.method not in ("GET", "HEAD"):
             return refused(405, f"{request.method}: the dashboard only shows, ask with GET", {"Allow": "GET, HEAD"})
@@ -133,10 +133,10 @@ class Guard:
         return None
 
     def _exchange(self) -> Response:
-        """From the address, which histories and logs keep, the token goes to a cookie.
+        """Move the token from the URL, which browsers and logs record, to a cookie.
 
-        The page goes on by itself: a redirect would be part of a click on a link elsewhere, in a chat or a terminal of
-        the browser, and browsers send no strict cookie with that.
+        The page reloads itself instead of redirecting. A redirect would belong to the click on a link elsewhere, such
+        as in a chat, and browsers then send no strict cookie.
         """
         answer = Response(headers={"Refresh": "0; url=/"}, media_type="text/html")
         answer.set_cookie(self._access.cookie, self._access.cookie_value, httponly=True, samesite="strict")

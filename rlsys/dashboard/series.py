@@ -1,4 +1,4 @@
-"""Metrics over steps, kept as plain arrays, and thinned out to what a chart can show."""
+"""Metrics over steps, stored as arrays and reduced to the points of a chart."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOT_IN_TABLE = Metric("", "")
 
 
 class _Column:
-    """One metric: steps ascending, a value for each."""
+    """One metric: ascending steps, with one value each."""
 
     __slots__ = ("steps", "values")
 
@@ -22,7 +22,7 @@ class _Column:
         self.steps, self.values = array("q"), array("d")
 
     def put(self, step: int, value: float) -> None:
-        """Note a value; of two of the same step, the later counts."""
+        """Store a value; a later value of the same step replaces the earlier."""
         if not self.steps or step > self.steps[-1]:
             self.steps.append(step)
             self.values.append(value)
@@ -46,7 +46,7 @@ class SeriesColumns:
         self._columns: dict[str, _Column] = {}
 
     def put(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Note what a step, or an evaluation of it, reported."""
+        """Store the metrics of a step or an evaluation."""
         for name, value in metrics.items():
             column = self._columns.get(name)
             if column is None:
@@ -54,17 +54,17 @@ class SeriesColumns:
             column.put(step, value)
 
     def forget_after(self, step: int) -> None:
-        """The run went back to this step: what it took after it is lost."""
+        """Discard all later steps, because the run resumed after `step`."""
         for column in self._columns.values():
             column.forget_after(step)
 
     def last(self, name: str, count: int = 1) -> list[float]:
-        """The last values of a metric, oldest first, those left out that are no number."""
+        """Last finite values of a metric, oldest first."""
         column = self._columns.get(name)
         return [] if column is None else [v for v in column.values[-count:] if not isnan(v)]
 
     def sum_since(self, name: str, step: int) -> float:
-        """The sum of a metric over the steps after this one; steps without it count as 0."""
+        """Sum of a metric over the steps after `step`; steps without it count as 0."""
         column = self._columns.get(name)
         if column is None:
             return 0.0
@@ -75,7 +75,7 @@ class SeriesColumns:
         return [_named(name, column) for name, column in sorted(self._columns.items()) if column.steps]
 
     def series(self, names: Sequence[str], points: int) -> list[Series]:
-        """Those that are there, in the order asked for; see `SeriesAnswer`."""
+        """Series of the available metrics, in the requested order; see `SeriesAnswer`."""
         found = dict.fromkeys(name for asked in names for name in self._matching(asked))
         return [_series(name, self._columns[name], points) for name in found]
 
@@ -101,9 +101,9 @@ def _finite(value: float) -> float | None:
 
 
 def thinned(values: array[float], points: int) -> Sequence[int]:
-    """Which of the values a chart of so many points shows: of each stretch its least, its greatest and a gap.
+    """Indices to show in a chart of about `points` points: the least, the greatest and a gap of each stretch.
 
-    The first and the last are always among them, so that there may be a few more than `points`.
+    The first and the last are always included, so there may be a few more than `points`.
     """
     if len(values) <= points:
         return range(len(values))

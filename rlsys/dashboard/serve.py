@@ -1,10 +1,10 @@
-"""A dashboard that answers: `rlsys dashboard`, by itself or as the child of a run.
+"""Dashboard server: `rlsys dashboard`, standalone or as the child of a run.
 
     listener = Listener.bind("127.0.0.1", 0)
     print(listener.url)
     Dashboard(Path("runs"), listener).serve()
 
-It listens from the first line on; who asks before the last waits.
+It listens from the first line on; earlier requests wait until `serve`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from rlsys.dashboard.security import Guard
 from rlsys.dashboard.stream import Changes
 
 _GOODBYE_S = 2
-"""Time that requests have to end in, once the dashboard ends."""
+"""Time for open requests to end when the dashboard ends."""
 _NICE = 10
-"""Priority below that of a run on the same machine."""
+"""Priority, lower than that of a run on the same machine."""
 
 
 class Dashboard:
-    """Serves the runs of a folder, or one run, at a listener."""
+    """Server of a folder of runs, or of one run, at a listener."""
 
     def __init__(self, folder: Path, listener: Listener) -> None:
-        """Raises `NoSuch` if there is no such folder."""
+        """Raises `NoSuch` if the folder does not exist."""
         if not folder.is_dir():
             raise NoSuch(f"{folder} is no folder: give the directory of a run, or a folder of them")
         readings = Readings(folder)
@@ -48,15 +48,15 @@ class Dashboard:
             ws="none",
             lifespan="off",
             log_level="warning",
-            access_log=False,  # it would hold the token
+            access_log=False,  # it would contain the token
             server_header=False,
             timeout_graceful_shutdown=_GOODBYE_S,
         )
         self._server, self._socket = _Server(config, changes), listener.socket
 
     def serve(self) -> None:
-        """Answer until `stop`, Ctrl-C or SIGTERM."""
-        with suppress(KeyboardInterrupt):  # uvicorn has ended in order by then
+        """Serve until `stop`, Ctrl-C or SIGTERM."""
+        with suppress(KeyboardInterrupt):  # uvicorn has already shut down properly
             self._server.run(sockets=[self._socket])
 
     def stop(self) -> None:
@@ -64,7 +64,7 @@ class Dashboard:
         self._server.should_exit = True
 
     def serve_beside(self, pipe: BinaryIO) -> None:
-        """As the child of a run: yield the processor to it, and end when it does, however: a pipe from it then ends."""
+        """Serve as the child of a run, at low priority, until the run ends in any way, which closes `pipe`."""
 
         def wait() -> None:
             pipe.read()
@@ -76,11 +76,11 @@ class Dashboard:
 
 
 class _Server(uvicorn.Server):
-    """Ends what pages follow before it waits for open connections, which would never end."""
+    """Server that ends the event streams before it waits for open connections, because streams never end otherwise."""
 
     def __init__(self, config: uvicorn.Config, changes: Changes) -> None:
         super().__init__(config)
-        AppStatus.disable_automatic_graceful_drain()  # which would cut the streams before their last word
+        AppStatus.disable_automatic_graceful_drain()  # which would cut the streams before their last event
         self._changes = changes
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

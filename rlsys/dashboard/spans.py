@@ -1,8 +1,8 @@
-"""When workers were busy: by far the most lines of a run, so that none of them is decoded before it is shown.
+"""Busy times of workers. They are most lines of a run, so a line is decoded only when it is needed.
 
-Lines are kept as blocks: where they are in the file, and what time they cover. A narrow window of time reads the lines
-of its blocks again. A wide one goes by summaries: of every block, what each worker did, to a sixteenth of the
-block's time. A summary is made once, when it is wanted or `summarise` is called.
+Lines are kept as blocks: position in the file and time range. A narrow time window reads the lines of its blocks again.
+A wide one uses summaries: the activity of each worker in a block, at a resolution of a sixteenth of the block's time. A
+summary is made once, when it is needed or when `summarise` is called.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import TypeAlias
 from rlsys.dashboard.run_files import CHUNK_BYTES, Chunk
 
 PREFIX = b'{"kind":"worker_busy"'
-"""What a line of these begins with, as `JsonlSink` writes it."""
+"""Beginning of these lines, as `JsonlSink` writes them."""
 
 _LATE_S = 1.0
-"""A span is told when it ends, or so much later."""
+"""Most seconds between the end of a span and its event."""
 _MOST_BLOCKS = 12
-"""Windows of more blocks than this go by summaries."""
+"""Most blocks of a window that is shown without summaries."""
 _BINS = 16
-"""Of a block's time: what is closer to each other than one of them is one in its summary."""
+"""Bins of a block's time. Spans closer than one bin are merged in its summary."""
 
 _NUMBER = rb"(-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?)"
 _TIME = re.compile(rb'"time_s":' + _NUMBER)
@@ -36,25 +36,25 @@ _SPAN = re.compile(
 
 
 Stretch: TypeAlias = tuple[float, float, float]
-"""From when to when a worker was busy with something, once or several times close to each other, and for how many
-seconds of that. A plain tuple: there are millions."""
+"""Start, end and busy seconds of one activity, or of several close to each other. A plain tuple, because there are
+millions."""
 
 Tracks: TypeAlias = dict[tuple[str, str], list[Stretch]]
-"""By worker and activity."""
+"""Stretches by worker and activity."""
 
 
 @dataclass(slots=True)
 class Block:
-    """Lines that follow each other in the file, of all kinds."""
+    """Consecutive lines of the file, of all kinds."""
 
     offset: int
     end: int
     last_s: float
-    """When its last span was told."""
+    """Time of its last span event."""
     num_lines: int
-    """That should be spans."""
+    """Lines of spans, including damaged ones."""
     first_s: float = 0.0
-    """Where its earliest span begins; known with the summary."""
+    """Start of its earliest span; known with the summary."""
     summary: Tracks | None = None
     num_corrupt: int = 0
 
@@ -68,21 +68,21 @@ class Spans:
 
     @property
     def num_lines(self) -> int:
-        """Spans told so far, damaged ones counted."""
+        """Number of spans so far, including damaged ones."""
         return sum(block.num_lines for block in self._blocks)
 
     @property
     def last_s(self) -> float | None:
-        """When the last span was told."""
+        """Time of the last span event."""
         return self._blocks[-1].last_s if self._blocks else None
 
     @property
     def num_corrupt(self) -> int:
-        """Damaged lines, of the blocks that were summarised."""
+        """Damaged lines of the summarised blocks."""
         return sum(block.num_corrupt for block in self._blocks)
 
     def note(self, chunk: Chunk, num_lines: int) -> None:
-        """Remember where these lines are, of which so many are spans."""
+        """Add a chunk of lines, of which `num_lines` are spans."""
         if not num_lines:
             return
         told = _TIME.search(chunk.data, chunk.data.rfind(PREFIX))
@@ -100,12 +100,12 @@ class Spans:
         return [block for block in reversed(self._blocks) if block.summary is None]
 
     def summarise(self, blocks: Iterable[Block]) -> None:
-        """Make their summaries. All blocks but the newest stay as they are, so that a thread may do it on the side."""
+        """Summarise blocks. All blocks but the newest are final, so a background thread may do it."""
         for block in blocks:
             self._summarised(block)
 
     def within(self, from_s: float, to_s: float) -> Tracks:
-        """What was done in a window of time; of a wide one, by summaries."""
+        """Activities in a time window; for a wide window, from summaries."""
         blocks = [block for block in self._blocks if block.last_s + _LATE_S >= from_s]
         after = next((i for i, block in enumerate(blocks) if block.last_s > to_s), len(blocks))
         later = [block for block in blocks[after:] if self._summarised(block).first_s <= to_s]
@@ -120,7 +120,7 @@ class Spans:
         return {key: stretches for key, stretches in found.items() if stretches}
 
     def _summarised(self, block: Block) -> Block:
-        """The block, with its summary."""
+        """Summarise the block if needed."""
         if block.summary is None:
             tracks = self._read(block)
             block.num_corrupt = block.num_lines - sum(map(len, tracks.values()))
@@ -137,7 +137,7 @@ class Spans:
             with self._path.open("rb") as file:
                 file.seek(block.offset)
                 data = file.read(block.end - block.offset)
-        except OSError:  # it was deleted since; the next look finds out
+        except OSError:  # deleted since; the next read detects it
             return {}
         found: defaultdict[tuple[bytes, bytes], list[Stretch]] = defaultdict(list)
         for worker, activity, start, end in _SPAN.findall(data):
@@ -148,12 +148,12 @@ class Spans:
 
 @lru_cache(maxsize=10_000)
 def _names(worker: bytes, activity: bytes) -> tuple[str, str]:
-    """One object for each pair, however often it is met."""
+    """Decode names; cached, so that equal pairs share one object."""
     return worker.decode(errors="replace"), activity.decode(errors="replace")
 
 
 def merged(stretches: Iterable[Stretch], gap_s: float) -> Iterator[Stretch]:
-    """One for those that overlap, or are at most so far from each other; in order."""
+    """Merge stretches that overlap or are at most `gap_s` apart; yields them in order."""
     in_order = iter(sorted(stretches))
     start_s, end_s, busy_s = next(in_order, (0.0, 0.0, -1.0))
     if busy_s < 0:

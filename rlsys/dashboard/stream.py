@@ -1,7 +1,7 @@
-"""Tells pages that a run has written something, so that they ask again.
+"""Notification of pages that a run has written something, so that they query again.
 
-Files are looked at every 0.3 s, once for all pages that watch the same run, and every 2 s for those that show the list
-of runs: the file systems of clusters (NFS, Lustre, FUSE) notify nobody of what another machine wrote.
+Files are polled every 0.3 s, once for all pages that watch the same run, and every 2 s for the list of runs. File
+systems of clusters (NFS, Lustre, FUSE) do not notify of writes by another machine.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from rlsys.errors import RlsysError
 
 
 class TooManyPages(RlsysError):
-    """As many pages as can be told of changes are open already."""
+    """The limit of pages that follow changes is reached."""
 
 
 class Source(Protocol):
-    """Who knows of changes."""
+    """Source of changes."""
 
     def change(self, run: str | None) -> Change:
-        """How a run is now, or the list of runs; see `Change`. Raises `RlsysError` if there is no such run."""
+        """Current state of a run, or of the list of runs; see `Change`. Raises `RlsysError` if there is no such run."""
         ...
 
 
 @dataclass
 class _Watch:
-    """What is known of a run that pages watch."""
+    """State of a watched run."""
 
     latest: Change
     num_pages: int = 0
     is_over: bool = False
     moved: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once `latest` is another, or it is over; a new one then takes its place."""
+    """Set once `latest` changes, or the watch is over; a new event then replaces it."""
 
     def wake(self) -> None:
-        """Tell every page."""
+        """Notify every page."""
         self.moved.set()
         self.moved = asyncio.Event()
 
 
 class Changes:
-    """What pages follow: one poll per watched run, and none where nobody watches."""
+    """Changes that pages follow: one poll per watched run, and none without a page."""
 
     def __init__(self, source: Source, poll_s: float = 0.3, list_poll_s: float = 2.0, limit: int = 64) -> None:
-        """`poll_s`, `list_poll_s`: seconds between two looks at a run, and at the list, which costs as many looks as it
-        has runs. `limit`: pages that may follow at the same time."""
+        """`poll_s`, `list_poll_s`: seconds between two polls of a run, and of the list, which costs one poll per run.
+        `limit`: most pages that follow at the same time."""
         self._source, self._poll_s, self._list_poll_s, self._limit = source, poll_s, list_poll_s, limit
         self._watches: dict[str | None, _Watch] = {}
         self._polls: set[asyncio.Task[None]] = set()
@@ -59,20 +59,20 @@ class Changes:
 
     @property
     def num_pages(self) -> int:
-        """That follow now."""
+        """Pages that follow now."""
         return sum(watch.num_pages for watch in self._watches.values())
 
     async def now(self, run: str | None) -> Change:
-        """How it is, for who wants to `follow`. Raises `TooManyPages`, or `RlsysError` if there is no such run."""
+        """Current state, as an argument of `follow`. Raises `TooManyPages`, or `RlsysError` if there is no such run."""
         if self.num_pages >= self._limit:
             raise TooManyPages(f"{self._limit} pages follow runs already, which is the limit; close one")
         return await run_in_threadpool(self._source.change, run)
 
     async def follow(self, run: str | None, now: Change, seen: int | None) -> AsyncGenerator[Change]:
-        """Every change, that of `now` included unless it is revision `seen`; where many come at once, the last of them.
+        """Every change, beginning with `now` unless that is revision `seen`; of several at once, only the last.
 
-        Waits for the poll of the run. Ends when the run is gone, or with the server; at once if others took the last
-        places since `now` answered: the browser then asks again, and is told.
+        Waits for the poll of the run. Unblocked by a change, by the removal of the run, or by the end of the server.
+        Ends at once if the limit of pages was reached after `now`: the browser then asks again, and gets the error.
         """
         if self.num_pages >= self._limit:
             return
@@ -93,7 +93,7 @@ class Changes:
             watch.num_pages -= 1
 
     def close(self) -> None:
-        """End what all pages follow, after one more look: a run that ends its dashboard has ended."""
+        """End all pages' streams after one more poll, because a run that ends its dashboard has ended."""
         self._is_closing.set()
 
     def _watch(self, run: str | None, now: Change) -> _Watch:
@@ -105,7 +105,7 @@ class Changes:
         return self._watches[run]
 
     async def _poll(self, run: str | None, watch: _Watch) -> None:
-        """Look again and again, until no page follows or the run is gone. A poll, for the reason above."""
+        """Poll until no page follows or the run is gone. The module docstring explains the poll."""
         is_last, poll_s = False, self._list_poll_s if run is None else self._poll_s
         try:
             while watch.num_pages and not is_last:
@@ -117,7 +117,7 @@ class Changes:
                     watch.latest = change
                     watch.wake()
         except RlsysError:
-            pass  # it was deleted: whoever asks again is told
+            pass  # deleted: the next request gets the error
         finally:
             del self._watches[run]
             watch.is_over = True

@@ -1,4 +1,4 @@
-"""One line about a run: what it is, how far it is, and whether it is well."""
+"""Summary of a run: its status, progress and alerts."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _STEPS = 20
 _LEAST_SILENCE_S = 60.0
 _SILENT_STEPS = 10
 _START_UP_S = 600.0
-"""Workers may load models for so long without a word."""
+"""Most seconds that start-up may take without an event, such as for loading models."""
 
 _ENDS: dict[str, Status] = {"finished": "finished", "interrupted": "interrupted"}
 
 
 _BY_WEIGHT: Sequence[Status] = ("running", "starting", "silent", "failed", "interrupted", "finished")
-"""Of a run of several policies that has not ended: the first of these that one of them is."""
+"""Status of an unfinished run of several policies: the first of these that one of the policies has."""
 
 
 def summary(folder: RunFolder, history: EventHistory, config: RunConfig, now_s: float) -> RunSummary:
-    """A run as of `now_s`."""
+    """Summarise a run as of `now_s`."""
     status, step_s = _status(folder, history, config, now_s), _step_s(history)
     total = _total_steps(history, config)
     reward = history.columns.last("reward/mean")
@@ -50,7 +50,7 @@ def summary(folder: RunFolder, history: EventHistory, config: RunConfig, now_s: 
 
 
 def summary_of_several(own: RunSummary, policies: Sequence[RunSummary]) -> RunSummary:
-    """A run of several policies: how far it is, and whether it is well, is what the slowest of them says."""
+    """Summarise a run of several policies: progress and status are those of the slowest policy."""
     has_ended = own.status in ("finished", "interrupted", "failed")
     status = own.status if has_ended else min((row.status for row in policies), key=_BY_WEIGHT.index)
     return replace(
@@ -64,15 +64,15 @@ def summary_of_several(own: RunSummary, policies: Sequence[RunSummary]) -> RunSu
 
 
 def open_alerts(history: EventHistory, config: RunConfig, now_s: float) -> list[Alert]:
-    """Those that hold as of `now_s`: silence raises one without any event, as long as there are steps to come."""
+    """Open alerts as of `now_s`, including an alert for silence if steps are left."""
     silent = None if _is_done(history, config) else history.alarms.silent(now_s)
     return [*history.alarms.open, *([silent] if silent else [])]
 
 
 def _status(folder: RunFolder, history: EventHistory, config: RunConfig, now_s: float) -> Status:
-    """See `Status`. It goes by when events were emitted: the clocks of the run's machine and this one must agree.
+    """Compute the `Status` from the times of events. The clocks of the run's machine and this one must agree.
 
-    A run that took all its steps and never said that it ended is finished: those of older versions said nothing.
+    A run that took all its steps without an end event is finished: older versions wrote no such event.
     """
     if history.ended:
         return _ENDS.get(history.ended.reason, "failed")
@@ -94,7 +94,7 @@ def _total_steps(history: EventHistory, config: RunConfig) -> int | None:
 
 
 def _is_done(history: EventHistory, config: RunConfig) -> bool:
-    """Has it no more steps to take?"""
+    """True if no steps are left."""
     total = _total_steps(history, config)
     return total is not None and history.step >= total > 0
 

@@ -1,4 +1,4 @@
-"""A run in a terminal: what happened last, and what happens now, as the run itself shows it."""
+"""Run in a terminal: its last events, and then new ones, in the format of the run itself."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from rlsys.monitoring.events import AlertRaised, Event, PhaseDone, RunEnded, Run
 from rlsys.monitoring.trackers.console import ConsoleSink, note_of
 
 NUM_NOTES = 20
-"""Of what happened before, so many lines are shown, and as many steps, by which the rest is estimated."""
+"""Most past notes to show, and most past steps, from which the remaining time is estimated."""
 
 _POLL_S = 0.3
 _NOT_SHOWN = b'{"kind":"worker_busy"'
-"""Most lines of a file, and nothing of them is shown here."""
+"""Most lines of a file are of this kind; they are not shown."""
 
 
 def tail(run_dir: Path, stream: TextIO, *, once: bool = False, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Show the last notes of a run, then what it writes until it ends; with `once`, only what there is.
+    """Show the last notes of a run, then new ones until it ends; with `once`, only the last ones.
 
-    Says so if no step was done for long, by the thresholds of the run. A file that another took the place of is shown
-    from its last notes on. Waits for the run to write: a poll, for the file systems of clusters notify nobody. Raises
-    `NoSuch` if the folder is no run that has begun.
+    Shows an alert if no step was done for long, by the thresholds of the run. A replaced file is shown from its last
+    notes on. Waits for the run to write, by polling, because file systems of clusters do not notify of writes. Raises
+    `NoSuch` if the folder is not a run that has begun.
     """
     if not (run_dir / "events.jsonl").is_file():
         raise NoSuch(f"{run_dir} has no events.jsonl: give the directory of a run that has begun")
@@ -50,7 +50,7 @@ def tail(run_dir: Path, stream: TextIO, *, once: bool = False, sleep: Callable[[
 
 
 class _Followed:
-    """A run, or the part of one of its policies: its file of events, and the lines shown of it."""
+    """File of events of a run, or of one of its policies, and the lines shown of it."""
 
     def __init__(self, folder: Path, policy: str = "") -> None:
         self._folder, self._policy = folder, policy
@@ -59,7 +59,7 @@ class _Followed:
         self._begin()
 
     def show(self, stream: TextIO) -> None:
-        """Write what was appended as the run does, at first only the last of it, and once if it makes no progress."""
+        """Show appended events, at first only the last ones, and one alert if the run makes no progress."""
         if self._file.was_replaced:
             self._begin()
         shown = list(_last(self._read()) if self._is_first else self._read())
@@ -74,15 +74,15 @@ class _Followed:
             sink.handle(event, time_s)
 
     def _begin(self) -> None:
-        """Know nothing yet."""
+        """Reset the state."""
         self._file = Tail(self._folder / "events.jsonl")
         self._alarms = Alarms(read_config(RunFolder(self._folder.resolve(), ".")).thresholds)
         self._is_first, self.has_ended = True, False
         self._late_after: int | None = None
-        """The step after which nothing was done for long, as was told here or by the run."""
+        """Step of the last `no_progress` alert, from this class or from the run."""
 
     def _read(self) -> Iterator[tuple[Event, float]]:
-        """What was written since the last call, and when; lines that cannot be read are passed over."""
+        """Events written since the last call, with their times; unreadable lines are skipped."""
         for chunk in self._file.read():
             for line in chunk.lines:
                 if line.startswith(_NOT_SHOWN):
@@ -95,12 +95,11 @@ class _Followed:
                     yield event, time_s
 
     def close(self) -> None:
-        """Leave the screen as it is."""
         if self._sink is not None:
             self._sink.close()
 
     def _sink_on(self, stream: TextIO) -> ConsoleSink:
-        """The one that knows how many steps there will be, once that is known."""
+        """Sink with the current number of steps, once it is known."""
         if self._sink is None or self._sink_steps != self._total_steps:
             self.close()
             self._sink, self._sink_steps = (
@@ -110,14 +109,14 @@ class _Followed:
         return self._sink
 
     def _take_in(self, event: Event, time_s: float) -> bool:
-        """Note it. Is it news? That a run is late is told by the run as well, but only once it is late no more."""
+        """Process an event; True if it is to be shown. A `no_progress` alert of the run may already be shown."""
         self._alarms.observe(event, time_s)
         match event:
             case RunStarted(total_steps=total):
                 self._total_steps = total
-                self.has_ended, self._late_after = False, None  # it goes on
+                self.has_ended, self._late_after = False, None  # the run continues
             case PhaseDone() | StepDone():
-                self.has_ended = False  # the same: of several policies, who begins is told in their own files
+                self.has_ended = False  # also continues: of several policies, each start is in the policy's own file
             case RunEnded():
                 self.has_ended = True
             case AlertRaised(alert="no_progress", step=step):
@@ -129,7 +128,7 @@ class _Followed:
 
 
 def _last(events: Iterable[tuple[Event, float]]) -> list[tuple[Event, float]]:
-    """The last of those that are shown as notes, and the last steps, in their order."""
+    """Last events that are shown as notes, and the last steps, in order."""
     notes: deque[tuple[int, Event, float]] = deque(maxlen=NUM_NOTES)
     steps: deque[tuple[int, Event, float]] = deque(maxlen=NUM_NOTES)
     for i, (event, time_s) in enumerate(events):

@@ -1,6 +1,6 @@
-"""`rlsys doctor`: what is wrong with an environment, and the cure.
+"""`rlsys doctor`: problems of an environment, and their remedies.
 
-`gather` looks at the machine once; every check is a pure function of what it found. Neither torch nor ray is loaded:
+`gather` inspects the machine once; every check is a pure function of the result. Neither torch nor ray is loaded:
 versions and build variants are read from package metadata.
 """
 

@@ -1,4 +1,4 @@
-"""The checks: each a pure function from `Facts` to a `Finding`."""
+"""Checks of an environment: each a pure function from `Facts` to a `Finding`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SETUP = "make setup"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The answer of one check."""
+    """Result of one check."""
 
     level: Literal["ok", "warn", "fail"]
     what: str
@@ -34,19 +34,19 @@ Check: TypeAlias = Callable[[Facts], Finding]
 
 
 def diagnose(facts: Facts) -> list[Finding]:
-    """Every check's answer, in the order in which to mend things."""
+    """Results of all checks, in the order in which to fix problems."""
     return [check(facts) for check in CHECKS]
 
 
 def ensure_not_shadowed() -> None:
-    """Raise `RlsysError`, naming the path, if another package called `workers` or `algorithms` hides ours."""
+    """Raise `RlsysError`, with the path, if another package called `workers` or `algorithms` hides ours."""
     finding = shadowing(origins())
     if finding.level == "fail":
         raise RlsysError(f"{finding.what}; {finding.cure}")
 
 
 def python_version(facts: Facts) -> Finding:
-    """Python is new enough."""
+    """Check that Python is new enough."""
     version = ".".join(map(str, facts.python))
     if facts.python[:2] < MIN_PYTHON:
         return Finding("fail", f"Python {version} is too old", "make the environment anew with Python 3.11 or newer")
@@ -54,7 +54,7 @@ def python_version(facts: Facts) -> Finding:
 
 
 def packages(facts: Facts) -> Finding:
-    """What rlsys asks for is installed and, in a checkout with the CPU build of torch, what the lock says."""
+    """Check that required packages are installed, and in a checkout with the CPU build of torch match the lock file."""
     if missing := sorted(facts.required - facts.versions.keys()):
         return Finding("fail", f"not installed: {', '.join(missing)}", SETUP)
     locked = facts.locked if _is_cpu_build(facts.versions.get("torch", "")) else {}
@@ -65,12 +65,12 @@ def packages(facts: Facts) -> Finding:
 
 
 def shadowed(facts: Facts) -> Finding:
-    """`workers` and `algorithms` are ours."""
+    """Check that `workers` and `algorithms` are ours."""
     return shadowing(facts.origins)
 
 
 def shadowing(found: Mapping[str, Path | None]) -> Finding:
-    """Whether all our packages come from beside the `rlsys` that is running."""
+    """Check that all our packages are imported from the folder of the running `rlsys`."""
     home = (found["rlsys"] or Path(__file__).parents[1]).parent.parent
     foreign = [f"`{n}` is {p or 'not found'}" for n, p in found.items() if p != home / n / "__init__.py"]
     if foreign:
@@ -80,7 +80,7 @@ def shadowing(found: Mapping[str, Path | None]) -> Finding:
 
 
 def torch_build(facts: Facts) -> Finding:
-    """Torch is there, and of the kind this machine can use."""
+    """Check that torch is installed, with a build that suits this machine."""
     version = facts.versions.get("torch")
     if version is None:
         return Finding("fail", "torch is not installed", SETUP)
@@ -94,7 +94,7 @@ def torch_build(facts: Facts) -> Finding:
 
 
 def torch_companions(facts: Facts) -> Finding:
-    """No CUDA build of torchvision and the like beside a CPU torch: importing transformers' models then fails."""
+    """Check for a CUDA build of torchvision or the like with a CPU torch: importing transformers' models then fails."""
     companions = [n for n in ("torchvision", "torchaudio", "torchcodec") if n in facts.versions]
     wrong = [n for n in companions if not _is_cpu_build(facts.versions[n])]
     if wrong and _is_cpu_build(facts.versions.get("torch", "")):
@@ -104,7 +104,7 @@ def torch_companions(facts: Facts) -> Finding:
 
 
 def ray_version(facts: Facts) -> Finding:
-    """Ray here and on the cluster are the same version."""
+    """Check that Ray has the same version here and on the cluster."""
     ours, theirs, address = facts.versions.get("ray"), facts.cluster_ray, facts.cluster_address
     if ours is None:
         return Finding("fail", "ray is not installed", SETUP)
@@ -120,7 +120,7 @@ def ray_version(facts: Facts) -> Finding:
 
 
 def cluster_guard(facts: Facts) -> Finding:
-    """Ray clusters ask for a token: whoever reaches the ports of one that does not runs code as its user."""
+    """Check that Ray clusters require a token. Without it, anyone who reaches their ports can run code as the user."""
     address, mode = facts.cluster_address, (facts.auth_mode or "").lower()
     if mode == "disabled" and facts.cluster_auth != "token":
         what = "RAY_AUTH_MODE=disabled: clusters started here let in whoever reaches their ports, to run code as you"
@@ -145,7 +145,7 @@ def cluster_guard(facts: Facts) -> Finding:
 
 
 def shared_memory(facts: Facts) -> Finding:
-    """/dev/shm has room for Ray's object store, which otherwise goes to the disk."""
+    """Check that /dev/shm has room for Ray's object store, which otherwise uses the disk."""
     if facts.shm_bytes is None:
         return Finding("warn", "there is no /dev/shm: Ray's object store goes to the disk")
     if facts.shm_bytes < MIN_SHM_BYTES:
@@ -155,7 +155,7 @@ def shared_memory(facts: Facts) -> Finding:
 
 
 def disk_space(facts: Facts) -> Finding:
-    """There is room for checkpoints."""
+    """Check that there is room for checkpoints."""
     if facts.free_bytes < MIN_FREE_BYTES:
         cure = "free some, put run.folder on another disk, or lower checkpoint.keep_last"
         return Finding("warn", f"only {_gib(facts.free_bytes)} of disk are free", cure)
@@ -163,7 +163,7 @@ def disk_space(facts: Facts) -> Finding:
 
 
 def threads(facts: Facts) -> Finding:
-    """Processes do not fight over cores: contended OpenMP threads spin, and can cost seven times the wall time."""
+    """Check that processes do not compete for cores: spinning OpenMP threads can cost seven times the wall time."""
     value, cure = facts.omp_num_threads, "export OMP_NUM_THREADS=1; workers take theirs from the configuration"
     if value is None:
         return Finding("warn", f"OMP_NUM_THREADS is not set: each process starts {facts.num_cpus} threads", cure)
@@ -173,7 +173,7 @@ def threads(facts: Facts) -> Finding:
 
 
 def vector_units(facts: Facts) -> Finding:
-    """The CPU has the vector instructions that torch's kernels are fast with."""
+    """Check that the CPU has the vector instructions that make torch's kernels fast."""
     if not facts.cpu_flags:
         return Finding("ok", "the kernel lists no CPU flags to check")
     if "avx2" not in facts.cpu_flags:

@@ -1,4 +1,4 @@
-"""One look at the machine."""
+"""Facts about the machine and its packages."""
 
 from __future__ import annotations
 
@@ -23,41 +23,41 @@ LOCK = Path(__file__).parents[2] / "requirements" / "cpu.lock"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What one look at the machine found."""
+    """Facts about the machine, gathered once."""
 
     python: tuple[int, ...]
     num_cpus: int
     """CPUs this process may use."""
     cpu_flags: frozenset[str]
-    """As the kernel names them, e.g. `avx2`; empty where it does not say."""
+    """Flag names of the kernel, e.g. `avx2`; empty where the kernel lists none."""
     has_nvidia_driver: bool
     omp_num_threads: str | None
-    """The environment variable."""
+    """Value of the environment variable."""
     shm_bytes: int | None
-    """Size of /dev/shm; None where there is none."""
+    """Size of /dev/shm; None if it does not exist."""
     free_bytes: int
     """Free space of the disk this process runs on."""
     versions: Mapping[str, str]
-    """Installed packages and their versions, local tags included: `torch` -> `2.13.0+cpu`."""
+    """Installed packages and their versions, with local tags: `torch` -> `2.13.0+cpu`."""
     required: frozenset[str]
-    """Packages that rlsys asks for."""
+    """Packages that rlsys requires."""
     locked: Mapping[str, str]
     """Packages of `requirements/cpu.lock`; empty outside a checkout."""
     origins: Mapping[str, Path | None]
-    """The file or folder that `rlsys`, `workers` and `algorithms` are imported from."""
+    """File or folder from which `rlsys`, `workers` and `algorithms` are imported."""
     cluster_address: str | None = None
     cluster_ray: str | None = None
-    """Ray's version on the cluster at that address; None: it did not say."""
+    """Ray's version on the cluster at the given address; None if unknown."""
     cluster_auth: str | None = None
-    """`token` or `disabled`, as the cluster says; None: it did not say."""
+    """`token` or `disabled`, as the cluster reports; None if unknown."""
     auth_mode: str | None = None
-    """RAY_AUTH_MODE here."""
+    """Value of RAY_AUTH_MODE here."""
     has_token: bool = False
-    """Would Ray find a token here?"""
+    """True if Ray would find a token here."""
 
 
 def gather(address: str | None = None) -> Facts:
-    """Look at this machine, and ask the Ray cluster at `address` (else RAY_ADDRESS) for its version and its guard."""
+    """Inspect this machine, and the version and authentication of the Ray cluster at `address` (else RAY_ADDRESS)."""
     address = address or os.environ.get("RAY_ADDRESS")
     token, auth = (
         ray_token(os.environ, Path("~/.ray/auth_token").expanduser()),
@@ -84,7 +84,7 @@ def gather(address: str | None = None) -> Facts:
 
 
 def origins() -> dict[str, Path | None]:
-    """Where each of our packages would be imported from now."""
+    """Location from which each of our packages would be imported now."""
     return {name: _origin(name) for name in PACKAGES}
 
 
@@ -104,7 +104,7 @@ def _cpu_flags(cpuinfo: Path) -> frozenset[str]:
 
 
 def normalised(name: str) -> str:
-    """A package's name as indexes compare it: `ruamel.yaml` -> `ruamel-yaml`."""
+    """Package name as indexes compare it: `ruamel.yaml` -> `ruamel-yaml`."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -114,25 +114,25 @@ def _required(requirements: list[str]) -> frozenset[str]:
 
 
 def locked(text: str) -> dict[str, str]:
-    """The `name==version` lines of a lock."""
+    """Parse the `name==version` lines of a lock file."""
     return {normalised(name): version for name, version in re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE)}
 
 
 def cluster_ray(address: str, token: str | None = None) -> str | None:
-    """Ray's version as the head's dashboard tells it; None if it does not answer.
+    """Ray's version as reported by the dashboard of the head node; None if it does not answer.
 
-    `address` is what `ray.init` takes (`auto`, `host:6379`, `ray://host:10001`) or the dashboard's own `http://host:port`.
+    `address`: as for `ray.init` (`auto`, `host:6379`, `ray://host:10001`), or of the dashboard (`http://host:port`).
     """
     return _told(address, "version", "ray_version", token)
 
 
 def cluster_auth(address: str) -> str | None:
-    """Does the cluster ask for a token? `token` or `disabled` as its dashboard tells; None if it does not answer."""
+    """Authentication of the cluster, `token` or `disabled`, as its dashboard reports; None if it does not answer."""
     return _told(address, "authentication_mode", "authentication_mode")
 
 
 def ray_token(environ: Mapping[str, str], default: Path) -> str | None:
-    """The token that Ray would find in this environment or in the file `default`."""
+    """Token that Ray would find in this environment or in the file `default`."""
     if token := environ.get("RAY_AUTH_TOKEN"):
         return token
     try:

@@ -1,8 +1,8 @@
-"""The composition root: from a configuration to running objects. The only importer of `workers`.
+"""Composition root: builds running objects from a configuration. The only importer of `workers`.
 
     result = rlsys.train(Config.load("run.yaml"))
 
-works from the command line, from a Python script (also one that called `ray.init` already) and inside a Ray job.
+works from the command line, from a Python script (also after a call of `ray.init`) and inside a Ray job.
 """
 
 from rlsys.launch.offline_commands import evaluate, export, inspect_data

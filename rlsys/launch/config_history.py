@@ -1,9 +1,9 @@
-"""The configurations of a run, which may be resumed with another one.
+"""Configurations of a run, which may be resumed with another configuration.
 
-    RUN/config.resolved.yaml               of the session that began last
-    RUN/configs/until_step_000010.yaml     of the steps up to 10, from which a session with another one went on
+    RUN/config.resolved.yaml               of the last session
+    RUN/configs/until_step_000010.yaml     of the steps up to 10; a session with another configuration resumed there
 
-Each step has that of the session which took it last.
+The configuration of a step is that of the last session that took the step.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from rlsys.util.files import write_atomically
 from rlsys.util.leaves import leaves
 
 KEPT = "configs"
-"""Folder in the directory of a run."""
+"""Folder in the run directory."""
 _UNTIL = "until_"
 
 
 def keep_earlier(run: Path, text: str, start: PolicyVersion) -> None:
-    """Keep the configuration of the steps up to `start`, if the session that goes on from there has another, `text`.
+    """Keep the configuration of the steps up to `start` if the session that resumes there has another one, `text`.
 
-    Those of later steps, which the run forgets, go.
+    Kept configurations of later steps are deleted, because the run discards these steps.
     """
     earlier = path_at(run, start)
     if start and earlier.is_file() and (before := earlier.read_text()) != text:
@@ -38,12 +38,12 @@ def keep_earlier(run: Path, text: str, start: PolicyVersion) -> None:
 
 
 def path_at(run: Path, step: int) -> Path:
-    """Where the configuration is that step `step` was trained under."""
+    """Path of the configuration that step `step` was trained with."""
     return next((path for path in _kept(run) if _end_of(path) >= step), run / CONFIG)
 
 
 def changed_keys(run: Path, steps: Iterable[int]) -> tuple[str, ...]:
-    """The keys that had not the same value in all of these steps, e.g. `train.lr`. Raises `ConfigError`."""
+    """Keys whose value differs between these steps, e.g. `train.lr`. Raises `ConfigError`."""
     paths = dict.fromkeys(path_at(run, step) for step in steps)
     configs = [dict(leaves(Config.load(path).model_dump(mode="json"))) for path in paths]
     keys = dict.fromkeys(key for config in configs for key in config)
@@ -51,10 +51,10 @@ def changed_keys(run: Path, steps: Iterable[int]) -> tuple[str, ...]:
 
 
 def _kept(run: Path) -> list[Path]:
-    """In the order of steps."""
+    """Kept configurations in order of steps."""
     return sorted((run / KEPT).glob(f"{_UNTIL}step_*[0-9].yaml"), key=_end_of)
 
 
 def _end_of(path: Path) -> int:
-    """The last step that a kept configuration is of."""
+    """Last step of a kept configuration."""
     return step_of(Path(path.stem.removeprefix(_UNTIL)))

@@ -1,4 +1,4 @@
-"""The dashboard that a run starts beside itself."""
+"""Child process of a run that serves its dashboard."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ _GOODBYE_S = 3.0
 
 @contextmanager
 def dashboard_beside(config: Config) -> Iterator[None]:
-    """Serve a dashboard of this run while the block runs, from a process of its own, if the configuration wants one.
+    """Serve a dashboard of this run from a child process while the block runs, if the configuration enables one.
 
-    Its address is told on stderr; one that holds a token only to the owner of the run, in `RUN/logs/dashboard.url`. Its
-    own output is `RUN/logs/dashboard.log`. It cannot fail the run, which waits for nothing but the lookup of
-    `dashboard.host` where that is a name: the port is taken at once, so that the address holds. What keeps it from
-    starting, or ends it before the run, is one line on stderr. Its standard input is a pipe from here, and it ends when
-    that does: also if this process is killed.
+    The URL is written to stderr; a URL with a token goes only to `RUN/logs/dashboard.url`, readable by the owner of the
+    run. The output of the dashboard goes to `RUN/logs/dashboard.log`. A failing dashboard cannot fail the run: its
+    error is one line on stderr. The run waits only for the lookup of a name in `dashboard.host`, because the port is
+    bound before the child starts. The child ends when its standard input closes, also if this process is killed.
     """
     try:
         child = _started(config) if config.dashboard.enabled else None
@@ -38,7 +37,7 @@ def dashboard_beside(config: Config) -> Iterator[None]:
 
 
 def _started(config: Config) -> subprocess.Popen[bytes]:
-    from rlsys.dashboard.listener import Listener  # it costs start-up time
+    from rlsys.dashboard.listener import Listener  # a slow import
 
     log = config.run_dir / "logs" / "dashboard.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -53,14 +52,14 @@ def _started(config: Config) -> subprocess.Popen[bytes]:
             stderr=output,
             env={**os.environ, **listener.environ},
             pass_fds=[fd],
-            start_new_session=True,  # Ctrl-C is for the run, which takes the time to save
+            start_new_session=True,  # Ctrl-C is for the run, which needs time to save
         )
         sys.stderr.write(f"dashboard: {address}  (its output: {log})\n")
     return child
 
 
 def _kept(url: str, folder: Path) -> Path:
-    """The address in a file that only the owner of the run reads: what a job writes to stderr, others may read."""
+    """Write the URL to a file that only the owner of the run can read, because others may read the stderr of a job."""
     path = folder / "dashboard.url"
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

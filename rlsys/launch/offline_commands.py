@@ -1,4 +1,4 @@
-"""What is done with a run or a model beside training: measure it, export it, look at its data."""
+"""Commands on a run or a model outside training: evaluate, export, inspect data."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def evaluate(
     temperature: float | None = None,
     limit: int | None = None,
 ) -> dict[str, EvalMetrics]:
-    """Measure the latest checkpoint of a run directory, or a model (folder or hub name), on every data set.
+    """Evaluate the latest checkpoint of a run directory, or a model (folder or hub name), on every data set.
 
-    A run brings its own configuration; a model takes defaults, and overrides such as `reward.fn=...`. What is given
-    here takes the place of the keys of `eval`: `data` maps names to files, and replaces all sets there are. Raises
-    `ConfigError` or `DataError`, before anything starts, if there is nothing to evaluate on or a set cannot be read.
+    A run has its own configuration; a model gets the defaults, and overrides such as `reward.fn=...`. The arguments
+    replace the keys of `eval`: `data` maps names to files, and replaces all data sets. Raises `ConfigError` or
+    `DataError`, before anything starts, if there is no data set or one cannot be read.
     """
     prepare_imports()
     run = Path(target)
@@ -53,7 +53,7 @@ def evaluate(
     keys = {"eval.samples": samples, "eval.temperature": temperature, "eval.limit": limit}
     overrides = [*config_overrides, *(_override(key, value) for key, value in keys.items() if value is not None)]
     if data is not None:
-        overrides += [_override("eval.data", None), _override("eval.data", data)]  # else they would be merged
+        overrides += [_override("eval.data", None), _override("eval.data", data)]  # otherwise they would be merged
     if is_run:
         _check_has_one_policy(run)
         config = Config.load(run / RESOLVED, overrides)
@@ -85,7 +85,7 @@ def _check_has_one_policy(run: Path) -> None:
 
 
 def _check_target(config: Config) -> None:
-    """Raise `ConfigError` for a path on this machine that is neither a run nor a model: it is no hub name either."""
+    """Raise `ConfigError` for a local path that is neither a run nor a model, and so no hub name either."""
     target = config.model.path
     path = Path(target)
     is_local = path.exists() or (config.ray.address is None and "/" in target and path.parent.exists())
@@ -94,7 +94,7 @@ def _check_target(config: Config) -> None:
 
 
 def _override(key: str, value: object) -> str:
-    """As it would be typed; JSON is YAML."""
+    """Format an override; JSON is valid YAML."""
     return f"{key}={json.dumps(value, ensure_ascii=False)}"
 
 
@@ -123,7 +123,7 @@ async def _evaluate(
 
 
 def exported(checkpoint: Path) -> Path:
-    """A run's checkpoint as a model folder: made once, kept beside its weights, and deleted with them.
+    """Export a checkpoint of a run as a model folder, once; it is stored with the checkpoint and deleted with it.
 
     Raises `CheckpointError` if it cannot be written.
     """
@@ -138,9 +138,9 @@ def exported(checkpoint: Path) -> Path:
 
 
 def made_once(folder: Path, make: Callable[[Path], object]) -> Path:
-    """`folder`, which is made whole by `make` unless it is there; of several processes at once, the first one's stays.
+    """Create `folder` atomically with `make` unless it exists; of concurrent processes, the first one wins.
 
-    Raises `OSError` if it can be neither written nor found.
+    Raises `OSError` if the folder can be neither written nor found.
     """
     if folder.is_dir():
         return folder
@@ -173,9 +173,9 @@ def inspect_data(
     model: str | None = None,
     max_prompt_tokens: int | None = None,
 ) -> Inspection:
-    """What a data file holds; with `model` (folder or hub name), as that model's tokenizer and chat template see it.
+    """Inspect a data file; with `model` (folder or hub name), through that model's tokenizer and chat template.
 
-    Starts nothing, and needs no network for files. Raises `DataError` where a run would, `ModelError` for a model
+    Starts no workers, and needs no network for files. Raises `DataError` where a run would, `ModelError` for a model
     without a tokenizer.
     """
     if model is None:

@@ -1,4 +1,4 @@
-"""What is looked up and checked before anything expensive starts."""
+"""Lookups and checks before anything expensive starts."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from rlsys.util.files import can_be_hub_name, write_atomically
 from rlsys.util.importing import import_from_here
 
 RESOLVED = CONFIG
-"""The configuration of a run, in its directory."""
+"""Configuration of a run, in its directory."""
 POLICIES = "policies"
-"""Folder in the directory of a run of several policies; holds a run directory for each that is trained."""
+"""Folder in the directory of a run of several policies, with a run directory for each trained policy."""
 
 
 @dataclass(frozen=True)
@@ -38,19 +38,19 @@ class Data:
 
     train: TaskSource
     eval: Mapping[str, Sequence[Task]]
-    """By data set; none where nothing is evaluated in training."""
+    """Tasks by data set; empty if training has no evaluation."""
 
 
 def prepare_imports() -> None:
-    """Let `module:name` in a configuration mean the user's own folder, as `python -m` would, in workers too."""
+    """Resolve `module:name` of a configuration in the current folder, as `python -m` does, in workers too."""
     ensure_not_shadowed()
     import_from_here()
 
 
 def check_model(config: Config) -> None:
-    """Raise `ModelError` for a folder that is not there, before anything starts; a hub name is left to the workers.
+    """Raise `ModelError` for a folder that does not exist, before anything starts. Workers check a hub name.
 
-    A cluster at an address of its own may see other folders than this machine.
+    Nothing is checked with a remote cluster, which may have other folders than this machine.
     """
     paths = {"model.path": config.model.path}
     if config.critic.path is not None and Signal.VALUES in config.algorithm.signals:
@@ -61,9 +61,9 @@ def check_model(config: Config) -> None:
 
 
 def look_up(config: Config) -> Data:
-    """All that a run looks up before it starts anything: model folder, tasks, reward functions, workflow.
+    """Look up everything that a run needs before it starts: model folder, tasks, reward functions, workflow.
 
-    Raises the `RlsysError` that the run would end on.
+    Raises the `RlsysError` that the run would end with.
     """
     prepare_imports()
     for own in [config.of(name) for name in config.policies] or [config]:
@@ -72,7 +72,7 @@ def look_up(config: Config) -> Data:
 
 
 def task_source(config: Config) -> TaskSource:
-    """The run's tasks; reward functions are looked up, and the workflow asked, before anything expensive starts."""
+    """Tasks of the run. Reward functions and the workflow are checked before anything expensive starts."""
     tasks = _tasks("data.path", config.data.path, config)
     _check_rewards("data.path", tasks, config)
     group_size, temperature = config.algorithm.group_size, config.rollout.temperature
@@ -81,7 +81,7 @@ def task_source(config: Config) -> TaskSource:
 
 
 def eval_sets(config: Config) -> dict[str, Sequence[Task]]:
-    """The tasks of every data set of `eval`. Raises `DataError` listing every set that cannot be read."""
+    """Tasks of every data set of `eval`. Raises `DataError` with every data set that cannot be read."""
     sets: dict[str, Sequence[Task]] = {}
     problems: list[str] = []
     for name, path in config.eval.data.items():
@@ -97,7 +97,7 @@ def eval_sets(config: Config) -> dict[str, Sequence[Task]]:
 
 
 def _tasks(key: str, path: str, config: Config) -> Sequence[Task]:
-    """The tasks that the configuration names at `key`, which a `DataError` begins with."""
+    """Load the tasks at `path`, the value of `key`. A `DataError` begins with `key`."""
     try:
         return load_tasks(path, config.data.columns.names())
     except DataError as error:
@@ -105,7 +105,7 @@ def _tasks(key: str, path: str, config: Config) -> Sequence[Task]:
 
 
 def _check_rewards(key: str, tasks: Sequence[Task], config: Config) -> None:
-    """Raise `ConfigError` if a reward function asks for a column that not every one of the tasks has."""
+    """Raise `ConfigError` if a reward function needs a column that some of the tasks lack."""
     rewards = RewardSum(config.reward.functions)
     try:
         rewards.check(reduce(and_, (task.info.keys() for task in tasks)))
@@ -114,7 +114,7 @@ def _check_rewards(key: str, tasks: Sequence[Task], config: Config) -> None:
 
 
 def checkpoint_to_resume(config: Config) -> Path | None:
-    """Where to start from, by `run.resume`; None is the beginning. A run that never took a step may begin again."""
+    """Checkpoint to start from, by `run.resume`; None: the initial model. A run without steps may start again."""
     own = find_latest(config.run_dir / "checkpoints")
     if config.run.resume == "never":
         if _holds_run(config.run_dir):
@@ -134,8 +134,8 @@ def checkpoint_to_resume(config: Config) -> Path | None:
 
 
 def check_run_dir(config: Config) -> None:
-    """Raise `ConfigError` if another kind of run is in the run directory: one of several policies, or one of one, or
-    the policy of a run that has others too."""
+    """Raise `ConfigError` if the run directory contains another kind of run: with several policies instead of one, with
+    one instead of several, or one policy of a larger run."""
     run = config.run_dir
     remedy = "choose another run.name, or remove the folder"
     if (whole := whole_of(run)) is not None:
@@ -147,14 +147,14 @@ def check_run_dir(config: Config) -> None:
 
 
 def whole_of(run: Path) -> Path | None:
-    """The run of several policies that this is one policy of; None if it is a run of its own."""
+    """Run of several policies that contains this policy; None if this is a separate run."""
     folder = run.absolute().parent
     is_part = folder.name == POLICIES and (folder.parent / RESOLVED).is_file()
     return folder.parent if is_part else None
 
 
 def _holds_run(run: Path) -> bool:
-    """Did a run of one policy take a step here?"""
+    """True if a run of one policy took a step here."""
     return find_latest(run / "checkpoints") is not None or _has_content(run / "metrics.jsonl")
 
 
@@ -163,10 +163,10 @@ def _has_content(path: Path) -> bool:
 
 
 def write_run_dir(config: Config, checkpoint: Path | None = None) -> None:
-    """Make the run directory, with the whole configuration in it; `checkpoint` is where the run goes on from.
+    """Create the run directory with the full configuration; the run starts from `checkpoint`.
 
-    What the run had before, where it differs, is kept for the steps up to there: see `rlsys.launch.config_history`.
-    Raises `ConfigError` if it cannot be written.
+    An earlier configuration that differs is kept for the steps up to it, see `rlsys.launch.config_history`. Raises
+    `ConfigError` if the directory cannot be written.
     """
     run, text = config.run_dir, config.to_yaml()
     is_own = checkpoint is not None and checkpoint.parent == run / "checkpoints"
@@ -179,7 +179,7 @@ def write_run_dir(config: Config, checkpoint: Path | None = None) -> None:
 
 
 def rooted(config: Config) -> Config:
-    """The configuration with absolute paths: workers do not run in this process's folder."""
+    """Copy of the configuration with absolute paths, because workers run in another folder."""
     update: dict[str, object] = {
         "run": config.run.model_copy(update={"folder": config.run.folder.absolute()}),
         "reward": config.reward.rooted(),
@@ -200,7 +200,7 @@ def _rooted_policy(policy: PolicySection) -> PolicySection:
 
 
 def _rooted_folder(path: str) -> str:
-    """Of a model; a hub name stays as it is."""
+    """Absolute path of a model folder; a hub name is unchanged."""
     folder = Path(path)
     return str(folder.absolute()) if folder.is_dir() else path
 
@@ -210,7 +210,7 @@ def _rooted(path: str) -> str:
 
 
 def local_cpus(config: Config, needed: float) -> int:
-    """CPUs of a cluster of our own: the machine's, or as many as are needed. Ray counts them, nothing more."""
+    """CPUs of a local cluster: those of the machine, or as many as needed. Ray only counts them."""
     return config.ray.num_cpus or max(os.cpu_count() or 1, math.ceil(needed))
 
 
@@ -223,9 +223,9 @@ def check_is_run(run: Path) -> None:
 
 
 def checkpoint_of(run: Path, step: str) -> Path:
-    """The folder of a run's complete checkpoint of `step`, a number or `latest`.
+    """Folder of a run's complete checkpoint of `step`, a number or `latest`.
 
-    Raises `ConfigError` for what is no run or no step, `CheckpointError` if there is no such checkpoint.
+    Raises `ConfigError` for an invalid run or step, `CheckpointError` if there is no such checkpoint.
     """
     check_is_run(run)
     checkpoints = run / "checkpoints"

@@ -1,4 +1,4 @@
-"""Computing again: a step whose numbers were not finite, and steps that a run took."""
+"""Commands that compute again: a step with non-finite numbers, and recorded steps of a run."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 def replay(folder: Path) -> ReplayedStep:
-    """Compute the step that a run kept in `RUN/failed/step_N` again, sample by sample, in this process and without Ray.
+    """Compute the failed step in `RUN/failed/step_N` again, sample by sample, in this process and without Ray.
 
-    The configuration is that of the run when it failed, the weights are those that failed; what other workers added is
-    made again. Only for folders you trust: training state is unpickled by torch's checkpoint reader. Raises `DataError`
-    or `ConfigError` if the folder is no such one, `CheckpointError` or `ModelError` if what it needs does not load.
+    Configuration and weights are those of the failure; columns of other workers are computed again. Use only trusted
+    folders: torch's checkpoint reader unpickles training state. Raises `DataError` or `ConfigError` if the folder is
+    not a failed step, `CheckpointError` or `ModelError` if a checkpoint or model does not load.
     """
     failed = read_failed(folder)
     prepare_imports()
@@ -41,14 +41,14 @@ def replay(folder: Path) -> ReplayedStep:
 
 
 def replay_step(run: Path, step: int, *, debug: bool = False) -> RetrainedSteps:
-    """Train step `step` of a run again, without Ray, and compare weights and metrics with what the run told of them.
+    """Train step `step` of a run again, without Ray, and compare weights and metrics with the recorded ones.
 
-    It begins from the newest checkpoint of the run that is older than the step, or from the initial model, and first
-    trains the steps in between, all under the configuration that the step had. `debug` opens the debugger right
-    before the step itself is trained; it needs a run of one rank. Only for folders you trust, as `replay`.
+    Training begins from the newest checkpoint older than the step, or from the initial model, and first repeats the
+    steps in between. All steps use the configuration of `step`. `debug` opens the debugger right before `step` is
+    trained; it needs a run of one rank. Use only trusted folders, as with `replay`.
 
-    Raises `ConfigError` for what is no run, `DataError` if something was not recorded, `CheckpointError` or
-    `ModelError` if what it needs does not load.
+    Raises `ConfigError` for an invalid run, `DataError` if records are missing, `CheckpointError` or `ModelError` if a
+    checkpoint or model does not load.
     """
     check_is_run(run)
     recording = RecordedSteps.of(run, step)
@@ -64,8 +64,8 @@ def replay_step(run: Path, step: int, *, debug: bool = False) -> RetrainedSteps:
 
 
 def stop_here(step: int, plan: BatchPlan, groups: Sequence[RolloutRecord], backend: TrainBackend) -> None:
-    """Open the debugger, whose `c` goes on and trains `step`.
+    """Open the debugger; its command `c` continues and trains `step`.
 
-    `plan` is what is trained in which micro-batch, `groups` are the records of what was said, `backend` is the policy.
+    `plan` assigns samples to micro-batches, `groups` are the recorded rollouts, `backend` is the policy.
     """
-    pdb.set_trace()  # not `breakpoint`, which Ray, where it was ever started, makes its own
+    pdb.set_trace()  # not `breakpoint`: Ray replaces it once it was started

@@ -1,4 +1,4 @@
-"""The trackers that a configuration asks for, as sinks of its events."""
+"""Trackers of a configuration as sinks of its events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlsys.monitoring.trackers.tracker_thread import InThread
 
 
 def check_trackers(config: Config) -> None:
-    """Raise `ConfigError` if one needs a package that is not installed: a run of days should not find out."""
+    """Raise `ConfigError` if a tracker needs a missing package, so that a long run does not discover it later."""
     for index, plugin in enumerate(config.tracking):
         if plugin.package and find_spec(plugin.package) is None:
             remedy = f"install it: pip install 'rlsys[{plugin.package}]'"
@@ -20,12 +20,12 @@ def check_trackers(config: Config) -> None:
 
 
 def trackers_of(config: Config) -> list[InThread]:
-    """One sink for each tracker of this run, or of this policy of a run of several; its run directory exists."""
+    """One sink for each tracker of this run, or of this policy of a run of several. The run directory must exist."""
     return [InThread(plugin, facts_of(config)) for plugin in config.tracking]
 
 
 def facts_of(config: Config) -> RunFacts:
-    """What a tracker is told of this run, or of this policy of a run of several."""
+    """Description for trackers of this run, or of this policy of a run of several."""
     whole = whole_of(config.run_dir)
     name, policy = (whole.name, config.run.name) if whole else (config.run.name, "")
     return RunFacts(config.run_dir, name, policy, config.model_dump(mode="json"))

@@ -1,4 +1,4 @@
-"""What a run came to, collected from its events."""
+"""Result of a run, collected from its events."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from statistics import fmean
 from rlsys.monitoring.events import Event, Events, PhaseDone, RunStarted, StepDone
 
 SMOOTHED_STEPS = 10
-"""Steps that `reward_first` and `reward_last` average over."""
+"""Number of steps averaged in `reward_first` and `reward_last`."""
 
 
 @dataclass
 class TrainResult:
-    """What a run came to. Collected from its events."""
+    """Result of a run, collected from its events."""
 
     run_dir: str
     steps: int = 0
@@ -22,14 +22,14 @@ class TrainResult:
     reward_first: float | None = None
     """Mean reward of the first 10 steps of this session; None if it took none."""
     reward_last: float | None = None
-    """Mean reward of the last 10."""
+    """Mean reward of the last 10 steps."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """By phase: start-up phases by name, then the sum of each `time/*` metric over the steps."""
+    """Seconds by phase: start-up phases by name, then the sum of each `time/*` metric over the steps."""
     policies: dict[str, TrainResult] = field(default_factory=dict)
-    """Of several policies: what each came to. `steps` is then the least of theirs, and rewards are theirs alone."""
+    """Results by name, for several policies. `steps` is then their minimum, and only the policies have rewards."""
 
     def as_json(self) -> dict[str, object]:
-        """One JSON object, as the command line prints it."""
+        """Result as JSON, as the command line prints it."""
         return {
             "run_dir": self.run_dir,
             "steps": self.steps,
@@ -45,7 +45,7 @@ class TrainResult:
 
 
 class Summary:
-    """A sink that fills a `TrainResult`."""
+    """Sink that fills a `TrainResult`."""
 
     def __init__(self, result: TrainResult) -> None:
         self._result = result
@@ -70,7 +70,7 @@ class Summary:
 
 
 class FirstStep:
-    """A sink that tells how long it took from the command to the end of the first step."""
+    """Sink that measures the time from the command to the end of the first step."""
 
     def __init__(self, events: Events, began: float) -> None:
         self._events, self._began, self._is_over = events, began, False

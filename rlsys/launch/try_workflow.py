@@ -1,4 +1,4 @@
-"""Playing one session of a workflow and showing it: the model of a configuration, or a scripted policy, and no Ray."""
+"""Trial of a workflow: play and print one session, with a configuration's model or a scripted policy, without Ray."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from rlsys.util.importing import imported
 from rlsys.util.seeds import group_seed
 
 _NONE = "none"
-"""Stands for a model or data that nothing of this command reads."""
+"""Placeholder for a model or data that this command does not read."""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """One session, and what became of it."""
+    """One session and its result."""
 
     workflow: str
     task: Task
     episode: Episode
     said: tuple[Said, ...]
     score: Score | None
-    """What the reward functions say, if they were asked."""
+    """Score of the reward functions, if requested."""
 
     def lines(self) -> Iterator[str]:
-        """For a terminal: who said what, and what each agent came to."""
+        """Lines for a terminal: the messages, and the result of each agent."""
         yield f"{self.workflow} on task {self.task.id}"
         yield from map(shown_line, self.said)
         for agent in self._agents():
@@ -56,7 +56,7 @@ class Tried:
             yield f"reward: {value}{parts}"
 
     def as_json(self) -> dict[str, Json]:
-        """All of it, texts uncut."""
+        """Session as JSON, with complete texts."""
         said: list[Json] = [asdict(each) for each in self.said]
         score: Json = None if self.score is None else {**asdict(self.score), "parts": dict(self.score.parts)}
         return {
@@ -74,7 +74,7 @@ class Tried:
 
 
 def config_to_try(what: Sequence[str], overrides: Sequence[str]) -> Config:
-    """The configuration in the files `what`, or that of a workflow by itself, which `what` names.
+    """Load the configuration in the files `what`, or the default one of the workflow that `what` names.
 
     Raises `ConfigError`.
     """
@@ -91,10 +91,10 @@ def try_workflow(
 ) -> Tried:
     """Play one session of the configuration's workflow.
 
-    `task` is the number of a row of `data.path` from 0, the id of one, or a row as JSON. `policy` scripts all replies:
-    `scripted:REPLY`, or `module:function`, which is given the text of everything said so far; None loads the model. A
-    bug in the workflow raises `WorkflowError`, with what was said until then, and a task that it cannot play what its
-    `check` raises.
+    `task` is the index of a row of `data.path` from 0, the id of a row, or a row as JSON. `policy` scripts all replies:
+    `scripted:REPLY`, or `module:function`, which receives the text of the session so far; None loads the model. A bug
+    in the workflow raises `WorkflowError` with the messages until then. A task that the workflow cannot play raises the
+    error of its `check`.
     """
     prepare_imports()
     row = _task_of(config, task)
@@ -153,7 +153,7 @@ def _scripted(script: str, max_new_tokens: int) -> Policy:
 
 
 def _task_of(config: Config, text: str) -> Task:
-    """Raises `DataError` if there is no such task."""
+    """Find a task. Raises `DataError` if it does not exist."""
     if text.lstrip().startswith("{"):
         try:
             row = json.loads(text)

@@ -1,4 +1,4 @@
 """Events of a run, the catalog of its metrics, alerts, and trackers.
 
-Everything here reads events. Nothing in a run depends on what this room writes.
+These modules read events. A run depends on nothing that they write.
 """

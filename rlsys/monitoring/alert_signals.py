@@ -1,7 +1,7 @@
-"""What alerts go by: each gauge reads the metrics of one step after the other and answers with one number.
+"""Signals that alerts compare with thresholds: each reads the metrics of every step and returns one number.
 
 gauge = Fallen("policy/entropy", "entropy", cap=0.5)
-gauge.read(1, {"policy/entropy": 1.1})     # None: it does not know enough yet
+gauge.read(1, {"policy/entropy": 1.1})     # None: too few steps yet
 ...
 gauge.read(58, {"policy/entropy": 0.02})   # SignalReading(0.04, "policy/entropy", "entropy fell to 0.02 nats ...")
 """
@@ -21,35 +21,35 @@ LEVEL_STEPS = 5
 HALVING_STEPS = 10
 """A level that takes this many steps to halve declines slowly; a faster one falls."""
 LEFT_BEHIND = 0.25
-"""Share of what it was, below which a level has fallen for good, until it is above that again."""
+"""A level below this share of its former level has fallen, until it is above that share again."""
 RISE_STEPS = 20
-"""Steps of the means that a rise is a difference of."""
+"""Number of steps in each of the two means that a rise compares."""
 
 
 class SignalReading(NamedTuple):
-    """What a gauge shows after a step."""
+    """Value of a signal after a step."""
 
     value: float
-    """To be held against a threshold."""
+    """Compared with the threshold of the rule."""
     metric: str
-    """What to look at."""
+    """Metric that explains the value."""
     words: str
-    """What is the matter if the value is too high, or too low."""
+    """Description of the problem, for a value beyond the threshold."""
 
 
 class AlertSignal(Protocol):
-    """Reads one thing about a run, step by step."""
+    """One figure of a run, updated step by step."""
 
     def read(self, step: int, metrics: Mapping[str, float]) -> SignalReading | None:
-        """Take in the metrics of one step. None where they say nothing, or too little yet."""
+        """Read the metrics of one step. Returns None if they lack the metric, or if too few steps were read."""
         ...
 
 
 class Mean:
-    """Mean of a metric over the last steps; of its size if it may be negative."""
+    """Mean of the absolute value of a metric over the last steps."""
 
     def __init__(self, metric: str, what: str, num_steps: int) -> None:
-        """`what`: the metric in a sentence."""
+        """`what`: name of the metric in a sentence."""
         self._metric, self._what, self._num_steps = metric, what, num_steps
         self._recent: deque[float] = deque(maxlen=num_steps)
 
@@ -64,20 +64,20 @@ class Mean:
 
 
 class Fallen:
-    """Level of a metric, the median of the last `LEVEL_STEPS`, as a share of what it was before it fell.
+    """Level of a metric, the median of the last `LEVEL_STEPS`, as a share of its former level.
 
-    What it was follows a slow decline, as that of a policy that learns. A fall leaves it behind. A former level above
-    `cap` counts as `cap`: who falls from far above an ordinary level to it has not lost anything.
+    The former level follows a slow decline, such as that of a policy that learns, but not a fall. A former level above
+    `cap` counts as `cap`: a fall from far above an ordinary level to that level is no loss.
     """
 
     def __init__(self, metric: str, what: str, cap: float) -> None:
-        """`what`: the metric in a sentence."""
+        """`what`: name of the metric in a sentence."""
         self._metric, self._what, self._cap = metric, what, cap
         self._recent: deque[float] = deque(maxlen=LEVEL_STEPS)
         self._before = 0.0
-        """What it was."""
+        """The former level."""
         self._last_well = 0
-        """Last step at more than half of that."""
+        """Last step above half of the former level."""
 
     def read(self, step: int, metrics: Mapping[str, float]) -> SignalReading | None:
         value = _finite(metrics, self._metric)
@@ -100,18 +100,17 @@ class Fallen:
 
 
 class Rise:
-    """How far the mean size of a metric over the last `RISE_STEPS` is above the lowest such mean before.
+    """Rise of a metric: mean absolute value of the last `RISE_STEPS` minus the lowest such mean before.
 
-    Three standard errors of that difference are taken off, for the lowest of many means is low by chance.
+    Three standard errors of the difference are subtracted, because the lowest of many means is low by chance.
     """
 
     def __init__(self, metric: str, what: str, where: str = "") -> None:
-        """`what`: the metric in a sentence. `where`: a metric; steps that have none of it, or 0, only show what is
-        low."""
+        """`where`: a second metric; steps where it is missing or 0 only update the lowest mean."""
         self._metric, self._what, self._where = metric, what, where
         self._recent: deque[float] = deque(maxlen=RISE_STEPS)
         self._lowest = (float("inf"), 0.0)
-        """The mean, and its squared standard error."""
+        """The mean and its squared standard error."""
 
     def read(self, step: int, metrics: Mapping[str, float]) -> SignalReading | None:
         value = _finite(metrics, self._metric)
@@ -134,7 +133,7 @@ class Rise:
 
 
 class Added:
-    """By how much a counter went up within the last 10 steps."""
+    """Increase of a counter within the last 10 steps."""
 
     def __init__(self, metric: str, what: str) -> None:
         self._metric, self._what = metric, what
@@ -144,7 +143,7 @@ class Added:
         value = _finite(metrics, self._metric)
         if value is None:
             return None
-        if value < self._recent[-1]:  # it counts anew
+        if value < self._recent[-1]:  # the counter restarted
             self._recent.clear()
             self._recent.append(0.0)
         self._recent.append(value)
@@ -153,7 +152,7 @@ class Added:
 
 
 class NotFinite:
-    """How many metrics of a step are no numbers. Rates are left out: a step may take no measurable time."""
+    """Number of metrics of a step that are not finite. Rates do not count: a step may take no measurable time."""
 
     def read(self, step: int, metrics: Mapping[str, float]) -> SignalReading | None:
         if isfinite(sum(metrics.values())):
@@ -164,7 +163,7 @@ class NotFinite:
 
 
 class Idle:
-    """Share of the last 20 steps in which the trainer waited for groups, or rollouts for the trainer: the larger."""
+    """Share of the last 20 steps that the trainer waited for groups, or rollouts for the trainer: the larger one."""
 
     _SIDES = (("time/wait_batch", "the trainer waited for groups"), ("time/wait_permit", "rollouts waited for permits"))
 
@@ -186,8 +185,8 @@ class Idle:
 
 
 class RewardByLength:
-    """Correlation of reward and length over the last 40 steps; 0 unless reward rises, and length by a quarter and by 20
-    tokens."""
+    """Correlation of reward and length over the last 40 steps. It is 0 unless the reward rises, and the length rises
+    by a quarter and by 20 tokens."""
 
     def __init__(self) -> None:
         self._recent: deque[tuple[float, float]] = deque(maxlen=40)
@@ -205,7 +204,7 @@ class RewardByLength:
             return SignalReading(0.0, "completions/length_mean", "")
         try:
             value = correlation(rewards, lengths)
-        except StatisticsError:  # one of them does not vary
+        except StatisticsError:  # rewards or lengths do not vary
             value = 0.0
         words = (
             f"reward rises with length: correlation {value:.2f} over 40 steps, in which completions grew from "

@@ -1,4 +1,4 @@
-"""What looks wrong in a run, in words: a pure fold over its events, for the run itself and for whoever reads its files.
+"""Alerts about a run, in words: a pure fold over its events, for the run itself and for readers of its files.
 
     alarms = Alarms()                               # or Alarms({"entropy_collapse": 0.1, "idle_side": None})
     for event, time_s in events:
@@ -6,8 +6,8 @@
             print(alert.sentence)
     alarms.open, alarms.history, alarms.silent(now_s)
 
-A rule is a gauge of the steps (`rlsys.monitoring.alert_signals`) and a threshold. What was raised stays until the gauge
-is well on the other side of the threshold, so that an alert does not come and go with the noise.
+A rule is a signal (`rlsys.monitoring.alert_signals`) and a threshold. An alert closes only when the signal is well on
+the other side of the threshold, so that noise does not open and close it repeatedly.
 """
 
 from __future__ import annotations
@@ -23,56 +23,56 @@ from rlsys.monitoring.alert_signals import AlertSignal, SignalReading
 from rlsys.monitoring.events import EngineChosen, Event, PhaseDone, RunEnded, RunStarted, StepDone
 
 MARGIN = 0.8
-"""An alert ends when the gauge is below this share of its threshold; of one that must not be low, above 1 / this."""
+"""An alert closes when its signal is below this share of the threshold; for low values, above 1 / this."""
 LEAST_SILENCE_S = 60.0
-"""Below this, silence is no alert, however quick steps are."""
+"""Shorter silence raises no alert, however short the steps are."""
 FIRST_STEP_S = 600.0
-"""Silence that is one before any step was timed."""
+"""Silence that raises an alert before any step was timed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """When an alert is raised, and what to do then."""
+    """Condition of an alert, and its remedy."""
 
     metric: str
-    """What it goes by; empty if that is no one metric."""
+    """Metric of the signal; empty if no single metric applies."""
     threshold: float
-    """The default; `alerts: {name: value}` sets it, null turns the rule off."""
+    """Default threshold; `alerts: {name: value}` sets it, null turns the rule off."""
     unit: str
-    """Of the threshold, and of `Alert.value`."""
+    """Unit of the threshold and of `Alert.value`."""
     when: str
-    """In words, where `this` is the threshold."""
+    """Condition in words, where `this` is the threshold."""
     remedy: str
-    """What to do, as a sentence."""
+    """Remedy, as a sentence."""
     gauge: Callable[[], AlertSignal] | None
-    """Makes what is held against the threshold; None: time does."""
+    """Makes the signal; None: the rule compares the time since the last step."""
     is_low: bool = False
-    """Is it low values that are wrong?"""
+    """True if values below the threshold raise the alert."""
 
     @property
     def meaning(self) -> str:
-        """When it is raised, and what to do then."""
+        """Condition and remedy in words."""
         return f"{self.when}. {self.remedy}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alert:
-    """Something looked wrong from `step` on."""
+    """Problem of a run, observed from `step` on."""
 
     alert: str
     """Name of its rule."""
     step: int
     until_step: int | None
-    """Step at which it was well again; None: it still holds."""
+    """Step at which the alert closed; None: it is open."""
     time_s: float
     value: float
-    """At `step`."""
+    """Value of the signal at `step`."""
     threshold: float
     unit: str
     metric: str
-    """What to look at, a name of `rlsys.monitoring.metric_catalog`; empty if it is of no metric."""
+    """Metric to look at, a name of `rlsys.monitoring.metric_catalog`; empty if no single metric applies."""
     sentence: str
-    """What is wrong, with numbers, and what to do."""
+    """Problem with its numbers, and the remedy."""
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(
@@ -192,17 +192,16 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         ),
     }
 )
-"""Every alert there is, by name."""
+"""Every rule by the name of its alert."""
 
 
 class Alarms:
-    """Which alerts hold, and held, after the events of a run so far."""
+    """Open and closed alerts after the events of a run so far."""
 
     def __init__(self, thresholds: Mapping[str, float | None] = MappingProxyType({})) -> None:
-        """`thresholds`: of rules that go by another than their default; None turns one off.
+        """`thresholds`: values that replace the default of a rule; None turns the rule off.
 
-        A name that `RULES` does not have is not looked at: the configuration was checked, and that of another version
-        may have others.
+        Names that `RULES` lacks are ignored: they may come from the checked configuration of another version.
         """
         given = {name: thresholds.get(name, rule.threshold) for name, rule in RULES.items()}
         self._thresholds = {name: threshold for name, threshold in given.items() if threshold is not None}
@@ -212,46 +211,46 @@ class Alarms:
         self._step = 0
         self._total_steps: int | None = None
         self._step_times_s: deque[float] = deque(maxlen=20)
-        """Seconds of the last steps, but for the first of each session."""
+        """Seconds of the last steps, without the first step of each session."""
         self._first_s: float | None = None
-        """Seconds of the very first one, which is all that is known until the second is done."""
+        """Seconds of the first step of all; the only estimate until the second step is done."""
         self._moved_s: float | None = None
-        """When the run began or took its last step; None: it has not, or has no more to take."""
+        """Time of the start of the run or of its last step; None: not started, or no step is left."""
         self._is_first = True
-        """Has no step been taken since the run began?"""
+        """True until the first step since the run began."""
 
     @property
     def open(self) -> Sequence[Alert]:
-        """Those that hold, oldest first."""
+        """Open alerts, oldest first."""
         return tuple(self._open.values())
 
     @property
     def history(self) -> Sequence[Alert]:
-        """Every one there ever was, in the order in which they were raised."""
+        """All alerts, open and closed, in the order in which they were raised."""
         return sorted((*self._closed, *self._open.values()), key=lambda alert: alert.time_s)
 
     @property
     def thresholds(self) -> Mapping[str, float]:
-        """Of the rules that are on."""
+        """Thresholds of the rules that are on."""
         return self._thresholds
 
     def observe(self, event: Event, time_s: float) -> Sequence[Alert]:
-        """Take in one event, emitted at `time_s` (Unix seconds); answers what is raised by it.
+        """Process one event, emitted at `time_s` (Unix seconds), and return the alerts it raises.
 
-        Only the start and end of a run and its steps tell anything; other events show that time passes, so a reader
-        may leave them out and ask `silent`. A metric that is no number must be NaN, not missing.
+        Only `RunStarted`, `StepDone` and `RunEnded` change the state. Other events only show that time passes, so a
+        reader may leave them out and call `silent`. A metric that is not a number must be NaN, not missing.
         """
         match event:
             case RunStarted(first_step=first, total_steps=total):
                 self._close("no_progress", first)
                 self._step, self._total_steps, self._is_first = first, total, True
                 self._waits_from(time_s)
-                return []  # nobody was to make progress before
+                return []  # no progress is due before the run starts
             case RunEnded():
                 self._moved_s = None
-                return []  # it is the last word of a run
+                return []  # nothing follows the end of a run
             case PhaseDone() | EngineChosen():
-                return []  # of a start-up, maybe that of a run that goes on days after it was killed
+                return []  # start-up, maybe of a run that resumes days after it was killed
             case _:
                 raised = self._late(time_s)
         if isinstance(event, StepDone):
@@ -264,7 +263,7 @@ class Alarms:
         return raised
 
     def silent(self, now_s: float) -> Alert | None:
-        """The alert that a run makes no progress, as of now; None if it does, ended, or the alert is open already."""
+        """Return the `no_progress` alert due at `now_s`; None if no alert is due, or it is open already."""
         return next(iter(self._late(now_s)), None)
 
     def _moved(self, step: int, time_s: float) -> None:
@@ -278,7 +277,7 @@ class Alarms:
         self._waits_from(time_s)
 
     def _waits_from(self, time_s: float) -> None:
-        """The next step is to come, if there is one: after the last, an evaluation may take as long as it likes."""
+        """Wait for the next step from `time_s` on, if one is left. The last evaluation has no deadline."""
         is_last = self._total_steps is not None and self._step >= self._total_steps
         self._moved_s = None if is_last else time_s
 
@@ -297,7 +296,7 @@ class Alarms:
         return [self._alert("no_progress", SignalReading(num_steps, "", words), now_s)]
 
     def _typical(self, unknown_s: float) -> tuple[float, str]:
-        """What a step takes, `unknown_s` if none was done, and how that is known."""
+        """Duration of a step and its source in words; `unknown_s` if no step was done."""
         if self._step_times_s:
             typical_s = median(self._step_times_s)
             return typical_s, f"steps take {typical_s:.3g} s"
@@ -306,7 +305,7 @@ class Alarms:
         return unknown_s, "it is the first since the run began"
 
     def _gauged(self, name: str, metrics: Mapping[str, float], time_s: float) -> Alert | None:
-        """What the gauge of a rule calls for: closes its alert, or answers with a new one."""
+        """Read the signal of a rule; close its alert, or return a new one."""
         indication = self._gauges[name].read(self._step, metrics)
         if indication is None:
             return None

@@ -1,4 +1,4 @@
-"""What workers answered, as events. Nothing here decides anything."""
+"""Events built from the answers of workers. Nothing here makes a decision."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from rlsys.monitoring.events import Events, GroupRolledOut, GroupScored, WorkerB
 from rlsys.types import EpisodeMeta, Group, OutcomeKind
 
 SHORTEST_S = 0.001
-"""Work that took less is not told: nobody could see it."""
+"""Shorter work is not emitted: it would be invisible on a timeline."""
 
 
 def emit_busy(events: Events, activity: str, spans: Iterable[Busy], answered_s: float) -> None:
-    """Tell when one worker did `activity`, one of `rlsys.monitoring.events.ACTIVITIES`.
+    """Emit when one worker did `activity`, one of `rlsys.monitoring.events.ACTIVITIES`.
 
-    The clock of a worker is its own. What it read there when it answered, `answered_s`, is now on ours.
+    `answered_s` is the time of the answer on the worker's clock; its offset from the driver's clock corrects all times.
     """
     ahead_s = events.now() - answered_s
     for busy in spans:
@@ -24,7 +24,7 @@ def emit_busy(events: Events, activity: str, spans: Iterable[Busy], answered_s: 
 
 
 def group_rolled_out(rolled_out: RolledOut) -> GroupRolledOut:
-    """All that is told of a group when its episodes were played."""
+    """Event of a group whose episodes were rolled out."""
     group, busy = rolled_out.group, rolled_out.busy
     return GroupRolledOut(
         group_id=group.group_id,
@@ -40,7 +40,7 @@ def group_rolled_out(rolled_out: RolledOut) -> GroupRolledOut:
 
 
 def group_scored(group: Group) -> GroupScored:
-    """All that is told of a group when its episodes were scored."""
+    """Event of a group whose episodes were scored."""
     roots = [episode.trajectories[0] for episode in group.episodes]
     rewards = tuple(None if root.outcome.is_failed else root.reward for root in roots)
     return GroupScored(group.group_id, group.task_id, rewards)

@@ -1,7 +1,7 @@
-"""What happens in a run, as typed events, and the bus that hands them to sinks.
+"""Typed events of a run, and the bus that passes them to sinks.
 
-The driver emits; files, the console and trackers are sinks; a dashboard reads the files. Nothing here decides anything,
-and nothing a sink does can stop training.
+The driver emits; files, the console and trackers are sinks; a dashboard reads the files. Nothing here makes a decision,
+and no sink can stop training.
 
     events = Events([JsonlSink(run_dir), ConsoleSink(total_steps)])
     events.emit(StepDone(1, {"reward/mean": 0.52, "time/step": 0.21}))
@@ -20,12 +20,12 @@ from rlsys.types import PolicyVersion
 
 @dataclass(frozen=True, slots=True)
 class RunStarted:
-    """Every worker is ready and training begins."""
+    """All workers are ready and training begins."""
 
     kind: ClassVar[str] = "run_started"
     run_dir: str
     first_step: int
-    """Step the run begins after: 0, or the resumed one."""
+    """Step after which the run begins: 0, or the resumed step."""
     total_steps: int
 
 
@@ -40,7 +40,7 @@ class PhaseDone:
 
 @dataclass(frozen=True, slots=True)
 class EngineChosen:
-    """Which inference engine a replica runs, and why."""
+    """Inference engine of a replica, with the reason for the choice."""
 
     kind: ClassVar[str] = "engine_chosen"
     worker: str
@@ -50,33 +50,33 @@ class EngineChosen:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """One optimizer step was taken and its weights published."""
+    """An optimizer step is done and its weights are published."""
 
     kind: ClassVar[str] = "step_done"
     step: int
-    """Steps behind the weights now, which is also their version."""
+    """Optimizer steps behind the weights, which is also their version."""
     metrics: Mapping[str, float]
     """Metric name -> value; the names are those of `rlsys.monitoring.metric_catalog.METRICS`."""
     group_ids: tuple[int, ...] = ()
-    """Groups it trained, in the order of its batch."""
+    """Trained groups in the order of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupIssued:
-    """A permit was taken and a task drawn: the group is to be rolled out. Told again if it is issued again."""
+    """A group has a permit and a task, and is to be rolled out. Emitted again when the group is reissued."""
 
     kind: ClassVar[str] = "group_issued"
     group_id: int
     task_id: str
     version: PolicyVersion
-    """No token of it may be older."""
+    """Oldest version that its tokens may have."""
     size: int
-    """Episodes it will have."""
+    """Number of its episodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPlaced:
-    """A group is being rolled out there. Found by looking every few seconds: what is done sooner is not told."""
+    """A replica is rolling out a group. Found by polling every few seconds, so shorter rollouts are not reported."""
 
     kind: ClassVar[str] = "group_placed"
     group_id: int
@@ -85,43 +85,43 @@ class GroupPlaced:
 
 @dataclass(frozen=True, slots=True)
 class GroupRolledOut:
-    """All episodes of a group were played."""
+    """All episodes of a group are rolled out."""
 
     kind: ClassVar[str] = "group_rolled_out"
     group_id: int
     task_id: str
     worker: str
-    """The replica."""
+    """Replica that rolled it out."""
     oldest: PolicyVersion
     newest: PolicyVersion
-    """Of the versions its tokens were sampled from."""
+    """`oldest` and `newest` version that its tokens were sampled from."""
     lengths: tuple[int, ...]
     """Tokens sampled in each episode, by all its agents."""
     num_truncated: int
-    """Episodes in which somebody was cut at the token limit."""
+    """Episodes in which an agent was cut at the token limit."""
     seconds: float
-    """At the replica, from its start to its end."""
+    """Seconds at the replica, from start to end, without `waited_s`."""
     waited_s: float
-    """Before that, for weights."""
+    """Seconds that the group waited for weights before it started."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupScored:
-    """Every episode of a group has its reward, or the reason why not.
+    """Every episode of a group has its reward, or the reason why it has none.
 
-    The group waits to be trained, unless a `GroupDropped` follows: there may be nothing to learn in it.
+    The group then waits to be trained, unless a `GroupDropped` follows because it has no signal.
     """
 
     kind: ClassVar[str] = "group_scored"
     group_id: int
     task_id: str
     rewards: tuple[float | None, ...]
-    """Of each episode's root; None: it failed, or has none."""
+    """Reward of each episode's root; None: the episode failed, or has no reward."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupDropped:
-    """A group left the pipe untrained. `reason` is what the drop is counted under, `detail` the story."""
+    """A group left the pipe untrained. The drop is counted under `reason`; `detail` explains it."""
 
     kind: ClassVar[str] = "group_dropped"
     group_id: int
@@ -132,7 +132,7 @@ class GroupDropped:
 
 @dataclass(frozen=True, slots=True)
 class GroupReissued:
-    """What was rolled out of a group is lost: the group is issued again, with its number and so its seeds."""
+    """The rollouts of a group are lost: the group is issued again, with the same group id and so the same seeds."""
 
     kind: ClassVar[str] = "group_reissued"
     group_id: int
@@ -142,48 +142,48 @@ class GroupReissued:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeGrafted:
-    """All episodes of a group failed: a stored success of the same task took the place of one of them."""
+    """All episodes of a group failed: a stored success of the same task replaced one of them."""
 
     kind: ClassVar[str] = "episode_grafted"
     group_id: int
     task_id: str
     episode: int
-    """Which one, from 0."""
+    """Index of the replaced episode, from 0."""
     donor: int
-    """Serial of the group that the success is from."""
+    """Group id of the stored success."""
 
 
 @dataclass(frozen=True, slots=True)
 class SignalMissing:
-    """So many groups one after the other had nothing to learn in them, a tenth of those that end the run."""
+    """`num_groups` groups in a row had no signal, a tenth of the `limit` that ends the run."""
 
     kind: ClassVar[str] = "signal_missing"
     num_groups: int
     limit: int
     """`limits.max_no_signal_groups`."""
     detail: str
-    """What was found of the last of them."""
+    """Detail of the last such group."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsPublished:
-    """A version that the actor published is in the relay tier."""
+    """A version published by the actor is in the relay tier."""
 
     kind: ClassVar[str] = "weights_published"
     version: PolicyVersion
     hash: str
     num_bytes: int
     num_sent: int
-    """Bytes that had to travel: those of buckets which the version before did not have."""
+    """Bytes sent: those of the buckets that differ from the version before."""
     stall_s: float
-    """Seconds the actor could not train because of it."""
+    """Seconds during which the publish kept the actor from training."""
     seconds: float
-    """From the end of the publish to the first relay holding all of it."""
+    """Seconds from the end of the publish until the first relay has the whole version."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailed:
-    """A worker died, or did not answer, or held the wrong weights."""
+    """A worker died, did not answer, or had the wrong weights."""
 
     kind: ClassVar[str] = "worker_failed"
     worker: str
@@ -202,14 +202,14 @@ class WorkerRestarted:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoriesMoved:
-    """Replica `to` goes on with groups that `source` was sampling, so that `source` can take newer weights."""
+    """Replica `to` continues groups that `source` was sampling, so that `source` can load newer weights."""
 
     kind: ClassVar[str] = "trajectories_moved"
     source: str
     to: str
     num_groups: int
     version: PolicyVersion
-    """What they are sampled from, there as before."""
+    """Version that the groups are sampled from, on both replicas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,24 +224,23 @@ class CheckpointSaved:
 
 @dataclass(frozen=True, slots=True)
 class EvalDone:
-    """One version was measured on one data set."""
+    """A version was evaluated on a data set."""
 
     kind: ClassVar[str] = "eval_done"
     step: int
-    """Steps behind the weights measured, which is also their version: every token was sampled from exactly that one."""
+    """Optimizer steps behind the evaluated weights, which is also the version of every sampled token."""
     dataset: str
     hash: str
-    """Content hash those weights were published with."""
+    """Content hash of the weights, as published."""
     seconds: float
-    """From the moment the version was pinned."""
+    """Seconds since the version was pinned."""
     metrics: Mapping[str, float]
-    """Metric name -> value, e.g. `eval/held_out/pass@4`; the measures are those of
-    `rlsys.loop.eval_metrics.EvalMetrics`."""
+    """Metric name -> value, e.g. `eval/held_out/pass@4`; see `rlsys.loop.eval_metrics.EvalMetrics`."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerBusy:
-    """A worker was at work on one thing. What is between is idleness."""
+    """A worker worked on one activity. The time between two such events is idle time."""
 
     kind: ClassVar[str] = "worker_busy"
     worker: str
@@ -249,41 +248,41 @@ class WorkerBusy:
     """One of `ACTIVITIES`."""
     start_s: float
     end_s: float
-    """Unix seconds on the driver's clock; they may be off by what a message takes."""
+    """`start_s` and `end_s`: Unix seconds on the driver's clock, accurate to the delay of one message."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSeen:
-    """What a replica holds and does, found by looking every few seconds; told when it changes, and now and then."""
+    """State of a replica, polled every few seconds; emitted when it changes, and at intervals."""
 
     kind: ClassVar[str] = "replica_seen"
     worker: str
     version: PolicyVersion
     is_loading: bool
-    """Is it taking in weights?"""
+    """True while it loads weights."""
     num_running: int
-    """Sequences or groups that it is decoding."""
+    """Sequences or groups that it decodes now."""
     num_waiting: int
     kv_used: float
-    """Share of its cache slots, 0 to 1."""
+    """Share of its cache slots in use, 0 to 1."""
     num_tokens: int
-    """Sampled since it started."""
+    """Tokens sampled since it started."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueSeen:
-    """What is in the pipe, found by looking every few seconds; told when it changes."""
+    """State of the pipe, polled every few seconds; emitted when it changes."""
 
     kind: ClassVar[str] = "queue_seen"
     num_open: int
-    """Groups that are issued, and neither trained nor dropped."""
+    """Issued groups that are neither trained nor dropped."""
     num_finished: int
-    """Those of them that wait to be trained."""
+    """Open groups that wait to be trained."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutsWritten:
-    """The groups of a step can be read, for people: `rlsys.replay.rollout_log.read_rollouts`."""
+    """The groups of a step are written as text for people; see `rlsys.replay.rollout_log.read_rollouts`."""
 
     kind: ClassVar[str] = "rollouts_written"
     step: int
@@ -292,11 +291,11 @@ class RolloutsWritten:
 
 @dataclass(frozen=True, slots=True)
 class AlertRaised:
-    """Something looks wrong, and what to do about it; see `rlsys.monitoring.alerts`."""
+    """A problem of the run with its remedy; see `rlsys.monitoring.alerts`."""
 
     kind: ClassVar[str] = "alert_raised"
     alert: str
-    """Its name, e.g. `entropy_collapse`."""
+    """Name of the alert, e.g. `entropy_collapse`."""
     step: int
     value: float
     threshold: float
@@ -353,40 +352,40 @@ ACTIVITIES: Mapping[str, str] = {
     "recording": "the actor wrote the rollouts of a step for people",
     "saving": "a checkpoint was written",
 }
-"""What `WorkerBusy` tells of: name -> meaning."""
+"""Activities of `WorkerBusy`: name -> meaning."""
 
 
 class Sink(Protocol):
-    """Something that reads events. May raise: it is then dropped."""
+    """Reader of events. A sink that raises is detached."""
 
     def handle(self, event: Event, time_s: float) -> None:
-        """Take one event, emitted at `time_s` (Unix seconds). Called in order, and must be quick."""
+        """Process one event, emitted at `time_s` (Unix seconds). Called in order; must return quickly."""
         ...
 
     def close(self) -> None:
-        """No event follows."""
+        """Close the sink: no event follows."""
         ...
 
 
 class Events:
-    """The bus: stamps each event with the time and hands it to every sink, in order.
+    """Event bus: stamps each event with the time and passes it to every sink, in order.
 
-    A sink that raises is named once on stderr and dropped: observing must never stop training.
+    A sink that raises is reported once on stderr and detached, because observers must never stop training.
     """
 
     def __init__(self, sinks: Iterable[Sink] = (), clock: Callable[[], float] = time.time) -> None:
         self._sinks, self._clock = list(sinks), clock
 
     def attach(self, sink: Sink) -> None:
-        """Hand `sink` every event from now."""
+        """Pass every event from now on to `sink`."""
         self._sinks.append(sink)
 
     def now(self) -> float:
-        """The time on the clock that events are stamped with."""
+        """Current time on the clock that stamps events."""
         return self._clock()
 
     def emit(self, event: Event) -> None:
-        """Tell every sink."""
+        """Pass an event to every sink."""
         time_s = self._clock()
         for sink in tuple(self._sinks):
             self._guarded(sink, lambda sink=sink: sink.handle(event, time_s))

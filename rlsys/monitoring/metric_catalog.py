@@ -1,4 +1,4 @@
-"""The table of metrics: what every number that a step or an evaluation reports means, and its unit."""
+"""Catalog of metrics: meaning and unit of every number that a step or an evaluation reports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Metric(NamedTuple):
-    """What a metric means, for tables, tooltips and trackers."""
+    """Unit and meaning of a metric, for tables, tooltips and trackers."""
 
     unit: str
     help: str
@@ -21,8 +21,8 @@ STALENESS_BUCKETS: Mapping[str, str] = {
     "s3": "tokens three versions old",
     "s4plus": "tokens four or more versions old",
 }
-"""Name -> meaning of what `sampler/*` is reported for again, e.g. as `sampler/s1/ess`, and of the staleness histogram,
-e.g. `async/staleness/s1`; the index is the staleness."""
+"""Name -> meaning of each staleness bucket; the index is the staleness. `sampler/*` is also reported per bucket, e.g.
+as `sampler/s1/ess`, and so is the staleness histogram, e.g. as `async/staleness/s1`."""
 
 _SAMPLER: Mapping[str, Metric] = {
     "logp_diff_mean": Metric("nats", "mean |logprob of the trainer - logprob of the engine| of trained tokens"),
@@ -185,23 +185,23 @@ METRICS: Mapping[str, Metric] = {
     "optim/grad_norm": Metric("", "norm of the gradient before clipping, mean over the updates of the step"),
     "optim/lr": Metric("", "learning rate of the step"),
 }
-"""Every metric the framework and its own algorithms report: name -> unit and meaning.
+"""Every metric of the framework and its algorithms: name -> unit and meaning.
 
-A name in braces stands for any text: `eval/{dataset}/mean` for `eval/held_out/mean`.
+A name in braces is a placeholder: `eval/{dataset}/mean` matches `eval/held_out/mean`.
 """
 
 
 class Named(NamedTuple):
-    """A metric's name taken apart."""
+    """Metric name split into its catalog key and labels."""
 
     key: str
-    """Its key in `METRICS`, `eval/{dataset}/pass@{k}` for instance."""
+    """Key in `METRICS`, e.g. `eval/{dataset}/pass@{k}`."""
     labels: Mapping[str, str]
-    """What stands for the names in braces, `{"dataset": "held_out", "k": "4"}`."""
+    """Values of the placeholders, e.g. `{"dataset": "held_out", "k": "4"}`."""
 
 
 def named(name: str) -> Named | None:
-    """A name by the table; None if it is not there."""
+    """Split a name by the catalog; None if the catalog lacks it."""
     if name in METRICS:
         return Named(name, {})
     matches = ((key, pattern.fullmatch(name)) for key, pattern in _PATTERNS.items())
@@ -209,13 +209,13 @@ def named(name: str) -> Named | None:
 
 
 def metric_of(name: str) -> Metric | None:
-    """What `METRICS` says of a name, `reward/by/exact` for instance; None if nothing."""
+    """Look up a name, e.g. `reward/by/exact`, in `METRICS`; None if the catalog lacks it."""
     found = named(name)
     return found and METRICS[found.key]
 
 
 def undocumented(names: Iterable[str]) -> list[str]:
-    """The names that `METRICS` does not explain, sorted. A run in the tests must have none."""
+    """Names that `METRICS` does not explain, sorted. A run in the tests must have none."""
     return sorted(name for name in set(names) if metric_of(name) is None)
 
 

@@ -1,13 +1,12 @@
-"""The tracker door: what takes a run's metrics to where people look at those of all their runs.
+"""Tracker plug-ins: send the metrics of a run to a service that shows many runs.
 
-A plug-in is a frozen dataclass, its configuration, whose `start` opens the place to write to:
+A plug-in is a frozen dataclass, which is its configuration. Its `start` opens the destination:
 
     tracking:
       - {type: wandb, project: sums, mode: offline}
       - tensorboard
 
-Each runs in a thread of its own, see `rlsys.monitoring.trackers.tracker_thread`: it may be slow and may raise, and
-training goes on.
+Each tracker has a thread (`rlsys.monitoring.trackers.tracker_thread`): it may be slow or raise, and training continues.
 """
 
 from __future__ import annotations
@@ -27,26 +26,26 @@ NameSet: TypeAlias = Literal["rlsys", "verl", "trl"]
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """The run that is tracked; of several policies, one of them is a run by itself."""
+    """The tracked run. With several policies, each policy is tracked as one run."""
 
     run_dir: Path
     name: str
-    """Of the run, `run.name`."""
+    """Name of the run, `run.name`."""
     policy: str
-    """Which policy of it; empty if it has one."""
+    """Name of the policy; empty if the run has only one."""
     config: Mapping[str, Any]
-    """Every key with its value, as `config.resolved.yaml` holds it."""
+    """Every key with its value, as in `config.resolved.yaml`."""
     first_step: int = 0
-    """Step it goes on after; 0: it starts anew."""
+    """Step after which the run resumes; 0: a new run."""
 
     @property
     def folder(self) -> Path:
-        """Where trackers keep what they need on disk."""
+        """Folder for the files of trackers."""
         return self.run_dir / "tracking"
 
     @property
     def title(self) -> str:
-        """What people call it, e.g. `sums` or `sums/solver`."""
+        """Display name, e.g. `sums` or `sums/solver`."""
         return f"{self.name}/{self.policy}" if self.policy else self.name
 
 
@@ -57,39 +56,38 @@ class RolloutRow:
     step: int
     task_id: str
     group_id: int
-    """Of its group."""
     episode: int
     reward: float | None
-    """None: it failed, or has none."""
+    """Reward of the root; None: the episode failed, or has no reward."""
     advantage: float | None
-    """Of its root; None: not trained, or each sample has its own."""
+    """Advantage of the root; None: not trained, or each sample has a separate one."""
     num_tokens: int
-    """Sampled, by all its agents."""
+    """Tokens sampled by all agents."""
     outcome: str
     """`ok`, `truncated` or `failed`."""
     prompt: str
     text: str
-    """What its root said, all turns."""
+    """Text of the root, all turns."""
 
 
 class Tracker(Protocol):
-    """A place that is open. Its methods are called in order, all from one thread; whatever they raise ends it."""
+    """Open destination of a run. Its methods are called in order, from one thread. If one raises, the tracker stops."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Take numbers of a step: those of training, or those of an evaluation, which may come later than younger
-        steps. A step may come again after a resume; then the later counts."""
+        """Log the metrics of a training step, or of an evaluation, which may arrive after later steps. A resumed run
+        may repeat a step; the later values replace the earlier ones."""
         ...
 
     def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
-        """Take episodes of a step, sorted by reward."""
+        """Log episodes of a step, sorted by reward."""
         ...
 
     def alert(self, alert: AlertRaised) -> None:
-        """Something looks wrong."""
+        """Log an alert."""
         ...
 
     def close(self, reason: EndReason) -> None:
-        """The run ended; nothing follows."""
+        """Close the destination; no call follows."""
         ...
 
 
@@ -98,33 +96,33 @@ class TrackerPlugin:
     """Base of every tracker's configuration."""
 
     package: ClassVar[str] = ""
-    """Python package that it needs besides those of rlsys, which the extra of that name installs."""
+    """Python package that it needs besides those of rlsys; the extra of the same name installs it."""
 
     def start(self, run: RunFacts) -> Tracker:
-        """Open the place for this run. It may take long, and may raise."""
+        """Open the destination for this run. May take long, and may raise."""
         raise NotImplementedError(f"{type(self).__name__} starts nothing: implement `start`")
 
     @property
     def name_set(self) -> NameSet:
-        """What metrics are called there."""
+        """Set of metric names that this tracker uses."""
         return "rlsys"
 
     def num_rows(self, step: int) -> int:
-        """Most episodes of this step that `rollouts` wants; 0: it is not called."""
+        """Most episodes of this step to pass to `rollouts`; 0: `rollouts` is not called."""
         return 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTracker(TrackerPlugin):
-    """Base of those that show numbers by step, and rollouts beside them."""
+    """Base of trackers that show metrics by step, with rollouts."""
 
     names: NameSet = "rlsys"
-    """What metrics are called: as `docs/metrics.md` says, or, where verl or TRL have the same figure, as they call it,
-    so that pages made for their runs go on working."""
+    """Names of metrics: those of `docs/metrics.md`, or those of verl or TRL for identical metrics, so that dashboards
+    made for their runs still work."""
     rollouts_every: NonNegativeInt = 10
-    """Steps between two whose rollouts go there, of those that `record.rollouts_every` writes; 0: none."""
+    """Steps between two tables of rollouts, out of the steps that `record.rollouts_every` writes; 0: none."""
     max_rollouts: PositiveInt = 64
-    """Most episodes of such a step, taken evenly from the lowest reward to the highest."""
+    """Most episodes in one table, taken evenly from the lowest reward to the highest."""
 
     @property
     def name_set(self) -> NameSet:

@@ -1,4 +1,4 @@
-"""What `rlsys replay` finds: every sample of a step that failed, and the first number of each that is not finite."""
+"""Result of `rlsys replay`: every sample of a failed step, with the first non-finite number of each."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Literal
 from rlsys.types import Json, PolicyVersion
 
 _SHOWN = 40
-"""Rows of the table; the JSON has all."""
+"""Most rows of the table; the JSON has all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """A number that is not finite."""
+    """Number that is not finite."""
 
     what: str
-    """E.g. `logprob`, `reference_logprobs`, or `gradient of model.norm.weight`."""
+    """Name of the number: `logprob`, `reference_logprobs`, `gradient of model.norm.weight`, ..."""
     value: str
     """`nan`, `inf` or `-inf`."""
     token: int | None = None
-    """Which trained token of the sample, from 0; None for what is of no one token."""
+    """Index of the trained token in the sample, from 0; None if the number belongs to no single token."""
     text: str = ""
-    """That token, decoded."""
+    """The token, decoded."""
 
     def __str__(self) -> str:
         place = "" if self.token is None else f" of token {self.token} ({self.text!r})"
@@ -33,13 +33,13 @@ class NonFinite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedSample:
-    """One sample, computed alone under the weights that were kept."""
+    """One sample, computed alone with the saved weights."""
 
     model: Literal["policy", "critic"]
     update: int
-    """Which update of the step trains it, from 0."""
+    """Index of its update in the step, from 0."""
     group: int
-    """Serial of its group."""
+    """Group id."""
     task_id: str
     episode: int
     trajectory: int
@@ -47,55 +47,55 @@ class ReplayedSample:
     num_tokens: int
     """Trained tokens."""
     loss: float
-    """Its share of the loss of its update."""
+    """Contribution to the loss of its update."""
     grad_norm: float
-    """Norm of the gradient of that share."""
+    """Norm of the gradient of that contribution."""
     log_ratio_max: float | None
     """Largest |log-ratio| of trainer to sampler over its tokens, in nats; None for the critic."""
     non_finite: NonFinite | None
-    """The first thing that is not finite, in the order in which it is computed."""
+    """First non-finite number, in the order of computation."""
 
     @property
     def place(self) -> str:
-        """Where the sample is found, in words."""
+        """Location of the sample in words."""
         return f"group {self.group}, episode {self.episode}, trajectory {self.trajectory}, sample {self.sample}"
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedStep:
-    """A step computed again."""
+    """A failed step, computed again."""
 
     step: PolicyVersion
-    """The step that failed, as `metrics.jsonl` would have numbered it."""
+    """Number of the failed step, as in `metrics.jsonl`."""
     error: str
-    """What ended the run."""
+    """Error that ended the run."""
     weights: NonFinite | None
-    """The first parameter that was not finite before the step."""
+    """First parameter that was not finite before the step."""
     samples: tuple[ReplayedSample, ...]
-    """Those of the update that failed."""
+    """Samples of the update that failed."""
     not_reproduced: str | None = None
-    """What the step read that could not be made again; None if all could."""
+    """Input of the step that could not be recomputed; None if all could."""
 
     @property
     def is_fine(self) -> bool:
-        """Was all of it computed again, and every number finite?"""
+        """True if all of it was computed again and every number is finite."""
         return self.first is None and self.not_reproduced is None
 
     @property
     def first(self) -> str | None:
-        """The first thing that is not finite, and where it is; None if there is nothing."""
+        """First non-finite number and its location; None if there is none."""
         if self.weights is not None:
             return f"before the step: {self.weights}"
         found = next((sample for sample in self.samples if sample.non_finite), None)
         return found and f"{found.model}, {found.place} (task {found.task_id}): {found.non_finite}"
 
     def as_json(self) -> dict[str, Json]:
-        """For JSON, which has no NaN: a number that is not finite is null."""
+        """Return the step as JSON, where a number that is not finite is null."""
         found = {name: _finite(value) for name, value in asdict(self).items()}
         return {**found, "first": self.first}
 
     def lines(self) -> Iterator[str]:
-        """For a terminal: samples that are not finite first, then by the norm of their gradient, largest first."""
+        """Lines for a terminal: samples with non-finite numbers first, then by gradient norm, largest first."""
         yield f"step {self.step} failed with: {self.error.splitlines()[0]}"
         rows = sorted(self.samples, key=lambda s: (s.non_finite is None, -s.grad_norm if s.non_finite is None else 0))
         yield _row("model", "update", "group", "episode", "traj", "sample", "tokens", "loss", "grad norm", "log-ratio")

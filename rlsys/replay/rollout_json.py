@@ -1,6 +1,6 @@
-"""Parsed JSON back into the nouns that were written: what `rlsys.replay.rollout_log` reads files with.
+"""Decoders from parsed JSON to dataclasses, for the files of `rlsys.replay.rollout_log`.
 
-JSON has no NaN, and `orjson` writes null for each number that is not finite: null is read as NaN.
+JSON has no NaN: `orjson` writes null for each number that is not finite, and null is read as NaN.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from rlsys.types import (
 Noun = TypeVar("Noun")
 
 Fields: TypeAlias = Mapping[str, Any]
-"""A parsed JSON object that holds the fields of one dataclass."""
+"""Parsed JSON object with the fields of one dataclass."""
 
 
 def all_of(decode: Callable[[Any], Noun], items: Iterable[Any]) -> tuple[Noun, ...]:
-    """Each of a JSON list."""
+    """Decode each item of a JSON list."""
     return tuple(map(decode, items))
 
 
 def assigned_of(f: Fields) -> TrajectoryAdvantage:
-    """An advantage."""
+    """Decode an advantage."""
     return TrajectoryAdvantage(f["episode"], f["trajectory"], _float(f["advantage"]), f["sample"])
 
 
 def reading_of(of_trajectories: Iterable[Iterable[Fields]]) -> EpisodeReading:
-    """What a step made of one episode."""
+    """Decode the token statistics of one episode."""
     return tuple(all_of(_turn_reading, of_turns) for of_turns in of_trajectories)
 
 
@@ -54,7 +54,7 @@ def _turn_reading(f: Fields) -> TokenStats:
 
 
 def floats_of(values: Iterable[float | None]) -> tuple[float, ...]:
-    """A column."""
+    """Decode a column."""
     return tuple(map(_float, values))
 
 
@@ -63,13 +63,13 @@ def _float(value: float | None) -> float:
 
 
 def task_of(f: Fields) -> Task:
-    """A task."""
+    """Decode a task."""
     prompt = f["prompt"] if isinstance(f["prompt"], str) else tuple(f["prompt"])
     return Task(**{**f, "prompt": prompt})
 
 
 def episode_of(f: Fields) -> Episode:
-    """An episode."""
+    """Decode an episode."""
     return Episode(**{**f, "trajectories": all_of(_trajectory, f["trajectories"])})
 
 
@@ -92,7 +92,7 @@ def _span(f: Fields) -> VersionSpan:
 
 
 def group_of(f: Fields) -> Group:
-    """The metadata of a group."""
+    """Decode the metadata of a group."""
     return Group(
         **{
             **f,
@@ -104,7 +104,7 @@ def group_of(f: Fields) -> Group:
 
 
 def _episode_meta(f: Fields) -> EpisodeMeta:
-    """orjson writes what a cached property holds as well, and files of older versions lack the counts."""
+    """Decode by field: orjson also writes cached properties, and files of older versions lack the counts."""
     trajectories = all_of(_trajectory_meta, f["trajectories"])
     return EpisodeMeta(trajectories, f.get("num_tool_calls", 0), f.get("num_sequential", 0))
 

@@ -1,10 +1,10 @@
 """Episodes and groups as JSON, one group a line: rollouts for people to read, finished groups for checkpoints.
 
-Writing is `orjson` on the dataclasses themselves, so a record holds every field under its own name;
-`rlsys.replay.rollout_json` is the way back. The round trip is exact, floats included, as long as they are finite: JSON
-has no NaN. A logprob that is not finite comes back as NaN, so that a step which failed on it fails again.
+`orjson` writes the dataclasses themselves, so a record has every field under its name; `rlsys.replay.rollout_json`
+reads them. The round trip is exact for finite floats. A logprob that is not finite comes back as NaN, because JSON has
+no NaN, so that a step which failed on it fails again.
 
-Rollouts serve two readers: people, who want texts and numbers by token (`readings`), and `rlsys replay`, which trains
+Rollouts have two readers: people, who need texts and numbers by token (`readings`), and `rlsys replay`, which trains
 them again (`assigned`, `columns`).
 """
 
@@ -34,44 +34,44 @@ from rlsys.types import (
 Record = TypeVar("Record")
 
 Rows: TypeAlias = tuple[tuple[float, ...], ...]
-"""A column of a group: one row per sample in the order of `samples_in`, in it one float per completion token."""
+"""Column of a group: one row per sample in the order of `samples_in`, with one float per completion token."""
 
 ROLLOUT_FORMAT = 2
-"""Of a line of rollouts. Lines of format 1 have no number; they hold no columns and no readings, and one advantage for
-each trajectory."""
+"""Format of a line of rollouts. Lines of format 1 have no format number, no columns, no readings, and one advantage per
+trajectory."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:
-    """One trained group: what was asked, what was said, how it was scored, and what was made of it."""
+    """One trained group: its task, episodes, scores and advantages."""
 
     step: int
-    """Steps behind the weights after it was trained."""
+    """Optimizer steps behind the weights after the group was trained."""
     group_id: int
     task: Task
     replica: str
     permit_version: PolicyVersion
     episodes: tuple[Episode, ...]
-    """With the rewards and outcomes that scoring gave."""
+    """Episodes with the rewards and outcomes of scoring."""
     assigned: tuple[TrajectoryAdvantage, ...]
-    """The advantages that it was trained with."""
+    """Advantages that the group was trained with."""
     parts: tuple[Mapping[str, float], ...]
-    """Of each episode: what its reward is made of, see `Score.parts`."""
+    """Components of the reward of each episode, see `Score.parts`."""
     policy: str = POLICY
-    """Name of the policy that was trained on it."""
+    """Name of the policy trained on the group."""
     columns: Mapping[str, Rows] = field(default_factory=dict)
-    """By `Signal`. Those that an annotator made as groups came: what it says of a token depends, in the last bits, on
-    what it was handed together with it, so that it cannot be made again."""
+    """Columns by `Signal`, made by an annotator when groups arrived. They cannot be recomputed: the last bits of a
+    value depend on the other tokens of its batch."""
     readings: tuple[EpisodeReading, ...] = ()
-    """What the trainer made of each token, and how it is spelled; empty if that was not recorded."""
+    """Decoded text and trainer statistics of each token; empty if not recorded."""
     record_v: int = ROLLOUT_FORMAT
-    """The format it was read from."""
+    """Format of the line it was read from."""
 
     @classmethod
     def of(
         cls, step: int, task: Task, group: Group, episodes: Sequence[Episode], assigned: Iterable[TrajectoryAdvantage]
     ) -> RolloutRecord:
-        """Join a group's metadata with its payload and with the advantages it was given.
+        """Join the metadata of a group with its payload and its advantages.
 
         Values of the task's row that JSON lacks, such as decimals, become text.
         """
@@ -84,7 +84,7 @@ class RolloutRecord:
 
     @property
     def advantages(self) -> tuple[tuple[float | None, ...], ...]:
-        """Of each trajectory of each episode; None where none was assigned, or each sample has its own."""
+        """Advantage of each trajectory of each episode; None if it has none, or one per sample."""
         whole = {(a.episode, a.trajectory): a.advantage for a in self.assigned if a.sample is None}
         return tuple(
             tuple(whole.get((e, t)) for t in range(len(episode.trajectories)))
@@ -93,7 +93,7 @@ class RolloutRecord:
 
     @property
     def group(self) -> Group:
-        """The metadata that a step is planned from, without payload and columns, and without what verified it."""
+        """Metadata for planning a step, without payload, columns and the task's verification data."""
         return Group(
             group_id=self.group_id,
             task_id=self.task.id,
@@ -109,24 +109,24 @@ class RolloutRecord:
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:
-    """A finished group and its payload. References outlive no process: `payload` and `columns` come back empty."""
+    """A finished group and its payload. `payload` and `columns` are read as empty: references end with the process."""
 
     group: Group
     episodes: tuple[Episode, ...]
 
 
 def write_rollouts(path: Path, records: Iterable[RolloutRecord]) -> None:
-    """Write the records of one step. The file appears whole or not at all, like every file of this module."""
+    """Write the records of one step. The file is written atomically, like every file of this module."""
     _write(path, records)
 
 
 def read_rollouts(path: Path) -> list[RolloutRecord]:
-    """What `write_rollouts` wrote. Raises `DataError` naming the line that is no such record."""
+    """Read a file of `write_rollouts`. Raises `DataError` with the line that is not a record."""
     return _read(path, _rollout)
 
 
 def rollout_of(line: bytes) -> RolloutRecord:
-    """One line of a file of rollouts. Raises `DataError` if it is no record."""
+    """Decode one line of a file of rollouts. Raises `DataError` if it is not a record."""
     return _decoded(line, _rollout, "a line of rollouts")
 
 
@@ -136,7 +136,7 @@ def write_groups(path: Path, records: Iterable[GroupRecord]) -> None:
 
 
 def read_groups(path: Path) -> list[GroupRecord]:
-    """What `write_groups` wrote. Raises `DataError` naming the line that is no such record."""
+    """Read a file of `write_groups`. Raises `DataError` with the line that is not a record."""
     return _read(path, lambda f: GroupRecord(group_of(f["group"]), all_of(episode_of, f["episodes"])))
 
 
@@ -147,7 +147,7 @@ def _scored(episode: Episode, meta: EpisodeMeta) -> Episode:
 
 
 def _write(path: Path, records: Iterable[object]) -> None:
-    """Numbers of numpy and torch, which algorithms and workflows may give, are written as floats."""
+    """Write JSON lines. Numbers of numpy and torch, from algorithms and workflows, are written as floats."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".tmp")
     partial.write_bytes(b"".join(orjson.dumps(r, default=float, option=orjson.OPT_APPEND_NEWLINE) for r in records))

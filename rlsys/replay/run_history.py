@@ -1,4 +1,4 @@
-"""The recorded steps of a run up to one of them: all that it takes to train them again, and what came of them.
+"""Recorded steps of a run up to a given step: all data to train them again, and their results.
 
 Read from the files of the run: checkpoints, `rollouts`, and `events.jsonl`, which has every metric of `metrics.jsonl`.
 """
@@ -19,30 +19,30 @@ from rlsys.replay.rollout_log import ROLLOUT_FORMAT, RolloutRecord, read_rollout
 from rlsys.types import PolicyVersion
 
 _KINDS = tuple(f'{{"kind":"{event.kind}"'.encode() for event in (RunStarted, WeightsPublished, StepDone))
-"""How the lines that are of use begin; runs have many others."""
+"""Beginnings of the relevant lines; a run has many other events."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepEnd:
-    """What a run told of a step that it took."""
+    """Recorded result of a step."""
 
     metrics: Mapping[str, float | None]
-    """None: not a number."""
+    """Metric name -> value; None: not a number."""
     group_ids: tuple[int, ...] | None
-    """Groups that it trained; None: the run is older than these."""
+    """Trained groups; None: the run is older than this field."""
 
 
 @dataclass(slots=True)
 class RunHistory:
-    """What a run told of its steps. One that was resumed forgot the steps after its checkpoint, and so does this."""
+    """Recorded results of the steps of a run, without the steps that a resumed run discarded."""
 
     hashes: dict[PolicyVersion, str] = field(default_factory=dict)
-    """Of published weights."""
+    """Hash of the published weights by version."""
     ends: dict[int, StepEnd] = field(default_factory=dict)
-    """By step."""
+    """Results by step."""
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """The next event of `_KINDS`."""
+        """Add the next event of `_KINDS`."""
         if line["kind"] == RunStarted.kind:
             first = line["first_step"]
             self.hashes = {version: hash_ for version, hash_ in self.hashes.items() if version <= first}
@@ -56,21 +56,21 @@ class RunHistory:
 
 @dataclass(frozen=True, slots=True)
 class RecordedSteps:
-    """The steps of a run after version `start` up to `step`."""
+    """Steps of a run after version `start`, up to and including `step`."""
 
     run: Path
     step: int
     start: PolicyVersion
-    """Of the checkpoint to begin from; 0 without one."""
+    """Version of the checkpoint to begin from; 0 without one."""
     checkpoint: Path | None
-    """None: begin from the initial model."""
+    """Checkpoint to begin from; None: the initial model."""
     history: RunHistory
 
     @classmethod
     def of(cls, run: Path, step: int) -> RecordedSteps:
-        """What there is of step `step` and those before it, from the newest checkpoint on that is older than it.
+        """Find `step` and the steps before it, from the newest checkpoint older than `step`.
 
-        Raises `DataError`, which names the remedy, if the run did not take the step, or rollouts are missing.
+        Raises `DataError`, with the remedy, if the run did not take the step, or rollouts are missing.
         """
         history = read_history(run)
         if step not in history.ends:
@@ -85,16 +85,16 @@ class RecordedSteps:
 
     @property
     def steps(self) -> Sequence[int]:
-        """In order."""
+        """Steps to train, in order."""
         return range(self.start + 1, self.step + 1)
 
     @property
     def beginning(self) -> str:
-        """What they are trained from, in words."""
+        """Name of the starting weights, in words."""
         return "the initial model" if self.checkpoint is None else f"checkpoints/{self.checkpoint.name}"
 
     def check(self, step: int) -> None:
-        """Raise `DataError` if nothing was written of what this step trained."""
+        """Raise `DataError` if the rollouts of this step were not written."""
         path = self._path(step)
         if path.is_file():
             return
@@ -105,7 +105,7 @@ class RecordedSteps:
         )
 
     def rollouts(self, step: int) -> list[RolloutRecord]:
-        """What a step trained, in its order. Raises `DataError` for a file that is not of this step as it was told."""
+        """Trained rollouts of a step, in order. Raises `DataError` for a file that does not match the recorded step."""
         path, group_ids = self._path(step), self.history.ends[step].group_ids
         records = read_rollouts(path)
         if any(record.record_v != ROLLOUT_FORMAT for record in records):
@@ -127,7 +127,7 @@ class RecordedSteps:
 
 
 def read_history(run: Path) -> RunHistory:
-    """What `events.jsonl` tells. Raises `DataError` if it cannot be read."""
+    """Read `events.jsonl`. Raises `DataError` if it cannot be read."""
     history, path = RunHistory(), run / "events.jsonl"
     try:
         with path.open("rb") as lines:
@@ -145,7 +145,7 @@ def _parsed(lines: Iterator[bytes]) -> Iterator[Mapping[str, Any]]:
         if line.startswith(_KINDS):
             try:
                 yield orjson.loads(line)
-            except orjson.JSONDecodeError:  # cut off when the run was killed; a resumed one tells it again
+            except orjson.JSONDecodeError:  # cut off when the run was killed; a resumed run emits it again
                 continue
 
 

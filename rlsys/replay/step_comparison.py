@@ -1,4 +1,4 @@
-"""What `rlsys replay RUN --step N` finds: steps that a run took, trained again, and whether every bit is the same."""
+"""Result of `rlsys replay RUN --step N`: the steps of a run, trained again and compared bit by bit."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Value: TypeAlias = "str | float | None"
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One thing that the run told, and what came of it this time."""
+    """One recorded value and its counterpart from the replay."""
 
     what: str
-    """E.g. `weights of version 3`, a hash; or `policy/entropy`, a metric of the step."""
+    """Name: `weights of version 3` for a hash, or `policy/entropy` for a metric of the step."""
     told: Value
-    """None: the run did not live to tell."""
+    """Recorded value; None: the run ended before it was recorded."""
     found: Value
 
     @property
     def is_equal(self) -> bool:
-        """To the last bit? What was not told differs from nothing."""
+        """True if both values are identical, or none was recorded."""
         return self.told == self.found or self.told is None
 
     def __str__(self) -> str:
@@ -38,35 +38,34 @@ class RetrainedSteps:
     run: str
     step: int
     beginning: str
-    """What the first of them was trained from, in words."""
+    """Name of the starting weights, in words."""
     weights: tuple[Comparison, ...]
-    """Before the first step, then after each."""
+    """Hashes before the first step, then after each step."""
     metrics: tuple[Comparison, ...]
-    """What the ranks report of the step."""
+    """Metrics that the ranks report for the step."""
     device: str
-    """The models that were computed on another kind of device than the run had, in words; empty if none was."""
+    """Models computed on another kind of device than in the run, in words; empty if there are none."""
     changed: tuple[str, ...] = ()
-    """Keys of the configuration of which steps before `step` had other values; they were trained with those of `step`.
-    """
+    """Configuration keys that had other values in steps before `step`; the replay uses those of `step` for all
+    steps."""
 
     @property
     def first(self) -> Comparison | None:
-        """The first that differs: of weights, from the oldest on, then of metrics; None if all is equal."""
+        """First difference: in the weights, oldest first, then in the metrics; None if all values are equal."""
         return next((each for each in (*self.weights, *self.metrics) if not each.is_equal), None)
 
     @property
     def is_equal(self) -> bool:
-        """Bit for bit, as far as the run told?"""
+        """True if all recorded values are identical, bit for bit."""
         return self.first is None
 
     def as_json(self) -> dict[str, Json]:
-        """All of it."""
         first: Json = None if self.first is None else asdict(self.first)
         fields: dict[str, Json] = asdict(self)
         return {**fields, "is_equal": self.is_equal, "first": first}
 
     def lines(self) -> Iterator[str]:
-        """For a terminal."""
+        """Lines for a terminal."""
         yield f"step {self.step} of {self.run}, trained again from {self.beginning}"
         for each in self.weights:
             yield f"{each.what:<24} {each.found}  {_verdict(each)}"
@@ -94,7 +93,7 @@ def _verdict(each: Comparison) -> str:
 
 
 def compared(told: Mapping[str, float | None], found: Mapping[str, float]) -> tuple[Comparison, ...]:
-    """The metrics that are in both; files have null for each that is not finite."""
+    """Compare the metrics present in both; files have null for each that is not finite."""
     return tuple(Comparison(name, _named(told[name]), _named(value)) for name, value in found.items() if name in told)
 
 

@@ -1,4 +1,4 @@
-"""What a step made of each token, for people: `RolloutRecord.readings`."""
+"""Token statistics of a step, for people: `RolloutRecord.readings`."""
 
 from __future__ import annotations
 
@@ -8,28 +8,27 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenStats:
-    """One turn. A list has an entry per output token, or none at all. Of a turn that was not trained there are only
-    `said` and `pieces`: its trajectory failed, has no advantage, or is another policy's. Numbers are rounded to
-    `DIGITS`."""
+    """Statistics of one turn. A list has one entry per output token, or is empty. An untrained turn has only `said` and
+    `pieces`: its trajectory failed, has no advantage, or belongs to another policy. Numbers are rounded to `DIGITS`."""
 
     said: str = ""
-    """What was new in its prompt, decoded, special tokens included: all of it in the first turn, and where the context
-    was rewritten."""
+    """New part of the prompt, decoded, with special tokens. It is the whole prompt in the first turn, and after the
+    context was rewritten."""
     pieces: tuple[str, ...] = ()
-    """The text of each output token by itself, special tokens included; bytes of no whole character are U+FFFD."""
+    """Text of each output token, with special tokens; bytes of an incomplete character are U+FFFD."""
     trainer_logprobs: tuple[float, ...] = ()
-    """Under the trainer's weights at the start of the step, at the sampling temperature, in nats."""
+    """Logprobs under the trainer's weights at the start of the step, at the sampling temperature, in nats."""
     entropies: tuple[float, ...] = ()
-    """Of the trainer's distribution that the token is drawn from, as it was when the token was trained, in nats."""
+    """Entropy of the trainer's distribution for the token, at the time the token was trained, in nats."""
     advantages: tuple[float, ...] = ()
-    """As the loss saw them; empty where each is that of the trajectory, neither shaped nor whitened."""
+    """Advantages used by the loss; empty where each is that of the trajectory, neither shaped nor whitened."""
     is_masked: tuple[bool, ...] = ()
-    """Did the loss leave the token without a gradient though it has an advantage? It was clipped, or a correction
-    masked it. Empty where it left out none."""
+    """True for a token with an advantage but no gradient, because it was clipped or masked by a correction. Empty if
+    there are none."""
 
 
 EpisodeReading: TypeAlias = tuple[tuple[TokenStats, ...], ...]
-"""By trajectory and turn."""
+"""Token statistics by trajectory and turn."""
 
 DIGITS = 6
-"""After the decimal point: readings are looked at, not trained."""
+"""Digits after the decimal point. Readings are for people and are not trained, so rounding is safe."""

@@ -1,1 +1,1 @@
-"""Sinks of the event bus: files, what a person watches, and trackers. Nothing in a run reads what is written here."""
+"""Sinks of the event bus: files, console and trackers. A run reads nothing that they write."""

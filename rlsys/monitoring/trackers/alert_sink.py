@@ -1,4 +1,4 @@
-"""The sink that raises alerts while a run goes on."""
+"""Sink that raises alerts while a run is in progress."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from rlsys.monitoring.events import AlertRaised, Event, Events
 
 
 class AlertSink:
-    """Watches a run's events and emits an `AlertRaised` for whatever looks wrong; see `rlsys.monitoring.alerts`.
+    """Sink that emits an `AlertRaised` for each problem in a run's events; see `rlsys.monitoring.alerts`.
 
-    It emits while it handles, so attach it last: every other sink then sees what led to an alert before the alert.
-    It knows its own session only. In a resumed run it learns anew what is usual, and tells again what still holds;
-    whoever reads the files folds all sessions as one, and may differ in that.
+    It emits inside `handle`, so attach it last: every other sink then sees the cause of an alert before the alert. It
+    sees one session only. In a resumed run it collects its statistics anew and repeats alerts that still apply. A
+    reader of the files folds all sessions as one, and may get different alerts.
     """
 
     def __init__(self, events: Events, thresholds: Mapping[str, float | None]) -> None:
-        """`events`: the bus it is attached to. `thresholds`: as `Alarms` takes them."""
+        """`events`: the bus that this sink is attached to. `thresholds`: see `Alarms`."""
         self._events, self._alarms = events, Alarms(thresholds)
 
     def handle(self, event: Event, time_s: float) -> None:
-        """Take in one event, and tell what it gives cause for."""
+        """Process one event, and emit the alerts that it raises."""
         for alert in self._alarms.observe(event, time_s):
             self._events.emit(AlertRaised(alert.alert, alert.step, alert.value, alert.threshold, alert.sentence))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the sink has no resources."""

@@ -1,4 +1,4 @@
-"""What a person watches: a live line on a terminal, a plain line now and then elsewhere. All of it on stderr.
+"""Console output of a run: a live line on a terminal, plain lines at intervals elsewhere. All of it goes to stderr.
 
 step  42/150  reward 0.713  staleness 0  1,934 tokens/s  trainer waits 61 %, rollouts wait 24 %  0:21 left
 """
@@ -31,27 +31,27 @@ _STEPS_FOR_ETA = 20
 
 
 class Screen(Protocol):
-    """Where lines go."""
+    """Destination of lines."""
 
     def progress(self, line: str, step: int, time_s: float) -> None:
-        """The state of the run now; replaces the last one where that is possible."""
+        """Show the current state of the run; replaces the previous one where possible."""
         ...
 
     def note(self, line: str) -> None:
-        """Something to keep in sight."""
+        """Show a line that stays visible."""
         ...
 
     def close(self) -> None: ...
 
 
 class ConsoleSink:
-    """Turns events into lines a person can follow, and a terminal cannot obey: models have a say in some."""
+    """Sink that prints events as lines. It replaces control characters, because some lines contain text of a model."""
 
     def __init__(self, total_steps: int, stream: TextIO | None = None, every_s: float = 5.0, policy: str = "") -> None:
         """`every_s`: seconds between two plain progress lines, where `stream` (stderr) is not a terminal.
 
-        With no steps (`total_steps` 0) there is no progress to show, only what happens. Of several policies, lines
-        begin with the name of this one, and are plain everywhere: there is one terminal for all.
+        With `total_steps` 0 there are notes but no progress lines. With several policies, each line begins with the
+        name of `policy`, and lines are always plain, because all policies share one terminal.
         """
         self._total = total_steps
         shown: TextIO = stream or sys.stderr
@@ -60,7 +60,6 @@ class ConsoleSink:
         self._step_times_s: deque[float] = deque(maxlen=_STEPS_FOR_ETA + 1)
 
     def handle(self, event: Event, time_s: float) -> None:
-        """Show one event."""
         if isinstance(event, StepDone):
             self._step_times_s.append(time_s)
             self._screen.progress(printable(self._progress(event)), event.step, time_s)
@@ -68,7 +67,6 @@ class ConsoleSink:
             self._screen.note(printable(line))
 
     def close(self) -> None:
-        """Leave the screen as it is."""
         self._screen.close()
 
     def _progress(self, done: StepDone) -> str:
@@ -85,12 +83,12 @@ def _screen(stream: TextIO, total_steps: int, every_s: float) -> Screen:
 
 
 def printable(text: str) -> str:
-    """The same, `\N{REPLACEMENT CHARACTER}` for each character that a terminal would obey or hide."""
+    """Replace each character that a terminal would obey or hide by `\N{REPLACEMENT CHARACTER}`."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def figures(metrics: Mapping[str, float]) -> list[str]:
-    """The figures worth a place in a line, of those there are, e.g. `reward 0.713`."""
+    """Figures for a progress line, as far as their metrics exist, e.g. `reward 0.713`."""
     shown = [
         text.format(metrics[name])
         for name, text in (
@@ -109,7 +107,7 @@ def figures(metrics: Mapping[str, float]) -> list[str]:
 
 
 def note_of(event: Event) -> str | None:
-    """The line that says what happened; None for what nobody needs to see pass by."""
+    """Line that describes an event; None for an event that the console does not show."""
     match event:
         case RunStarted(run_dir=run_dir, first_step=first):
             return f"run directory: {run_dir}" + (f", resuming after step {first}" if first else "")
@@ -145,7 +143,7 @@ def _measured(dataset: str, metrics: Mapping[str, float]) -> str:
     values = {name.removeprefix(f"eval/{dataset}/"): value for name, value in metrics.items()}
     interval = f" ± {values['mean_ci95']:.3f}" if "mean_ci95" in values else ""
     passes = [f"{name} {value:.3f}" for name, value in values.items() if name.startswith("pass@")]
-    means = [f"mean {values['mean']:.3f}{interval}"] if "mean" in values else []  # files may be of another version
+    means = [f"mean {values['mean']:.3f}{interval}"] if "mean" in values else []  # files of another version may lack it
     return ", ".join([*means, *passes])
 
 
@@ -157,7 +155,7 @@ def duration(seconds: float) -> str:
 
 
 class PlainScreen:
-    """One line after the other: every note, and progress at most every `every_s` seconds."""
+    """Screen of plain lines: every note, and progress at most every `every_s` seconds."""
 
     def __init__(self, stream: TextIO, every_s: float, prefix: str = "") -> None:
         self._stream, self._every_s, self._prefix = stream, every_s, prefix
@@ -175,7 +173,7 @@ class PlainScreen:
         self._stream.flush()
 
     def close(self) -> None:
-        """The last progress is never lost."""
+        """Show the last progress line, so that it is never lost."""
         self._show_progress()
 
     def _show_progress(self) -> None:
@@ -185,7 +183,7 @@ class PlainScreen:
 
 
 class LiveScreen:
-    """A bar that stays at the bottom of the terminal, notes above it."""
+    """Progress bar at the bottom of the terminal, with notes above it."""
 
     def __init__(self, stream: TextIO, total_steps: int) -> None:
         from rich.console import Console

@@ -1,4 +1,4 @@
-"""The files every run leaves: `events.jsonl`, and `metrics.jsonl` with one row per step or evaluation."""
+"""Files that every run writes: `events.jsonl`, and `metrics.jsonl` with one row per step or evaluation."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rlsys.monitoring.events import EvalDone, Event, StepDone
 
 
 class JsonlSink:
-    """Appends to the files of a run directory, flushed line by line, so that a killed run can be read to its last step.
+    """Sink that appends to the files of a run directory, line by line, so a killed run is readable to its last step.
 
     `events.jsonl`:  {"kind": "weights_published", "time_s": 1767225600.2, "version": 3, ...}
     `metrics.jsonl`: {"step": 3, "time_s": 1767225600.2, "reward/mean": 0.52, ...}
                      {"step": 2, "time_s": 1767225601.7, "eval/held_out/mean": 0.48, ...}
 
-    The metrics of a step may stand in several rows: an evaluation of it, one row per data set, ends when later steps
-    are written already. A resumed run appends, on a line of its own if the last one was cut. It may repeat steps that
-    a killed one took after its last checkpoint: of two rows with the same metric of the same step, the later counts.
+    The metrics of a step may be in several rows: its evaluations, one row per data set, may end after later steps. A
+    resumed run appends, on a new line if the last one was cut. It may repeat steps that the killed run took after its
+    last checkpoint: of two rows with the same metric of the same step, the later one counts.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -37,17 +37,16 @@ class JsonlSink:
             self._metrics.write(_line({"step": event.step, "time_s": time_s, **event.metrics}))
 
     def close(self) -> None:
-        """Close both files."""
         self._events.close()
         self._metrics.close()
 
 
 def _appending(path: Path) -> FileIO:
-    """The file, to be written at its end: the beginning of a line, unless it is empty."""
+    """Open a file for appending at the beginning of a line."""
     file = path.open("a+b", buffering=0)
     if file.tell():
         file.seek(-1, SEEK_END)
-        if file.read(1) != b"\n":  # a killed run, or a full disk, left half a line
+        if file.read(1) != b"\n":  # a killed run or a full disk left an incomplete line
             file.write(b"\n")
     return file
 

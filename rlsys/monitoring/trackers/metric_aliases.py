@@ -1,10 +1,9 @@
-"""What verl and TRL call figures that are ours too, so that pages made for their runs go on working.
+"""Names of verl and TRL for metrics that rlsys also has, so that dashboards made for their runs still work.
 
-Only a figure that is the same stands here. What is merely alike keeps our name: TRL's `reward_std` (the mean over
-groups of their standard deviations, ours is that of all episodes), verl's `actor/pg_clipfrac` (both bounds in one), its
-`actor/kl_loss` (of an estimator that is chosen) and `timing_s/gen` (a phase of its loop, where ours overlap and
-`time/rollout` is of the busiest replica), and evaluations under TRL, whose names know no data set. Two different
-numbers under one name would be worse than a panel that stays empty.
+Only identical metrics are listed; two different numbers under one name would be worse than an empty panel. Similar
+metrics keep the name of rlsys. TRL's `reward_std` is the mean over groups of their standard deviations; ours is that of
+all episodes. verl's `actor/pg_clipfrac` counts both bounds; its `actor/kl_loss` depends on the chosen estimator; its
+`timing_s/gen` is a phase of its loop, while our phases overlap. TRL's names of evaluation metrics have no data set.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ VERL: Mapping[str, str] = {
     "time/checkpoint": "timing_s/save_checkpoint",
     "eval/{dataset}/mean": "val-core/{dataset}/reward/mean@{samples}",
 }
-"""Our name -> verl's, as its trainers log it. `{samples}` is the evaluation's `eval/{dataset}/samples`."""
+"""Name in rlsys -> name in verl's trainers. `{samples}` is the evaluation's `eval/{dataset}/samples`."""
 
 TRL: Mapping[str, str] = {
     "step": "train/global_step",
@@ -63,18 +62,18 @@ TRL: Mapping[str, str] = {
     "sampler/ratio_max": "train/sampling/importance_sampling_ratio/max",
     "time/step": "train/step_time",
 }
-"""Our name -> TRL's on W&B and TensorBoard, where its trainer puts `train/` in front."""
+"""Name in rlsys -> name in TRL on W&B and TensorBoard, where its trainer adds the prefix `train/`."""
 
 ALIASES: Mapping[NameSet, Mapping[str, str]] = {"rlsys": {}, "verl": VERL, "trl": TRL}
 
 
 def renamed(values: Mapping[str, float], names: NameSet) -> dict[str, float]:
-    """The same numbers, under the names of one set; what has none there keeps ours."""
+    """Rename metrics to one set of names; a metric without a name in that set keeps its name."""
     return {alias(name, names, values): value for name, value in values.items()}
 
 
 def alias(name: str, names: NameSet, values: Mapping[str, float] | None = None) -> str:
-    """What one of our metrics is called. `values` are the numbers beside it, of which a name may hold one."""
+    """Name of a metric in one set. `values`: the metrics of the same row, since a name may contain a value."""
     found = named(name)
     theirs = ALIASES[names].get(found.key) if found else None
     if found is None or theirs is None:

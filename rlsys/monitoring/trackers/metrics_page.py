@@ -1,4 +1,4 @@
-"""The page of all metrics: `python -m rlsys.monitoring.trackers.metrics_page > docs/metrics.md`."""
+"""Page of all metrics: `python -m rlsys.monitoring.trackers.metrics_page > docs/metrics.md`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ This page is made from `rlsys/monitoring/metric_catalog.py` and `rlsys/monitorin
 
 
 def page() -> str:
-    """All of it, in Markdown, a table for each family."""
+    """The page in Markdown, with a table for each family of metrics."""
     families = groupby(METRICS, lambda key: key.partition("/")[0])
     return "\n".join([HEAD, *(line for family, keys in families for line in _table(family, keys))])
 

@@ -1,4 +1,4 @@
-"""The tracker `mlflow`: MLflow."""
+"""Tracker `mlflow`: MLflow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlsys.monitoring.trackers.run_identity import kept_id
 from rlsys.util.leaves import leaves
 
 _Client: TypeAlias = Any
-"""An `mlflow.MlflowClient`: imported only where it is used, and so without types here."""
+"""An `mlflow.MlflowClient`, untyped because `mlflow` is imported only where it is used."""
 _PARAMS_AT_ONCE = 100
 _LONGEST_PARAM = 6000
 
@@ -32,17 +32,17 @@ def _without_password(uri: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class MLflow(StepTracker):
-    """MLflow, on a server or in files; a run that is resumed goes on under the same id."""
+    """MLflow, on a server or in files; a resumed run continues under the same id."""
 
     package: ClassVar[str] = "mlflow"
     experiment: str = "rlsys"
-    """Where the run belongs; made if it is not there."""
+    """Experiment of the run; created if it does not exist."""
     uri: Annotated[str, AfterValidator(_without_password)] | None = None
-    """Server or store, e.g. `http://host:5000`; its user and password go into the variables MLFLOW_TRACKING_USERNAME
-    and MLFLOW_TRACKING_PASSWORD. None: what MLFLOW_TRACKING_URI says, else files in `RUN/tracking/mlflow`."""
+    """Server or store, e.g. `http://host:5000`; set user and password in the variables MLFLOW_TRACKING_USERNAME and
+    MLFLOW_TRACKING_PASSWORD. None: the value of MLFLOW_TRACKING_URI, else files in `RUN/tracking/mlflow`."""
 
     def start(self, run: RunFacts) -> MLflowRun:
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 would rather have a database
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 prefers a database
         files = (run.folder / "mlflow").absolute().as_uri()
         client = import_module("mlflow").MlflowClient(self.uri or os.environ.get("MLFLOW_TRACKING_URI") or files)
 
@@ -55,15 +55,14 @@ class MLflow(StepTracker):
 
 
 class MLflowRun:
-    """A run there."""
+    """Open run in MLflow."""
 
     def __init__(self, client: _Client, identity: str) -> None:
         self._client, self._id = client, identity
         self._entities = import_module("mlflow.entities")
 
     def begin(self, config: Mapping[str, Any]) -> None:
-        """Tell its configuration, key by key; what a run was once told cannot change, and so the whole is a file
-        besides."""
+        """Log each key of the configuration, and all of it as a file, because a logged parameter cannot change."""
         self._client.update_run(self._id, status="RUNNING")
         told = self._client.get_run(self._id).data.params
         named = {_allowed(key): str(value)[:_LONGEST_PARAM] for key, value in leaves(config)}
@@ -73,34 +72,34 @@ class MLflowRun:
         self._client.log_dict(self._id, dict(config), "config.yaml")
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """One value of each metric. MLflow allows no `@` in a name: `pass@4` is `pass_at_4`."""
+        """Log one value of each metric. MLflow allows no `@` in a name: `pass@4` becomes `pass_at_4`."""
         now_ms = int(time.time() * 1000)
         metrics = [self._entities.Metric(_allowed(name), float(value), now_ms, step) for name, value in values.items()]
         self._client.log_batch(self._id, metrics=metrics)
 
     def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
-        """A file, `rollouts/step_N.json`."""
+        """Write the file `rollouts/step_N.json`."""
         table = {"columns": [f.name for f in fields(RolloutRow)], "data": [list(astuple(row)) for row in rows]}
         self._client.log_dict(self._id, table, f"rollouts/step_{step}.json")
 
     def alert(self, alert: AlertRaised) -> None:
-        """A tag, `alert.NAME`, with the newest sentence."""
+        """Set the tag `alert.NAME` to the newest sentence."""
         self._client.set_tag(self._id, f"alert.{_allowed(alert.alert)}", f"step {alert.step}: {alert.sentence}")
 
     def close(self, reason: EndReason) -> None:
-        """Mark it as finished, killed or failed."""
+        """Mark the run as finished, killed or failed."""
         status = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}[reason]
         self._client.set_terminated(self._id, status)
 
 
 def experiment_of(client: _Client, name: str) -> str:
-    """The id of an experiment, which is made if it is not there."""
+    """Id of an experiment, which is created if it does not exist."""
     if there := client.get_experiment_by_name(name):
         return there.experiment_id
     try:
         return client.create_experiment(name)
     except import_module("mlflow.exceptions").MlflowException:
-        if there := client.get_experiment_by_name(name):  # another policy, or another run, was quicker
+        if there := client.get_experiment_by_name(name):  # another policy or run has just created it
             return there.experiment_id
         raise
 

@@ -1,4 +1,4 @@
-"""Episodes of a step for a table, sampled from the file that holds all of them."""
+"""Table of episodes of a step, sampled from the file that has all of them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from rlsys.errors import DataError
 from rlsys.monitoring.tracker import RolloutRow
 
 LONGEST = 10_000
-"""Characters of a prompt or a text that go into a table; the rest is in the file."""
+"""Most characters of a prompt or a text in a table; the file has the rest."""
 
 
 def sampled(path: Path, most: int) -> list[RolloutRow]:
-    """At most so many episodes of a file of rollouts, evenly from the lowest reward to the highest; those without one
-    come first.
+    """Sample at most `most` episodes of a file of rollouts, evenly from the lowest reward to the highest.
 
-    Reads the file group by group and takes only what a table shows: it is done in the driver's process, whose loop
-    waits while a line is decoded, and so for one group at most, not for a whole step. Raises `OSError`, and `DataError`
-    for what is no such file.
+    Episodes without a reward come first. The file is read group by group, because decoding a line blocks the driver's
+    event loop: it is blocked for one group at most. Raises `OSError`, and `DataError` for a file that has no rollouts.
     """
     try:
         with path.open("rb") as file:

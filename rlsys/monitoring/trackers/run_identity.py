@@ -1,4 +1,4 @@
-"""What a run is called elsewhere, kept in its directory, so that a resumed run goes on under the same name."""
+"""Id of a run in an external service, stored in the run directory, so that a resumed run keeps the id."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 def kept_id(path: Path, make: Callable[[], str]) -> str:
-    """The id that the file holds; if there is none yet, a new one, which it holds from then on."""
+    """Read the id from the file; if there is no file, make an id and write it."""
     if path.exists():
         return json.loads(path.read_text())["id"]
     made = make()
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".tmp")
     partial.write_text(json.dumps({"id": made}) + "\n")
-    partial.replace(path)  # it is whole whenever it is there
+    partial.replace(path)  # atomic: the file is always complete
     return made

@@ -1,6 +1,6 @@
-"""Trackers beside training: each in a thread of its own, which may be slow, fail or hang, and training goes on.
+"""Threads of trackers: each tracker may be slow, fail or hang without stopping training.
 
-It shares the interpreter with the driver: what it computes in Python, the driver waits for, a few ms at a time.
+The threads share the interpreter with the driver: Python code of a tracker delays the driver by a few ms at a time.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _READ = (RunStarted, StepDone, EvalDone, RolloutsWritten, AlertRaised, RunEnded)
 
 
 class InThread:
-    """A sink that hands a run to one tracker, in a thread.
+    """Sink that passes the events of a run to one tracker, in a thread.
 
         consumes: events of the bus    waits for: the next event
         produces: calls of the tracker unblocked by: `handle`, `close`
 
-    The bus only appends to a queue. When that is full the oldest event is dropped, so that memory stays flat however
-    long the tracker hangs. What the tracker raises is named once on stderr, and it is off from then on. A file of
-    rollouts that cannot be read costs the table of its step, and one line for the first. The tracker is started when
-    training begins: a run that fails before leaves nothing behind.
+    The bus only appends to a queue. A full queue drops its oldest event, so memory stays flat while the tracker hangs.
+    If the tracker raises, the error is written once to stderr and the tracker is off. An unreadable file of rollouts
+    costs the table of its step; only the first one is reported. The tracker starts when training begins: a run that
+    fails before that leaves nothing behind.
     """
 
     def __init__(self, plugin: TrackerPlugin, run: RunFacts, *, most: int = 1000, patience_s: float = 10.0) -> None:
-        """`most`: events that may wait. `patience_s`: seconds from the end of the run that `close` waits at most."""
+        """`most`: most events in the queue. `patience_s`: most seconds that `close` waits after the end of the run."""
         self._plugin, self._run, self._patience_s = plugin, run, patience_s
         self._name = type(plugin).__name__
         self._queue: deque[Event] = deque(maxlen=most)
@@ -49,7 +49,7 @@ class InThread:
         self._thread.start()
 
     def handle(self, event: Event, time_s: float) -> None:
-        """Take note of one event. Never waits for the tracker."""
+        """Queue one event. Never waits for the tracker."""
         if not isinstance(event, _READ):
             return
         with self._news:
@@ -65,8 +65,8 @@ class InThread:
             self._tell("does not keep up: the oldest of what it has not taken is dropped")
 
     def close(self) -> None:
-        """Wait for the tracker to take what is left, but not for long."""
-        self.handle(RunEnded(0, "interrupted"), time.time())  # unless the bus told of the end
+        """Wait until the tracker has processed the queue, for `patience_s` at most."""
+        self.handle(RunEnded(0, "interrupted"), time.time())  # ignored if the bus has emitted the end
         ended_s = self._ended_s if self._ended_s is not None else time.monotonic()
         self._thread.join(max(0.0, ended_s + self._patience_s - time.monotonic()))
         if self._thread.is_alive():
@@ -106,7 +106,7 @@ class InThread:
                 tracker.close(cast("EndReason", event.reason))
 
     def _rows(self, written: RolloutsWritten) -> list[RolloutRow] | None:
-        """The table of a step; None if the tracker wants none, or the file cannot be read."""
+        """Table of a step; None if the tracker wants none, or the file cannot be read."""
         most = self._plugin.num_rows(written.step)
         try:
             return sampled(Path(written.path), most) if most else None
@@ -117,7 +117,7 @@ class InThread:
             return None
 
     def _events(self) -> Iterator[Event]:
-        """Events as they come, until the one that is the last."""
+        """Events as they arrive, until the last one."""
         while True:
             with self._news:
                 self._news.wait_for(lambda: self._queue)

@@ -1,4 +1,4 @@
-"""The tracker `wandb`: Weights & Biases."""
+"""Tracker `wandb`: Weights & Biases."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ if TYPE_CHECKING:
     import wandb
 
 _FINISH_S = 8.0
-"""Seconds that sending the rest may take when a run ends. Without a limit, a server that is gone would keep the
-process, and its machines, for hours; `wandb sync` sends what is on disk."""
+"""Most seconds for sending the rest when a run ends. Without a limit, an unreachable server would keep the process and
+its machines for hours; `wandb sync` sends what is on disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WandB(StepTracker):
-    """Weights & Biases, online or offline; a run that is resumed goes on under the same id."""
+    """Weights & Biases, online or offline; a resumed run continues under the same id."""
 
     package: ClassVar[str] = "wandb"
     project: str = "rlsys"
-    """Where the run belongs."""
+    """Project of the run."""
     entity: str | None = None
-    """User or team; None: the default one of the API key."""
+    """User or team; None: the default of the API key."""
     mode: Literal["online", "offline"] | None = None
-    """offline: write to `RUN/tracking/wandb`, to be sent by `wandb sync`. None: what the variable WANDB_MODE says, else
-    online."""
+    """offline: write to `RUN/tracking/wandb`, for a later `wandb sync`. None: the value of the variable WANDB_MODE,
+    else online."""
 
     def start(self, run: RunFacts) -> WandBRun:
         import wandb
 
-        wandb.setup(wandb.Settings(silent=True))  # without this it asks a terminal for the key, from this thread
+        wandb.setup(wandb.Settings(silent=True))  # without this it asks for the key on the terminal, from this thread
         identity = kept_id(run.folder / "wandb.json", lambda: token_hex(4))
         opened = wandb.init(
             project=self.project,
@@ -48,15 +48,15 @@ class WandB(StepTracker):
             mode=self.mode,
             dir=run.folder,
             config=dict(run.config),
-            reinit="create_new",  # several policies of a run are runs there, side by side
+            reinit="create_new",  # several policies are several runs there, at the same time
             settings=wandb.Settings(console="off", silent=True, finish_timeout=_FINISH_S, finish_timeout_raises=True),
         )
         return WandBRun(opened, alias("step", self.names))
 
 
 class WandBRun:
-    """A run there. Its x axis is the metric `step`, not the number of the call: evaluations end late, and a resumed run
-    repeats steps."""
+    """Open run in W&B. Its x axis is the metric `step`, not the number of the call, because evaluations end late and a
+    resumed run repeats steps."""
 
     def __init__(self, run: wandb.Run, step_name: str) -> None:
         self._run, self._step_name = run, step_name
@@ -64,23 +64,23 @@ class WandBRun:
         run.define_metric("*", step_metric=step_name)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """One row of the history."""
+        """Log one row of the history."""
         self._run.log({**values, self._step_name: step})
 
     def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
-        """A table, `rollouts`."""
+        """Log a table, `rollouts`."""
         import wandb
 
         table = wandb.Table(columns=[f.name for f in fields(RolloutRow)], data=[list(astuple(row)) for row in rows])
         self._run.log({"rollouts": table, self._step_name: step})
 
     def alert(self, alert: AlertRaised) -> None:
-        """An alert there, which it also mails if its user asked for that."""
+        """Send an alert, which W&B also mails if the user enabled that."""
         self._run.alert(title=alert.alert, text=f"Step {alert.step}: {alert.sentence}", level="WARN")
 
     def close(self, reason: EndReason) -> None:
-        """Mark it as finished, killed or failed, and wait until all is sent, or written. Raises `TimeoutError` if that
-        takes too long."""
+        """Mark the run as finished, killed or failed, and wait until all data is sent or written. Raises `TimeoutError`
+        if that takes too long."""
         try:
             self._run.finish(exit_code={"finished": 0, "interrupted": 130, "failed": 1}[reason])
         except TimeoutError:
