@@ -12,7 +12,11 @@ from rlsys.config import Config
 from rlsys.monitoring.alerts import RULES
 
 ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("examples/*/README.md"))]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted(ROOT.glob("examples/*/README.md")),
+]
 
 
 def test_the_schema_in_docs_is_the_one_the_code_gives():
