@@ -43,7 +43,7 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class TallyUpdate:
     """Counts that one scored group adds to the tally of its task."""
 
     task_id: str
@@ -57,9 +57,9 @@ class CurriculumState:
 
     tallies: dict[str, Tally] = field(default_factory=dict)
     """By task id."""
-    scored: dict[int, Judgement] = field(default_factory=dict)
+    scored: dict[int, TallyUpdate] = field(default_factory=dict)
     """By id of a group that is not settled."""
-    settled: list[Judgement] = field(default_factory=list)
+    settled: list[TallyUpdate] = field(default_factory=list)
     """Counts of groups settled since the newest step was published."""
 
 
@@ -88,8 +88,8 @@ class Curriculum:
         self.num_too_old = 0
         """Groups without a success whose stored success is older than the staleness bound allows."""
         self._tallies: dict[str, Tally] = {}
-        self._scored: dict[int, Judgement] = {}
-        self._settled: list[Judgement] = []
+        self._scored: dict[int, TallyUpdate] = {}
+        self._settled: list[TallyUpdate] = []
         self._successes: OrderedDict[str, _Success] = OrderedDict()
         """By task id, the least recently stored or used first."""
         self._moment = 0
@@ -130,7 +130,7 @@ class Curriculum:
         rewards = _rewards(group)
         if self.rules.needs_history:
             num_successes = sum(self._is_success(reward) for reward in rewards.values())
-            self._scored[group.group_id] = Judgement(group.task_id, num_successes, len(rewards))
+            self._scored[group.group_id] = TallyUpdate(group.task_id, num_successes, len(rewards))
         if self.rules.stored_successes and rewards:
             best = max(rewards, key=lambda episode: rewards[episode])
             if self._is_success(rewards[best]):
@@ -181,15 +181,15 @@ class Curriculum:
 
     def settle(self, group_id: int) -> None:
         """Settle a trained or dropped group: its scores count once the next step is published."""
-        if (judgement := self._scored.pop(group_id, None)) is not None:
-            self._settled.append(judgement)
+        if (tally_update := self._scored.pop(group_id, None)) is not None:
+            self._settled.append(tally_update)
 
     def publish(self) -> None:
         """Add the scores of all settled groups to the tallies, when a step is published."""
-        for judgement in self._settled:
-            before = self._tallies.get(judgement.task_id, Tally(0, 0))
-            self._tallies[judgement.task_id] = Tally(
-                before.num_successes + judgement.num_successes, before.num_episodes + judgement.num_episodes
+        for tally_update in self._settled:
+            before = self._tallies.get(tally_update.task_id, Tally(0, 0))
+            self._tallies[tally_update.task_id] = Tally(
+                before.num_successes + tally_update.num_successes, before.num_episodes + tally_update.num_episodes
             )
         self._settled.clear()
         self._moment += 1
@@ -218,7 +218,9 @@ class Curriculum:
         if not self.rules.needs_history:
             state = CurriculumState()
         self._tallies, self._settled = dict(state.tallies), list(state.settled)
-        self._scored = {group_id: judgement for group_id, judgement in state.scored.items() if group_id in finished}
+        self._scored = {
+            group_id: tally_update for group_id, tally_update in state.scored.items() if group_id in finished
+        }
 
 
 def _rewards(group: Group) -> dict[int, float]:

@@ -85,8 +85,8 @@ class Driver:
 
     def __post_init__(self) -> None:
         self._clock = StepClock(self.queue.progress, self.events)
-        self._losses = DroppedGroups(self.queue, self.failures)
-        self._persistence = Retries(self.events, self._losses.decide)
+        self._dropped_groups = DroppedGroups(self.queue, self.failures)
+        self._retries = Retries(self.events, self._dropped_groups.decide)
         failed = self.run_dir / "failed"
         self._learner = Learner(self.workers, self.algorithm, self.shape, self._clock.span, failed, self.config)
 
@@ -108,7 +108,7 @@ class Driver:
                     self.repacker.published(start)
                     others.append(loops.create_task(self.repacker.run()))
                 if self.look_s:
-                    others.append(loops.create_task(self._watching.run()))
+                    others.append(loops.create_task(self._replica_watcher.run()))
                 version = await self._learn(start)
                 if not self._stopping:  # after `stop`, the cluster may be gone
                     await self.weights.settled()
@@ -125,7 +125,7 @@ class Driver:
 
         Raises `CheckpointError`, or `DataError` if the tasks have changed.
         """
-        state = await self._resumable.restore(checkpoint, self.steps)
+        state = await self._run_state.restore(checkpoint, self.steps)
         self._learner.past = state.past
         return state.version
 
@@ -149,18 +149,18 @@ class Driver:
 
     async def _fill(self, permit: Permit) -> None:
         """Roll out and score the group of a permit, or give it up if the failure policy decides so."""
-        persist, workers = self._persistence.persist, self.workers
+        persist, workers = self._retries.persist, self.workers
         try:
             await persist(workers.rollouts, lambda: self._roll_out(permit))
             scored = await persist(workers.rewards, lambda: self._score(permit.group))
             graft = self._graft_for(permit.group, scored)
             if graft is not None:
-                scored = await persist(workers.rewards, lambda: self._grafted(graft))
+                scored = await persist(workers.rewards, lambda: self._graft(graft))
             await persist(workers.rewards, lambda: self._hand_in(permit, scored, graft))
         except PayloadLost as error:
-            self._losses.issue_again(error, [permit.group])
+            self._dropped_groups.reissue_lost(error, [permit.group])
         except GivenUp as given_up:
-            self._losses.give_up(permit.group, given_up)
+            self._dropped_groups.give_up(permit.group, given_up)
 
     async def _roll_out(self, permit: Permit) -> None:
         """Attempt a rollout once."""
@@ -185,7 +185,7 @@ class Driver:
         self._curation.scored(scored)
         return self._curation.graft_for(scored, self.queue.oldest_in_time)
 
-    async def _grafted(self, graft: Graft) -> Group:
+    async def _graft(self, graft: Graft) -> Group:
         """Attempt a graft once; return the unchanged group if the stored success is lost."""
         try:
             return await self.workers.rewards.graft(graft)
@@ -208,7 +208,7 @@ class Driver:
             self._curation.num_grafted += 1
             self.events.emit(EpisodeGrafted(scored.group_id, scored.task_id, graft.episode, graft.donor.group_id))
         self.queue.offer(permit.group)
-        self._losses.scored()
+        self._dropped_groups.scored()
 
     @property
     def _curation(self) -> Curriculum:
@@ -228,7 +228,7 @@ class Driver:
             try:
                 annotated = await self.workers.annotators[signal].annotate([each.group for each in taken], signal)
             except PayloadLost as error:
-                self.queue.put_back(signal, self._losses.issue_again(error, taken))
+                self.queue.put_back(signal, self._dropped_groups.reissue_lost(error, taken))
                 continue
             self._clock.add("annotate", Busy(REFERENCE, began, loop.time()))
             for group, answer in zip(taken, annotated, strict=True):
@@ -248,21 +248,21 @@ class Driver:
         while version < self.steps and not self._stopping:
             with self._clock.span("wait_batch"):
                 groups = await self.queue.take(version)
-            if (learned := await self._learned(groups, version)) is None:
+            if (result := await self._train_step(groups, version)) is None:
                 continue
             with self._clock.span("publish"):
                 await self.weights.publish(version + 1)
             if self.repacker:
                 self.repacker.published(version + 1)
             tasks = self.queue.release(groups, version + 1)
-            metrics = step_metrics(learned, version, self.queue, self._clock)
+            metrics = step_metrics(result, version, self.queue, self._clock)
             if self.repacker:
                 metrics["async/moved"] = self.repacker.num_moved
             metrics |= self._curation.metrics()
             version += 1
             self.events.emit(StepDone(version, metrics, tuple(group.group_id for group in groups)))
             await self._maybe_save(version)
-            await self._record(version, tasks, learned)
+            await self._record(version, tasks, result)
             await self._evaluate(version)
         if version > start:
             await self._maybe_save(version)  # `stop` may have come after the last check
@@ -273,30 +273,30 @@ class Driver:
         with self._clock.span("eval_wait"):
             await self.evaluation.begin(version)
 
-    async def _learned(self, groups: Sequence[InFlightGroup], version: PolicyVersion) -> StepResult | None:
+    async def _train_step(self, groups: Sequence[InFlightGroup], version: PolicyVersion) -> StepResult | None:
         """Train one step; return None if it fails and its groups are put back, reissued or dropped.
 
         Raises `RunAborted` if a worker that the step needs is lost: such workers are not replaced within a run.
         """
         try:
-            learned = await self._learner.step([each.group for each in groups], version)
+            result = await self._learner.step([each.group for each in groups], version)
         except PayloadLost as error:
-            self.queue.put_back(LEARNER, self._losses.issue_again(error, groups))
+            self.queue.put_back(LEARNER, self._dropped_groups.reissue_lost(error, groups))
         except NoSignal as error:
-            self._losses.drop_step(groups, error)
+            self._dropped_groups.drop_step(groups, error)
         except (WorkerDied, DeadlineExceeded) as error:
             raise RunAborted(f"{error}; go on from the last checkpoint with run.resume=auto") from error
         else:
-            self._losses.trained()
-            return learned
+            self._dropped_groups.trained()
+            return result
         return None
 
-    async def _record(self, step: int, tasks: Sequence[Task], learned: StepResult) -> None:
+    async def _record(self, step: int, tasks: Sequence[Task], result: StepResult) -> None:
         if self.rollouts_every and step % self.rollouts_every == 0:
             path = self.run_dir / "rollouts" / f"step_{step:06d}.jsonl"
             try:
                 with self._clock.span("record"):
-                    await self.workers.actor.record(path, step, tasks, learned.groups, learned.assigned)
+                    await self.workers.actor.record(path, step, tasks, result.groups, result.assigned)
             except PayloadLost as error:  # the groups are trained: only this file is missing
                 self.events.emit(WorkerFailed("actor-0", f"writing {path.name}", str(error)))
             else:
@@ -308,15 +308,15 @@ class Driver:
             return
         began = asyncio.get_running_loop().time()
         with self._clock.span("checkpoint"):
-            path = await self._resumable.save(step, self._learner.past, self._losses.issue_again)
+            path = await self._run_state.save(step, self._learner.past, self._dropped_groups.reissue_lost)
         self.events.emit(CheckpointSaved(step, str(path), asyncio.get_running_loop().time() - began))
 
     @property
-    def _watching(self) -> ReplicaWatcher:
+    def _replica_watcher(self) -> ReplicaWatcher:
         return ReplicaWatcher(self.workers.rollouts, self.queue, self.events, self.look_s)
 
     @property
-    def _resumable(self) -> RunState:
+    def _run_state(self) -> RunState:
         return RunState(self.workers, self.algorithm, self.queue, self.weights, self.checkpoints)
 
     # --------------------------------------------------------------------------------------------------------- relays

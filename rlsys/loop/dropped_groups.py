@@ -70,7 +70,7 @@ class DroppedGroups:
         if in_a_row - num_more < ceil(limit / 10) <= in_a_row:
             self.queue.events.emit(SignalMissing(in_a_row, limit, str(error)))
 
-    def issue_again(self, error: PayloadLost, groups: Sequence[InFlightGroup]) -> list[InFlightGroup]:
+    def reissue_lost(self, error: PayloadLost, groups: Sequence[InFlightGroup]) -> list[InFlightGroup]:
         """Reissue the groups whose payload is lost; return the others.
 
         Reissued groups get the next free permits. A lost payload of a finished attempt is ignored. Raises `error` if it

@@ -56,7 +56,7 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         self._room = asyncio.Semaphore(self.rules.max_open)
-        self._persistence = Retries(self.events, self._decide)
+        self._retries = Retries(self.events, self._decide)
 
     async def measure(
         self, dataset: str, version: PolicyVersion = 0, check: Callable[[Group], Awaitable[None]] | None = None
@@ -109,7 +109,7 @@ class Evaluator:
                 await check(group)
             return group
 
-        persist, task = self._persistence.persist, assignment.task
+        persist, task = self._retries.persist, assignment.task
         group = await persist(self.rollouts, rolled_out)
         if group is None:
             return None

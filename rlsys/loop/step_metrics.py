@@ -136,18 +136,18 @@ class StepClock:
         self._step_began = _now()
 
 
-def step_metrics(learned: StepResult, version: PolicyVersion, queue: GroupQueue, clock: StepClock) -> dict[str, float]:
+def step_metrics(result: StepResult, version: PolicyVersion, queue: GroupQueue, clock: StepClock) -> dict[str, float]:
     """Return the metrics of the step that started from `version`. Raises `ConfigError` on duplicate names."""
-    groups = learned.groups
-    times = {**clock.lap(), "time/train": learned.stats.train_s, "driver/cpu_share": clock.cpu_share()}
+    groups = result.groups
+    times = {**clock.lap(), "time/train": result.stats.train_s, "driver/cpu_share": clock.cpu_share()}
     seconds = times["time/step"] or float("nan")
     speeds = {
-        "perf/tokens_per_s": learned.num_tokens / seconds,
-        "perf/samples_per_s": learned.num_episodes / seconds,
+        "perf/tokens_per_s": result.num_tokens / seconds,
+        "perf/samples_per_s": result.num_episodes / seconds,
     }
     own = {**_rewards(groups), **_lengths(groups), **_staleness(groups, version, queue), **_probes(groups)}
     own |= _agents(groups)
-    return merge_metrics(own, times, speeds, learned.stats.metrics)
+    return merge_metrics(own, times, speeds, result.stats.metrics)
 
 
 def _rewards(groups: Sequence[Group]) -> dict[str, float]:

@@ -36,4 +36,4 @@ class RewardPool(Pool[RewardWorker]):
 
     def _send(self, worker: Remote[RewardWorker], requests: list[tuple[Task, int, object]]) -> Chunks:
         parcel = Parcel.of((group_id, payload) for _, group_id, payload in requests)
-        return worker.stream(RewardWorker.judge_each, [task for task, _, _ in requests], parcel)
+        return worker.stream(RewardWorker.score_each, [task for task, _, _ in requests], parcel)

@@ -98,7 +98,7 @@ class RewardWorker:
         if self._pool is not None:
             await self._call(self._pool, Task(id="", prompt=""), ())
 
-    async def judge_each(self, tasks: Sequence[Task], parcel: Parcel) -> AsyncIterator[object]:
+    async def score_each(self, tasks: Sequence[Task], parcel: Parcel) -> AsyncIterator[object]:
         """Score groups, one per task; see `answer_in_chunks`."""
         requests = list(zip(tasks, await parcel.each(), strict=True))
         async for part in answer_in_chunks(requests, self._scored):

@@ -804,7 +804,7 @@ async def test_the_loss_of_an_attempt_that_is_over_changes_nothing():
 
     def lose(one: InFlightGroup) -> bool:
         num_losses = one.num_losses
-        assert losses.issue_again(PayloadLost((0,)), [one]) == []
+        assert losses.reissue_lost(PayloadLost((0,)), [one]) == []
         return one.num_losses > num_losses
 
     await produced(queue, 1)
