@@ -29,6 +29,7 @@ FIRST = ("ray", "ranks", "benchmarks")
 """Groups of tests that take longest, in their order."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests with Ray come first; those with vLLM, and then those with a browser, come last.
 
