@@ -60,10 +60,10 @@ class GAC(StabilizerPlugin):
     decides, also on skips."""
     calibrate_steps: Annotated[int, Field(ge=0, le=MAX_STEPS)] = 0
     """Calibration steps at the start, which run synchronously and are only measured; 10 to 1000. Each step counts with
-    the largest |cosine| of its updates; the first step does not count, for lack of a previous one. `c_low` is the 95th
-    percentile of these. `c_high` is the larger of its square root, half way to 1 on a logarithmic scale, and their
-    maximum: no synchronous step would have been skipped. A resumed run keeps its calibrated thresholds, unless this is
-    then 0. 0: use the configured thresholds."""
+    the largest |cosine| of its updates; the first does not count, for lack of a previous gradient. `c_low` is the 95th
+    percentile of these. `c_high` is its square root, half way to 1 on a logarithmic scale, or their maximum if larger:
+    no synchronous step would have been skipped. A resumed run keeps calibrated thresholds, unless this is then 0. 0:
+    use the configured thresholds."""
 
     update_every: PositiveInt = 10
     """Updates between two measurements of the cosine of Adam's update, which start at the first. One takes several
@@ -100,6 +100,7 @@ class Regime(IntEnum):
 
 
 class Thresholds(NamedTuple):
+    """Bounds on |cosine| in force."""
 
     low: float
     high: float
