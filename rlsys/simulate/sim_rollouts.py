@@ -1,4 +1,4 @@
-"""The pool of simulated replicas: implements `rlsys.contracts.Rollouts`."""
+"""Pool of simulated replicas: implements `rlsys.contracts.Rollouts`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from rlsys.types import Acknowledged, Assignment, ReplicaLoad
 
 @dataclass(slots=True)
 class _Routed:
-    """A group under way, its tokens sampled at `place`."""
+    """Running group, whose tokens are sampled at `place`."""
 
     place: int
     weight: int
 
 
 class SimRollouts(Pool):
-    """Replicas of one profile, the `Router` of runs before them."""
+    """Replicas of one profile behind the `Router` that runs use."""
 
     def __init__(self, cluster: Cluster) -> None:
         profile = cluster.profile
@@ -40,11 +40,11 @@ class SimRollouts(Pool):
             self.turns = TurnRouter(self.replicas, by_prefix=profile.routing == "prefix")
         self._routers = [self._router, *([self.turns.router] if self.turns else [])]
         self.ended: list[SimReplica] = []
-        """Those that died, with what they did."""
+        """Dead replicas, with their use of time."""
         self.num_moved = 0
-        """Groups moved, so far."""
+        """Number of moved groups."""
         self._routed: dict[int, _Routed] = {}
-        """By group_id."""
+        """>># its turns may go its turns may go to any replica: all need the version"""
 
     async def run(self, assignment: Assignment) -> RolledOut:
         weight = assignment.size * request_weight(self._workload.prompt_tokens(assignment.group_id))
@@ -84,7 +84,7 @@ class SimRollouts(Pool):
         return len(group_ids)
 
     def kill(self, place: int) -> str:
-        """The replica at this place dies; returns its name."""
+        """Kill the replica at this place; return its name."""
         self.replicas[place].die()
         return self.replicas[place].name
 
