@@ -40,7 +40,7 @@ DEADLINE_S = 600.0
 
 
 class Producer:
-    """Rolls out groups."""
+    """Producer that rolls out groups."""
 
     def __init__(self, place: int) -> None:
         self._place = place
@@ -64,7 +64,7 @@ class Producer:
 
 
 class Consumer:
-    """Reads groups."""
+    """Consumer that reads groups."""
 
     def read(self, parcel: Parcel) -> list[float]:
         times_s = []
