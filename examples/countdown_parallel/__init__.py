@@ -1,1 +1,2 @@
-"""Countdown by spawn and join: a parent has children try expressions in parallel, and learns to try enough of them."""
+"""Countdown by spawn and join: a parent spawns children that try expressions in parallel, and learns to spawn
+enough."""
