@@ -29,7 +29,7 @@ def sample_totals(values_N: Tensor, lengths_S: Tensor) -> Tensor:
     """
     import torch
 
-    # `unsafe` leaves out a check that would wait for a GPU.
+    # `unsafe` skips a check that would wait for a GPU.
     totals_S = torch.segment_reduce(values_N.double(), "sum", lengths=lengths_S, unsafe=True, initial=0.0)
     return totals_S.to(values_N.dtype)
 
@@ -40,8 +40,7 @@ def sample_sums(values_N: Tensor, lengths_S: Tensor) -> Tensor:
 
 
 def sample_means(values_N: Tensor, lengths_S: Tensor) -> Tensor:
-    """Mean of each sample over its trained tokens, at each of them. >># `unsafe` leaves `unsafe` skips a check that
-    would wait for a GPU."""
+    """Mean of each sample over its trained tokens, at each of them."""
     means_S = sample_totals(values_N, lengths_S) / lengths_S.clamp(min=1)
     return means_S.repeat_interleave(lengths_S, output_size=len(values_N))
 

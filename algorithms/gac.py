@@ -218,15 +218,14 @@ class Alignment:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load, in place, a state from `state_dict`.
 
-        Raises `CheckpointError` if the state is in the middle of a calibration of another length. >># it is given up
-        the calibration is given up
+        Raises `CheckpointError` if the state is in the middle of a calibration of another length.
         """
         for name, tensor in self.state_dict().items():
             tensor.copy_(state[name])
         wanted, configured = int(self._num_wanted), self._config.calibrate_steps
         if int(self._num_recorded) >= wanted:
             return
-        if not configured:  # it is given up
+        if not configured:  # the calibration is given up
             self._num_recorded.zero_()
             self._num_wanted.zero_()
         elif configured != wanted:
@@ -254,8 +253,7 @@ class Alignment:
         return min(regime, Regime.PROJECTED)
 
     def _remember(self, gradients: Gradients, squared_norm: float, removed: float) -> None:
-        """Store raw gradients, and subtract `removed` times the previous ones from the gradients, both in place. >>#
-        what was taken out the removed part plus the rest: the raw gradient again"""
+        """Store raw gradients, and subtract `removed` times the previous ones from the gradients, both in place."""
         self._previous_square.fill_(squared_norm)
         for name, previous in self._previous.items():
             gradient = gradients.get(name)
@@ -263,7 +261,7 @@ class Alignment:
                 previous.zero_()
             elif removed:
                 gradient.add_(previous, alpha=-removed)
-                previous.mul_(removed).add_(gradient)  # what was taken out and what is left: the raw one again
+                previous.mul_(removed).add_(gradient)  # the removed part plus the rest: the raw gradient again
             else:
                 previous.copy_(gradient)
 

@@ -93,7 +93,7 @@ class BenchWorker(RolloutWorker):
 
     async def change(self, model_path: str, dtype: str, repeats: int) -> dict[str, list[float]]:
         """Measure the seconds of staging, of the pause, and of a copy of the same bytes; requests are in flight
-        throughout. >># the first one builds the first one builds objects that later ones reuse"""
+        throughout."""
         import torch
         from safetensors.torch import load_file
 
@@ -119,7 +119,7 @@ class BenchWorker(RolloutWorker):
             target.copy_(source)
             marks.append(time.perf_counter())
             await engine.resume()
-            if version > 1:  # the first one builds what later ones reuse
+            if version > 1:  # the first one builds objects that later ones reuse
                 for name, i in (("stage", 1), ("paused", 3), ("memcpy", 5)):
                     seconds[name].append(marks[i] - marks[i - 1])
         assert not any(task.done() for task in running), "requests ended before the last change"

@@ -132,7 +132,7 @@ def random_llama(folder: Path) -> Path:
 
 
 def measured(case: Case) -> dict[str, object]:
-    """Measure the figures of one model. >># the first one takes the first one allocates memory that later ones reuse"""
+    """Measure the figures of one model."""
     backend = FsdpBackend(str(case.path), OptimizerSettings(lr=1e-6, total_steps=10**6), RankGroup())
     algorithm = GRPO(group_size=case.group_size)
     plan, data = batch(case, algorithm)
@@ -145,7 +145,7 @@ def measured(case: Case) -> dict[str, object]:
             stabilizer = timed.get(name)
             began_gac, began = stabilizer.cpu_s if stabilizer else 0.0, time.process_time()
             backend.train_step(plan.of_rank(0), data, algorithm, temperature=1.0, stabilizer=stabilizer)
-            if round_:  # the first one takes memory that later ones reuse
+            if round_:  # the first one allocates memory that later ones reuse
                 step_s[name].append(time.process_time() - began)
                 if stabilizer:
                     gac_s[name].append(stabilizer.cpu_s - began_gac)

@@ -71,7 +71,7 @@ class Stalls:
 
 
 class Trainer:
-    """Trainer process: parameters, and the publisher of a run. >># as many bytes as as many bytes as are published"""
+    """Trainer process: parameters, and the publisher of a run."""
 
     def __init__(self, num_bytes: int, relays: list[Remote[Relay]]) -> None:
         self._publisher = ObjectStorePublisher(relays, DEADLINE_S)
@@ -193,10 +193,9 @@ def fits(num_bytes: int, num_relays: int) -> bool:
 
 
 def measured(num_bytes: int, num_relays: int, repeats: int) -> list[dict]:
-    """Measure two rows: everything changed, and 1 %. >># The first one stores The first publish stores the data that
-    later ones replace. >># a version, the one two versions, and buckets in transit"""
+    """Measure two rows: everything changed, and 1 %."""
     schedule = [changed for changed in (1.0, 0.01) for _ in range(repeats)]
-    # The first one stores what the others replace.
+    # The first publish stores the data that later ones replace.
     _, *publishes = _on_cluster(num_bytes, num_relays, lambda tier: _publishes(tier, [1.0, *schedule]))
     return [
         _row(num_bytes, num_relays, changed, [p for c, p in zip(schedule, publishes, strict=True) if c == changed])
@@ -206,7 +205,7 @@ def measured(num_bytes: int, num_relays: int, repeats: int) -> list[dict]:
 
 def _on_cluster(num_bytes: int, num_relays: int, work: Callable[[Tier], Coroutine[None, None, T]]) -> T:
     """Run `work` on a fresh cluster of `num_relays` nodes."""
-    memory = 2 * num_bytes + max(100 * MEGABYTE, num_bytes // 3)  # a version, the one that comes, buckets on their way
+    memory = 2 * num_bytes + max(100 * MEGABYTE, num_bytes // 3)  # two versions, and buckets in transit
     cluster = Cluster(
         initialize_head=True,
         head_node_args={"num_cpus": 2, "object_store_memory": memory, "include_dashboard": False},

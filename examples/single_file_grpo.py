@@ -78,15 +78,12 @@ def train(
     """Train `model` in place, one yield per optimizer step.
 
     `tasks` are (prompt, answer) in the order in which groups are issued; at least `steps * groups_per_step` of them.
-    >># Sample: `group_size Sample: `group_size` completions of every prompt, each with a separate seed. >># Judge, and
-    Score, and compare each sample with its group: mean 0, unbiased standard deviation 1. >># Learn: clipped Train:
-    clipped surrogate, every completion token of the step weighs the same.
     """
     eos_id = tokenizer.eos_token_id
     assert isinstance(eos_id, int)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=0.0)
     for step in range(settings.steps):
-        # Sample: `group_size` completions of every prompt, each from a seed of its own.
+        # Sample: `group_size` completions of every prompt, each with a separate seed.
         group_ids = range(step * settings.groups_per_step, (step + 1) * settings.groups_per_step)
         completions = [
             Completion(tokenizer(tasks[s][0]).input_ids, request_seed(group_seed(settings.seed, s), episode, 0), [], [])
@@ -95,7 +92,7 @@ def train(
         ]
         sample(model, completions, settings, eos_id)
 
-        # Judge, and compare each sample with its group: mean 0, unbiased standard deviation 1.
+        # Score, and compare each sample with its group: mean 0, unbiased standard deviation 1.
         texts = tokenizer.batch_decode([c.output_ids for c in completions], skip_special_tokens=True)
         answers = [tasks[s][1] for s in group_ids for _ in range(settings.group_size)]
         rewards_B = torch.tensor([reward(text, answer) for text, answer in zip(texts, answers, strict=True)])
@@ -103,7 +100,7 @@ def train(
         centred_GB = rewards_GB - rewards_GB.mean(1, keepdim=True)
         advantages_B = (centred_GB / (rewards_GB.std(1, keepdim=True) + 1e-6)).flatten()  # (B,)
 
-        # Learn: clipped surrogate, every completion token of the step weighs the same.
+        # Train: clipped surrogate, every completion token of the step weighs the same.
         logprobs_N = completion_logprobs(model, completions, settings.temperature)
         behavior_N = torch.tensor([logprob for c in completions for logprob in c.logprobs])
         advantages_N = advantages_B.repeat_interleave(torch.tensor([len(c.output_ids) for c in completions]))

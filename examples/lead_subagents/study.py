@@ -67,8 +67,7 @@ class Result:
 
 
 def main() -> None:
-    """Run the missing trials, and show all requested ones. >># a row for every a row for every step and both
-    evaluations"""
+    """Run the missing trials, and show all requested ones."""
     parser = argparse.ArgumentParser(description="Who has to learn, and how many does it take.")
     parser.add_argument("--cases", default=",".join(CASES), help="who is trained, and how many subagents there are")
     parser.add_argument("--seeds", default="0,1,2", help="of the warm start and of the run")

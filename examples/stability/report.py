@@ -54,8 +54,7 @@ def learning_curve(run: Run, rewards: Sequence[float]) -> tuple[list[int], list[
 
 
 def collapse_version(run: Run, outcome: Outcome) -> int | None:
-    """Return the version from which the mean reward of ten stays below half of its earlier peak; None without one. >>#
-    the first gradient the first gradient has no previous one"""
+    """Return the version from which the mean reward of ten stays below half of its earlier peak; None without one."""
     versions, rewards = learning_curve(run, outcome.rewards)
     peak, fell = 0.0, None
     for version, mean in zip(versions, running_mean(rewards), strict=True):
@@ -70,7 +69,7 @@ def collapse_version(run: Run, outcome: Outcome) -> int | None:
 def _line(row: Row, outcomes: Sequence[Outcome]) -> str:
     run, finals = row.run, [o.final_reward for o in outcomes]
     collapses = [str(version) for o in outcomes if (version := collapse_version(run, o)) is not None]
-    start = max(1, run.gac.synchronous_steps)  # the first gradient has none before it
+    start = max(1, run.gac.synchronous_steps)  # the first gradient has no previous one
     cells = (
         f"{run.groups} x {run.group_size}",
         run.algorithm,

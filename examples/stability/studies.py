@@ -43,7 +43,7 @@ ARMS: Mapping[str, GAC] = {
 
 
 def grid(seeds: Sequence[int], steps: int = 160, staleness: Sequence[int] = (0, 4, 16, 32)) -> list[Row]:
-    """Build the rows of staleness x correction x control. >># at 0 every at 0 every step is"""
+    """Build the rows of staleness x correction x control."""
     return [
         _row(label, Run(staleness=s, algorithm=algorithm, gac=gac, steps=steps), seeds)
         for algorithm in (DEFAULT, BLIND)

@@ -228,8 +228,7 @@ class Profile(Section):
         return load(cls, [profile_path(name)], overrides)
 
     def config(self, folder: Path, steps: int) -> Config:
-        """Build the driver's configuration of a run of `steps` steps on this cluster. >># the driver reads the driver
-        uses it only for repacking"""
+        """Build the driver's configuration of a run of `steps` steps on this cluster."""
         limits = dict.fromkeys(("max_attempts", "max_failed_groups", "max_no_signal_groups"), MOST_FAILURES)
         limits |= {"lease_s": FOREVER_S, "no_progress_s": FOREVER_S, "transfer_s": TRANSFER_S}
         sections: dict[str, Any] = {
@@ -240,7 +239,7 @@ class Profile(Section):
             "stabilizer": None,
             "rollout": {
                 "replicas": self.num_replicas,
-                "slots": self.repack_requests,  # the driver reads it for repacking alone
+                "slots": self.repack_requests,  # the driver uses it only for repacking
                 "weight_change": self.weight_change,
                 "kv_cache": self.kv_cache,
                 "repack_s": self.repack_s,

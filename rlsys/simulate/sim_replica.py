@@ -94,14 +94,13 @@ class SimReplica:
         return [play.assignment.group_id for play in plays]
 
     def die(self) -> None:
-        """Die: all groups sampled here, and all whose sessions run here, end with `WorkerDied`. >># whose turns were
-        with turns routed here"""
+        """Die: all groups sampled here, and all whose sessions run here, end with `WorkerDied`."""
         self._is_dead = True
         self._freed.set()
         for play in {**self._plays, **self._homed}:
             play.host.engine.abort((play,))
             play.fail(self._death(f"rolling out group {play.assignment.group_id}"))
-        others = self.engine.owners()  # whose turns were routed here
+        others = self.engine.owners()  # with turns routed here
         self.engine.abort(others)
         for play in others:
             play.fail(self._death(f"rolling out group {play.assignment.group_id}"))
@@ -109,15 +108,14 @@ class SimReplica:
     # ------------------------------------------------------------------------------------------------ changing weights
 
     async def ensure_version(self, version: PolicyVersion) -> None:
-        """Load weights no older than `version`, as `RolloutWorker` does. >># from here no guest from here on no group
-        moves in"""
+        """Load weights no older than `version`, as `RolloutWorker` does."""
         async with self._changing:
             self._check_alive()
             if self.version >= version:
                 return
             if self._profile.weight_change == "between":
                 await self._until(lambda: not self._plays)
-                self._is_loading = True  # from here no guest comes in
+                self._is_loading = True  # from here on no group moves in
             elif self._profile.weight_change == "beside":
                 await self._until(lambda: len(self._resident()) < self._profile.resident_versions)
             began_s, busy_s = now(), self.engine.used_now().busy_s

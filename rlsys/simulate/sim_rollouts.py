@@ -44,7 +44,6 @@ class SimRollouts(Pool):
         self.num_moved = 0
         """Number of moved groups."""
         self._routed: dict[int, _Routed] = {}
-        """>># its turns may go its turns may go to any replica: all need the version"""
 
     async def run(self, assignment: Assignment) -> RolledOut:
         weight = assignment.size * request_weight(self._workload.prompt_tokens(assignment.group_id))
@@ -52,7 +51,7 @@ class SimRollouts(Pool):
         replica = self.replicas[routed.place]
         self._given[assignment.group_id], self._routed[assignment.group_id] = replica.name, routed
         try:
-            if self.turns is not None:  # its turns may go anywhere: no replica may hold less than it asks for
+            if self.turns is not None:  # its turns may go to any replica: all need the version
                 await asyncio.gather(*(r.ensure_version(assignment.version) for r in self.replicas if not r.is_dead))
             done = await replica.run(assignment, self.turns)
         except WorkerDied as error:

@@ -59,8 +59,7 @@ class SimPlay:
         self._environments, self._num_held = home.environments, 0
 
     def begin(self) -> None:
-        """Submit the first turn of each episode, once it has an environment. >># they share the they share the prompt
-        of the first"""
+        """Submit the first turn of each episode, once it has an environment."""
         if self._environments is not None:
             for session in self._sessions:
                 self._environments.take(lambda session=session: self._begin_in_environment(session))
@@ -75,8 +74,7 @@ class SimPlay:
         self.host.engine.submit([self._request(session, self.host) for session in self._sessions])
 
     def fail(self, error: Exception) -> None:
-        """End with `error`. >># it failed while it it failed while it waited >># not if all were not if all were
-        released on failure >># it may have moved it may have moved"""
+        """End with `error`."""
         if not self.done.done():
             self.done.set_exception(error)
             for _ in range(self._num_held):
@@ -92,7 +90,7 @@ class SimPlay:
         self._next_turn(session)
 
     def _let_environment_go(self) -> None:
-        if self._environments is not None and self._num_held:  # not if all were given back as it failed
+        if self._environments is not None and self._num_held:  # not if all were released on failure
             self._num_held -= 1
             self._environments.give_back()
 

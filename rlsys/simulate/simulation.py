@@ -82,8 +82,7 @@ class Simulation:
 
     @property
     def report(self) -> Report:
-        """Report of `run`. >># The pipe stays full The pipe stays full to the end: the run has one more pipe of steps,
-        and is stopped early."""
+        """Report of `run`."""
         return self._found
 
     async def _run(self, folder: Path) -> None:
@@ -91,7 +90,7 @@ class Simulation:
         self.world = Cluster(profile)
         self.rollouts, self.actor = SimRollouts(self.world), FakeActor(self.world)
         workers = Workers(self.rollouts, FakeRewards(self.world), self.actor, FakeRelays(self.world))
-        # The pipe stays full to the end: the run has one more pipe of steps, and is stopped when there are enough.
+        # The pipe stays full to the end: the run has one more pipe of steps, and is stopped early.
         config = profile.config(folder, self.steps + profile.max_staleness + 1)
         self.driver = build_driver(config, workers, TaskSource(tasks(NUM_TASKS), seed=profile.seed), Events([self]))
         for seconds, happens in self.incidents:
