@@ -1,5 +1,4 @@
 """Algorithms that ship with rlsys, one file each. Importing them does not import torch.
 
-`pyproject.toml` lists them in the entry point group `rlsys.algorithms`. Another package adds its algorithms in the same
-way.
+`pyproject.toml` lists them in the entry point group `rlsys.algorithms`; other packages add theirs the same way.
 """

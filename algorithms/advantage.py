@@ -31,7 +31,7 @@ class Peer:
 def rewarded(group: Group) -> Iterator[Peer]:
     """Yield the trajectories with a finite reward, of any policy, from episodes that did not fail.
 
-    Other policies count, because an agent may take the advantage of a root that another policy samples.
+    An agent may take the advantage of a root that another policy samples.
     """
     for place, meta in group.everyone():
         if meta.reward is not None and isfinite(meta.reward):
@@ -77,7 +77,6 @@ def centred(rewards_G: Sequence[float], *, std_normalize: bool) -> list[float]:
 
 
 def left_out(rewards_G: Sequence[float]) -> list[float]:
-    """Subtract the mean of the other rewards, n / (n - 1) (R - mean): RLOO (arXiv:2402.14740). Needs two rewards or
-    more."""
+    """Subtract the mean of the others, n / (n - 1) (R - mean): RLOO (arXiv:2402.14740). Needs two rewards or more."""
     scale = len(rewards_G) / (len(rewards_G) - 1)
     return [scale * value for value in centred(rewards_G, std_normalize=False)]

@@ -29,11 +29,9 @@ class AEPO(ClippedSurrogate, PolicyGradient):
 
     Negative advantages raise the entropy. Once it exceeds `entropy_high`, the following steps leave out the
     trajectories with a negative advantage. Once it falls below `entropy_low`, they are trained again. In between
-    nothing changes.
-
-    The entropy is that of the previous step, averaged over its trained tokens. The paper averages over sequences the
-    means over tokens. While negative advantages are left out, only the other trajectories count, and their entropy may
-    be lower than that of all. The state is part of the step's metrics, and so of the checkpoint.
+    nothing changes. The entropy is that of the previous step, averaged over its trained tokens. The paper averages over
+    sequences the means over tokens. Without negative advantages only the other trajectories count, and their entropy
+    may be lower than that of all. The state is part of the step's metrics, and so of the checkpoint.
     """
 
     std_normalize: bool = True

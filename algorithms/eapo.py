@@ -50,7 +50,6 @@ class EAPO(ClippedSurrogate, PolicyGradient):
     data-parallel size and keeps more than 99 %. Our trainer needs no multiple, so the default 1 trains all samples."""
 
     def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
-        """Yield one advantage per sample."""
         found: dict[Place, list[float]] = {}
         for peers_G in peers(group):
             rewards = [self.by_round(peer) for peer in peers_G]
@@ -67,7 +66,7 @@ class EAPO(ClippedSurrogate, PolicyGradient):
         return [last * self.gamma**left if last > 0 else last for left in reversed(range(num_rounds))]
 
     def finalize_advantages(self, groups: Sequence[Group], past: Mapping[str, float]) -> StepAdvantages:
-        """Keep the largest multiple of `samples_multiple` samples with a trained token; keep all if there are fewer."""
+        """Keep the largest multiple of `samples_multiple` samples with a trained token; all if there are fewer."""
         every = super().finalize_advantages(groups, past).groups
         trained = [(g, a) for g, assigned in enumerate(every) for a in assigned if _is_trained(a, groups[g])]
         num = len(trained)

@@ -23,10 +23,7 @@ def log_ratio(logprobs_N: Tensor, base_logprobs_N: Tensor) -> Tensor:
 
 
 def sample_totals(values_N: Tensor, lengths_S: Tensor) -> Tensor:
-    """Sum of each sample, one entry per sample, computed in float64.
-
-    A value that is not finite affects only its own sample.
-    """
+    """Sum of each sample, one entry per sample, in float64. A value that is not finite affects only its own sample."""
     import torch
 
     # `unsafe` skips a check that would wait for a GPU.

@@ -64,9 +64,9 @@ class KTO(Algorithm):
     undesirable_weight: PositiveFloat = 1.0
     """Weight of undesirable samples (lambda_U)."""
     balance: bool = True
-    """Lower the weight of the heavier label in a step, until all desirable samples together weigh 1 to 4/3 times as
-    much as all undesirable ones (section 4.2), then rescale both to the original total. So one success among many
-    failures changes their shares, not the size of the step. With one label only, nothing changes."""
+    """Lower the weight of the heavier label in a step, then rescale both labels to the original total. All desirable
+    samples then weigh 1 to 4/3 times as much as all undesirable ones (section 4.2). So one success among many failures
+    changes their shares, not the size of the step. With one label only, nothing changes."""
     full_length: PositiveInt | None = 512
     """Trained tokens up to which r is a sum. For a longer sample it is the mean times this, in z0 too: sums over
     thousands of tokens saturate the sigmoid. 1: the mean; null: the sum, as in the paper."""
@@ -91,9 +91,9 @@ class KTO(Algorithm):
         """Any with `clip`, 0 without.
 
         The label of an old sample stays true, and KTO trains on samples of any origin. But later steps have already
-        answered what older weights sampled. Without the clip, the same undesirable samples are pushed down again and
-        again, far below the point where `beta` ends their gradient, and the policy collapses. Measured on
-        `examples/sort` at `max_staleness: 4`, for a `beta` of 0.1 and of 0.5.
+        answered what older weights sampled. Without the clip, undesirable samples are pushed down again and again, far
+        below the point where `beta` ends their gradient, until the policy collapses. Measured on `examples/sort` at
+        `max_staleness: 4`, for a `beta` of 0.1 and of 0.5.
         """
         return 0 if self.clip is None else None
 
@@ -189,12 +189,10 @@ def _per_sample(values_N: Tensor, lengths_S: Tensor) -> Tensor:
 
 
 def _spread(values_S: Tensor, lengths_S: Tensor, num_tokens: int) -> Tensor:
-    """Repeat a sample's value at each of its tokens."""
     return values_S.repeat_interleave(lengths_S, output_size=num_tokens)
 
 
 def _counted(groups: Sequence[Group], assigned: Sequence[Sequence[TrajectoryAdvantage]]) -> tuple[int, int]:
-    """Count the desirable and the undesirable samples with a trained token."""
     is_desirable = [
         a.advantage > 0
         for group, of_group in zip(groups, assigned, strict=True)

@@ -38,7 +38,7 @@ class PolicyGradient(Algorithm):
     """
 
     group_size: Annotated[int, Field(ge=2)] = 8
-    """Episodes per task, compared with each other. At least 2, because the group is its own baseline."""
+    """Episodes per task, compared with each other. At least 2, because the group is the baseline."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL to the reference model, per nat; 0 starts no reference worker. In the loss, the KL of a token
     takes the surrogate's importance ratio, at most 2 and without gradient, and then all corrections. With a weight

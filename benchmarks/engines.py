@@ -92,7 +92,7 @@ class BenchWorker(RolloutWorker):
         return await asyncio.to_thread(_step_through, engine._llm, codec.encode(prompt), size, seed, num_tokens)
 
     async def change(self, model_path: str, dtype: str, repeats: int) -> dict[str, list[float]]:
-        """Measure the seconds of staging, of the pause, and of a copy of the same bytes; requests are in flight
+        """Measure seconds of staging, of the pause, and of a copy of the same bytes, with requests in flight
         throughout."""
         import torch
         from safetensors.torch import load_file

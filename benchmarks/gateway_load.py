@@ -94,7 +94,7 @@ async def converse(ask: Ask, num_conversations: int) -> list[float]:
     return all_ms[NUM_TURNS:]
 
 
-# ---------------------------------------------------------------------------------------------- in a process of its own
+# ---------------------------------------------------------------------------------------------- in a separate process
 
 
 async def raw(num_conversations: int, base_url: str, api_key: str) -> list[float]:

@@ -5,8 +5,7 @@
 Two producer processes send groups of 8 episodes to one consumer process, with 1 k and with 32 k tokens in a group: ids
 and logprobs in numpy arrays, the same for all three. The first stretch is at full speed, 64 groups in flight where the
 system bounds them, 8 to a take: groups per second. The second is paced, 50 groups per second in all, one to a take:
-seconds from submit to take, median and 99th percentile. Rounds alternate between the three; figures are medians over
-rounds.
+median and 99th percentile of the seconds from submit to take. Rounds alternate; figures are medians over rounds.
 
 rlsys: producers answer as rollouts do, the driver's GroupQueue has metadata and references, the consumer fetches.
 ray.util.queue: payloads through its actor. TransferQueue: its SimpleStorage, two storage units, in a separate

@@ -25,14 +25,13 @@ if TYPE_CHECKING:
     from rlsys.types import Episode, Group
 
 Size: TypeAlias = Literal["full", "quick", "short"]
-"""Duration of a benchmark. A short one only shows in seconds that the benchmark works; its figures mean nothing."""
+"""Duration of a benchmark. A short one only shows that the benchmark works; its figures mean nothing."""
 ENV = os.environ | {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""Environment of the measured processes: offline, one thread each."""
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 POLL_S = 0.01
 _PR_SET_CHILD_SUBREAPER = 36
@@ -89,7 +88,7 @@ def parser_of(description: str | None, *, quick: str = "") -> argparse.ArgumentP
 
 
 def sorter(size: Size, seed: int = 0) -> Path:
-    """Return the folder of the policy and the tasks of `examples.sort`; a short benchmark has an untrained policy."""
+    """Return the folder of the policy and tasks of `examples.sort`; a short benchmark has an untrained policy."""
     from examples.sort.prepare import Recipe, prepare
 
     is_short = size == "short"
@@ -129,7 +128,8 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 
 def own_python(folder: Path, requirements: Sequence[str], size: Size) -> str:
-    """Return the Python of a separate environment with these packages; unless the size is short, make it on first use.
+    """Return the Python of a separate environment with these packages; make it on first use, except in a short
+    benchmark.
 
     Exits with code 2 and the remedy if there is no such environment.
     """
@@ -164,7 +164,7 @@ def group_of(group_id: int, episodes: tuple[Episode, ...]) -> Group:
 
 
 def spread(values: Sequence[float]) -> dict[str, float | int]:
-    """Summarise repeated measurements by median, least and greatest."""
+    """Summarise repeated measurements."""
     return {"median": median(values), "min": min(values), "max": max(values), "repeats": len(values)}
 
 
@@ -189,7 +189,7 @@ def _num_rows(path: Path) -> int:
 
 
 def _adopt_orphans() -> None:
-    """Adopt daemons whose parent ends, in place of init, so that their CPU time is still counted."""
+    """Adopt daemons whose parent ends, so that their CPU time is still counted."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 

@@ -223,7 +223,6 @@ def _on_cluster(num_bytes: int, num_relays: int, work: Callable[[Tier], Coroutin
 
 
 async def _publishes(tier: Tier, schedule: Sequence[float]) -> list[dict[str, float]]:
-    """Publish repeatedly, each time after changing that share."""
     await tier.trainer.call(Trainer.warm)
     publishes = []
     for version, changed in enumerate(schedule):

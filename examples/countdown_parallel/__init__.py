@@ -1,2 +1,1 @@
-"""Countdown by spawn and join: a parent spawns children that try expressions in parallel, and learns to spawn
-enough."""
+"""Countdown by spawn and join: a parent learns to spawn enough children, which try expressions in parallel."""

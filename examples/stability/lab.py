@@ -194,7 +194,6 @@ class Sampler:
         return [Task(tuple(self._tokenizer(row["prompt"]).input_ids), row["answer"]) for row in rows]
 
     async def _groups(self, tasks: Mapping[int, Task], group_size: int, seed: int) -> list[Group]:
-        """Sample one group for each task, by its group id."""
         places = [(group_id, member) for group_id in tasks for member in range(group_size)]
         episodes = await asyncio.gather(*(self._episode(tasks[s], f"{s}/{m}", seeded(seed, s, m)) for s, m in places))
         payloads = [tuple(episodes[i : i + group_size]) for i in range(0, len(episodes), group_size)]

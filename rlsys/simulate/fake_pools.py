@@ -46,7 +46,7 @@ class Fault(Enum):
     WRONG_WEIGHTS = "wrong weights"
     """The rollout acknowledges a hash that was never published."""
     FAILS = "fails"
-    """The judge raises on every episode of the group."""
+    """The reward function raises on every episode of the group."""
 
 
 class Pool:

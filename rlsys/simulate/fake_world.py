@@ -1,4 +1,4 @@
-"""Fake cluster: the state that its workers share, its settings and its records for tests."""
+"""Fake cluster for tests and simulations."""
 
 from __future__ import annotations
 

@@ -132,7 +132,6 @@ class WeightsSection(Section):
     """Size of the weights, and the links that carry them."""
 
     num_bytes: PositiveInt
-    """Size of one version."""
     push_bytes_per_s: PositiveFloat
     """Bandwidth from the actor into host memory; only this transfer stalls the actor."""
     link_bytes_per_s: PositiveFloat
@@ -253,7 +252,7 @@ class Profile(Section):
         return Config(**sections)
 
     def train_s(self, groups: Sequence[Group]) -> float:
-        """Return the trainer's compute time for a step on these groups, in seconds."""
+        """Return the trainer's compute seconds for a step on these groups."""
         num_tokens = sum(group.num_trained for group in groups)
         return self.train.fixed_s + num_tokens / (self.train.tokens_per_s * self.train_gpus)
 
@@ -269,12 +268,10 @@ class Profile(Section):
 
     @property
     def num_replicas(self) -> int:
-        """Number of rollout replicas."""
         return self._inference_gpus // self.gpus_per_replica
 
     @property
     def train_gpus(self) -> int:
-        """Number of GPUs that train."""
         return self.gpus if self.colocated else self.gpus - self.num_replicas * self.gpus_per_replica
 
     @property

@@ -74,7 +74,6 @@ class SimPlay:
         self.host.engine.submit([self._request(session, self.host) for session in self._sessions])
 
     def fail(self, error: Exception) -> None:
-        """End with `error`."""
         if not self.done.done():
             self.done.set_exception(error)
             for _ in range(self._num_held):
@@ -134,7 +133,6 @@ class SimPlay:
             self.done.set_result(None)
 
     def versions(self) -> tuple[VersionSpan, ...]:
-        """Return the sampled tokens by version, oldest first."""
         return tuple(VersionSpan(v, self.sampled[v]) for v in sorted(self.sampled))
 
     def episodes(self) -> tuple[EpisodeMeta, ...]:
@@ -182,7 +180,6 @@ class Rounds:
         self._resting: list[Callable[[], None]] = []
 
     def enter(self, num_episodes: int) -> None:
-        """Add episodes that begin."""
         self._num_out += num_episodes
 
     def rest(self, seconds: float, go_on: Callable[[], None]) -> None:
@@ -192,7 +189,6 @@ class Rounds:
         loop.call_later(seconds, (lambda: self._arrive(go_on)) if self._together else go_on)
 
     def leave(self) -> None:
-        """Remove an episode that ended."""
         self._num_out -= 1
         self._begin_round()
 

@@ -52,7 +52,6 @@ class _Mark:
     time_s: float
     used: Used
     num_trained: int
-    """Trained groups."""
     num_moved: int
     num_dropped: int
 
@@ -68,7 +67,7 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self._num_measured = self.steps - self.steps // 4
-        """Measured steps: the report leaves out the first quarter, in which the pipe fills."""
+        """Number of measured steps: the report leaves out the first quarter, in which the pipe fills."""
         self.marks = [_Mark(0.0, Used(), 0, 0, 0)]
         """One mark before the first step, and one after each."""
 

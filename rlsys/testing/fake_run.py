@@ -87,8 +87,8 @@ class FakeRun:
         progress: Progress | None = None,
         **sections: object,
     ) -> None:
-        """With `reply`, play the configured workflow: `reply` maps the text so far to the policy's reply, which the
-        reward functions score. With `gradients`, by version, the configured stabilizer receives them.
+        """With `reply`, a function from the text so far to the policy's reply, play the configured workflow and score
+        by the reward functions. With `gradients`, by version, the configured stabilizer receives them.
 
         A world is for one run, which sets its play, scores and stabilizer. `workers` replaces the world's workers.
         Raises `ConfigError`.
@@ -155,8 +155,7 @@ async def _played(
 
 
 class Judge:
-    """Reward functions of a configuration. They run in a thread that the call waits for, because the clock is
-    virtual."""
+    """Reward functions of a configuration, in a thread that the call waits for, because the clock is virtual."""
 
     def __init__(self, config: Config, tasks: Sequence[Task]) -> None:
         """Raise `ConfigError` for a function that does not exist, or requires a column that some task lacks."""
