@@ -65,10 +65,9 @@ def compared(
 
 
 def centred(rewards_G: Sequence[float], *, std_normalize: bool) -> list[float]:
-    """Subtract the mean; with `std_normalize`, divide by the unbiased standard deviation + 1e-6. Needs two rewards or
-    more.
+    """Subtract the mean; with `std_normalize`, divide by the unbiased standard deviation + 1e-6. Needs two or more.
 
-    Differences from the first reward are averaged, so that equal rewards give exactly 0.
+    It averages differences from the first reward, so that equal rewards give exactly 0.
     """
     from_first_G = [reward - rewards_G[0] for reward in rewards_G]
     mean = fmean(from_first_G)

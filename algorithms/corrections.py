@@ -46,7 +46,7 @@ class Policies:
     """Logprobs of a micro-batch's tokens under the policies that a loss compares; only `current_N` has a gradient."""
 
     current_N: Tensor
-    """The policy in training."""
+    """Policy in training."""
     proximal_N: Tensor
     """The target policy of the corrections."""
     base_N: Tensor
@@ -88,7 +88,7 @@ class Factor:
     """Effect of a correction on each token."""
 
     weights_N: Tensor
-    """The factor, or a mask."""
+    """Factor or mask."""
     is_touched_N: Tensor
     """True where the weight was truncated or the token masked."""
 

@@ -61,7 +61,7 @@ class EAPO(ClippedSurrogate, PolicyGradient):
                 yield TrajectoryAdvantage(*place, value, s)
 
     def by_round(self, peer: Peer) -> list[float]:
-        """The reward of each round."""
+        """Compute the reward of each round."""
         last, num_rounds = peer.reward, max(1, len(peer.meta.samples))
         return [last * self.gamma**left if last > 0 else last for left in reversed(range(num_rounds))]
 

@@ -183,7 +183,7 @@ class Alignment:
         return GradientDecision(is_skipped, is_edited=removed != 0, metrics=metrics)
 
     def correct(self, updates: Updates, all_reduce: AllReduce) -> Mapping[str, float]:
-        """See `Stabilizer.correct`. One all-reduce of three numbers, where there is anything to measure or to do."""
+        """See `Stabilizer.correct`. One all-reduce of three numbers, if it measures or corrects."""
         is_measured = (self._num_seen - 1) % self._config.update_every == 0
         if not (is_measured or self._excess):
             return {}

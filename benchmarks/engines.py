@@ -92,8 +92,7 @@ class BenchWorker(RolloutWorker):
         return await asyncio.to_thread(_step_through, engine._llm, codec.encode(prompt), size, seed, num_tokens)
 
     async def change(self, model_path: str, dtype: str, repeats: int) -> dict[str, list[float]]:
-        """Measure seconds of staging, of the pause, and of a copy of the same bytes, with requests in flight
-        throughout."""
+        """Measure seconds of staging, of the pause, and of a copy of the same bytes; requests stay in flight."""
         import torch
         from safetensors.torch import load_file
 
@@ -222,8 +221,7 @@ def _worker(pool: RolloutPool) -> Remote[BenchWorker]:
 async def speed(
     model: Model, engine: EngineName, threads: int, scale: Scale
 ) -> tuple[dict[str, dict[str, float]], dict[int, float]]:
-    """Measure tokens per second by number of requests, through the actor and (vLLM) bare, and the share lost to the
-    actor."""
+    """Measure tokens per second by number of requests, through the actor and (vLLM) bare, and the actor's share."""
     pool = pool_of(model, engine, threads)
     await pool.ready()
     rates: dict[str, dict[str, float]] = {"actor": {}, "bare": {}}

@@ -48,11 +48,10 @@ class Mark:
 
 
 def marks_of(command: Sequence[str], env: Mapping[str, str], metrics: Path, steps: Sequence[int]) -> list[Mark]:
-    """Run a command that appends a row to the file `metrics` after each step; return a mark at the end of each of
-    `steps`.
+    """Run a command that appends a row to `metrics` after each step; return a mark at the end of each of `steps`.
 
-    Waits for rows of the file. It polls, because neither peer can notify us; a poll misses a step's end by at most
-    `POLL_S`. Raises `RuntimeError` with the end of its output if the command fails.
+    Waits for rows by polling, because neither peer can notify us; a poll misses a step's end by at most `POLL_S`.
+    Raises `RuntimeError` with the end of its output if the command fails.
     """
     _adopt_orphans()
     metrics.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +87,7 @@ def parser_of(description: str | None, *, quick: str = "") -> argparse.ArgumentP
 
 
 def sorter(size: Size, seed: int = 0) -> Path:
-    """Return the folder of the policy and tasks of `examples.sort`; a short benchmark has an untrained policy."""
+    """Return the folder of the policy and tasks of `examples.sort`, untrained in a short benchmark."""
     from examples.sort.prepare import Recipe, prepare
 
     is_short = size == "short"
@@ -98,8 +97,7 @@ def sorter(size: Size, seed: int = 0) -> Path:
 
 
 def train_command(prepared: Path, folder: Path, *overrides: str) -> list[str]:
-    """Build the command that trains the policy of `sorter` in `folder`/run, by `examples/sort/run.yaml` with
-    overrides."""
+    """Build the command that trains the policy of `sorter` in `folder`/run by `examples/sort/run.yaml`."""
     command = [sys.executable, "-m", "rlsys.cli", "train", "examples/sort/run.yaml", "--json"]
     command += [f"run.folder={folder}", "run.name=run", "checkpoint.every=0"]
     command += [f"model.path={prepared / 'model'}", f"data.path={prepared / 'train.jsonl'}"]
@@ -107,15 +105,14 @@ def train_command(prepared: Path, folder: Path, *overrides: str) -> list[str]:
 
 
 def train(prepared: Path, *overrides: str) -> tuple[list[dict[str, float]], Mapping[str, Any]]:
-    """Train that policy; return its metrics, a row for each step, and the JSON that `--json` prints."""
+    """Train that policy; return its metrics by step, and the JSON that `--json` prints."""
     with tempfile.TemporaryDirectory(prefix="benchmark_") as folder:
         result = answer_of(train_command(prepared, Path(folder), "record.rollouts_every=0", *overrides))
         return rows_of(Path(folder) / "run" / "metrics.jsonl"), result
 
 
 def answer_of(command: Sequence[str], text: str | None = None, **env: str) -> Any:  # noqa: ANN401  (JSON)
-    """Run a command with `text` as input; return the JSON of its last line. Raises `RuntimeError` with the end of its
-    stderr."""
+    """Run a command; return the JSON of its last line. Raises `RuntimeError` with the end of its stderr."""
     done = subprocess.run(command, env=ENV | env, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr[-4000:]}")
@@ -128,8 +125,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 
 def own_python(folder: Path, requirements: Sequence[str], size: Size) -> str:
-    """Return the Python of a separate environment with these packages; make it on first use, except in a short
-    benchmark.
+    """Return the Python of a separate environment, made on first use except in a short benchmark.
 
     Exits with code 2 and the remedy if there is no such environment.
     """

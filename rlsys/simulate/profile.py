@@ -132,6 +132,7 @@ class WeightsSection(Section):
     """Size of the weights, and the links that carry them."""
 
     num_bytes: PositiveInt
+    """Bytes of one version."""
     push_bytes_per_s: PositiveFloat
     """Bandwidth from the actor into host memory; only this transfer stalls the actor."""
     link_bytes_per_s: PositiveFloat
