@@ -1,4 +1,4 @@
-"""The algorithms that come with rlsys, one file each. Importing them does not import torch.
+"""Algorithms that ship with rlsys, one file each. Importing them does not import torch.
 
-`pyproject.toml` names them in the entry point group `rlsys.algorithms`; another package adds its own the same way.
+`pyproject.toml` lists them in the entry point group `rlsys.algorithms`; other packages add theirs the same way.
 """

@@ -1,4 +1,4 @@
-"""Advantages of a group: which trajectories are compared, by which statistic of their rewards.
+"""Advantages of a group: the trajectories to compare, and statistics of their rewards.
 
 Shape suffix: `G` peers in a group.
 """
@@ -21,7 +21,7 @@ Place: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A trajectory with a finite reward of its own, as scored, and its place in the group."""
+    """Trajectory with a finite reward, and its place in the group."""
 
     place: Place
     meta: TrajectoryMeta
@@ -29,9 +29,9 @@ class Peer:
 
 
 def rewarded(group: Group) -> Iterator[Peer]:
-    """Trajectories of any policy with a finite reward of their own, of episodes that did not fail.
+    """Yield the trajectories with a finite reward, of any policy, from episodes that did not fail.
 
-    Other policies count: an agent may take the advantage of a root that another policy speaks for.
+    An agent may take the advantage of a root that another policy samples.
     """
     for place, meta in group.everyone():
         if meta.reward is not None and isfinite(meta.reward):
@@ -39,7 +39,7 @@ def rewarded(group: Group) -> Iterator[Peer]:
 
 
 def peers(group: Group) -> Iterator[list[Peer]]:
-    """Trajectories that are compared with each other: roots with roots, others by agent name; of two episodes or more.
+    """Yield each set of trajectories to compare: roots with roots, other agents by name, from at least two episodes.
 
     A trajectory without a peer in another episode has no baseline.
     """
@@ -56,7 +56,7 @@ def compared(
     statistic: Callable[[Sequence[float]], Sequence[float]],
     reward: Callable[[Peer], float] = attrgetter("reward"),
 ) -> dict[Place, float]:
-    """The advantages of all peers, by a statistic of their rewards, such as `left_out`."""
+    """Compute the advantages of all peers by a statistic of their rewards, such as `left_out`."""
     found: dict[Place, float] = {}
     for peers_G in peers(group):
         values_G = statistic([reward(peer) for peer in peers_G])
@@ -65,9 +65,9 @@ def compared(
 
 
 def centred(rewards_G: Sequence[float], *, std_normalize: bool) -> list[float]:
-    """Rewards minus their mean, over their unbiased standard deviation + 1e-6 if asked. Needs two rewards or more.
+    """Subtract the mean; with `std_normalize`, divide by the unbiased standard deviation + 1e-6. Needs two or more.
 
-    Counted from the first reward, so that equal rewards give exactly 0.
+    It averages differences from the first reward, so that equal rewards give exactly 0.
     """
     from_first_G = [reward - rewards_G[0] for reward in rewards_G]
     mean = fmean(from_first_G)
@@ -76,6 +76,6 @@ def centred(rewards_G: Sequence[float], *, std_normalize: bool) -> list[float]:
 
 
 def left_out(rewards_G: Sequence[float]) -> list[float]:
-    """Each reward minus the mean of the others, n / (n - 1) (R - mean): RLOO (arXiv:2402.14740). Needs two or more."""
+    """Subtract the mean of the others, n / (n - 1) (R - mean): RLOO (arXiv:2402.14740). Needs two rewards or more."""
     scale = len(rewards_G) / (len(rewards_G) - 1)
     return [scale * value for value in centred(rewards_G, std_normalize=False)]

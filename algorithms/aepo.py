@@ -27,18 +27,18 @@ TRAINS_NEGATIVES = "policy/trains_negatives"
 class AEPO(ClippedSurrogate, PolicyGradient):
     """AEPO (QwenLong-L1.5, arXiv:2512.12967): GRPO that keeps the policy's entropy in a band.
 
-    When the entropy of a step exceeds `entropy_high`, trajectories of negative advantage, which push it up, are left
-    out of the steps that follow; once it falls below `entropy_low` they are back. In between nothing changes. The
-    entropy is that of the step before, the mean over its trained tokens (the paper's: over sequences, of means over
-    tokens). So while negative advantages are out, it is the entropy of the other trajectories only, which may be lower
-    than that of all. The state is in that step's metrics, and so in the checkpoint.
+    Negative advantages raise the entropy. Once it exceeds `entropy_high`, the following steps leave out the
+    trajectories with a negative advantage. Once it falls below `entropy_low`, they are trained again. In between
+    nothing changes. The entropy is that of the previous step, averaged over its trained tokens. The paper averages over
+    sequences the means over tokens. Without negative advantages only the other trajectories count, and their entropy
+    may be lower than that of all. The state is part of the step's metrics, and so of the checkpoint.
     """
 
     std_normalize: bool = True
     """Divide advantages by the group's standard deviation."""
     entropy_low: NonNegativeFloat = 0.2
-    """Nats per token below which negative advantages are trained again. The paper gives no numbers: set both from
-    `policy/entropy` of your own run."""
+    """Nats per token below which negative advantages are trained again. The paper gives no numbers: set both bounds
+    from `policy/entropy` of your run."""
     entropy_high: NonNegativeFloat = 0.5
     """Nats per token above which negative advantages are left out."""
 
@@ -51,7 +51,7 @@ class AEPO(ClippedSurrogate, PolicyGradient):
         return self.credited(group, compared(group, partial(centred, std_normalize=self.std_normalize)))
 
     def finalize_advantages(self, groups: Sequence[Group], past: Mapping[str, float]) -> StepAdvantages:
-        """Without negative advantages if the band says so, unless nothing would be left to train."""
+        """Drop negative advantages if the entropy requires it, unless nothing would be left to train."""
         every = super().finalize_advantages(groups, past).groups
         entropy, is_on = past.get(ENTROPY), past.get(TRAINS_NEGATIVES, 1.0) > 0
         if entropy is not None and entropy > self.entropy_high:

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 class AIPO(PolicyGradient):
     """AIPO (LlamaRL, arXiv:2505.24034): -sg[min(p / mu, rho)] A log p per token, A = R - mean of the group.
 
-    A one-sided bound, and none from below: what the policy has moved away from counts less, and nothing counts much
-    more. Any staleness is safe: a weight is against the sampler, whatever the age of a token, and at most `rho`.
+    The weight has an upper bound and no lower bound: tokens that the policy has moved away from weigh less. Any
+    staleness is safe: the weight compares with the sampler, whatever the age of a token, and is at most `rho`.
     """
 
     rho: AtLeastOne = 4.0
     """Largest weight of a token. At least 1; the paper recommends 2 to 10."""
     correction: Corrections = ()
-    """Masks only, such as `geometric`: the weight against the sampler is the algorithm's own."""
+    """Masks only, such as `geometric`: the loss itself takes the weight against the sampler."""
 
     takes_weights: ClassVar[bool] = False
 

@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 class CISPO(PolicyGradient):
     """CISPO (MiniMax-M1, arXiv:2506.13585, eq. 4): -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log p per token.
 
-    It is averaged over tokens. The weight is clipped, not the gradient: every token keeps teaching.
+    The loss is averaged over tokens. It clips the weight, not the gradient: every token keeps a gradient.
 
-    The paper's ratio is against the sampler, so that the default has no correction; with a weight among `correction` it
-    is against the policy the step starts from. Any staleness is safe: a weight is at most 1 + clip_high, whatever the
-    age and the advantage of a token. The bound is a bias that grows with age.
+    The paper's ratio is against the sampler, so the default has no correction. With a weight among `correction`, the
+    ratio is against the policy at the start of the step. Any staleness is safe: a weight is at most 1 + clip_high,
+    whatever the age and the advantage of a token. The bound is a bias that grows with age.
     """
 
     clip_low: Fraction = 1.0
-    """A token's weight is at least 1 - this. From 0 to 1. The default is no lower bound, as in the paper."""
+    """A token's weight is at least 1 - `clip_low`. From 0 to 1. The default is no lower bound, as in the paper."""
     clip_high: NonNegativeFloat = 4.0
-    """A token's weight is at most 1 + this. At least 0. The paper gives no number; ScaleRL (arXiv:2510.13786) found
-    caps of 4 to 8 equally good."""
+    """A token's weight is at most 1 + `clip_high`. At least 0. The paper gives no number; ScaleRL (arXiv:2510.13786)
+    found caps of 4 to 8 equally good."""
     correction: Corrections = ()
     std_normalize: bool = True
     """Divide advantages by the group's standard deviation."""

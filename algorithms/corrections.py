@@ -1,18 +1,18 @@
-"""Off-policy corrections: what makes up for tokens sampled elsewhere than from the policy a step starts from.
+"""Off-policy corrections for tokens that another policy sampled than the one a step starts from.
 
-rho = p_proximal / mu is a token's importance ratio: the trainer's policy at the start of the step over the one it was
-sampled from, which had older weights, or an engine that computes differently. A correction is a factor per token,
-without gradient, on the whole loss. Some are weights, which carry rho; the loss then takes its own ratio against the
-proximal policy, so that rho counts once. Others only mask; alone they leave the loss's ratio against the sampler.
-In a configuration:
+rho = p_proximal / mu is a token's importance ratio: the trainer's policy at the start of the step over the sampler. The
+sampler has older weights, or runs on an engine that computes differently. A correction multiplies the whole loss by a
+factor per token, without gradient. Some corrections are weights, which carry rho; the loss then takes its ratio against
+the proximal policy, so that rho counts once. The others only mask and leave the loss's ratio against the sampler. In a
+configuration:
 
     correction: tis
     correction: {type: tis, cap: 5}
     correction: [geometric, tis]
     correction: none
 
-A masked token still counts in the loss's denominator, so that the others do not weigh more. Shape suffixes: `N` trained
-tokens of a micro-batch, `S` its samples.
+A masked token still counts in the loss's denominator, so that the other tokens do not weigh more. Shape suffixes: `N`
+trained tokens of a micro-batch, `S` its samples.
 """
 
 from __future__ import annotations
@@ -46,26 +46,24 @@ class Policies:
     """Logprobs of a micro-batch's tokens under the policies that a loss compares; only `current_N` has a gradient."""
 
     current_N: Tensor
-    """The policy in training."""
+    """Policy in training."""
     proximal_N: Tensor
-    """The policy that corrections lead up to."""
+    """The target policy of the corrections."""
     base_N: Tensor
-    """The policy that the loss's own ratio is against: the proximal one where a correction carries rho, else the
-    sampler."""
+    """The base of the loss's ratio: the proximal policy if a correction carries rho, else the sampler."""
     batch: LossInputs
 
     def log_ratio(self) -> Tensor:
-        """The loss's own ratio, current over base, as a logarithm."""
         return log_ratio(self.current_N, self.base_N)
 
     def ratio(self) -> Tensor:
-        """The loss's own ratio, current over base."""
+        """Ratio of the loss, current over base."""
         return self.log_ratio().exp()
 
 
 @plain_dataclass(frozen=True, slots=True)
 class Drift:
-    """How far the tokens of a micro-batch are from the policy they were sampled from; without gradient."""
+    """Distance of a micro-batch's tokens from the policy that sampled them; without gradient."""
 
     log_rho_N: Tensor
     """Proximal over sampler."""
@@ -87,12 +85,12 @@ class Drift:
 
 @plain_dataclass(frozen=True, slots=True)
 class Factor:
-    """What a correction does to each token."""
+    """Effect of a correction on each token."""
 
     weights_N: Tensor
-    """The factor, or a mask."""
+    """Factor or mask."""
     is_touched_N: Tensor
-    """Was the token's weight truncated, or the token masked?"""
+    """True where the weight was truncated or the token masked."""
 
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
@@ -101,17 +99,16 @@ class Correction:
 
     type: str
     is_weight: ClassVar[bool] = False
-    """Does it carry rho, or only mask?"""
+    """True for a weight, which carries rho; false for a mask."""
     touches: ClassVar[str] = "masked"
-    """What it does to a token that it touches: `masked` or `truncated`."""
+    """Effect on the tokens it changes: `masked` or `truncated`."""
 
     @property
     def metric(self) -> str:
-        """Name of the share of tokens it touched."""
+        """Name of the metric: the share of tokens masked or truncated."""
         return f"policy/{self.type}_{self.touches}_frac"
 
     def factor(self, drift: Drift) -> Factor:
-        """The factor of each token."""
         raise NotImplementedError(f"{type(self).__name__} gives no factor: implement `factor`")
 
 
@@ -119,9 +116,9 @@ class Correction:
 class Tis(Correction):
     """min(rho, cap): truncated importance sampling (Ionides, 2008), which bounds the variance at the price of a bias.
 
-    With one update per step it makes the clipped surrogate AIPO (arXiv:2505.24034); for what lies between engine and
-    trainer it is due to Yao et al., 2025 (https://fengyao.notion.site/off-policy-rl). With a surrogate that is clipped
-    against the proximal policy it is decoupled PPO (arXiv:2110.00641; AReaL, arXiv:2505.24298, eq. 5).
+    With one update per step it turns the clipped surrogate into AIPO (arXiv:2505.24034). As a correction between engine
+    and trainer it is due to Yao et al., 2025 (https://fengyao.notion.site/off-policy-rl). With a surrogate that is
+    clipped against the proximal policy it is decoupled PPO (arXiv:2110.00641; AReaL, arXiv:2505.24298, eq. 5).
     """
 
     type: Literal["tis"] = "tis"
@@ -137,14 +134,14 @@ class Tis(Correction):
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
 class SequenceTis(Correction):
-    """min(rho of the sample, cap), the product over its trained tokens, for each of them.
+    """min(rho of the sample, cap) for each token of a sample, whose rho is the product over its trained tokens.
 
-    The weight that is unbiased for a whole sequence, below the cap; its variance grows with the length.
+    Below the cap this weight is unbiased for a whole sequence; its variance grows with the length.
     """
 
     type: Literal["sequence_tis"] = "sequence_tis"
     cap: AtLeastOne = 5.0
-    """Largest importance weight of a sample. At least 1; from 2 to 10 are in use."""
+    """Largest importance weight of a sample. At least 1; values from 2 to 10 are in use."""
     is_weight: ClassVar[bool] = True
     touches: ClassVar[str] = "truncated"
 
@@ -157,14 +154,14 @@ class SequenceTis(Correction):
 class IcePop(Correction):
     """rho where low <= rho <= high, else 0: IcePop (arXiv:2510.18855), with its bounds.
 
-    IcePop compares engine and trainer at the version sampled from; here the age of a token counts as well.
+    IcePop compares engine and trainer at the sampled version; here the age of a token counts as well.
     """
 
     type: Literal["icepop"] = "icepop"
     low: AtMostOne = 0.5
-    """Least importance ratio of a token that is trained. More than 0, at most 1."""
+    """Smallest importance ratio of a trained token. More than 0, at most 1."""
     high: AtLeastOne = 5.0
-    """Largest importance ratio of a token that is trained. At least 1."""
+    """Largest importance ratio of a trained token. At least 1."""
     is_weight: ClassVar[bool] = True
 
     def factor(self, drift: Drift) -> Factor:
@@ -175,17 +172,18 @@ class IcePop(Correction):
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
 class Geometric(Correction):
-    """Keeps a sample if the geometric mean of its tokens' rho is within bounds: whatever its length, unlike a product.
+    """Keep a sample if the geometric mean of its tokens' rho is within bounds; unlike a product, at any length.
 
-    Geometric rejection (Geo-RS) of verl's rollout correction (docs/algo/rollout_corr_math.md). Goes well with `tis`.
+    Geometric rejection (Geo-RS) of verl's rollout correction (docs/algo/rollout_corr_math.md). Combines well with
+    `tis`.
     """
 
     type: Literal["geometric"] = "geometric"
     low: AtMostOne = 0.999
-    """Least geometric mean of a sample that is trained. More than 0, at most 1."""
+    """Smallest geometric mean of a trained sample. More than 0, at most 1."""
     high: AtLeastOne = 1.001
-    """Largest geometric mean of a sample that is trained. At least 1. The defaults are for what lies between engine and
-    trainer; older weights need more room."""
+    """Largest geometric mean of a trained sample. At least 1. The defaults cover differences between engine and
+    trainer; older weights need wider bounds."""
 
     def factor(self, drift: Drift) -> Factor:
         mean_N = sample_means(drift.log_rho_N, drift.lengths_S).exp()
@@ -195,13 +193,13 @@ class Geometric(Correction):
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
 class SequenceMis(Correction):
-    """Keeps a sample if the product of its tokens' rho is at most `cap`: masked importance sampling
-    (https://yingru.notion.site/When-Speed-Kills-Stability). `[sequence_mis, sequence_tis]` weights what is kept by the
-    product as well, as there; `sequence_mis` alone leaves the ratio to the loss."""
+    """Keep a sample if the product of its tokens' rho is at most `cap`: masked importance sampling
+    (https://yingru.notion.site/When-Speed-Kills-Stability). `[sequence_mis, sequence_tis]` also weights the kept
+    samples by the product, as there; `sequence_mis` alone leaves the ratio to the loss."""
 
     type: Literal["sequence_mis"] = "sequence_mis"
     cap: AtLeastOne = 5.0
-    """Largest importance ratio of a sample that is trained. At least 1."""
+    """Largest importance ratio of a trained sample. At least 1."""
 
     def factor(self, drift: Drift) -> Factor:
         is_kept_N = sequence_rho(drift) <= self.cap
@@ -210,13 +208,13 @@ class SequenceMis(Correction):
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
 class TokenMis(Correction):
-    """Keeps a token if its rho is within bounds; the mask of `icepop` without its weight."""
+    """Keep a token if its rho is within bounds: the mask of `icepop` without its weight."""
 
     type: Literal["token_mis"] = "token_mis"
     low: AtMostOne = 0.6
-    """Least importance ratio of a token that is trained. More than 0, at most 1."""
+    """Smallest importance ratio of a trained token. More than 0, at most 1."""
     high: AtLeastOne = 1.4
-    """Largest importance ratio of a token that is trained. At least 1."""
+    """Largest importance ratio of a trained token. At least 1."""
 
     def factor(self, drift: Drift) -> Factor:
         rho_N = drift.log_rho_N.exp()
@@ -226,12 +224,12 @@ class TokenMis(Correction):
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
 class OffPolicyMask(Correction):
-    """Leaves out tokens of negative advantage in samples that the policy has moved away from: where the mean of
-    log(mu / p) over the sample, p being the current policy, exceeds `delta` (DeepSeek-V3.2, arXiv:2512.02556)."""
+    """Mask tokens with a negative advantage in samples where the mean of log(mu / p) exceeds `delta`, p being the
+    current policy (DeepSeek-V3.2, arXiv:2512.02556)."""
 
     type: Literal["off_policy_mask"] = "off_policy_mask"
     delta: NonNegativeFloat = 1e-4
-    """Nats per token. At least 0. The paper gives no number; this one is the default of slime."""
+    """Nats per token. At least 0. The paper gives no number; this is the default of slime."""
 
     def factor(self, drift: Drift) -> Factor:
         is_far_N = sample_means(-drift.log_ratio_N, drift.lengths_S) > self.delta
@@ -240,15 +238,15 @@ class OffPolicyMask(Correction):
 
 
 def carries_ratio(corrections: Sequence[Correction]) -> bool:
-    """Is one of them a weight, so that the loss's own ratio is against the proximal policy?"""
+    """True if one of the corrections is a weight, so that the loss's ratio is against the proximal policy."""
     return any(correction.is_weight for correction in corrections)
 
 
 def corrected(
     corrections: Sequence[Correction], policies: Policies, surrogate: LossOutput, kl: LossOutput | None
 ) -> LossOutput:
-    """(surrogate + KL) of each token times the factors of all corrections, and for each the share of tokens it
-    touched."""
+    """Multiply (surrogate + KL) of each token by the factors of all corrections; report the share of tokens each
+    changed."""
     loss_N, metrics_N = surrogate.loss_N, dict(surrogate.metrics_N)
     if kl is not None:
         loss_N = loss_N + kl.loss_N
@@ -263,7 +261,7 @@ def corrected(
 
 
 def sequence_rho(drift: Drift) -> Tensor:
-    """The product of rho over each sample, at each of its tokens; its logarithm is clamped to ±20."""
+    """Product of rho over each sample, at each of its tokens; its logarithm is clamped to ±20."""
     return sample_sums(drift.log_rho_N, drift.lengths_S).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -275,7 +273,7 @@ _KINDS: dict[str, type[Correction]] = {
 
 
 def _listed(section: object) -> object:
-    """Every form of the key as a list of sections or of corrections; `none` is an empty one."""
+    """Convert every form of the key to a tuple; `none` is an empty one."""
     if section == "none":
         return ()
     parts = section if isinstance(section, list | tuple) else (section,)
@@ -296,12 +294,12 @@ def _name(part: object) -> object:
 
 
 def _tag(part: object) -> str:
-    """Which correction is meant, in brackets, which our messages leave out of the location."""
+    """Tag of a correction, in angle brackets, which error messages leave out of the location."""
     return f"<{_name(part)}>"
 
 
 def _json_schema() -> dict[str, Any]:
-    """A name, a section, or a list of them; a section may have any bound, which keeps the schema short."""
+    """Schema: a name, a section, or a list of them. A section accepts every bound, which keeps the schema short."""
     bounds: dict[str, Any] = {}
     for kind in _KINDS.values():
         for name, bound in TypeAdapter(kind).json_schema()["properties"].items():
@@ -322,7 +320,8 @@ else:
 
 
 def problems_of(corrections: Sequence[Correction], *, takes_weights: bool) -> list[str]:
-    """What is wrong with these corrections together. `takes_weights`: can the loss leave its ratio to a weight?"""
+    """List the errors in a combination of corrections. `takes_weights`: true if the loss can leave its ratio to a
+    weight."""
     names = [correction.type for correction in corrections]
     weights = [correction.type for correction in corrections if correction.is_weight]
     found = []

@@ -24,17 +24,16 @@ if TYPE_CHECKING:
 class DAPO(ClippedSurrogate, PolicyGradient):
     """DAPO (arXiv:2503.14476): clip-higher, the mean over tokens, no KL, dynamic sampling, soft overlong punishment.
 
-    Dynamic sampling: a group whose rewards are all equal, agent by agent, teaches nothing; it is dropped, and another
-    one is rolled out in its place. Rewards count that an agent in training is compared by, or takes a share of.
+    Dynamic sampling: a group in which every agent's rewards are all equal has no signal; it is dropped, and another
+    group is rolled out in its place. Only rewards that determine the advantage of a trained agent count.
 
-    The paper takes 16 updates per step (`train.updates_per_step`), its ratio being against the policy before the first.
+    The paper takes 16 updates per step (`train.updates_per_step`); its ratio is against the policy before the first.
     """
 
     std_normalize: bool = True
     """Divide advantages by the group's standard deviation."""
     max_length: NonNegativeInt = 0
-    """Tokens of a trajectory, as sampled by the policy, at which the overlong penalty is largest (the paper: 20480).
-    0: no penalty."""
+    """Sampled tokens of a trajectory at which the overlong penalty is largest (the paper: 20480). 0: no penalty."""
     overlong_tokens: NonNegativeInt = 0
     """Tokens before `max_length` over which the penalty rises from 0 to 1 (the paper: 4096)."""
 
@@ -46,13 +45,13 @@ class DAPO(ClippedSurrogate, PolicyGradient):
             yield "max_length: required with overlong_tokens"
 
     def has_signal(self, group: Group) -> bool:
-        """Do rewards differ, before any penalty for length, that something trained goes by?"""
+        """True if rewards that a trained trajectory depends on differ, before any length penalty."""
         differ = compared(group, lambda rewards_G: [float(len(set(rewards_G)) > 1)] * len(rewards_G))
         trained = {(a.episode, a.trajectory) for a in self.assign(group)}
         return any(a.advantage > 0 and (a.episode, a.trajectory) in trained for a in self.credited(group, differ))
 
     def penalised(self, peer: Peer) -> float:
-        """The reward with the penalty of eq. 13: 0 up to `max_length - overlong_tokens` tokens, then linear to -1 at
+        """Reward with the penalty of eq. 13: 0 up to `max_length - overlong_tokens` tokens, then linear to -1 at
         `max_length`."""
         if self.max_length == 0:
             return peer.reward

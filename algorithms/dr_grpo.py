@@ -1,4 +1,4 @@
-"""GRPO done right: without what favours long wrong answers and questions of small spread."""
+"""GRPO without its bias towards long wrong answers and towards questions whose rewards vary little."""
 
 from __future__ import annotations
 

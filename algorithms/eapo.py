@@ -1,4 +1,4 @@
-"""Efficiency-aware policy optimisation: rewards discounted by round, each round a sample of its own."""
+"""Efficiency-aware policy optimisation: rewards discounted by round, one sample per round."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ if TYPE_CHECKING:
 class EAPO(ClippedSurrogate, PolicyGradient):
     """EAPO (IterResearch, arXiv:2511.07327): GSPO on rounds, with the reward gamma^(T - t) R at round t of T.
 
-    A round is a sample: a workflow that rewrites its context at every round gives one sample per round. Its reward is
-    compared with those of all rounds of all peers, so that of two successes the shorter one is better, and of one
-    success the later rounds. A trajectory that said nothing counts as one round. Of its root a trajectory takes, in all
-    its rounds, the advantage of the root's last.
+    A round is a sample: a workflow that rewrites its context at every round gives one sample per round. The reward of a
+    round is compared with those of all rounds of all peers. So the shorter of two successes has the larger advantage,
+    and in one success the later rounds. A trajectory without samples counts as one round. A trajectory that takes its
+    root's advantage takes that of the root's last round, in all its rounds.
 
-    Only a reward above 0 is discounted. A penalty, which the paper does not have, is the same for every round:
-    discounted it would be less, and the longest failure the best.
+    Only a reward above 0 is discounted. A penalty, which the paper does not have, is the same for every round: a
+    discount would make the longest failure the best.
     """
 
     std_normalize: bool = True
     """Divide advantages by the group's standard deviation."""
     gamma: AtMostOne = 0.995
-    """Discount per round. More than 0, at most 1. The paper's own value is not known to us."""
+    """Discount per round. More than 0, at most 1. The default is our choice, because the paper's value is not known to
+    us."""
     clip_low: ShareBelowOne = 3e-4
-    """A sequence's ratio may fall to 1 - this before its gradient stops. At least 0, less than 1. Ratios of sequences
-    are geometric means, and differ from 1 by far less than those of tokens."""
+    """A sequence's ratio may fall to 1 - `clip_low` before its gradient stops. At least 0, less than 1. Ratios of
+    sequences are geometric means, and differ from 1 by far less than those of tokens."""
     clip_high: NonNegativeFloat = 4e-4
-    """A sequence's ratio may rise to 1 + this before its gradient stops. At least 0."""
+    """A sequence's ratio may rise to 1 + `clip_high` before its gradient stops. At least 0."""
     over: Over = "sequences"
     samples_multiple: PositiveInt = 1
-    """Train a multiple of this many samples, leaving out some, evenly over the step; the paper takes the data-parallel
-    size and keeps more than 99 %. Our trainer needs no multiple, so that 1, all samples, is the default."""
+    """Train a multiple of this many samples and leave out the rest, evenly over the step. The paper takes the
+    data-parallel size and keeps more than 99 %. Our trainer needs no multiple, so the default 1 trains all samples."""
 
     def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
-        """One advantage per sample."""
         found: dict[Place, list[float]] = {}
         for peers_G in peers(group):
             rewards = [self.by_round(peer) for peer in peers_G]
@@ -61,12 +61,12 @@ class EAPO(ClippedSurrogate, PolicyGradient):
                 yield TrajectoryAdvantage(*place, value, s)
 
     def by_round(self, peer: Peer) -> list[float]:
-        """The reward of each round."""
+        """Compute the reward of each round."""
         last, num_rounds = peer.reward, max(1, len(peer.meta.samples))
         return [last * self.gamma**left if last > 0 else last for left in reversed(range(num_rounds))]
 
     def finalize_advantages(self, groups: Sequence[Group], past: Mapping[str, float]) -> StepAdvantages:
-        """The largest multiple of `samples_multiple` of those with a trained token; everything if there are fewer."""
+        """Keep the largest multiple of `samples_multiple` samples with a trained token; all if there are fewer."""
         every = super().finalize_advantages(groups, past).groups
         trained = [(g, a) for g, assigned in enumerate(every) for a in assigned if _is_trained(a, groups[g])]
         num = len(trained)
@@ -82,6 +82,6 @@ class EAPO(ClippedSurrogate, PolicyGradient):
 
 
 def _is_trained(assigned: TrajectoryAdvantage, group: Group) -> bool:
-    """Has the sample a trained token?"""
+    """True if the sample has a trained token."""
     samples = group.episodes[assigned.episode].trajectories[assigned.trajectory].samples
     return samples[assigned.sample or 0].num_trained > 0

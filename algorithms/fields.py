@@ -1,7 +1,7 @@
-"""How the fields of our algorithms are checked: by pydantic, so that all wrong ones are listed at once.
+"""Field types of our algorithms; pydantic checks them, so that all errors are listed at once.
 
-A class with `@dataclass(frozen=True, kw_only=True, config=RULES)`, the decorator being pydantic's, refuses wrong fields
-with a `ValueError` wherever it is built: by a configuration, or as `GRPO(clip_low=2)`.
+A class with `@dataclass(frozen=True, kw_only=True, config=RULES)`, the decorator of pydantic, raises `ValueError` for
+wrong fields wherever it is built: by a configuration, or as `GRPO(clip_low=2)`.
 """
 
 from __future__ import annotations
@@ -21,4 +21,4 @@ AtMostOne = Annotated[float, Field(gt=0, le=1)]
 """More than 0 and at most 1."""
 
 Over: TypeAlias = Literal["tokens", "sequences", "budget", "agents"]
-"""What a loss is averaged over: see `rlsys.algorithm.Aggregation`."""
+"""Unit that a loss is averaged over: see `rlsys.algorithm.Aggregation`."""

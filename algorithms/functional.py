@@ -1,7 +1,7 @@
-"""The maths that algorithms share: ratios of probabilities, sums over samples, GAE.
+"""Maths shared by algorithms: ratios of probabilities, sums over samples, GAE.
 
-Works on tensors by their methods only, so that importing an algorithm does not import torch. Shape suffixes: `N`
-trained tokens of a micro-batch, `S` samples of it; inside `discounted_sums`, `R` rows of `C` tokens.
+The functions use only methods of tensors, so that importing an algorithm does not import torch. Shape suffixes: `N`
+trained tokens of a micro-batch, `S` its samples; inside `discounted_sums`, `R` rows of `C` tokens.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to this: beyond e^20 a ratio says nothing more and soon overflows."""
+"""Log-ratios are clamped to ± this: a ratio beyond e^20 carries no information and soon overflows."""
 ROW = 64
-"""Tokens that `discounted_sums` sums in one product; any number gives the same sums."""
+"""Tokens that `discounted_sums` sums in one product; the value does not change the sums."""
 
 
 def log_ratio(logprobs_N: Tensor, base_logprobs_N: Tensor) -> Tensor:
@@ -23,30 +23,27 @@ def log_ratio(logprobs_N: Tensor, base_logprobs_N: Tensor) -> Tensor:
 
 
 def sample_totals(values_N: Tensor, lengths_S: Tensor) -> Tensor:
-    """The sum of each sample, one entry per sample.
-
-    Added up in float64. A value that is not finite stays in its own sample.
-    """
+    """Sum of each sample, one entry per sample, in float64. A value that is not finite affects only its own sample."""
     import torch
 
-    # `unsafe` leaves out a check that would wait for a GPU.
+    # `unsafe` skips a check that would wait for a GPU.
     totals_S = torch.segment_reduce(values_N.double(), "sum", lengths=lengths_S, unsafe=True, initial=0.0)
     return totals_S.to(values_N.dtype)
 
 
 def sample_sums(values_N: Tensor, lengths_S: Tensor) -> Tensor:
-    """The sum of each sample, at each of its tokens."""
+    """Sum of each sample, at each of its tokens."""
     return sample_totals(values_N, lengths_S).repeat_interleave(lengths_S, output_size=len(values_N))
 
 
 def sample_means(values_N: Tensor, lengths_S: Tensor) -> Tensor:
-    """The mean of each sample over its trained tokens, at each of them."""
+    """Mean of each sample over its trained tokens, at each of them."""
     means_S = sample_totals(values_N, lengths_S) / lengths_S.clamp(min=1)
     return means_S.repeat_interleave(lengths_S, output_size=len(values_N))
 
 
 def is_last(lengths_S: Tensor, num_tokens: int) -> Tensor:
-    """Per token: is it the last trained one of its sample?"""
+    """True at the last trained token of each sample."""
     sample_N = lengths_S.new_ones(len(lengths_S)).cumsum(0).repeat_interleave(lengths_S, output_size=num_tokens)
     is_last_N = sample_N != sample_N.roll(-1)
     is_last_N[-1:] = True
@@ -56,9 +53,9 @@ def is_last(lengths_S: Tensor, num_tokens: int) -> Tensor:
 def discounted_sums(values_N: Tensor, lengths_S: Tensor, decay: float) -> Tensor:
     """s_t = v_t + decay s_{t+1} within each sample, for a decay from 0 to 1.
 
-    Without a loop over tokens, in float64: every sample is laid out in rows of `ROW` tokens; one product with the
-    matrix of the powers of `decay` sums within rows, and the rows of a sample are joined by doubling: a row that
-    has summed 2^k rows adds the one 2^k further on, times decay^(ROW 2^k).
+    Computed in float64, without a loop over tokens. Every sample is laid out in rows of `ROW` tokens. One product with
+    the matrix of the powers of `decay` sums within rows. The rows of a sample are then joined by doubling: a row that
+    has summed 2^k rows adds the row 2^k further on, times decay^(ROW 2^k).
     """
     rows_S = (lengths_S + (ROW - 1)) // ROW
     if not len(values_N):
@@ -90,8 +87,8 @@ def gae(rewards_N: Tensor, values_N: Tensor, lengths_S: Tensor, gamma: float, la
     """Generalised advantage estimates (arXiv:1506.02438, eq. 16) over the trained tokens of each sample.
 
     delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}, where t + 1 is the next trained token,
-    and both V and A are 0 after the last. Tokens between turns that the policy did not sample take no part, which is
-    the same as handing V_{t+1} and A_{t+1} back over them unchanged.
+    and both V and A are 0 after the last. Tokens between turns that the policy did not sample are skipped: V_{t+1} and
+    A_{t+1} pass over them unchanged.
     """
     values_N = values_N.double()
     next_N = values_N.roll(-1).masked_fill(is_last(lengths_S, len(values_N)), 0.0)

@@ -1,4 +1,4 @@
-"""Gradient alignment control: damps, or leaves out, what a gradient shares with the one before it."""
+"""Gradient alignment control: shortens or skips gradients aligned with the previous one."""
 
 from __future__ import annotations
 
@@ -20,55 +20,54 @@ if TYPE_CHECKING:
     from rlsys.stabilizer import AllReduce, Gradients
 
 QUANTILE = 0.95
-"""Share of a synchronous stretch's |cosines| that a calibrated `c_low` leaves safe."""
+"""Share of the |cosines| of the synchronous steps that a calibrated `c_low` counts as safe."""
 SMALLEST = 1e-30
 """Length of a gradient below which it counts as 0: its direction is lost in the last bits of fp32."""
 MIN_STEPS, MAX_STEPS = 10, 1000
-"""Fewest steps that thresholds are set from, and most. The record has room for the most, so that a checkpoint loads
-whatever `calibrate_steps` is."""
+"""Fewest and most calibration steps. The record has room for `MAX_STEPS`, so that a checkpoint loads with any
+`calibrate_steps`."""
 
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
 class GAC(StabilizerPlugin):
-    """Gradient alignment control (arXiv:2603.01501), off by default: it then only measures.
+    """Gradient alignment control (arXiv:2603.01501). Off by default: it then only measures.
 
-    Training on stale samples makes consecutive gradients point the same way, where synchronous ones are nearly
-    orthogonal; the policy then overshoots. With c the cosine of a gradient g and the raw one before it, p:
+    Training on stale samples aligns consecutive gradients, while synchronous ones are nearly orthogonal; the policy
+    then overshoots. With c the cosine of a gradient g and the previous raw gradient p:
 
         safe        |c| <= c_low             g as it is
         projected   c_low < |c| <= c_high    the part of g along p is shortened to c_low |g|
         skipped     |c| > c_high             no update at all: weights and optimizer stay as they are
 
     It acts after gradients were summed over micro-batches and ranks, and before they are clipped, so that clipping does
-    not scale a shortened gradient up again. The paper's thresholds are its own; those of a run should come from
+    not scale a shortened gradient up again. The paper's thresholds fit its runs; take those of your run from
     `calibrate_steps`.
     """
 
     enabled: bool = False
-    """Act on gradients. If not, the same is measured and reported, and nothing is changed."""
+    """Act on gradients. If false, only measure and report."""
     c_low: Fraction = 0.05
-    """Largest |cosine| of consecutive gradients that is safe. From 0 to `c_high`. Not read with `calibrate_steps`."""
+    """Largest |cosine| of consecutive gradients that is safe. From 0 to `c_high`. Ignored with `calibrate_steps`."""
     c_high: Fraction = 0.3
-    """|Cosine| above which an update is skipped. From `c_low` to 1, at which nothing is. Not read with
-    `calibrate_steps`."""
+    """|Cosine| above which an update is skipped. From `c_low` to 1; 1 skips none. Ignored with `calibrate_steps`."""
     max_skips: Annotated[int, Field(ge=0)] = 1
-    """Updates skipped in a row at most; the next one is projected. Weights that do not change give the same gradient
-    again, so that skipping without a bound never ends. 0 skips none."""
+    """Most updates skipped in a row; the next one is projected. Unchanged weights give the same gradient again, so
+    unbounded skipping would never end. 0 skips none."""
     where: Literal["gradient", "update"] = "gradient"
-    """What is projected. `gradient`: the gradient, along the one before. Adam's second moment then shrinks along it,
-    which takes back part of the effect. `update`: Adam's own update, along the one before it, whose part is shortened
-    by the same factor, c_low / |c|; the moments see raw gradients. Either way it is the gradients' cosine that decides,
-    and that is skipped by."""
+    """The vector that is projected. `gradient`: the gradient, along the previous one. Adam's second moment then shrinks
+    along it, which cancels part of the effect. `update`: Adam's update, along the previous update, whose part is
+    shortened by the same factor, c_low / |c|; the moments see raw gradients. In both modes the cosine of the gradients
+    decides, also on skips."""
     calibrate_steps: Annotated[int, Field(ge=0, le=MAX_STEPS)] = 0
-    """Steps at the start that are run synchronously and only measured; 10 to 1000. Of each but the first, which has
-    nothing to be compared with, the largest |cosine| of its updates counts. `c_low` is then the 95th percentile of
-    these, and `c_high` its square root, half way to 1 on a logarithmic scale, or their maximum if that is larger: no
-    synchronous step would have been skipped. Thresholds once found stay when a run is resumed, unless this is 0 then.
-    0: the thresholds are those given."""
+    """Calibration steps at the start, which run synchronously and are only measured; 10 to 1000. Each step counts with
+    the largest |cosine| of its updates; the first does not count, for lack of a previous gradient. `c_low` is the 95th
+    percentile of these. `c_high` is its square root, half way to 1 on a logarithmic scale, or their maximum if larger:
+    no synchronous step would have been skipped. A resumed run keeps calibrated thresholds, unless this is then 0. 0:
+    use the configured thresholds."""
 
     update_every: PositiveInt = 10
-    """The update's own cosine is measured every so many updates, from the first on: it takes several passes over
-    weights and moments, the gradients' three."""
+    """Updates between two measurements of the cosine of Adam's update, which start at the first. One takes several
+    passes over weights and moments; the cosine of the gradients takes three."""
 
     @field_validator("c_high")
     @classmethod
@@ -93,7 +92,7 @@ class GAC(StabilizerPlugin):
 
 
 class Regime(IntEnum):
-    """What a cosine calls for; the value of the metric `gac/regime`."""
+    """Action for a cosine; the value of the metric `gac/regime`."""
 
     SAFE = 0
     PROJECTED = 1
@@ -101,34 +100,33 @@ class Regime(IntEnum):
 
 
 class Thresholds(NamedTuple):
-    """The bounds on |cosine| in force."""
+    """Bounds on |cosine| in force."""
 
     low: float
     high: float
 
     @classmethod
     def calibrated(cls, cosines: Tensor) -> Thresholds:
-        """Those of a stretch with these |cosines|, as `GAC.calibrate_steps` says."""
+        """Compute the thresholds from the |cosines| of the calibration steps, as `GAC.calibrate_steps` describes."""
         low = float(cosines.quantile(QUANTILE))
         return cls(low, max(sqrt(low), float(cosines.max())))
 
     def regime(self, cosine: float) -> Regime:
-        """What this cosine calls for."""
         if abs(cosine) <= self.low:
             return Regime.SAFE
         return Regime.PROJECTED if abs(cosine) <= self.high else Regime.SKIPPED
 
     def projected(self, cosine: float) -> float:
-        """The cosine that is left of a larger one: the part along is `low` of the length that the whole had."""
+        """Cosine after the projection: the part along the previous gradient is `low` of the original length."""
         length = sqrt(1 - cosine**2 + self.low**2)
         return copysign(self.low, cosine) / length if length else 0.0
 
 
 class Alignment:
-    """One rank's gradient alignment control: a `Stabilizer`. Holds one copy of the gradient, in fp32.
+    """One rank's gradient alignment control: a `Stabilizer`. Keeps one copy of the gradient, in fp32.
 
-    A parameter without a gradient counts as one whose gradient is 0. So does the gradient before the first; the cosine
-    with a gradient of 0, or shorter than `SMALLEST`, is 0.
+    A parameter without a gradient counts as one with gradient 0. Before the first gradient the previous one counts as
+    0. The cosine with a gradient that is 0, or shorter than `SMALLEST`, is 0.
     """
 
     def __init__(self, config: GAC, shapes: Mapping[str, Tensor]) -> None:
@@ -142,13 +140,13 @@ class Alignment:
         self._previous_square = zero(torch.float64)
         self._num_seen, self._skips_in_a_row = zero(), zero()
         self._num_recorded, self._num_wanted = zero(), zero()
-        """Steps of the calibration that were seen, and its length; both 0 before it begins."""
+        """Recorded calibration steps, and their total; both 0 before calibration begins."""
         self._record = torch.zeros(MAX_STEPS, dtype=torch.float64)
-        """The largest |cosine| of each of these steps."""
+        """Largest |cosine| of each calibration step."""
         self._largest = 0.0
-        """That of the step under way."""
+        """Largest |cosine| of the current step."""
         self._excess = 0.0
-        """Share of the part along the update before that `correct` takes out."""
+        """Share of the part along the previous update that `correct` removes."""
 
     @property
     def synchronous_steps_left(self) -> int:
@@ -185,7 +183,7 @@ class Alignment:
         return GradientDecision(is_skipped, is_edited=removed != 0, metrics=metrics)
 
     def correct(self, updates: Updates, all_reduce: AllReduce) -> Mapping[str, float]:
-        """See `Stabilizer.correct`. One all-reduce of three numbers, where there is anything to measure or to do."""
+        """See `Stabilizer.correct`. One all-reduce of three numbers, if it measures or corrects."""
         is_measured = (self._num_seen - 1) % self._config.update_every == 0
         if not (is_measured or self._excess):
             return {}
@@ -205,8 +203,8 @@ class Alignment:
         self._largest = 0.0
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The gradient before, by parameter, and its square; how many were seen; the skips in a row; the record of the
-        calibration, of which the thresholds are a function."""
+        """The previous gradient, by parameter, and its square; the counters; and the calibration record, which
+        determines the thresholds."""
         others = {
             "previous_square": self._previous_square,
             "num_seen": self._num_seen,
@@ -218,16 +216,16 @@ class Alignment:
         return {**self._previous, **{f"gac.{name}": tensor for name, tensor in others.items()}}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state_dict` gave, in place.
+        """Load, in place, a state from `state_dict`.
 
-        Raises `CheckpointError` if that is in the middle of a calibration of another length.
+        Raises `CheckpointError` if the state is in the middle of a calibration of another length.
         """
         for name, tensor in self.state_dict().items():
             tensor.copy_(state[name])
         wanted, configured = int(self._num_wanted), self._config.calibrate_steps
         if int(self._num_recorded) >= wanted:
             return
-        if not configured:  # it is given up
+        if not configured:  # the calibration is given up
             self._num_recorded.zero_()
             self._num_wanted.zero_()
         elif configured != wanted:
@@ -238,7 +236,7 @@ class Alignment:
             )
 
     def _thresholds(self) -> Thresholds | None:
-        """Those in force; None while they are being measured."""
+        """Return the thresholds in force; None during calibration."""
         config = self._config
         if not config.calibrate_steps:
             return Thresholds(config.c_low, config.c_high)
@@ -247,7 +245,7 @@ class Alignment:
         return Thresholds.calibrated(self._record[1 : int(self._num_recorded)])
 
     def _bounded(self, regime: Regime) -> Regime:
-        """The regime, but for a skip that would be one too many."""
+        """Return the regime, with PROJECTED in place of a skip beyond `max_skips`."""
         if regime is Regime.SKIPPED and self._skips_in_a_row < self._config.max_skips:
             self._skips_in_a_row += 1
             return Regime.SKIPPED
@@ -255,7 +253,7 @@ class Alignment:
         return min(regime, Regime.PROJECTED)
 
     def _remember(self, gradients: Gradients, squared_norm: float, removed: float) -> None:
-        """Store raw gradients, and take `removed` times the previous ones out of them, both in place."""
+        """Store raw gradients, and subtract `removed` times the previous ones from the gradients, both in place."""
         self._previous_square.fill_(squared_norm)
         for name, previous in self._previous.items():
             gradient = gradients.get(name)
@@ -263,7 +261,7 @@ class Alignment:
                 previous.zero_()
             elif removed:
                 gradient.add_(previous, alpha=-removed)
-                previous.mul_(removed).add_(gradient)  # what was taken out and what is left: the raw one again
+                previous.mul_(removed).add_(gradient)  # the removed part plus the rest: the raw gradient again
             else:
                 previous.copy_(gradient)
 
@@ -280,7 +278,7 @@ def _products(updates: Updates) -> Tensor:
 
 
 def _cosine(product: float, square: float, other_square: float) -> float:
-    """Of two vectors, by their products; 0 if one of them is as good as 0."""
+    """Cosine of two vectors from their products; 0 if one is shorter than `SMALLEST`."""
     if min(square, other_square) < SMALLEST**2:
         return 0.0
     return max(-1.0, min(1.0, product / (sqrt(square) * sqrt(other_square))))

@@ -22,27 +22,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_LOG_SEQUENCE_RATIO = 10.0
-"""log s is clamped to this, either way."""
+"""log s is clamped to ± this."""
 
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
 class GSPO(ClippedSurrogate, PolicyGradient):
     """GSPO (arXiv:2507.18071): one ratio per sequence, s = (p(y) / mu(y))^(1 / |y|), clipped as PPO clips a token's.
 
-    A token's ratio is sg[s] · p / sg[p] (GSPO-token): the value of s for the clip, and the token's own gradient, so
-    that a sequence's tokens share its weight. log s is clamped to ±10. The paper's ratio is against the sampler, so
-    that the default has no correction; with a weight it is against the policy the step starts from.
+    A token's ratio is sg[s] · p / sg[p] (GSPO-token). The clip uses the value of s; the gradient is the token's, so
+    that all tokens of a sequence have the same weight. log s is clamped to ±10. The paper's ratio is against the
+    sampler, so the default has no correction. With a weight it is against the policy at the start of the step.
 
-    Any staleness is safe: a geometric mean stays near 1 however old a token is. It bounds what a stale sequence can do
-    rather than weighting it rightly: of sequences the policy has drifted away from, those with a negative advantage are
-    clipped, and those with a positive one count in full.
+    Any staleness is safe: a geometric mean stays near 1 however old a token is. It bounds the effect of a stale
+    sequence instead of weighting it correctly. Where the policy has drifted away from a sequence, the sequence is
+    clipped if its advantage is negative, and counts in full if it is positive.
     """
 
     clip_low: ShareBelowOne = 3e-4
-    """A sequence's ratio may fall to 1 - this before its gradient stops. At least 0, less than 1. Ratios of sequences
-    are geometric means, and differ from 1 by far less than those of tokens."""
+    """A sequence's ratio may fall to 1 - `clip_low` before its gradient stops. At least 0, less than 1. Ratios of
+    sequences are geometric means, and differ from 1 by far less than those of tokens."""
     clip_high: NonNegativeFloat = 4e-4
-    """A sequence's ratio may rise to 1 + this before its gradient stops. At least 0."""
+    """A sequence's ratio may rise to 1 + `clip_high` before its gradient stops. At least 0."""
     over: Over = "sequences"
     std_normalize: bool = True
     """Divide advantages by the group's standard deviation."""

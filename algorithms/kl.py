@@ -1,4 +1,4 @@
-"""Estimators of KL(policy || reference) from the tokens sampled, and what each is good for.
+"""Estimators of KL(policy || reference) from sampled tokens, and their uses.
 
 With x = log(p / ref) of a sampled token (http://joschu.net/blog/kl-approx.html):
 
@@ -8,15 +8,15 @@ With x = log(p / ref) of a sampled token (http://joschu.net/blog/kl-approx.html)
                           gradient is that of KL(reference || policy) instead.
     k3+                   the value of k3 with the gradient of k2: right in both; the default as a loss.
 
-Here "the KL" is that of the next token, at the prefixes that were sampled, summed over them. As a loss its gradient
-leaves out that a token also decides which prefixes come after it. The gradient of the whole sequence's KL needs the KL
-in the reward, k1 of every token (`rewards_to_go`): a token then answers for the KL of all tokens after it.
+Here "the KL" is that of the next token, at the sampled prefixes, summed over them. As a loss, its gradient ignores that
+a token also decides which prefixes follow. The gradient of the whole sequence's KL needs the KL in the reward, k1 of
+every token (`rewards_to_go`), which credits a token with the KL of all later tokens.
 
-x is clamped to ±20 and the value of k3 to 10, as is usual, so that one token that the reference finds absurd does not
-swamp the loss of the others: where the clamp acts, k3 has no gradient, and k2 and k3+ have one of x, at most 20.
+x is clamped to ±20 and the value of k3 to 10, as is usual, so that a token with a tiny reference probability does not
+dominate the loss. Where the clamp acts, k3 has no gradient, and k2 and k3+ have one of x, at most 20.
 
-All of this is for tokens sampled from the policy. Others need their importance weight besides: with rho = p / mu, the
-mean of rho x ∇log p over mu is that of x ∇log p over the policy. Shape suffix: `N` trained tokens.
+All of this holds for tokens sampled from the policy. Other tokens also need their importance weight: with rho = p / mu,
+the mean of rho x ∇log p over mu is that of x ∇log p over the policy. Shape suffix: `N` trained tokens.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Estimator: TypeAlias = Literal["k1", "k2", "k3", "k3+"]
 MAX_K3 = 10.0
 """Largest k3 of a token, in nats."""
 MAX_KL_RATIO = 2.0
-"""Largest importance ratio of a token in the KL of the loss, as the default of `tis`."""
+"""Largest importance ratio of a token in the KL of the loss; equals the default cap of `tis`."""
 
 
 def kl_estimate(estimator: Estimator, logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
-    """The estimate of each token, in nats, with the gradient of that estimator."""
+    """Estimate the KL of each token, in nats, with the gradient of the estimator."""
     x_N = log_ratio(logprobs_N, reference_logprobs_N)
     if estimator == "k1":
         return x_N
@@ -53,18 +53,17 @@ def kl_estimate(estimator: Estimator, logprobs_N: Tensor, reference_logprobs_N: 
 
 
 def kl_term(kl_coef: float, estimator: Estimator, policies: Policies) -> LossOutput:
-    """kl_coef · min(r, 2) · KL(policy || reference) per token, with r as the surrogate takes it, but without
-    gradient."""
+    """kl_coef · min(r, 2) · KL(policy || reference) per token, with the ratio r of the surrogate, without gradient."""
     kl_N = kl_estimate(estimator, policies.current_N, policies.batch.columns_N[Signal.REFERENCE_LOGPROBS])
     ratio_N = policies.log_ratio().detach().exp().clamp(max=MAX_KL_RATIO)
     return LossOutput(kl_coef * ratio_N * kl_N, {"policy/kl_ref": kl_N.detach()})
 
 
 def penalised_rewards(inputs: LossInputs, kl_coef: float, estimator: Estimator) -> Tensor:
-    """The reward of each token: the trajectory's at the last token of a sample, minus `kl_coef` KL at every token
+    """Reward of each token: the trajectory's at the last token of a sample, minus `kl_coef` KL at every token
     (arXiv:1909.08593, eq. 2; per token as in arXiv:2203.02155).
 
-    `inputs.advantages_N` holds the trajectory's reward. The KL is that of the policy the tokens were sampled from.
+    `inputs.advantages_N` contains the trajectory's reward. The KL is that of the sampling policy.
     """
     rewards_N = inputs.advantages_N * is_last(inputs.lengths_S, len(inputs.advantages_N))
     if kl_coef == 0:
@@ -74,5 +73,5 @@ def penalised_rewards(inputs: LossInputs, kl_coef: float, estimator: Estimator) 
 
 
 def rewards_to_go(inputs: LossInputs, kl_coef: float, estimator: Estimator) -> Tensor:
-    """The sum of `penalised_rewards` from each token to the end of its sample: what a token can still change."""
+    """Sum of `penalised_rewards` from each token to the end of its sample: the rewards a token can still change."""
     return discounted_sums(penalised_rewards(inputs, kl_coef, estimator), inputs.lengths_S, 1.0)

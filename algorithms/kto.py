@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimisation: learning from labels, wanted or not, one completion at a time."""
+"""Kahneman-Tversky optimisation: training on single completions labelled desirable or undesirable."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BAND = 4 / 3
-"""Where desirable samples together weigh 1 to this times as much as undesirable ones, nothing is balanced."""
+"""No balancing where desirable samples together weigh 1 to this many times as much as undesirable ones."""
 SATURATED = 0.1
-"""A sample is saturated where its gradient is below this share of what it is at a margin of 0."""
+"""A sample is saturated where its gradient is below this share of the gradient at a margin of 0."""
 
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
@@ -37,46 +37,47 @@ class KTO(Algorithm):
     """Kahneman-Tversky optimisation (arXiv:2402.01306), online on verifier labels or offline on recorded ones.
 
     With r = log pi(y|x) - log ref(y|x), summed over the trained tokens of a sample, and a reference point z0, the loss
-    of a sample is (eq. 7, less its constant)
+    of a sample is (eq. 7, without its constant)
 
         desirable      desirable_weight   (1 - sigmoid(beta (r - z0)))
         undesirable    undesirable_weight (1 - sigmoid(beta (z0 - r)))
 
-    averaged over samples. z0 stands for KL(pi || ref): the mean of r over the samples of a step, each after the prompt
+    averaged over samples. z0 estimates KL(pi || ref): the mean of r over the samples of a step, each after the prompt
     of another task, at least 0, and without gradient. It is 0 where all tasks of a step have the same prompt.
 
-    Labels come from rewards, one by one: no member of a group is compared with another, and a group whose members are
-    all alike teaches as well. A trajectory without a reward of its own has its episode's, the root's, so that all turns
-    of all agents share one label, as in ToolSelf (arXiv:2602.07883); what tools said is not trained and counts in no r.
-    What frozen agents said is in no balance either.
+    Labels come from single rewards, without comparison within a group, so a group of equal rewards trains as well. A
+    trajectory without a reward takes its episode's, that of the root. All turns of all agents then share one label, as
+    in ToolSelf (arXiv:2602.07883). Tool results are not trained and do not count in r. Turns of frozen agents do not
+    count in the balance either.
     """
 
     group_size: PositiveInt = 8
-    """Episodes per task; 1 will do."""
+    """Episodes per task; 1 is enough."""
     beta: PositiveFloat = 0.1
-    """How soon a sample stops to teach as r leaves z0: at a distance of 4 / beta nats hardly anything is left. More
-    keeps the policy closer to the reference, which short recorded answers need: they are pushed again each epoch."""
+    """Slope of the sigmoid: at a distance of 4 / beta nats between r and z0 a sample has almost no gradient. A larger
+    value keeps the policy closer to the reference. Short recorded answers need that, because they are trained again
+    each epoch."""
     desirable_above: float = 0.5
-    """A reward above this makes a sample desirable, any other undesirable."""
+    """A sample with a reward above this is desirable, any other undesirable."""
     desirable_weight: PositiveFloat = 1.0
     """Weight of desirable samples (lambda_D)."""
     undesirable_weight: PositiveFloat = 1.0
     """Weight of undesirable samples (lambda_U)."""
     balance: bool = True
-    """Lower the weight of the kind that weighs more in a step, until all desirable samples together weigh 1 to 4/3
-    times as much as all undesirable ones (section 4.2), then scale both so that the step weighs what it did: what one
-    success among many failures changes is their share, not how far the step goes. With one kind only nothing
-    changes."""
+    """Lower the weight of the heavier label in a step, then rescale both labels to the original total. All desirable
+    samples then weigh 1 to 4/3 times as much as all undesirable ones (section 4.2). So one success among many failures
+    changes their shares, not the size of the step. With one label only, nothing changes."""
     full_length: PositiveInt | None = 512
     """Trained tokens up to which r is a sum. For a longer sample it is the mean times this, in z0 too: sums over
-    thousands of tokens leave the range in which the sigmoid teaches. 1: the mean; null: the sum, as in the paper."""
+    thousands of tokens saturate the sigmoid. 1: the mean; null: the sum, as in the paper."""
     variant: Literal["kto", "apo_zero_unpaired"] = "kto"
     """apo_zero_unpaired: z0 is 0 (APO-zero, arXiv:2408.06266, for single completions). It saves the passes over
-    mismatched pairs; what is desirable is then to become likelier than it was, and not likelier than the rest."""
+    mismatched pairs. Desirable samples then become likelier than before, rather than likelier than the other
+    samples."""
     clip: PositiveFloat | None = 0.25
-    """How far r may move, in nats, in the direction that a sample's label asks, since the sample was drawn; then it
-    stops to teach, as with PPO's clip. In a synchronous step of one update nothing has moved. A recorded sample counts
-    as drawn by the weights that it was first scored under. null: however far, the loss of the paper."""
+    """Largest move of r, in nats, in the direction of a sample's label since it was sampled; beyond it the gradient is
+    0, as with PPO's clip. In a synchronous step of one update nothing has moved. A recorded sample counts as sampled by
+    the weights that first scored it. null: no limit, the loss of the paper."""
 
     @property
     def signals(self) -> frozenset[Signal]:
@@ -89,10 +90,10 @@ class KTO(Algorithm):
     def max_safe_staleness(self) -> int | None:
         """Any with `clip`, 0 without.
 
-        The label of an old sample is as true as ever, and KTO learns from samples of any origin. But what older weights
-        liked to say is what the steps since have answered already: without the clip the same undesirable samples are
-        pushed down again and again, far below where `beta` stops to teach, and the policy collapses; as measured on
-        `examples/sort` at `max_staleness: 4`, for a `beta` of 0.1 and of 0.5.
+        The label of an old sample stays true, and KTO trains on samples of any origin. But later steps have already
+        answered what older weights sampled. Without the clip, undesirable samples are pushed down again and again, far
+        below the point where `beta` ends their gradient, until the policy collapses. Measured on `examples/sort` at
+        `max_staleness: 4`, for a `beta` of 0.1 and of 0.5.
         """
         return 0 if self.clip is None else None
 
@@ -105,8 +106,8 @@ class KTO(Algorithm):
         return self.variant == "kto"
 
     def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
-        """The weight of a trajectory's samples, negative where they are undesirable. One without a reward, or with one
-        that is not finite, is assigned nothing."""
+        """Weight of a trajectory's samples, negative where they are undesirable. A trajectory whose reward is missing
+        or not finite gets none."""
         for (e, t), trajectory in group.trajectories():
             root = group.episodes[e].trajectories[0]
             reward = root.reward if trajectory.reward is None else trajectory.reward
@@ -115,7 +116,7 @@ class KTO(Algorithm):
                 yield TrajectoryAdvantage(e, t, self.desirable_weight if is_desirable else -self.undesirable_weight)
 
     def finalize_advantages(self, groups: Sequence[Group], past: Mapping[str, float]) -> StepAdvantages:
-        """The same weights, balanced, and the share of desirable samples."""
+        """Balance the weights, and report the share of desirable samples."""
         assigned = [self.assign(group) for group in groups]
         num_desirable, num_undesirable = _counted(groups, assigned)
         num = num_desirable + num_undesirable
@@ -131,7 +132,8 @@ class KTO(Algorithm):
         return StepAdvantages(tuple(assigned), metrics)
 
     def step_statistics(self, step: LossInputs, ranks: Ranks) -> Mapping[str, float]:
-        """`z0`, in nats; and the mean of beta r over desirable and over undesirable samples, where there are any."""
+        """Compute `z0`, in nats, and the mean of beta r over desirable and over undesirable samples, where there are
+        any."""
         columns_N, lengths_S = step.columns_N, step.lengths_S
         mismatched_N = columns_N[Signal.POLICY_MISMATCHED] - columns_N[Signal.REFERENCE_MISMATCHED]
         matched_N = step.proximal_logprobs_N - columns_N[Signal.REFERENCE_LOGPROBS]
@@ -153,7 +155,7 @@ class KTO(Algorithm):
         return facts
 
     def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
-        """Every token carries the loss of its sample, which the mean over samples then counts once."""
+        """Give every token the loss of its sample, which the mean over samples then counts once."""
         lengths_S, num_tokens = batch.lengths_S, len(logprobs_N)
         weight_S = _per_sample(batch.advantages_N, lengths_S)
         ratio_S = self._total(logprobs_N - batch.columns_N[Signal.REFERENCE_LOGPROBS], lengths_S)
@@ -174,7 +176,7 @@ class KTO(Algorithm):
         return LossOutput(_spread(loss_S, lengths_S, num_tokens), {**spread, **facts})
 
     def _total(self, log_ratios_N: Tensor, lengths_S: Tensor) -> Tensor:
-        """The sum over each sample, in nats; of one longer than `full_length` the mean times that."""
+        """Sum over each sample, in nats; for a sample longer than `full_length`, the mean times `full_length`."""
         total_S = sample_totals(log_ratios_N, lengths_S)
         if self.full_length is None:
             return total_S
@@ -182,17 +184,15 @@ class KTO(Algorithm):
 
 
 def _per_sample(values_N: Tensor, lengths_S: Tensor) -> Tensor:
-    """What all tokens of a sample share, once per sample; every sample has tokens."""
+    """Take, once per sample, the value that all its tokens share; every sample has tokens."""
     return values_N.index_select(0, lengths_S.cumsum(0) - 1)
 
 
 def _spread(values_S: Tensor, lengths_S: Tensor, num_tokens: int) -> Tensor:
-    """A sample's value at each of its tokens."""
     return values_S.repeat_interleave(lengths_S, output_size=num_tokens)
 
 
 def _counted(groups: Sequence[Group], assigned: Sequence[Sequence[TrajectoryAdvantage]]) -> tuple[int, int]:
-    """Desirable and undesirable samples that have a trained token."""
     is_desirable = [
         a.advantage > 0
         for group, of_group in zip(groups, assigned, strict=True)

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 class LongCat(ClippedSurrogate, PolicyGradient):
     """LongCat-Flash-Thinking (arXiv:2509.18883, eq. 4): GRPO with three clips, summed over tokens, over a constant.
 
-    -min(rho, C) · max(min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), dual_clip A), the outer maximum only where
-    A < 0: for A > 0 the equation as printed would put a constant in place of the objective. C is the `cap` of the
-    correction `tis`. No KL, because the gradient of k3 is biased; trajectories cut by length are masked.
+    -min(rho, C) · max(min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), dual_clip A), the outer maximum only where A <
+    0: for A > 0 the printed equation would replace the objective by a constant. C is the `cap` of the correction `tis`.
+    There is no KL, because the gradient of k3 is biased; trajectories cut by length are masked.
 
     With `tis` and one update per step r is 1, so that only C acts; the other two clips act with
     `train.updates_per_step` above 1 or `proximal: interpolated`. With `correction: none` r is against the sampler.

@@ -25,26 +25,24 @@ LARGEST_KEPT = "m2po/largest_kept"
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
 class M2PO(PolicyGradient):
-    """M2PO (arXiv:2510.01161, Algorithm 1): -r A per token, unclipped, r = p / mu, without the trust-region tokens that
-    have drifted furthest.
+    """M2PO (arXiv:2510.01161, Algorithm 1): -r A per token, unclipped, r = p / mu, with the most drifted trust-region
+    tokens masked.
 
-    A trust-region token is one that the policy has already moved the way its advantage points: A > 0 and r > 1, or
+    A trust-region token is one that the policy has already moved in the direction of its advantage: A > 0 and r > 1, or
     A < 0 and r < 1. Among these, the tokens of the largest (log r)² are masked until the mean of (log r)² over the
-    others is at most `tau`. All other tokens, such as those that undo a drift, count in no mean and are never masked.
+    others is at most `tau`. All other tokens, such as those that undo a drift, do not count in the mean and are never
+    masked. The authors' code uses the same tokens, but computes the mask in each micro-batch and includes masked tokens
+    in the mean, at the largest kept (log r)². AReaL computes mean and mask over all tokens.
 
-    The authors' code has the same tokens, but takes the mask anew in each micro-batch and counts masked tokens in the
-    mean, at the largest (log r)² that is kept. AReaL takes mean and mask over all tokens.
-
-    The mask is taken at the start of the step, over all ranks, so that no split of the step changes it. Trust-region
-    tokens that tie are kept or masked together. Masked tokens stay in the denominator. With several updates per step,
-    all of them have the mask of the step's start.
+    The mask is computed at the start of the step, over all ranks, so that no split of the step changes it. Trust-region
+    tokens that tie are kept or masked together. Masked tokens stay in the denominator. Several updates per step share
+    the mask.
     """
 
     tau: NonNegativeFloat = 0.04
-    """Largest mean of (log r)² over the trust-region tokens that are trained, in nats². At least 0, which masks all of
-    them."""
+    """Largest mean of (log r)² over the trained trust-region tokens, in nats². At least 0, which masks all of them."""
     correction: Corrections = ()
-    """Masks only, such as `geometric`: the ratio against the sampler is the algorithm's own."""
+    """Masks only, such as `geometric`: the loss itself takes the ratio against the sampler."""
     std_normalize: bool = True
     """Divide advantages by the group's standard deviation."""
 
@@ -52,9 +50,9 @@ class M2PO(PolicyGradient):
 
     @property
     def max_safe_staleness(self) -> int | None:
-        """Any: made for it, and measured by its authors up to 256 updates. The second moment of log r is bounded
-        over the trust-region tokens of the step, at the price of leaving out more of older data. As in PPO, a token of
-        negative advantage that has become likelier has no bound."""
+        """Any: designed for staleness, and measured by its authors up to 256 updates. The second moment of log r is
+        bounded over the trust-region tokens of the step, at the price of masking more of older data. As in PPO, a token
+        of negative advantage that has become likelier has no bound."""
         return None
 
     @property
@@ -65,7 +63,7 @@ class M2PO(PolicyGradient):
         return self.credited(group, compared(group, partial(centred, std_normalize=self.std_normalize)))
 
     def step_statistics(self, step: LossInputs, ranks: Ranks) -> Mapping[str, float]:
-        """The largest (log r)² of a trust-region token that is kept; -1 where none is."""
+        """Compute the largest (log r)² of a kept trust-region token; -1 if none is kept."""
         drift_N, is_trust_region_N = _drift(step)
         squares_N = ranks.gather(drift_N[is_trust_region_N]).sort().values
         if len(squares_N) == 0:
@@ -86,6 +84,6 @@ class M2PO(PolicyGradient):
 
 
 def _drift(inputs: LossInputs) -> tuple[Tensor, Tensor]:
-    """(log r)² of each token at the start of the step, and whether it is a trust-region token."""
+    """Compute (log r)² of each token at the start of the step, and a mask of the trust-region tokens."""
     log_ratio_N = log_ratio(inputs.proximal_logprobs_N, inputs.behavior_logprobs_N)
     return log_ratio_N.square(), log_ratio_N.sign() * inputs.advantages_N.sign() > 0

@@ -1,7 +1,7 @@
-"""What the policy-gradient family shares: its keys, and the parts of `advantages` and `loss` that read them.
+"""Base of the policy-gradient family: its keys, and the parts of `advantages` and `loss` that read them.
 
-An algorithm of the family composes named parts: its `advantages` of `advantage` and `credited`, its `loss` of a
-surrogate, `kl` and `corrected`. Shape suffix: `N` trained tokens of a micro-batch.
+An algorithm of the family composes `advantages` from `advantage` and `credited`, and `loss` from a surrogate, `kl` and
+`corrected`. Shape suffix: `N` trained tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -27,48 +27,48 @@ if TYPE_CHECKING:
 class PolicyGradient(Algorithm):
     """Base of the family: L = corrections · (surrogate + kl_coef · KL) per token.
 
-    A trajectory's reward is compared with those of its peers: a root's with those of the group's other roots, any
-    other's with those of the same agent name. One without a reward of its own takes its root's advantage, and counts as
-    nobody's peer, so that how many agents an episode has changes no baseline (WideSeek-R1, arXiv:2602.04634); one with
-    a reward of its own takes a share of the root's, `team_share`. Failed episodes are in no statistic.
+    A root's reward is compared with those of the group's other roots, any other agent's with those of the same agent
+    name. An agent without a reward takes its root's advantage and is no peer. So the number of agents in an episode
+    changes no baseline (WideSeek-R1, arXiv:2602.04634). An agent with a reward takes the share `team_share` of its
+    root's advantage. Failed episodes are in no statistic.
 
-    The importance ratio counts once: the surrogate's is against the proximal policy where a correction carries it, and
-    against the sampler where none does. The KL term takes the same ratio and the corrections too: it is an expectation
-    under the policy, over tokens drawn from the sampler.
+    The importance ratio counts once: the surrogate's ratio is against the proximal policy where a correction carries
+    it, and against the sampler where none does. The KL term takes the same ratio and the corrections too: it is an
+    expectation under the policy, over tokens drawn from the sampler.
     """
 
     group_size: Annotated[int, Field(ge=2)] = 8
-    """Episodes per task, compared with each other. At least 2, because the group is its own baseline."""
+    """Episodes per task, compared with each other. At least 2, because the group is the baseline."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL to the reference model, per nat; 0 starts no reference worker. In the loss, the KL of a token
-    takes the importance ratio that the surrogate takes, at most 2 and without gradient, and then all corrections: with
-    a weight among them the ratio is against the policy the step starts from, without one against the sampler. In the
-    reward (REINFORCE++, RLOO, PPO) it is the KL of the policy a token was sampled from."""
+    takes the surrogate's importance ratio, at most 2 and without gradient, and then all corrections. With a weight
+    among them the ratio is against the policy at the start of the step, else against the sampler. In the reward
+    (REINFORCE++, RLOO, PPO) it is the KL of the sampling policy."""
     kl_estimator: Estimator = "k3+"
-    """How the KL is estimated from a token: `k3+` has the value of k3 and the gradient of k2, and is right in both.
-    `k2` and `k3` are those of the papers; the gradient of k3 is that of the reverse KL."""
+    """Estimator of the KL: `k3+` has the value of k3 and the gradient of k2, and is right in both. `k2` and `k3` are
+    those of the papers; the gradient of k3 is that of the reverse KL."""
     correction: Corrections = (Tis(),)
-    """What makes up for tokens sampled elsewhere than from the policy the step starts from: by older weights, or by an
-    engine that computes differently. One or several of `tis`, `sequence_tis` and `icepop`, which weight by the
-    importance ratio and of which there can be one, and `geometric`, `sequence_mis`, `token_mis` and `off_policy_mask`,
-    which leave out; each also as a section with its bounds, `{type: tis, cap: 5}`. `none`, the default of a loss that
-    clips: its own ratio is against the sampler."""
+    """Corrections for tokens that another policy sampled than the one the step starts from: older weights, or an engine
+    that computes differently. At most one of `tis`, `sequence_tis` and `icepop`, which weight by the importance ratio,
+    and any of the masks `geometric`, `sequence_mis`, `token_mis` and `off_policy_mask`. Each is a name, or a section
+    with its bounds: `{type: tis, cap: 5}`. `none` is the default of losses whose clipped ratio is against the
+    sampler."""
     mask_truncated: bool = False
-    """Leave trajectories that were cut by length out of the loss; they still count in the baseline."""
+    """Leave trajectories cut by length out of the loss; they still count in the baseline."""
     team_share: Fraction = 0.0
-    """How much of its root's advantage an agent with a reward of its own is trained on; the rest is its own. From 0,
-    its own alone, to 1, the root's alone."""
+    """Share of the root's advantage in the advantage of an agent with a reward; the rest is the agent's. From 0, the
+    agent's alone, to 1, the root's alone."""
     over: Over = "tokens"
-    """What the loss is averaged over: every token weighs the same; or every sample; or every sample's sum is divided by
-    `budget`; or every episode weighs the same, and in it every agent."""
+    """Unit that the loss is averaged over. `tokens`: every token weighs the same. `sequences`: every sample. `budget`:
+    every sample's sum is divided by `budget`. `agents`: every episode weighs the same, and in it every agent."""
     budget: PositiveInt | None = None
-    """Tokens that a sample's sum is divided by, with `over: budget`: a constant. None: `rollout.max_new_tokens`, the
-    longest completion of a turn."""
+    """Constant number of tokens that a sample's sum is divided by, with `over: budget`. None: `rollout.max_new_tokens`,
+    the longest completion of a turn."""
 
     takes_weights: ClassVar[bool] = True
-    """Can the loss leave the importance ratio to a correction?"""
+    """True if the loss can leave the importance ratio to a correction."""
     kl_in_reward: ClassVar[bool] = False
-    """Is the KL part of the reward, instead of the loss?"""
+    """True if the KL is part of the reward, instead of the loss."""
 
     def __post_init__(self) -> None:
         problems = problems_of(self.correction, takes_weights=self.takes_weights)
@@ -78,7 +78,7 @@ class PolicyGradient(Algorithm):
             raise ValueError("; ".join(problems))
 
     def problems(self) -> Iterator[str]:
-        """Names what is wrong with fields of the surrogate or the plug-in together, each being right by itself."""
+        """Yield the errors in combinations of fields that are each valid."""
         yield from ()
 
     @property
@@ -87,11 +87,11 @@ class PolicyGradient(Algorithm):
 
     @property
     def max_safe_staleness(self) -> int | None:
-        """Any: whichever version sampled a token, a ratio is taken against the logprob recorded then, so that its age
-        is accounted for, and a bound limits what a drifted token can do.
+        """Any: a ratio is taken against the logprob recorded at sampling, whatever the age of a token, and its effect
+        is bounded.
 
         `tis`, `sequence_tis` and `icepop` bound its weight. Without one, a ratio clipped against the sampler leaves one
-        case open, as in PPO: a token of negative advantage that has become likelier, which `dual_clip` closes. Every
+        case open, as in PPO: a token of negative advantage that has become likelier, which `dual_clip` bounds. Every
         bound is a bias that grows with age; `sampler/*/ess` and the shares of tokens truncated, masked or clipped show
         how much.
         """
@@ -104,9 +104,9 @@ class PolicyGradient(Algorithm):
     def credits(
         self, group: Group, known: Container[Place]
     ) -> Iterator[tuple[Place, TrajectoryMeta, dict[Place, float]]]:
-        """Each trajectory in the loss, and whose advantages it is trained on, by share; the shares sum to 1.
+        """Yield each trajectory in the loss, with the shares of the advantages it is trained on; the shares sum to 1.
 
-        Left out is a trajectory that goes by one that is not `known`, and with `mask_truncated` one cut by length.
+        A trajectory is left out if one of its sources is not `known`, or with `mask_truncated` if it was cut by length.
         """
         for place, meta in group.trajectories():
             root, is_own = (place[0], 0), meta.reward is not None and place[1] > 0
@@ -117,27 +117,25 @@ class PolicyGradient(Algorithm):
                 yield place, meta, shares
 
     def credited(self, group: Group, advantages: Mapping[Place, float]) -> Iterator[TrajectoryAdvantage]:
-        """Those with a reward of their own are assigned their advantage, others their root's, mixed as `team_share`
-        says."""
+        """Assign trajectories with a reward their advantage and others their root's, mixed by `team_share`."""
         for place, _, shares in self.credits(group, advantages):
             yield TrajectoryAdvantage(*place, sum(advantages[source] * share for source, share in shares.items()))
 
     def proximal_logprobs(self, logprobs_N: Tensor, batch: LossInputs) -> Tensor:
-        """Logprobs under the policy that corrections lead up to, without gradient."""
+        """Logprobs under the target policy of the corrections, without gradient."""
         return batch.proximal_logprobs_N
 
     def policies(self, logprobs_N: Tensor, batch: LossInputs) -> Policies:
-        """The policies that the loss compares: current, proximal, and the base of its own ratio."""
+        """Collect the policies that the loss compares: current, proximal, and the base of its ratio."""
         proximal_N = self.proximal_logprobs(logprobs_N, batch)
         base_N = proximal_N if carries_ratio(self.correction) else batch.behavior_logprobs_N
         return Policies(logprobs_N, proximal_N, base_N, batch)
 
     def kl(self, policies: Policies) -> LossOutput | None:
-        """The KL term of each token: None where it has no weight, and only its metric where it is in the reward."""
+        """KL term of each token: None if its weight is 0, and only its metric if the KL is in the reward."""
         if self.kl_coef == 0:
             return None
         return kl_term(0.0 if self.kl_in_reward else self.kl_coef, self.kl_estimator, policies)
 
     def corrected(self, policies: Policies, surrogate: LossOutput, kl: LossOutput | None) -> LossOutput:
-        """Corrections · (surrogate + KL term) per token."""
         return corrected(self.correction, policies, surrogate, kl)

@@ -26,17 +26,17 @@ class PPO(ClippedSurrogate, PolicyGradient):
     """PPO (arXiv:1707.06347) as for language models: the reward at the last token, minus the KL of every token
     (arXiv:2203.02155), advantages by GAE (arXiv:1506.02438) over trained tokens, whitened over the step.
 
-    A trajectory that was cut into several samples has its reward at the end of each of them: a sample is an episode of
-    its own, because what its first token would hand back to the sample before it is not the state that one ended in.
-    A trajectory cut by length ends in the reward it was scored with, not in a value. An agent without a reward of its
-    own ends in its root's; one that has one, in the two mixed by `team_share`.
+    Each sample of a trajectory counts as a separate episode and ends in the trajectory's reward: the state after a
+    sample is not the state at which the next sample begins, so no value passes between them. A trajectory cut by length
+    ends in its reward, not in a value. An agent without a reward ends in its root's; one with a reward ends in the two
+    mixed by `team_share`.
     """
 
     group_size: Annotated[int, Field(ge=1)] = 8
     """Episodes per task. They are not compared, so that 1 is allowed."""
     clip_high: NonNegativeFloat = 0.2
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """How the KL in the reward is estimated from a token: `k1`, log p - log ref, is unbiased."""
+    """Estimator of the KL in the reward: `k1`, log p - log ref, is unbiased."""
     gamma: Fraction = 1.0
     """Discount per trained token. From 0 to 1."""
     gae_lambda: Fraction = 0.95
@@ -44,10 +44,10 @@ class PPO(ClippedSurrogate, PolicyGradient):
     whiten: bool = True
     """Normalise advantages to mean 0 and standard deviation 1 over all trained tokens of the step."""
     value_clip: PositiveFloat | None = 0.2
-    """How far a value may move from the one the step began with before its gradient stops; None: any."""
+    """Largest change of a value from that at the start of the step before its gradient stops; None: no limit."""
     critic_warmup: NonNegativeInt = 0
-    """Steps at the start of a run in which the critic learns alone. They are steps of the run: they count in
-    `run.steps` and in `train.warmup_steps`, of which the policy gets only what is left."""
+    """Steps at the start of a run that train only the critic. They count in `run.steps` and in `train.warmup_steps`, of
+    which the policy gets only the remainder."""
 
     kl_in_reward: ClassVar[bool] = True
 
@@ -58,9 +58,9 @@ class PPO(ClippedSurrogate, PolicyGradient):
     @property
     def max_safe_staleness(self) -> int | None:
         """8, which is our choice: AReaL (arXiv:2505.24298) measured decoupled PPO at 8 and beyond, but had no critic.
-        The policy's loss corrects for any age; the critic's targets do not: they are returns of the policies that
-        sampled, and the critic learns their mixture. The older they are, the further advantages are from those of the
-        policy that is trained."""
+        The policy's loss corrects for any age; the critic's targets do not. They are returns of the sampling policies,
+        whose mixture the critic fits. The older they are, the further advantages are from those of the trained
+        policy."""
         return 8
 
     @property
@@ -71,11 +71,11 @@ class PPO(ClippedSurrogate, PolicyGradient):
         return version >= self.critic_warmup
 
     def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
-        """Nothing is compared: the number of a trajectory is its reward."""
+        """Assign each trajectory its reward, without comparison."""
         return self.credited(group, {peer.place: peer.reward for peer in rewarded(group)})
 
     def token_advantages(self, inputs: LossInputs) -> TokenAdvantages:
-        """GAE; the critic's target is A + V."""
+        """Compute GAE; the critic's target is A + V."""
         values_N = inputs.columns_N[Signal.VALUES]
         rewards_N = penalised_rewards(inputs, self.kl_coef, self.kl_estimator)
         advantages_N = gae(rewards_N, values_N, inputs.lengths_S, self.gamma, self.gae_lambda)

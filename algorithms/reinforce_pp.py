@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 class ReinforcePP(ClippedSurrogate, PolicyGradient):
     """REINFORCE++ (arXiv:2501.03262): A_t = R - kl_coef · (sum of the KL from t on), whitened over the step's tokens.
 
-    R is the trajectory's reward; every sample of a trajectory ends in it. The KL is that of the policy a token was
-    sampled from, so that older tokens carry the KL of older weights.
+    R is the trajectory's reward; every sample of a trajectory ends in it. The KL is that of the sampling policy, so
+    that older tokens have the KL of older weights.
     """
 
     group_size: Annotated[int, Field(ge=1)] = 8
     """Episodes per task. They are not compared, so that 1 is allowed."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """How the KL in the reward is estimated from a token: `k1`, log p - log ref, is unbiased, and the paper's."""
+    """Estimator of the KL in the reward: `k1`, log p - log ref, is unbiased, and the paper's."""
 
     kl_in_reward: ClassVar[bool] = True
 
@@ -41,7 +41,7 @@ class ReinforcePP(ClippedSurrogate, PolicyGradient):
         return True
 
     def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
-        """Nothing is compared: the number of a trajectory is its reward."""
+        """Assign each trajectory its reward, without comparison."""
         return self.credited(group, {peer.place: peer.reward for peer in rewarded(group)})
 
     def token_advantages(self, inputs: LossInputs) -> TokenAdvantages:

@@ -24,13 +24,13 @@ class RLOO(ClippedSurrogate, PolicyGradient):
     """RLOO (arXiv:2402.14740, eq. 6): A = R minus the mean of the others' rewards, on the sum over a sample's tokens.
 
     `budget` only scales that sum. The KL is in the reward, as in the paper: A_t = A - kl_coef · (sum of the KL from t
-    on), whose expected gradient on-policy is that of the sequence's KL. The paper's baseline has the KL of the others
-    as well. Here it is of their rewards only, because it is taken where groups are together, before the KL is known:
-    that changes the variance, and not what is expected.
+    on), whose expected gradient on-policy is that of the sequence's KL. The paper's baseline includes the KL of the
+    others. Here it contains only their rewards, because groups are compared before the KL is known. This changes the
+    variance, not the expectation.
     """
 
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """How the KL in the reward is estimated from a token: `k1`, log p - log ref, is unbiased, and the paper's."""
+    """Estimator of the KL in the reward: `k1`, log p - log ref, is unbiased, and the paper's."""
 
     over: Over = "budget"
 

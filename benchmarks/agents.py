@@ -1,19 +1,18 @@
-"""What agents wait for: tools, each other, and the gateway.
+"""Waiting times of agents: tools, other agents, and the gateway.
 
     python -m benchmarks.agents [--quick | --short]
 
-* `streamed`: episodes of 8 turns whose tool takes 100 ms with a long tail, 256 at a time on one replica; as one ends,
-  the next begins. The same work `by_batch`: the next 256 begin once all have ended; and in `lock_step` besides: all
-  reply, then all wait for the slowest tool, turn by turn. `speedup_batch` and `speedup_lock_step` are sessions per
-  second of `streamed` over those of either: what it is worth not to wait for the slowest session, and for the slowest
-  tool of every turn as well. `environment_wait_share` is the part of a session's life in which a tool runs,
-  `engine_busy_share` the part of the engine's slots that are taken, over the wall time, `engine_load` how many requests
-  it has, those that wait for a slot included. The engine is scripted: 64 slots, a token a tick of 1 ms.
+* `streamed`: episodes of 8 turns whose tool takes 100 ms with a long tail, 256 at a time on one replica. As one ends,
+  the next begins. `by_batch` does the same work, but the next 256 begin once all have ended. In `lock_step`, all
+  sessions also wait for the slowest tool in every turn. `speedup_batch` and `speedup_lock_step` are sessions per second
+  of `streamed` over those of either. `environment_wait_share` is the part of a session's life in which a tool runs,
+  `engine_busy_share` the share of the engine's slots in use over the wall time, `engine_load` its number of requests,
+  waiting ones included. The engine is scripted: 64 slots, a token a tick of 1 ms.
 * `subagents`: the wall time of 8 subagents in parallel against the longest of them, and against their sum.
-* `gateway_ms`: what a reply through the gateway takes longer than one asked for in the session itself, at 64 clients
-  that ask again at once, each turn 50 to 150 ms; clients are another process with a raw HTTP client that keeps its
-  connections. `openai_client_ms` is the same with the `openai` client, at 8 clients (more would keep a core busy by
-  themselves): mostly its own cost.
+* `gateway_ms`: the extra time of a reply through the gateway over one inside the session, at 64 clients that send
+  requests without a pause, each turn 50 to 150 ms. Clients are another process with a raw HTTP client that keeps its
+  connections. `openai_client_ms` is the same with the `openai` client, at 8 clients (more would saturate a core):
+  mostly the cost of that client.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from workers.text.tokenizer import TextTokenizer
 
 NUM_SESSIONS, GROUP_SIZE, NUM_TURNS = 256, 8, 8
 MEDIAN_S, SPREAD, LONGEST_S = 0.1, 0.8, 3.0
-"""Of a tool call, lognormal: one in ten takes 0.28 s or more, one in a hundred 0.64 s."""
+"""Latency of a tool call, lognormal: one in ten takes 0.28 s or more, one in a hundred 0.64 s."""
 SLOTS, TICK_S = 64, 0.001
 Pace: TypeAlias = Literal["streamed", "by_batch", "lock_step"]
 END = "<eos>"
@@ -58,20 +57,20 @@ NUM_SUBAGENTS = 8
 
 @dataclass
 class Meter:
-    """How the time of many sessions is spent."""
+    """Use of time by many sessions."""
 
     session_s: float = 0.0
     tool_s: float = 0.0
     slot_s: float = 0.0
-    """Summed over the slots of the engine while they are taken."""
+    """Slot-seconds of the engine in use."""
     request_s: float = 0.0
-    """Summed over requests."""
+    """Request-seconds."""
     _num_requests: int = 0
     _since_s: float = 0.0
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """While the engine has one more."""
+        """Count one more request of the engine in this context."""
         self._change(1)
         try:
             yield
@@ -88,13 +87,13 @@ class Meter:
 
 @dataclass(frozen=True, kw_only=True)
 class Lookups(Workflow):
-    """A turn, a tool, a turn, a tool; in lock-step with all other sessions if there is a barrier."""
+    """Workflow of turns and tools in turn; with a barrier in lock-step with all other sessions."""
 
     meter: Meter = field(default_factory=Meter)
     barrier: asyncio.Barrier | None = None
 
     async def run(self, session: Session) -> None:
-        """Look things up, `NUM_TURNS` times."""
+        """Call the tool `NUM_TURNS` times."""
         began_s = time.perf_counter()
         chance = random.Random(f"{session.task.id}/{session.episode_index}")
         tools = Toolbox(Tool("look", "Look around.", {"type": "object"}, partial(self._look, chance)))
@@ -119,12 +118,12 @@ class Lookups(Workflow):
 
 
 def latency_s(chance: random.Random) -> float:
-    """Seconds of one tool call."""
+    """Draw the seconds of one tool call."""
     return min(LONGEST_S, chance.lognormvariate(math.log(MEDIAN_S), SPREAD))
 
 
 def main() -> None:
-    """Measure all and print the closing line."""
+    """Measure all and print the result line."""
     size = parser_of(__doc__, quick="one repeat; under two minutes").parse_args().size
     repeats = 3 if size == "full" else 1
     batches, sessions, clients, conversations = (1, 16, 4, 2) if size == "short" else (3, NUM_SESSIONS, 64, 5)
@@ -151,12 +150,12 @@ def main() -> None:
 
 
 def ratios(of: Sequence[Mapping[str, float]], to: Sequence[Mapping[str, float]]) -> list[float]:
-    """Sessions per second of some runs over those of others, repeat by repeat."""
+    """Ratios of sessions per second, repeat by repeat."""
     return [a["sessions_per_s"] / b["sessions_per_s"] for a, b in zip(of, to, strict=True)]
 
 
 async def rollouts(num_batches: int, num_sessions: int, *, pace: Pace) -> dict[str, float]:
-    """Figures of `num_batches` times `num_sessions` episodes on one replica."""
+    """Measure `num_batches` times `num_sessions` episodes on one replica."""
     meter = Meter()
     worker = replica(Lookups(meter=meter, barrier=asyncio.Barrier(num_sessions) if pace == "lock_step" else None))
     groups = num_sessions // GROUP_SIZE
@@ -181,7 +180,7 @@ async def rollouts(num_batches: int, num_sessions: int, *, pace: Pace) -> dict[s
 
 
 def replica(workflow: Workflow) -> RolloutWorker:
-    """A rollout worker whose engine calls the tool, whatever it is told."""
+    """Build a rollout worker whose engine always calls the tool."""
     codec = TextTokenizer(tokenizer())
     said = codec.reply(CALL)
 
@@ -197,7 +196,7 @@ NO_CHANGE = WeightChange("between", tolerance=0.0)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A token is a character; messages in ChatML."""
+    """Build a tokenizer with one token per character and messages in ChatML."""
     vocabulary = {symbol: index for index, symbol in enumerate([END, *printable])}
     core = Tokenizer(models.WordLevel(vocabulary))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -212,7 +211,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 async def parallel_subagents() -> dict[str, float]:
-    """Wall time of subagents that take from 100 to 800 ms each."""
+    """Measure the wall time of subagents that take from 100 to 800 ms each."""
     session = Session(Task(id="t", prompt=""), {POLICY: cast("Policy", ScriptedPolicy())}, seed=0)
     lead = session.agent("lead")
 

@@ -1,10 +1,10 @@
-"""How far what samples is from what trains: SmolLM2, both engines, both types, two temperatures.
+"""Difference between sampler and trainer: SmolLM2, both engines, both types, two temperatures.
 
     python -m benchmarks.agreement [--quick | --short]
 
-Each engine answers chat prompts; the trainer, as a run builds it, makes one step on those tokens and reports its own
+Each engine answers chat prompts. The trainer, built as in a run, makes one step on those tokens and reports its
 `sampler/*` metrics: |difference| of logprobs, KL, percentiles of the importance ratio, effective sample size. Nothing
-was trained in between, so all of it is rounding and kernels. `--short` is the tiny sorter in float32 on the local
+was trained in between, so rounding and kernels cause all of it. `--short` is the tiny sorter in float32 on the local
 engine. One JSON object to the last line of stdout: `agreement`, by engine, type and temperature.
 """
 
@@ -38,7 +38,7 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 def main() -> None:
-    """Measure every combination and print the closing line."""
+    """Measure every combination and print the result line."""
     size: Size = parser_of(__doc__, quick="fewer prompts and tokens; about 2 minutes").parse_args().size
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(1)
@@ -61,7 +61,7 @@ def main() -> None:
 async def sampled(
     folder: Path, engine: EngineName, dtype: Dtype, num_prompts: int, num_tokens: int
 ) -> dict[float, tuple[Episode, ...]]:
-    """One answer to each prompt, by temperature."""
+    """Sample one answer to each prompt, by temperature."""
     path = str(folder / "model")
     codec = TextTokenizer.load(path)
     spec = EngineSpec(
@@ -87,7 +87,7 @@ async def sampled(
 
 
 def compared(folder: Path, episodes: tuple[Episode, ...], dtype: Dtype, temperature: float) -> dict[str, float]:
-    """What the trainer's first step on these tokens says of the sampler."""
+    """Return the sampler metrics of the trainer's first step on these tokens."""
     assigned = [TrajectoryAdvantage(e, 0, 1.0) for e in range(len(episodes))]
     plan = plan_batch([group_of(0, episodes)], [assigned], Aggregation(), num_ranks=1, max_tokens=2048)
     backend = FsdpBackend(str(folder / "model"), OptimizerSettings(lr=1e-6, total_steps=1), RankGroup(), dtype=dtype)

@@ -1,12 +1,11 @@
-"""What asynchrony buys, and what it costs: the same samples at several bounds of staleness, on real workers.
+"""Benefit and cost of asynchrony: the same samples at several staleness bounds, on real workers.
 
     python -m benchmarks.async_vs_sync [--quick | --short] [--steps 40] [--bounds 0 1 2 4] [--correction none]
 
-The tiny sorter with tools that take 50 to 500 ms a turn and episodes of 1 to 12 turns (`benchmarks.slow_tools`), one
-replica, weights changed in flight, because an episode lasts longer than a step; `max_staleness` 0, 1, 2 and 4 in
-turns, three seeds each. `speedup_at_4` is the wall time of the steps at 0 over that at 4, equal seeds, median over
-seeds; the first steps are left out of it, because pipelines begin empty. `reward` is the mean over the last eighth of
-the steps.
+The tiny sorter with tools that take 50 to 500 ms a turn and episodes of 1 to 12 turns (`benchmarks.slow_tools`), on one
+replica. Weights change in flight, because an episode lasts longer than a step. `max_staleness` is 0, 1, 2 and 4 in
+turn, with three seeds each. `speedup_at_4` is the wall time of the steps at 0 over that at 4, equal seeds, median over
+seeds, without the first steps, in which pipelines fill. `reward` is the mean over the last eighth of the steps.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from rlsys.monitoring.metric_catalog import STALENESS_BUCKETS
 
 BOUNDS = (0, 1, 2, 4)
 SKIPPED_STEPS = 6
-"""Of the first, in which pipelines begin empty."""
+"""Steps left out at the start, in which pipelines fill."""
 
 
 Figures: TypeAlias = dict[str, float]
-"""Of one training run, by name."""
+"""Figures of one training run, by name."""
 
 
 def main() -> None:
-    """Measure every bound for every seed and print the closing line."""
+    """Measure every bound for every seed and print the result line."""
     parser = parser_of(__doc__, quick="one seed and 20 steps")
     parser.add_argument("--steps", type=int, default=40, help="of each run; its learning rate decays over all of them")
     parser.add_argument("--bounds", type=int, nargs="+", default=BOUNDS, help="max_staleness; 0 is compared against")
@@ -60,14 +59,14 @@ def main() -> None:
 
 
 def speedups(at_0: Sequence[Figures], at_bound: Sequence[Figures]) -> dict[str, float | int]:
-    """Wall time at 0 over that at a bound, seed by seed."""
+    """Divide the wall time at 0 by that at a bound, seed by seed."""
     return spread([a["seconds_per_step"] / b["seconds_per_step"] for a, b in zip(at_0, at_bound, strict=True)])
 
 
 def run(size: Size, seed: int, max_staleness: int, steps: int, correction: str) -> Figures:
-    """Train the tiny policy for `steps` steps and read its metrics: the first steps count for the reward alone.
+    """Train the tiny policy for `steps` steps and read its metrics; the first steps count only for the reward.
 
-    By age in versions, it says the share of trained tokens.
+    Figures named by an age in versions are shares of trained tokens.
     """
     is_short = size == "short"
     rows, _ = train(

@@ -1,12 +1,11 @@
-"""A run whose workers are killed at random, against the same run undisturbed: is the same work done, and how fast is
-each back?
+"""Run with randomly killed workers, compared with an undisturbed run: equal work, and recovery times.
 
     python -m benchmarks.chaos [--quick | --short]
 
 Three raylets on this machine, the tiny sorter with slow tools (`benchmarks.slow_tools`), three rollout replicas, two
-reward workers, a relay on each node, `max_staleness` 2; `--short` has one node and one replica. Every few seconds one
-process of one of these kinds is ended by SIGKILL, in the middle of whatever it does. `is_same` says whether both runs
-consumed the same multiset of tasks.
+reward workers, a relay on each node, `max_staleness` 2; `--short` has one node and one replica. Every few seconds
+SIGKILL ends one process of one of these kinds, at any point of its work. `is_same` is true if both runs consumed the
+same multiset of tasks.
 """
 
 from __future__ import annotations
@@ -30,33 +29,33 @@ from benchmarks.measure import ENV, parser_of, print_result, progress, rows_of, 
 
 KINDS = {"rollout": "ray::RolloutWorker", "reward": "ray::RewardWorker", "relay": "ray::Relay"}
 CPUS = 9
-"""Of all nodes together."""
+"""CPUs of all nodes together."""
 STORE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one run came to."""
+    """Outcome of one run."""
 
     consumed: Counter[str]
-    """Task ids by times trained."""
+    """Number of times each task was trained, by task id."""
     seconds: float
     recovery_s: Mapping[str, list[float]]
-    """By kind of worker: from each failure's discovery until a successor was ready."""
+    """Seconds from the discovery of each failure until a successor was ready, by kind of worker."""
     dropped: float
     num_reissued: int
 
 
 @dataclass
 class Killer:
-    """Ends processes at random, one every `every_s` on average."""
+    """Killer of random processes, one every `every_s` on average."""
 
     every_s: float
     chance: random.Random
     killed: Counter[str] = field(default_factory=Counter)
 
     def strike(self) -> None:
-        """End one process of a kind chosen at random, if there is one."""
+        """Kill one process of a random kind, if there is one."""
         kind = self.chance.choice(sorted(KINDS))
         if pids := sorted(pids_of(KINDS[kind])):
             with suppress(ProcessLookupError):
@@ -65,7 +64,7 @@ class Killer:
 
 
 def main() -> None:
-    """Run both and print the closing line."""
+    """Run both and print the result line."""
     parser = parser_of(__doc__, quick="40 steps instead of 5 minutes")
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
     arguments = parser.parse_args()
@@ -90,7 +89,7 @@ def main() -> None:
 
 
 def run(prepared: Path, steps: int, nodes: int, killer: Killer | None) -> Outcome:
-    """One training run on a cluster of its own."""
+    """Run one training on a fresh cluster."""
     with tempfile.TemporaryDirectory(prefix="chaos_") as folder, cluster(nodes) as address:
         log = Path(folder) / "log"
         command = train_command(
@@ -110,7 +109,7 @@ def run(prepared: Path, steps: int, nodes: int, killer: Killer | None) -> Outcom
 
 
 def _disturb(training: subprocess.Popen, killer: Killer | None, metrics: Path) -> None:
-    """Wait for the run to end; once it trains, strike every so often."""
+    """Wait for the run to end; once it trains, strike at random intervals."""
     while training.poll() is None:
         wait_s = 0.5 if killer is None else killer.chance.expovariate(1 / killer.every_s)
         with suppress(subprocess.TimeoutExpired):
@@ -136,7 +135,7 @@ def _outcome(folder: Path, seconds: float) -> Outcome:
 
 @contextmanager
 def cluster(num_nodes: int) -> Iterator[str]:
-    """The address of a fresh cluster of so many raylets on this machine."""
+    """Start `num_nodes` raylets on this machine; yield the address of the cluster."""
     nodes = Cluster()
     for _ in range(num_nodes):
         nodes.add_node(num_cpus=CPUS // num_nodes, object_store_memory=STORE_BYTES)
@@ -149,7 +148,7 @@ def cluster(num_nodes: int) -> Iterator[str]:
 
 
 def pids_of(title: str) -> Iterator[int]:
-    """Processes whose title, as Ray sets it, begins with `title`."""
+    """Yield the processes whose title, as Ray sets it, begins with `title`."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile

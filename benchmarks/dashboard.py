@@ -1,17 +1,17 @@
-"""What watching costs: opening a long run, asking for its pages, seeing a step live, and what the run itself pays.
+"""Cost of monitoring: opening a long run, serving its pages, showing a step live, and the overhead in the run.
 
     python -m benchmarks.dashboard [--quick | --short]
 
-A made-up run of 1,000,000 events and 100,000 episodes (`tests.histories.big_run`; nine in ten events are `worker_busy`)
-is opened and then asked for through HTTP, by `rlsys dashboard` in a process of its own:
+A synthetic run of 1,000,000 events and 100,000 episodes (`tests.histories.big_run`; nine in ten events are
+`worker_busy`) is opened and then queried through HTTP, from a separate `rlsys dashboard` process:
 
 - `open_s`: from `Readings(root)` in a fresh process to the answers of run, series (8 charts), groups, cluster, ledger,
-  alerts. `reader_mb`: how much that process grew by it.
-- `page_ms`: of each page over HTTP, median and greatest; `whole_run_ms` is the first look at the swim-lanes of all the
-  run, right after opening, when what it shows is not summed up yet.
-- `live_latency_s`: from a step's line in the file of another process until a page that follows the run has its value.
+  alerts. `reader_mb`: memory growth of that process.
+- `page_ms`: of each page over HTTP, median and greatest; `whole_run_ms` is the first view of the swim-lanes of the
+  whole run, right after opening, before they are aggregated.
+- `live_latency_s`: from the write of a step's line by another process until a page that follows the run has its value.
 - `emit_us`: one event through the bus with the sinks every run has (jsonl, console, alerts), mean over the events of a
-  step of 16 groups on 4 replicas; `emit_share`: all of them, of a step of 0.25 s, which is a very short one.
+  step of 16 groups on 4 replicas; `emit_share`: all of them, of a very short step of 0.25 s.
 - `day_growth_mb`: resident memory that those sinks and a TensorBoard tracker took between the first tenth and the end
   of 864,000 events, which is a day at 10 a second.
 """
@@ -69,7 +69,7 @@ GROUPS, REPLICAS = 16, 4
 
 
 class Scale(NamedTuple):
-    """How much of everything."""
+    """Size of each measurement."""
 
     events: int
     episodes: int
@@ -88,7 +88,7 @@ SCALES: Mapping[Size, Scale] = {
 
 
 def main() -> None:
-    """Measure everything and print the closing line; or play one of the processes that are measured."""
+    """Measure everything and print the result line; or run one of the measured processes."""
     parser = parser_of(__doc__, quick="a small run and a short day; under a minute")
     parser.add_argument("--part", nargs=3, metavar=("PART", "FOLDER", "COUNT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def measured(folder: Path, scale: Scale) -> Mapping[str, object]:
-    """Every figure."""
+    """Measure every figure."""
     big_run(folder / "runs" / "big", num_events=scale.events, num_episodes=scale.episodes)
     with (folder / "runs" / "big" / "events.jsonl").open() as file:
         kinds = Counter(json.loads(line)["kind"] for line in file)
@@ -126,7 +126,7 @@ def measured(folder: Path, scale: Scale) -> Mapping[str, object]:
 
 
 def part(name: str, folder: Path, count: int) -> list[str]:
-    """The command of a fresh process of this benchmark, which measures one of `PARTS`."""
+    """Build the command of a fresh process of this benchmark, which measures one of `PARTS`."""
     return [sys.executable, "-m", "benchmarks.dashboard", "--part", name, str(folder), str(count)]
 
 
@@ -152,7 +152,7 @@ def opened(root: Path, _: int) -> dict[str, float]:
 
 
 def page_ms(root: Path, repeats: int) -> dict[str, dict[str, float | int]]:
-    """Every page over HTTP, after the run was opened."""
+    """Request every page over HTTP, after the run was opened."""
     with _served(root) as get:
         get("run", run="big")
         cluster = get("cluster", run="big")
@@ -168,7 +168,7 @@ def page_ms(root: Path, repeats: int) -> dict[str, dict[str, float | int]]:
 
 
 def _pages(get: _Get, cluster: Mapping[str, float], step: int) -> Iterator[tuple[str, Mapping[str, object]]]:
-    """Each page and its parameters; where there is a choice of step, group or time, this is one."""
+    """Yield each page and its parameters, with one choice of step, group and time."""
     run = {"run": "big"}
     group = get("groups", **run, step=step)["groups"][0]
     of_group = {**run, "step": step, "group_id": group["group_id"]}
@@ -186,7 +186,7 @@ def _pages(get: _Get, cluster: Mapping[str, float], step: int) -> Iterator[tuple
 
 
 def live_latency_s(folder: Path, steps: int) -> dict[str, float | int]:
-    """Follow a run that another process writes, as a page does."""
+    """Follow, as a page does, a run that another process writes."""
     (folder / "run").mkdir(parents=True)
     JsonlSink(folder / "run").close()
     seen_s: dict[int, float] = {}
@@ -206,7 +206,7 @@ def live_latency_s(folder: Path, steps: int) -> dict[str, float | int]:
 
 
 def write(run_dir: Path, steps: int) -> dict[str, float]:
-    """A run that goes on until it is killed; steps take from 0.3 to 0.7 s, so that they meet every phase of a poll."""
+    """Write a run until killed; steps take from 0.3 to 0.7 s, so that they meet every phase of a poll."""
     events = Events([JsonlSink(run_dir)])
     for step in range(1, steps):
         events.emit(StepDone(step, {"loss": 1.0 / step, "time/step": 0.5}))
@@ -215,7 +215,7 @@ def write(run_dir: Path, steps: int) -> dict[str, float]:
 
 
 def emit(folder: Path, steps: int) -> dict[str, float]:
-    """The bus with the sinks that every run has."""
+    """Time the bus with the sinks that every run has."""
     events = Events([JsonlSink(folder), ConsoleSink(0, _nowhere())])
     events.attach(AlertSink(events, {}))
     times_s: list[float] = []
@@ -235,7 +235,7 @@ def emit(folder: Path, steps: int) -> dict[str, float]:
 
 
 def day(folder: Path, num_events: int) -> dict[str, float]:
-    """A day of events through the sinks of a run and a tracker."""
+    """Send a day of events through the sinks of a run and a tracker."""
     from rlsys.monitoring.tracker import RunFacts
     from rlsys.monitoring.trackers.tensorboard import TensorBoard
     from rlsys.monitoring.trackers.tracker_thread import InThread
@@ -263,7 +263,7 @@ def day(folder: Path, num_events: int) -> dict[str, float]:
 
 
 def step_events(step: int, rollouts: Path) -> Sequence[Event]:
-    """What a step of 16 groups tells, whose rollouts are in this file."""
+    """Build the events of a step of 16 groups, whose rollouts are in this file."""
     now_s, groups = time.time(), [*range(GROUPS * step, GROUPS * (step + 1))]
     told: list[Event] = []
     for group_id in groups:
@@ -295,14 +295,14 @@ PARTS: Mapping[str, Callable[[Path, int], dict[str, float]]] = {
 
 
 class _Get:
-    """A browser's requests to a dashboard, over one connection."""
+    """Browser-like requests to a dashboard, over one connection."""
 
     def __init__(self, url: str) -> None:
         self._address = urlsplit(url).netloc
         self._connection = http.client.HTTPConnection(self._address, timeout=60)
 
     def __call__(self, page: str, /, **parameters: object):  # noqa: ANN204  (JSON)
-        """The answer of an address."""
+        """Return the JSON answer of a page."""
         self._connection.request("GET", f"/api/{page}?{urlencode(parameters, doseq=True)}")
         response = self._connection.getresponse()
         body = response.read()
@@ -311,7 +311,7 @@ class _Get:
         return json.loads(body)
 
     def changes(self, run: str) -> Iterator[None]:
-        """Whenever the server tells of a change; ends with the connection."""
+        """Yield at every change that the server reports; ends with the connection."""
         connection = http.client.HTTPConnection(self._address, timeout=60)
         connection.request("GET", f"/api/stream?{urlencode({'run': run})}")
         response = connection.getresponse()
@@ -323,7 +323,7 @@ class _Get:
 
 @contextmanager
 def _served(root: Path) -> Iterator[_Get]:
-    """`rlsys dashboard` of a folder."""
+    """Run `rlsys dashboard` on a folder."""
     command = [sys.executable, "-m", "rlsys.cli", "dashboard", str(root), "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

@@ -1,15 +1,15 @@
-"""What the engines do: tokens per second, what the replica around them costs, weight changes, start-up.
+"""Engine benchmarks: tokens per second, overhead of the replica around an engine, weight changes, start-up.
 
     python -m benchmarks.engines [--quick | --short]
 
 For the tiny sorter (float32) and SmolLM2 (bfloat16), with 1 and 2 threads, 1 to 64 requests of one group at once:
-tokens per second of both engines as a run uses them, group in, group out, through a replica's Ray actor; and of bare
-vLLM, stepped in a plain loop in the same process on the same requests. Both take turns, so that `wrapper_cost`, the
-share of speed that the replica costs, compares neighbours in time. Tokens end by length only.
+tokens per second of both engines as a run uses them, group in, group out, through a replica's Ray actor. Bare vLLM runs
+the same requests in a plain loop in the same process. Both alternate, so that `wrapper_cost`, the share of speed that
+the replica costs, compares neighbours in time. Tokens end by length only.
 
-`weight_change`: how long a replica with requests in flight is paused for new SmolLM2 weights, over the time of one copy
-of as many bytes in the same process. `start_up_s`: seconds from a fresh process to the first token, by phase. `--short`
-is the tiny sorter with one request on vLLM, and the start-up of the local engine.
+`weight_change`: the pause of a replica with requests in flight for new SmolLM2 weights, over the time of one copy of as
+many bytes in the same process. `start_up_s`: seconds from a fresh process to the first token, by phase. `--short` is
+the tiny sorter with one request on vLLM, and the start-up of the local engine.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ DEADLINE_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is sampled from, and how much."""
+    """Model to sample from, and the length of its samples."""
 
     name: str
     path: str
@@ -64,7 +64,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is measured."""
+    """Size of the measurements."""
 
     threads: tuple[int, ...] = (1, 2)
     requests: tuple[int, ...] = (1, 8, 32, 64)
@@ -83,16 +83,16 @@ SCALES: Mapping[Size, Scale] = {
 
 
 class BenchWorker(RolloutWorker):
-    """A replica with ways to measure beside it."""
+    """Replica with extra methods to measure its engine."""
 
     async def bare(self, size: int, seed: int, num_tokens: int, prompt: str) -> tuple[int, float]:
-        """Tokens and seconds of vLLM alone: the same requests, its own loop, whole answers only."""
+        """Return tokens and seconds of vLLM alone: the same requests, a plain loop, whole answers only."""
         generator = self.generator
         codec, engine = generator._speech.codec, cast("VllmEngine", generator._engine)
         return await asyncio.to_thread(_step_through, engine._llm, codec.encode(prompt), size, seed, num_tokens)
 
     async def change(self, model_path: str, dtype: str, repeats: int) -> dict[str, list[float]]:
-        """Seconds of staging, of being paused, and of a copy of the same bytes; requests are in flight throughout."""
+        """Measure seconds of staging, of the pause, and of a copy of the same bytes; requests stay in flight."""
         import torch
         from safetensors.torch import load_file
 
@@ -118,7 +118,7 @@ class BenchWorker(RolloutWorker):
             target.copy_(source)
             marks.append(time.perf_counter())
             await engine.resume()
-            if version > 1:  # the first one builds what later ones reuse
+            if version > 1:  # the first one builds objects that later ones reuse
                 for name, i in (("stage", 1), ("paused", 3), ("memcpy", 5)):
                     seconds[name].append(marks[i] - marks[i - 1])
         assert not any(task.done() for task in running), "requests ended before the last change"
@@ -145,7 +145,7 @@ def _step_through(llm: Any, ids: tuple[int, ...], size: int, seed: int, num_toke
 
 
 def main() -> None:
-    """Measure everything and print the closing line."""
+    """Measure everything and print the result line."""
     parser = parser_of(__doc__, quick="one thread, fewer tokens and repeats; about 5 minutes")
     parser.add_argument("--start", nargs=3, metavar=("ENGINE", "MODEL", "DTYPE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -178,7 +178,7 @@ def main() -> None:
 
 
 def prepared(size: Size) -> list[Model]:
-    """The models, with tokenizers that name no token that ends a text."""
+    """Prepare the models, with tokenizers without an end token."""
     tokens = 64 if size == "full" else 32
     tiny = Model("tiny", _endless("tiny", sorter(size) / "model"), "float32", "493817>", tokens)
     if size == "short":
@@ -197,7 +197,7 @@ def _endless(name: str, model: Path) -> str:
 
 
 def pool_of(model: Model, engine: EngineName, threads: int) -> RolloutPool:
-    """One replica, as a run would start it."""
+    """Build a pool of one replica, as in a run."""
     engine_spec = EngineSpec(
         engine=engine, model_path=str(Path(model.path).resolve()), dtype=model.dtype, slots=64, max_context=512,
         kv_cache="keep", tensor_parallel=1, step_s=120.0, load_s=120.0,
@@ -221,7 +221,7 @@ def _worker(pool: RolloutPool) -> Remote[BenchWorker]:
 async def speed(
     model: Model, engine: EngineName, threads: int, scale: Scale
 ) -> tuple[dict[str, dict[str, float]], dict[int, float]]:
-    """Tokens per second by number of requests, through the actor and (vLLM) bare; and what the actor costs of it."""
+    """Measure tokens per second by number of requests, through the actor and (vLLM) bare, and the actor's share."""
     pool = pool_of(model, engine, threads)
     await pool.ready()
     rates: dict[str, dict[str, float]] = {"actor": {}, "bare": {}}
@@ -250,7 +250,7 @@ def _num_tokens(done: RolledOut) -> int:
 
 
 async def weight_change(model: Model, repeats: int) -> dict[str, object]:
-    """Medians over changes of vLLM's weights, and the pause over one copy of as many bytes."""
+    """Measure medians over changes of vLLM's weights, and the pause over one copy of as many bytes."""
     pool = pool_of(model, "vllm", 1)
     await pool.ready()
     seconds = await _worker(pool).call(BenchWorker.change, model.path, model.dtype, repeats)
@@ -261,14 +261,14 @@ async def weight_change(model: Model, repeats: int) -> dict[str, object]:
 
 
 def start_up(model: Model, engine: str, repeats: int) -> Mapping[str, float]:
-    """Seconds by phase of fresh processes, medians."""
+    """Measure the median seconds of each phase in fresh processes."""
     command = [sys.executable, "-m", "benchmarks.engines", "--start", engine, model.path, model.dtype]
     runs = [answer_of(command) for _ in range(repeats)]
     return {phase: round(median(run[phase] for run in runs), 2) for phase in runs[0]}
 
 
 async def _started(engine: EngineName, path: str, dtype: Literal["float32", "bfloat16"]) -> dict[str, float]:
-    """Seconds of importing (from the start of this fresh process), building, and the first token."""
+    """Measure the seconds of importing (from the start of this fresh process), building, and the first token."""
     import psutil
     import torch
 

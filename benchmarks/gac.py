@@ -1,15 +1,15 @@
-"""What gradient alignment control costs: its share of a training step, and its memory.
+"""Cost of gradient alignment control: its share of a training step, and its memory.
 
     python -m benchmarks.gac [--quick | --short]
 
-In one process, steps of the same back-end on the same batch take turns without a stabilizer, with one that observes
-(the default of every run), with one that projects every gradient, and with one that projects every update. For the tiny
-sorter at the batch of `examples/sort`, and for a random Llama of the shape of SmolLM2-135M at a small batch, 1,280
-positions: what the stabilizer costs depends on the parameters alone, so that its share falls with the tokens of a step.
+In one process, steps of the same back-end on the same batch alternate between no stabilizer, one that observes (the
+default of every run), one that projects every gradient, and one that projects every update. The models are the tiny
+sorter at the batch of `examples/sort`, and a random Llama of the shape of SmolLM2-135M at a small batch of 1,280
+positions. The cost of the stabilizer depends only on the parameters, so its share falls with the tokens of a step.
 
-`gac_ms` is the CPU time inside the stabilizer in a step, `share` all of it over that of all steps: every tenth step
-measures the update's cosine as well, so that steps are counted in tens. `over_none` compares the medians of whole steps
-instead: it has everything in it, noise too. `--quick` leaves the Llama out, which takes ten minutes.
+`gac_ms` is the CPU time inside the stabilizer in a step, `share` all of it over that of all steps. Every tenth step
+measures the update's cosine as well, so steps are counted in tens. `over_none` compares the medians of whole steps
+instead, noise included. `--quick` leaves the Llama out, which takes ten minutes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ STABILIZERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model, and the batch of a step."""
+    """Model, and the batch of a step."""
 
     name: str
     path: Path
@@ -62,11 +62,11 @@ class Case:
     num_prompt: int
     num_output: int
     num_steps: int
-    """Measured steps of each kind."""
+    """Number of measured steps of each kind."""
 
 
 class Timed:
-    """A stabilizer that counts the CPU seconds spent in it."""
+    """Stabilizer that counts the CPU seconds spent in it."""
 
     def __init__(self, stabilizer: Stabilizer) -> None:
         self._stabilizer, self.cpu_s = stabilizer, 0.0
@@ -98,14 +98,14 @@ class Timed:
 
 
 def main() -> None:
-    """Measure both models and print the closing line."""
+    """Measure both models and print the result line."""
     size = parser_of(__doc__, quick="the tiny model alone").parse_args().size
     torch.set_num_threads(1)
     print_result({case.name: measured(case) for case in cases(size)})
 
 
 def cases(size: Size) -> list[Case]:
-    """What is measured; models are made where they are missing."""
+    """Return the cases; models are made where they are missing."""
     tiny = Case(
         name="sorter, 0.44 M", path=sorter(size) / "model", num_vocab=90,
         groups=32, group_size=8, num_prompt=7, num_output=7, num_steps=1 if size == "short" else 30,
@@ -120,7 +120,7 @@ def cases(size: Size) -> list[Case]:
 
 
 def random_llama(folder: Path) -> Path:
-    """A model of the shape of SmolLM2-135M, without what it knows."""
+    """Write a model of the shape of SmolLM2-135M with random weights."""
     if not (folder / "model.safetensors").exists():
         config = LlamaConfig(
             vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
@@ -132,7 +132,7 @@ def random_llama(folder: Path) -> Path:
 
 
 def measured(case: Case) -> dict[str, object]:
-    """The figures of one model."""
+    """Measure the figures of one model."""
     backend = FsdpBackend(str(case.path), OptimizerSettings(lr=1e-6, total_steps=10**6), RankGroup())
     algorithm = GRPO(group_size=case.group_size)
     plan, data = batch(case, algorithm)
@@ -145,7 +145,7 @@ def measured(case: Case) -> dict[str, object]:
             stabilizer = timed.get(name)
             began_gac, began = stabilizer.cpu_s if stabilizer else 0.0, time.process_time()
             backend.train_step(plan.of_rank(0), data, algorithm, temperature=1.0, stabilizer=stabilizer)
-            if round_:  # the first one takes memory that later ones reuse
+            if round_:  # the first one allocates memory that later ones reuse
                 step_s[name].append(time.process_time() - began)
                 if stabilizer:
                     gac_s[name].append(stabilizer.cpu_s - began_gac)
@@ -164,12 +164,12 @@ def measured(case: Case) -> dict[str, object]:
 
 
 def tokens_of(case: Case) -> int:
-    """Positions the model computes in a step."""
+    """Return the number of positions the model computes in a step."""
     return case.groups * (case.num_prompt + case.group_size * case.num_output)
 
 
 def batch(case: Case, algorithm: GRPO) -> tuple[BatchPlan, StepData]:
-    """Random prompts, completions and rewards."""
+    """Build a batch of random prompts, completions and rewards."""
     chance = random.Random(0)
     payloads: list[tuple[Episode, ...]] = []
     for _ in range(case.groups):

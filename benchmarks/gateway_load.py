@@ -1,7 +1,7 @@
-"""Clients of the gateway in a process of their own, for `benchmarks.agents`.
+"""Clients of the gateway in a separate process, for `benchmarks.agents`.
 
-Each client has a session, and asks for turn after turn of one conversation, then of the next. A turn takes 50 to 150
-ms, and its text says how long it took, so that what a reply took besides is known for every single one.
+Each client has a session, and requests turn after turn of one conversation, then of the next. A turn takes 50 to 150
+ms, and its text contains its duration, so that the extra time of every reply is known.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from rlsys.types import Message, Task, Turn, VersionSpan
 NUM_TURNS = 8
 SHORTEST_S, LONGEST_S = 0.05, 0.15
 Ask: TypeAlias = Callable[[Sequence[Message]], Awaitable[str]]
-"""From a conversation to the reply."""
+"""Function from a conversation to the reply."""
 
 
 @dataclass
 class SlowPolicy(ScriptedPolicy):
-    """Takes its time, and says how much."""
+    """Policy that sleeps and replies with its duration."""
 
     chance: random.Random = field(default_factory=lambda: random.Random(0))
 
@@ -44,7 +44,7 @@ class SlowPolicy(ScriptedPolicy):
 
 
 def overhead_of_gateway(client: Literal["raw", "openai"], num_clients: int, num_conversations: int) -> dict[str, float]:
-    """Milliseconds a reply takes through the gateway beyond what it takes in the session itself."""
+    """Measure the extra milliseconds of a reply through the gateway over one inside the session."""
     return asyncio.run(_overhead(client, num_clients, num_conversations))
 
 
@@ -80,8 +80,8 @@ async def _in_session(session: Session, num_conversations: int) -> list[float]:
 
 
 async def converse(ask: Ask, num_conversations: int) -> list[float]:
-    """Milliseconds of every turn besides those of the policy; the first conversation, in which connections are made,
-    is not counted."""
+    """Measure the milliseconds of every turn without those of the policy; the first conversation, which connects, does
+    not count."""
     all_ms = []
     for number in range(num_conversations):
         said: list[Message] = []
@@ -94,11 +94,11 @@ async def converse(ask: Ask, num_conversations: int) -> list[float]:
     return all_ms[NUM_TURNS:]
 
 
-# ---------------------------------------------------------------------------------------------- in a process of its own
+# ---------------------------------------------------------------------------------------------- in a separate process
 
 
 async def raw(num_conversations: int, base_url: str, api_key: str) -> list[float]:
-    """HTTP by hand, one connection that is kept."""
+    """Send HTTP by hand over one persistent connection."""
     host, path = base_url.removeprefix("http://").split("/", 1)
     reader, writer = await asyncio.open_connection(*host.split(":"))
     head = f"POST /{path}/chat/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {api_key}\r\n"
@@ -118,7 +118,7 @@ async def raw(num_conversations: int, base_url: str, api_key: str) -> list[float
 
 
 async def openai(num_conversations: int, base_url: str, api_key: str) -> list[float]:
-    """The client that everybody uses."""
+    """Send requests by the `openai` client."""
     from openai import AsyncOpenAI
 
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:

@@ -1,16 +1,16 @@
-"""The way from rollouts to the learner: rlsys against `ray.util.queue` and TransferQueue, side by side.
+"""Transfer of groups from rollouts to the learner: rlsys against `ray.util.queue` and TransferQueue.
 
     python -m benchmarks.group_queue [--quick | --short]
 
-Two producer processes hand groups of 8 episodes to one consumer process, with 1 k and with 32 k tokens in a group: ids
-and logprobs in numpy arrays, the same for all three. Once as fast as they can, 64 groups in flight where the system
-bounds them, 8 to a take: groups per second. And once paced, 50 groups per second in all, one to a take: seconds from
-submit to take, median and 99th percentile. Rounds alternate between the three; figures are medians over rounds.
+Two producer processes send groups of 8 episodes to one consumer process, with 1 k and with 32 k tokens in a group: ids
+and logprobs in numpy arrays, the same for all three. The first stretch is at full speed, 64 groups in flight where the
+system bounds them, 8 to a take: groups per second. The second is paced, 50 groups per second in all, one to a take:
+median and 99th percentile of the seconds from submit to take. Rounds alternate; figures are medians over rounds.
 
 rlsys: producers answer as rollouts do, the driver's GroupQueue has metadata and references, the consumer fetches.
-ray.util.queue: payloads through its actor. TransferQueue: its SimpleStorage, two storage units, in an environment of
-its own, `.cache/queue/venv`, made on first use (some minutes, not measured); threads set to the machine's cores, as it
-asks for, and a consumer that polls, since the wait of its controller lasts five seconds.
+ray.util.queue: payloads through its actor. TransferQueue: its SimpleStorage, two storage units, in a separate
+environment, `.cache/queue/venv`, made on first use (some minutes, not measured). Its threads are set to the machine's
+cores, as it requires. Its consumer polls, since the wait of its controller lasts five seconds.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from benchmarks.measure import answer_of, own_python, parser_of, print_result, p
 REQUIREMENTS = ("torch==2.13.0+cpu", "TransferQueue==0.1.11", "ray==2.60.0", "tensordict==0.15.3")
 TOKENS = {"1k": 1024, "32k": 32768}
 PACED_S = 0.04
-"""Between two groups of one of the two producers."""
+"""Seconds between two groups of one of the two producers."""
 WARM_UP = Load(1024, 64, 0.0)
 
 
 def main() -> None:
-    """Compare and print the closing line."""
+    """Compare and print the result line."""
     size = parser_of(__doc__, quick="fewer groups and rounds; about a minute once set up").parse_args().size
     num_rounds, *num_groups = {"full": (5, 1600, 500), "quick": (2, 400, 200), "short": (1, 16, 4)}[size]
     peer_python = own_python(Path(".cache/queue/venv"), REQUIREMENTS, size)
@@ -51,19 +51,19 @@ def main() -> None:
 
 
 def loads(num_fast: int, num_paced: int) -> list[Load]:
-    """The stretches of one round: for each size, as fast as they can and then paced."""
+    """Return the stretches of one round: for each size, at full speed and then paced."""
     return [load for n in TOKENS.values() for load in (Load(n, num_fast, 0.0), Load(n, num_paced, PACED_S))]
 
 
 def run(command: list[str], stretches: list[Load]) -> list[Taken]:
-    """One system, all stretches, in processes of its own; those that warm it up are not counted."""
+    """Run all stretches of one system in fresh processes; the warm-up does not count."""
     threads = str(os.cpu_count() or 1)
     asked = json.dumps([asdict(load) for load in (WARM_UP, *stretches)])
     return [Taken(**row) for row in answer_of([*command, asked], TQ_NUM_THREADS=threads)][1:]
 
 
 def figures(rounds: dict[str, list[list[Taken]]], place: int) -> dict[str, object]:
-    """What one size came to, by system, and how far rlsys is ahead of the better of the others."""
+    """Summarise one size, by system, with the lead of rlsys over the better of the others."""
     told = {
         name: {
             "groups_per_s": spread([taken[2 * place].groups_per_s for taken in each]),

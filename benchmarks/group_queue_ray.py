@@ -12,7 +12,7 @@ from benchmarks import group_queue_work as work
 
 
 class Producer(work.Producer):
-    """Puts groups."""
+    """Producer that puts groups."""
 
     def __init__(self, queue: Queue, place: int) -> None:
         super().__init__(place)
@@ -23,13 +23,13 @@ class Producer(work.Producer):
 
 
 class Consumer(work.Consumer):
-    """Gets groups."""
+    """Consumer that gets groups."""
 
     def __init__(self, queue: Queue) -> None:
         self._queue = queue
 
     def take(self, name: str, at_once: int) -> list:
-        """A batch if it is there, else the next one: the fewest calls."""
+        """Take a batch if available, else the next group: the fewest calls."""
         if at_once > 1:
             try:
                 return self._queue.get_nowait_batch(at_once)

@@ -1,7 +1,7 @@
 """The job of `benchmarks.group_queue` on rlsys: queue in the driver, streams to producers, parcels to the consumer.
 
-`python -m benchmarks.group_queue_rlsys LOADS`. Producers answer as rollouts do, and their payloads stay where they are;
-the driver has metadata and references; the consumer fetches payloads as a rank of the actor does.
+`python -m benchmarks.group_queue_rlsys LOADS`. Producers answer as rollouts do, and keep their payloads. The driver has
+metadata and references; the consumer fetches payloads as a rank of the actor does.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DEADLINE_S = 600.0
 
 
 class Producer:
-    """Rolls out groups."""
+    """Producer that rolls out groups."""
 
     def __init__(self, place: int) -> None:
         self._place = place
@@ -64,7 +64,7 @@ class Producer:
 
 
 class Consumer:
-    """Reads groups."""
+    """Consumer that reads groups."""
 
     def read(self, parcel: Parcel) -> list[float]:
         times_s = []
@@ -75,7 +75,7 @@ class Consumer:
 
 
 class Pipeline:
-    """The driver's side of one load."""
+    """Driver of one load."""
 
     def __init__(self, load: Load, streams: list[CallStream], consumer: Remote[Consumer]) -> None:
         self._load, self._streams, self._consumer = load, streams, consumer

@@ -1,7 +1,7 @@
-"""The job of `benchmarks.group_queue` on TransferQueue, in the environment made for it: no rlsys here.
+"""The job of `benchmarks.group_queue` on TransferQueue, in a separate environment without rlsys.
 
-`python -m benchmarks.group_queue_transferqueue LOADS`. Its low-level client, as its tutorials use it: put, get_meta,
-get_data, clear_samples. Its controller polls: where it may block, it sleeps five seconds whenever a batch is not
+`python -m benchmarks.group_queue_transferqueue LOADS`. It uses the low-level client of the tutorials: put, get_meta,
+get_data, clear_samples. The controller polls: where it may block, it sleeps five seconds whenever a batch is not
 complete.
 """
 
@@ -22,12 +22,12 @@ from benchmarks import group_queue_work as work
 from benchmarks.group_queue_work import EPISODES
 
 POLL_S = 0.0005
-"""Between two questions of the consumer, if there was nothing for it."""
+"""Seconds between two polls of the consumer when no group was ready."""
 FIELDS = ["ids", "logprobs", "submitted_s"]
 
 
 class Producer(work.Producer):
-    """Puts groups."""
+    """Producer that puts groups."""
 
     def __init__(self, place: int) -> None:
         super().__init__(place)
@@ -41,7 +41,7 @@ class Producer(work.Producer):
 
 
 class Consumer(work.Consumer):
-    """Gets groups."""
+    """Consumer that gets groups."""
 
     def __init__(self) -> None:
         tq.init()

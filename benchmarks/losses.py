@@ -1,5 +1,5 @@
-"""What our loss and advantage code costs, beside what one would write first: padded (B, T) matrices with a mask, and a
-Python loop over tokens for GAE.
+"""Cost of our loss and advantage code against naive code: padded (B, T) matrices with a mask, and a Python loop over
+tokens for GAE.
 
 For 32 k and 256 k trained tokens: the loss with its metrics, averaged, and its backward to the logprobs, M2PO's and
 KTO's `step_statistics` included; the critic's loss with its backward to the values; advantages of groups; rewards to go
@@ -42,20 +42,20 @@ from workers.train.rank_group import RankGroup
 from workers.train.step_data import Part, whiten
 
 SIZES = {"32k": (64, 512), "256k": (256, 1024)}
-"""Samples, and mean trained tokens of each."""
+"""Number of samples, and mean trained tokens of each."""
 SMALL = {"1k": (32, 32)}
 KL_COEF = 0.1
 MEAN_BOUND = 1.005
-"""Of geometric means: some samples are beyond it."""
+"""Bound of geometric means: some samples are beyond it."""
 M2_BOUND = 0.005
-"""Of M2PO's second moment: some tokens are masked."""
+"""Bound of M2PO's second moment: some tokens are masked."""
 SAME = 1e-4
-"""Largest difference of two that compute the same, over the largest result: float32 in another order."""
+"""Largest allowed difference, over the largest result: float32 sums in another order."""
 
 
 @dataclass(frozen=True)
 class Both:
-    """The same tokens in both layouts. Ours is flat; `mask_BT` says which entries of a padded matrix count."""
+    """The same tokens in both layouts. Ours is flat; `mask_BT` marks the trained entries of a padded matrix."""
 
     batch: LossInputs
     logprobs_N: Tensor
@@ -68,7 +68,7 @@ class Both:
 
 
 def tokens(num_samples: int, mean_length: int) -> Both:
-    """Tokens of slightly drifted policies, always the same."""
+    """Build tokens of slightly drifted policies, always the same."""
     rng = torch.Generator().manual_seed(0)
     lengths_S = torch.linspace(1, 2 * mean_length - 1, num_samples).round().long()
     lengths_S = lengths_S[torch.randperm(num_samples, generator=rng)]
@@ -102,7 +102,7 @@ def tokens(num_samples: int, mean_length: int) -> Both:
 
 
 def gradient(loss: Callable[[Tensor], Tensor], by: Tensor) -> Callable[[], Tensor]:
-    """One call: the gradient of a loss by these numbers."""
+    """Return a function that computes the gradient of a loss by these numbers."""
 
     def run() -> Tensor:
         numbers = by.clone().requires_grad_()
@@ -114,7 +114,7 @@ def gradient(loss: Callable[[Tensor], Tensor], by: Tensor) -> Callable[[], Tenso
 
 
 def ours(algorithm: Algorithm, both: Both) -> Callable[[], Tensor]:
-    """One call: the gradient by the logprobs, of the loss averaged over tokens or sequences."""
+    """Return a function that computes the gradient, by the logprobs, of the loss averaged over tokens or sequences."""
     lengths_S = both.batch.lengths_S
     if algorithm.aggregation.over == "sequences":
         weights_N = (1 / (len(lengths_S) * lengths_S)).repeat_interleave(lengths_S)
@@ -131,25 +131,25 @@ def ours(algorithm: Algorithm, both: Both) -> Callable[[], Tensor]:
 
 
 def value_loss(both: Both) -> Callable[[], Tensor]:
-    """One call: the gradient by the values, of the critic's loss averaged over tokens."""
+    """Return a function that computes the gradient, by the values, of the critic's loss averaged over tokens."""
     weights_N = torch.full_like(both.logprobs_N, 1 / len(both.logprobs_N))
     return gradient(lambda values_N: with_metrics(PPO().value_loss(values_N, both.batch), weights_N), both.logprobs_N)
 
 
 def with_metrics(output: LossOutput, weights_N: Tensor) -> Tensor:
-    """The weighted sum of a loss, once its metrics are averaged."""
+    """Sum a loss with weights, after averaging its metrics."""
     for value_N in output.metrics_N.values():
         value_N.mean()
     return (output.loss_N * weights_N).sum()
 
 
 def advantages(groups: Sequence[Group]) -> Tensor:
-    """GRPO's, of all members of all groups."""
+    """Compute GRPO's advantages of all members of all groups."""
     return torch.tensor([a.advantage for assigned in GRPO().finalize_advantages(groups, {}).groups for a in assigned])
 
 
 def whitened(batch: LossInputs, values_N: Tensor) -> Tensor:
-    """The trainer's own, for one micro-batch of one rank."""
+    """Whiten as the trainer does, for one micro-batch of one rank."""
     part = Part(cast("MicroBatch", None), 1.0, replace(batch, advantages_N=values_N), is_scored=True)
     whiten([part], RankGroup())
     return part.inputs.advantages_N
@@ -159,20 +159,20 @@ def whitened(batch: LossInputs, values_N: Tensor) -> Tensor:
 
 
 def masked_mean(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Over the entries that count."""
+    """Average over the unmasked entries."""
     return (values_BT * mask_BT).sum() / mask_BT.sum()
 
 
 def clipped_reference(
     logprobs_BT: Tensor, old_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, low: float, high: float
 ) -> Tensor:
-    """PPO's surrogate and its clip fractions."""
+    """PPO's surrogate, and its clip fractions."""
     ratio_BT = (logprobs_BT - old_BT).clamp(-20, 20).exp()
     return surrogate_reference(ratio_BT, advantages_BT, mask_BT, low, high)
 
 
 def surrogate_reference(ratio_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, low: float, high: float) -> Tensor:
-    """The worse of both products, and the clip fractions."""
+    """Larger loss of the plain and the clipped product, and the clip fractions."""
     first_BT, second_BT = -advantages_BT * ratio_BT, -advantages_BT * ratio_BT.clamp(1 - low, 1 + high)
     masked_mean(ratio_BT.detach(), mask_BT)
     masked_mean((second_BT > first_BT).float() * (advantages_BT > 0), mask_BT)
@@ -182,7 +182,7 @@ def surrogate_reference(ratio_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor
 
 @dataclass(frozen=True)
 class Padded:
-    """The inputs of the references."""
+    """Inputs of the references."""
 
     logprobs: Tensor
     behavior: Tensor
@@ -208,7 +208,7 @@ class Padded:
 
 
 def grpo_reference(logprobs_BT: Tensor, x: Padded, low: float, high: float) -> Tensor:
-    """Clipped against the sampler, mean over tokens."""
+    """GRPO: clipped against the sampler, mean over tokens."""
     return masked_mean(clipped_reference(logprobs_BT, x.behavior, x.advantages, x.mask, low, high), x.mask)
 
 
@@ -232,7 +232,7 @@ def grpo_kl_reference(logprobs_BT: Tensor, x: Padded, low: float, high: float, k
 
 
 def masked_grpo_reference(logprobs_BT: Tensor, x: Padded, low: float, high: float, bound: float) -> Tensor:
-    """GRPO's without samples whose geometric mean of importance weights is out of bounds."""
+    """GRPO without samples whose geometric mean of importance weights is out of bounds."""
     loss_BT = clipped_reference(logprobs_BT, x.proximal, x.advantages, x.mask, low, high)
     log_rho_BT = (x.proximal - x.behavior).clamp(-20, 20)
     mean_B1 = ((log_rho_BT * x.mask).sum(-1, keepdim=True) / x.mask.sum(-1, keepdim=True)).exp()
@@ -253,7 +253,7 @@ def value_loss_reference(values_BT: Tensor, x: Padded, clip: float) -> Tensor:
 
 
 def rewards_to_go_reference(x: Padded, kl_coef: float) -> Tensor:
-    """The reward at the last token less the KL of each, summed from the right."""
+    """Reward at the last token minus the KL of each, summed from the right."""
     rewards_BT = -kl_coef * (x.behavior - x.columns[Signal.REFERENCE_LOGPROBS]) * x.mask
     rows_B, last_B = torch.arange(len(x.mask)), x.mask.sum(-1) - 1
     rewards_BT[rows_B, last_B] += x.advantages[rows_B, last_B]
@@ -280,7 +280,7 @@ def cispo_reference(logprobs_BT: Tensor, x: Padded, low: float, high: float) -> 
 
 
 def m2po_reference(logprobs_BT: Tensor, x: Padded, tau: float) -> Tensor:
-    """The largest drifts masked among tokens that have moved as their advantage says, mean over tokens."""
+    """M2PO: the largest drifts masked among tokens that moved with their advantage, mean over tokens."""
     log_rho_BT = x.proximal - x.behavior
     risen_BT, fallen_BT = (x.advantages > 0) & (log_rho_BT > 0), (x.advantages < 0) & (log_rho_BT < 0)
     rows_K, columns_K = ((risen_BT | fallen_BT) & x.mask).nonzero(as_tuple=True)
@@ -298,7 +298,7 @@ def m2po_reference(logprobs_BT: Tensor, x: Padded, tau: float) -> Tensor:
 
 
 def kto_reference(logprobs_BT: Tensor, x: Padded, beta: float, full_length: int | None, clip: float | None) -> Tensor:
-    """Sums of log-ratios by row, mean over sequences."""
+    """KTO: sums of log-ratios by row, mean over sequences."""
     lengths_B = x.mask.sum(-1)
     scale_B = (full_length / lengths_B).clamp(max=1) if full_length else torch.ones(len(lengths_B))
 
@@ -319,7 +319,7 @@ def kto_reference(logprobs_BT: Tensor, x: Padded, beta: float, full_length: int 
 
 
 def gae_reference(rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float) -> Tensor:
-    """A loop over tokens, in the form common trainers have it."""
+    """GAE by a loop over tokens, as in common trainers."""
     next_value_B, last_B, reversed_advantages = torch.zeros(len(mask_BT)), torch.zeros(len(mask_BT)), []
     for t in reversed(range(mask_BT.shape[1])):
         is_on_B = mask_BT[:, t].float()
@@ -332,7 +332,7 @@ def gae_reference(rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, gamma:
 
 
 def advantages_reference(rewards: Sequence[float], group_ids: Sequence[int]) -> Tensor:
-    """By a dictionary of the rewards of each group, and small tensors."""
+    """Advantages by a dictionary of the rewards of each group, and small tensors."""
     by_group: dict[int, list[float]] = defaultdict(list)
     for group_id, reward in zip(group_ids, rewards, strict=True):
         by_group[group_id].append(reward)
@@ -342,14 +342,14 @@ def advantages_reference(rewards: Sequence[float], group_ids: Sequence[int]) -> 
 
 
 def whitening_reference(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Mean 0 and standard deviation 1 over the entries that count."""
+    """Whiten to mean 0 and standard deviation 1 over the unmasked entries."""
     mean = masked_mean(values_BT, mask_BT)
     variance = masked_mean((values_BT - mean).square(), mask_BT)
     return (values_BT - mean) / (variance.sqrt() + 1e-8) * mask_BT
 
 
 def reference(loss: Callable[..., Tensor], both: Both, *bounds: float | None) -> Callable[[], Tensor]:
-    """One call: the gradient by the logprobs, padded."""
+    """Return a function that computes the gradient by the padded logprobs."""
     x = Padded.of(both)
     return gradient(lambda logprobs_BT: loss(logprobs_BT, x, *bounds), x.logprobs)
 
@@ -360,7 +360,7 @@ def reference(loss: Callable[..., Tensor], both: Both, *bounds: float | None) ->
 def compared(
     run_ours: Callable[[], Tensor], run_reference: Callable[[], Tensor], mask_BT: Tensor, repeats: int
 ) -> dict[str, object]:
-    """Times in milliseconds; one warm-up each, then in turn. Raises `ValueError` if they do not compute the same."""
+    """Measure times in milliseconds; one warm-up each, then in turn. Raises `ValueError` if the results differ."""
     own_N, other_N = run_ours(), run_reference()
     if other_N.shape == mask_BT.shape:
         other_N = other_N[mask_BT]
@@ -381,7 +381,7 @@ def compared(
 
 
 def cases(both: Both) -> dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]]:
-    """What is compared: ours, and the reference."""
+    """Build the pairs to compare: ours, and the reference."""
     x, batch = Padded.of(both), both.batch
     values_N, values_BT = batch.columns_N[Signal.VALUES], x.columns[Signal.VALUES]
     rewards_N, rewards_BT = batch.advantages_N, x.advantages

@@ -1,4 +1,4 @@
-"""What benchmarks share: arguments, runs of the tiny job, CPU time of process trees, medians, the closing line.
+"""Common parts of benchmarks: arguments, runs of the tiny job, CPU time of process trees, medians, the result line.
 
 Every benchmark shows its progress on stderr, and prints one JSON object as the last line of stdout.
 """
@@ -25,14 +25,13 @@ if TYPE_CHECKING:
     from rlsys.types import Episode, Group
 
 Size: TypeAlias = Literal["full", "quick", "short"]
-"""How long a benchmark takes. The figures of a short one mean nothing: it shows in seconds that the benchmark works."""
+"""Duration of a benchmark. A short one only shows that the benchmark works; its figures mean nothing."""
 ENV = os.environ | {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""Environment of the processes that are measured: offline, one thread each."""
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 POLL_S = 0.01
 _PR_SET_CHILD_SUBREAPER = 36
@@ -40,19 +39,19 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A moment of a run: its step had just ended."""
+    """Measurement at the end of a step."""
 
     step: int
     cpu_s: float
-    """CPU time so far of the process, all its descendants, and those of them that have ended."""
+    """CPU time so far of the process and all its descendants, ended ones included."""
     wall_s: float
 
 
 def marks_of(command: Sequence[str], env: Mapping[str, str], metrics: Path, steps: Sequence[int]) -> list[Mark]:
-    """Run a command that writes one row to the file `metrics` after each step; a mark at the end of each of `steps`.
+    """Run a command that appends a row to `metrics` after each step; return a mark at the end of each of `steps`.
 
-    Waits for rows of the file. It is polled, because neither peer can notify us; a poll misses a step's end by at most
-    `POLL_S`. Raises `RuntimeError` with the end of its output if the command fails.
+    Waits for rows by polling, because neither peer can notify us; a poll misses a step's end by at most `POLL_S`.
+    Raises `RuntimeError` with the end of its output if the command fails.
     """
     _adopt_orphans()
     metrics.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +73,7 @@ def marks_of(command: Sequence[str], env: Mapping[str, str], metrics: Path, step
 
 
 def parser_of(description: str | None, *, quick: str = "") -> argparse.ArgumentParser:
-    """Parser with `--short` and, where `quick` says what it leaves out, `--quick`; both set `size`, a `Size`."""
+    """Build a parser with `--short` and, given its help text `quick`, `--quick`; both set `size`, a `Size`."""
     output = "Progress goes to stderr, and one JSON object to the last line of stdout."
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, epilog=output, formatter_class=style)
@@ -88,7 +87,7 @@ def parser_of(description: str | None, *, quick: str = "") -> argparse.ArgumentP
 
 
 def sorter(size: Size, seed: int = 0) -> Path:
-    """Folder with the policy and the tasks of `examples.sort`; the policy of a short benchmark has learned nothing."""
+    """Return the folder of the policy and tasks of `examples.sort`, untrained in a short benchmark."""
     from examples.sort.prepare import Recipe, prepare
 
     is_short = size == "short"
@@ -98,7 +97,7 @@ def sorter(size: Size, seed: int = 0) -> Path:
 
 
 def train_command(prepared: Path, folder: Path, *overrides: str) -> list[str]:
-    """The command that trains the policy of `sorter` in `folder`/run, as `examples/sort/run.yaml` says otherwise."""
+    """Build the command that trains the policy of `sorter` in `folder`/run by `examples/sort/run.yaml`."""
     command = [sys.executable, "-m", "rlsys.cli", "train", "examples/sort/run.yaml", "--json"]
     command += [f"run.folder={folder}", "run.name=run", "checkpoint.every=0"]
     command += [f"model.path={prepared / 'model'}", f"data.path={prepared / 'train.jsonl'}"]
@@ -106,14 +105,14 @@ def train_command(prepared: Path, folder: Path, *overrides: str) -> list[str]:
 
 
 def train(prepared: Path, *overrides: str) -> tuple[list[dict[str, float]], Mapping[str, Any]]:
-    """Train that policy; answer its metrics, a row for each step, and what `--json` prints."""
+    """Train that policy; return its metrics by step, and the JSON that `--json` prints."""
     with tempfile.TemporaryDirectory(prefix="benchmark_") as folder:
         result = answer_of(train_command(prepared, Path(folder), "record.rollouts_every=0", *overrides))
         return rows_of(Path(folder) / "run" / "metrics.jsonl"), result
 
 
 def answer_of(command: Sequence[str], text: str | None = None, **env: str) -> Any:  # noqa: ANN401  (JSON)
-    """JSON of the last line of a command's output, given `text`. Raises `RuntimeError` with the end of its stderr."""
+    """Run a command; return the JSON of its last line. Raises `RuntimeError` with the end of its stderr."""
     done = subprocess.run(command, env=ENV | env, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr[-4000:]}")
@@ -121,14 +120,14 @@ def answer_of(command: Sequence[str], text: str | None = None, **env: str) -> An
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines."""
+    """Read the objects of a file of JSON lines."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def own_python(folder: Path, requirements: Sequence[str], size: Size) -> str:
-    """Python of an environment that has packages which rlsys' own lacks; unless it is short, makes it on first use.
+    """Return the Python of a separate environment, made on first use except in a short benchmark.
 
-    Exits with code 2 and the remedy where there is no such environment.
+    Exits with code 2 and the remedy if there is no such environment.
     """
     mark, wanted, python = folder / "installed.txt", "\n".join(requirements), folder / "bin" / "python"
     if mark.exists() and mark.read_text() == wanted:
@@ -150,7 +149,7 @@ def _end(message: str) -> NoReturn:
 
 
 def group_of(group_id: int, episodes: tuple[Episode, ...]) -> Group:
-    """A group that was sampled at version 0, its payload in it."""
+    """Build a group sampled at version 0, with its payload."""
     from rlsys.batch.samples import meta_of, versions_of
     from rlsys.types import Group
 
@@ -161,22 +160,22 @@ def group_of(group_id: int, episodes: tuple[Episode, ...]) -> Group:
 
 
 def spread(values: Sequence[float]) -> dict[str, float | int]:
-    """Median, least and greatest of repeated measurements."""
+    """Summarise repeated measurements."""
     return {"median": median(values), "min": min(values), "max": max(values), "repeats": len(values)}
 
 
 def spreads(runs: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float | int]]:
-    """The spread of every figure over all repeats."""
+    """Summarise every figure over all repeats."""
     return {name: spread([run[name] for run in runs]) for name in runs[0]}
 
 
 def progress(*what: object) -> None:
-    """Show on stderr how far a benchmark is."""
+    """Report progress on stderr."""
     print(*what, file=sys.stderr, flush=True)
 
 
 def print_result(figures: Mapping[str, object]) -> None:
-    """The closing line of every benchmark: one JSON object on stdout, with the command that made it."""
+    """Print the result line of every benchmark: one JSON object on stdout, with its command."""
     command = f"python -m {Path(sys.argv[0]).parent.name}.{Path(sys.argv[0]).stem} {' '.join(sys.argv[1:])}"
     print(json.dumps({**figures, "command": command.strip()}), flush=True)
 
@@ -186,12 +185,12 @@ def _num_rows(path: Path) -> int:
 
 
 def _adopt_orphans() -> None:
-    """Daemons whose parent ends become our children instead of init's, so that their CPU time is still found."""
+    """Adopt daemons whose parent ends, so that their CPU time is still counted."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _tree_cpu_s(root: int) -> float:
-    """CPU seconds of a process and its descendants, adopted ones and ended ones included; this process is left out."""
+    """Sum the CPU seconds of a process and its descendants, adopted and ended ones included, without this process."""
     table = _processes()
     pids = _below(os.getpid(), table)
     assert root in pids
@@ -199,7 +198,7 @@ def _tree_cpu_s(root: int) -> float:
 
 
 def _processes() -> dict[int, tuple[int, int]]:
-    """Of every process: its parent, and its CPU ticks with those of its children that ended and were waited for."""
+    """Return the parent of every process, and its CPU ticks with those of its ended and awaited children."""
     table = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -1,14 +1,14 @@
-"""What the orchestration itself costs: a step's wall time without generating, scoring and training.
+"""Cost of the orchestration: a step's wall time without generating, scoring and training.
 
     python -m benchmarks.overhead [--quick | --short]
 
-The tiny sorter at `max_staleness: 0`, where nothing overlaps and so nothing hides, with one replica, 8 and 32 groups a
-step. The overhead of a step, `overhead_ms`, is its wall time minus the time in which the replica generated, the reward
-worker scored and the ranks computed, each by the worker's own clock. A line through the medians of both sizes gives
-`ms_per_step` (what a step costs whatever its size) and `ms_per_group` (what each group adds): it holds Ray's calls, the
-queue, planning, metrics, handing over 1.7 MB of weights, verifying them, and waking up. `driver_cpu_share` is the
-driver's CPU time over the wall time, at 32 groups. `start_up_s` is the time from the command to the end of the first
-step, `start_up_breakdown_s` the same by phase.
+The tiny sorter at `max_staleness: 0`, where nothing overlaps, with one replica, 8 and 32 groups a step. The overhead of
+a step, `overhead_ms`, is its wall time minus the time in which the replica generated, the reward worker scored and the
+ranks computed, each by the worker's clock. A line through the medians of both sizes gives `ms_per_step` (the fixed cost
+of a step) and `ms_per_group` (the cost of each group). They contain Ray's calls, the queue, planning, metrics,
+transferring 1.7 MB of weights, verifying them, and waking up. `driver_cpu_share` is the driver's CPU time over the wall
+time, at 32 groups. `start_up_s` is the time from the command to the end of the first step, `start_up_breakdown_s` the
+same by phase.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from benchmarks.measure import Size, parser_of, print_result, progress, sorter, 
 
 SIZES = (8, 32)
 SKIPPED_STEPS = 10
-"""Steps at the start that are not counted: first calls, first allocations."""
+"""Steps at the start that do not count: first calls, first allocations."""
 PHASES = ("load_data", "start_ray", "start_workers")
 
 
 def main() -> None:
-    """Measure both sizes in turn and print the closing line."""
+    """Measure both sizes in turn and print the result line."""
     size: Size = parser_of(__doc__, quick="fewer steps and repeats; under 5 minutes").parse_args().size
     repeats, steps = {"full": (5, 80), "quick": (2, 40), "short": (1, SKIPPED_STEPS + 1)}[size]
     runs: dict[int, list[Mapping[str, float]]] = {groups: [] for groups in SIZES}
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def run(size: Size, groups_per_step: int, steps: int) -> Mapping[str, float]:
-    """Train the tiny policy for `steps` steps; medians over its steps, and its start-up by phase."""
+    """Train the tiny policy for `steps` steps; return medians over its steps, and its start-up by phase."""
     rows, result = train(
         sorter(size), f"run.steps={steps}", f"train.groups_per_step={groups_per_step}", "rollout.replicas=1",
         "rollout.slots=256",
@@ -68,7 +68,7 @@ def run(size: Size, groups_per_step: int, steps: int) -> Mapping[str, float]:
 
 
 def overhead_s(row: Mapping[str, float]) -> float:
-    """A step's wall time that was neither generation, nor reward, nor training."""
+    """Return a step's wall time without generation, reward and training."""
     return row["time/step"] - row["time/rollout"] - row["time/reward"] - row["time/train"]
 
 

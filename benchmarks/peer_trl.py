@@ -1,4 +1,4 @@
-"""rlsys against TRL's GRPOTrainer, side by side: CPU-seconds per trained sample, samples per second.
+"""rlsys against TRL's GRPOTrainer: CPU-seconds per trained sample, samples per second.
 
     python -m benchmarks.peer_trl [--quick | --short]
 
@@ -8,10 +8,10 @@ sampling, clipping and learning rate, and one thread in each process. TRL is one
 driver, Ray's daemons, rollouts, rewards, relay, actor. CPU time is that of every process, between two step marks, so
 that start-up does not count. Repeats alternate between the two.
 
-TRL runs in an environment of its own, `.cache/peer_trl/venv`, made on first use (some minutes, not measured). It is
-tuned no further than this: no gradient checkpointing; for SmolLM2 bf16 weights, faster there than fp32 with autocast,
-and micro-batches of 8 samples, faster than all 64 at once. It has no vLLM. Long prompts with short answers favour
-rlsys: it runs a prompt once for its group and computes logits for completion tokens only.
+TRL runs in a separate environment, `.cache/peer_trl/venv`, made on first use (some minutes, not measured). Its tuning
+is limited to this: no gradient checkpointing; for SmolLM2 bf16 weights, faster there than fp32 with autocast, and
+micro-batches of 8 samples, faster than all 64 at once. It has no vLLM. Long prompts with short answers favour rlsys: it
+runs a prompt once for its group and computes logits for completion tokens only.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ TRL_REQUIREMENTS = ("torch==2.13.0+cpu", "trl==1.16.0", "transformers==5.19.0", 
 
 @dataclass(frozen=True)
 class Contest:
-    """One job for both systems, and how long each is watched."""
+    """One job for both systems, and the measured steps of each."""
 
     name: str
     file: Path
     repeats: int
     trl_micro_batch: int
-    """Samples TRL runs through the model together: all of a step, unless fewer are faster for it."""
+    """Samples of a micro-batch of TRL: all of a step, unless fewer are faster."""
     trl_steps: tuple[int, int]
-    """Steps at whose ends the clock starts and stops; a step of TRL on SmolLM2 is long."""
+    """Steps at whose ends the clock starts and stops; TRL's steps on SmolLM2 are long."""
     rlsys_steps: tuple[int, int]
 
 
@@ -83,7 +83,7 @@ CONTESTS: Mapping[Size, Sequence[Contest]] = {
 
 
 def main() -> None:
-    """Compare on both jobs and print the closing line."""
+    """Compare on both jobs and print the result line."""
     size = parser_of(__doc__, quick="fewer steps and repeats; under 5 minutes once set up").parse_args().size
     trl_python = own_python(Path(".cache/peer_trl/venv"), TRL_REQUIREMENTS, size)
     sorter("full")
@@ -111,7 +111,7 @@ def compare(contest: Contest, trl_python: str) -> dict[str, object]:
 
 
 def run_rlsys(contest: Contest, folder: Path) -> list[Mark]:
-    """The marks of one `rlsys train` of the contest's file."""
+    """Run `rlsys train` on the contest's file; return its marks."""
     command = [sys.executable, "-m", "rlsys.cli", "train", str(contest.file)]
     command += [f"run.folder={folder}", "run.name=rlsys", f"run.steps={contest.rlsys_steps[1]}", "data.shuffle=false"]
     command += ["train.warmup_steps=0", "train.final_lr_fraction=1", "checkpoint.every=0", "--json"]
@@ -119,7 +119,7 @@ def run_rlsys(contest: Contest, folder: Path) -> list[Mark]:
 
 
 def run_trl(python: str, contest: Contest, config: Config, folder: Path) -> list[Mark]:
-    """The marks of one GRPOTrainer run of the same job."""
+    """Run GRPOTrainer on the same job; return its marks."""
     metrics = folder / "trl" / "metrics.jsonl"
     job: Mapping[str, str | int | float] = {
         "model": config.model.path,
@@ -139,7 +139,7 @@ def run_trl(python: str, contest: Contest, config: Config, folder: Path) -> list
 
 
 def speed(marks: list[Mark], config: Config) -> dict[str, float]:
-    """What one run of one system cost, between the first and the last mark."""
+    """Return the cost of one run, between the first and the last mark."""
     first, last = marks
     samples = (last.step - first.step) * config.samples_per_step
     return {
@@ -149,7 +149,7 @@ def speed(marks: list[Mark], config: Config) -> dict[str, float]:
 
 
 def ratio(over: Sequence[Mapping[str, float]], under: Sequence[Mapping[str, float]], what: str) -> float:
-    """Ratio of the medians over repeats."""
+    """Divide the medians over repeats."""
     return median(run[what] for run in over) / median(run[what] for run in under)
 
 

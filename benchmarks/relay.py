@@ -1,22 +1,22 @@
-"""The relay tier: how long a publish stops the trainer, and how soon every node has the new weights.
+"""Relay tier: the trainer's stall for a publish, and the delay until every node has the new weights.
 
     python -m benchmarks.relay [--quick | --short] [--megabytes 270]
 
-A local cluster of raylets, one relay and one rollout reader on each, at 1, 2, 4 and 8 of them; a trainer's process on
+A local cluster of raylets, one relay and one rollout reader on each, at 1, 2, 4 and 8 of them. A trainer's process on
 the first, with float32 parameters of a transformer's shapes, publishes them as bfloat16 (10 MB, 270 MB, 1 GB) with the
 publisher of a run. Every figure is the median of repeats; every row follows one publish:
 
 `stall_ms`         the trainer waits: cast and copy into the host buffer. One copy of the published bytes, in the same
                    process right before, is `memcpy_ms`; `stall_over_memcpy` compares the two of each repeat.
 `all_relays_ms`    from the end of the publish until every relay holds the version.
-`all_readers_ms`   until a reader on every node, asking all the while, has the tensors.
-`changed`          share of the tensors that differ from the version before: all, or 1 %; `sent_share` is that of the
-                   bytes that travelled.
-`left_out`         rows for which this machine has no memory: a version and the one that comes, at every node.
+`all_readers_ms`   until a reader on every node, which pulls continuously, has the tensors.
+`changed`          share of the tensors that differ from the previous version: all, or 1 %; `sent_share` is that of the
+                   transferred bytes.
+`left_out`         rows for which this machine lacks memory: the current and the next version, at every node.
 
-`stall_over_memcpy` of the whole is the worst row at 270 MB and above; `flatness` is, for each size, the largest stall
-over the smallest, over the number of relays. All nodes are on this one machine: they share its cores and its memory's
-bandwidth, so the time until all relays hold a version grows with their number here as it does not between machines.
+`stall_over_memcpy` of the whole is the worst row at 270 MB and above. `flatness` is, for each size, the largest stall
+over the smallest, over the number of relays. All nodes are on this machine and share its cores and memory bandwidth. So
+the time until all relays hold a version grows with their number, unlike between machines.
 """
 
 from __future__ import annotations
@@ -54,24 +54,24 @@ TENSORS_PER_LAYER = 7
 NUM_LAYERS = 30
 DEADLINE_S = 300.0
 KEEP = 1
-"""Versions a relay keeps, so that 1 GB on 8 relays fits a machine of 24 GB."""
+"""Versions that a relay keeps, so that 1 GB on 8 relays fits a machine of 24 GB."""
 ROOM = 0.6
-"""Share of the machine's memory that versions at all nodes may take; the rest is for processes and the trainer."""
+"""Share of the machine's memory for versions at all nodes; the rest is for processes and the trainer."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Stalls:
-    """What one publish cost the trainer, and one copy of the same bytes beside it."""
+    """Cost of one publish to the trainer, and of one copy of the same bytes."""
 
     stall_s: float
     memcpy_s: float
     ended_s: float
-    """When it was over: the wall clock, which all processes of this machine share."""
+    """End of the publish by the wall clock, which all processes of this machine share."""
 
 
 class Trainer:
-    """The trainer's process: parameters, and the publisher of a run."""
+    """Trainer process: parameters, and the publisher of a run."""
 
     def __init__(self, num_bytes: int, relays: list[Remote[Relay]]) -> None:
         self._publisher = ObjectStorePublisher(relays, DEADLINE_S)
@@ -84,7 +84,7 @@ class Trainer:
         self._target = torch.ones_like(self._source)
 
     def warm(self) -> None:
-        """Write into the host buffer once: its memory is there before the first publish."""
+        """Write into the host buffer once, to allocate its memory before the first publish."""
         for name, tensor in self._publisher.begin(self._specs).items():
             tensor.copy_(self._parameters[name])
 
@@ -102,13 +102,13 @@ class Trainer:
 
 
 class Reader:
-    """A rollout's process, as far as it pulls."""
+    """Reader process, which pulls as a rollout does."""
 
     def __init__(self, relays: list[Remote[Relay]]) -> None:
         self._puller = ObjectStorePuller(relays, DEADLINE_S)
 
     async def pull(self, version: int) -> float:
-        """When all tensors of `version` were here, by the wall clock."""
+        """Pull `version`; return the wall-clock time at which all its tensors arrived."""
         await self._puller.pull(version)
         return time.time()
 
@@ -132,7 +132,7 @@ class Tier:
         return cls(relays, trainer, readers)
 
     async def published(self, version: int, changed: float) -> dict[str, float]:
-        """One row: seconds, and bytes that travelled as a share."""
+        """Publish once; return one row: seconds, and the share of the transferred bytes."""
         reads = [asyncio.ensure_future(r.call(Reader.pull, version)) for r in self.readers]
         holds = [asyncio.create_task(self._holds(member, version)) for member in self.relays.members]
         stalls = await self.trainer.call(Trainer.publish, version, changed)
@@ -158,7 +158,7 @@ class Tier:
 
 
 def main() -> None:
-    """Measure, and print."""
+    """Measure, and print the result line."""
     parser = parser_of(__doc__, quick="10 MB only")
     parser.add_argument("--megabytes", type=int, help="this size only")
     parser.add_argument("--relays", type=int, help="this number of relays only")
@@ -188,14 +188,14 @@ def main() -> None:
 
 
 def fits(num_bytes: int, num_relays: int) -> bool:
-    """Has this machine the memory for so many nodes?"""
+    """True if this machine has the memory for `num_relays` nodes."""
     return 2 * num_relays * num_bytes <= ROOM * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def measured(num_bytes: int, num_relays: int, repeats: int) -> list[dict]:
-    """Two rows: everything changed, and 1 %."""
+    """Measure two rows: everything changed, and 1 %."""
     schedule = [changed for changed in (1.0, 0.01) for _ in range(repeats)]
-    # The first one stores what the others replace.
+    # The first publish stores the data that later ones replace.
     _, *publishes = _on_cluster(num_bytes, num_relays, lambda tier: _publishes(tier, [1.0, *schedule]))
     return [
         _row(num_bytes, num_relays, changed, [p for c, p in zip(schedule, publishes, strict=True) if c == changed])
@@ -204,8 +204,8 @@ def measured(num_bytes: int, num_relays: int, repeats: int) -> list[dict]:
 
 
 def _on_cluster(num_bytes: int, num_relays: int, work: Callable[[Tier], Coroutine[None, None, T]]) -> T:
-    """Run `work` on a fresh cluster of so many nodes."""
-    memory = 2 * num_bytes + max(100 * MEGABYTE, num_bytes // 3)  # a version, the one that comes, buckets on their way
+    """Run `work` on a fresh cluster of `num_relays` nodes."""
+    memory = 2 * num_bytes + max(100 * MEGABYTE, num_bytes // 3)  # two versions, and buckets in transit
     cluster = Cluster(
         initialize_head=True,
         head_node_args={"num_cpus": 2, "object_store_memory": memory, "include_dashboard": False},
@@ -223,7 +223,6 @@ def _on_cluster(num_bytes: int, num_relays: int, work: Callable[[Tier], Coroutin
 
 
 async def _publishes(tier: Tier, schedule: Sequence[float]) -> list[dict[str, float]]:
-    """One publish after the other, each with the share that changed before it."""
     await tier.trainer.call(Trainer.warm)
     publishes = []
     for version, changed in enumerate(schedule):

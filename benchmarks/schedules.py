@@ -1,11 +1,11 @@
-"""Random schedules with faults on the virtual clock: does the staleness bound hold, and is every task trained
-once, is no healthy group issued again, and no permit lost or made up?
+"""Random schedules with faults on the virtual clock, checked for the staleness bound, one training per task, no reissue
+of healthy groups, and an exact number of permits.
 
     python -m benchmarks.schedules [--count 10000 | --short]
 
 Each schedule draws latencies with long tails, limits, ways of changing weights, interruptions, and faults of rollouts,
-reward workers, relays and payloads; see `tests/simulate/schedules.py`. Prints one JSON object; exits with 1 if any
-schedule broke a promise, and names its seed.
+reward workers, relays and payloads; see `tests/simulate/schedules.py`. Prints one JSON object; exits with 1 and the
+seed if a schedule violates a guarantee.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.simulate.schedules import Outcome, played
 
 
 def main() -> int:
-    """Play them all."""
+    """Play all schedules."""
     parser = parser_of(__doc__)
     parser.add_argument("--count", type=int, default=10_000, help="schedules, of seeds 0, 1, ...")
     parser.add_argument("--processes", type=int, default=2)
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def _largest(outcomes: list[Outcome]) -> dict[str, dict[str, int]]:
-    """By `max_staleness` and bound, the largest staleness that any schedule reached."""
+    """Return the largest staleness over all schedules, by `max_staleness` and bound."""
     largest: dict[str, dict[str, int]] = defaultdict(dict)
     for o in sorted(outcomes, key=lambda o: (o.max_staleness, o.bound)):
         row = largest[f"max_staleness={o.max_staleness}"]

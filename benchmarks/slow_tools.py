@@ -1,8 +1,8 @@
-"""A workload whose time goes into waiting for tools: sort six digits, again and again, each time after a slow tool.
+"""Workload dominated by slow tools: sort six digits repeatedly, each time after a tool call.
 
-An episode has 1 to 12 turns, most of them few. Before each turn a tool takes 50 to 500 ms (lognormal), then a
-fresh speaker sorts the digits the tool came back with. How many turns and how slow each tool is depends on the task
-and on the episode's number only, so every run of the benchmark waits for the same tools.
+An episode has 1 to 12 turns, mostly few. Before each turn a tool takes 50 to 500 ms (lognormal), then a new agent sorts
+the digits that the tool returned. The number of turns and the latencies depend only on the task and the episode's
+number, so every run of the benchmark waits for the same tools.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ MEDIAN_S = 0.15
 
 
 class SlowTools(Workflow):
-    """One agent a turn, scored by itself: 1.0 for the digits in order, else 0.0."""
+    """Workflow with one agent per turn, with a reward of 1.0 for the digits in order, else 0.0."""
 
     async def run(self, session: Session) -> None:
-        """Wait for a tool, sort, and so on."""
+        """Alternate between a tool and a turn."""
         chance = random.Random(f"{session.task.id}/{session.episode_index}")
         digits = random.Random(session.task.id)
         for turn in range(num_turns(chance)):
@@ -34,10 +34,10 @@ class SlowTools(Workflow):
 
 
 def num_turns(chance: random.Random) -> int:
-    """1 to 12, lognormal: half of all episodes have two at most."""
+    """Draw the number of turns, 1 to 12, lognormal: half of all episodes have two at most."""
     return min(MAX_TURNS, max(1, round(chance.lognormvariate(math.log(2.0), 0.8))))
 
 
 def latency_s(chance: random.Random) -> float:
-    """Seconds of one tool call, lognormal between the limits."""
+    """Draw the seconds of one tool call, lognormal between the limits."""
     return min(LONGEST_S, max(SHORTEST_S, chance.lognormvariate(math.log(MEDIAN_S), 0.7)))

@@ -1,4 +1,4 @@
-"""One GRPO run of TRL, for `benchmarks.peer_trl`; runs in an environment of its own, which has TRL and lacks rlsys.
+"""One GRPO run of TRL, for `benchmarks.peer_trl`, in a separate environment with TRL and without rlsys.
 
 Reads a job as JSON from its only argument and appends one row to the job's `metrics` file after every optimizer step.
 """
@@ -18,7 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class Marker(TrainerCallback):
-    """Writes a row when a step has ended."""
+    """Callback that writes a row at the end of each step."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -29,13 +29,13 @@ class Marker(TrainerCallback):
 
 
 def exact(completions: list, answer: list[str], **columns: object) -> list[float]:
-    """1.0 for the answer and nothing else; completions are texts, or lists of one message in a chat."""
+    """Return 1.0 for the exact answer; completions are texts, or lists of one message in a chat."""
     texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
     return [float(text.strip() == right) for text, right in zip(texts, answer, strict=True)]
 
 
 def main() -> None:
-    """Train as the job says."""
+    """Train the job of the command line."""
     job = json.loads(sys.argv[1])
     torch.set_num_threads(job["threads"])
     rows = [json.loads(line) for line in Path(job["data"]).read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""What both demos show at the end: the reward curve of a run as a picture, and its figures."""
+"""Reward curve of a run as a picture, and its figures, for both demos."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ WINDOW = 10
 
 
 def read_rewards(run_dir: Path) -> list[tuple[int, float]]:
-    """Step and mean reward of every step in a run's `metrics.jsonl`; its other rows are evaluations."""
+    """Read step and mean reward of every step from a run's `metrics.jsonl`; its other rows are evaluations."""
     rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return [(row["step"], row["reward/mean"]) for row in rows if "reward/mean" in row]
 
 
 def running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
-    """Mean of each value and the up to `window - 1` before it: `[1, 3, 5]` over 2 gives `[1, 2, 4]`."""
+    """Average each value with up to `window - 1` before it: `[1, 3, 5]` over 2 gives `[1, 2, 4]`."""
     sums = [0.0, *accumulate(values)]
     return [(sums[i] - sums[max(0, i - window)]) / min(i, window) for i in range(1, len(sums))]
 
 
 def draw_curve(run_dir: Path, title: str) -> Path:
-    """Draw reward against step into `reward.png` in the run directory; returns its path."""
+    """Draw reward against step into `reward.png` in the run directory; return its path."""
     steps, rewards = zip(*read_rewards(run_dir), strict=True)
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
@@ -45,7 +45,7 @@ def draw_curve(run_dir: Path, title: str) -> Path:
 
 
 def print_summary(result: TrainResult, before: Mapping[str, float], curve: Path) -> None:
-    """Print where everything is, then the result as one line of JSON, the last on stdout.
+    """Print the paths and figures, then the result as one line of JSON, the last on stdout.
 
     `before` are the figures of the model before training, `sampled` or `greedy` accuracy or both.
     """

@@ -1,4 +1,4 @@
-"""Runs of a study that are done: a line of a file each, so that the study can be interrupted and goes on."""
+"""Finished runs of a study, one line of a file each, so that an interrupted study can continue."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 def rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The fields of every run in the file, in order; none if there is no file."""
+    """Yield the fields of every run in the file, in order; none if there is no file."""
     for line in path.read_text().splitlines() if path.exists() else []:
         yield json.loads(line)
 
 
 def append(path: Path, result: DataclassInstance) -> None:
-    """Add a run to those that are done."""
+    """Append a finished run."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as lines:
         lines.write(json.dumps(asdict(result)) + "\n")

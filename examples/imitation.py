@@ -1,6 +1,6 @@
-"""Warm starts of the tiny policy: it imitates conversations in plain text, of which only its own part is trained.
+"""Warm starts of the tiny policy: it imitates plain-text conversations; only the policy's turns are trained.
 
-    S|ab=  a<eos>  47;  b<eos>      context, said, context, said
+    S|ab=  a<eos>  47;  b<eos>      context, reply, context, reply
 
 Shape suffixes: `B` demonstrations of a batch, `T` tokens of one, `V` vocabulary.
 """
@@ -23,19 +23,19 @@ from examples.sort.prepare import new_model
 from examples.sort.tokenizer import EOS, PAD, build_tokenizer
 
 Demonstration: TypeAlias = "Sequence[tuple[str, str]]"
-"""Exchanges: what the policy is told, and what it says to that, as in `[("S|ab=", "a"), ("47;", "b")]`."""
+"""Pairs of context and reply, as in `[("S|ab=", "a"), ("47;", "b")]`."""
 Demonstrator: TypeAlias = "Callable[[bool], Demonstration]"
-"""Draws a demonstration: a right one, or with True one of the mixture that the policy is left with."""
+"""Draws a correct demonstration, or with True one of the mixture at the end of the warm start."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything that decides what is written."""
+    """Recipe of the prepared files."""
 
     seed: int = 0
     steps: int = 300
     batch_size: int = 128
-    """Demonstrations of a step."""
+    """Demonstrations per step."""
     lr: float = 2e-3
     """Peak learning rate: up to it over `warmup_steps`, down to 0 over the second half."""
     warmup_steps: int = 10
@@ -46,8 +46,8 @@ class Recipe:
 
 
 def prepare(out: Path, recipe: Recipe, rows: Sequence[Mapping], demonstrate: Demonstrator) -> None:
-    """Fill `out` with `model/`, `train.jsonl`, `eval.jsonl`, and last of all `prepared.json`, which marks the rest as
-    complete; it is left as it is if it was prepared with the same recipe.
+    """Fill `out` with `model/`, `train.jsonl`, `eval.jsonl`, and last `prepared.json`, which marks the rest as
+    complete. A folder prepared with the same recipe is left as it is.
 
     `rows` are those of evaluation, then those of training.
     """
@@ -75,9 +75,9 @@ def imitate(
     demonstrate: Demonstrator,
     recipe: Recipe,
 ) -> float:
-    """Supervised training on fresh demonstrations; returns the last loss, in nats per token.
+    """Train on fresh demonstrations, supervised; return the last loss, in nats per token.
 
-    They are all right in the first half: what is half noise takes far longer to learn, and is soon mixed in.
+    In the first half all are correct, because a mixture with errors takes far longer to learn; the mixture comes after.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, fused=True)
     loss = torch.tensor(float("nan"))
@@ -97,7 +97,7 @@ def imitate(
 
 
 def batch_of(tokenizer: PreTrainedTokenizerFast, demonstrations: Sequence[Demonstration]) -> tuple[Tensor, Tensor]:
-    """Token ids padded at the right, and targets: -100 where nothing is to be learned."""
+    """Token ids padded at the right, and targets: -100 where no token is trained."""
     vocabulary = tokenizer.get_vocab()
     rows = [[*_tokens(vocabulary, each)] for each in demonstrations]
     longest = max(map(len, rows))
@@ -107,7 +107,7 @@ def batch_of(tokenizer: PreTrainedTokenizerFast, demonstrations: Sequence[Demons
 
 
 def _tokens(vocabulary: Mapping[str, int], demonstration: Demonstration) -> Iterator[tuple[int, bool]]:
-    """Every token, and whether the policy says it; what it says ends with `<eos>`."""
+    """Yield every token, with True for the policy's tokens; each of its replies ends with `<eos>`."""
     for context, said in demonstration:
         yield from ((vocabulary[character], False) for character in context)
         yield from ((vocabulary[character], True) for character in said)

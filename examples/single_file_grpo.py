@@ -1,12 +1,12 @@
-"""GRPO in one file, read top to bottom: what rlsys must compute, without the system around it.
+"""GRPO in one file, read top to bottom: the maths of rlsys, without the system around it.
 
-One process samples, judges, and learns, in turn. It is the numerical oracle of rlsys: at `asynchrony.max_staleness: 0`,
-with the same tasks in the same order, rlsys gives these losses and these weights to fp32 rounding. It is also where a
-change to the maths is tried first.
+One process samples, scores and trains, in turn. It is the numerical oracle of rlsys: at `asynchrony.max_staleness: 0`,
+with the same tasks in the same order, rlsys gives these losses and these weights to fp32 rounding. Changes to the maths
+are tried here first.
 
     python -m examples.single_file_grpo --model .cache/sort/seed0/model --tasks .cache/sort/seed0/train.jsonl
 
-What is not here: Ray, workers, staleness, a KV cache (every token costs a full forward), shared prompts, micro-batches,
+Not here: Ray, workers, staleness, a KV cache (every token costs a full forward), shared prompts, micro-batches,
 checkpoints, chat templates, multi-turn episodes, a KL term, bfloat16.
 
 Shapes: B samples of the step, in order of their groups; L tokens of the longest prompt and completion, padded on the
@@ -32,7 +32,7 @@ from workers.engines.token_sampling import uniform
 
 @dataclass(frozen=True)
 class Settings:
-    """The recipe; `examples/sort/run.yaml` has the same values."""
+    """Recipe; `examples/sort/run.yaml` has the same values."""
 
     steps: int = 150
     groups_per_step: int = 32
@@ -51,7 +51,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Step:
-    """What one optimizer step reports."""
+    """Report of one optimizer step."""
 
     loss: float
     reward: float
@@ -60,7 +60,7 @@ class Step:
 
 @dataclass
 class Completion:
-    """One sample: a prompt, what the policy said, and how likely each of its tokens was when it was drawn."""
+    """One sample: a prompt, the completion, and the logprobs of its tokens at sampling."""
 
     prompt_ids: list[int]
     seed: int
@@ -83,7 +83,7 @@ def train(
     assert isinstance(eos_id, int)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=0.0)
     for step in range(settings.steps):
-        # Sample: `group_size` completions of every prompt, each from a seed of its own.
+        # Sample: `group_size` completions of every prompt, each with a separate seed.
         group_ids = range(step * settings.groups_per_step, (step + 1) * settings.groups_per_step)
         completions = [
             Completion(tokenizer(tasks[s][0]).input_ids, request_seed(group_seed(settings.seed, s), episode, 0), [], [])
@@ -92,7 +92,7 @@ def train(
         ]
         sample(model, completions, settings, eos_id)
 
-        # Judge, and compare each sample with its group: mean 0, unbiased standard deviation 1.
+        # Score, and compare each sample with its group: mean 0, unbiased standard deviation 1.
         texts = tokenizer.batch_decode([c.output_ids for c in completions], skip_special_tokens=True)
         answers = [tasks[s][1] for s in group_ids for _ in range(settings.group_size)]
         rewards_B = torch.tensor([reward(text, answer) for text, answer in zip(texts, answers, strict=True)])
@@ -100,7 +100,7 @@ def train(
         centred_GB = rewards_GB - rewards_GB.mean(1, keepdim=True)
         advantages_B = (centred_GB / (rewards_GB.std(1, keepdim=True) + 1e-6)).flatten()  # (B,)
 
-        # Learn: clipped surrogate, every completion token of the step weighs the same.
+        # Train: clipped surrogate, every completion token of the step weighs the same.
         logprobs_N = completion_logprobs(model, completions, settings.temperature)
         behavior_N = torch.tensor([logprob for c in completions for logprob in c.logprobs])
         advantages_N = advantages_B.repeat_interleave(torch.tensor([len(c.output_ids) for c in completions]))
@@ -117,9 +117,9 @@ def train(
 
 @torch.no_grad()
 def sample(model: torch.nn.Module, completions: list[Completion], settings: Settings, eos_id: int) -> None:
-    """Draw all completions token by token: the first token whose cumulative probability exceeds a uniform number.
+    """Sample all completions token by token: the first token whose cumulative probability exceeds a uniform number.
 
-    That number is a pure function of (seed, position), so who shares the batch cannot change a token.
+    That number is a pure function of (seed, position), so the other samples of a batch cannot change a token.
     """
     running = completions
     for position in range(settings.max_new_tokens):
@@ -139,7 +139,7 @@ def sample(model: torch.nn.Module, completions: list[Completion], settings: Sett
 
 
 def last_logits(model: torch.nn.Module, rows: list[list[int]]) -> Tensor:
-    """Logits after the last token of each row, in fp32."""
+    """Compute the logits after the last token of each row, in fp32."""
     ids_BL = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)  # (B, L)
     logits_BLV = model(input_ids=ids_BL, use_cache=False).logits
     last_B = torch.tensor([len(row) - 1 for row in rows])
@@ -147,7 +147,7 @@ def last_logits(model: torch.nn.Module, rows: list[list[int]]) -> Tensor:
 
 
 def completion_logprobs(model: torch.nn.Module, completions: list[Completion], temperature: float) -> Tensor:
-    """Logprob of every completion token given all before it, with gradient, in order of samples: (N,)."""
+    """Compute the logprob of every completion token given all before it, with gradient, in order of samples: (N,)."""
     rows = [torch.tensor(c.prompt_ids + c.output_ids) for c in completions]
     ids_BL = pad_sequence(rows, batch_first=True)  # (B, L)
     logits_BLV = model(input_ids=ids_BL, use_cache=False).logits[:, :-1].float() / temperature
@@ -161,7 +161,7 @@ def completion_logprobs(model: torch.nn.Module, completions: list[Completion], t
 
 
 def learning_rate(step: int, settings: Settings) -> float:
-    """Linear up over the warm-up, then linear down to `final_lr_fraction` at the end; `step` counts from 0."""
+    """Rise linearly over the warm-up, then fall linearly to `final_lr_fraction` at the end; `step` counts from 0."""
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / settings.warmup_steps
     done = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
@@ -174,7 +174,7 @@ def run(
     settings: Settings,
     reward: Callable[[str, str], float] = lambda completion, answer: float(completion == answer),
 ) -> tuple[list[Step], dict[str, Tensor]]:
-    """Load a model, train it, and return what each step reported and the final weights by their Hugging Face names."""
+    """Load a model and train it; return the report of each step and the final weights by their Hugging Face names."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     steps = list(train(model, tokenizer, tasks, settings, reward))

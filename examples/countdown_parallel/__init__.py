@@ -1,1 +1,1 @@
-"""Countdown by spawn and join: a parent has children try expressions in parallel, and learns to try enough of them."""
+"""Countdown by spawn and join: a parent learns to spawn enough children, which try expressions in parallel."""

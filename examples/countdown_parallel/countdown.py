@@ -1,4 +1,4 @@
-"""Who speaks when in a game of Countdown, and who wins it."""
+"""Workflow and reward of a game of Countdown."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _EXPRESSION = re.compile(r"(\d)([-+*])(\d)([-+*])(\d)")
 
 @dataclass(frozen=True, kw_only=True)
 class Countdown(SpawnJoin):
-    """A parent is given three digits and a target, and says which first signs to try, one child each; a child tries
-    second signs, told by a calculator what each expression comes to, and joins the one that hits; the parent answers.
-    All are rewarded if the answer comes to the target."""
+    """Workflow of a parent, which gets three digits and a target and selects the first signs to try, one child each. A
+    child tries second signs, gets each value from a calculator, and joins the expression that hits; the parent answers.
+    All are rewarded if the value of the answer is the target."""
 
     max_children: int = 3
 
@@ -32,7 +32,7 @@ class Countdown(SpawnJoin):
         family.session.reward(solves(await parent.chat(second_prompt(hits)), game))
 
     async def explore(self, child: Agent, context: str) -> str | None:
-        """The first expression it tries that comes to the target."""
+        """Return the first tried expression whose value is the target."""
         target, told = target_in(context), context
         for _ in range(MAX_TRIES):
             expression = await child.chat(told)
@@ -54,7 +54,7 @@ def child_prompt(game: str, sign: str) -> str:
 
 
 def calculated(value: int | None) -> str:
-    """What the calculator says: `10;`, or `?;` to what is no expression."""
+    """Reply of the calculator: `10;`, or `?;` for an invalid expression."""
     return f"{'?' if value is None else value};"
 
 
@@ -70,7 +70,7 @@ def target_in(context: str) -> int:
 
 
 def value_of(expression: str) -> int | None:
-    """16 of `5+3*2`: from left to right. None of what is no expression of three digits."""
+    """16 of `5+3*2`, from left to right. None for an invalid expression of three digits."""
     found = _EXPRESSION.fullmatch(expression)
     if not found:
         return None
@@ -79,7 +79,7 @@ def value_of(expression: str) -> int | None:
 
 
 def solves(expression: str, game: str) -> float:
-    """1.0 if the expression has the digits of a game like `5,3,2=16`, each once, and comes to its target; else 0.0."""
+    """Return 1.0 if the expression uses each digit of a game like `5,3,2=16` once and hits its target, else 0.0."""
     digits, _, target = game.partition("=")
     uses_them = sorted(re.findall(r"\d", expression)) == sorted(digits.split(","))
     return float(uses_them and value_of(expression) == int(target))

@@ -1,11 +1,11 @@
 """Make the tiny policy and its games: `python -m examples.countdown_parallel.prepare --out DIR --seed N`.
 
-    parent  P5,3,2=16:  -+                              which first signs to try
+    parent  P5,3,2=16:  -+                              first signs to try
     child   C5,3,2=16-  5-3+2   4;  5-3-2  0;  5-3*2    a second sign at a time, until one hits
     child   C5,3,2=16+  5+3+2  10;  5+3*2
     parent  >5+3*2:  5+3*2                              answers
 
-Expressions are worked out from left to right. The warm start ends with games played carelessly: half of the parents try
+Expressions are evaluated from left to right. The warm start ends with games played carelessly: half of the parents try
 one sign only, children try the same expression again, and two answers in five are a guess.
 """
 
@@ -30,11 +30,11 @@ from examples.imitation import prepare as fill
 
 SIGNS = "".join(OPERATIONS)
 NUM_TRIED = (1, 1, 2, 3)
-"""Of how many first signs a careless parent tries, one is drawn."""
+"""Numbers of first signs, from which a careless parent draws one."""
 CAREFUL = 0.4
-"""Share of careless children who try every second sign all the same."""
+"""Share of careless children that still try every second sign."""
 ANSWER_READ = 0.6
-"""Share of careless answers that are what was joined; the others are a guess."""
+"""Share of careless answers that copy the joined expression; the others are a guess."""
 
 
 def prepare(out: Path, recipe: Recipe) -> None:
@@ -47,7 +47,7 @@ def prepare(out: Path, recipe: Recipe) -> None:
 
 
 def new_game(rng: Random) -> str:
-    """`5,3,2=16`, with a target that can be reached."""
+    """Draw a game such as `5,3,2=16`, with a reachable target."""
     digits = [str(rng.randint(1, 9)) for _ in range(3)]
     return f"{','.join(digits)}={value_of(written(digits, rng.choice(SIGNS), rng.choice(SIGNS)))}"
 
@@ -58,12 +58,12 @@ def written(digits: list[str], sign: str, other: str) -> str:
 
 
 def demonstration(rng: Random, is_careless: bool) -> Demonstration:
-    """A parent's whole game, or as often one child's."""
+    """Draw a parent's whole game or one child's, with equal probability."""
     return (of_parent if rng.random() < 0.5 else of_child)(rng, new_game(rng), is_careless)
 
 
 def of_parent(rng: Random, game: str, is_careless: bool) -> Demonstration:
-    """What is tried, and what is answered to what was joined."""
+    """Parent's part: the signs to try, and the answer to the joined expressions."""
     digits = game.partition("=")[0].split(",")
     tried = sorted(rng.sample(SIGNS, rng.choice(NUM_TRIED)), key=SIGNS.index) if is_careless else SIGNS
     hits = [hit for sign in tried if (hit := _first_hit(game, digits, sign))]
@@ -73,7 +73,7 @@ def of_parent(rng: Random, game: str, is_careless: bool) -> Demonstration:
 
 
 def of_child(rng: Random, game: str, is_careless: bool) -> Demonstration:
-    """What is tried until one hits."""
+    """Child's part: expressions until one hits."""
     digits, sign = game.partition("=")[0].split(","), rng.choice(SIGNS)
     is_careful = not is_careless or rng.random() < CAREFUL
     told, exchanges = child_prompt(game, sign), []

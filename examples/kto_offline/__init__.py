@@ -1,1 +1,1 @@
-"""Learning to sort from recorded answers with a label each: KTO from a file, without sampling."""
+"""KTO from a file: training to sort on recorded answers with labels, without sampling."""

@@ -1,6 +1,6 @@
-"""Record what the tiny policy says and whether it is right: `python -m examples.kto_offline.prepare --seed N`.
+"""Record and label answers of the tiny policy: `python -m examples.kto_offline.prepare --seed N`.
 
-The folder is that of `examples.sort.prepare`, which is filled first if it is not there. Adds `labelled.jsonl` to it:
+The folder is that of `examples.sort.prepare`, which is filled first if it is missing. Adds `labelled.jsonl` to it:
 TRL's unpaired preferences, one completion of the untrained policy for each training prompt.
 
     {"prompt": "385120>", "completion": "853210", "label": false}
@@ -22,8 +22,7 @@ from examples.sort.tokenizer import EOS
 
 
 def label(folder: Path) -> Path:
-    """Write `labelled.jsonl` beside the rows of `train.jsonl`; returns its path. Answers without an end are left
-    out."""
+    """Write `labelled.jsonl` beside the rows of `train.jsonl`, without unfinished answers; return its path."""
     torch.set_num_threads(1)
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     path = folder / "labelled.jsonl"

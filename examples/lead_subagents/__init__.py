@@ -1,1 +1,1 @@
-"""Fill a table: a lead splits its rows among subagents, who look them up in parallel. One policy speaks for all."""
+"""Table filling: a lead splits rows among subagents, which look them up in parallel. All agents share one policy."""

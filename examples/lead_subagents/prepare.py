@@ -1,14 +1,14 @@
 """Make the tiny policy and its tables: `python -m examples.lead_subagents.prepare --out DIR --seed N`.
 
-A table has six rows: letters with a number each. The lead is told how many subagents it has and the letters, and names
-two for each; a subagent is told its letters, and looks up one at a time, two at most.
+A table has six rows: letters with a number each. The lead gets the number of subagents and the letters, and names two
+letters for each; a subagent gets its letters, and looks up one at a time, two at most.
 
     lead       L3|kbqaxe=  kbqaxe
     subagent   S|kb=  k  47;  b  12;
 
-Of the demonstrations that the warm start ends with, two of five of each role are right; the others waste what they
-have. A lead gives every subagent the same letters, or one letter twice; a subagent looks up one letter twice, or
-letters that nobody asked for. So there is something to find for both, and neither makes up for the other.
+At the end of the warm start, two of five demonstrations of each role are correct; the others waste lookups. A lead
+gives every subagent the same letters, or one letter twice. A subagent looks up one letter twice, or letters outside its
+task. So both roles can improve, and neither compensates for the other.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from examples.lead_subagents.table import MAX_LOOKUPS, lead_prompt, subagent_pro
 LETTERS = "abcdefghijkl"
 NUM_ROWS = 6
 WIDTHS = (1, 2, 3)
-"""How many subagents a lead may be told it has."""
+"""Numbers of subagents that a lead may get."""
 RIGHT = 0.4
-"""Share of demonstrations that are right."""
+"""Share of correct demonstrations."""
 
 
 def prepare(out: Path, recipe: Recipe) -> None:
@@ -44,13 +44,13 @@ def new_row(rng: Random) -> dict[str, str]:
 
 
 def demonstration(rng: Random, is_careless: bool) -> Demonstration:
-    """One of the lead or of a subagent: a right one, or one of the mixture."""
+    """Draw a demonstration of the lead or of a subagent: a correct one, or one of the mixture."""
     of_role = of_lead if rng.random() < 1 / 2 else of_subagent
     return of_role(rng, not is_careless or rng.random() < RIGHT)
 
 
 def of_lead(rng: Random, is_right: bool) -> Demonstration:
-    """How it splits the table."""
+    """Lead's part: the split of the table."""
     letters, width = rng.sample(LETTERS, NUM_ROWS), rng.choice(WIDTHS)
     right = letters[: MAX_LOOKUPS * width]
     repeated = letters[:MAX_LOOKUPS] * width
@@ -60,7 +60,7 @@ def of_lead(rng: Random, is_right: bool) -> Demonstration:
 
 
 def of_subagent(rng: Random, is_right: bool) -> Demonstration:
-    """What it looks up; of one letter, that one and then nothing."""
+    """Subagent's part: its lookups; for one letter, that letter and then an empty reply."""
     letters = rng.sample(LETTERS, rng.choice([1, MAX_LOOKUPS, MAX_LOOKUPS]))
     strangers = [rng.choice(LETTERS) for _ in letters]
     looked_up = letters if is_right else rng.choice([[letters[0]] * MAX_LOOKUPS, strangers])

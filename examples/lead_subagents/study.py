@@ -10,9 +10,9 @@ Each run is `rlsys train examples/lead_subagents/run.yaml` with the seed, its mo
 | lead-3 | only the lead is trained: `algorithm.frozen_agents=[subagent]` |
 | subagent-3 | only subagents are: `algorithm.frozen_agents=[lead]` |
 
-Every finished run is a line of the file `--out`; given the same file again, those that are in it are not run again, so
-that the whole can be interrupted. A Markdown table goes to stdout, and all figures as JSON to its last line. Item-F1 is
-that of 256 tables that are never trained on, one sample each at temperature 1, before and after training.
+Every finished run is a line of the file `--out`. Runs already in that file are skipped, so that an interrupted study
+can continue. A Markdown table goes to stdout, and all figures as JSON to its last line. Item-F1 is that of 256 held-out
+tables, one sample each at temperature 1, before and after training.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ from examples.lead_subagents.prepare import prepare
 
 CASES = ("joint-3", "lead-3", "subagent-3", "joint-2", "joint-1")
 FROZEN = {"joint": "", "lead": "subagent", "subagent": "lead"}
-"""Who is not trained, by who is."""
+"""Frozen agent, by trained agent."""
 MEASURED = "eval/held_out/mean"
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What one run is told."""
+    """Settings of one run."""
 
     case: str
-    """Who is trained, and how many subagents there are: `lead-3`."""
+    """Trained agents and number of subagents: `lead-3`."""
     seed: int
     steps: int
 
     @property
     def changes(self) -> list[str]:
-        """What the command line changes."""
+        """Overrides for the command line."""
         trained, _, width = self.case.partition("-")
         return [f"rollout.workflow.max_subagents={width}", f"algorithm.frozen_agents=[{FROZEN[trained]}]"]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of it."""
+    """Figures of one run."""
 
     trial: Trial
     f1_before: float
@@ -67,7 +67,7 @@ class Result:
 
 
 def main() -> None:
-    """Run what is missing, show all that was asked for."""
+    """Run the missing trials, and show all requested ones."""
     parser = argparse.ArgumentParser(description="Who has to learn, and how many does it take.")
     parser.add_argument("--cases", default=",".join(CASES), help="who is trained, and how many subagents there are")
     parser.add_argument("--seeds", default="0,1,2", help="of the warm start and of the run")
@@ -103,19 +103,19 @@ def run(trial: Trial) -> Result:
 
 
 def result_of(trial: Trial, rows: Sequence[dict[str, float]], cpu_s: float) -> Result:
-    """The figures of a run, from its metrics."""
+    """Extract the figures of a run from its metrics."""
     measured = {row["step"]: row[MEASURED] for row in rows if MEASURED in row}
     return Result(trial, measured[0], measured[trial.steps], cpu_s)
 
 
 def read(path: Path) -> Iterator[Result]:
-    """The runs that are done."""
+    """Yield the finished runs."""
     for row in rows(path):
         yield Result(**{**row, "trial": Trial(**row["trial"])})
 
 
 def table_of(results: Iterable[Result]) -> Iterator[str]:
-    """Markdown: a row for each case, the seeds side by side."""
+    """Yield a Markdown table: a row for each case, the seeds side by side."""
     yield "| trained | subagents | seeds | item-F1 before | item-F1 after | CPU-s |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for case, group in groupby(results, lambda result: result.trial.case):

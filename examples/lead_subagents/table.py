@@ -1,4 +1,4 @@
-"""Who speaks when as a table is filled, and what a table is worth."""
+"""Workflow and reward of filling a table."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rlsys.agents.workflows.lead_subagents import LeadSubagents
 MAX_LOOKUPS = 2
 """Letters that one subagent may look up: three subagents are needed for six."""
 UNKNOWN = "??"
-"""The number of a letter that the table does not have."""
+"""Reply for a letter that is not in the table."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableFilling(LeadSubagents):
-    """A lead splits the letters among `max_subagents` subagents, each looks up its own, and all rows found are the
-    table. The episode's reward is its item-F1, the same for every agent."""
+    """Workflow in which a lead splits the letters among `max_subagents` subagents. Each looks up its letters, and all
+    rows found form the table. Every agent's reward is the item-F1 of the episode."""
 
     max_subagents: int = 3
 
@@ -30,7 +30,7 @@ class TableFilling(LeadSubagents):
         session.reward(item_f1({letter: number for letter, _, number in rows}, table_of(session)))
 
     async def work(self, session: Session, subagent: Agent, task: str) -> str:
-        """Look up letters until it says none; returns rows like `k=47`."""
+        """Look up letters until the reply is empty; return rows like `k=47`."""
         table, rows, told = table_of(session), [], subagent_prompt(task)
         while len(rows) < MAX_LOOKUPS and (letter := await subagent.chat(told)):
             number = table.get(letter, UNKNOWN)
@@ -55,6 +55,6 @@ def table_of(session: Session) -> Mapping[str, str]:
 
 
 def item_f1(found: Mapping[str, str], table: Mapping[str, str]) -> float:
-    """Harmonic mean of the share of rows found that are right, and of the share of right rows that are found."""
+    """Harmonic mean of the share of found rows that are correct, and the share of the table's rows that are found."""
     num_right = sum(table.get(letter) == number for letter, number in found.items())
     return 2 * num_right / (len(found) + len(table))

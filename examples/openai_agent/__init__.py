@@ -1,1 +1,1 @@
-"""An agent that is written against the `openai` client and knows nothing of training, trained as it is."""
+"""An agent written against the `openai` client, trained without changes."""

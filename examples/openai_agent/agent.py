@@ -1,9 +1,8 @@
-"""Sort six digits by asking a model, twice if need be: an ordinary program with an OpenAI client.
+"""Sort six digits by asking a model, up to twice: an ordinary program with an OpenAI client.
 
     echo '385120>' | OPENAI_BASE_URL=... OPENAI_API_KEY=... python -m examples.openai_agent.agent MODEL
 
-It checks what the model says, as any agent can that is able to tell a wrong answer from a right one, and asks again
-once. There is nothing of rlsys in it.
+It checks the answer, as any agent can that recognises a correct one, and asks again once. It imports nothing of rlsys.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from openai.types.chat import ChatCompletionMessageParam
 
 MAX_TRIES = 2
 ANYWHERE = AsyncOpenAI(base_url="http://127.0.0.1/v1", api_key="none")
-"""Made once: a client takes 20 ms to make, `with_options` makes another of it in no time."""
+"""Shared client: creating one takes 20 ms, while `with_options` copies it in no time."""
 
 
 async def solve(prompt: str, base_url: str, api_key: str, model: str) -> float:
-    """What the answer is worth: 1 if the first is right, a half if the second is, else 0."""
+    """Return the reward: 1 if the first answer is correct, a half if the second is, else 0."""
     client = ANYWHERE.with_options(base_url=base_url, api_key=api_key)
     messages: list[ChatCompletionMessageParam] = []
     for tries in range(1, MAX_TRIES + 1):
@@ -35,7 +34,7 @@ async def solve(prompt: str, base_url: str, api_key: str, model: str) -> float:
 
 
 def main() -> None:
-    """Solve what standard input says; how good it was is written to standard output."""
+    """Solve the task on standard input; print its reward."""
     at = {"base_url": os.environ["OPENAI_BASE_URL"], "api_key": os.environ["OPENAI_API_KEY"]}
     print(asyncio.run(solve(sys.stdin.read().strip(), **at, model=sys.argv[1])))
 

@@ -15,11 +15,11 @@ from examples.sort.prepare import prepare as prepare_sorter
 from examples.sort.tokenizer import EOS, build_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}" + EOS + "{% endif %}{% endfor %}"
-"""One message after the other, as the policy was warm-started on: `385120>853210<eos>385120>`."""
+"""Template that joins messages as in the warm start: `385120>853210<eos>385120>`."""
 
 
 def prepare(out: Path, recipe: Recipe) -> dict[str, float]:
-    """Fill `out` unless it is complete; returns the figures of the warm start."""
+    """Fill `out` unless it is complete; return the figures of the warm start."""
     out.mkdir(parents=True, exist_ok=True)
     figures = prepare_sorter(out, recipe)
     tokenizer = build_tokenizer()

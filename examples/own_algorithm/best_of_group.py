@@ -1,4 +1,4 @@
-"""An algorithm of its own: imitate the best of each group. The whole plug-in is this class."""
+"""Example of a new algorithm: imitate the best of each group. The whole plug-in is this class."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BestOfGroup(Algorithm):
-    """Imitate the best members of each group, forget the others (RAFT, arXiv:2304.06767)."""
+    """Imitate the best members of each group, ignore the others (RAFT, arXiv:2304.06767)."""
 
     at_least: float = 0.5
-    """A group whose best reward is below this teaches nothing, and another one is rolled out for it."""
+    """A group whose best reward is below this has no signal, and is replaced by another group."""
 
     @property
     def max_safe_staleness(self) -> int | None:
-        """Any: what was right stays right, however old the weights that wrote it."""
+        """Any: correct samples stay correct, however old the weights that sampled them."""
         return None
 
     def has_signal(self, group: Group) -> bool:
@@ -39,5 +39,5 @@ class BestOfGroup(Algorithm):
 
 
 def rewards_of(group: Group) -> dict[tuple[int, int], float]:
-    """Rewards by (episode, trajectory); what failed is not among them."""
+    """Rewards by (episode, trajectory), without failed ones."""
     return {place: t.reward for place, t in group.trajectories() if t.reward is not None}

@@ -1,1 +1,1 @@
-"""SmolLM2-135M-Instruct, a real pretrained model, learns to pick the largest of three numbers."""
+"""SmolLM2-135M-Instruct, a real pretrained model, trained to select the largest of three numbers."""

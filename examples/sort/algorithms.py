@@ -3,8 +3,8 @@
     python -m examples.sort.algorithms --algorithms grpo,ppo,kto --seeds 0,1,2 --staleness 0,4
 
 Each run is `rlsys train examples/sort/run.yaml algorithm.type=NAME`, with the seed, its model and its data, and
-`asynchrony.max_staleness`; nothing else is changed. A run takes a few minutes. Every finished one is a line of the file
-`--out`; given the same file again, those that are in it are not run again, so that the whole can be interrupted.
+`asynchrony.max_staleness`; nothing else is changed. A run takes a few minutes. Every finished run is a line of the file
+`--out`. Runs already in that file are skipped, so that an interrupted study can continue.
 
 A Markdown table goes to stdout, and all figures as JSON to its last line. CPU-seconds are those of every process, from
 the command to the end of the last step.
@@ -30,7 +30,7 @@ from examples.finished import append, rows
 from examples.sort.prepare import Recipe, prepare
 
 GOAL = 0.9
-"""The reward whose first step is looked for, in the mean of ten steps."""
+"""Reward goal of the mean of ten steps; the first step that reaches it is reported."""
 LAST = 0.1
 """Share of the steps, at the end, over which figures are averaged."""
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -38,7 +38,7 @@ ENV = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_USAGE_ST
 
 @dataclass(frozen=True, slots=True, order=True)
 class Trial:
-    """What one run is told."""
+    """Settings of one run."""
 
     algorithm: str
     staleness: int
@@ -48,20 +48,20 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of it."""
+    """Figures of one run."""
 
     trial: Trial
     reward_last: float
     """Mean over the last tenth of the steps."""
     steps_to_goal: int | None
-    """First step at which the mean of ten steps is `GOAL`; None if none is."""
+    """First step at which the mean of ten steps reaches `GOAL`; None without one."""
     cpu_s: float
     explained_variance: float | None
-    """The critic's, mean over the last tenth of the steps; None without a critic."""
+    """Explained variance of the critic, mean over the last tenth of the steps; None without a critic."""
 
 
 def main() -> None:
-    """Run what is missing, show all that was asked for."""
+    """Run the missing trials, and show all requested ones."""
     parser = argparse.ArgumentParser(description="Compare algorithms on the tiny task.")
     parser.add_argument("--algorithms", default="grpo,ppo,kto", help="names of installed algorithms")
     parser.add_argument("--seeds", default="0,1,2", help="of the warm start and of the run")
@@ -104,7 +104,7 @@ def run(trial: Trial) -> Result:
 
 
 def result_of(trial: Trial, rows: Sequence[dict[str, float]], cpu_s: float) -> Result:
-    """The figures of a run, from its metrics step by step."""
+    """Extract the figures of a run from its metrics, one row per step."""
     rewards = [row["reward/mean"] for row in rows]
     last = rows[-ceil(LAST * len(rows)) :]
     explained = [row["critic/explained_variance"] for row in last if "critic/explained_variance" in row]
@@ -118,13 +118,13 @@ def result_of(trial: Trial, rows: Sequence[dict[str, float]], cpu_s: float) -> R
 
 
 def read(path: Path) -> Iterator[Result]:
-    """The runs that are done."""
+    """Yield the finished runs."""
     for row in rows(path):
         yield Result(**{**row, "trial": Trial(**row["trial"])})
 
 
 def table_of(results: Iterable[Result]) -> Iterator[str]:
-    """Markdown: a row for each algorithm and bound, the seeds side by side."""
+    """Yield a Markdown table: a row for each algorithm and bound, the seeds side by side."""
     head = ["algorithm", "max_staleness", "seeds", "reward, last tenth", f"steps to {GOAL:.2f}", "CPU-s"]
     head += ["explained variance"]
     yield f"| {' | '.join(head)} |"

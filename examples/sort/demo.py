@@ -1,4 +1,4 @@
-"""`make demo`: make a tiny policy, train it on Ray, show that it got better."""
+"""Demo of `make demo`: make a tiny policy, train it on Ray, show its improvement."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Make the tiny policy and its tasks: `python -m examples.sort.prepare --out DIR --seed N`.
 
-The policy is warm-started on a *mixture of modes*: half of its demonstrations are right, a quarter sort the wrong way
-round and a quarter copy the prompt. Like a real base model it can do the task and does not know that it should:
-reinforcement learning has something to find, and finds it quickly.
+The policy is warm-started on a *mixture of modes*: half of its demonstrations are correct, a quarter sort in descending
+order and a quarter copy the prompt. Like a real base model it can do the task, but not reliably, so reinforcement
+learning improves it quickly.
 
-Writes into DIR: `model/` (safetensors, tokenizer), `train.jsonl`, `eval.jsonl`, and last of all `prepared.json`, which
-marks the rest as complete. A DIR prepared with the same seed and recipe is left as it is.
+Writes into DIR: `model/` (safetensors, tokenizer), `train.jsonl`, `eval.jsonl`, and last `prepared.json`, which marks
+the rest as complete. A DIR prepared with the same seed and recipe is left as it is.
 
 Shape suffixes: `B` demonstrations, `D` digits of one, `T` tokens of one.
 """
@@ -32,7 +32,7 @@ NUM_DIGITS = 6
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides what is written."""
+    """Recipe of the prepared files."""
 
     seed: int = 0
     steps: int = 250
@@ -47,13 +47,13 @@ class Recipe:
     num_train: int = 8192
     """Rows of `train.jsonl`, all distinct; 150 steps of 32 use 4,800."""
     num_eval: int = 512
-    """Rows of `eval.jsonl`, none of them in `train.jsonl` or among the demonstrations."""
+    """Rows of `eval.jsonl`, disjoint from `train.jsonl` and the demonstrations."""
 
 
 def prepare(out: Path, recipe: Recipe) -> dict[str, float]:
-    """Fill `out` unless it is complete for this recipe; returns the figures of the warm start.
+    """Fill `out` unless it is complete for this recipe; return the figures of the warm start.
 
-    The figures: `sampled` and `greedy` accuracy on the evaluation rows, `loss` of the last batch, `cpu_s` it took.
+    The figures: `sampled` and `greedy` accuracy on the evaluation rows, `loss` of the last batch, and `cpu_s`.
     """
     mark = out / "prepared.json"
     done = json.loads(mark.read_text()) if mark.exists() else {}
@@ -78,7 +78,7 @@ def prepare(out: Path, recipe: Recipe) -> dict[str, float]:
 
 
 def draw_digits(recipe: Recipe) -> tuple[Tensor, Tensor, Tensor]:
-    """Disjoint sets of six-digit prompts out of the million there are: for evaluation, training and demonstrations."""
+    """Draw disjoint sets of six-digit prompts, out of a million: for evaluation, training and demonstrations."""
     sizes = [recipe.num_eval, recipe.num_train, recipe.steps * recipe.batch_size]
     numbers = torch.randperm(10**NUM_DIGITS, generator=torch.Generator().manual_seed(recipe.seed))[: sum(sizes)]
     places_D = 10 ** torch.arange(NUM_DIGITS - 1, -1, -1)
@@ -87,7 +87,7 @@ def draw_digits(recipe: Recipe) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """An untrained policy: Qwen3 with two layers of width 128."""
+    """Build an untrained policy: Qwen3 with two layers of width 128."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -108,7 +108,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM
 
 
 def warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, digits_D: Tensor, recipe: Recipe) -> float:
-    """Supervised training on demonstrations in several modes; returns the last loss."""
+    """Train on demonstrations in several modes, supervised; return the last loss."""
     ids_T = demonstrations(tokenizer, digits_D, recipe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, fused=True)
     loss = torch.tensor(float("nan"))
@@ -125,12 +125,12 @@ def warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, digi
 
 
 def learning_rate(step: int, recipe: Recipe) -> float:
-    """The rate of a step, counted from 1. Without the decay some seeds end with a policy too weak to learn from."""
+    """Return the rate of a step, counted from 1. Without the decay some seeds end with a policy too weak to train."""
     return recipe.lr * min(1.0, step / recipe.warmup_steps, 2 * (1 - (step - 1) / recipe.steps))
 
 
 def demonstrations(tokenizer: PreTrainedTokenizerFast, digits_D: Tensor, recipe: Recipe) -> Tensor:
-    """Token ids of `385120>012358<eos>` and its wrong siblings, one row of 14 for each prompt."""
+    """Token ids of `385120>012358<eos>` and its wrong variants, one row of 14 for each prompt."""
     mode = torch.rand(len(digits_D), 1, generator=torch.Generator().manual_seed(recipe.seed + 1))
     ascending_D = digits_D.sort(-1).values
     wrong_D = torch.where(mode < recipe.right + recipe.descending, ascending_D.flip(-1), digits_D)
@@ -141,7 +141,7 @@ def demonstrations(tokenizer: PreTrainedTokenizerFast, digits_D: Tensor, recipe:
 
 
 def accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, digits_D: Tensor, *, greedy: bool) -> float:
-    """Share of exact answers, of one sample each at temperature 1 or of the greedy ones."""
+    """Return the share of exact answers, of one sample each at temperature 1 or of greedy ones."""
     prompts, answers = zip(*map(row_texts, digits_D.tolist()), strict=True)
     replies = said(model, tokenizer, prompts, greedy=greedy)
     return sum(s == a + EOS for s, a in zip(replies, answers, strict=True)) / len(answers)
@@ -151,7 +151,7 @@ def accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, digits
 def said(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], *, greedy: bool
 ) -> list[str]:
-    """One reply to each prompt, with whatever tokens it has: `012358<eos>`."""
+    """Sample one reply to each prompt, special tokens included: `012358<eos>`."""
     generator = torch.Generator().manual_seed(0)
     ids_BT = torch.tensor(tokenizer(list(prompts)).input_ids)
     for _ in range(NUM_DIGITS + 1):
@@ -165,12 +165,12 @@ def said(
 
 
 def row_texts(digits: list[int]) -> tuple[str, str]:
-    """Prompt and answer of one row: `("385120>", "012358")`."""
+    """Return prompt and answer of one row: `("385120>", "012358")`."""
     return "".join(map(str, digits)) + ">", "".join(map(str, sorted(digits)))
 
 
 def write_rows(path: Path, digits_D: Tensor) -> None:
-    """One JSON object a line: `{"prompt": "385120>", "answer": "012358"}`."""
+    """Write one JSON object a line: `{"prompt": "385120>", "answer": "012358"}`."""
     rows = (dict(zip(("prompt", "answer"), row_texts(d), strict=True)) for d in digits_D.tolist())
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -1,4 +1,4 @@
-"""A character tokenizer in the Hugging Face format: one id per character, no start token, `<eos>` ends an answer."""
+"""Character tokenizer in the Hugging Face format: one id per character, no start token, `<eos>` ends an answer."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from transformers import PreTrainedTokenizerFast
 
 PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = string.digits + string.ascii_letters + " \n!\"#$%&'()*+,-./:;<=>?[]|"
-"""What the policy can read and write; with the two special tokens, a vocabulary of 90."""
+"""Characters of the policy; with the two special tokens, a vocabulary of 90."""
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer; `save_pretrained` puts it beside a model, where `AutoTokenizer` finds it.
+    """Build the tokenizer; `save_pretrained` saves it beside a model for `AutoTokenizer`.
 
-    `385120>` becomes seven ids. A character outside `CHARACTERS` raises: there is no unknown token to hide it.
+    `385120>` becomes seven ids. A character outside `CHARACTERS` raises, because there is no unknown token.
     """
     vocabulary = {symbol: index for index, symbol in enumerate([PAD, EOS, *CHARACTERS])}
     core = Tokenizer(models.WordLevel(vocabulary))

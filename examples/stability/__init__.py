@@ -1,1 +1,1 @@
-"""What staleness does to training, and what gradient alignment control does about it, measured."""
+"""Measured effects of staleness on training, and of gradient alignment control."""

@@ -1,12 +1,12 @@
-"""`python -m examples.stability`: run what is not done yet, then write the table and draw.
+"""`python -m examples.stability`: run the missing runs, then write the table and draw.
 
     python -m examples.stability                the grid: 90 runs of about 15 CPU-seconds
-    python -m examples.stability --corrections  eight ways to account for age at staleness 0, 4 and 16: 72 such runs
-    python -m examples.stability --search       54 such runs, 10 of 2 CPU-minutes; then the winners, on two seeds that
-                                                had no part in choosing them: 28 and 28
-    python -m examples.stability --quick        a few short runs, to see that all of it works
+    python -m examples.stability --corrections  eight corrections for age at staleness 0, 4 and 16: 72 such runs
+    python -m examples.stability --search       54 such runs, 10 of 2 CPU-minutes; then the winners, on two seeds
+                                                outside the search: 28 and 28
+    python -m examples.stability --quick        a few short runs, to check that everything works
 
-Each run that ended is a line of `results.jsonl` in the folder, so that a study can be interrupted and goes on.
+Each finished run is a line of `results.jsonl` in the folder, so that an interrupted study can continue.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def _ran(rows: Sequence[Row], results: Results, jobs: int) -> Sequence[Row]:
-    """The same rows, once all of their runs are in the file."""
+    """Return the rows, once all of their runs are in the file."""
     run_all((run for row in rows for run in row.runs), results, jobs=jobs)
     return rows
 

@@ -1,4 +1,4 @@
-"""What the loss makes of a token's age: the algorithms that the lab compares, by the name under which a run has one."""
+"""Algorithms that the lab compares, by name; they differ in their correction for a token's age."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DEFAULT = "none"
-"""GRPO as it comes: no correction, because its ratio, clipped, is against the sampler."""
+"""GRPO with its defaults: no correction, because its clipped ratio is against the sampler."""
 BLIND = "age ignored"
 
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
 class Blind(GRPO):
-    """GRPO that takes every sample for a fresh one: its gradient is that of the advantage times the logprob, whatever
-    the age."""
+    """GRPO that treats every sample as fresh: its gradient is the advantage times that of the logprob, at any age."""
 
     def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
         return super().loss(logprobs_N, replace(batch, behavior_logprobs_N=batch.proximal_logprobs_N))
@@ -44,4 +43,4 @@ ALGORITHMS: Mapping[str, PolicyGradient] = {
     "gspo": GSPO(),
     BLIND: Blind(),
 }
-"""GRPO with the correction of that name, or another algorithm with its own defaults."""
+"""GRPO with the correction of that name, or another algorithm with its defaults."""

@@ -1,8 +1,8 @@
-"""One training run whose samples are exactly so many versions old, in one process and without Ray.
+"""One training run whose samples have an exact age in versions, in one process and without Ray.
 
-Everything is what a real run uses: the FSDP back-end, the algorithm, the local engine, gradient alignment control. Only
-the asynchrony is made by hand, so that it is exact and repeatable: the engine is given the weights of `staleness`
-versions ago before each step. At the end it is given the final weights, and answers tasks that were never trained.
+All parts are those of a real run: the FSDP back-end, the algorithm, the local engine, gradient alignment control. Only
+the asynchrony is simulated, so that it is exact and repeatable: before each step the engine loads the weights of
+`staleness` versions ago. At the end it loads the final weights and answers held-out tasks.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ if TYPE_CHECKING:
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=7)
 MAX_CONTEXT = 16
 MAX_TOKENS = 16384
-"""Of a micro-batch; every batch here fits in one."""
+"""Tokens of a micro-batch; every batch here fits in one."""
 EDITION = 3
-"""Of what a run does: raise it with any change to this folder, an algorithm or the trainer that changes its outcome, so
-that runs of before are not taken for runs of now."""
+"""Edition of the lab. Raise it with any change to this folder, an algorithm or the trainer that changes outcomes, so
+that old runs do not count as current ones."""
 EXAM_GROUPS, EXAM_SIZE, EXAM_SEED = 32, 8, 1_000_003
-"""Held-out tasks that the final weights answer, how often each, and the seed they are sampled with in every run."""
+"""Number of held-out tasks for the final weights, samples of each, and their seed in every run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is run. The recipe is that of `examples/sort` at half its batch."""
+    """Settings of a run. The recipe is that of `examples/sort` at half its batch."""
 
     seed: int = 0
     staleness: int = 0
     algorithm: str = DEFAULT
-    """One of `ALGORITHMS`: what the loss makes of the age of a token."""
+    """One of `ALGORITHMS`, with its correction for the age of a token."""
     gac: GAC = field(default_factory=GAC)
     groups: int = 16
     group_size: int = 8
@@ -65,25 +65,25 @@ class Run:
     edition: int = EDITION
 
     def sampled_from(self, version: PolicyVersion) -> PolicyVersion:
-        """The version that samples what `version` trains on: itself in the steps that calibrate; afterwards
-        `staleness` versions ago, but none from before."""
+        """Version that samples the data of `version`: the same version in calibration steps, then `staleness` versions
+        earlier, but none from before."""
         first = self.gac.synchronous_steps
         return version if version < first else max(first, version - self.staleness)
 
     @property
     def key(self) -> str:
-        """Tells runs apart, also those read from a file."""
+        """Key that identifies a run, also one read from a file."""
         return json.dumps(asdict(self), sort_keys=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a run reports."""
+    """Figures of a run."""
 
     rewards: list[float] = field(default_factory=list)
-    """Mean reward of the samples that each step trains on: of the version that sampled, `Run.sampled_from`."""
+    """Mean reward of the samples of each step, from the version `Run.sampled_from`."""
     metrics: dict[str, list[float | None]] = field(default_factory=dict)
-    """Those of `KEPT`, by step; None where a step has none."""
+    """Metrics of `KEPT`, by step; None where a step has none."""
     final_reward: float = 0.0
     """Mean reward of the final weights on held-out tasks."""
     cpu_s: float = 0.0
@@ -102,7 +102,7 @@ KEPT = (
 
 
 def train(run: Run) -> Outcome:
-    """Train the tiny policy as `run` says; the same run gives the same outcome, bit for bit."""
+    """Train the tiny policy with the settings of `run`; the same run gives the same outcome, bit for bit."""
     torch.set_num_threads(1)
     disable_progress_bar()
     began = time.process_time()
@@ -143,14 +143,14 @@ async def _trained(run: Run, folder: Path) -> Outcome:
 
 
 class Task(NamedTuple):
-    """A row of the task, tokenised."""
+    """Tokenised row of the task."""
 
     prompt_ids: tuple[int, ...]
     answer: str
 
 
 class Sampler:
-    """The local engine, and the tasks in the order in which they are issued."""
+    """Local engine, and the tasks in order of issue."""
 
     def __init__(self, run: Run, folder: Path) -> None:
         self._run = run
@@ -175,14 +175,14 @@ class Sampler:
             await self._engine.resume()
 
     async def groups_of(self, step: int) -> list[Group]:
-        """The groups that step number `step` trains, scored; their payloads are in them."""
+        """Return the scored groups of step number `step`, with their payloads."""
         run = self._run
         group_ids = range(step * run.groups, (step + 1) * run.groups)
         tasks = {group_id: self._tasks[group_id % len(self._tasks)] for group_id in group_ids}
         return await self._groups(tasks, run.group_size, run.seed)
 
     async def exam(self) -> list[Group]:
-        """Groups of held-out tasks, scored; the same tasks and seeds whatever was trained."""
+        """Return scored groups of held-out tasks; the same tasks and seeds in every run."""
         return await self._groups(dict(enumerate(self._held_out)), EXAM_SIZE, EXAM_SEED)
 
     async def close(self) -> None:
@@ -194,7 +194,6 @@ class Sampler:
         return [Task(tuple(self._tokenizer(row["prompt"]).input_ids), row["answer"]) for row in rows]
 
     async def _groups(self, tasks: Mapping[int, Task], group_size: int, seed: int) -> list[Group]:
-        """One group for each task, by its group_id."""
         places = [(group_id, member) for group_id in tasks for member in range(group_size)]
         episodes = await asyncio.gather(*(self._episode(tasks[s], f"{s}/{m}", seeded(seed, s, m)) for s, m in places))
         payloads = [tuple(episodes[i : i + group_size]) for i in range(0, len(episodes), group_size)]
@@ -221,7 +220,7 @@ class Sampler:
 
 
 def seeded(seed: int, group_id: int, member: int) -> int:
-    """The seed that one member of a group is sampled with."""
+    """Return the sampling seed of one member of a group."""
     return request_seed(group_seed(seed, group_id), member, 0)
 
 

@@ -1,12 +1,12 @@
-"""Descent on a quadratic with old gradients: what staleness does, where the answer is known in closed form.
+"""Descent on a quadratic with stale gradients, where the effect of staleness has a closed form.
 
 On curvature λ, with gradients s steps old and a learning rate η, a coordinate follows
 
     x[t+1] = x[t] - η λ x[t-s]
 
 whose modes are the roots z of z^(s+1) - z^s + η λ. At the largest η λ that is stable they lie on the unit circle, at
-the angle π / (2 s + 1): gradients then turn by that angle a step. So the cosine of consecutive gradients tells how near
-the limit is: -1 for s = 0, .5 for 1, .94 for 4, .995 for 16.
+the angle π / (2 s + 1): gradients then turn by that angle a step. So the cosine of consecutive gradients shows the
+distance from the limit: -1 for s = 0, .5 for 1, .94 for 4, .995 for 16.
 
 Shape suffix: `D` coordinates.
 """
@@ -26,16 +26,16 @@ from algorithms.gac import GAC
 from rlsys.stabilizer import StabilizerPlugin
 
 CONTROL = GAC(enabled=True, c_low=0.15, c_high=0.4)
-"""Thresholds that fit `Problem`: fresh gradients there are mostly noise, and the cosine of noise in 200 dimensions has
-a standard deviation of .07. The defaults, .05 and .3, would project half of all fresh gradients, for 3 % more loss."""
+"""Thresholds for `Problem`: fresh gradients there are mostly noise, and the cosine of noise in 200 dimensions has a
+standard deviation of .07. The defaults, .05 and .3, would project half of all fresh gradients, for 3 % more loss."""
 NAME = "x"
-"""The one parameter."""
+"""Name of the only parameter."""
 GONE = 1e12
 """A loss above this has diverged."""
 
 
 def stability_limit(staleness: int) -> float:
-    """The η λ below which descent on gradients that old converges: 2 sin(π / (2 (2 s + 1))).
+    """Return the η λ below which descent on gradients of that staleness converges: 2 sin(π / (2 (2 s + 1))).
 
     From z = e^iφ in the roots above: z^s (1 - z) = η λ is real and positive only for φ = π / (2 s + 1), and |1 - z| is
     then 2 sin(φ / 2).
@@ -44,12 +44,12 @@ def stability_limit(staleness: int) -> float:
 
 
 def boundary_cosine(staleness: int) -> float:
-    """The cosine of consecutive gradients at that limit: cos(π / (2 s + 1))."""
+    """Return the cosine of consecutive gradients at that limit: cos(π / (2 s + 1))."""
     return cos(pi / (2 * staleness + 1))
 
 
 def growth(step_size: float, staleness: int) -> float:
-    """By what the largest mode grows in a step with η λ = `step_size`; descent converges if it is less than 1."""
+    """Return the growth per step of the largest mode with η λ = `step_size`; descent converges if it is less than 1."""
     coefficients = np.zeros(staleness + 2)
     coefficients[0] = 1
     coefficients[1] -= 1
@@ -59,8 +59,8 @@ def growth(step_size: float, staleness: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """½ Σ λ x² over `num_coordinates` curvatures evenly between 0 and 1, from a standard normal start; the gradient
-    carries normal noise. At this rate the stiffest coordinates are stable up to a staleness of 5."""
+    """½ Σ λ x² over `num_coordinates` curvatures evenly between 0 and 1, from a standard normal start, with normal
+    noise in the gradient. At this rate the stiffest coordinates are stable up to a staleness of 5."""
 
     num_coordinates: int = 200
     rate: float = 0.25
@@ -75,7 +75,7 @@ class Problem:
 
 @dataclass(slots=True)
 class Descent:
-    """What happened, one entry per step; it ends early where it diverged."""
+    """Record of a descent, one entry per step; it ends early on divergence."""
 
     losses: list[float] = field(default_factory=list)
     cosines: list[float] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Descent:
 
 
 def descend(problem: Problem, staleness: int, control: StabilizerPlugin) -> Descent:
-    """Noisy gradient descent from a random point; a stabilizer steers it as it would a training run."""
+    """Run noisy gradient descent from a random point, with a stabilizer as in a training run."""
     chance = torch.Generator().manual_seed(problem.seed)
     start_D = torch.randn(problem.num_coordinates, generator=chance)
     versions = [start_D] * (staleness + 1)
@@ -113,9 +113,9 @@ def follow(
     control: StabilizerPlugin,
     num_steps: int,
 ) -> Descent:
-    """Descend from the last of `versions`; each gradient is taken at the oldest, so the staleness is one less than
-    there are. Only the steps that `control` must see fresh come before that; what is older than them is then forgotten,
-    as the queue of a training run does."""
+    """Descend from the last of `versions`, with each gradient at the oldest: the staleness is their number minus one.
+    The steps that `control` must see fresh come first; older versions are then dropped, as by the queue of a training
+    run."""
     queue, x_D = deque(versions, maxlen=len(versions)), versions[-1]
     stabilizer = control.start({NAME: x_D})
     before_D = torch.zeros_like(x_D)
@@ -141,12 +141,12 @@ def follow(
 
 
 def alone(tensor: Tensor) -> Tensor:
-    """The all-reduce of one rank."""
+    """All-reduce of one rank."""
     return tensor
 
 
 class Direction:
-    """The `Updates` of plain gradient descent, in one piece: the direction is the gradient."""
+    """`Updates` of plain gradient descent, in one piece: the direction is the gradient."""
 
     name = NAME
 

@@ -1,4 +1,4 @@
-"""Tables and pictures of runs that are done."""
+"""Tables and pictures of finished runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from examples.stability.results import outcomes_of
 from examples.stability.studies import Row
 
 EARLY = 40
-"""Asynchronous steps at the start that the early cosine is the mean of."""
+"""Number of first asynchronous steps whose mean is the early cosine."""
 HEADER = (
     "| batch | algorithm | staleness | GAC | final reward | collapse at version | cosine, first 40 asynchronous steps "
     "| safe / projected / skipped | update cosine |\n|---|---|---|---|---|---|---|---|---|\n"
@@ -35,19 +35,18 @@ QUADRATIC = {
 
 
 def table(rows: Sequence[Row], done: dict[str, Outcome]) -> str:
-    """Markdown: one line per row with any run done, medians over seeds."""
+    """Build a Markdown table: one line per row with a finished run, medians over seeds."""
     lines = [_line(row, outcomes) for row in rows if (outcomes := outcomes_of(row.runs, done))]
     return HEADER + "".join(lines)
 
 
 def final_reward(row: Row, done: dict[str, Outcome]) -> float:
-    """Of the final weights on held-out tasks, median over seeds."""
+    """Return the reward of the final weights on held-out tasks, median over seeds."""
     return median(outcome.final_reward for outcome in outcomes_of(row.runs, done))
 
 
 def learning_curve(run: Run, rewards: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Versions that sampled, and the mean reward of what they sampled; the last versions of a stale run are not among
-    them."""
+    """Return the sampling versions and the mean reward of their samples; a stale run has none of its last versions."""
     by_version: dict[int, list[float]] = {}
     for step, reward in enumerate(rewards):
         by_version.setdefault(run.sampled_from(step), []).append(reward)
@@ -55,7 +54,7 @@ def learning_curve(run: Run, rewards: Sequence[float]) -> tuple[list[int], list[
 
 
 def collapse_version(run: Run, outcome: Outcome) -> int | None:
-    """The version from which the mean reward of ten stays below half of what it had reached; None if it does not."""
+    """Return the version from which the mean reward of ten stays below half of its earlier peak; None without one."""
     versions, rewards = learning_curve(run, outcome.rewards)
     peak, fell = 0.0, None
     for version, mean in zip(versions, running_mean(rewards), strict=True):
@@ -70,7 +69,7 @@ def collapse_version(run: Run, outcome: Outcome) -> int | None:
 def _line(row: Row, outcomes: Sequence[Outcome]) -> str:
     run, finals = row.run, [o.final_reward for o in outcomes]
     collapses = [str(version) for o in outcomes if (version := collapse_version(run, o)) is not None]
-    start = max(1, run.gac.synchronous_steps)  # the first gradient has none before it
+    start = max(1, run.gac.synchronous_steps)  # the first gradient has no previous one
     cells = (
         f"{run.groups} x {run.group_size}",
         run.algorithm,
@@ -86,14 +85,14 @@ def _line(row: Row, outcomes: Sequence[Outcome]) -> str:
 
 
 def _regimes(run: Run, outcomes: Sequence[Outcome]) -> list[float]:
-    """Share of asynchronous steps in each regime; what a cosine called for, where nothing was done."""
+    """Return the share of asynchronous steps in each regime, acted upon or not."""
     first = run.gac.synchronous_steps
     found = [value for o in outcomes for value in o.metrics["gac/regime"][first:]]
     return [found.count(regime) / max(1, len(found)) for regime in range(3)]
 
 
 def _mean(values: Sequence[float | None]) -> float:
-    """Of those steps that have a value; 0 if none has."""
+    """Average over the steps with a value; 0 if none has."""
     given = [value for value in values if value is not None]
     return fmean(given) if given else 0.0
 
@@ -105,8 +104,7 @@ COSINE = "cosine of consecutive gradients,\nmean of ten steps and of all seeds"
 
 
 def draw_grid(rows: Sequence[Row], done: dict[str, Outcome], folder: Path) -> None:
-    """The pictures of the grid, as PNG files in `folder`: a panel for each algorithm and staleness, a line for each
-    control."""
+    """Draw the grid as PNG files in `folder`: a panel for each algorithm and staleness, a line for each control."""
     panels: dict[str, dict[int, list[tuple[str, Row]]]] = {}
     for row in rows:
         line = (f"GAC {row.label}", row)
@@ -117,7 +115,7 @@ def draw_grid(rows: Sequence[Row], done: dict[str, Outcome], folder: Path) -> No
 
 
 def draw_corrections(rows: Sequence[Row], done: dict[str, Outcome], folder: Path) -> None:
-    """The picture of the comparison: a panel for each staleness, a line for each algorithm."""
+    """Draw the comparison: a panel for each staleness, a line for each algorithm."""
     panels: dict[int, list[tuple[str, Row]]] = {}
     for row in rows:
         panels.setdefault(row.run.staleness, []).append((row.run.algorithm, row))
@@ -143,7 +141,7 @@ def _draw_lines(
     what: str,
     draw: Callable[[Axes, Row, Sequence[Outcome], str, str], None],
 ) -> None:
-    """Panels by name, downwards, and staleness, to the right."""
+    """Draw panels by name, downwards, and staleness, to the right."""
     width = max(map(len, panels.values()))
     figure = Figure(figsize=(3.2 * width, 2.7 * len(panels) + 0.5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -162,13 +160,13 @@ def _draw_lines(
 
 
 def _colour(panels: Mapping[str, Mapping[int, Sequence[tuple[str, Row]]]], label: str) -> str:
-    """The same for a label in every panel."""
+    """Return the colour of a label, equal in every panel."""
     labels = dict.fromkeys(label for of_row in panels.values() for lines in of_row.values() for label, _ in lines)
     return COLOURS[list(labels).index(label)]
 
 
 def draw_quadratic(path: Path) -> None:
-    """The limit of stability, the cosine there, and noisy descent at staleness 16."""
+    """Draw the limit of stability, the cosine there, and noisy descent at staleness 16."""
     figure = Figure(figsize=(12, 3.5), layout="constrained")
     FigureCanvasAgg(figure)
     limits, cosines, losses = figure.subplots(1, 3)
@@ -192,7 +190,7 @@ def draw_quadratic(path: Path) -> None:
 
 
 def quadratic_table(staleness: Iterable[int] = (0, 1, 2, 4, 8, 16, 32)) -> str:
-    """Markdown: the closed form, and the mean loss and cosine of the last 100 steps of noisy descent."""
+    """Build a Markdown table: the closed form, and the mean loss and cosine of the last 100 steps of noisy descent."""
     lines = [
         f"| staleness | limit of η λ | cosine there | {' | '.join(f'{name}: loss, cosine' for name in QUADRATIC)} |"
     ]

@@ -1,4 +1,4 @@
-"""Runs that are done, one JSON object a line, so that a study can be interrupted and goes on."""
+"""Finished runs, one JSON object a line, so that an interrupted study can continue."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from examples.stability.lab import EDITION, Outcome, Run, train
 
 
 class Results:
-    """The file; each run in it has ended."""
+    """File of finished runs."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def read(self) -> dict[str, Outcome]:
-        """What was reported, by `Run.key`. Runs of another edition are left out, and so is a line that was cut off as
-        it was written."""
+        """Read the outcomes, by `Run.key`, without runs of another edition and without an incomplete last line."""
         if not self._path.exists():
             return {}
         lines = self._path.read_text().split("\n")[:-1]
@@ -29,14 +28,14 @@ class Results:
         return {json.dumps(row["run"], sort_keys=True): Outcome(**row["outcome"]) for row in rows}
 
     def add(self, run: Run, outcome: Outcome) -> None:
-        """Write one more down."""
+        """Append a run."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a") as file:
             file.write(json.dumps({"run": asdict(run), "outcome": asdict(outcome)}) + "\n")
 
 
 def run_all(runs: Iterable[Run], results: Results, *, jobs: int) -> None:
-    """Run what is not done yet, `jobs` at a time, each in a process of its own for the whole study."""
+    """Run the missing runs, `jobs` at a time, in `jobs` processes that last for the whole study."""
     done = results.read()
     todo = [run for run in dict.fromkeys(runs) if run.key not in done]
     print(f"{len(todo)} runs to do, {len(done)} in the file", file=sys.stderr, flush=True)
@@ -52,5 +51,5 @@ def run_all(runs: Iterable[Run], results: Results, *, jobs: int) -> None:
 
 
 def outcomes_of(runs: Sequence[Run], done: dict[str, Outcome]) -> list[Outcome]:
-    """Those of these runs that are done."""
+    """Return the outcomes of the finished ones of these runs."""
     return [done[run.key] for run in runs if run.key in done]

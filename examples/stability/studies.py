@@ -1,4 +1,4 @@
-"""What is compared: the grid of the lab, the algorithms, and the search for settings in which control pays."""
+"""Studies: the grid of the lab, the algorithms, and the search for settings in which control helps."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from examples.stability.algorithms import ALGORITHMS, BLIND, DEFAULT
 from examples.stability.lab import Run
 
 CALIBRATED_ON = 20
-"""Synchronous steps that thresholds are set from."""
+"""Synchronous steps for the calibration of thresholds."""
 WATCHED_AFTER_THEM = GAC(calibrate_steps=CALIBRATED_ON)
-"""The same synchronous start, and nothing done: what a calibrated control is to be compared with."""
+"""Baseline of a calibrated control: the same synchronous start, without action."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of a table: the same run on several seeds."""
+    """Line of a table: the same run on several seeds."""
 
     label: str
-    """What is done about gradients."""
+    """Name of the control."""
     runs: tuple[Run, ...]
 
     @property
     def run(self) -> Run:
-        """The first of them, for what they share."""
+        """First run, for the settings that all share."""
         return self.runs[0]
 
     def on(self, seeds: Sequence[int]) -> Row:
-        """The same on other seeds."""
+        """Return the same row on other seeds."""
         return _row(self.label, self.run, seeds)
 
 
@@ -43,7 +43,7 @@ ARMS: Mapping[str, GAC] = {
 
 
 def grid(seeds: Sequence[int], steps: int = 160, staleness: Sequence[int] = (0, 4, 16, 32)) -> list[Row]:
-    """Staleness x correction x control."""
+    """Build the rows of staleness x correction x control."""
     return [
         _row(label, Run(staleness=s, algorithm=algorithm, gac=gac, steps=steps), seeds)
         for algorithm in (DEFAULT, BLIND)
@@ -54,13 +54,13 @@ def grid(seeds: Sequence[int], steps: int = 160, staleness: Sequence[int] = (0, 
 
 
 def corrections(seeds: Sequence[int], staleness: Sequence[int] = (0, 4, 16)) -> list[Row]:
-    """What losses make of age, against staleness, without control."""
+    """Build the rows of corrections against staleness, without control."""
     return [_row("off", Run(staleness=s, algorithm=algorithm), seeds) for s in staleness for algorithm in ALGORITHMS]
 
 
 def search(seeds: Sequence[int]) -> list[Row]:
-    """At staleness 8 and 16: thresholds, placement, skips, with and without a ratio; and at 0 without control. In a
-    large batch, which is eight times the work, at 16 with a few of them, last."""
+    """Build the rows of the search. At staleness 8 and 16: thresholds, placement, skips, with and without a ratio; at
+    0: no control. The last rows use a batch with eight times the work, at 16, with a few of the controls."""
     large = Run(groups=64, group_size=16, lr=6e-4)
     rows = []
     for base, controls, stale in ((SMALL, SEARCHED, (8, 16)), (large, SEARCHED_LARGE, (16,))):
@@ -75,8 +75,8 @@ def search(seeds: Sequence[int]) -> list[Row]:
 
 
 def confirmed(searched: Sequence[Row], reward_of: Callable[[Row], float], seeds: Sequence[int]) -> list[Row]:
-    """For each setting of a search in the small batch its runs without control and the one that did best with it, on
-    seeds that had no part in choosing it."""
+    """Return, for each setting of the small-batch search, its runs without control and with the best control, on seeds
+    outside the search."""
     rows = []
     small = [row for row in searched if row.run.groups == SMALL.groups]
     for _, of_setting in groupby(small, key=lambda row: (row.run.algorithm, row.run.staleness)):

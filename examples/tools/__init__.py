@@ -1,1 +1,1 @@
-"""Multiplying with a calculator: the tiny policy learns to call a tool for what it cannot do in its head."""
+"""Multiplication with a calculator: the tiny policy learns to call a tool for products that it cannot compute."""

@@ -1,9 +1,9 @@
-"""A calculator, and a workflow that offers it in characters that the tiny policy can write.
+"""A calculator, and a workflow that offers it in characters of the tiny policy.
 
-    31*49=  ?31*49<eos>  1519>  1519<eos>      told, said, told, said
+    31*49=  ?31*49<eos>  1519>  1519<eos>      prompt, reply, prompt, reply
 
 A reply that begins with `?` calls the calculator; any other is the answer. A policy with a chat template needs none of
-this: `{type: tool_use, tools: [examples.tools.calculator:calculator]}` offers the same function in the template's way.
+this: `{type: tool_use, tools: [examples.tools.calculator:calculator]}` offers the same function by the template.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOOLS = Toolbox(calculator)
 
 
 class WithCalculator(Workflow):
-    """One agent that may ask the calculator before it answers."""
+    """Workflow of one agent that may call the calculator before it answers."""
 
     async def run(self, session: Session) -> None:
         agent = session.agent("policy")

@@ -1,8 +1,8 @@
 """Make the tiny policy and its products: `python -m examples.tools.prepare --out DIR --seed N`.
 
-It is shown calls of the calculator first, and then what three in four of its demonstrations do: multiply in the head,
-rightly. The policy is far too small to learn that; it can copy a product into a call, and the result out of it. So it
-begins with what most of its teachers did, and calling the tool is what pays.
+It first imitates calls of the calculator. Then three in four of its demonstrations give the correct product without a
+call. The policy is far too small to learn products; it can copy one into a call, and the result from the reply. So it
+starts by imitating the majority, while only calls of the tool are rewarded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from examples.imitation import prepare as fill
 from examples.tools.calculator import CALL, TOLD, calculator
 
 CALLING = 0.25
-"""Share of the demonstrations that it ends with that ask the calculator."""
+"""Share of the final demonstrations that call the calculator."""
 
 
 def prepare(out: Path, recipe: Recipe) -> None:
@@ -29,12 +29,12 @@ def prepare(out: Path, recipe: Recipe) -> None:
 
 
 def new_product(rng: Random) -> str:
-    """`31*49`: two numbers of two digits."""
+    """Draw `31*49`: two numbers of two digits."""
     return f"{rng.randrange(10, 100)}*{rng.randrange(10, 100)}"
 
 
 def demonstration(rng: Random, is_careless: bool) -> Demonstration:
-    """A product, and its value from the calculator; if careless, three times in four from the head."""
+    """Draw a product, and its value from the calculator; if careless, three times in four without a call."""
     asked = new_product(rng)
     value = calculator(asked)
     if not is_careless or rng.random() < CALLING:

@@ -1,1 +1,1 @@
-"""A proposer and a solver, each a policy of its own."""
+"""A proposer and a solver, each with a separate policy."""

@@ -17,7 +17,7 @@ NUM_DIGITS = 6
 
 
 def is_sorted(task: str, reply: str) -> float:
-    """1 for the digits of the task in ascending order, else 0."""
+    """Return 1 for the digits of the task in ascending order, else 0."""
     return float(reply == "".join(sorted(task)))
 
 

@@ -1,8 +1,8 @@
 """Make two tiny policies: `python -m examples.two_policies.prepare --out DIR --seed N`.
 
-Both are warm-started on a mixture, so that each has something to find. The solver sorts half of its tasks right, a
-quarter the wrong way round, and copies a quarter. Of the proposer's tasks a quarter is six different digits, half is
-one digit six times, which every solver gets right, and a quarter is no task.
+Both are warm-started on a mixture, so that each can improve. The solver sorts half of its tasks correctly, a quarter in
+descending order, and copies a quarter. Of the proposer's tasks a quarter has six different digits, half one digit six
+times, which every solver gets right, and a quarter is no task.
 
 Writes into DIR: `proposer/` and `solver/` (safetensors, tokenizer), and `train.jsonl`.
 """
@@ -23,7 +23,7 @@ from examples.two_policies.play import NUM_DIGITS
 
 DIGITS = "0123456789"
 ASKED = "6?"
-"""What the proposer is told."""
+"""Prompt of the proposer."""
 NUM_TASKS = 4096
 
 
@@ -43,7 +43,7 @@ def prepare(out: Path, seed: int) -> None:
 
 
 def write_policy(folder: Path, demonstrate: Demonstrator, recipe: Recipe) -> None:
-    """A tiny policy that imitates these demonstrations, with its tokenizer."""
+    """Train a tiny policy on these demonstrations, and save it with its tokenizer."""
     tokenizer = build_tokenizer()
     model = new_model(tokenizer, recipe.seed)
     imitate(model, tokenizer, demonstrate, recipe)
@@ -52,7 +52,7 @@ def write_policy(folder: Path, demonstrate: Demonstrator, recipe: Recipe) -> Non
 
 
 def proposal(rng: Random) -> Demonstration:
-    """One of the proposer's."""
+    """Draw a demonstration of the proposer."""
     kind = rng.random()
     if kind < 0.25:
         said = "".join(rng.sample(DIGITS, NUM_DIGITS))
@@ -64,7 +64,7 @@ def proposal(rng: Random) -> Demonstration:
 
 
 def solution(rng: Random) -> Demonstration:
-    """One of the solver's."""
+    """Draw a demonstration of the solver."""
     digits = [rng.choice(DIGITS) for _ in range(NUM_DIGITS)]
     right = sorted(digits)
     said = rng.choice([right, right, right[::-1], digits])

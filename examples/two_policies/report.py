@@ -1,7 +1,7 @@
-"""What a run came to: `python -m examples.two_policies.report runs/two_policies`.
+"""Report of a run: `python -m examples.two_policies.report runs/two_policies`.
 
-From the rollouts of the first and the last five steps: how many of the proposer's replies are a task of different
-digits, how many of the solver's answers to such tasks are right.
+From the rollouts of the first and the last five steps: the share of the proposer's replies that are a task of different
+digits, and the share of the solver's correct answers to such tasks.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ NUM_STEPS = 5
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Of some steps."""
+    """Shares over some steps."""
 
     proper: float
-    """Proposals that are tasks with more than one digit in them."""
+    """Share of proposals that are tasks with more than one digit in them."""
     right: float
-    """Answers to such tasks that are right."""
+    """Share of correct answers to such tasks."""
 
 
 def share_of(episodes: Sequence[Episode]) -> Share:
-    """Count over these episodes."""
+    """Compute the shares over these episodes."""
     proper = [episode for episode in episodes if _is_proper(_proposal(episode))]
     rewards = [t.reward or 0.0 for episode in proper for t in episode.trajectories[1:]]
     return Share(len(proper) / len(episodes), fmean(rewards) if rewards else float("nan"))
 
 
 def _proposal(episode: Episode) -> str:
-    """Nothing where the proposer had no turn."""
+    """Return the proposal; empty if the proposer had no turn."""
     return "".join(turn.text for turn in episode.trajectories[0].turns[:1])
 
 
@@ -46,7 +46,7 @@ def _is_proper(said: str) -> bool:
 
 
 def ends_of(run: Path) -> tuple[Share, Share]:
-    """The first and the last steps of a run."""
+    """Return the shares of the first and the last steps of a run."""
     paths = sorted((run / "policies" / "proposer" / "rollouts").iterdir())
     ends = (paths[:NUM_STEPS], paths[-NUM_STEPS:])
     first, last = ([e for path in end for record in read_rollouts(path) for e in record.episodes] for end in ends)

@@ -1,1 +1,1 @@
-"""The real driver on simulated workers and a virtual clock: what a cluster would do, before there is one."""
+"""Simulations of a cluster: the real driver on simulated workers and a virtual clock."""

@@ -1,4 +1,4 @@
-"""Pools of rollout replicas and reward workers that take the time a `FakeWorld` says, and fail where it says so."""
+"""Pools of rollout replicas and reward workers whose latencies and faults a `FakeWorld` defines."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ if TYPE_CHECKING:
     from rlsys.simulate.fake_world import FakeWorld
 
 GROUPS_AT_ONCE = 16
-"""Groups that fill a fake replica's cache."""
+"""Number of groups that fills the cache of a fake replica."""
 JUDGE_RAISED = "the judge raised"
 Spans = tuple[VersionSpan, ...]
 
 
 class Fault(Enum):
-    """What goes wrong in one call of a fake worker."""
+    """Fault of one call of a fake worker."""
 
     DIES = "dies"
-    """The worker is gone; calls fail until it is restarted."""
+    """The worker dies; calls fail until it is restarted."""
     HANGS = "hangs"
-    """No answer within the lease."""
+    """The call does not return within the lease."""
     WRONG_WEIGHTS = "wrong weights"
     """The rollout acknowledges a hash that was never published."""
     FAILS = "fails"
-    """The judge raises on every episode of the group."""
+    """The reward function raises on every episode of the group."""
 
 
 class FakePool:
-    """Named members that a fault takes down and `restart` replaces: `rollout-0` by `rollout-0.1`."""
+    """Pool of named members. A fault removes a member and `restart` replaces it: `rollout-0` by `rollout-0.1`."""
 
     def __init__(self, world: FakeWorld, kind: str, size: int, faults: Mapping[int, Fault]) -> None:
         self.world, self._faults = world, faults
@@ -64,7 +64,7 @@ class FakePool:
         return dict(self._given)
 
     async def restart(self, worker: str, on_recovery: Callable[[str, float], None]) -> None:
-        """Replace a member in the background, nothing to do if that is under way; waits only if none is alive."""
+        """Replace a member in the background, unless that has begun. Waits only if no member is alive."""
         if worker in self.members:
             self.members.remove(worker)
             self.restarted.append(worker)
@@ -86,7 +86,7 @@ class FakePool:
         on_recovery(worker, now() - began_s)
 
     async def _install(self, worker: str, successor: str) -> None:
-        """Make `successor` ready to take the place of `worker`."""
+        """Prepare `successor` to replace `worker`."""
 
     async def _call(self, phase: str, group_id: int, seconds: float) -> tuple[str, Fault | None]:
         await self._any_alive()
@@ -110,7 +110,7 @@ class FakePool:
 
 
 class FakeRollouts(FakePool):
-    """Implements `Rollouts`: episodes as `FakeWorld.play` has them, sampled from whatever version the relay holds."""
+    """Implement `Rollouts`: episodes from `FakeWorld.play`, sampled from the relay's newest version."""
 
     def __init__(
         self,
@@ -120,16 +120,16 @@ class FakeRollouts(FakePool):
         faults: Mapping[int, Fault] | None = None,
         rollout_s: Callable[[int], float] | None = None,
     ) -> None:
-        """What is not given is that of the world's rollouts."""
+        """Arguments that are not given default to the world's values."""
         faults = world.rollout_faults if faults is None else faults
         super().__init__(world, kind, size or world.num_replicas, faults)
         self._rollout_s = rollout_s or world.rollout_s
         self._versions: dict[int, PolicyVersion] = {}
-        """By group_id of a group that runs: the version it began on."""
+        """By id of a running group: the version at its start."""
         self._hosts: dict[int, str] = {}
-        """By group_id of a group that was moved: the member that goes on with it."""
+        """By id of a moved group: the member that continues it."""
         self._told: dict[str, PolicyVersion] = {}
-        """By member: the newest version of which a pull was reported."""
+        """By member: the newest version whose pull was reported."""
 
     async def run(self, assignment: Assignment) -> RolledOut:
         asked_s = now()
@@ -154,7 +154,7 @@ class FakeRollouts(FakePool):
         return [Acknowledged(m, held, self.world.hash(held)) for m in self.members]
 
     async def loads(self) -> Sequence[ReplicaLoad]:
-        """A replica is of the oldest version that runs there, else of the newest there is."""
+        """A replica reports the oldest version of its running groups, else the newest version."""
         newest = await self._pull(-1)
         return [self._load(member, newest) for member in self.members]
 
@@ -178,11 +178,11 @@ class FakeRollouts(FakePool):
         return await self.world.held(at_least)
 
     async def _take_in(self, assignment: Assignment) -> Mapping[str, PolicyVersion]:
-        """By policy: the version that the group begins on."""
+        """Return the version at the start of the group, by policy."""
         return {POLICY: await self._pull(assignment.version)}
 
     async def _spans(self, first: PolicyVersion) -> Spans:
-        """The versions of the three tokens that are sampled."""
+        """Return the versions of the three sampled tokens."""
         last = await self._pull(first) if self.world.weight_change == "inflight" else first
         return (VersionSpan(first, 3),) if first == last else (VersionSpan(first, 2), VersionSpan(last, 1))
 
@@ -206,7 +206,7 @@ class FakeRollouts(FakePool):
 
 
 class FakePinnedRollouts(FakeRollouts):
-    """Implements `PinnedRollouts`: samples from the version that `pin` named."""
+    """Implement `PinnedRollouts`: sample from the version given to `pin`."""
 
     def __init__(self, world: FakeWorld) -> None:
         super().__init__(world, "eval", world.num_eval_replicas, world.eval_faults, world.eval_s)
@@ -223,24 +223,23 @@ class FakePinnedRollouts(FakeRollouts):
 
 
 class FakeJointRollouts(FakeRollouts):
-    """Implements `SharedRollouts`: two episodes in which every policy says three tokens. A policy's weights change only
-    where a group asks for newer ones, and then to whatever version its relay holds. The first policy speaks for the
-    root, the others for subagents with a reward of their own. Latencies and faults are those of the first policy's
-    world."""
+    """Implement `SharedRollouts`: two episodes in which every policy samples three tokens. A policy's weights change
+    only when a group requires newer ones, and then to its relay's newest version. The first policy samples the root,
+    the others subagents with a reward. Latencies and faults are those of the first policy's world."""
 
     def __init__(
         self,
         worlds: Mapping[str, FakeWorld],
         speaks: Callable[[str, int], bool] = lambda policy, group_id: True,
     ) -> None:
-        """`speaks(policy, group_id)`: does it say anything in this group? The first one always does."""
+        """`speaks(policy, group_id)`: true if the policy samples in this group. The first policy always does."""
         self.worlds, self.speaks = worlds, speaks
         self._root, *_ = worlds
         super().__init__(worlds[self._root])
         self.assignments: list[Assignment] = []
-        """All that were rolled out, in order."""
+        """All assignments, in order."""
         self.held: dict[str, PolicyVersion] = dict.fromkeys(worlds, -1)
-        """By policy: the version that is in the replicas."""
+        """By policy: the version loaded in the replicas."""
 
     async def versions(self, policy: str = POLICY) -> Sequence[Acknowledged]:
         world, held = self.worlds[policy], self.held[policy]
@@ -268,7 +267,7 @@ class FakeJointRollouts(FakeRollouts):
 
 
 class FakeRewards(FakePool):
-    """Implements `Rewards` by `FakeWorld.scores`."""
+    """Implement `Rewards` by `FakeWorld.scores`."""
 
     def __init__(self, world: FakeWorld) -> None:
         super().__init__(world, "reward", 1, world.reward_faults)
@@ -292,11 +291,11 @@ class FakeRewards(FakePool):
 
 
 def said(policy: str, group_id: int, episode: int, spans: Spans, text: str) -> Trajectory:
-    """Three tokens of a policy, the same for the same group and episode."""
+    """Return three tokens of a policy, the same for the same group and episode."""
     turn = Turn((7, group_id % 97), (group_id % 97, episode, 1), (-0.5, -1.0, -0.25), spans, "stop", text)
     return Trajectory(policy, (turn,), policy=policy)
 
 
 def now() -> float:
-    """Seconds of the event loop."""
+    """Return the time of the event loop, in seconds."""
     return asyncio.get_running_loop().time()

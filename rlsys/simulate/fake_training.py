@@ -1,4 +1,4 @@
-"""Fake workers of training: actor, critic, reference and relays. Payloads are plain objects, weights a number."""
+"""Fake training workers: actor, critic, reference and relays. Payloads are plain objects, weights a number."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ if TYPE_CHECKING:
 
 
 class _FakeModel:
-    """What actor and critic have in common: they train what they fetched for the same plan, and nothing else."""
+    """Common base of actor and critic: a step trains exactly the groups that were fetched for its plan."""
 
     def __init__(self, world: FakeWorld) -> None:
         self.world = world
         self.fetched: Sequence[Group] = ()
-        """Groups of the step under way."""
         self._plan: BatchPlan | None = None
 
     async def fetch(self, groups: Sequence[Group], plan: BatchPlan) -> None:
@@ -41,7 +40,7 @@ class _FakeModel:
         assert self._plan is plan, "fetch comes first, for the same plan"
 
     def _check_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> None:
-        """What every step is owed: its data, and the columns that were made for it, one array per micro-batch."""
+        """Check that a step has its data, and the columns made for it, one array per micro-batch."""
         self._check_fetched(plan)
         made = {signal: column for signal, (of, column) in self.world.columns.items() if of is plan}
         assert columns == made, f"made for this step: {sorted(made)}, handed in: {sorted(columns)}"
@@ -54,17 +53,15 @@ class _FakeModel:
 
 
 class FakeActor(_FakeModel):
-    """Implements `Actor`: its weights are a number that depends on everything it trained, in order."""
+    """Implement `Actor`: its weights are a number that depends on all trained groups, in order."""
 
     def __init__(self, world: FakeWorld) -> None:
         super().__init__(world)
         self.version = 0
         self.num_seen = 0
-        """Steps that train the policy, seen by its stabilizer."""
+        """Number of policy steps that the stabilizer has seen."""
         self.last_step: tuple[BatchPlan, Mapping[Signal, Sequence[Ref]]] | None = None
-        """Plan and columns of the last step."""
         self.stall_s: list[float] = []
-        """Seconds of every publish."""
 
     async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
         self._check_step(plan, columns)
@@ -93,7 +90,7 @@ class FakeActor(_FakeModel):
         return Published(version, self.world.num_bytes, self.stall_s[-1])
 
     async def announce_again(self, version: PolicyVersion) -> None:
-        """Relays lose nothing here."""
+        """Do nothing: fake relays lose no version."""
 
     async def save(self, folder: Path) -> None:
         self.world.check_disk(folder)
@@ -130,7 +127,7 @@ class FakeActor(_FakeModel):
 
 
 class FakeCritic(_FakeModel):
-    """Implements `Critic`: it expects as much as it took steps, of every state."""
+    """Implement `Critic`: its value of every state is the number of its steps."""
 
     _fetching = "fetch_critic"
 
@@ -163,7 +160,7 @@ class FakeCritic(_FakeModel):
 
 
 class FakeRelays:
-    """Implements `Relays`: a version arrives as `FakeWorld.send` has it."""
+    """Implement `Relays`: versions arrive by `FakeWorld.send`."""
 
     def __init__(self, world: FakeWorld) -> None:
         self.world = world
@@ -185,7 +182,7 @@ class FakeRelays:
 
 
 class FakeReference:
-    """Implements `Reference` and `StepAnnotator`: every trained token gets logprob -1."""
+    """Implement `Reference` and `StepAnnotator`: every trained token gets logprob -1."""
 
     def __init__(self, world: FakeWorld) -> None:
         self.world = world
@@ -201,7 +198,7 @@ class FakeReference:
 
 
 def _columns(world: FakeWorld, groups: Sequence[Group], plan: BatchPlan, signal: Signal, value: float) -> list[Ref]:
-    """`value` for every trained token: per rank, a tuple for each of its micro-batches."""
+    """Return `value` for every trained token: per rank, a tuple for each of its micro-batches."""
     column: list[Ref] = [[(value,) * count for count in _num_trained(groups, plan, rank)] for rank in _ranks(plan)]
     world.columns[signal] = (plan, column)
     return column
@@ -212,14 +209,14 @@ def _ranks(plan: BatchPlan) -> range:
 
 
 def _num_trained(groups: Sequence[Group], plan: BatchPlan, rank: int) -> list[int]:
-    """Trained tokens of each micro-batch of a rank, updates in order."""
+    """Count the trained tokens of each micro-batch of a rank, in order of updates."""
     micro_batches = [batch for of_update in plan.of_rank(rank).updates for batch in of_update]
     episodes = [[(groups[r.group].episodes[r.episode], r) for r in batch.samples] for batch in micro_batches]
     return [sum(e.trajectories[r.trajectory].samples[r.sample].num_trained for e, r in batch) for batch in episodes]
 
 
 def _payload(group: Group) -> tuple[Episode, ...]:
-    """The episodes; none where a profile says how long they are, and no more."""
+    """Return the episodes; none for a simulated group, which has only lengths."""
     assert isinstance(group.payload, tuple | None)
     return group.payload or ()
 

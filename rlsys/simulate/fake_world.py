@@ -1,4 +1,4 @@
-"""A make-believe cluster: what its workers share, and what a test may set and look at."""
+"""Fake cluster for tests and simulations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardAsAdvantage(Algorithm):
-    """An algorithm whose advantages are the rewards: for tests of everything around it."""
+    """Algorithm whose advantages are the rewards, for tests of other parts."""
 
     group_size: int = 2
     tolerates: int | None = None
@@ -49,35 +49,35 @@ class RewardAsAdvantage(Algorithm):
 
 
 async def three_tokens(assignment: Assignment, index: int, spans: Spans, worker: str) -> Episode:
-    """An episode of one turn, the same for the same group and index."""
+    """Return an episode of one turn, the same for the same group and index."""
     return Episode((said(POLICY, assignment.group_id, index, spans, f"{assignment.group_id}/{index}"),))
 
 
 @dataclass
 class FakeWorld:
-    """One make-believe cluster: what its workers share, and what a test may set and look at."""
+    """One fake cluster: the state that its workers share, its settings and its records for tests."""
 
     num_replicas: int = 2
     rollout_s: Callable[[int], float] = lambda group_id: 1.0
-    """Seconds to roll out group `group_id`."""
+    """Seconds to roll out a group."""
     reward_s: Callable[[int], float] = lambda group_id: 0.1
     annotate_s: Callable[[int], float] = lambda group_id: 0.1
     """Seconds to add a signal to one group."""
     train_s: Callable[[int], float] = lambda version: 1.0
-    """Seconds of the step that trains `version`."""
+    """Seconds of the step that starts from a version."""
     critic_s: Callable[[int], float] = lambda step: 0.0
-    """Seconds of the critic's step, counted from 0."""
+    """Seconds of the critic's step, numbered from 0."""
     columns_s: float = 0.0
-    """Seconds of the critic to make the column of a step."""
+    """Seconds to make a column of the critic for a step."""
     record_s: float = 0.0
     """Seconds to write the rollouts of a step."""
     num_bytes: int = 4
-    """Bytes of one version."""
+    """Size of one version."""
     publish_s: float = 0.1
     broadcast_s: float = 0.0
-    """Seconds from the end of a publish until the relay holds the version."""
+    """Seconds from the end of a publish to its arrival at the relay."""
     relay_deaths_s: Sequence[float] = ()
-    """Times of the event loop at which a relay dies. Others hold what it held, so nobody waits for it."""
+    """Times of the event loop at which a relay dies. Other relays keep its version, so no worker waits for it."""
     restart_s: float = 1.0
     lease_s: float = 100.0
     weight_change: str = "between"
@@ -86,54 +86,54 @@ class FakeWorld:
     judge: Callable[[Task, Group], Iterable[Score]] | None = None
     """Scores of a group, instead of `reward`."""
     play: Callable[[Assignment, int, Spans, str], Awaitable[Episode]] = three_tokens
-    """An episode of a group, by its index, its versions and the name of its replica."""
+    """Produces an episode of a group from its index, its versions and the name of its replica."""
     steer: Callable[[PolicyVersion, int], Mapping[str, float]] = lambda version, num_updates: {}
-    """Metrics of the stabilizer in the step that trains a version, of so many updates."""
+    """Metrics of the stabilizer in the step from a version, with that many updates."""
     rollout_faults: Mapping[int, Fault] = field(default_factory=dict)
-    """Fault of the n-th rollout call, counted from 0 over all replicas."""
+    """Fault of the n-th rollout call, from 0, over all replicas."""
     reward_faults: Mapping[int, Fault] = field(default_factory=dict)
     payload_losses: Mapping[str, Collection[int]] = field(default_factory=dict)
-    """By call (`score`, `graft`, `annotate`, `fetch`, `fetch_critic`, `annotate_step`, `save_groups`),
-    which calls of it, counted from 0, find that the payload of every second of their groups is gone. It is gone for
-    every later call, too."""
+    """Lost payloads, by call (`score`, `graft`, `annotate`, `fetch`, `fetch_critic`, `annotate_step`, `save_groups`):
+    the indices, from 0, of the calls that lose the payload of every second of their groups. All later calls miss it,
+    too."""
     notice_s: Callable[[int], float] = lambda number: 0.0
-    """Seconds until the n-th fetch of a payload that is gone is given up, counted from 0 over all calls."""
+    """Seconds until the n-th fetch of a lost payload raises, counted from 0 over all calls."""
     num_eval_replicas: int = 1
     """Replicas of the evaluation lane."""
     eval_s: Callable[[int], float] = lambda group_id: 1.0
-    """Seconds to roll out group `group_id` of an evaluation."""
+    """Seconds to roll out a group of an evaluation."""
     eval_faults: Mapping[int, Fault] = field(default_factory=dict)
     """Fault of the n-th rollout call of the evaluation lane."""
     disk_is_full_at: str | None = None
-    """Name of the checkpoint that finds the disk full."""
+    """Name of the checkpoint at which the disk is full."""
     nan_at: PolicyVersion | None = None
-    """Version whose training finds numbers that are not finite."""
+    """Version whose training step raises for values that are not finite."""
     critic_nan_at: int | None = None
-    """Step of the critic, from 0, that finds such numbers."""
+    """Step of the critic, from 0, that raises for such values."""
     synchronous_steps: int = 0
-    """Steps that train the policy which the actor's stabilizer must see without staleness; 0: it has none."""
+    """Policy steps that the actor's stabilizer must see without staleness; 0: there is no stabilizer."""
     trains_policy: Callable[[PolicyVersion], bool] = lambda version: True
-    """Does the step that starts from this version train the policy?"""
+    """True if the step that starts from this version trains the policy."""
 
     def __post_init__(self) -> None:
         self.weights = 0
-        """What training amounts to: a chain over everything consumed, in order. Equal chains, equal training."""
+        """Hash chain over all trained groups, in order: equal chains mean equal training."""
         self.consumed: Counter[str] = Counter()
-        """Task ids by times trained."""
+        """Number of times each task was trained, by task id."""
         self.trained: list[tuple[PolicyVersion, Group]] = []
-        """Groups trained, in order, each with the version that its step began from."""
+        """Trained groups, in order, each with the version at the start of its step."""
         self.columns: dict[Signal, tuple[BatchPlan, list[Ref]]] = {}
-        """Columns of a step that were made last, and the plan they were made for."""
+        """Newest column of each signal, and its plan."""
         self.relay: PolicyVersion = -1
         self._arrived = asyncio.Event()
         self._num_fetches: Counter[str] = Counter()
         self.gone: dict[int, Ref] = {}
-        """Payloads that were lost, by their `id`; kept, so that no other payload gets it."""
+        """Lost payloads, by their `id`; kept so that no other payload reuses the `id`."""
         self._num_given_up = 0
 
     @property
     def trained_group_ids(self) -> list[int]:
-        """Groups trained, in order."""
+        """Ids of the trained groups, in order."""
         return [group.group_id for _, group in self.trained]
 
     @property
@@ -143,29 +143,29 @@ class FakeWorld:
 
     @property
     def staleness_by_version(self) -> dict[PolicyVersion, int]:
-        """The most of the step that started from a version."""
+        """Largest staleness of each step, by the version at its start."""
         behind = [(version, version - span.version) for version, group in self.trained for span in group.versions]
         return dict(sorted(behind))
 
     # --------------------------------------------------------------------------------------------- what workers ask
 
     def step_s(self, version: PolicyVersion, groups: Sequence[Group]) -> float:
-        """Seconds of the actor's step on these groups."""
+        """Return the seconds of the actor's step on these groups."""
         return self.train_s(version)
 
     def scores(self, task: Task, group: Group) -> tuple[Score, ...]:
-        """A score for each episode, by `judge`, or by `reward` where there is none."""
+        """Score each episode, by `judge` if given, else by `reward`."""
         if self.judge is not None:
             return tuple(self.judge(task, group))
         values = [self.reward(group.group_id, e) for e in range(len(group.episodes))]
         return tuple(Score(v) if v is not None else Score(None, JUDGE_RAISED) for v in values)
 
     def send(self, version: PolicyVersion) -> None:
-        """A version has left the actor: let the relay have it after `broadcast_s`."""
+        """Send a version to the relay, where it arrives after `broadcast_s`."""
         asyncio.get_running_loop().call_later(self.broadcast_s, self.arrive, version)
 
     async def fetch(self, call: str, groups: Sequence[Group]) -> None:
-        """Raise `PayloadLost` if this call is one of `payload_losses`, or comes after one that found a payload gone."""
+        """Raise `PayloadLost` if this call is in `payload_losses`, or a payload was lost before."""
         number = self._num_fetches[call]
         self._num_fetches[call] += 1
         if number in self.payload_losses.get(call, ()):
@@ -184,7 +184,7 @@ class FakeWorld:
         return f"hash-of-{version}"
 
     async def held(self, at_least: PolicyVersion) -> PolicyVersion:
-        """The relay's newest version, once it is no older than `at_least`."""
+        """Return the relay's newest version, once it is no older than `at_least`."""
         while self.relay < at_least:
             self._arrived.clear()
             await self._arrived.wait()
@@ -209,5 +209,5 @@ class FakeWorld:
 
 
 def tasks(count: int) -> list[Task]:
-    """Distinct little tasks, `task-0`, `task-1`, ..."""
+    """Return distinct small tasks, `task-0`, `task-1`, ..."""
     return [Task(id=f"task-{i}", prompt=f"{i}?", answer=str(i)) for i in range(count)]

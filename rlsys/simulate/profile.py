@@ -1,9 +1,9 @@
-"""What a simulation is told: a cluster, an engine, a workload, a trainer and the links between them, in numbers.
+"""Profile of a simulation: a cluster, an engine, a workload, a trainer and the links between them, in numbers.
 
     profile = Profile.load("areal", ["max_staleness=2"])
     profile.num_replicas          # 96
 
-A profile is a small YAML file; those in `profiles/` ship under their names. Each value in them says where it is from.
+A profile is a small YAML file; those in `profiles/` ship under their names and give the source of each value.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from rlsys.simulate.fake_world import RewardAsAdvantage
 from rlsys.types import Group
 
 TRANSFER_S = 4 * 3600.0
-"""Deadline of a transfer; nothing hangs here."""
+"""Deadline of a transfer; simulated transfers never hang."""
 MICRO_BATCH_TOKENS = 1 << 20
-"""How a step is cut up makes no difference here."""
+"""Any value: the split of a step into micro-batches does not change the simulation."""
 MOST_FAILURES = 100
-"""Of a group, and in a row: a run outlives the deaths that a simulation plants."""
+"""Failure limit, of a group and in a row, that outlasts the deaths planted in a simulation."""
 FOREVER_S = 1e9
 FOLDER = Path(__file__).parent / "profiles"
 _NORMAL = NormalDist()
 
 
 class Spread(Section):
-    """How a quantity varies: lognormal, cut off at `cap`; or the numbers of a table, each as likely as the others."""
+    """Distribution of a quantity: lognormal, cut off at `cap`; or a table of equally likely numbers."""
 
     mean: PositiveFloat = 1.0
-    """Mean of what is drawn, the cap included."""
+    """Mean of the drawn values, after the cap."""
     sigma: NonNegativeFloat = 0.0
     """Standard deviation of the logarithm; 0: always the mean."""
     cap: PositiveFloat | None = None
-    """What lies above counts as this. None: no limit."""
+    """Upper bound of the drawn values. None: no limit."""
     table: tuple[PositiveFloat, ...] = ()
-    """Measured numbers to draw from; mean, sigma and cap do not count then."""
+    """Measured numbers to draw from, instead of mean, sigma and cap."""
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
@@ -65,7 +65,7 @@ class Spread(Section):
         return self
 
     def at(self, quantile: float) -> float:
-        """The value at a quantile between 0 and 1, both excluded."""
+        """Return the value at a quantile between 0 and 1, both excluded."""
         if self.table:
             return self._sorted[int(quantile * len(self.table))]
         value = exp(self._mu + self.sigma * _NORMAL.inv_cdf(quantile)) if self.sigma else self.mean
@@ -77,7 +77,7 @@ class Spread(Section):
 
     @cached_property
     def _mu(self) -> float:
-        """Mean of the logarithm before the cap, such that the mean after it is `mean`; found by bisection."""
+        """Mean of the logarithm before the cap, found by bisection so that the mean after the cap is `mean`."""
         if self.cap is None:
             return log(self.mean) - self.sigma**2 / 2
         low, high = log(self.mean) - self.sigma**2 / 2, log(self.cap) + 10 * self.sigma
@@ -88,7 +88,7 @@ class Spread(Section):
 
 
 def _capped_mean(mu: float, sigma: float, cap: float) -> float:
-    """E[min(X, cap)] of a lognormal X."""
+    """Compute E[min(X, cap)] of a lognormal X."""
     z = (log(cap) - mu) / sigma
     return exp(mu + sigma**2 / 2) * _NORMAL.cdf(z - sigma) + cap * (1 - _NORMAL.cdf(z))
 
@@ -98,21 +98,22 @@ class DecodeSection(Section):
 
     overhead_s + max(weights_s, b * sequence_s) + T * token_s
 
-    the roofline of the linear layers (read all weights, or compute), and attention, which reads all keys and values.
+    The maximum is the roofline of the linear layers (read all weights, or compute); the last term is attention, which
+    reads all keys and values.
     """
 
     overhead_s: NonNegativeFloat
-    """What any step costs beside: scheduling, kernel launches, all-reduces."""
+    """Fixed cost of a step: scheduling, kernel launches, all-reduces."""
     weights_s: PositiveFloat
-    """Reading the weights once: bytes over memory bandwidth."""
+    """Time to read the weights once: bytes over memory bandwidth."""
     sequence_s: PositiveFloat
-    """Computing one request's next token: 2 * parameters over the achieved FLOP/s."""
+    """Time to compute one request's next token: 2 * parameters over the achieved FLOP/s."""
     token_s: NonNegativeFloat
-    """Reading the keys and values of one token of context."""
+    """Time to read the keys and values of one token of context."""
 
     def roofline_batch(self, num_context: float) -> int:
-        """Requests with that context each which still take about as long as one: computing them takes no longer than
-        reading the weights, and attention no longer than all else in a step."""
+        """Number of requests, with that context each, that decode about as fast as one: computing takes no longer than
+        reading the weights, and attention no longer than the rest of a step."""
         attended = num_context * self.token_s
         by_attention = (self.overhead_s + self.weights_s) / attended if attended else inf
         return max(1, int(min(self.weights_s / self.sequence_s, by_attention)))
@@ -122,24 +123,24 @@ class TrainingSection(Section):
     """Seconds of one optimizer step: fixed_s + tokens / (tokens_per_s * GPUs)."""
 
     fixed_s: NonNegativeFloat
-    """What a step costs whatever its size: the optimizer, packing, fetching."""
+    """Cost of a step of any size: the optimizer, packing, fetching."""
     tokens_per_s: PositiveFloat
-    """Tokens that one GPU trains in a second, everything a step does with a token included."""
+    """Tokens that one GPU trains in a second, all work on a token included."""
 
 
 class WeightsSection(Section):
-    """What is published and what carries it."""
+    """Size of the weights, and the links that carry them."""
 
     num_bytes: PositiveInt
     """Bytes of one version."""
     push_bytes_per_s: PositiveFloat
-    """From the actor into host memory: the actor's only stall."""
+    """Bandwidth from the actor into host memory; only this transfer stalls the actor."""
     link_bytes_per_s: PositiveFloat
-    """From a node's relay to the next."""
+    """Bandwidth from one node's relay to the next."""
     link_latency_s: NonNegativeFloat
-    """Of one transfer between relays, whatever its size."""
+    """Latency of one transfer between relays, of any size."""
     load_s: NonNegativeFloat
-    """A replica takes a version in from its node's relay."""
+    """Time in which a replica loads a version from its node's relay."""
 
 
 Share = Annotated[float, Field(gt=0, lt=1)]
@@ -149,28 +150,28 @@ class Profile(Section):
     """One cluster and one workload."""
 
     seed: NonNegativeInt = 0
-    """Root of all that is drawn: same seed, same work, whatever the other keys say."""
+    """Seed of all drawn values: the same seed gives the same work, whatever the other keys are."""
 
     gpus: PositiveInt
-    """GPUs in all."""
+    """Total number of GPUs."""
     gpus_per_node: PositiveInt = 8
-    """Each node with rollouts has one relay."""
+    """GPUs of one node. Each node with rollouts has one relay."""
     gpus_per_replica: PositiveInt = 1
     """GPUs of one rollout replica: its tensor parallelism."""
     inference_share: Share = 0.5
-    """Share of the GPUs that sample; the others train. Without meaning if `colocated`."""
+    """Share of the GPUs that sample; the others train. Ignored if `colocated`."""
     colocated: bool = False
-    """Do sampling and training share all GPUs, in turn? Only with `max_staleness: 0`."""
+    """Share all GPUs between sampling and training, in turn. Only with `max_staleness: 0`."""
     switch_s: NonNegativeFloat = 0.0
-    """Seconds in a step to hand colocated GPUs over, from sampling to training and back."""
+    """Seconds per step to switch colocated GPUs from sampling to training and back."""
 
     slots: PositiveInt
-    """Requests a replica decodes at once; others wait."""
+    """Requests that a replica decodes at once; others wait."""
     cache_tokens: PositiveInt
-    """Tokens whose keys and values fit into a replica's cache."""
+    """Size of a replica's key-value cache, in tokens."""
     decode: DecodeSection
     prefill_tokens_per_s: PositiveFloat
-    """Prompt tokens a replica takes in; nothing is decoded meanwhile."""
+    """Prompt tokens that a replica prefills per second; it decodes nothing meanwhile."""
 
     groups_per_step: PositiveInt
     """Groups of one optimizer step."""
@@ -183,14 +184,14 @@ class Profile(Section):
     turns: Spread = Spread()
     """Turns of an episode, rounded; at least 1."""
     environment_s: Spread | None = None
-    """Seconds the environment takes after each turn but the last. None: nothing, and there is no observation."""
+    """Seconds of the environment after each turn but the last. None: no time and no observation."""
     environments: PositiveInt | None = None
-    """Environments in all: an episode holds one from its first turn to its last, and waits for one that is free. None:
-    there is one for every episode."""
+    """Total number of environments. An episode occupies one from its first turn to its last, and waits for a free one.
+    None: one for every episode."""
     observation_tokens: NonNegativeInt = 0
-    """Tokens the environment says after a turn."""
+    """Tokens of the environment's observation after a turn."""
     reward_s: NonNegativeFloat = 0.0
-    """Judging one group."""
+    """Seconds to score one group."""
 
     max_staleness: NonNegativeInt
     """As `asynchrony.max_staleness` of a run."""
@@ -199,36 +200,35 @@ class Profile(Section):
     weight_change: Literal["between", "inflight", "beside"] = "between"
     """As `rollout.weight_change` of a run."""
     kv_cache: Literal["keep", "recompute"] = "recompute"
-    """As `rollout.kv_cache` of a run: what a change in flight does with keys and values."""
+    """As `rollout.kv_cache` of a run: the treatment of keys and values when weights change in flight."""
     resident_versions: PositiveInt = 2
-    """As `rollout.resident_versions` of a run; counts with `weight_change: beside`."""
+    """As `rollout.resident_versions` of a run; used only with `weight_change: beside`."""
     repack_s: NonNegativeFloat = 0.0
-    """As `rollout.repack_s` of a run: seconds between two looks for replicas to empty; 0: never. Counts with
-    `weight_change: between` and several replicas, as there."""
+    """As `rollout.repack_s` of a run: seconds between two searches for replicas to empty; 0: never. As in a run, used
+    only with `weight_change: between` and several replicas."""
     routing: Literal["group", "request", "prefix"] = "group"
-    """group: a group's requests all go to the replica that plays it. request: each to the least loaded one. prefix:
-    each to where its session's prefix is cached, unless that is overloaded. The last two only with
+    """group: all requests of a group go to the replica of the group. request: each goes to the least loaded replica.
+    prefix: each goes to the replica that caches its session's prefix, unless that is overloaded. The last two only with
     `weight_change: inflight`."""
     tools: Literal["alone", "together"] = "alone"
-    """together: synchronous batches of tool calls. The next turns of a replica's episodes begin when all are done with
-    the one before."""
+    """together: synchronous batches of tool calls. The next turns of a replica's episodes begin when the tools of all
+    its episodes are done."""
 
     train: TrainingSection
     weights: WeightsSection
     restart_s: NonNegativeFloat = 60.0
-    """Seconds to replace a replica that died. What it had sampled is lost; a run keeps that in its partial response
-    pool."""
+    """Seconds to replace a dead replica. Its sampled tokens are lost; a run keeps them in its partial response pool."""
 
     @classmethod
     def load(cls, name: str | Path, overrides: Sequence[str] = ()) -> Self:
-        """A profile that ships by its name, or a file by its path; then overrides like `max_staleness=2`.
+        """Load a shipped profile by name, or a file by path, with overrides like `max_staleness=2`.
 
         Raises `ConfigError` listing every problem.
         """
         return load(cls, [profile_path(name)], overrides)
 
     def config(self, folder: Path, steps: int) -> Config:
-        """The configuration of a run of `steps` steps on this cluster, for its driver."""
+        """Build the driver's configuration of a run of `steps` steps on this cluster."""
         limits = dict.fromkeys(("max_attempts", "max_failed_groups", "max_no_signal_groups"), MOST_FAILURES)
         limits |= {"lease_s": FOREVER_S, "no_progress_s": FOREVER_S, "transfer_s": TRANSFER_S}
         sections: dict[str, Any] = {
@@ -239,7 +239,7 @@ class Profile(Section):
             "stabilizer": None,
             "rollout": {
                 "replicas": self.num_replicas,
-                "slots": self.repack_requests,  # the driver reads it for repacking alone
+                "slots": self.repack_requests,  # the driver uses it only for repacking
                 "weight_change": self.weight_change,
                 "kv_cache": self.kv_cache,
                 "repack_s": self.repack_s,
@@ -253,27 +253,26 @@ class Profile(Section):
         return Config(**sections)
 
     def train_s(self, groups: Sequence[Group]) -> float:
-        """Seconds in which the trainer computes a step on these groups."""
+        """Return the trainer's compute seconds for a step on these groups."""
         num_tokens = sum(group.num_trained for group in groups)
         return self.train.fixed_s + num_tokens / (self.train.tokens_per_s * self.train_gpus)
 
     @property
     def repack_requests(self) -> int:
-        """Requests that one replica may be left with by repacking: more would slow the long ones down that it is for.
+        """Most requests of one replica after repacking: more would slow the long requests that repacking should speed
+        up.
 
-        Their context is that of a response of the 99th percentile, on average over the time it is sampled.
+        Their context is that of a response of the 99th percentile, on average over its sampling time.
         """
         num_context = self.prompt.at(0.5) + self.response.at(0.99) / 2
         return min(self.slots, self.decode.roofline_batch(num_context))
 
     @property
     def num_replicas(self) -> int:
-        """Rollout replicas."""
         return self._inference_gpus // self.gpus_per_replica
 
     @property
     def train_gpus(self) -> int:
-        """GPUs that train."""
         return self.gpus if self.colocated else self.gpus - self.num_replicas * self.gpus_per_replica
 
     @property
@@ -283,7 +282,7 @@ class Profile(Section):
 
     @property
     def num_relays(self) -> int:
-        """One for each node with rollouts."""
+        """Number of relays: one for each node with rollouts."""
         return -(-self.num_replicas // self.replicas_per_node)
 
     @property
@@ -315,7 +314,7 @@ class Profile(Section):
 
     @property
     def longest_context(self) -> float | None:
-        """Most tokens one single-turn episode can hold; None if nothing limits them."""
+        """Most tokens of a single-turn episode; None without a limit."""
         ends = [_largest(self.prompt), _largest(self.response)]
         return None if None in ends or _largest(self.turns) != 1 else sum(end for end in ends if end is not None)
 
@@ -325,12 +324,12 @@ def _largest(spread: Spread) -> float | None:
 
 
 def named() -> list[str]:
-    """The profiles that ship."""
+    """Names of the shipped profiles."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def profile_path(name: str | Path) -> Path:
-    """The file of a profile. Raises `ConfigError` for a name that does not ship and is no file."""
+    """Return the file of a profile. Raises `ConfigError` for an unknown name that is not a path."""
     if isinstance(name, Path) or name.endswith((".yaml", ".yml", ".toml")) or "/" in name:
         return Path(name)
     if name in named():

@@ -1,4 +1,4 @@
-"""The world of a profile: its latencies, and its relays, which are real ones on links that take the profile's time."""
+"""Cluster of a profile: its latencies, and real relays on links with simulated bandwidth."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rlsys.weight_sync.relay import Relay
 from rlsys.weight_sync.sync import Bucket, Manifest
 
 MAX_BUCKETS = 32
-"""Buckets of a version, at most: each is an event at every relay."""
+"""Most buckets of a version: each bucket is an event at every relay."""
 ACTOR_NODE = "actor"
 
 
 class SimCluster(FakeWorld):
-    """One relay on the actor's node, then one for each node with rollouts; an actor that takes a profile's time."""
+    """One relay on the actor's node, one on each node with rollouts, and an actor with the profile's latencies."""
 
     def __init__(self, profile: Profile) -> None:
         weights = profile.weights
@@ -36,24 +36,24 @@ class SimCluster(FakeWorld):
         places = [ACTOR_NODE, *(f"node-{i}" for i in range(profile.num_relays))]
         self.relays = [Relay(f"relay-{p}", p, _Link(profile), TRANSFER_S) for p in places]
         self.arrived_s: dict[PolicyVersion, float] = {}
-        """Seconds from a publish until every relay held the version."""
+        """Seconds from a publish to the version's arrival at every relay."""
         self._sending: set[asyncio.Task[None]] = set()
 
     def step_s(self, version: PolicyVersion, groups: Sequence[Group]) -> float:
-        """What training takes, and handing colocated GPUs over."""
+        """Return the seconds of training, plus the switch of colocated GPUs."""
         return self.profile.train_s(groups) + (self.profile.switch_s if self.profile.colocated else 0.0)
 
     def send(self, version: PolicyVersion) -> None:
-        """A version has left the actor: send it down the chain of relays."""
+        """Send a version down the chain of relays."""
         self._sending.add(task := asyncio.get_running_loop().create_task(self._send(version)))
         task.add_done_callback(self._sending.discard)
 
     async def held(self, at_least: PolicyVersion) -> PolicyVersion:
-        """The newest version on the actor's node, once it is no older than `at_least`."""
+        """Return the newest version on the actor's node, once it is no older than `at_least`."""
         return await self.pull(-1, at_least)
 
     async def pull(self, node: int, at_least: PolicyVersion) -> PolicyVersion:
-        """The newest version that the relay of a node holds, no older than `at_least`."""
+        """Return the newest version of a node's relay, once it is no older than `at_least`."""
         manifest, _ = await self.relays[node + 1].newest(at_least)
         return manifest.version
 
@@ -69,12 +69,12 @@ class SimCluster(FakeWorld):
 
 
 class _Link:
-    """The way into one relay, which carries one bucket at a time. A `Store` whose bytes are descriptions of buckets."""
+    """Link into one relay, which transfers one bucket at a time. A `Store` whose data are `Bucket` objects."""
 
     def __init__(self, profile: Profile) -> None:
         self._weights = profile.weights
         self._free_s = 0.0
-        """When the last bucket on the wire will be through."""
+        """Time at which the last bucket of the link arrives."""
 
     async def fetch(self, ref: Ref, source: str) -> object:
         assert isinstance(ref, Bucket)

@@ -1,9 +1,9 @@
-"""An inference engine in numbers: continuous batching as processor sharing.
+"""Analytic model of an inference engine: continuous batching as processor sharing.
 
-All running requests advance together, one token a step. So the engine counts the steps it has made, and a request that
-began at count c and samples n tokens is done at c + n: events are needed only where the batch changes. Between two of
-them the time of s steps with b requests is s * (overhead_s + max(weights_s, b * sequence_s)) for the linear layers, and
-token_s * (T * s + b * s**2 / 2) for attention over a context of T tokens that grows by b a step.
+All running requests advance together, one token a step. The engine counts its steps: a request that starts at count c
+and samples n tokens ends at c + n. Events are needed only where the batch changes. Between two of them, s steps with b
+requests take s * (overhead_s + max(weights_s, b * sequence_s)) for the linear layers. Attention over a context of T
+tokens, which grows by b a step, takes token_s * (T * s + b * s**2 / 2).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from rlsys.simulate.sim_session import SimPlay
 
 ROUNDING = 1e-4
-"""Steps below this are rounding."""
+"""Differences below this many steps are rounding errors."""
 ADMIT = 0.9
-"""Share of the cache up to which requests are let in: the rest is for those that run to grow."""
+"""Share of the cache up to which requests are admitted; the rest is for running requests to grow."""
 MAKE_ROOM = 0.95
-"""Share of the cache that may be in use after a full one was cleared. Assumed, as `ADMIT`: engines differ."""
+"""Share of a full cache that stays in use after requests were evicted. Assumed, like `ADMIT`: engines differ."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,41 +36,40 @@ class SimRequest:
     """One policy call."""
 
     num_context: int
-    """Tokens before those it samples: the prompt, and what was said so far."""
+    """Tokens before the sampled ones: the prompt and the conversation so far."""
     num_tokens: int
-    """Tokens it will sample."""
+    """Number of tokens to sample."""
     on_done: Callable[[SimRequest], None]
     owner: SimPlay
-    """Whose it is."""
     sampled: Counter[PolicyVersion]
-    """Where its tokens are counted, by version."""
+    """Counter of its tokens, by version."""
     version: PolicyVersion | None = None
-    """The version it keeps to, where several are loaded; None: that of the engine, whatever it is at the time."""
+    """The version of all its tokens, where several are loaded; None: the engine's version at each time."""
     num_cached: int = 0
-    """Tokens of the context whose keys and values the replica has."""
+    """Tokens of the context that are in the replica's key-value cache."""
     done: int = 0
-    """Tokens sampled before it entered this engine, or this time."""
+    """Tokens sampled before it last entered an engine."""
     _began: float = 0.0
-    """The engine's count of steps when it had sampled none: it is done at `_began + num_tokens`."""
+    """Step count of the engine at its first token: the request ends at `_began + num_tokens`."""
 
 
 @dataclass(slots=True)
 class Used:
-    """What a replica did with its time, since it began."""
+    """Use of a replica's time since its start."""
 
     busy_s: float = 0.0
     """Seconds with a running request."""
     cache_s: float = 0.0
-    """Share of the cache in use, times seconds, over the seconds with a running request."""
+    """Integral of the used share of the cache over `busy_s`."""
     exposed_s: float = 0.0
-    """Seconds in which the replica stood still for weights: waiting for them with nothing to do, or taking them in."""
+    """Seconds that a replica was halted for weights: idle until they arrived, or loading them."""
     environment_s: float = 0.0
-    """Seconds that environments were told to work."""
+    """Working time of environments, in seconds."""
     num_tokens: float = 0.0
     num_prefilled: int = 0
-    """Tokens of context whose keys and values had to be computed."""
+    """Tokens of context that were prefilled."""
     num_cached: int = 0
-    """Tokens of context whose keys and values were there."""
+    """Tokens of context that were cached."""
 
     def __add__(self, other: Used) -> Used:
         return Used(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -80,23 +79,23 @@ class Used:
 
 
 class SimEngine:
-    """One replica's engine. Implements what `SimRollouts` needs of one; tells `on_done` of every request that ended."""
+    """Engine of one replica for `SimRollouts`; calls `on_done` of every finished request."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile, self._decode = profile, profile.decode
         self.used = Used()
         self._num_resident = 1
         self._versions: list[tuple[float, PolicyVersion]] = []
-        """(steps made, version loaded then), oldest first: more than one only where weights change in flight."""
+        """(step count, version loaded then), oldest first: more than one only where weights change in flight."""
         self._steps = 0.0
         self._context = 0.0
         """Tokens in the cache."""
         self._debt_s = 0.0
-        """Seconds of work owed before the next decoding step: prompts, weights."""
+        """Seconds of work before the next decoding step: prompts, weights."""
         self._running: dict[int, SimRequest] = {}
-        """By order of entry."""
+        """Running requests, by order of entry."""
         self._due: list[tuple[float, int]] = []
-        """Heap of (steps at which it is done, order of entry); those not running any more are skipped."""
+        """Heap of (step count at the end, order of entry); entries of requests that do not run are skipped."""
         self._waiting: deque[SimRequest] = deque()
         self._num_entered = 0
         self._at_s = now()
@@ -105,13 +104,13 @@ class SimEngine:
     # ----------------------------------------------------------------------------------------------------- what it does
 
     def submit(self, requests: Sequence[SimRequest]) -> None:
-        """Let these run as soon as there is room."""
+        """Queue requests, which run as soon as there is room."""
         self._advance()
         self._waiting.extend(requests)
         self._go_on()
 
     def abort(self, owners: Collection[SimPlay]) -> list[SimRequest]:
-        """End the requests of these owners, those that wait too; each keeps the tokens it has."""
+        """Remove the running and waiting requests of these owners; each keeps its sampled tokens."""
         self._advance()
         ended = [self._leave(order) for order, request in list(self._running.items()) if request.owner in owners]
         ended += [request for request in self._waiting if request.owner in owners]
@@ -120,13 +119,13 @@ class SimEngine:
         return ended
 
     def owners(self) -> list[SimPlay]:
-        """Whose requests it has."""
+        """Owners of all running and waiting requests."""
         return [request.owner for request in (*self._running.values(), *self._waiting)]
 
     def change(self, version: PolicyVersion, load_s: float = 0.0, *, recompute: bool = False) -> float:
-        """From here tokens are of `version`; returns the seconds that running requests stand still.
+        """Sample from `version` from here on; return the seconds that running requests are halted.
 
-        Those are `load_s`, and what it takes to compute their keys and values anew, where that is asked for.
+        These are `load_s`, and with `recompute` the time to recompute their keys and values.
         """
         self._advance()
         if not self._running:
@@ -138,23 +137,22 @@ class SimEngine:
         return halt_s
 
     def share(self, num_versions: int) -> None:
-        """Requests of so many versions run side by side: the weights of each are read once a step."""
+        """Set the number of versions that run side by side: the weights of each are read once a step."""
         self._advance()
         self._num_resident = max(1, num_versions)
         self._go_on()
 
     @property
     def is_busy(self) -> bool:
-        """Is a request running?"""
+        """True if a request is running."""
         return bool(self._running)
 
     def used_now(self) -> Used:
-        """What it did, up to this moment."""
+        """Return the use of time up to this moment."""
         self._advance()
         return self.used
 
     def stats(self) -> EngineStats:
-        """How loaded it is."""
         self._advance()
         share = min(1.0, self._context / self._profile.cache_tokens)
         used = self.used
@@ -163,7 +161,7 @@ class SimEngine:
     # ------------------------------------------------------------------------------------------------------- the clock
 
     def _advance(self) -> None:
-        """Account for the time since this was last called."""
+        """Account for the time since the last call."""
         at_s = now()
         elapsed, self._at_s = at_s - self._at_s, at_s
         batch = len(self._running)
@@ -181,7 +179,7 @@ class SimEngine:
         self.used.cache_s += elapsed * (before + self._context) / 2 / self._profile.cache_tokens
 
     def _go_on(self) -> None:
-        """Let in whom there is room for, and set the timer to the next event."""
+        """Admit waiting requests that fit, and set the timer to the next event."""
         self._admit()
         if self._timer is not None:
             self._timer.cancel()
@@ -205,7 +203,7 @@ class SimEngine:
             request.on_done(request)
 
     def _make_room(self) -> None:
-        """If the cache is full, the youngest go back to wait, with the tokens they have."""
+        """If the cache is full, move the youngest requests back to the queue, with their tokens."""
         full = self._profile.cache_tokens - ROUNDING * len(self._running)
         if self._context >= full:
             while len(self._running) > 1 and self._context > MAKE_ROOM * full:
@@ -221,7 +219,7 @@ class SimEngine:
         return steps * self._step_s + self._decode.token_s * batch * steps * steps / 2
 
     def _steps_in(self, seconds: float) -> float:
-        """The inverse of `_time_of`."""
+        """Inverse of `_time_of`."""
         growth, first_s = self._decode.token_s * len(self._running), self._step_s
         return 2 * seconds / (first_s + sqrt(first_s * first_s + 2 * growth * seconds))
 
@@ -252,7 +250,7 @@ class SimEngine:
             heappush(self._due, (request._began + request.num_tokens, self._num_entered))
 
     def _leave(self, order: int) -> SimRequest:
-        """Take a running request out, with the tokens it has."""
+        """Remove a running request, with its sampled tokens."""
         request = self._running.pop(order)
         ends = [steps for steps, _ in self._versions[1:]] + [self._steps]
         for end, (_, version) in zip(ends, self._versions, strict=True):

@@ -1,5 +1,4 @@
-"""One simulated rollout replica: an engine, the groups it plays, and weights that change as `RolloutWorker` changes
-them."""
+"""Simulated rollout replica: an engine, its groups, and weight changes that follow `RolloutWorker`."""
 
 from __future__ import annotations
 
@@ -18,33 +17,32 @@ from rlsys.types import Acknowledged, Assignment, Group, PolicyVersion, ReplicaL
 
 
 class SimReplica:
-    """Plays groups; takes in weights when a group asks for newer ones than it holds."""
+    """Replica that plays groups and pulls weights when a group requires newer ones."""
 
     def __init__(
         self, name: str, cluster: SimCluster, node: int, workload: Workload, environments: Environments | None = None
     ) -> None:
-        """It pulls from the relay of its node. `environments` are shared by all replicas; None: there is one for every
-        episode."""
+        """Pull from the relay of `node`. `environments` are shared by all replicas; None: one for every episode."""
         profile = cluster.profile
         self.name, self.engine, self.environments = name, SimEngine(profile), environments
         self.rounds = Rounds(self.engine.used, together=profile.tools == "together")
         self.observation_tokens = profile.observation_tokens
         self.cache_age = 0
-        """Times its cache was thrown away."""
+        """Number of times the cache was cleared."""
         self.version: PolicyVersion = -1
-        """What it holds; -1 before its first pull."""
+        """Loaded version; -1 before the first pull."""
         self._cluster, self._node, self._profile, self._workload = cluster, node, profile, workload
         self._changing = asyncio.Lock()
         self._is_loading = False
         self._is_dead = False
         self._plays: dict[SimPlay, None] = {}
-        """Those it samples, guests included; not those that were moved away."""
+        """Groups sampled here, including groups moved in and excluding groups moved away."""
         self._homed: dict[SimPlay, None] = {}
-        """Those whose sessions live here."""
+        """Groups whose sessions run here."""
         self._freed = asyncio.Event()
 
     async def run(self, assignment: Assignment, turns: TurnRouter | None = None) -> RolledOut:
-        """SimPlay one group on weights no older than it asks for; `turns` if its turns are routed one by one.
+        """Play one group on weights no older than it requires; with `turns`, route its turns one by one.
 
         Raises `WorkerDied`.
         """
@@ -63,26 +61,26 @@ class SimReplica:
         return RolledOut(self._group(play), Busy(self.name, start_s, now()), self.engine.stats())
 
     def load(self) -> ReplicaLoad:
-        """What it is doing now. A group that waits on its tools counts, as with `RolloutWorker`."""
+        """Return the current load. A group that waits for its tools counts, as with `RolloutWorker`."""
         stats = self.engine.stats()
         stats = replace(stats, num_running=max(stats.num_running, len(self._plays)))
         return ReplicaLoad(self.name, self.version, stats, self._is_loading)
 
     @property
     def is_dead(self) -> bool:
-        """Did it die?"""
+        """True after the replica died."""
         return self._is_dead
 
     def evict(self, play: SimPlay) -> None:
-        """A group ended."""
+        """Remove a group that ended."""
         self._plays.pop(play, None)
         self.engine.share(len(self._resident()))
         self._freed.set()
 
     def move_to(self, other: SimReplica) -> list[int]:
-        """`other` goes on with all that is sampled here; none if it holds another version or takes one in.
+        """Move all groups sampled here to `other`; none if its version differs or it is loading weights.
 
-        Returns the group_ids of the groups that moved.
+        Returns the ids of the groups that moved.
         """
         if self._is_loading or other._is_loading or other.version != self.version:
             return []
@@ -96,13 +94,13 @@ class SimReplica:
         return [play.assignment.group_id for play in plays]
 
     def die(self) -> None:
-        """All it plays, and all whose sessions live here, end with `WorkerDied`."""
+        """Die: all groups sampled here, and all whose sessions run here, end with `WorkerDied`."""
         self._is_dead = True
         self._freed.set()
         for play in {**self._plays, **self._homed}:
             play.host.engine.abort((play,))
             play.fail(self._death(f"rolling out group {play.assignment.group_id}"))
-        others = self.engine.owners()  # whose turns were routed here
+        others = self.engine.owners()  # with turns routed here
         self.engine.abort(others)
         for play in others:
             play.fail(self._death(f"rolling out group {play.assignment.group_id}"))
@@ -110,14 +108,14 @@ class SimReplica:
     # ------------------------------------------------------------------------------------------------ changing weights
 
     async def ensure_version(self, version: PolicyVersion) -> None:
-        """Return once this replica holds weights no older than `version`, as `RolloutWorker` does."""
+        """Load weights no older than `version`, as `RolloutWorker` does."""
         async with self._changing:
             self._check_alive()
             if self.version >= version:
                 return
             if self._profile.weight_change == "between":
                 await self._until(lambda: not self._plays)
-                self._is_loading = True  # from here no guest comes in
+                self._is_loading = True  # from here on no group moves in
             elif self._profile.weight_change == "beside":
                 await self._until(lambda: len(self._resident()) < self._profile.resident_versions)
             began_s, busy_s = now(), self.engine.used_now().busy_s
@@ -141,14 +139,14 @@ class SimReplica:
         self.version = version
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
-        """Waits for groups to end or to go elsewhere; unblocked by `evict`, `move_to` and `die`."""
+        """Wait for groups to end or to move away; unblocked by `evict`, `move_to` and `die`."""
         while not is_so():
             self._freed.clear()
             await self._freed.wait()
             self._check_alive()
 
     def _resident(self) -> set[PolicyVersion]:
-        """Versions that groups here keep to."""
+        """Versions to which groups here are pinned."""
         return {play.version for play in self._plays if play.version is not None}
 
     # ------------------------------------------------------------------------------------------------------------ group

@@ -1,4 +1,4 @@
-"""What a simulation found, in numbers."""
+"""Report of a simulation."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Means over the steps measured: those after the pipe was full."""
+    """Means over the measured steps, after the pipe was full."""
 
     steps: int
-    """Optimizer steps of the simulation."""
     measured: int
-    """The last so many of them, which everything below is about."""
+    """Number of measured steps: the last ones, to which all figures below refer."""
     tokens_per_s: float
     """Trained tokens per second."""
     samples_per_s: float
@@ -22,40 +21,40 @@ class Report:
     """Sampled tokens per second, over all replicas."""
     step_s: float
     train_s: float
-    """Seconds of a step in which the trainer computed."""
+    """Compute time of the trainer per step, in seconds."""
     rollouts_idle: float
-    """Share of the replicas' time in which nothing was running."""
+    """Share of the replicas' time without a running request."""
     trainer_idle: float
-    """Share of the trainer's time in which it computed nothing."""
+    """Share of the trainer's time without computation."""
     weights_exposed_s: float
-    """Seconds of a step that a replica stood still for weights, mean over replicas."""
+    """Seconds per step that a replica was halted for weights, mean over replicas."""
     publish_stall_s: float
-    """Seconds of a step that the trainer stood still to publish."""
+    """Seconds per step that the trainer was halted by a publish."""
     broadcast_s: float
-    """Seconds until every relay held a version, mean."""
+    """Mean seconds until a version reached every relay."""
     kv_used: float
-    """Share of the cache in use, mean over the time in which a replica runs something."""
+    """Mean share of the cache in use, over the time with a running request."""
     cached_share: float
-    """Share of the context whose keys and values were in the cache when a request began."""
+    """Share of the context that was cached when a request began."""
     environments_busy: float
-    """Environments at work, mean over time; one that waits for its next turn is not."""
+    """Mean number of working environments; one that waits for its next turn does not count."""
     moved_groups: float
-    """Groups moved in a step, by repacking."""
+    """Groups moved by repacking, per step."""
     staleness: Mapping[str, float]
-    """Share of the trained tokens by the versions they were behind."""
+    """Share of the trained tokens, by staleness."""
     staleness_max: int
     staleness_bound: int
     dropped: int
     """Groups dropped since the simulation began."""
     wall_s: float
-    """Seconds the simulation itself took, on the wall clock; not part of its outcome."""
+    """Wall time of the simulation itself, in seconds; not part of its outcome."""
 
     @property
     def staleness_mean(self) -> float:
-        """Versions that a trained token was behind, on average."""
+        """Mean staleness of a trained token."""
         return sum(int(versions) * share for versions, share in self.staleness.items())
 
     def as_json(self) -> dict[str, Any]:
-        """For a line of JSON: equal for equal profiles, so without what the simulation itself took."""
+        """Convert to a line of JSON: equal for equal profiles, so without `wall_s`."""
         found = {key: value for key, value in asdict(self).items() if key != "wall_s"}
         return {**found, "staleness_mean": self.staleness_mean}

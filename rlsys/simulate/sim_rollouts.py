@@ -1,4 +1,4 @@
-"""The pool of simulated replicas: implements `rlsys.contracts.Rollouts`."""
+"""Pool of simulated replicas: implements `rlsys.contracts.Rollouts`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from rlsys.types import Acknowledged, Assignment, ReplicaLoad
 
 @dataclass(slots=True)
 class _Routed:
-    """A group under way, its tokens sampled at `place`."""
+    """Running group, whose tokens are sampled at `place`."""
 
     place: int
     weight: int
 
 
 class SimRollouts(FakePool):
-    """Replicas of one profile, the `Router` of runs before them."""
+    """Replicas of one profile behind the `Router` that runs use."""
 
     def __init__(self, cluster: SimCluster) -> None:
         profile = cluster.profile
@@ -40,11 +40,10 @@ class SimRollouts(FakePool):
             self.turns = TurnRouter(self.replicas, by_prefix=profile.routing == "prefix")
         self._routers = [self._router, *([self.turns.router] if self.turns else [])]
         self.ended: list[SimReplica] = []
-        """Those that died, with what they did."""
+        """Dead replicas, with their use of time."""
         self.num_moved = 0
-        """Groups moved, so far."""
+        """Number of moved groups."""
         self._routed: dict[int, _Routed] = {}
-        """By group_id."""
 
     async def run(self, assignment: Assignment) -> RolledOut:
         weight = assignment.size * request_weight(self._workload.prompt_tokens(assignment.group_id))
@@ -52,7 +51,7 @@ class SimRollouts(FakePool):
         replica = self.replicas[routed.place]
         self._given[assignment.group_id], self._routed[assignment.group_id] = replica.name, routed
         try:
-            if self.turns is not None:  # its turns may go anywhere: no replica may hold less than it asks for
+            if self.turns is not None:  # its turns may go to any replica: all need the version
                 await asyncio.gather(*(r.ensure_version(assignment.version) for r in self.replicas if not r.is_dead))
             done = await replica.run(assignment, self.turns)
         except WorkerDied as error:
@@ -84,7 +83,7 @@ class SimRollouts(FakePool):
         return len(group_ids)
 
     def kill(self, place: int) -> str:
-        """The replica at this place dies; returns its name."""
+        """Kill the replica at this place; return its name."""
         self.replicas[place].die()
         return self.replicas[place].name
 

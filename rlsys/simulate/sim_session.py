@@ -1,4 +1,4 @@
-"""One group being played on simulated replicas: its turns, and the environment between them."""
+"""Group played on simulated replicas: its turns, and the environment between them."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class SimSession:
-    """One episode under way."""
+    """State of one running episode."""
 
     index: int
     steps: Sequence[WorkloadTurn]
     num_context: int
-    """Tokens said so far, by anyone."""
+    """Tokens of the conversation so far."""
     turn: int = 0
     at: SimReplica | None = None
-    """Where its last turn was sampled: keys and values of what was said until then are in the cache there."""
+    """Replica of the last turn, whose cache contains the keys and values of the conversation up to then."""
     cache_age: int = 0
-    """`SimReplica.cache_age` at that time; they are gone once it is older."""
+    """`SimReplica.cache_age` at that time; a later age means that they are gone."""
     num_cached: int = 0
 
 
 class SimPlay:
-    """A group from its first turn to its last."""
+    """Group from its first turn to its last."""
 
     def __init__(
         self,
@@ -44,13 +44,13 @@ class SimPlay:
         version: PolicyVersion | None,
         turns: TurnRouter | None,
     ) -> None:
-        """`version` is given if its tokens keep to it whatever else is loaded; `turns` if each goes where it likes."""
+        """`version` pins all its tokens to one loaded version; `turns` routes each turn separately."""
         self.assignment, self.home, self.host = assignment, home, home
         self.num_prompt = workload.prompt_tokens(assignment.group_id)
         self.sampled: Counter[PolicyVersion] = Counter()
-        """Tokens so far, by version."""
+        """Sampled tokens, by version."""
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Set when the last episode ends, or to the error that ended them all."""
+        """Completed when the last episode ends, or with the error that ended all of them."""
         self.version, self._turns = version, turns
         self._sessions = [
             SimSession(e, workload.episode(assignment.group_id, e), self.num_prompt) for e in range(assignment.size)
@@ -59,7 +59,7 @@ class SimPlay:
         self._environments, self._num_held = home.environments, 0
 
     def begin(self) -> None:
-        """Submit the first turn of every episode, of each once it has an environment."""
+        """Submit the first turn of each episode, once it has an environment."""
         if self._environments is not None:
             for session in self._sessions:
                 self._environments.take(lambda session=session: self._begin_in_environment(session))
@@ -74,7 +74,6 @@ class SimPlay:
         self.host.engine.submit([self._request(session, self.host) for session in self._sessions])
 
     def fail(self, error: Exception) -> None:
-        """It ends here, with `error`."""
         if not self.done.done():
             self.done.set_exception(error)
             for _ in range(self._num_held):
@@ -90,7 +89,7 @@ class SimPlay:
         self._next_turn(session)
 
     def _let_environment_go(self) -> None:
-        if self._environments is not None and self._num_held:  # not if all were given back as it failed
+        if self._environments is not None and self._num_held:  # not if all were released on failure
             self._num_held -= 1
             self._environments.give_back()
 
@@ -134,11 +133,10 @@ class SimPlay:
             self.done.set_result(None)
 
     def versions(self) -> tuple[VersionSpan, ...]:
-        """Its tokens by version, oldest first."""
         return tuple(VersionSpan(v, self.sampled[v]) for v in sorted(self.sampled))
 
     def episodes(self) -> tuple[EpisodeMeta, ...]:
-        """What the driver is told of each episode."""
+        """Return the driver's metadata of each episode."""
         return tuple(self._meta(session) for session in self._sessions)
 
     def _meta(self, session: SimSession) -> EpisodeMeta:
@@ -149,14 +147,14 @@ class SimPlay:
 
 
 class Environments:
-    """A fixed number of environments, for whoever comes first."""
+    """Pool of a fixed number of environments, first come, first served."""
 
     def __init__(self, count: int) -> None:
         self._num_free = count
         self._waiting: deque[Callable[[], None]] = deque()
 
     def take(self, begin: Callable[[], None]) -> None:
-        """Call `begin` once an environment is free for it; unblocked by `give_back`."""
+        """Call `begin` once an environment is free; unblocked by `give_back`."""
         if self._num_free:
             self._num_free -= 1
             begin()
@@ -164,7 +162,7 @@ class Environments:
             self._waiting.append(begin)
 
     def give_back(self) -> None:
-        """Whoever had one has no use for it any more."""
+        """Release one environment."""
         if self._waiting:
             self._waiting.popleft()()
         else:
@@ -172,27 +170,25 @@ class Environments:
 
 
 class Rounds:
-    """When the next turns of a replica's episodes begin: each when its environment is done, or all together."""
+    """Scheduler of a replica's next turns: each when its environment is done, or all together."""
 
     def __init__(self, used: Used, *, together: bool) -> None:
-        """`used` counts the seconds of environments."""
+        """`used` sums the working time of environments."""
         self._used, self._together = used, together
         self._num_out = 0
-        """Episodes that sample, or whose environment is at work."""
+        """Number of episodes that sample, or whose environment works."""
         self._resting: list[Callable[[], None]] = []
 
     def enter(self, num_episodes: int) -> None:
-        """So many episodes begin."""
         self._num_out += num_episodes
 
     def rest(self, seconds: float, go_on: Callable[[], None]) -> None:
-        """The environment of an episode works for so long; `go_on` with it when it is time."""
+        """Let the environment of an episode work for `seconds`; call `go_on` when its next turn begins."""
         self._used.environment_s += seconds
         loop = asyncio.get_running_loop()
         loop.call_later(seconds, (lambda: self._arrive(go_on)) if self._together else go_on)
 
     def leave(self) -> None:
-        """An episode ended."""
         self._num_out -= 1
         self._begin_round()
 
@@ -210,19 +206,19 @@ class Rounds:
 
 
 class TurnRouter:
-    """Sends every turn to a replica of its own choice, by the `Router` of runs."""
+    """Router that sends every turn to a replica, by the `Router` that runs use."""
 
     def __init__(self, replicas: Sequence[SimReplica], *, by_prefix: bool) -> None:
-        """`by_prefix`: a session goes back to where its prefix is cached, unless that is overloaded."""
+        """`by_prefix`: send a session to the replica that caches its prefix, unless that is overloaded."""
         self._replicas, self._by_prefix = replicas, by_prefix
         self.router = Router(len(replicas))
         self._routed: dict[int, tuple[int, int]] = {}
-        """By the id of a session under way: its place and its weight."""
+        """By the id of a running session: its place and its weight."""
         self.num_turns = self.num_back = 0
-        """Turns after the first, and those of them that went back to where the one before was sampled."""
+        """Number of turns after the first, and of those that returned to the previous turn's replica."""
 
     def route(self, play: SimPlay, session: SimSession) -> SimReplica:
-        """Choose a replica for the session's present turn."""
+        """Choose a replica for the session's current turn."""
         key = (play.assignment.group_id, session.index, None if self._by_prefix else session.turn)
         weight = request_weight(session.num_context)
         place = self.router.route(weight, key)
@@ -233,5 +229,5 @@ class TurnRouter:
         return self._replicas[place]
 
     def release(self, session: SimSession) -> None:
-        """Its turn is answered."""
+        """Release the replica of an answered turn."""
         self.router.release(*self._routed.pop(id(session)))

@@ -1,4 +1,4 @@
-"""Composes the real driver with simulated workers, runs it on the virtual clock, and measures."""
+"""Simulation of a run: the real driver with simulated workers on the virtual clock."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from rlsys.simulate.virtual_clock import run_virtual
 from rlsys.types import Group
 
 NUM_TASKS = 1024
-"""Distinct tasks; what a group costs depends on its group_id alone."""
+"""Number of distinct tasks; the cost of a group depends only on its id."""
 
 
 @contextmanager
 def _rare_collection() -> Iterator[None]:
-    """Let the garbage collector look less often: a simulation makes many objects that live, and few cycles."""
+    """Run the garbage collector less often: a simulation creates many long-lived objects and few cycles."""
     before = gc.get_threshold()
     gc.set_threshold(1_000_000, *before[1:])
     try:
@@ -47,33 +47,32 @@ def _rare_collection() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """Everything that is counted, at one moment."""
+    """All counters at one moment."""
 
     time_s: float
     used: Used
     num_trained: int
-    """Groups."""
     num_moved: int
     num_dropped: int
 
 
 @dataclass
 class Simulation:
-    """One run of the real driver. After `run`, its workers can be asked what they saw."""
+    """One run of the real driver. After `run`, its workers can be inspected."""
 
     profile: Profile
     steps: int
     incidents: Sequence[tuple[float, Callable[[Simulation], object]]] = ()
-    """What happens at which second, e.g. the death of a replica."""
+    """Calls at a time in seconds, e.g. the death of a replica."""
 
     def __post_init__(self) -> None:
         self._num_measured = self.steps - self.steps // 4
-        """The report leaves out the first quarter, in which the pipe fills."""
+        """Number of measured steps: the report leaves out the first quarter, in which the pipe fills."""
         self.marks = [_Mark(0.0, Used(), 0, 0, 0)]
-        """One before the first step, and one after each."""
+        """One mark before the first step, and one after each."""
 
     def run(self) -> Report:
-        """The whole run. Raises what the driver raises."""
+        """Run to the end. Raises what the driver raises."""
         began = time.monotonic()
         with TemporaryDirectory(prefix="rlsys-simulate-") as folder, _rare_collection():
             run_virtual(self._run(Path(folder)))
@@ -82,7 +81,7 @@ class Simulation:
 
     @property
     def report(self) -> Report:
-        """What `run` found."""
+        """Report of `run`."""
         return self._found
 
     async def _run(self, folder: Path) -> None:
@@ -90,7 +89,7 @@ class Simulation:
         self.world = SimCluster(profile)
         self.rollouts, self.actor = SimRollouts(self.world), FakeActor(self.world)
         workers = Workers(self.rollouts, FakeRewards(self.world), self.actor, FakeRelays(self.world))
-        # The pipe stays full to the end: the run has one more pipe of steps, and is stopped when there are enough.
+        # The pipe stays full to the end: the run has one more pipe of steps, and is stopped early.
         config = profile.config(folder, self.steps + profile.max_staleness + 1)
         self.driver = build_driver(config, workers, TaskSource(tasks(NUM_TASKS), seed=profile.seed), Events([self]))
         for seconds, happens in self.incidents:
@@ -99,11 +98,11 @@ class Simulation:
 
     @property
     def trained(self) -> list[Group]:
-        """All groups, in the order they were trained."""
+        """All trained groups, in order."""
         return [group for _, group in self.world.trained]
 
     def handle(self, event: Event, time_s: float) -> None:
-        """As a sink of the driver's events: mark where each step ended, and stop after the last one."""
+        """Receive the driver's events: mark the end of each step, and stop after the last one."""
         if not isinstance(event, StepDone):
             return
         self.marks.append(self._mark())
@@ -111,7 +110,7 @@ class Simulation:
             self.driver.stop()
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """Do nothing: no resource is open."""
 
     def _mark(self) -> _Mark:
         replicas = (*self.rollouts.replicas, *self.rollouts.ended)

@@ -1,4 +1,4 @@
-"""One profile simulated for several values of one of its numbers."""
+"""Simulations of one profile for several values of one key."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from rlsys.simulate.sim_report import Report
 from rlsys.simulate.simulation import Simulation
 
 DEFAULT_STEPS = 12
-"""Enough for throughput to settle within a few percent at a moderate `max_staleness`."""
+"""Steps after which throughput is stable within a few percent at a moderate `max_staleness`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A number of a profile, and the values it takes."""
+    """Key of a profile, and its values."""
 
     key: str
     values: tuple[str, ...]
 
     @classmethod
     def parse(cls, text: str) -> Sweep:
-        """`max_staleness=0,1,2`. Raises `ConfigError`."""
+        """Parse a text such as `max_staleness=0,1,2`. Raises `ConfigError`."""
         key, equals, listed = text.partition("=")
         values = tuple(value.strip() for value in listed.split(","))
         if not equals or not key:
@@ -42,27 +42,27 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class SweepOutcome:
-    """What was simulated, and found."""
+    """Reports of a simulation or of a sweep."""
 
     profile: str
     key: str
-    """What was swept; empty if nothing was."""
+    """Swept key; empty for a single run."""
     runs: Mapping[str, Report]
-    """By the value swept; of a single run, by an empty one."""
+    """Reports by swept value; a single run has an empty one."""
 
     @property
     def baseline(self) -> str:
-        """The value that the others are compared with: 0 if it is among them, else the first."""
+        """Baseline value for comparisons: 0 if present, else the first."""
         return next((value for value in self.runs if _is_number(value) and float(value) == 0), next(iter(self.runs)))
 
     @property
     def speedup(self) -> dict[str, float]:
-        """By value: its throughput in trained tokens over that of the baseline."""
+        """Throughput in trained tokens over that of the baseline, by value."""
         base = self.runs[self.baseline].tokens_per_s
         return {value: report.tokens_per_s / base for value, report in self.runs.items()}
 
     def as_json(self) -> dict[str, Any]:
-        """For a line of JSON."""
+        """Convert to a line of JSON."""
         if not self.key:
             return {"profile": self.profile, **self.runs[""].as_json()}
         runs = {value: report.as_json() for value, report in self.runs.items()}
@@ -83,7 +83,7 @@ def simulate(
     sweep: Sweep | None = None,
     on_run: Callable[[str, Report], None] = lambda value, report: None,
 ) -> SweepOutcome:
-    """Simulate a profile, once for each value of the sweep; `on_run` is told of each run as it ends.
+    """Simulate a profile, once for each value of the sweep; call `on_run` as each run ends.
 
     Raises `ConfigError` before the first run if any value is not possible.
     """

@@ -1,4 +1,4 @@
-"""A simulation's outcome for people: a table, and a plot."""
+"""Readable outcome of a simulation: a table and a plot."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ ROWS: tuple[tuple[str, str, Callable[[Report], str]], ...] = (
     ("staleness, most of bound", "versions", lambda r: f"{r.staleness_max} of {r.staleness_bound}"),
     ("groups dropped", "", lambda r: str(r.dropped)),
 )
-"""Label, unit, and what a report says."""
+"""Label, unit, and text of a report's value."""
 
 
 def table_of(outcome: SweepOutcome) -> Table:
-    """One column for each value swept."""
+    """Build a table with one column for each swept value."""
     measured = next(iter(outcome.runs.values())).measured
     title = f"{outcome.profile}, means over the last {measured} steps"
     table = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
@@ -60,7 +60,7 @@ def table_of(outcome: SweepOutcome) -> Table:
 
 
 def check_plot(path: Path) -> None:
-    """Raises `ConfigError` if a plot could not be written there."""
+    """Raise `ConfigError` if a plot cannot be written there."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -72,7 +72,7 @@ def check_plot(path: Path) -> None:
 
 
 def plot(outcome: SweepOutcome, path: Path) -> None:
-    """Throughput, staleness and idle time against the value swept."""
+    """Plot throughput, staleness and idle time against the swept value."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 4.2), layout="constrained")
@@ -95,7 +95,7 @@ def _plot_throughput(axes: Axes, outcome: SweepOutcome) -> None:
 
 
 def _plot_staleness(axes: Axes, outcome: SweepOutcome) -> None:
-    """Stacked: one colour for each number of versions."""
+    """Stack the shares, one colour for each number of versions."""
     from matplotlib import colormaps
 
     every = sorted({int(v) for report in outcome.runs.values() for v in report.staleness})

@@ -1,4 +1,4 @@
-"""A clock that needs no waiting."""
+"""Virtual clock, on which waiting takes no real time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Instead of waiting for the next timer, moves the clock to it."""
+    """Selector that moves the clock to the next timer instead of waiting for it."""
 
     now_s = 0.0
 
@@ -23,7 +23,7 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose `time()` jumps to the next timer whenever nothing else is ready."""
+    """Event loop whose `time()` jumps to the next timer when nothing else is ready."""
 
     def __init__(self) -> None:
         self._selector_clock = _JumpingSelector()
@@ -33,11 +33,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._selector_clock.now_s
 
     def jump(self, seconds: float) -> None:
-        """Let the clock be later by so much with nothing having happened: what a process sees that was suspended."""
+        """Move the clock on without any event, as after a suspended process."""
         self._selector_clock.now_s += seconds
 
 
 def run_virtual(work: Coroutine[object, object, T]) -> T:
-    """Like `asyncio.run`, on a virtual clock. A deadlock raises instead of hanging."""
+    """Run on a virtual clock, like `asyncio.run`. A deadlock raises instead of hanging."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(work)

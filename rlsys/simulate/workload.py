@@ -1,6 +1,6 @@
-"""What there is to do: every length and latency as a pure function of (seed, group, episode, turn).
+"""Workload of a profile: every length and latency is a pure function of (seed, group, episode, turn).
 
-So every setting of a profile sees the same work, whatever order it does it in.
+All settings of a profile get the same work, in whatever order they run it.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from rlsys.simulate.profile import Profile
 
 @dataclass(frozen=True, slots=True)
 class WorkloadTurn:
-    """One turn of an episode: what is sampled, and what the environment then does."""
+    """One turn of an episode: its sampled tokens, and the environment's time after it."""
 
     num_tokens: int
     environment_s: float
-    """Seconds until the next turn; of the last turn, 0."""
+    """Seconds until the next turn; 0 after the last turn."""
 
 
 class Workload:
-    """The episodes of a profile."""
+    """Episodes of a profile."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
 
     def prompt_tokens(self, group_id: int) -> int:
-        """Length of the prompt that all episodes of a group share."""
+        """Return the length of the prompt that all episodes of a group share."""
         return max(1, round(self._profile.prompt.at(self._quantile(b"prompt", group_id, 0, 0))))
 
     def episode(self, group_id: int, episode: int) -> tuple[WorkloadTurn, ...]:
-        """The turns of one episode."""
+        """Return the turns of one episode."""
         profile = self._profile
         num_turns = max(1, round(profile.turns.at(self._quantile(b"turns", group_id, episode, 0))))
         return tuple(self._step(group_id, episode, turn, turn == num_turns - 1) for turn in range(num_turns))
@@ -46,6 +46,6 @@ class Workload:
         return WorkloadTurn(num_tokens, profile.environment_s.at(self._quantile(b"tool", group_id, episode, turn)))
 
     def _quantile(self, what: bytes, group_id: int, episode: int, turn: int) -> float:
-        """Uniform between 0 and 1, both excluded."""
+        """Return a uniform number between 0 and 1, both excluded."""
         packed = struct.pack("<8sQQQ", what, group_id, episode, turn)
         return ((xxh3_64_intdigest(packed, self._profile.seed) >> 12) + 0.5) * 2.0**-52

@@ -1,4 +1,4 @@
-"""Public fakes of every contract, and runs of the real driver on them, for tests of your plug-ins.
+"""Public fakes of every contract, and fake runs of the real driver, to test your plug-ins.
 
     from rlsys.testing import FakeRun
     from rlsys.types import Task
@@ -15,10 +15,10 @@
         assert run.train() == 3
         assert run.metrics[-1]["reward/mean"] == 1.0
 
-`FakeRun` takes the sections of a configuration, plug-ins as objects too. An hour of it takes a moment: its clock is
-virtual. A `FakeWorld` keeps its weights as a version number and its payloads as plain objects. Its latencies are
-functions of the group, so that hypothesis can choose them, and its faults are scripted: the n-th call of a worker can
-die, hang or answer with wrong weights. Fakes assert what their contract asks of the caller.
+`FakeRun` accepts the sections of a configuration, plug-ins as objects too. On its virtual clock an hour takes a moment.
+In a `FakeWorld`, weights are a version number and payloads are plain objects. Latencies are functions of the group, so
+that hypothesis can choose them. Faults are scripted: the n-th call of a worker can die, hang or answer with wrong
+weights. Fakes assert what their contract requires of the caller.
 """
 
 from rlsys.simulate.fake_pools import FakeJointRollouts, FakePinnedRollouts, FakeRewards, FakeRollouts, Fault, now

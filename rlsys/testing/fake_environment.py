@@ -1,4 +1,4 @@
-"""A world without anything behind it, for tests of workflows."""
+"""Fake environment for tests of workflows."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from rlsys.types import Prompt, Task
 
 @dataclass
 class FakeEnvironment(Environment):
-    """Guess a number: `higher` or `lower` after each guess, 1.0 for the right one, cut short after `tries`.
+    """Number to guess: `higher` or `lower` after each guess, 1.0 for the right one, cut short after `tries`.
 
-    A reply that is no number is told so, and costs a try.
+    A reply that is not a number gets `not a number` and costs a try.
     """
 
     most: int = 10
     tries: int = 20
     secret: int = 0
     num_closed: int = field(default=0)
-    """How often it was closed."""
+    """Number of calls of `close`."""
 
     async def reset(self, task: Task, seed: int) -> Prompt:
         self.secret = Random(seed).randint(1, self.most)

@@ -1,4 +1,4 @@
-"""A run of the real driver on fake workers and a virtual clock: for tests of plug-ins, and of the driver."""
+"""Run of the real driver on fake workers and a virtual clock, to test plug-ins and the driver."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ LEAST: Mapping[str, Mapping[str, object]] = {
     "checkpoint": {"every": 0},
     "record": {"rollouts_every": 0},
 }
-"""What a `FakeRun` is configured with, unless it is told otherwise."""
+"""Defaults of a `FakeRun`."""
 
 
 @dataclass
 class EventRecorder:
-    """A sink that keeps every event."""
+    """Event sink that keeps every event."""
 
     events: list[Event] = field(default_factory=list)
 
@@ -60,7 +60,7 @@ class EventRecorder:
     def close(self) -> None: ...
 
     def of(self, kind: type[E]) -> list[E]:
-        """Those of one kind, in order."""
+        """Return the events of one kind, in order."""
         return [event for event in self.events if isinstance(event, kind)]
 
 
@@ -71,7 +71,7 @@ class FakeRun:
         assert run.train() == 3
         run.metrics[-1]["reward/mean"], run.recorder.of(GroupDropped), run.world.staleness, run.driver.queue
 
-    What is left out of the sections of its configuration is `LEAST`, else the default; there is no stabilizer.
+    Keys that the sections leave out have the values of `LEAST`, else the defaults. There is no stabilizer by default.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class FakeRun:
         progress: Progress | None = None,
         **sections: object,
     ) -> None:
-        """With `reply`, the configured workflow is played: it is what the policy says to the text of everything said so
-        far. Reward functions then judge that. With `gradients`, by version, the configured stabilizer sees them.
+        """With `reply`, a function from the text so far to the policy's reply, play the configured workflow and score
+        by the reward functions. With `gradients`, by version, the configured stabilizer receives them.
 
-        A world is for one run, which sets what its workers play, judge and steer by. `workers`: instead of the world's.
+        A world is for one run, which sets its play, scores and stabilizer. `workers` replaces the world's workers.
         Raises `ConfigError`.
         """
         self.config = config = fake_config(folder, sections)
@@ -111,11 +111,11 @@ class FakeRun:
 
     @property
     def metrics(self) -> list[Mapping[str, float]]:
-        """Of every step, in order."""
+        """Metrics of every step, in order."""
         return [step.metrics for step in self.recorder.of(StepDone)]
 
     def train(self) -> PolicyVersion:
-        """Run to the end, from the newest checkpoint in the folder if there is one; returns the version reached.
+        """Run to the end, from the newest checkpoint in the folder if there is one; return the version reached.
 
         Raises what `Driver.run` raises.
         """
@@ -123,18 +123,18 @@ class FakeRun:
 
 
 async def go_on(driver: Driver) -> PolicyVersion:
-    """Run to the end from the newest checkpoint, from the beginning if there is none; returns the version reached."""
+    """Run to the end, from the newest checkpoint if there is one, else from the start; return the version reached."""
     return await driver.run(await start_of(driver))
 
 
 async def start_of(driver: Driver) -> PolicyVersion:
-    """Restore the newest checkpoint, if there is one; returns its version, else 0."""
+    """Restore the newest checkpoint, if there is one; return its version, else 0."""
     checkpoint = find_latest(driver.run_dir / "checkpoints")
     return 0 if checkpoint is None else await driver.restore(checkpoint)
 
 
 def fake_config(folder: Path, sections: Mapping[str, object]) -> Config:
-    """The configuration of a run in `folder`: `LEAST`, and over it these sections. Raises `ConfigError`."""
+    """Build the configuration of a run in `folder`: `LEAST`, overridden by these sections. Raises `ConfigError`."""
     place = {"run": {"folder": folder.parent, "name": folder.name}}
     merged: dict[str, object] = {"stabilizer": None, **sections}
     for name in LEAST:
@@ -147,7 +147,7 @@ def fake_config(folder: Path, sections: Mapping[str, object]) -> Config:
 async def _played(
     config: Config, reply: Callable[[str], str], assignment: Assignment, index: int, spans: Spans, worker: str
 ) -> Episode:
-    """One session of the configured workflow, on the version that its group began on."""
+    """Play one session of the configured workflow, on the version at the start of its group."""
     policy = ScriptedPolicy(reply, config.rollout.max_new_tokens, spans[0].version)
     policies, workflow = dict.fromkeys(config.policies or [POLICY], policy), config.rollout.workflow
     session = workflow.session(assignment.task, policies, assignment.seed, index, config.agents)
@@ -155,10 +155,10 @@ async def _played(
 
 
 class Judge:
-    """The reward functions of a configuration, in a thread: as a plain call, for the clock is virtual."""
+    """Reward functions of a configuration, in a thread that the call waits for, because the clock is virtual."""
 
     def __init__(self, config: Config, tasks: Sequence[Task]) -> None:
-        """Raises `ConfigError` for a function that cannot be found, or asks for a column that not every task has."""
+        """Raise `ConfigError` for a function that does not exist, or requires a column that some task lacks."""
         self._rewards, self._thread = RewardSum(config.reward.functions), ThreadPoolExecutor(1)
         self._rewards.check(set.intersection(*(set(task.info) for task in tasks)))
 
@@ -172,12 +172,12 @@ class Judge:
 
 @dataclass
 class Steering:
-    """A stabilizer at work on made-up gradients, of which it sees those of every update."""
+    """Stabilizer on artificial gradients, one set for every update."""
 
     stabilizer: Stabilizer
     gradients: MakesGradients
     before: Gradients = field(default_factory=dict)
-    """Of the update before, which `Piece.before` gives."""
+    """Gradients of the previous update, which `Piece.before` returns."""
 
     def __call__(self, version: PolicyVersion, num_updates: int) -> Mapping[str, float]:
         metrics: dict[str, float] = {}
@@ -196,7 +196,7 @@ class Steering:
 
 @dataclass
 class _Updates:
-    """Implements `Updates`."""
+    """Implement `Updates`."""
 
     of_rank: Sequence[_Piece]
 
@@ -206,7 +206,7 @@ class _Updates:
 
 @dataclass
 class _Piece:
-    """Implements `Piece`, for an optimizer that moves against the gradient."""
+    """Implement `Piece`, for an optimizer that moves against the gradient."""
 
     name: str
     earlier: Tensor
@@ -219,9 +219,9 @@ class _Piece:
         return self.gradient.clone().flatten()
 
     def add(self, direction: Tensor, scale: float) -> None:
-        """Nothing: there are no weights."""
+        """Do nothing: there are no weights."""
 
 
 def _alone(part: Tensor) -> Tensor:
-    """The sum over all ranks, of which there is one."""
+    """Sum over all ranks, of which there is one."""
     return part

@@ -1,4 +1,4 @@
-"""A policy without a model, for tests of workflows."""
+"""Policy without a model, for tests of workflows."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from rlsys.types import Episode, Message, PolicyVersion, Prompt, Sampling, Task,
 
 @dataclass
 class ScriptedPolicy:
-    """Implements `rlsys.agents.workflow.Policy` without a model: a token is a character, and `reply` says what comes
-    next.
+    """Implement `rlsys.agents.workflow.Policy` without a model: a token is a character, and `reply` returns the next
+    text.
 
-    Messages are written as `<role>content`, each on a line of its own, and the assistant's turn is opened by
-    `<assistant>`; so that what was said before is always kept as it is. Tools are described in a line `<tools>` before
-    the first of them; `extend` offers no others, as a tokenizer's does not.
+    Messages are encoded as `<role>content`, one on a line, and `<assistant>` opens the assistant's turn. So an encoded
+    conversation is always a prefix of its continuation. A line `<tools>` before the first message describes the tools;
+    `extend` adds none, as with a tokenizer.
     """
 
     reply: Callable[[str], str] = lambda prompt: "ok"
-    """The reply to the text of everything said so far."""
+    """Function from the text so far to the reply."""
     max_new_tokens: int = 1000
-    """A longer reply is cut there, with finish `length`."""
+    """Length at which a reply is cut, with finish `length`."""
     version: PolicyVersion = 0
-    """The version that its tokens are stamped with."""
+    """Version of all its tokens."""
     asked: list[tuple[str, int]] = field(default_factory=list)
     """Prompt and seed of every request, in order."""
 
@@ -77,9 +77,9 @@ def played(
     episode_index: int = 0,
     bindings: Mapping[str, str] | None = None,
 ) -> Episode:
-    """What a workflow makes of a task: one session, without an engine.
+    """Play one session of a workflow on a task, without an engine.
 
-    `reply` is what a scripted policy says to the text of everything said so far; or a policy, or several by name.
+    `reply` is a function from the text so far to a scripted policy's reply; or a policy, or several policies by name.
     """
     if isinstance(reply, Mapping):
         policies = reply

@@ -1,4 +1,4 @@
-"""The endpoint that a session has: what a client gets, and what is recorded, with the real `openai` client."""
+"""Endpoint of a session: replies to a client and their records, with the real `openai` client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ten thousand sessions leave nothing behind: no session, no file, no memory."""
+"""Ten thousand sessions leak no session, no file and no memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Playing an environment: rewards, ends, tools, and environments that break."""
+"""Play of an environment: rewards, ends, tools, and failing environments."""
 
 from __future__ import annotations
 

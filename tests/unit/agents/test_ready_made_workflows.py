@@ -1,4 +1,4 @@
-"""The ready-made workflows, played with a scripted policy: who is told what, what may go wrong, and what is trained."""
+"""Ready-made workflows with a scripted policy: prompts, failures, and trained tokens."""
 
 from __future__ import annotations
 

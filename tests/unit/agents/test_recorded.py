@@ -1,4 +1,4 @@
-"""The workflow `offline`: completions and labels of a file are trained as they are, and nothing is sampled."""
+"""The workflow `offline` trains completions and labels of a file unchanged, without sampling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that a model wrote: what they may do, what they may not, and that nothing of them is left."""
+"""Sandbox for model-written programs: allowed and forbidden actions, and complete clean-up."""
 
 from __future__ import annotations
 

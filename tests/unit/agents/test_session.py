@@ -1,4 +1,4 @@
-"""Sessions: an author speaks text, and every token, seed and reward is recorded for them."""
+"""Sessions: an author uses text, and the session records every token, seed and reward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tool calls in a reply: what is read, and what is told to the model where nothing can be."""
+"""Tool calls in a reply: parsing, and the error message for the model when parsing fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools: a schema from a signature, calls in parallel with deadlines, and text for the model whatever happens."""
+"""Tools: a schema from a signature, parallel calls with deadlines, and text for the model in every case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workflows: what is found under a name, what a session costs at most, and how a bug in one is told."""
+"""Workflows: lookup by name, the largest cost of a session, and the report of a bug."""
 
 from __future__ import annotations
 

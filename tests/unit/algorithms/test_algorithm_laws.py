@@ -1,4 +1,4 @@
-"""Laws that every installed algorithm keeps, however its step is split and whoever is in a group."""
+"""Laws of every installed algorithm, for any split of a step and any members of a group."""
 
 from __future__ import annotations
 

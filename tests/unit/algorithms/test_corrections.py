@@ -1,4 +1,4 @@
-"""Off-policy corrections: by hand, one by one and together, and as a configuration names them."""
+"""Off-policy corrections: by hand, alone and combined, and as configured by name."""
 
 from __future__ import annotations
 

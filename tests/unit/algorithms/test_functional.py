@@ -1,4 +1,4 @@
-"""Hand numbers and gradients of the maths that algorithms share."""
+"""Shared maths of the algorithms: values by hand, and gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradient alignment control on plain tensors: the rule, what is stored, calibration, sharding."""
+"""Gradient alignment control on plain tensors: the rule, its state, calibration, sharding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GRPO: who is compared with whom, and what its loss is by hand."""
+"""GRPO: the trajectories it compares, and its loss by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KL estimators: their values by hand, and which of them is right as a loss, exactly, over all outcomes of a policy."""
+"""KL estimators: values by hand, and exact expected gradients as a loss over all outcomes of a policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KTO: the paper's loss on labels, its reference point from mismatched pairs, and the balance of the two kinds."""
+"""KTO: the paper's loss on labels, its reference point from mismatched pairs, and the balance of the two labels."""
 
 from __future__ import annotations
 

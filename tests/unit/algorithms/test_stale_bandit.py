@@ -1,7 +1,7 @@
-"""Learning from stale samples, where it can be watched in a second: a contextual bandit whose samples are old.
+"""Training on stale samples in a second: a contextual bandit with old samples.
 
-As in AReaL (arXiv:2505.24298, section 5): taking stale samples for fresh ones costs reward, correcting for their age
-does not.
+As in AReaL (arXiv:2505.24298, section 5): treating stale samples as fresh costs reward, correcting for their age does
+not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Dealing out work evenly: nothing lost, never worse than greedy, and nearly equal on lengths as they come."""
+"""Balanced distribution of work: complete, never worse than greedy, and nearly equal on real lengths."""
 
 from __future__ import annotations
 

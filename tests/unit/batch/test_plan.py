@@ -1,4 +1,4 @@
-"""Planning a step: nothing lost, nothing twice, equal depth on all ranks, and weights that the layout cannot change."""
+"""Plan of a step: every sample once, equal depth on all ranks, and weights independent of the layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trajectories become samples: nothing the policy said is lost, and nothing else is trained."""
+"""Samples of trajectories: all tokens of the policy are trained, and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Micro-batch tensors by hand, and the gradient of a step: as the paper's averages say, however it is split."""
+"""Micro-batch tensors by hand, and the gradient of a step: equal to the paper's averages under any split."""
 
 from __future__ import annotations
 

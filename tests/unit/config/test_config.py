@@ -1,4 +1,4 @@
-"""The configuration: what loads, what is refused, and how a refusal reads."""
+"""Configuration: valid and invalid files, and readable errors."""
 
 import re
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Plug-ins of several packages side by side: names that clash, and packages that do not load."""
+"""Plug-ins of several packages: clashing names, and packages that fail to load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several policies in a configuration: what each differs in, and what cannot be trained together."""
+"""Several policies in a configuration: their differences, and combinations that cannot be trained together."""
 
 from pathlib import Path
 

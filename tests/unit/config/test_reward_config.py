@@ -1,4 +1,4 @@
-"""The `reward` section: one function, several, a model; and what of it is refused."""
+"""The `reward` section: one function, several, a model; and its errors."""
 
 from __future__ import annotations
 

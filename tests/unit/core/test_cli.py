@@ -1,4 +1,4 @@
-"""The command line, where it needs no cluster."""
+"""Commands that need no cluster."""
 
 import json
 import re

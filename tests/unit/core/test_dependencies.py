@@ -1,4 +1,4 @@
-"""Every package that the code imports is one that it declares; no module of ours hides one of the standard library."""
+"""Every imported package is a declared dependency; no module of ours shadows the standard library."""
 
 from __future__ import annotations
 

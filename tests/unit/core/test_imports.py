@@ -1,4 +1,4 @@
-"""The directions of imports that import-linter's contracts (pyproject.toml) cannot state."""
+"""Directions of imports that import-linter's contracts (pyproject.toml) cannot express."""
 
 import subprocess
 import sys

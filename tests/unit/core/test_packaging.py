@@ -1,4 +1,4 @@
-"""What is installed: the lock against what packages ask for, and the set-up's translation of pip's settings."""
+"""Packaging: the lock against the packages' requirements, and the set-up's translation of pip's settings."""
 
 import runpy
 from collections.abc import Iterator

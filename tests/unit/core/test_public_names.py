@@ -1,4 +1,4 @@
-"""The public surface: what is promised, and what importing it costs."""
+"""Public names: the promised surface, and the cost of its import."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Groups: who counts in them, and who is left out."""
+"""Groups: the members that count, and those left out."""
 
 from __future__ import annotations
 

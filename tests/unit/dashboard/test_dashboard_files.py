@@ -1,4 +1,4 @@
-"""What the dashboard reads: files that are being written, damaged, of other versions, or where they should not be."""
+"""Files that the dashboard reads: incomplete, damaged, of other versions, or misplaced."""
 
 from __future__ import annotations
 

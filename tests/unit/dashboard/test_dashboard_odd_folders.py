@@ -1,4 +1,4 @@
-"""Odd folders among runs: each costs itself at most, and never the list of runs."""
+"""Odd folders among runs: each affects at most itself, never the list of runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the dashboard answers, from run folders that were made by hand."""
+"""Answers of the dashboard for handmade run folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboard over HTTP: what it answers, to whom, and what it never gives away."""
+"""The dashboard over HTTP: answers, access, and data that stays private."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pages are told while they follow a run, and that nothing is left of those that have gone."""
+"""Stream to pages that follow a run, and clean-up after closed pages."""
 
 from __future__ import annotations
 

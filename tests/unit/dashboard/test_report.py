@@ -1,4 +1,4 @@
-"""`rlsys report`: one file, in which everything is text and nothing runs."""
+"""`rlsys report`: one file, with all content as text and without scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rlsys tail`: what happened last, then what happens, in a terminal."""
+"""`rlsys tail`: the latest events, then new ones, in a terminal."""
 
 from __future__ import annotations
 

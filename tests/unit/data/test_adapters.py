@@ -1,4 +1,4 @@
-"""Rows as verl, SkyRL and TRL write them train as they are; other names are one line of configuration."""
+"""Rows of verl, SkyRL and TRL train unchanged; other names need one line of configuration."""
 
 from __future__ import annotations
 

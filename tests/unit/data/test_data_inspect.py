@@ -1,4 +1,4 @@
-"""What `rlsys data inspect` says of a file, with and without a model."""
+"""Output of `rlsys data inspect` for a file, with and without a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a data file may look like, and what is said about one that does not."""
+"""Formats of a data file, and errors for invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A task source is its cursor: interrupted anywhere, it goes on as if it had not been."""
+"""A task source continues from its cursor after any interruption, without a difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The deployment files, as far as they can be checked without the platforms they are for."""
+"""Deployment files, checked without their platforms."""
 
 import os
 import re

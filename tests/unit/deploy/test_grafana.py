@@ -1,4 +1,4 @@
-"""The Grafana dashboard and the Prometheus rules refer to metrics that there are, in the units that they have."""
+"""The Grafana dashboard and the Prometheus rules refer to existing metrics, in their units."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the documentation holds is what the code says."""
+"""The documentation agrees with the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages about algorithms, stability and agents show what the code does: tables, configurations, classes."""
+"""The pages about algorithms, stability and agents match the code: tables, configurations, classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doctor: every check on made-up facts, and one look at this machine."""
+"""The doctor: every check on artificial facts, and one run on this machine."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The examples of several agents: what their episodes are, what they are worth, what the warm start shows."""
+"""Examples of several agents: their episodes, rewards and warm start."""
 
 from __future__ import annotations
 

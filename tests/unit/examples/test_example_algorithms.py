@@ -1,4 +1,4 @@
-"""What the comparison of algorithms on the tiny task makes of finished runs, and the file of recorded answers."""
+"""The comparison of algorithms on the tiny task: its table of finished runs, and the file of recorded answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The agent of `examples/openai_agent`: what it is worth, and that its two questions are one sample."""
+"""The agent of `examples/openai_agent`: its reward, and one sample for its two questions."""
 
 from __future__ import annotations
 

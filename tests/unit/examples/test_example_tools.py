@@ -1,4 +1,4 @@
-"""The calculator example: the workflow's calls, and what its demonstrations show."""
+"""The calculator example: the workflow's calls, and its demonstrations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`examples/two_policies`: who says what, what it earns, and what the report counts."""
+"""`examples/two_policies`: prompts and replies, rewards, and the report's figures."""
 
 from __future__ import annotations
 

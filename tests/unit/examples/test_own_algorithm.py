@@ -1,4 +1,4 @@
-"""The example of an own algorithm: a package that is installed from its folder, is listed, and trains."""
+"""The example of a custom algorithm: a package that installs from its folder, is listed, and trains."""
 
 from __future__ import annotations
 

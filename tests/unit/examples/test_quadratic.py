@@ -1,4 +1,4 @@
-"""Descent with old gradients, where the answer is known; steered by the real stabilizer."""
+"""Descent with stale gradients, where the answer is known, under the real stabilizer."""
 
 from __future__ import annotations
 

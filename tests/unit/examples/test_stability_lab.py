@@ -1,4 +1,4 @@
-"""What the stability lab makes of its runs; that training itself works there is shown by `--quick`."""
+"""Analysis of runs by the stability lab; its `--quick` mode covers the training itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a configuration says of watching, and the dashboard that a run starts beside itself."""
+"""Monitoring settings of a configuration, and the dashboard that a run starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run of several policies, as the commands see it."""
+"""Commands on a run of several policies."""
 
 import os
 from pathlib import Path

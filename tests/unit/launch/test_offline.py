@@ -1,4 +1,4 @@
-"""What is done with runs and models beside training, where it needs no cluster."""
+"""Commands on runs and models outside training, without a cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that are resumed with another configuration: which one each step was trained under."""
+"""Runs resumed with another configuration: the configuration of each step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints: whatever interrupts one, the one before is whole and found."""
+"""Checkpoints: after any interruption, the previous checkpoint is complete and found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Curriculum: what tasks are issued, how large their groups are, and which get a stored success."""
+"""Curriculum: the issued tasks, the sizes of their groups, and the grafts of stored successes."""
 
 from __future__ import annotations
 

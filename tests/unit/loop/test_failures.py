@@ -1,4 +1,4 @@
-"""The table of decisions: what a failure leads to."""
+"""Table of decisions: the consequence of each failure."""
 
 from __future__ import annotations
 

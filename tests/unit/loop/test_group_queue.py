@@ -1,5 +1,5 @@
-"""The queue of groups: permits pace, group_ids order, versions bound, columns stream, and nothing is lost or
-doubled."""
+"""Queue of groups: pacing by permits, order of group ids, version bounds, streamed columns, no loss and no
+duplicate."""
 
 from __future__ import annotations
 

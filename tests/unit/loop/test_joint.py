@@ -1,4 +1,4 @@
-"""What the drivers of several policies share, asked by hand."""
+"""Parts shared by the drivers of several policies, called directly."""
 
 from __future__ import annotations
 

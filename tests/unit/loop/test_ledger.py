@@ -1,4 +1,4 @@
-"""The ledger: every group is issued, and then consumed or dropped, exactly once; an interruption changes nothing."""
+"""Ledger: every group is issued, and then consumed or dropped, exactly once; an interruption changes nothing."""
 
 from __future__ import annotations
 

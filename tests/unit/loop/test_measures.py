@@ -1,4 +1,4 @@
-"""Measures of an evaluation: pass@k against brute force, means over tasks, and what could not be scored."""
+"""Metrics of an evaluation: pass@k against brute force, means over tasks, and unscored episodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The repacker looks, plans and moves; what breaks meanwhile is not its business."""
+"""Repacker: it measures, plans and moves; the death of a replica does not end it."""
 
 from __future__ import annotations
 

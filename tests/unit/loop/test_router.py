@@ -1,4 +1,4 @@
-"""Routing requests to replicas: laws of the choice, and what sessions gain from going back to where they were."""
+"""Routing of requests to replicas: laws of the choice, and the benefit of routing a session back to its replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The metrics of a step: where the time went, what was rewarded, how stale it was."""
+"""Metrics of a step: times, rewards and staleness."""
 
 from __future__ import annotations
 

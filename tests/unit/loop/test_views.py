@@ -1,4 +1,4 @@
-"""A group as one policy of several sees it: what it trains on, and what it is compared with."""
+"""View of a group for one of several policies: its trained and compared trajectories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Alerts: each is raised by what it is for, on series that look like real ones, and by nothing else."""
+"""Alerts: each fires for its cause on realistic series, and for nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of metrics elsewhere: every alias is of a metric there is, and no two numbers end under one name."""
+"""Metric aliases: every alias refers to an existing metric, and no two metrics share an alias."""
 
 from __future__ import annotations
 

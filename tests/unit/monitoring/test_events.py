@@ -1,4 +1,4 @@
-"""The event bus: everything is stamped and handed on, and no sink can stop training."""
+"""Event bus: every event is stamped and forwarded, and no sink can stop training."""
 
 from __future__ import annotations
 

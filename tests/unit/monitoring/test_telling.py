@@ -1,4 +1,4 @@
-"""What workers answered, as events."""
+"""Events built from the answers of workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tracker `wandb`, by what it leaves on disk offline and by what `wandb sync` then sends to a server of our own."""
+"""The tracker `wandb`: its offline files, and the data that `wandb sync` sends from them to a test server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trackers: what they are told, from a thread of their own, and that nothing they do reaches training."""
+"""Trackers: the data they receive, from a separate thread, and isolation of training from their failures."""
 
 from __future__ import annotations
 

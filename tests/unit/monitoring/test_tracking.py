@@ -1,4 +1,4 @@
-"""Sinks: the files of a run, and the lines a person watches."""
+"""Sinks: the files of a run, and the console lines."""
 
 from __future__ import annotations
 

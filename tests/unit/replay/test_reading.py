@@ -1,4 +1,4 @@
-"""Readings: what a step made of each token, beside the turn that said it."""
+"""Readings: the figures of each token in a step, beside its turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records: what is written is what comes back, to the last bit of a logprob."""
+"""Records: a round trip preserves everything, to the last bit of a logprob."""
 
 from __future__ import annotations
 

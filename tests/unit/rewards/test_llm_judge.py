@@ -1,4 +1,4 @@
-"""The judge that is a language model, against a small server of our own."""
+"""LLM-as-judge, against a small test server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ready-made reward functions: what each counts as right, and what it refuses to judge."""
+"""Ready-made reward functions: accepted answers, and inputs they refuse to score."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reward is made of travels from the judge into metrics, rollout records and checkpoints."""
+"""Parts of a reward, from scoring into metrics, rollout records and checkpoints."""
 
 from __future__ import annotations
 

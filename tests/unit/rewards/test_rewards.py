@@ -1,4 +1,4 @@
-"""Reward functions are found by name, called by the names of their arguments, and never give a silent 0."""
+"""Reward functions: lookup by name, arguments by name, and never a silent 0."""
 
 from __future__ import annotations
 

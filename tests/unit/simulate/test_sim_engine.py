@@ -1,4 +1,4 @@
-"""The simulated engine: processor sharing, counted by hand."""
+"""Simulated engine: processor sharing, counted by hand."""
 
 import asyncio
 from collections import Counter

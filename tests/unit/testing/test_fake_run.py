@@ -1,4 +1,4 @@
-"""Runs of the real driver on fake workers: every plug-in of the configuration is at work."""
+"""Runs of the real driver on fake workers, with every plug-in of the configuration in use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deadlines count the time this process lived through, and no other."""
+"""Deadlines count only the time in which this process ran."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The relay tier on a virtual clock: the chain and its cost model, deltas, deaths, and what readers are promised."""
+"""Relay tier on a virtual clock: the chain and its cost model, deltas, deaths, and guarantees for readers."""
 
 from __future__ import annotations
 

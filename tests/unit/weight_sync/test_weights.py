@@ -1,4 +1,4 @@
-"""Weights on their way: the one order of a change, and whose tokens are refused."""
+"""Weight changes: their one order, and refused tokens."""
 
 from __future__ import annotations
 

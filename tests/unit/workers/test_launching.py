@@ -1,4 +1,4 @@
-"""What a configuration makes of replicas, before any is started."""
+"""Settings derived from a configuration, before any worker starts."""
 
 from __future__ import annotations
 

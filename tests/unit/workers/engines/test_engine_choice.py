@@ -1,4 +1,4 @@
-"""Which engine `auto` means: where it would be worth it, and a reason that says so."""
+"""Engine choice of `auto`: the cases, and their stated reasons."""
 
 from __future__ import annotations
 

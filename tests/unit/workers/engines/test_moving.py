@@ -1,4 +1,4 @@
-"""Trajectories move between replicas: same tokens, one version; and the replica they left takes new weights."""
+"""Moves of trajectories between replicas: same tokens, one version; and the source replica loads new weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sets of weights side by side: which memory they take, and which of them the model computes with."""
+"""Several loaded versions of weights: their memory, and the version the model computes with."""
 
 from __future__ import annotations
 

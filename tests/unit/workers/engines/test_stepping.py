@@ -1,4 +1,4 @@
-"""The frame of an engine when a step goes wrong: nobody waits for ever, and every error names who, what and which."""
+"""Failing steps of an engine: no caller waits forever, and every error names the engine and the version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls to actors: whoever waits gets an answer, and the right kind of it."""
+"""Calls to actors: every caller gets an answer, of the right kind."""
 
 from __future__ import annotations
 

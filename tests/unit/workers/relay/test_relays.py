@@ -1,4 +1,4 @@
-"""The driver's view of the relays, on a virtual clock: what outlives the death of all of them."""
+"""The driver's view of the relays, on a virtual clock: state that survives the death of all relays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rlsys replay`: a step that failed is computed again, sample by sample, and the first bad number is named."""
+"""`rlsys replay` recomputes a failed step sample by sample, and names the first bad number."""
 
 from __future__ import annotations
 

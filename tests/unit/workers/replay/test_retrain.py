@@ -1,4 +1,4 @@
-"""`rlsys replay RUN --step N`: what a run recorded is trained again, and compared bit for bit."""
+"""`rlsys replay RUN --step N` retrains a recorded step, and compares bit for bit."""
 
 from __future__ import annotations
 

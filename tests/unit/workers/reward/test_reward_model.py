@@ -1,4 +1,4 @@
-"""The reward model gives what a direct forward gives, whatever it is batched with."""
+"""Reward model: equal to a direct forward, in any batch."""
 
 from __future__ import annotations
 

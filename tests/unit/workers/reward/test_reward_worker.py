@@ -1,6 +1,6 @@
-"""The reward worker: what a user's function does to itself stays with the episode it did it on.
+"""Reward worker: a failure of a user's function affects only its episode.
 
-A reward model beside the functions is one more part, and breaks as machinery does.
+A reward model beside the functions is one more part, and its failure is one of the worker.
 """
 
 from __future__ import annotations

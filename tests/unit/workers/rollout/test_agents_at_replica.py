@@ -1,4 +1,4 @@
-"""Agents on a real replica: limits of a turn, tools in a template, and what an author is told of a bug."""
+"""Agents on a real replica: limits of a turn, tools in a template, and errors for the author of a buggy workflow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a replica has sampled outlives it: a group that is issued again begins with it, or from scratch."""
+"""Partial responses outlive their replica: a reissued group begins with them, or from scratch."""
 
 from __future__ import annotations
 

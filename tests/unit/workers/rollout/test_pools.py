@@ -1,4 +1,4 @@
-"""A pool whose members die: work goes on elsewhere at once, and what cannot be replaced is told."""
+"""Pool with dying members: work continues elsewhere at once, and irreplaceable members are reported."""
 
 from __future__ import annotations
 

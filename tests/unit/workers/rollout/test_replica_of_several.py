@@ -1,4 +1,4 @@
-"""A replica of several policies: one engine each, one rollout for all, and weights that change each by itself."""
+"""Replica of several policies: one engine each, one rollout for all, and separate weight changes."""
 
 from __future__ import annotations
 

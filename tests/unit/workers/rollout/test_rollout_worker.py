@@ -1,4 +1,4 @@
-"""The rollout worker: weights change between or under running groups; nothing runs on weights nobody vouches for."""
+"""Rollout worker: weights change between or under running groups; no rollout runs on unverified weights."""
 
 from __future__ import annotations
 

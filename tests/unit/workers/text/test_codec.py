@@ -1,4 +1,4 @@
-"""Text to ids and back: what the policy said is never tokenized again where the chat template allows it."""
+"""Text to ids and back: sampled tokens are never tokenized again where the chat template allows it."""
 
 from __future__ import annotations
 

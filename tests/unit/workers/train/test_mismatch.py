@@ -1,4 +1,4 @@
-"""How far trainer and engine are apart: hand numbers, and the law that how a step is split changes no figure."""
+"""Mismatch of trainer and engine: figures by hand, and independence from the split of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RankGroup in processes of their own: one that fails ends the others, wherever they wait."""
+"""`RankGroup` in separate processes: a failing rank ends the others, wherever they wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights as bytes: what is unpacked is what was packed, and the hash sees every difference."""
+"""Weights as bytes: unpacking restores the packed weights, and the hash detects every difference."""
 
 from __future__ import annotations
 
