@@ -11,7 +11,7 @@ PY := $(VENV)/bin/python
 UV := $(PY) requirements/uv.py
 UV_VERSION := 0.13.9
 
-.PHONY: setup setup-dev demo demo-llm check test lint types imports unit lock
+.PHONY: setup setup-dev demo demo-llm check test lint types imports unit with-ray without-ray lock
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed
@@ -24,14 +24,19 @@ demo-llm: setup
 	@$(PY) -m examples.smollm.demo
 
 TOGETHER = $(MAKE) --no-print-directory --output-sync=target -j3
-PYTEST = $(PY) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 check: setup-dev
 	@$(TOGETHER) unit types lint imports
 
 test: setup-dev
 	@$(TOGETHER) types lint imports
-	$(PYTEST)
+	@$(TOGETHER) with-ray without-ray
+
+with-ray:
+	$(PY) -m pytest -m ray
+
+without-ray:
+	$(PY) -m pytest -m "not ray"
 
 lint:
 	$(VENV)/bin/ruff check .
@@ -44,7 +49,7 @@ imports:
 	$(VENV)/bin/lint-imports
 
 unit:
-	$(PYTEST) tests/unit -m "not slow"
+	$(PY) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder tests/unit -m "not slow"
 
 $(VENV)/.uv: Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -29,7 +29,7 @@ FIRST = ("ray", "ranks", "benchmarks")
 """Groups of tests that take longest, in their order."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for the groups
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups, and pytest for marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests with Ray come first; those with vLLM, and then those with a browser, come last.
 
@@ -48,6 +48,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if group := _group_of(item):
             item.add_marker(pytest.mark.xdist_group(group))
+        if group == "ray":
+            item.add_marker(pytest.mark.ray)
 
 
 def _fixtures_of(item: pytest.Item) -> Mapping[str, Sequence[pytest.FixtureDef[object]]]:
@@ -62,7 +64,7 @@ def _group_of(item: pytest.Item) -> str | None:
     room = item.path.relative_to(Path(__file__).parent).parts[0]
     if room == "benchmarks":
         return room
-    if room in ("ray", "oracle") or item.name.endswith("[ray]"):
+    if room in ("ray", "oracle") or item.name.partition("[")[2].startswith("ray") or "cluster" in fixtures:
         return "ray"
     if "two_ranks" in fixtures:
         return "ranks"

@@ -17,12 +17,12 @@ import pytest
 from tests.ray.commands import DEADLINE_S, ROOT, SCRIPTS
 
 STARTED = """
-import json, os, sys
+import asyncio, json, os, sys
 import ray
-from workers.ray.cluster import Resources, connect, spawn
-from workers.train.rank import Rank
+from workers.ray.cluster import Resources, connect
+from workers.ray.remote_proxy import start
 
-class Idle(Rank):
+class Idle:
     def token(self):
         return os.environ.get("RAY_AUTH_TOKEN")
 
@@ -33,15 +33,19 @@ class Idle(Rank):
         self._ranks = RankGroup(rank, 2, address=address, timeout_s=60)
         return float(self._ranks.sum(torch.ones(1)))
 
+async def begin():
+    idle = start(Idle, "idle", Idle, Resources(), 90)
+    if "ranks" in sys.argv:
+        ranks = idle, start(Idle, "other", Idle, Resources(), 90)
+        address = await idle.address()
+        sums = await asyncio.gather(*(each.call(Idle.join, rank, address) for rank, each in enumerate(ranks)))
+        assert sums == [2.0, 2.0]
+    return await idle.call(Idle.token)
+
 for _ in range(int(sys.argv[1])):
     cluster = connect(None, 2)
-    idle = spawn(Idle, Resources())
-    if "ranks" in sys.argv:
-        ranks = idle, spawn(Idle, Resources())
-        address = ray.get(idle.address.remote())
-        assert ray.get([each.join.remote(rank, address) for rank, each in enumerate(ranks)]) == [2.0, 2.0]
+    token = asyncio.run(begin())
     context = ray.get_runtime_context()
-    token = ray.get(idle.token.remote())
     print(json.dumps([context.gcs_address, context.get_session_name(), token]), flush=True)
     sys.stdin.readline()
     cluster.close()
