@@ -55,7 +55,7 @@ def test_workflows_are_found_by_name_and_carry_their_fields():
     [
         ("no_such_module:W", "cannot import workflow 'no_such_module:W': ModuleNotFoundError"),
         ("rlsys.agents.workflow:Missing", "module 'rlsys.agents.workflow' has no 'Missing'"),
-        ("rlsys.types:Task", r"'rlsys.types:Task' is not a dataclass derived from rlsys\.workflow\.Workflow"),
+        ("rlsys.types:Task", r"'rlsys.types:Task' is not a dataclass derived from rlsys\.agents\.workflow\.Workflow"),
     ],
 )
 def test_what_is_not_a_workflow_is_named(spec: str, message: str):
