@@ -190,6 +190,7 @@ def test_groups_are_scored_in_parallel_and_come_back_in_order(spec: RewardSpec) 
 
 
 def test_close_leaves_no_process_behind_even_while_one_hangs(spec: RewardSpec) -> None:
+    others = set(multiprocessing.active_children())
     async def closed() -> None:
         judge = RewardWorker([spec], processes=2, timeout_s=60)
         await judge.start()
@@ -201,7 +202,7 @@ def test_close_leaves_no_process_behind_even_while_one_hangs(spec: RewardSpec) -
             await hung
 
     asyncio.run(closed())
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= others
 
 
 def test_a_broken_pool_is_an_infrastructure_error_not_a_score(spec: RewardSpec) -> None:
@@ -249,11 +250,12 @@ def test_a_reward_model_is_one_more_part(spec: RewardSpec) -> None:
 
 
 def test_a_reward_model_alone_starts_no_process() -> None:
+    others = set(multiprocessing.active_children())
     assert scores([], "abc", "", model=model(2.0)) == (
         Score(6.0, parts={"model": 3.0}),
         Score(0.0, parts={"model": 0.0}),
     )
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= others
 
 
 def test_a_reward_model_that_breaks_is_an_infrastructure_error_not_a_score(spec: RewardSpec) -> None:

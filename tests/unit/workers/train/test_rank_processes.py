@@ -49,14 +49,14 @@ def test_ranks_find_each_other_and_the_first_answers() -> None:
 
 def test_a_rank_that_fails_ends_one_that_waits_for_it_to_join(tmp_path: Path) -> None:
     os.mkfifo(pipe := tmp_path / "pipe")
-    before = multiprocessing.active_children()
+    others = set(multiprocessing.active_children())
     with pytest.raises(DataError, match=r"step_000001\.jsonl is broken"):
         in_processes(2, partial(waits_while_the_other_fails, pipe), "training again")
-    assert multiprocessing.active_children() == before
+    assert set(multiprocessing.active_children()) <= others
 
 
 def test_a_process_that_is_gone_is_named() -> None:
-    before = multiprocessing.active_children()
+    others = set(multiprocessing.active_children())
     with pytest.raises(WorkerDied, match=r"rank 1 while training again: its process ended; was it short of memory\?"):
         in_processes(2, dies, "training again")
-    assert multiprocessing.active_children() == before
+    assert set(multiprocessing.active_children()) <= others
