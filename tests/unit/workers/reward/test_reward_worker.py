@@ -191,6 +191,7 @@ def test_groups_are_scored_in_parallel_and_come_back_in_order(spec: RewardSpec) 
 
 def test_close_leaves_no_process_behind_even_while_one_hangs(spec: RewardSpec) -> None:
     others = set(multiprocessing.active_children())
+
     async def closed() -> None:
         judge = RewardWorker([spec], processes=2, timeout_s=60)
         await judge.start()
