@@ -34,7 +34,7 @@ class PolicyRun:
 
     config: Config
     checkpoint: Path | None
-    """Where it goes on from."""
+    """Checkpoint to resume from; None: start anew."""
     events: Events
     result: TrainResult
 

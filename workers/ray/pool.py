@@ -1,4 +1,4 @@
-"""The driver's view of workers of which any can do the next piece of work: implements `rlsys.contracts`."""
+"""Pool of interchangeable workers: replaces members that fail. `RewardPool` and `RolloutPool` build on it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Recovered: TypeAlias = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec(Generic[W]):
-    """Where a pool's members come from, and what they are allowed."""
+    """Specification of a pool: how its members start, and their limits."""
 
     size: int
     start: Callable[[str], Remote[W]]
@@ -59,10 +59,10 @@ class Pool(Generic[W]):
         self._kind, self._phase, self._supply = kind, phase, supply
         self.members = [self._member(i) for i in range(supply.size)]
         self.on_failure: Callable[[WorkerError], None] = lambda error: None
-        """Told of each replacement that cannot be set up; it is tried again. And of each death that the pool notices
-        itself."""
+        """Called with the failure of each replacement that cannot be set up, and of each death that the pool itself
+        detects."""
         self.on_recovery: Recovered = lambda name, seconds: None
-        """Told of each recovery from such a death: see `restart`."""
+        """Called after each recovery from such a death: see `restart`."""
         self._replacing: set[int] = set()
         """Places for which a successor is being set up."""
         self._last_failure = ""
@@ -70,11 +70,11 @@ class Pool(Generic[W]):
         self._background: set[asyncio.Task[None]] = set()
 
     async def ready(self) -> None:
-        """Return once every member is set up. Raises what the first one to fail raised."""
+        """Return once every member is set up. Raises the error of the first member that fails."""
         await asyncio.gather(*(self._set_up(member) for member in self.members))
 
     async def restart(self, worker: str, on_recovery: Recovered) -> None:
-        """Kill and replace the member called `worker`, if nobody has; return once any member can serve.
+        """Replace the member called `worker` if it still has its place; return once any member can serve.
 
         `on_recovery` is told its name, and the seconds until its successor was ready. Raises `RunAborted` if `worker`
         is none of this pool, or nobody is left.
@@ -86,7 +86,7 @@ class Pool(Generic[W]):
         await self._serving()
 
     async def close(self) -> None:
-        """End every member, orderly where it answers."""
+        """Close every member that answers, and end all of them."""
         for task in self._background:
             task.cancel()
         await asyncio.gather(*(member.worker.end() for member in self.members if not member.is_given_up))
@@ -102,7 +102,7 @@ class Pool(Generic[W]):
             await self._changed.wait()
 
     def _replace(self, dead: PoolMember[W], on_recovery: Recovered) -> None:
-        """Have a dead member replaced in the background. If it is being set up, that will fail, and be tried again."""
+        """Replace a dead member in the background. A set-up of it that is under way fails, and is tried again."""
         self._leave(dead.name)
         if dead.index not in self._replacing:
             self._replacing.add(dead.index)
@@ -132,7 +132,7 @@ class Pool(Generic[W]):
         self._notify()
 
     def _succeeded(self, member: PoolMember[W]) -> PoolMember[W]:
-        """Whoever takes its place from now; not set up."""
+        """Kill a member and put a successor in its place; the successor is not set up yet."""
         member.worker.kill()
         successor = self.members[member.index] = self._member(member.index, member.generation + 1)
         return successor

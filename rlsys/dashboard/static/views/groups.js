@@ -121,7 +121,7 @@ function groupTable(run, answer, rows) {
     { label: "Length (tokens)", isNumber: true, title: "Tokens sampled in an episode, mean", cell: (group) => number(group.length_mean) },
     { label: "Staleness (versions)", isNumber: true, title: "Versions between its oldest token and the weights it trained", cell: (group) => number(group.staleness) },
     { label: "Replica", cell: (group) => group.replica },
-    { label: "Group", isNumber: true, title: "Serial number of the group", cell: (group) => group.group_id },
+    { label: "Group", isNumber: true, title: "Id of the group", cell: (group) => group.group_id },
   ];
   return table(columns, rows, { id: "groups", key: (group) => group.group_id });
 }

@@ -73,7 +73,7 @@ function pendingTable(run, answer) {
     { label: "In this state", isNumber: true, cell: (row) => duration(row.state_s) },
     { label: "Attempts", isNumber: true, cell: (row) => number(row.num_attempts) },
     hasReasons && { label: "Issued again because", cell: (row) => row.last_reason },
-    { label: "Group", isNumber: true, title: "Serial number of the group", cell: (row) => row.group_id },
+    { label: "Group", isNumber: true, title: "Id of the group", cell: (row) => row.group_id },
   ].filter(Boolean);
   return table(columns, byUrgency(answer.pending), { id: "pending", key: (row) => row.group_id, rowClass: (row) => (row.is_overdue ? "overdue" : null) });
 }
