@@ -12,10 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from wandb.proto import wandb_internal_pb2
-
-RECORD: Any = vars(wandb_internal_pb2)["Record"]
-"""Generated, and without types."""
 BLOCK = 32 * 1024
 HEADER = 7
 WHOLE, FIRST, LAST = 1, 2, 4
@@ -23,7 +19,10 @@ WHOLE, FIRST, LAST = 1, 2, 4
 
 def read(path: Path) -> list[Any]:
     """Every record of a file."""
-    return [RECORD.FromString(record) for record in _records(path.read_bytes())]
+    from wandb.proto import wandb_internal_pb2  # seconds, which only those who read a file should take
+
+    of_bytes = vars(wandb_internal_pb2)["Record"].FromString  # generated, and without types
+    return [of_bytes(record) for record in _records(path.read_bytes())]
 
 
 def history(records: list[Any]) -> list[dict[str, Any]]:

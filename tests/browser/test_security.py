@@ -155,8 +155,9 @@ def test_no_other_page_can_frame_it(chromium: Browser, origin: str, tmp_path: Pa
     context = chromium.new_context()
     page = context.new_page()
     page.goto(other.as_uri())
+    (frame,) = page.frames[1:]
 
-    assert [frame.url for frame in page.frames[1:]] == ["chrome-error://chromewebdata/"]
+    frame.wait_for_url("chrome-error://chromewebdata/")
     context.close()
 
 
