@@ -17,7 +17,7 @@ def keys_of(model_path: Path, data_path: Path, folder: Path) -> list[str]:
         "run.steps=4",
         "data.max_prompt_tokens=8",
         "rollout.max_new_tokens=8",
-        "rollout.replicas=2",
+        "rollout.replicas=1",
         "rollout.slots=16",
         "reward.fn=tests/ray/judges.py:digits",
         "algorithm.group_size=4",

@@ -89,8 +89,8 @@ def killer(pool: Pool) -> Callable[[], None]:
 
 @pytest.fixture(scope="module")
 def on_ray(cluster, model_path: Path, data_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
-    evaluation = ["eval.every=1", f"eval.data={data_path}"]
-    crew = WorkerSet.of(config_of(model_path, data_path, tmp_path_factory.mktemp("runs"), evaluation))
+    overrides = ["rollout.replicas=2", "eval.every=1", f"eval.data={data_path}"]
+    crew = WorkerSet.of(config_of(model_path, data_path, tmp_path_factory.mktemp("runs"), overrides))
     pinned = crew.evaluation
     assert pinned is not None
     with asyncio.Runner() as runner:

@@ -60,8 +60,7 @@ class Job:
 def job_in(folder: Path, model_path: Path, data_path: Path) -> Job:
     file = folder / "job.yaml"
     file.write_text("run: {steps: 4}\n")
-    keys = [*keys_of(model_path, data_path, folder), "rollout.replicas=1"]
-    return Job(file, keys, folder / "run")
+    return Job(file, keys_of(model_path, data_path, folder), folder / "run")
 
 
 @dataclass

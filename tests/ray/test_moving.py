@@ -19,7 +19,12 @@ from workers.worker_set import WorkerSet
 
 @pytest.fixture
 def crew(cluster, model_path, data_path, tmp_path) -> WorkerSet:
-    overrides = ["rollout.workflow=tests.ray.tools:Asks", "data.max_prompt_tokens=24", "rollout.max_new_tokens=16"]
+    overrides = [
+        "rollout.replicas=2",
+        "rollout.workflow=tests.ray.tools:Asks",
+        "data.max_prompt_tokens=24",
+        "rollout.max_new_tokens=16",
+    ]
     return WorkerSet.of(config_of(model_path, data_path, tmp_path, overrides))
 
 

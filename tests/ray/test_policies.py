@@ -21,7 +21,6 @@ POLICIES = "policies={first: {}, second: {train: {groups_per_step: 2, lr: 1e-2}}
 
 def pair(model_path: Path, data_path: Path, folder: Path, *overrides: str) -> Config:
     keys = [
-        "rollout.replicas=1",
         "rollout.workflow=tests.ray.pairs:AskAndAnswer",
         "agents={asker: first, answerer: second}",
         POLICIES,

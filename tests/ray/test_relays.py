@@ -26,7 +26,7 @@ from workers.transport.buckets import specs_of
 from workers.transport.hashing import content_hash
 from workers.transport.object_store import ObjectStorePublisher, ObjectStorePuller
 
-TRANSFER_S = 30.0
+TRANSFER_S = 20.0
 CALL_S = 60.0
 
 

@@ -16,7 +16,7 @@ TASK = Task(id="t", prompt="312>", answer="123")
 def test_groups_that_lost_their_only_replica_are_all_rolled_out_by_its_successor(
     cluster, model_path, data_path, tmp_path
 ):
-    crew = WorkerSet.of(config_of(model_path, data_path, tmp_path, ["rollout.replicas=1"]))
+    crew = WorkerSet.of(config_of(model_path, data_path, tmp_path))
     rollouts, recovered = crew.rollouts, []
 
     async def group(group_id: int) -> tuple[str, RolledOut]:

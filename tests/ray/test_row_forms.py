@@ -73,7 +73,7 @@ def test_rows_and_rewards_of_each_form_train_without_adapter_code(form, cluster,
     data, reward = tmp_path / "rows.jsonl", tmp_path / "my_reward.py"
     data.write_text("".join(json.dumps(FORMS[form]) + "\n" for _ in range(8)))
     reward.write_text(dedent(REWARDS[form]))
-    overrides = [f"reward.fn={reward}:reward", "run.steps=1", "rollout.replicas=1", "checkpoint.every=0"]
+    overrides = [f"reward.fn={reward}:reward", "run.steps=1", "checkpoint.every=0"]
     result = rlsys.train(config_of(chat_model, data, tmp_path, overrides), progress=False)
     assert result.steps == 1
     (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

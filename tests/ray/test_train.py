@@ -43,7 +43,7 @@ def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 @pytest.fixture(scope="module")
 def whole_run(cluster, model_path, data_path, tmp_path_factory) -> Path:
     """Four steps without interruption; several tests compare with it."""
-    config = config_of(model_path, data_path, tmp_path_factory.mktemp("runs"))
+    config = config_of(model_path, data_path, tmp_path_factory.mktemp("runs"), ["rollout.replicas=2"])
     assert train(config, progress=False).steps == 4
     return config.run_dir
 
@@ -70,7 +70,7 @@ def test_the_sampler_and_the_trainer_agree_on_every_logprob(whole_run):
 def test_cut_off_after_a_step_and_resumed_the_weights_are_bit_for_bit_the_same(
     step, whole_run, model_path, data_path, tmp_path
 ):
-    config = config_of(model_path, data_path, tmp_path, ["run.name=cut", "run.resume=must"])
+    config = config_of(model_path, data_path, tmp_path, ["rollout.replicas=2", "run.name=cut", "run.resume=must"])
     kept = f"step_{step:06d}"
     shutil.copytree(whole_run / "checkpoints" / kept, config.run_dir / "checkpoints" / kept)
     train(config, progress=False)
@@ -137,6 +137,7 @@ def test_stale_groups_stay_inside_the_bound_and_every_token_knows_its_version(mo
     for change in ("between", "inflight"):
         overrides = [
             f"run.name={change}",
+            "rollout.replicas=2",
             "asynchrony.max_staleness=2",
             f"rollout.weight_change={change}",
             "run.steps=6",

@@ -23,7 +23,7 @@ def vllm_model(tmp_path: Path) -> Path:
 
 
 def test_a_model_vllm_cannot_run_is_an_error_before_anything_is_rolled_out(cluster, model_path, data_path, tmp_path):
-    config = config_of(model_path, data_path, tmp_path, ["rollout.engine=vllm", "rollout.replicas=1"])
+    config = config_of(model_path, data_path, tmp_path, ["rollout.engine=vllm"])
     with pytest.raises(ModelError, match=r"vllm cannot run model .*head_dim=16.*choose another rollout.engine"):
         rlsys.train(config, progress=False)
 
@@ -31,6 +31,7 @@ def test_a_model_vllm_cannot_run_is_an_error_before_anything_is_rolled_out(clust
 def test_a_run_on_vllm_changes_weights_in_flight_and_samples_what_it_trains(cluster, vllm_model, data_path, tmp_path):
     overrides = [
         "rollout.engine=vllm",
+        "rollout.replicas=2",
         "rollout.weight_change=inflight",
         "rollout.kv_cache=recompute",
         "asynchrony.max_staleness=2",

@@ -81,7 +81,7 @@ class LyingRelay(Relay):
 def test_a_replica_with_wrong_weights_is_replaced_and_none_of_its_tokens_are_trained(
     lie: Lie, noticed: str, cluster, model_path, data_path, tmp_path
 ):
-    config = config_of(model_path, data_path, tmp_path, ["checkpoint.every=0"])
+    config = config_of(model_path, data_path, tmp_path, ["rollout.replicas=2", "checkpoint.every=0"])
     relays = RayRelays.start(60.0, LyingRelay, lie)
     assert_noticed(config, relays, start_rollouts(config, relays), noticed)
 
@@ -89,7 +89,7 @@ def test_a_replica_with_wrong_weights_is_replaced_and_none_of_its_tokens_are_tra
 def test_an_engine_that_does_not_use_the_weights_it_acknowledged_is_noticed_by_its_logprobs(
     cluster, model_path, data_path, tmp_path
 ):
-    config = config_of(model_path, data_path, tmp_path, ["checkpoint.every=0", "train.lr=1e-2"])
+    config = config_of(model_path, data_path, tmp_path, ["rollout.replicas=2", "checkpoint.every=0", "train.lr=1e-2"])
     relays = RayRelays.start(60.0)
     engine = EngineSpec(
         engine="local", model_path=str(model_path), dtype="float32", slots=16, max_context=16, kv_cache="keep",
