@@ -23,8 +23,8 @@ from pydantic import (
 
 from rlsys.config.config_problems import Location, nested, union_tag
 from rlsys.config.section import ImportSpec, Section
+from rlsys.rewards.reward_function import MODEL, RewardSpec
 from rlsys.rewards.reward_registry import BUILTIN, JUDGE, JUDGE_TIMEOUT_S
-from rlsys.rewards.reward_sum import MODEL, RewardSpec
 
 
 def _known(spec: str) -> str:

@@ -21,7 +21,7 @@ from rlsys.errors import CheckpointError, ConfigError, DataError, ModelError
 from rlsys.launch.config_history import keep_earlier
 from rlsys.loop.checkpoint import STEP, find_latest, is_complete, step_of
 from rlsys.loop.failed_step import CONFIG
-from rlsys.rewards.reward_sum import RewardSum
+from rlsys.rewards.reward_function import RewardSum
 from rlsys.types import Task
 from rlsys.util.files import can_be_hub_name, write_atomically
 from rlsys.util.importing import import_from_here

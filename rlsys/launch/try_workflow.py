@@ -16,8 +16,7 @@ from rlsys.data.row_adapters import RowProblem, sniff, task_of
 from rlsys.data.task_file import load_tasks
 from rlsys.errors import ConfigError, DataError
 from rlsys.launch.preflight import check_model, prepare_imports
-from rlsys.rewards.reward_function import RewardInput
-from rlsys.rewards.reward_sum import RewardSum
+from rlsys.rewards.reward_function import RewardInput, RewardSum
 from rlsys.types import POLICY, Episode, Json, Score, Task
 from rlsys.util.importing import imported
 from rlsys.util.seeds import group_seed

@@ -1,4 +1,4 @@
-"""Calls of reward functions: arguments are picked by name, and their names determine the kind of function.
+"""Reward functions of a run and their weighted sum. Arguments are picked by name, and determine the kind of function.
 
 | argument | kind | returns |
 | --- | --- | --- |
@@ -19,16 +19,19 @@ a reward of 0.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Self
+from itertools import islice
+from typing import Self, SupportsFloat
 
 from rlsys.errors import CannotScore, ConfigError
-from rlsys.rewards.reward_registry import find
-from rlsys.rewards.reward_results import score_of, scores_of_list
-from rlsys.types import Episode, Json, Message, Score, Task
+from rlsys.rewards.reward_registry import described, find
+from rlsys.types import Episode, Json, Score, Task
 
 ALWAYS = ("completion", "completion_ids", "prompt", "answer", "ground_truth", "info", "task_id")
 """Names that every function of one completion can request, for any columns. `ground_truth` is the answer if the row has
@@ -40,6 +43,78 @@ TRL = ("completions", "prompts", "trainer_state", "log_extra", "log_metric")
 """More names for a function of a group, which cannot request `completion` and `prompt`. Every column is a list. Prompts
 and completions are lists of messages if the task's prompt is. `trainer_state` is None, and logged values are discarded.
 """
+MODEL = "model"
+"""Name of the reward model in metrics and failures; it is weighted and summed like a function."""
+NOT_APPLICABLE = Score(None, "not applicable")
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSpec:
+    """One reward function of a run, e.g. `RewardSpec("my.py:fmt", "format", 0.2, {"pattern": ".+"})`."""
+
+    fn: str
+    name: str
+    """Name in metrics and failures, unique in a run."""
+    weight: float = 1.0
+    args: Mapping[str, Json] = field(default_factory=dict)
+    """Extra arguments, by name."""
+
+
+class RewardSum:
+    """Reward functions of a run: the reward is the weighted sum of their values."""
+
+    def __init__(self, specs: Sequence[RewardSpec]) -> None:
+        """Load every function. Raises `ConfigError`, see `RewardFunction.load`."""
+        self._functions = [(spec, RewardFunction.load(spec.fn, spec.args)) for spec in specs]
+        self._runner = asyncio.Runner()
+        """One event loop for all groups, so that functions can keep connections open; started on first use."""
+
+    def check(self, columns: Iterable[str]) -> None:
+        """Raise `ConfigError` if a function requires an argument that some rows lack."""
+        names = list(columns)
+        for _, function in self._functions:
+            function.check(names)
+
+    @property
+    def wants_ids(self) -> bool:
+        """True if a function requests the tokens of completions."""
+        return any(function.wants_ids for _, function in self._functions)
+
+    def score(self, task: Task, completions: Sequence[RewardInput]) -> list[Score]:
+        """Score completions of one task, in order. An exception of a function becomes a score without a value."""
+        if not completions:
+            return []
+        calls = [function.calls(task, completions) for _, function in self._functions]
+        results = iter(results_of([call for one in calls for call in one], self._runner))
+        contributions: list[list[Score]] = []
+        for (spec, function), own in zip(self._functions, calls, strict=True):
+            scores = function.scores(list(islice(results, len(own))), len(completions))
+            contributions.append([weighted(score, spec.name, spec.weight) for score in scores])
+        return [total(scores) for scores in zip(*contributions, strict=True)]
+
+    def close(self) -> None:
+        """Close the event loop."""
+        self._runner.close()
+
+
+def weighted(score: Score, name: str, weight: float) -> Score:
+    """Weight the score of one function; its value and parts are listed under the function's name."""
+    if score.value is None:
+        return score if score == NOT_APPLICABLE else Score(None, f"{name}: {score.failure}")
+    parts = {f"{name}/{part}": value for part, value in score.parts.items()}
+    return Score(weight * score.value, parts={name: score.value, **parts})
+
+
+def total(scores: Sequence[Score]) -> Score:
+    """Sum the applicable scores. One failure fails the sum, since a missing part must not count as 0."""
+    applicable = [score for score in scores if score != NOT_APPLICABLE]
+    if not applicable:
+        return NOT_APPLICABLE
+    if failures := [score.failure for score in applicable if score.value is None]:
+        return Score(None, "; ".join(failures))
+    value = score_of(sum(score.value for score in applicable if score.value is not None))
+    parts = {name: part for score in applicable for name, part in score.parts.items()}
+    return Score(value.value, value.failure, parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +188,12 @@ class RewardFunction:
     @property
     def is_batched(self) -> bool:
         """True if one call scores a whole group."""
-        return any(name in ("completions", "prompts") for name in (*self.required, *self.optional))
+        return not {"completions", "prompts"}.isdisjoint(self._requested)
 
     @property
     def wants_ids(self) -> bool:
         """True if the function requests the tokens of completions."""
-        return self.takes_all or "completion_ids" in (*self.required, *self.optional)
+        return self.takes_all or "completion_ids" in self._requested
 
     def calls(self, task: Task, completions: Sequence[RewardInput]) -> list[Callable[[], object]]:
         """Prepare the calls that score these completions of one task: one per completion, or one for all."""
@@ -134,14 +209,14 @@ class RewardFunction:
         return [result] * num_completions if isinstance(result, Score) else scores_of_list(result, num_completions)
 
     @property
+    def _requested(self) -> tuple[str, ...]:
+        return (*self.required, *self.optional)
+
+    @property
     def _names(self) -> tuple[str, ...]:
         if self.is_batched:
             return (*TRL, *(name for name in ALWAYS if name not in ("completion", "prompt")))
-        return (*ALWAYS, *VERL) if self._is_verl else ALWAYS
-
-    @property
-    def _is_verl(self) -> bool:
-        return "solution_str" in (*self.required, *self.optional)
+        return (*ALWAYS, *VERL) if "solution_str" in self._requested else ALWAYS
 
     def _of_one(self, task: Task, completion: RewardInput) -> dict[str, object]:
         given: dict[str, object] = {
@@ -150,7 +225,7 @@ class RewardFunction:
             "completion_ids": list(completion.ids),
             "prompt": task.prompt,
         }
-        if self._is_verl:
+        if "solution_str" in self._requested:
             given["solution_str"] = completion.text
             given["data_source"] = task.info.get("data_source", "")
             given["extra_info"] = task.info.get("extra_info", {})
@@ -160,7 +235,7 @@ class RewardFunction:
         if missing := [name for name in self.required if name not in given]:
             return partial(_refuse, f"the row of task {task.id} has no {', '.join(missing)}")
         if not self.takes_all:
-            given = {name: given[name] for name in (*self.required, *self.optional) if name in given}
+            given = {name: given[name] for name in self._requested if name in given}
         return partial(self.function, **{**given, **self.args})
 
 
@@ -208,23 +283,20 @@ def _of_task(task: Task) -> dict[str, object]:
 def _of_group(task: Task, completions: Sequence[RewardInput]) -> dict[str, object]:
     """Collect the arguments for a function of a group; every list has one entry per completion."""
     columns = {**task.info, **_of_task(task)}
+    if isinstance(task.prompt, str):
+        prompts, said = [task.prompt for _ in completions], [c.text for c in completions]
+    else:
+        prompts = [[dict(message) for message in task.prompt] for _ in completions]
+        said = [[{"role": "assistant", "content": c.text}] for c in completions]
     return {
         **{name: [value] * len(completions) for name, value in columns.items()},
-        "prompts": [_messages(task.prompt) for _ in completions],
-        "completions": [_said(task, c.text) for c in completions],
+        "prompts": prompts,
+        "completions": said,
         "completion_ids": [list(c.ids) for c in completions],
         "trainer_state": None,
         "log_extra": _log_nothing,
         "log_metric": _log_nothing,
     }
-
-
-def _messages(prompt: str | tuple[Message, ...]) -> object:
-    return prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
-
-
-def _said(task: Task, text: str) -> object:
-    return text if isinstance(task.prompt, str) else [{"role": "assistant", "content": text}]
 
 
 def _log_nothing(name: str, value: object) -> None:
@@ -233,3 +305,95 @@ def _log_nothing(name: str, value: object) -> None:
 
 def _refuse(reason: str) -> object:
     raise CannotScore(reason)
+
+
+# ------------------------------------------------------------------------------------------------------------ results
+
+
+def results_of(calls: Sequence[Callable[[], object]], runner: asyncio.Runner) -> list[object]:
+    """Run each call, and return the results in order; an exception becomes a `Score` without a value.
+
+    Plain functions run first, one after the other and outside the event loop, so that they may start a loop. Then all
+    async functions run concurrently.
+    """
+    results = [_called(call) for call in calls]
+    if any(map(inspect.isawaitable, results)):
+        return runner.run(_all(results))
+    return results
+
+
+def known_score(episode: Episode) -> Score | None:
+    """Return the score of an episode that failed, or whose workflow set a reward; None if it has to be scored."""
+    root = episode.trajectories[0]
+    if root.outcome.is_failed:
+        return Score(None, root.outcome.reason)
+    return None if root.reward is None else score_of(root.reward)
+
+
+def score_of(value: object) -> Score:
+    """Convert a return value to a score.
+
+    Any finite number is valid, also from NumPy or a one-element tensor. A dict contains the value as `score`; its other
+    finite numbers are parts of the score.
+    """
+    if isinstance(value, Score):
+        return value
+    if isinstance(value, Mapping):
+        if "score" not in value:
+            return Score(None, f"returned {_shown(value)}, which has no `score`")
+        score = score_of(value["score"])
+        if score.value is None:
+            return score
+        parts = {str(name): score_of(part).value for name, part in value.items() if name != "score"}
+        return Score(score.value, parts={name: part for name, part in parts.items() if part is not None})
+    if value is None:
+        return NOT_APPLICABLE
+    if not isinstance(value, SupportsFloat):
+        return Score(None, f"returned {_shown(value)}, not a number")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return Score(None, f"returned {_shown(value)}, not a number")
+    return Score(number) if math.isfinite(number) else Score(None, f"returned {number}")
+
+
+def scores_of_list(result: object, num_completions: int) -> list[Score]:
+    """Convert a list to scores; any other result than one value per completion fails all of them."""
+    values: list[object] | None = None
+    if isinstance(result, Collection) and not isinstance(result, str | Mapping | Set):
+        with suppress(TypeError):  # a zero-dimensional tensor
+            values = list(result)
+    if values is None:
+        problem = f"returned {_shown(result)}, not a list of {num_completions} numbers"
+    elif len(values) != num_completions:
+        problem = f"returned {len(values)} rewards for {num_completions} completions"
+    else:
+        return [score_of(value) for value in values]
+    return [Score(None, problem)] * num_completions
+
+
+def _called(call: Callable[[], object]) -> object:
+    try:
+        return call()
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (the boundary to user code)
+        return _failure(error)
+
+
+async def _all(results: Sequence[object]) -> list[object]:
+    return await asyncio.gather(*map(_awaited, results))
+
+
+async def _awaited(result: object) -> object:
+    try:
+        return await result if inspect.isawaitable(result) else result
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  (the boundary to user code)
+        return _failure(error)
+
+
+def _failure(error: BaseException) -> Score:
+    return Score(None, str(error) if isinstance(error, CannotScore) else f"raised {described(error, through=1)}")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

@@ -18,9 +18,7 @@ from rlsys.loop.checkpoint import find_latest
 from rlsys.loop.driver import Driver
 from rlsys.loop.step_metrics import Progress
 from rlsys.monitoring.events import Event, Events, StepDone
-from rlsys.rewards.reward_function import RewardInput
-from rlsys.rewards.reward_results import known_score
-from rlsys.rewards.reward_sum import RewardSum
+from rlsys.rewards.reward_function import RewardInput, RewardSum, known_score
 from rlsys.simulate.fake_pools import Spans, now
 from rlsys.simulate.fake_world import FakeWorld, tasks
 from rlsys.simulate.virtual_clock import run_virtual

@@ -20,9 +20,16 @@ from pebble import ProcessExpired, ProcessPool
 from rlsys.batch.samples import versions_of
 from rlsys.contracts import Busy, GroupScores, with_episode
 from rlsys.errors import PayloadLost, WorkerDied
-from rlsys.rewards.reward_function import RewardInput
-from rlsys.rewards.reward_results import known_score, score_of
-from rlsys.rewards.reward_sum import MODEL, RewardSpec, RewardSum, total, weighted
+from rlsys.rewards.reward_function import (
+    MODEL,
+    RewardInput,
+    RewardSpec,
+    RewardSum,
+    known_score,
+    score_of,
+    total,
+    weighted,
+)
 from rlsys.types import Episode, Score, Task, VersionSpan
 from rlsys.util.deadlines import remote
 from workers.ray.batched_calls import Parcel, answer_in_chunks

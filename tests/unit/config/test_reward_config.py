@@ -9,7 +9,7 @@ import pytest
 from rlsys.config import Config
 from rlsys.config.resource_plan import plan_of
 from rlsys.errors import ConfigError
-from rlsys.rewards.reward_sum import RewardSpec
+from rlsys.rewards.reward_function import RewardSpec
 
 MINIMAL = ("run.steps=1", "model.path=m", "data.path=d")
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.errors import ConfigError
-from rlsys.rewards.reward_function import RewardInput
-from rlsys.rewards.reward_sum import RewardSpec, RewardSum
+from rlsys.rewards.reward_function import RewardInput, RewardSpec, RewardSum
 from rlsys.types import Json, Score, Task
 
 TASK = Task(id="t", prompt=({"role": "user", "content": "2+3?"},), answer="5")

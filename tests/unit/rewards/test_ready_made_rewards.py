@@ -11,8 +11,7 @@ from collections.abc import Mapping
 import pytest
 
 from rlsys.errors import ConfigError
-from rlsys.rewards.reward_function import RewardFunction, RewardInput
-from rlsys.rewards.reward_results import results_of
+from rlsys.rewards.reward_function import RewardFunction, RewardInput, results_of
 from rlsys.types import Json, Score, Task
 
 HAS_GYM = importlib.util.find_spec("reasoning_gym") is not None

@@ -15,9 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.errors import ConfigError
-from rlsys.rewards.reward_function import RewardFunction, RewardInput
-from rlsys.rewards.reward_results import NOT_APPLICABLE, results_of, score_of
-from rlsys.rewards.reward_sum import RewardSpec, RewardSum, total, weighted
+from rlsys.rewards.reward_function import (
+    NOT_APPLICABLE,
+    RewardFunction,
+    RewardInput,
+    RewardSpec,
+    RewardSum,
+    results_of,
+    score_of,
+    total,
+    weighted,
+)
 from rlsys.types import Json, Score, Task
 
 TASK = Task(id="t1", prompt="Sort 312", answer="123", info={"level": "easy"})

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from rlsys.errors import ConfigError, WorkerDied
-from rlsys.rewards.reward_sum import RewardSpec
+from rlsys.rewards.reward_function import RewardSpec
 from rlsys.types import OK, Episode, Outcome, Score, Task, Trajectory, Turn, VersionSpan, failed
 from workers.reward.reward_worker import RewardWorker
 
