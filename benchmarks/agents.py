@@ -33,11 +33,10 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.gateway_load import overhead_of_gateway
 from benchmarks.measure import parser_of, print_result, progress, spread, spreads
-from rlsys.agents.session import POLICY, Agent, Policy, Session
 from rlsys.agents.tools import Tool, Toolbox
-from rlsys.agents.workflow import Workflow
+from rlsys.agents.workflow import Agent, Policy, Session, Workflow
 from rlsys.testing import ScriptedPolicy
-from rlsys.types import Assignment, Sampling, Task
+from rlsys.types import POLICY, Assignment, Sampling, Task
 from workers.engines.engine import Request
 from workers.engines.scripted import ScriptedEngine
 from workers.rollout.generator import Generator, WeightChange

@@ -19,9 +19,9 @@ from typing import Literal, TypeAlias
 
 from benchmarks.measure import answer_of
 from rlsys.agents.gateway import shared_gateway
-from rlsys.agents.session import POLICY, Session
+from rlsys.agents.workflow import Session
 from rlsys.testing import ScriptedPolicy
-from rlsys.types import Message, Task, Turn, VersionSpan
+from rlsys.types import POLICY, Message, Task, Turn, VersionSpan
 
 NUM_TURNS = 8
 SHORTEST_S, LONGEST_S = 0.05, 0.15

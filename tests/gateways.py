@@ -12,7 +12,7 @@ import aiohttp
 from openai import AsyncOpenAI
 
 from rlsys.agents.gateway import Endpoint, Gateway, shared_gateway
-from rlsys.agents.session import Budget, Policy, Session
+from rlsys.agents.workflow import Budget, Policy, Session
 from rlsys.errors import DataError, TaskTooLong
 from rlsys.testing import ScriptedPolicy
 from rlsys.types import Message, Task, Turn

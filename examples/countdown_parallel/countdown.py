@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rlsys.agents.session import Agent
+from rlsys.agents.workflow import Agent
 from rlsys.agents.workflows.spawn_join import Family, SpawnJoin
 
 OPERATIONS: Mapping[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlsys.agents.session import Agent, Session
+from rlsys.agents.workflow import Agent, Session
 from rlsys.agents.workflows.lead_subagents import LeadSubagents
 
 MAX_LOOKUPS = 2

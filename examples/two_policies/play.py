@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from rlsys.agents.session import Agent
+from rlsys.agents.workflow import Agent
 from rlsys.agents.workflows.self_play import SelfPlay
 from rlsys.types import Prompt, Task
 

@@ -7,9 +7,9 @@ A workflow's author sees messages and text, never tokens, masks, logprobs or ver
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol
 
 from rlsys.agents.tool_calls import Call, ToolCall, described, read_calls
 from rlsys.agents.tools import Toolbox, ToolResult, ToolSchema
@@ -73,10 +73,6 @@ class Policy(Protocol):
     async def recite(self, prompt_ids: tuple[int, ...], reply: str) -> Turn:
         """Return the turn for a given completion, with the current logprobs of its tokens and their version."""
         ...
-
-
-Speaks: TypeAlias = "Callable[[tuple[int, ...]], Awaitable[Turn]]"
-"""Function from the prompt ids of a turn to the turn."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +145,7 @@ class Agent:
 
         Raises `ContextFull` if the conversation no longer fits, `BudgetSpent` if a limit of the workflow is reached.
         """
-        return await self._exchange(prompt, lambda prompt_ids: self._sampled(prompt_ids, max_new_tokens))
+        return await self._exchange(prompt, max_new_tokens=max_new_tokens)
 
     async def act(self, prompt: Prompt | None, tools: Toolbox, *, max_new_tokens: int | None = None) -> Reply:
         """Chat with tools on offer. Returns the reply with its calls, which `answer` runs.
@@ -157,8 +153,7 @@ class Agent:
         Tools that differ from those offered so far are described after `prompt`. Raises `ValueError` in a plain-text
         context, which cannot offer tools.
         """
-        speak: Speaks = lambda prompt_ids: self._sampled(prompt_ids, max_new_tokens)  # noqa: E731
-        text = await self._exchange(prompt, speak, tools.schemas)
+        text = await self._exchange(prompt, tools.schemas, max_new_tokens=max_new_tokens)
         content, calls = read_calls(text, f"call_{self.number}_{len(self.turns) - 1}")
         return Reply(text, content, calls)
 
@@ -197,7 +192,7 @@ class Agent:
 
     async def recite(self, prompt: Prompt, reply: str) -> None:
         """Chat with a given reply: it is recorded as the policy's reply, and nothing is sampled."""
-        await self._exchange(prompt, lambda prompt_ids: self._policy.recite(prompt_ids, reply))
+        await self._exchange(prompt, recited=reply)
 
     # ----------------------------------------------------------------------------------------------------- context
 
@@ -245,20 +240,25 @@ class Agent:
         if self._is_speaking:
             raise RuntimeError(f"agent {self.name!r} is asked while it speaks: await its reply, or make another agent")
 
-    async def _exchange(self, prompt: Prompt | None, speak: Speaks, tools: tuple[ToolSchema, ...] = ()) -> str:
+    async def _exchange(
+        self,
+        prompt: Prompt | None,
+        tools: tuple[ToolSchema, ...] = (),
+        *,
+        max_new_tokens: int | None = None,
+        recited: str | None = None,
+    ) -> str:
+        """Append `prompt`, record the policy's reply, sampled or `recited`, and return it."""
         self._check_silent()
         self._is_speaking = True
         try:
             with self._session.speaking(self):
-                return await self._spoken(prompt, speak, tools)
+                asked = self._asked(prompt, tools)
+                if prompt is not None:
+                    self._session.note(self, "user", prompt)
+                turn = await self._turn(asked.ids, max_new_tokens, recited)
         finally:
             self._is_speaking = False
-
-    async def _spoken(self, prompt: Prompt | None, speak: Speaks, tools: tuple[ToolSchema, ...]) -> str:
-        asked = self._asked(prompt, tools)
-        if prompt is not None:
-            self._session.note(self, "user", prompt)
-        turn = await self._turn(asked.ids, speak)
         self._session.note(self, "assistant", turn.text)
         said = (*asked.said, Message(role="assistant", content=turn.text)) if asked.said else ()
         self.context = replace(asked, said=said, ids=asked.ids + turn.output_ids)
@@ -285,9 +285,12 @@ class Agent:
         ids = self._policy.extend(before.ids, before.said, new, before.opened_with)
         return Context((*before.said, *new), ids, before.opened_with, tools or before.offered)
 
-    async def _turn(self, prompt_ids: tuple[int, ...], speak: Speaks) -> Turn:
+    async def _turn(self, prompt_ids: tuple[int, ...], max_new_tokens: int | None, recited: str | None) -> Turn:
         try:
-            turn = await speak(prompt_ids)
+            if recited is None:
+                turn = await self._sampled(prompt_ids, max_new_tokens)
+            else:
+                turn = await self._policy.recite(prompt_ids, recited)
         except TaskTooLong as error:
             if not any(agent.turns for agent in self._session.agents):
                 raise

@@ -23,17 +23,8 @@ from dataclasses import dataclass
 from pydantic import PositiveInt
 
 from rlsys.agents import session as sessions
-from rlsys.agents.session import (
-    Agent,
-    AgentStopped,
-    Budget,
-    BudgetSpent,
-    ContextFull,
-    Policy,
-    Reply,
-    Session,
-    settled_episode,
-)
+from rlsys.agents.agent import Agent, AgentStopped, BudgetSpent, ContextFull, Policy, Reply
+from rlsys.agents.session import Budget, Session, settled_episode
 from rlsys.errors import RlsysError, WorkflowError, first_of
 from rlsys.types import POLICY, Episode, Task
 

@@ -9,7 +9,8 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rlsys.agents.session import Policy, Said, shown_line
+from rlsys.agents.agent import Policy
+from rlsys.agents.session import Said, shown_line
 from rlsys.agents.workflow import Session, play
 from rlsys.config import Config
 from rlsys.data.row_adapters import RowProblem, sniff, task_of

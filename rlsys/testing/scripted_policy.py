@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rlsys.agents.session import Policy
+from rlsys.agents.agent import Policy
 from rlsys.agents.tool_calls import described
 from rlsys.agents.tools import ToolSchema
 from rlsys.agents.workflow import Workflow

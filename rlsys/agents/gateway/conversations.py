@@ -23,9 +23,10 @@ from dataclasses import dataclass, field
 
 import orjson
 
+from rlsys.agents.agent import Agent, Context
 from rlsys.agents.gateway.chat_replies import ChatReply
 from rlsys.agents.gateway.chat_requests import ChatRequest, Refused
-from rlsys.agents.session import Agent, Context, Session
+from rlsys.agents.session import Session
 from rlsys.agents.tool_calls import message_of
 from rlsys.errors import ConfigError
 from rlsys.types import Json, Message

@@ -31,10 +31,11 @@ import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from rlsys.agents.agent import Agent, AgentStopped, ContextFull
 from rlsys.agents.gateway.chat_replies import ChatReply
 from rlsys.agents.gateway.chat_requests import ChatRequest, Refused, read_request
 from rlsys.agents.gateway.conversations import Conversations
-from rlsys.agents.session import Agent, AgentStopped, ContextFull, Session
+from rlsys.agents.session import Session
 from rlsys.errors import DataError, TaskTooLong, WorkerError
 from rlsys.types import Json
 

@@ -15,8 +15,7 @@ from pydantic import JsonValue, PositiveFloat
 from rlsys.agents.agent import messages_of
 from rlsys.agents.environment import Environment, Step
 from rlsys.agents.environments import make
-from rlsys.agents.session import Agent, Session
-from rlsys.agents.workflow import Workflow
+from rlsys.agents.workflow import Agent, Session, Workflow
 from rlsys.errors import RlsysError, ToolError
 from rlsys.types import Prompt, Task
 

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 
 from pydantic import PositiveInt
 
-from rlsys.agents.session import Agent, AgentStopped, Session
 from rlsys.agents.tool_calls import spoken
 from rlsys.agents.tools import Toolbox
-from rlsys.agents.workflow import Workflow
+from rlsys.agents.workflow import Agent, AgentStopped, Session, Workflow
 from rlsys.agents.workflows.workflow_tools import Moves, ToolNames, opened, toolbox_of
 from rlsys.errors import ToolError
 

@@ -37,10 +37,9 @@ from pydantic import AfterValidator, PositiveFloat, PositiveInt
 from rlsys.agents.gateway import Endpoint, shared_gateway
 from rlsys.agents.gateway.gateway_server import HOST
 from rlsys.agents.sandbox.programs import ProgramFailed, run_program
-from rlsys.agents.session import POLICY, Agent, Session
-from rlsys.agents.workflow import Workflow
+from rlsys.agents.workflow import Agent, Session, Workflow
 from rlsys.errors import ConfigError, DataError
-from rlsys.types import Prompt, Task
+from rlsys.types import POLICY, Prompt, Task
 from rlsys.util.importing import imported
 
 ARGUMENTS = ("task", "prompt", "base_url", "api_key", "model")

@@ -11,9 +11,8 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from rlsys.agents.session import Session
 from rlsys.agents.tools import Toolbox
-from rlsys.agents.workflow import Workflow
+from rlsys.agents.workflow import Session, Workflow
 from rlsys.agents.workflows.workflow_tools import Moves, ToolNames, opened, toolbox_of
 from rlsys.types import Prompt
 

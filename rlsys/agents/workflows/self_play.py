@@ -16,9 +16,8 @@ from typing import Annotated, cast
 
 from pydantic import AfterValidator, PositiveInt
 
-from rlsys.agents.session import Agent, Session
 from rlsys.agents.tool_calls import spoken
-from rlsys.agents.workflow import Workflow
+from rlsys.agents.workflow import Agent, Session, Workflow
 from rlsys.agents.workflows.workflow_tools import opened
 from rlsys.errors import ToolError
 from rlsys.types import Prompt, Task

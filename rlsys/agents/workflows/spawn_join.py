@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from pydantic import PositiveInt
 
-from rlsys.agents.session import Agent, Session
-from rlsys.agents.workflow import Workflow
+from rlsys.agents.workflow import Agent, Session, Workflow
 from rlsys.agents.workflows.workflow_tools import Moves, opened
 from rlsys.errors import ToolError
 

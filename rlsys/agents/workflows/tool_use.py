@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlsys.agents.session import Session
 from rlsys.agents.tools import Toolbox
-from rlsys.agents.workflow import Workflow
+from rlsys.agents.workflow import Session, Workflow
 from rlsys.agents.workflows.workflow_tools import ToolNames, opened, toolbox_of
 
 

@@ -12,9 +12,9 @@ import orjson
 import pytest
 
 from rlsys.agents.gateway import Gateway, shared_gateway
-from rlsys.agents.session import POLICY
 from rlsys.agents.workflows.openai_agent import OpenAIAgent
 from rlsys.testing import ScriptedPolicy
+from rlsys.types import POLICY
 from tests.gateways import TASK, HeldPolicy, session_of
 from tests.replicas import until
 

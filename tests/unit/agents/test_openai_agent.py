@@ -13,11 +13,11 @@ from pathlib import Path
 import openai
 import pytest
 
-from rlsys.agents.session import POLICY, Policy
+from rlsys.agents.workflow import Policy
 from rlsys.agents.workflows.openai_agent import OpenAIAgent
 from rlsys.errors import ConfigError, TaskTooLong, WorkerDied
 from rlsys.testing import ScriptedPolicy, played
-from rlsys.types import Message, Task, Trajectory, Turn
+from rlsys.types import POLICY, Message, Task, Trajectory, Turn
 from tests.gateways import FailingPolicy, PickyPolicy
 from tests.openai_agents import PROGRAM
 from tests.processes import is_gone

@@ -14,8 +14,8 @@ import pytest
 
 from algorithms.eapo import EAPO
 from algorithms.kto import KTO
-from rlsys.agents.session import Agent, AgentStopped, ContextFull, Session
 from rlsys.agents.tool_calls import ToolCall, write_calls
+from rlsys.agents.workflow import Agent, AgentStopped, ContextFull, Session
 from rlsys.agents.workflows.lead_subagents import LeadSubagents
 from rlsys.agents.workflows.reconfiguring import Reconfiguring
 from rlsys.agents.workflows.research import Research

@@ -10,8 +10,7 @@ import ray
 from typer.testing import CliRunner, Result
 
 from examples.sort.tokenizer import build_tokenizer
-from rlsys.agents.session import Session
-from rlsys.agents.workflow import Workflow
+from rlsys.agents.workflow import Session, Workflow
 from rlsys.cli import app
 from rlsys.errors import ConfigError, DataError, RlsysError, WorkflowError
 from rlsys.types import Task

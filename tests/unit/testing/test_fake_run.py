@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from algorithms.gac import GAC, MIN_STEPS
-from rlsys.agents.session import Session
-from rlsys.agents.workflow import Workflow
+from rlsys.agents.workflow import Session, Workflow
 from rlsys.errors import ConfigError, RunAborted
 from rlsys.monitoring.events import GroupDropped, WorkerFailed
 from rlsys.testing import FakeRun, FakeWorld, Fault, RewardAsAdvantage
