@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rlsys.agents.workflow import Agent
-from rlsys.agents.workflows.spawn_join import Family, SpawnJoin
+from rlsys.agents.workflow import Agent, Session
+from rlsys.agents.workflows.spawn_join import SpawnJoin
 
 OPERATIONS: Mapping[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 MAX_TRIES = len(OPERATIONS)
@@ -24,12 +24,12 @@ class Countdown(SpawnJoin):
 
     max_children: int = 3
 
-    async def solve(self, family: Family) -> None:
-        game, parent = str(family.session.task.prompt), family.parent
+    async def solve(self, session: Session, parent: Agent) -> None:
+        game = str(session.task.prompt)
         signs = await parent.chat(first_prompt(game))
-        joined = await self.spawn(family, [child_prompt(game, sign) for sign in signs])
+        joined = await self.spawn(session, parent, [child_prompt(game, sign) for sign in signs])
         hits = [expression for expression in joined if value_of(expression) is not None]
-        family.session.reward(solves(await parent.chat(second_prompt(hits)), game))
+        session.reward(solves(await parent.chat(second_prompt(hits)), game))
 
     async def explore(self, child: Agent, context: str) -> str | None:
         """Return the first tried expression whose value is the target."""

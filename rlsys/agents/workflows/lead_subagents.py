@@ -17,7 +17,7 @@ from pydantic import PositiveInt
 from rlsys.agents.tool_calls import spoken
 from rlsys.agents.tools import Toolbox
 from rlsys.agents.workflow import Agent, AgentStopped, Session, Workflow
-from rlsys.agents.workflows.workflow_tools import Moves, ToolNames, opened, toolbox_of
+from rlsys.agents.workflows.tool_use import Moves, ToolNames, opened, toolbox_of
 from rlsys.errors import ToolError
 
 LEAD = (

@@ -32,12 +32,13 @@ from pathlib import Path
 from typing import Annotated, SupportsFloat
 from weakref import WeakKeyDictionary
 
-from pydantic import AfterValidator, PositiveFloat, PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 
 from rlsys.agents.gateway import Endpoint, shared_gateway
 from rlsys.agents.gateway.gateway_server import HOST
 from rlsys.agents.sandbox.programs import ProgramFailed, run_program
 from rlsys.agents.workflow import Agent, Session, Workflow
+from rlsys.agents.workflows.tool_use import loadable
 from rlsys.errors import ConfigError, DataError
 from rlsys.types import POLICY, Prompt, Task
 from rlsys.util.importing import imported
@@ -51,9 +52,20 @@ class _Late(Exception):
     """An agent exceeded its deadline."""
 
 
-def _loads(spec: str) -> str:
-    _function(spec)
-    return spec
+@cache
+def _function(spec: str) -> tuple[Callable[..., Awaitable[object]], tuple[str, ...]]:
+    """Import an agent function; returns it and the names of its arguments. Raises `ValueError` if it is invalid."""
+    found = imported("agent", spec)
+    if not callable(found) or not inspect.iscoroutinefunction(found):
+        raise ValueError(f"the agent {spec!r} is not an async function; run other code as a `command`")
+    parameters = inspect.signature(found).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return found, ARGUMENTS
+    unknown = [p.name for p in parameters if p.name not in ARGUMENTS and p.default is p.empty]
+    unnamed = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]
+    if wrong := unknown or unnamed:
+        raise ValueError(f"the agent {spec!r} asks for {', '.join(wrong)}; by name there are {', '.join(ARGUMENTS)}")
+    return found, tuple(p.name for p in parameters if p.name in ARGUMENTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +81,7 @@ class OpenAIAgent(Workflow):
     of conversations.
     """
 
-    agent: Annotated[str, AfterValidator(_loads)] | None = None
+    agent: Annotated[str, loadable(_function)] | None = None
     """An async function, `module:function`. Its arguments are picked by name: `task`, `prompt`, `base_url`, `api_key`,
     `model`. It returns the episode's reward; or None or text, and then reward functions score the last reply. It runs
     in the event loop of the replica, where a client that is not async would block every session and deadlock: run
@@ -163,22 +175,6 @@ class OpenAIAgent(Workflow):
             if not limit.expired():  # raised by the agent
                 raise
             raise _Late(f"the agent took longer than {self.deadline_s:g} s (deadline_s)") from None
-
-
-@cache
-def _function(spec: str) -> tuple[Callable[..., Awaitable[object]], tuple[str, ...]]:
-    """Import an agent function; returns it and the names of its arguments. Raises `ValueError` if it is invalid."""
-    found = imported("agent", spec)
-    if not callable(found) or not inspect.iscoroutinefunction(found):
-        raise ValueError(f"the agent {spec!r} is not an async function; run other code as a `command`")
-    parameters = inspect.signature(found).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return found, ARGUMENTS
-    unknown = [p.name for p in parameters if p.name not in ARGUMENTS and p.default is p.empty]
-    unnamed = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]
-    if wrong := unknown or unnamed:
-        raise ValueError(f"the agent {spec!r} asks for {', '.join(wrong)}; by name there are {', '.join(ARGUMENTS)}")
-    return found, tuple(p.name for p in parameters if p.name in ARGUMENTS)
 
 
 def _seat(session: Session, root: Agent | None) -> None:

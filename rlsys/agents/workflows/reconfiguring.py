@@ -6,14 +6,14 @@ stage 2    starts from that configuration: python, python, terminate(answer="42"
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import PositiveInt
 
 from rlsys.agents.tools import Toolbox
-from rlsys.agents.workflow import Session, Workflow
-from rlsys.agents.workflows.workflow_tools import Moves, ToolNames, opened, toolbox_of
+from rlsys.agents.workflow import Session
+from rlsys.agents.workflows.tool_use import Moves, ToolUse, opened
 from rlsys.types import Prompt
 
 EXECUTOR = (
@@ -43,16 +43,15 @@ class Configuration:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reconfiguring(Workflow):
-    """One agent works in stages, each with a sub-goal, strategy, tools and knowledge that the agent chooses.
+class Reconfiguring(ToolUse):
+    """One agent works in stages, each with a sub-goal, strategy, tools and knowledge that the agent chooses. The first
+    stage has all tools.
 
     The episode ends with `terminate`, or with a reply without calls. Reward functions score the last turn: with
     `terminate` that is the call, in which `regex` can find `"answer": "(.*?)"`. All stages are one trajectory, and so
     share one reward, which is the label that KTO needs.
     """
 
-    tools: ToolNames
-    """Tools to choose from, as `module:function`. The first stage has all of them."""
     max_turns: PositiveInt = 200
     """Turns of an episode; if the last one still calls tools, the episode is truncated."""
     system: str = EXECUTOR
@@ -60,10 +59,6 @@ class Reconfiguring(Workflow):
 
     def __post_init__(self) -> None:
         Executor(self.toolbox()).moves()  # raises `ValueError` for a tool with the name of one of these two
-
-    def toolbox(self) -> Toolbox:
-        """All tools to choose from."""
-        return toolbox_of(self.tools)
 
     async def run(self, session: Session) -> None:
         agent = session.agent("policy")
@@ -80,22 +75,17 @@ class Reconfiguring(Workflow):
                 prompt = None
 
 
-@dataclass
 class Executor:
     """State of one episode, and the two tools that change it."""
 
-    every: Toolbox
-    stage: Configuration = field(init=False)
-    is_over: bool = False
-
-    def __post_init__(self) -> None:
-        self.stage = Configuration(tools=tuple(self.every.tools))
+    def __init__(self, every: Toolbox) -> None:
+        self.every, self.is_over = every, False
+        self.stage = Configuration(tools=tuple(every.tools))
 
     def moves(self) -> Moves:
         """Tools of the current stage."""
-        return Moves(
-            self.reconfigure, self.terminate, others=Toolbox(*map(self.every.tools.__getitem__, self.stage.tools))
-        )
+        others = Toolbox(*map(self.every.tools.__getitem__, self.stage.tools))
+        return Moves(self.reconfigure, self.terminate, others=others)
 
     async def reconfigure(
         self, sub_goal: str, strategy: str, tools: list[str], knowledge: str, mode: Literal["basic", "truncation"]

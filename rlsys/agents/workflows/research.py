@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pydantic import PositiveInt
 
 from rlsys.agents.tool_calls import spoken
-from rlsys.agents.tools import Toolbox
-from rlsys.agents.workflow import BudgetSpent, Reply, Session, Workflow
-from rlsys.agents.workflows.workflow_tools import ToolNames, opened, toolbox_of
+from rlsys.agents.workflow import BudgetSpent, Reply, Session
+from rlsys.agents.workflows.tool_use import ToolUse, opened
 from rlsys.types import Prompt, Task
 
 RESEARCHER = (
@@ -39,24 +38,18 @@ class State:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Research(Workflow):
+class Research(ToolUse):
     """One agent starts every round from the question, its report and its last action, and ends by calling no tool.
 
     A round without a report keeps the report before it. Without an answer after `max_rounds`, the episode is truncated.
     """
 
-    tools: ToolNames
-    """Tools of each round, as `module:function`."""
     max_rounds: PositiveInt = 32
     """Rounds of an episode."""
     max_report_chars: PositiveInt = 20_000
     """Longest report, in characters; the rest is cut. With the tools' `max_chars` it bounds the prompt of a round."""
     system: str = RESEARCHER
     """System message of every round."""
-
-    def toolbox(self) -> Toolbox:
-        """Tools of an episode."""
-        return toolbox_of(self.tools)
 
     async def run(self, session: Session) -> None:
         agent, tools, state = session.agent("policy"), self.toolbox(), State()

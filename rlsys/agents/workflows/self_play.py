@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Annotated, cast
 
-from pydantic import AfterValidator, PositiveInt
+from pydantic import PositiveInt
 
 from rlsys.agents.tool_calls import spoken
 from rlsys.agents.workflow import Agent, Session, Workflow
-from rlsys.agents.workflows.workflow_tools import opened
+from rlsys.agents.workflows.tool_use import loadable, opened
 from rlsys.errors import ToolError
 from rlsys.types import Prompt, Task
 from rlsys.util.importing import imported
@@ -38,11 +38,6 @@ def load_judge(spec: str) -> Callable[[str, str], float]:
     return cast("Callable[[str, str], float]", found)
 
 
-def _loads(spec: str) -> str:
-    load_judge(spec)
-    return spec
-
-
 @dataclass(frozen=True, kw_only=True)
 class SelfPlay(Workflow):
     """One proposer, the root, and `attempts` solvers of the task that it makes.
@@ -56,7 +51,7 @@ class SelfPlay(Workflow):
     solver out of turns or context counts as wrong. A solver whose tools raise `ToolError` fails, and does not count.
     """
 
-    judge: Annotated[str, AfterValidator(_loads)]
+    judge: Annotated[str, loadable(load_judge)]
     """`module:function`: called with the task and a solver's reply, returns 0 to 1, quickly. An exception ends the run.
     """
     attempts: PositiveInt = 4

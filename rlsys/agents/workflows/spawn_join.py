@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pydantic import PositiveInt
 
 from rlsys.agents.workflow import Agent, Session, Workflow
-from rlsys.agents.workflows.workflow_tools import Moves, opened
+from rlsys.agents.workflows.tool_use import Moves, opened
 from rlsys.errors import ToolError
 
 PARENT = (
@@ -25,14 +25,6 @@ PARENT = (
 CHILD = "Explore what you are given. Then call join with what is worth knowing: nothing else is handed over."
 NOTHING = "(nothing joined)"
 """Result of a child that ended without joining."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """Parent agent and its session."""
-
-    session: Session
-    parent: Agent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,27 +49,26 @@ class SpawnJoin(Workflow):
     """System message of every child."""
 
     async def run(self, session: Session) -> None:
-        family = Family(session, session.agent("parent"))
+        parent = session.agent("parent")
         try:
-            await self.solve(family)
+            await self.solve(session, parent)
         finally:
             told = f"sequential tokens: {session.num_sequential} of {session.num_sampled}"
-            session.note(family.parent, "workflow", told)
+            session.note(parent, "workflow", told)
 
-    async def solve(self, family: Family) -> None:
+    async def solve(self, session: Session, parent: Agent) -> None:
         """Let the parent solve the task with the tool `spawn`."""
 
         async def spawn(contexts: list[str]) -> str:
             """Start a child for each context. They think in parallel; returns what each of them joins, in order."""
-            return self.report(await self.spawn(family, contexts))
+            return self.report(await self.spawn(session, parent, contexts))
 
-        prompt = opened(self.parent_system, family.session.task.prompt)
-        await family.parent.use(prompt, Moves(spawn), max_turns=self.max_parent_turns)
+        prompt = opened(self.parent_system, session.task.prompt)
+        await parent.use(prompt, Moves(spawn), max_turns=self.max_parent_turns)
 
-    async def spawn(self, family: Family, contexts: Sequence[str]) -> list[str]:
+    async def spawn(self, session: Session, parent: Agent, contexts: Sequence[str]) -> list[str]:
         """Run a child per context, and return the text that each joined, or `NOTHING`."""
-        session = family.session
-        children = [session.agent("child", parent=family.parent) for _ in contexts[: self.max_children]]
+        children = [session.agent("child", parent=parent) for _ in contexts[: self.max_children]]
         joined = await session.gather(*map(self.explore, children, contexts))
         for child, text in zip(children, joined, strict=True):
             if isinstance(text, ToolError):

@@ -1,12 +1,53 @@
-"""Workflow of one agent that calls tools until it answers."""
+"""Workflow of one agent that calls tools until it answers, and what workflows with tools share."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from types import CodeType, FunctionType
+from typing import Annotated, TypeVar, cast
 
-from rlsys.agents.tools import Toolbox
+from pydantic import AfterValidator, ValidationError
+
+from rlsys.agents.tools import Answered, Tool, Toolbox, tool
 from rlsys.agents.workflow import Session, Workflow
-from rlsys.agents.workflows.workflow_tools import ToolNames, opened, toolbox_of
+from rlsys.types import Json, Message, Prompt
+from rlsys.util.importing import imported
+
+T = TypeVar("T")
+
+
+@cache
+def load_tool(spec: str) -> Tool:
+    """Import the tool, or the typed function, `module:name`. Raises `ValueError` that states the problem."""
+    found = imported("tool", spec)
+    if isinstance(found, Tool):
+        return found
+    try:
+        return tool(cast("Callable[..., object]", found))
+    except TypeError as error:
+        raise ValueError(f"the tool {spec!r}: {error}") from error
+
+
+def toolbox_of(specs: Iterable[str]) -> Toolbox:
+    """Collect tools by name. Raises `ValueError` for an invalid tool, and for two of the same name."""
+    return Toolbox(*map(load_tool, specs))
+
+
+def loadable(load: Callable[[T], object]) -> AfterValidator:
+    """Validator of names that `load` imports: a configuration with an invalid one is refused when it is read."""
+
+    def loaded(spec: T) -> T:
+        load(spec)
+        return spec
+
+    return AfterValidator(loaded)
+
+
+ToolNames = Annotated[tuple[str, ...], loadable(toolbox_of)]
+"""Tools, each as `module:name`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +61,64 @@ class ToolUse(Workflow):
     """System message of the agent."""
 
     def toolbox(self) -> Toolbox:
-        """Tools of an episode."""
+        """All tools of an episode."""
         return toolbox_of(self.tools)
 
     async def run(self, session: Session) -> None:
         await session.agent("policy").use(opened(self.system, session.task.prompt), self.toolbox())
+
+
+class Moves(Toolbox):
+    """Tools that are part of a workflow, such as starting subagents, together with other tools.
+
+    A workflow's tool has no deadline, since it may sample, and its exceptions are raised: a bug, or an `AgentStopped`.
+    Invalid arguments are reported to the model, and long results are cut, as for any tool.
+    """
+
+    def __init__(self, *moves: Callable[..., Awaitable[str]], others: Toolbox | None = None) -> None:
+        """Raises `ValueError` for two tools of the same name."""
+        mine = [_described(move) for move in moves]
+        super().__init__(*mine, *(others.tools.values() if others else ()))
+        self._moves: frozenset[str] = frozenset(each.name for each in mine)
+        if isinstance(others, Moves):
+            self._moves |= others._moves
+
+    async def _answer(self, tool: Tool, arguments: Mapping[str, Json]) -> tuple[str, Answered]:
+        given: Mapping[str, object] | None = None
+        with suppress(ValidationError):
+            given = tool.validated(arguments)
+        if given is None or tool.name not in self._moves:
+            return await super()._answer(tool, arguments)
+        return await cast("Callable[..., Awaitable[str]]", tool.function)(**given), "ok"
+
+
+_DESCRIBED: dict[CodeType, Tool] = {}
+
+
+def _described(move: Callable[..., Awaitable[str]]) -> Tool:
+    """Convert a workflow's function to a tool. A schema takes a millisecond, so it is cached by the function's code,
+    since the function references its session. Defaults are part of a schema, so they prevent caching."""
+    function = cast("FunctionType", move)
+    if function.__defaults__ or function.__kwdefaults__:
+        return tool(move)
+    if function.__code__ not in _DESCRIBED:
+        _DESCRIBED[function.__code__] = replace(tool(move), function=_nothing)
+    return replace(_DESCRIBED[function.__code__], function=move)
+
+
+def _nothing() -> None:
+    """Placeholder for the function in a cached tool."""
+
+
+def opened(system: str, prompt: Prompt, then: str = "") -> tuple[Message, ...]:
+    """Build the first messages of a conversation.
+
+    A system message at the start of `prompt` is appended to `system`, and `then` to the last message: chat templates
+    refuse two messages of one role in a row.
+    """
+    *before, last = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
+    if before and before[0]["role"] == "system":
+        system, before = f"{system}\n\n{before[0]['content']}", before[1:]
+    if then:
+        last = Message(role=last["role"], content=f"{last['content']}\n\n{then}")
+    return (Message(role="system", content=system), *before, last)

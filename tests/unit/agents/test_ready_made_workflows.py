@@ -20,9 +20,8 @@ from rlsys.agents.workflows.lead_subagents import LeadSubagents
 from rlsys.agents.workflows.reconfiguring import Reconfiguring
 from rlsys.agents.workflows.research import Research
 from rlsys.agents.workflows.self_play import INVALID, SelfPlay
-from rlsys.agents.workflows.spawn_join import NOTHING, Family, SpawnJoin
-from rlsys.agents.workflows.tool_use import ToolUse
-from rlsys.agents.workflows.workflow_tools import Moves, opened
+from rlsys.agents.workflows.spawn_join import NOTHING, SpawnJoin
+from rlsys.agents.workflows.tool_use import Moves, ToolUse, opened
 from rlsys.algorithm import Aggregation, TrajectoryAdvantage
 from rlsys.batch.packing import plan_batch
 from rlsys.batch.samples import meta_of, samples_of
@@ -455,13 +454,13 @@ def test_contexts_beyond_the_limit_are_refused():
 class Told(SpawnJoin):
     """Plain text: the parent says contexts with a bar between them; a child's reply is what it joins."""
 
-    async def solve(self, family: Family) -> None:
-        texts = (await family.parent.chat("P=")).split("|")
+    async def solve(self, session: Session, parent: Agent) -> None:
+        texts = (await parent.chat("P=")).split("|")
         for _ in range(2):
-            texts = await self.spawn(family, texts)
-        await family.parent.chat(">" + "|".join(texts))
-        family.session.log.append(family.session.log[0])
-        family.session.reward(family.session.num_sequential)
+            texts = await self.spawn(session, parent, texts)
+        await parent.chat(">" + "|".join(texts))
+        session.log.append(session.log[0])
+        session.reward(session.num_sequential)
 
     async def explore(self, child: Agent, context: str) -> str | None:
         if context == "zz":
