@@ -180,8 +180,12 @@ def _lines(found: Inspection) -> Iterator[str]:
         yield from (f"  {part:<8}{_cut(value)}" for part, value in _parts(task))
     if found.first_prompt is not None:
         yield f"\nthe first prompt as the model sees it:\n{found.first_prompt}"
-    yield f"\n{_length_line(found)}"
-    if found.lengths.unit == "tokens":
+    n = found.lengths
+    line = f"prompts, in {n.unit}: min {n.min}, p50 {n.p50}, p90 {n.p90}, p99 {n.p99}, max {n.max}"
+    if found.num_too_long is not None:
+        line += f"; {found.num_too_long} of {found.num_rows} are longer than {found.max_prompt_tokens}"
+    yield f"\n{line}"
+    if n.unit == "tokens":
         yield _template_line(found.template)
 
 
@@ -197,14 +201,6 @@ def _parts(task: Task) -> Iterator[tuple[str, str]]:
 def _cut(value: str) -> str:
     line = value.replace("\n", "\\n")
     return line if len(line) <= _WIDTH else f"{line[:_WIDTH]}... ({len(line)} characters)"
-
-
-def _length_line(found: Inspection) -> str:
-    n = found.lengths
-    line = f"prompts, in {n.unit}: min {n.min}, p50 {n.p50}, p90 {n.p90}, p99 {n.p99}, max {n.max}"
-    if found.num_too_long is None:
-        return line
-    return f"{line}; {found.num_too_long} of {found.num_rows} are longer than {found.max_prompt_tokens}"
 
 
 def _template_line(template: TemplateReport | None) -> str:

@@ -19,8 +19,10 @@ is neither text nor number, `Task.answer` is its JSON text, with sorted keys.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher, get_close_matches
+from functools import partial
 from typing import Literal, TypeAlias
 
 import orjson
@@ -34,8 +36,15 @@ Part: TypeAlias = Literal["prompt", "answer", "id"]
 PARTS: tuple[Part, ...] = ("prompt", "answer", "id")
 _EXACT = 2.0**53
 """Below it, every integer is exact as a float."""
+_PROBLEMS_SHOWN = 10
 PROMPTS = ("prompt", "messages", "question")
 ANSWERS = ("answer", "ground_truth", "solution", "label")
+_LIKELY: Mapping[Part, tuple[str, ...]] = {
+    "prompt": ("prompt", "problem", "query", "input", "instruction", "text"),
+    "answer": (*ANSWERS, "target", "reference", "expected"),
+    "id": ("id", "uid", "index"),
+}
+"""Common names of each part. They only choose the name that a message proposes; no data is read by them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +188,8 @@ def task_of(row: object, layout: Layout) -> Task:
     info = _info_of(row, layout)
     if source["answer"] != "answer" and found is not None and info.get("ground_truth") is None:
         info["ground_truth"] = found
-    return Task(id=own_id or _content_id(prompt, answer, info), prompt=prompt, answer=answer, info=info)
+    content = orjson.dumps([prompt, answer, info], option=orjson.OPT_SORT_KEYS)
+    return Task(id=own_id or xxh3_64_hexdigest(content), prompt=prompt, answer=answer, info=info)
 
 
 def _check(row: Row, layout: Layout) -> None:
@@ -255,13 +265,56 @@ def _as_text(source: str, value: Json) -> str | None:
     return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
-def _content_id(prompt: Prompt, answer: str | None, info: Mapping[str, Json]) -> str:
-    return xxh3_64_hexdigest(orjson.dumps([prompt, answer, info], option=orjson.OPT_SORT_KEYS))
-
-
 def named(value: object) -> str:
     """Describe a value as `null` or by its type: `a list`, `an int`."""
     if value is None:
         return "null"
     kind = type(value).__name__
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+
+
+# ---------------------------------------------------------------------------------------------------------- problems
+
+
+def listed(source: str, problems: Sequence[str], user: str = "") -> list[str]:
+    """Write the lines of an error: the number of rows that cannot be used, and the first ten problems."""
+    count = "1 row" if len(problems) == 1 else f"{len(problems)} rows"
+    more = len(problems) - _PROBLEMS_SHOWN
+    rest = [f"... and {more} more"] if more > 0 else []
+    return [f"{source}: {count} cannot be used{user}", *problems[:_PROBLEMS_SHOWN], *rest]
+
+
+def remedies(lacking: Mapping[Part, Sequence[Row]], layout: Layout, rows: Sequence[Row]) -> Iterator[str]:
+    """Yield proposals for missing columns. `lacking` are the rows without each part."""
+    yield from (_remedy(part, layout, lacking[part], len(rows)) for part in PARTS if lacking[part])
+    if any(lacking.values()):
+        yield "data.columns holds for training and for every set of eval.data: keep to one name for each part"
+        yield f"the columns of all rows: {', '.join(dict.fromkeys(column for row in rows for column in row))}"
+
+
+def _remedy(part: Part, layout: Layout, lacking: Sequence[Row], num_rows: int) -> str:
+    """Describe the columns that were searched for a part, and propose `data.columns` for the rows that lack it."""
+    name = layout.columns.name(part)
+    if part == "prompt" and len(lacking) < num_rows:
+        return f"looked for the prompt in {layout.sources[part]}, where other rows have it; keep it in one column"
+    if part == "answer" and name is None:
+        return (
+            f"looked for the answer in {', '.join(layout.form.answer)}; give each form a file of its own, "
+            "or name a column that all rows have: data.columns: {answer: NAME}"
+        )
+    candidates = list(dict.fromkeys(column for row in lacking for column in _candidates(row, part)))
+    nearest = max(candidates, key=partial(_likeness, part), default="NAME")
+    near = get_close_matches(name or "", candidates, n=1) or [nearest]
+    looked = name or ", ".join(PROMPTS)
+    return f"looked for the {part} in {looked}; if it has another name, say so: data.columns: {{{part}: {near[0]}}}"
+
+
+def _likeness(part: Part, column: str) -> float:
+    return max(SequenceMatcher(None, column, word).ratio() for word in _LIKELY[part])
+
+
+def _candidates(row: Row, part: Part) -> list[str]:
+    """List the columns that could contain `part`, with dots for those inside objects. A prompt is text or a list."""
+    inside = {f"{column}.{key}": v for column, o in row.items() if isinstance(o, dict) for key, v in o.items()}
+    fitting = str | list if part == "prompt" else str | int | float | list
+    return [name for name, value in {**row, **inside}.items() if isinstance(value, fitting)]

@@ -9,26 +9,73 @@ reward functions pick it by name. Rows of other forms (verl's, SkyRL's, TRL's): 
 
 from __future__ import annotations
 
+import codecs
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rlsys.data.column_hints import remedy
-from rlsys.data.data_files import opened
-from rlsys.data.row_adapters import AS_FOUND, PARTS, Columns, Layout, Row, RowProblem, sniff, task_of
+import orjson
+
+from rlsys.data.row_adapters import (
+    AS_FOUND,
+    PARTS,
+    Columns,
+    Layout,
+    Part,
+    Row,
+    RowProblem,
+    listed,
+    remedies,
+    sniff,
+    task_of,
+    with_info_parsed,
+)
 from rlsys.errors import DataError
 from rlsys.types import Task
 
-_PROBLEMS_SHOWN = 10
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_LINES = (".jsonl", ".json")
+_FILES = (*_LINES, ".parquet")
 
 
 @dataclass(frozen=True, slots=True)
-class _Placed:
-    """Problem of a row, and the row's position."""
+class Place:
+    """Location of rows: `rows.jsonl`, `folder#test`, `org/name:config#test`."""
 
-    where: str
-    row: object
-    problem: RowProblem
+    path: str
+    config: str | None = None
+    """Configuration of a hub data set; None: its only one."""
+    split: str | None = None
+    """Split; None: the only one."""
+
+    @classmethod
+    def of(cls, text: str) -> Place:
+        """Parse a place. If `text` as a whole is an existing path, it is not split at `:` and `#`."""
+        whole, split = _cut(text, "#")
+        path, config = _cut(whole, ":")
+        return cls(path, config, split)
+
+    def __str__(self) -> str:
+        config, split = (mark + name if name else "" for mark, name in ((":", self.config), ("#", self.split)))
+        return f"{self.path}{config}{split}"
+
+    def absolute(self) -> Place:
+        """Make the path absolute if it exists on this machine; otherwise it may be on the hub and stays unchanged."""
+        path = Path(self.path)
+        return Place(str(path.absolute()), self.config, self.split) if path.exists() else self
+
+
+def _cut(text: str, mark: str) -> tuple[str, str | None]:
+    """Split at the last `mark`, unless it is inside the path of a file or folder."""
+    before, found, after = text.rpartition(mark)
+    is_path = not (before and found and after) or "/" in after or text.endswith(_FILES) or Path(text).exists()
+    return (text, None) if is_path else (before, after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,34 +103,135 @@ def load_tasks(path: str | os.PathLike[str], columns: Columns = AS_FOUND) -> Seq
 def read(path: str | os.PathLike[str], columns: Columns = AS_FOUND) -> TaskFile:
     """Read the tasks as `load_tasks` does, with the rows and their layout."""
     name = os.fspath(path)
-    source = opened(name)
-    found = list(source.rows)
+    opened, split = _opened(name)
+    found = list(opened)
     rows = [row for _, row in found if isinstance(row, dict)]
     layout = sniff(rows, columns)
     tasks: list[Task] = []
-    problems: list[_Placed] = []
+    problems: list[str] = []
+    lacking: dict[Part, list[Row]] = {part: [] for part in PARTS}
     for where, row in found:
         try:
             if isinstance(row, RowProblem):
                 raise row
             tasks.append(task_of(row, layout))
         except RowProblem as problem:
-            problems.append(_Placed(where, row, problem))
+            problems.append(f"{where}: {problem}")
+            if problem.lacks and isinstance(row, dict):
+                lacking[problem.lacks].append(row)
     if problems:
-        count = "1 row" if len(problems) == 1 else f"{len(problems)} rows"
-        raise DataError("\n  ".join([f"{name}: {count} cannot be used", *_listed(problems, layout, rows)]))
+        raise DataError("\n  ".join([*listed(name, problems), *remedies(lacking, layout, rows)]))
     if not tasks:
         raise DataError(f"{name}: no rows")
-    return TaskFile(layout, rows, tasks, source.split)
+    return TaskFile(layout, rows, tasks, split)
 
 
-def _listed(problems: Sequence[_Placed], layout: Layout, rows: Sequence[Row]) -> Iterator[str]:
-    """Yield at most ten problems, the number of further ones, and proposals for missing columns."""
-    yield from (f"{p.where}: {p.problem}" for p in problems[:_PROBLEMS_SHOWN])
-    if (num_more := len(problems) - _PROBLEMS_SHOWN) > 0:
-        yield f"... and {num_more} more"
-    lacking = {part: [p.row for p in problems if p.problem.lacks == part and isinstance(p.row, dict)] for part in PARTS}
-    yield from (remedy(part, layout, lacking[part], len(rows)) for part in PARTS if lacking[part])
-    if any(lacking.values()):
-        yield "data.columns holds for training and for every set of eval.data: keep to one name for each part"
-        yield f"the columns of all rows: {', '.join(dict.fromkeys(column for row in rows for column in row))}"
+# -------------------------------------------------------------------------------------------------------------- rows
+
+
+def _opened(text: str) -> tuple[Iterable[tuple[str, object]], str | None]:
+    """Open the rows at a `Place`, each with its position, e.g. `train.jsonl:3`; and the split, see `TaskFile`.
+
+    Raises `DataError` if it cannot be read, or has several splits and none is named.
+    """
+    place = Place.of(text)
+    if place.path.endswith(_FILES):
+        _has_no_splits(place)
+        return (_lines(Path(place.path)) if place.path.endswith(_LINES) else _rows(text, _table(place))), None
+    if Path(place.path).is_file():
+        raise DataError(f"cannot read {place.path}: it is neither .jsonl, .json nor .parquet; convert or rename it")
+    rows, split = _set(place)
+    return _rows(text, rows), split
+
+
+def _has_no_splits(place: Place) -> None:
+    if place.config or place.split:
+        raise DataError(f"{place}: {place.path} has neither configurations nor splits; give it alone")
+
+
+# ------------------------------------------------------------------------------------------------------------- lines
+
+
+def _lines(path: Path) -> Iterator[tuple[str, object]]:
+    """Yield each row of a JSONL file; skips a byte order mark at its start."""
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if text.strip():
+                    yield f"{path}:{number}", _parsed(text)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _parsed(line: bytes) -> object:
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        return RowProblem(f"not JSON: {error.msg} at column {error.colno}; give one object a line")
+    return with_info_parsed(row) if isinstance(row, dict) else row
+
+
+# -------------------------------------------------------------------------- the `datasets` library, a second to import
+
+
+def _table(place: Place) -> Dataset:
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    try:
+        return datasets.load_dataset("parquet", data_files=place.path, split="train")
+    except (OSError, ValueError, DatasetsError) as error:
+        raise DataError(f"cannot read {place.path}: {error}") from error
+
+
+def _set(place: Place) -> tuple[Dataset, str | None]:
+    """Load one split of a folder or a hub data set, and its name; None for a folder of `Dataset.save_to_disk`."""
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    folder = Path(place.path)
+    try:
+        if (folder / "dataset_dict.json").is_file():
+            split = _split_of(place, orjson.loads((folder / "dataset_dict.json").read_bytes())["splits"])
+            return datasets.Dataset.load_from_disk(str(folder / split)), split
+        if (folder / "state.json").is_file():
+            _has_no_splits(place)
+            return datasets.Dataset.load_from_disk(place.path), None
+        split = _split_of(place, datasets.get_dataset_split_names(place.path, place.config))
+        return datasets.load_dataset(place.path, place.config, split=split), split
+    except (OSError, ValueError, DatasetsError) as error:
+        remedy = "give a .jsonl or .parquet file, a folder, or a hub data set such as org/name:config#split"
+        raise DataError(f"cannot read '{place}': {remedy}: {error}") from error
+
+
+def _split_of(place: Place, splits: Sequence[str]) -> str:
+    """Return the named split, or else the only one."""
+    listed = ", ".join(splits)
+    if place.split is None and len(splits) > 1:
+        raise DataError(f"{place} has several splits: {listed}; name one, as in {place}#{splits[0]}")
+    if place.split is not None and place.split not in splits:
+        raise DataError(f"{place}: there is no split {place.split}; there are: {listed}")
+    return place.split or splits[0]
+
+
+def _rows(name: str, rows: Dataset) -> Iterator[tuple[str, object]]:
+    return ((f"{name}: row {number}", _plain(row)) for number, row in enumerate(rows.with_format(None), 1))
+
+
+def _plain(row: object) -> object:
+    """Convert a row to plain JSON: dates and decimals become text, numbers that are not finite become null."""
+    assert isinstance(row, dict)
+    plain: Row = {}
+    for column, value in row.items():
+        try:
+            plain[column] = orjson.loads(orjson.dumps(value, default=_text))
+        except orjson.JSONEncodeError as error:
+            return RowProblem(f"`{column}`: {error.__cause__ or error}; remove the column")
+    return with_info_parsed(plain)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, Decimal | timedelta):
+        return str(value)
+    raise TypeError(f"JSON has no form for a value of type {type(value).__name__}")

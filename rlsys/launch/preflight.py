@@ -13,8 +13,7 @@ from pathlib import Path
 from rlsys.algorithm import Signal
 from rlsys.config import Config
 from rlsys.config.policy_sections import PolicySection
-from rlsys.data.data_files import Place
-from rlsys.data.task_file import load_tasks
+from rlsys.data.task_file import Place, load_tasks
 from rlsys.data.task_source import TaskSource
 from rlsys.doctor import ensure_not_shadowed
 from rlsys.errors import CheckpointError, ConfigError, DataError, ModelError

@@ -16,11 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rlsys.agents.workflow import Session, SingleTurn, Workflow
-from rlsys.data.row_adapters import RowProblem, message_of, named
+from rlsys.data.row_adapters import RowProblem, listed, message_of, named
 from rlsys.errors import ConfigError, DataError
 from rlsys.types import Message, Prompt, Task
-
-_PROBLEMS_SHOWN = 10
 
 
 class Offline(Workflow):
@@ -46,11 +44,7 @@ class Offline(Workflow):
             )
         problems = [f"row {n}: {problem}" for n, task in enumerate(tasks, 1) if (problem := _problem_in(task))]
         if problems:
-            more = len(problems) - _PROBLEMS_SHOWN
-            shown = problems[:_PROBLEMS_SHOWN] + ([f"... and {more} more"] if more > 0 else [])
-            count = "1 row" if len(problems) == 1 else f"{len(problems)} rows"
-            what = f"data.path: {count} cannot be used by rollout.workflow=offline"
-            raise DataError("\n  ".join([what, *shown]))
+            raise DataError("\n  ".join(listed("data.path", problems, " by rollout.workflow=offline")))
 
     def in_evaluation(self) -> Workflow:
         """Return the single-turn workflow: in evaluation the policy samples its reply."""

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.data.data_files import Place
-from rlsys.data.task_file import load_tasks, read
+from rlsys.data.task_file import Place, load_tasks, read
 from rlsys.errors import DataError
 from rlsys.types import Task
 
