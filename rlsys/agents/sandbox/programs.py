@@ -6,8 +6,8 @@ import asyncio
 import errno
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO
@@ -20,7 +20,7 @@ _NO_ROOM = {errno.EAGAIN, errno.ENOMEM, errno.E2BIG, errno.EMFILE, errno.ENFILE,
 _TAIL_BYTES = 4000
 """Bytes kept from the end of stderr."""
 _LAST_WORDS_S = 1.0
-"""Seconds to read the rest of stderr once the program has ended."""
+"""Seconds to read the rest of the output once the program has ended."""
 
 
 class ProgramFailed(Exception):
@@ -34,19 +34,19 @@ async def run_program(command: Sequence[str], *, env: Mapping[str, str], stdin: 
     survives this process. Raises `ProgramFailed`, also for a missing program, and `ToolError` if the machine has no
     room for it.
     """
-    tail = bytearray()
+    tail = CapturedOutput(_TAIL_BYTES, keeps_end=True)
     try:
         with TemporaryFile() as given:
             given.write(stdin.encode())
             given.seek(0)
-            async with _listening(tail) as stderr, _started(command, env, given, stderr) as process:
+            async with capturing(tail) as stderr, _started(command, env, given, stderr) as process:
                 code = await process.wait()
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
         raise ToolError(f"cannot start {command[0]}: {error.strerror}") from error
     if code:
-        end = tail.decode(errors="replace").strip()
+        end = tail.kept.decode(errors="replace").strip()
         raise ProgramFailed(f"{command[0]} ended with exit code {code}; the end of its stderr:\n{end}")
 
 
@@ -69,28 +69,53 @@ async def _started(
         await process.wait()
 
 
+class CapturedOutput(asyncio.Protocol):
+    """Output of a process, of which the first bytes are kept, or the last ones."""
+
+    def __init__(self, most: int, *, keeps_end: bool = False) -> None:
+        """`most` is the number of bytes that are kept."""
+        self.most, self.keeps_end = most, keeps_end
+        self.kept, self.num_bytes = bytearray(), 0
+        self.ended = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_cut(self) -> bool:
+        """True if there was more output than is kept."""
+        return self.num_bytes > self.most
+
+    def data_received(self, data: bytes) -> None:
+        self.num_bytes += len(data)
+        self.kept += data
+        if self.keeps_end:
+            del self.kept[: -self.most]
+        else:
+            del self.kept[self.most :]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
 @asynccontextmanager
-async def _listening(tail: bytearray) -> AsyncIterator[IO[bytes]]:
-    """Yield a writable file; on exit, `tail` has the end of the written bytes.
+async def capturing(output: CapturedOutput) -> AsyncIterator[IO[bytes]]:
+    """Yield a writable file whose bytes `output` receives, and wait on exit until it has the rest.
 
     The pipe is created here: asyncio would wait until every process closes its pipe, and a surviving child may never
     close it.
     """
+    with pipe() as (read, write):
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: output, read)
+        try:
+            yield write
+            write.close()
+            await asyncio.wait((output.ended,), timeout=_LAST_WORDS_S)
+        finally:
+            transport.close()
+
+
+@contextmanager
+def pipe() -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """Yield the read end and the write end of a pipe."""
     read, write = os.pipe()
-    reader, loop = asyncio.StreamReader(), asyncio.get_running_loop()
-    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read, "rb", 0))
-    listening = asyncio.create_task(_read(reader, tail))
-    try:
-        with os.fdopen(write, "wb", 0) as file:
-            yield file
-        await asyncio.wait((listening,), timeout=_LAST_WORDS_S)  # a process outside the group may still have it open
-    finally:
-        listening.cancel()
-        transport.close()
-
-
-async def _read(stream: asyncio.StreamReader, tail: bytearray) -> None:
-    """Read everything, so that the writer never blocks, and keep the last bytes."""
-    while piece := await stream.read(1 << 16):
-        tail += piece
-        del tail[:-_TAIL_BYTES]
+    with os.fdopen(read, "rb", 0) as reading, os.fdopen(write, "wb", 0) as writing:
+        yield reading, writing

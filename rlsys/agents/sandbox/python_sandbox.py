@@ -37,13 +37,14 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
+from rlsys.agents.sandbox.programs import CapturedOutput, capturing, pipe
 from rlsys.agents.tools import Tool, tool
 from rlsys.errors import SandboxError, ToolError
 
@@ -116,8 +117,8 @@ async def run_python(code: str, *, stdin: str = "", limits: ProgramLimits = Prog
     or the program's folder cannot be removed. Cancellation kills the program.
     """
     began = time.monotonic()
-    output = _Output(limits.output_bytes)
-    with _pipe() as (report, told):
+    output = CapturedOutput(limits.output_bytes)
+    with pipe() as (report, told):
         async with _folder(code) as folder:
             async with _started(folder, stdin, told, output, limits) as process:
                 is_timeout = await _is_overdue(process, output, limits)
@@ -144,8 +145,6 @@ _GRACE_S = 5.0
 
 _LOOK_S = 0.05
 """Seconds between two checks of a program's use."""
-_LAST_WORDS_S = 1.0
-"""Seconds to read the rest of the output once the program has ended."""
 
 
 # ---------------------------------------------------------------------------------------------------------- the process
@@ -153,34 +152,25 @@ _LAST_WORDS_S = 1.0
 
 @asynccontextmanager
 async def _started(
-    folder: str, stdin: str, told: IO[bytes], output: _Output, limits: ProgramLimits
+    folder: str, stdin: str, told: IO[bytes], output: CapturedOutput, limits: ProgramLimits
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Start the program; on exit, kill its process group and read its output.
-
-    The pipes are created here: asyncio would wait until every process closes its pipe, and without `seccomp` a process
-    outside the group may never close it.
-    """
-    connect = asyncio.get_running_loop().connect_read_pipe
-    with _pipe() as (read, write), tempfile.TemporaryFile() as given:
-        transport, _ = await connect(lambda: output, read)
-        try:
+    """Start the program; on exit, kill its process group and read its output."""
+    async with capturing(output) as write:
+        with tempfile.TemporaryFile() as given:
             try:
                 given.write(stdin.encode(errors="replace"))
                 given.seek(0)
                 process = await _start(folder, given, write, told, limits)
             except OSError as error:
                 raise ToolError(f"cannot start a program: {error}") from error
-            write.close()  # the program has inherited both
-            told.close()
-            try:
-                yield process
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
-            await asyncio.wait((output.ended,), timeout=_LAST_WORDS_S)
+        write.close()  # the program has inherited both
+        told.close()
+        try:
+            yield process
         finally:
-            transport.close()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
 
 
 async def _start(
@@ -212,7 +202,7 @@ async def _start(
     )
 
 
-async def _is_overdue(process: asyncio.subprocess.Process, output: _Output, limits: ProgramLimits) -> bool:
+async def _is_overdue(process: asyncio.subprocess.Process, output: CapturedOutput, limits: ProgramLimits) -> bool:
     """Wait for the program; return True if it has to be killed at its deadline.
 
     Waits for the program's end; unblocked by the deadline, by cancellation and, at the next check, by too much output
@@ -234,34 +224,6 @@ def _num_threads(pid: int) -> int:
     except (FileNotFoundError, ProcessLookupError):
         return 0
     return int(status.rpartition(")")[2].split()[17])
-
-
-class _Output(asyncio.Protocol):
-    """Output of a program: the first `most` bytes are kept."""
-
-    def __init__(self, most: int) -> None:
-        self.most, self.kept, self.num_bytes = most, bytearray(), 0
-        self.ended = asyncio.get_running_loop().create_future()
-
-    @property
-    def is_cut(self) -> bool:
-        return self.num_bytes > self.most
-
-    def data_received(self, data: bytes) -> None:
-        self.kept += data[: self.most - len(self.kept)]
-        self.num_bytes += len(data)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self.ended.done():
-            self.ended.set_result(None)
-
-
-@contextmanager
-def _pipe() -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Yield the read end and the write end of a pipe."""
-    read, write = os.pipe()
-    with os.fdopen(read, "rb", 0) as reading, os.fdopen(write, "wb", 0) as writing:
-        yield reading, writing
 
 
 # ----------------------------------------------------------------------------------------------------------- its folder
