@@ -33,8 +33,9 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.gateway_load import overhead_of_gateway
 from benchmarks.measure import parser_of, print_result, progress, spread, spreads
+from rlsys.agents.agent import Policy
 from rlsys.agents.tools import Tool, Toolbox
-from rlsys.agents.workflow import Agent, Policy, Session, Workflow
+from rlsys.agents.workflow import Agent, Session, Workflow
 from rlsys.testing import ScriptedPolicy
 from rlsys.types import POLICY, Assignment, Sampling, Task
 from workers.engines.engine import Request

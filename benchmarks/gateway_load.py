@@ -18,7 +18,7 @@ from statistics import fmean, quantiles
 from typing import Literal, TypeAlias
 
 from benchmarks.measure import answer_of
-from rlsys.agents.gateway import shared_gateway
+from rlsys.agents.gateway.gateway_server import shared_gateway
 from rlsys.agents.workflow import Session
 from rlsys.testing import ScriptedPolicy
 from rlsys.types import POLICY, Message, Task, Turn, VersionSpan

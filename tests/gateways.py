@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 import aiohttp
 from openai import AsyncOpenAI
 
-from rlsys.agents.gateway import Endpoint, Gateway, shared_gateway
-from rlsys.agents.workflow import Budget, Policy, Session
+from rlsys.agents.agent import Policy
+from rlsys.agents.gateway.gateway_server import Endpoint, Gateway, shared_gateway
+from rlsys.agents.session import Budget
+from rlsys.agents.workflow import Session
 from rlsys.errors import DataError, TaskTooLong
 from rlsys.testing import ScriptedPolicy
 from rlsys.types import Message, Task, Turn

@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 from math import prod
 
-from rlsys.agents.tools import Toolbox, ToolCall
+from rlsys.agents.tool_calls import ToolCall
+from rlsys.agents.tools import Toolbox
 from rlsys.agents.workflow import Session, Workflow
 
 CALL, TOLD, WRONG = "?", ">", "!"

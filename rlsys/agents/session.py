@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 
 from rlsys.agents.agent import Agent, AgentStopped, BudgetSpent, Context, Policy
 from rlsys.agents.environment import Environment
-from rlsys.agents.tools import Call, Toolbox, ToolResult
+from rlsys.agents.tool_calls import Call
+from rlsys.agents.tools import Toolbox, ToolResult
 from rlsys.errors import ConfigError, ToolError, first_of
 from rlsys.types import POLICY, Episode, Message, Prompt, Task, Trajectory, failed
 from rlsys.util.seeds import environment_seed

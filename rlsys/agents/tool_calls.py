@@ -105,7 +105,7 @@ def _function_of(call: Json) -> Json:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):
-            arguments = _DECODER.decode(arguments)
+            arguments = STRICT_JSON.decode(arguments)
     return {"name": function.get("name"), "arguments": arguments}
 
 
@@ -128,7 +128,7 @@ def _read_at(text: str, start: int, call_id: str) -> tuple[Call, int]:
     """Parse the call whose JSON begins at `start`. Returns it and its end. Tags within JSON strings are ignored."""
     start += len(text[start:]) - len(text[start:].lstrip())
     try:
-        value, end = _DECODER.raw_decode(text, start)
+        value, end = STRICT_JSON.raw_decode(text, start)
         _check_text(value)
     except (ValueError, RecursionError) as error:
         return _malformed(text, start, start, _PROBLEM.format(error=_reason(error)), call_id)
@@ -153,7 +153,7 @@ def _call_of(value: Json, text: str, call_id: str) -> Call:
     arguments = value.get("arguments", {})
     if isinstance(arguments, str):  # the form of OpenAI's API
         try:
-            arguments = _DECODER.decode(arguments)
+            arguments = STRICT_JSON.decode(arguments)
             _check_text(arguments)
         except (ValueError, RecursionError) as error:
             return Malformed(text, f"`arguments` is text that is not JSON: {_reason(error)}", call_id)
@@ -175,5 +175,6 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+STRICT_JSON = json.JSONDecoder(parse_constant=_no_constant)
+"""Decoder that raises `ValueError` for `NaN` and `Infinity`, which Python's own accepts."""
 _PROBLEM = 'a call is a JSON object like {{"name": "...", "arguments": {{...}}}}: {error}'

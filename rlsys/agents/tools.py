@@ -19,7 +19,8 @@ import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, TypeAlias, cast, get_type_hints
@@ -29,11 +30,9 @@ from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, Validation
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import CoreSchema, to_json
 
-from rlsys.agents.tool_calls import Call, Malformed, ToolCall
+from rlsys.agents.tool_calls import Call, Malformed
 from rlsys.errors import RlsysError, ToolError, first_of
 from rlsys.types import Json
-
-__all__ = ["Call", "Malformed", "Tool", "ToolCall", "ToolResult", "ToolSchema", "Toolbox", "tool"]
 
 ToolSchema: TypeAlias = Mapping[str, Json]
 """A tool in the OpenAI form: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
@@ -162,8 +161,26 @@ class Toolbox:
         return ToolResult(shown, outcome, time.monotonic() - start_s, is_cut)
 
     async def _answer(self, tool: Tool, arguments: Mapping[str, Json]) -> tuple[str, Answered]:
-        """Run one call, and return its text, uncut, and its outcome. Raises `RlsysError`."""
-        return await _answer(tool, arguments)
+        """Run a tool within its deadline, and return its result as uncut text, and the outcome. Raises `RlsysError`."""
+        deadline = asyncio.timeout(tool.timeout_s)
+        try:
+            given = tool.validated(arguments)
+            async with _room(tool.function), deadline:
+                value = await _value(tool.function, given)
+            return (value if isinstance(value, str) else to_json(value, fallback=str).decode()), "ok"
+        except RlsysError:
+            raise
+        except ValidationError as error:
+            return _complaint(tool, error), "error"
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            return "CancelledError: the tool cancelled itself", "error"
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (any exception becomes a result for the model)
+            if deadline.expired():
+                return f"{tool.name} took longer than its {tool.timeout_s:g} s", "timeout"
+            return f"{type(error).__name__}: {error}", "error"
 
     def _unknown(self, name: str) -> str:
         close = difflib.get_close_matches(name, self.tools, n=1)
@@ -178,29 +195,6 @@ MAX_HANGING = 64
 """Threads of sync tools past their deadline, in one process, at which further calls of sync tools fail."""
 _overdue: set[threading.Thread] = set()
 _threads: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
-
-
-async def _answer(tool: Tool, arguments: Mapping[str, Json]) -> tuple[str, Answered]:
-    """Run a tool with these arguments within its deadline, and return its result as text."""
-    deadline = asyncio.timeout(tool.timeout_s)
-    try:
-        given = tool.validated(arguments)
-        async with _room(tool.function), deadline:
-            value = await _value(tool.function, given)
-        return (value if isinstance(value, str) else to_json(value, fallback=str).decode()), "ok"
-    except RlsysError:
-        raise
-    except ValidationError as error:
-        return _complaint(tool, error), "error"
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        return "CancelledError: the tool cancelled itself", "error"
-    except (Exception, SystemExit) as error:  # noqa: BLE001  (any exception becomes a result for the model)
-        if deadline.expired():
-            return f"{tool.name} took longer than its {tool.timeout_s:g} s", "timeout"
-        return f"{type(error).__name__}: {error}", "error"
 
 
 def _is_async(function: Callable[..., object]) -> bool:
@@ -232,26 +226,17 @@ async def in_thread(function: Callable[..., Any], arguments: Mapping[str, object
             f"{MAX_HANGING} calls of sync tools ({', '.join(sorted({t.name for t in _overdue}))}) hang past their "
             "deadlines, and threads cannot be killed: give them time limits of their own, or make them async"
         )
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[Any] = loop.create_future()
+    answer: Future[Any] = Future()
+    answer.set_running_or_notify_cancel()  # a thread cannot be cancelled
     context = contextvars.copy_context()
 
-    def settle(value: object, error: BaseException | None) -> None:
-        if answer.cancelled():
-            return
-        if error is None:
-            answer.set_result(value)
-        else:
-            answer.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
-
     def work() -> None:
-        value, error = None, None
         try:
-            value = context.run(function, **arguments)
-        except BaseException as raised:  # noqa: BLE001  (raised again at the await)
-            error = raised
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, value, error)
+            answer.set_result(context.run(function, **arguments))
+        except StopIteration as error:  # which no future takes
+            answer.set_exception(RuntimeError(repr(error)))
+        except BaseException as error:  # noqa: BLE001  (raised again at the await)
+            answer.set_exception(error)
 
     thread = threading.Thread(target=work, name=getattr(function, "__name__", "tool"), daemon=True)
     try:
@@ -259,7 +244,7 @@ async def in_thread(function: Callable[..., Any], arguments: Mapping[str, object
     except RuntimeError as error:
         raise ToolError(f"no thread can be started for the tool {thread.name!r}: {error}") from error
     try:
-        return await answer
+        return await asyncio.wrap_future(answer)
     except asyncio.CancelledError:
         _overdue.add(thread)
         raise

@@ -11,7 +11,7 @@
                 if "?" in answer:
                     answer = await solver.chat("Decide.")
 
-The fields are the configuration: `rollout.workflow: {type: my.module:Retry, times: 3}`. Authors see messages and text;
+The fields are the configuration: `rollout.workflow: {type: my.module:Retry, times: 3}`. Authors see messages and text.
 """
 
 from __future__ import annotations
@@ -28,20 +28,7 @@ from rlsys.agents.session import Budget, Session, settled_episode
 from rlsys.errors import RlsysError, WorkflowError, first_of
 from rlsys.types import POLICY, Episode, Task
 
-__all__ = [
-    "POLICY",
-    "Agent",
-    "AgentStopped",
-    "Budget",
-    "BudgetSpent",
-    "ContextFull",
-    "Policy",
-    "Reply",
-    "Session",
-    "SingleTurn",
-    "Workflow",
-    "play",
-]
+__all__ = ["Agent", "AgentStopped", "BudgetSpent", "ContextFull", "Reply", "Session", "SingleTurn", "Workflow", "play"]
 
 _SHOWN_MESSAGES = 20
 """Messages of the transcript in the report of a bug."""

@@ -89,7 +89,7 @@ class RowProblem(Exception):
 
     def __init__(self, text: str, lacks: Part | None = None) -> None:
         super().__init__(text)
-        self.lacks = lacks
+        self.lacks: Part | None = lacks
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,10 +135,10 @@ def _opened(text: str) -> tuple[Iterable[tuple[str, object]], str | None]:
     Raises `DataError` if it cannot be read, or has several splits and none is named.
     """
     place = Place.of(text)
-    if place.path.endswith(_FILES):
+    if place.path.endswith(_LINES):
         _has_no_splits(place)
-        return (_lines(Path(place.path)) if place.path.endswith(_LINES) else _rows(text, _table(place))), None
-    if Path(place.path).is_file():
+        return _lines(Path(place.path)), None
+    if Path(place.path).is_file() and not place.path.endswith(_FILES):
         raise DataError(f"cannot read {place.path}: it is neither .jsonl, .json nor .parquet; convert or rename it")
     rows, split = _set(place)
     return _rows(text, rows), split
@@ -175,23 +175,16 @@ def _parsed(line: bytes) -> object:
 # -------------------------------------------------------------------------- the `datasets` library, a second to import
 
 
-def _table(place: Place) -> Dataset:
-    import datasets
-    from datasets.exceptions import DatasetsError
-
-    try:
-        return datasets.load_dataset("parquet", data_files=place.path, split="train")
-    except (OSError, ValueError, DatasetsError) as error:
-        raise DataError(f"cannot read {place.path}: {error}") from error
-
-
 def _set(place: Place) -> tuple[Dataset, str | None]:
-    """Load one split of a folder or a hub data set, and its name; None for a folder of `Dataset.save_to_disk`."""
+    """Load a parquet file, or one split of a folder or a hub data set, and the split's name; None if there is none."""
     import datasets
     from datasets.exceptions import DatasetsError
 
     folder = Path(place.path)
     try:
+        if place.path.endswith(_FILES):
+            _has_no_splits(place)
+            return datasets.load_dataset("parquet", data_files=place.path, split="train"), None
         if (folder / "dataset_dict.json").is_file():
             split = _split_of(place, orjson.loads((folder / "dataset_dict.json").read_bytes())["splits"])
             return datasets.Dataset.load_from_disk(str(folder / split)), split

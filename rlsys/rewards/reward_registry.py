@@ -46,8 +46,12 @@ def find(spec: str) -> Callable[..., object]:
 
     Raises `ConfigError` if it does not exist, or if a ready-made function lacks its package.
     """
-    if spec in BUILTIN:
-        return _ready_made(spec, BUILTIN[spec])
+    if ready := BUILTIN.get(spec):
+        try:
+            return getattr(importlib.import_module(ready.module), ready.name)
+        except ImportError as error:
+            remedy = f"pip install {ready.package} (extra `{ready.extra}`)"
+            raise ConfigError(f"reward {spec!r}: {error}; {remedy}") from error
     place, colon, name = spec.rpartition(":")
     if not (colon and place and name):
         close = difflib.get_close_matches(spec, BUILTIN, n=1)
@@ -80,13 +84,6 @@ def described(error: BaseException, *, through: int = -1) -> str:
 
 def _is_import(file: str) -> bool:
     return file in (__file__, importlib.__file__) or file.startswith("<frozen importlib")
-
-
-def _ready_made(spec: str, ready: ReadyMade) -> Callable[..., object]:
-    try:
-        return getattr(importlib.import_module(ready.module), ready.name)
-    except ImportError as error:
-        raise ConfigError(f"reward {spec!r}: {error}; pip install {ready.package} (extra `{ready.extra}`)") from error
 
 
 def _module_of_file(path: Path) -> ModuleType:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-from rlsys.agents.environment import Environment, Step
-from rlsys.agents.environments import told
+from rlsys.agents.environment import Environment, Step, told
 from rlsys.types import Prompt, Task
 
 

@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from rlsys.agents.environment import Environment, Step
-from rlsys.agents.environments import make
+from rlsys.agents.environment import Environment, Step, make
 from rlsys.agents.environments.mcp import mcp_toolbox
 from rlsys.agents.environments.openenv import OpenEnv
-from rlsys.agents.tools import ToolCall
+from rlsys.agents.tool_calls import ToolCall
 from rlsys.errors import ConfigError, ToolError
 from rlsys.testing import FakeEnvironment
 from rlsys.types import Json, Message, Prompt, Task

@@ -13,8 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rlsys.agents.environment import Environment, Step
-from rlsys.agents.environments import needs, told
+from rlsys.agents.environment import Environment, Step, needs, told
 from rlsys.agents.tools import in_thread
 from rlsys.errors import ConfigError
 from rlsys.types import Json, Prompt, Task

@@ -18,8 +18,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from rlsys.agents.environment import Environment, Step
-from rlsys.agents.environments import needs
+from rlsys.agents.environment import Environment, Step, needs
 from rlsys.agents.tools import MAX_CHARS, TIMEOUT_S, Tool, Toolbox
 from rlsys.errors import ConfigError, ToolError, first_of
 from rlsys.types import Prompt, Task

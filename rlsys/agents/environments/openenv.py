@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from rlsys.agents.environment import Environment, Step
-from rlsys.agents.environments import needs, told
+from rlsys.agents.environment import Environment, Step, needs, told
+from rlsys.agents.tool_calls import STRICT_JSON
 from rlsys.errors import ConfigError, ToolError
 from rlsys.types import Json, Prompt, Task
 
@@ -85,7 +85,7 @@ class OpenEnv(Environment):
         message = {"type": what} if data is None else {"type": what, "data": data}
         try:
             await self._connection.send(json.dumps(message))
-            answer = _STRICT.decode(await self._connection.recv(decode=True))
+            answer = STRICT_JSON.decode(await self._connection.recv(decode=True))
             kind, given = answer["type"], dict(answer["data"])
         except (self._errors, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ToolError(f"{self._url} gave no answer to {what!r}: {type(error).__name__}: {error}") from error
@@ -104,18 +104,11 @@ class _Refused(Exception):
 def _object_in(reply: str) -> dict[str, Json] | None:
     """Parse the action in a reply; None if it is not one JSON object that can be sent."""
     try:
-        value = _STRICT.decode(reply)
+        value = STRICT_JSON.decode(reply)
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # refuses unpaired surrogates and 1e999
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-_STRICT = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def _written(data: Mapping[str, Any]) -> str:

@@ -11,8 +11,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Any
 
-from rlsys.agents.environment import Environment, Step
-from rlsys.agents.environments import needs, told
+from rlsys.agents.environment import Environment, Step, needs, told
 from rlsys.agents.tools import in_thread
 from rlsys.errors import ConfigError
 from rlsys.types import Json, Prompt, Task

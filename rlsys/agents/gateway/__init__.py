@@ -6,7 +6,3 @@
 
 Token in, token out: a reply is not tokenized again while a client continues the conversation (`conversations`).
 """
-
-from rlsys.agents.gateway.gateway_server import Endpoint, Gateway, shared_gateway
-
-__all__ = ["Endpoint", "Gateway", "shared_gateway"]

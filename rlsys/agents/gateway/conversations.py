@@ -24,8 +24,7 @@ from dataclasses import dataclass, field
 import orjson
 
 from rlsys.agents.agent import Agent, Context
-from rlsys.agents.gateway.chat_replies import ChatReply
-from rlsys.agents.gateway.chat_requests import ChatRequest, Refused
+from rlsys.agents.gateway.chat_completions import ChatReply, ChatRequest, Refused
 from rlsys.agents.session import Session
 from rlsys.agents.tool_calls import message_of
 from rlsys.errors import ConfigError
@@ -54,7 +53,7 @@ class Conversations:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.last_speaker: Agent | None = None
-        """Agent of the last reply."""
+        """Agent of the last reply; None before the first."""
         self._roots: dict[str, _Node] = {}
         """Trees by the requested model."""
 

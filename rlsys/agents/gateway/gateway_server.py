@@ -23,7 +23,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -31,9 +30,8 @@ import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from rlsys.agents.agent import Agent, AgentStopped, ContextFull
-from rlsys.agents.gateway.chat_replies import ChatReply
-from rlsys.agents.gateway.chat_requests import ChatRequest, Refused, read_request
+from rlsys.agents.agent import AgentStopped, ContextFull
+from rlsys.agents.gateway.chat_completions import ChatReply, ChatRequest, Refused, read_request
 from rlsys.agents.gateway.conversations import Conversations
 from rlsys.agents.session import Session
 from rlsys.errors import DataError, TaskTooLong, WorkerError
@@ -62,7 +60,7 @@ class Endpoint:
         self.refusals: dict[str, Refusal] = {}
         """Reasons of refused requests, the last for each error code that the client received: a full context, a spent
         budget, messages that the chat template refuses."""
-        self._conversations = Conversations(session)
+        self.conversations = Conversations(session)
         self._failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self._work: set[asyncio.Task[ChatReply]] = set()
         self._is_over = False
@@ -70,13 +68,8 @@ class Endpoint:
     @property
     def models(self) -> list[str]:
         """Model names for clients: agents bound to a policy, and policies."""
-        session = self._conversations.session
+        session = self.conversations.session
         return list(dict.fromkeys([*session.bindings, *session.policies]))
-
-    @property
-    def last_speaker(self) -> Agent | None:
-        """Agent of the last reply; None before the first."""
-        return self._conversations.last_speaker
 
     async def reply(self, asked: ChatRequest) -> ChatReply:
         """Reply to a request. Raises `Refused` for any error; `while_sound` also raises those that the client did not
@@ -85,7 +78,7 @@ class Endpoint:
             raise _over()
         if self._failure.done():
             raise _unavailable(self._failure.result())
-        work = asyncio.create_task(self._conversations.reply(asked))
+        work = asyncio.create_task(self.conversations.reply(asked))
         self._work.add(work)
         work.add_done_callback(self._work.discard)
         try:
@@ -173,16 +166,20 @@ class Gateway:
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0, keepalive_timeout=KEEPALIVE_S
         )
         self._port = 0
+        self._starting = asyncio.Lock()
+        self.num_users = 0
 
     def __len__(self) -> int:
         """Number of open sessions."""
         return len(self._endpoints)
 
     async def start(self) -> None:
-        """Listen on a free port of the loopback interface."""
-        await self._runner.setup()
-        await web.TCPSite(self._runner, HOST, 0).start()
-        self._port = self._runner.addresses[0][1]
+        """Listen on a free port of the loopback interface. Does nothing if it listens already."""
+        async with self._starting:
+            if self._port == 0:
+                await self._runner.setup()
+                await web.TCPSite(self._runner, HOST, 0).start()
+                self._port = self._runner.addresses[0][1]
 
     async def close(self) -> None:
         """Close the socket and every connection."""
@@ -266,31 +263,21 @@ def _unavailable(error: Exception) -> Refused:
 # ---------------------------------------------------------------------------------------------------------- one a loop
 
 
-@dataclass
-class _Shared:
-    gateway: Gateway | None = None
-    num_users: int = 0
-    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-
-_SHARED: WeakKeyDictionary[asyncio.AbstractEventLoop, _Shared] = WeakKeyDictionary()
+_SHARED: WeakKeyDictionary[asyncio.AbstractEventLoop, Gateway] = WeakKeyDictionary()
 
 
 @asynccontextmanager
 async def shared_gateway() -> AsyncIterator[Gateway]:
     """Share one gateway in this event loop: the first user starts it, and the last user closes it."""
-    shared = _SHARED.setdefault(asyncio.get_running_loop(), _Shared())
-    shared.num_users += 1
+    loop = asyncio.get_running_loop()
+    if (gateway := _SHARED.get(loop)) is None:
+        gateway = _SHARED[loop] = Gateway()
+    gateway.num_users += 1
     try:
-        async with shared.changing:
-            if shared.gateway is None:
-                gateway = Gateway()
-                await gateway.start()
-                shared.gateway = gateway
-        yield shared.gateway
+        await gateway.start()
+        yield gateway
     finally:
-        shared.num_users -= 1
-        async with shared.changing:
-            if shared.num_users == 0 and shared.gateway is not None:
-                gateway, shared.gateway = shared.gateway, None
-                await gateway.close()
+        gateway.num_users -= 1
+        if gateway.num_users == 0:
+            del _SHARED[loop]  # the next user starts another one
+            await gateway.close()

@@ -13,9 +13,8 @@ from typing import Literal, TypeVar
 from pydantic import JsonValue, PositiveFloat
 
 from rlsys.agents.agent import messages_of
-from rlsys.agents.environment import Environment, Step
-from rlsys.agents.environments import make
-from rlsys.agents.workflow import Agent, Session, Workflow
+from rlsys.agents.environment import Environment, Step, make
+from rlsys.agents.workflow import Session, Workflow
 from rlsys.errors import RlsysError, ToolError
 from rlsys.types import Prompt, Task
 
@@ -69,7 +68,8 @@ class EnvironmentPlay(Workflow):
             if self.reward != "task":
                 session.reward(total)
             while True:
-                step = await world.step(await _reply(agent, prompt, world))
+                reply = await (agent.use(prompt, world.tools) if len(world.tools) else agent.chat(prompt))
+                step = await world.step(reply)
                 if step.reward is not None and self.reward != "task":
                     total, is_scored = step.reward + (total if self.reward == "sum" else 0.0), True
                     session.reward(total)
@@ -79,10 +79,6 @@ class EnvironmentPlay(Workflow):
                     agent.is_cut = agent.is_cut or (step.is_truncated and not step.is_done)
                     return
                 prompt = step.observation
-
-
-async def _reply(agent: Agent, prompt: Prompt, world: Environment) -> str:
-    return await (agent.use(prompt, world.tools) if len(world.tools) else agent.chat(prompt))
 
 
 class Watched(Environment):

@@ -16,7 +16,7 @@ from pydantic import PositiveInt
 
 from rlsys.agents.tool_calls import spoken
 from rlsys.agents.tools import Toolbox
-from rlsys.agents.workflow import Agent, AgentStopped, Session, Workflow
+from rlsys.agents.workflow import Agent, Session, Workflow
 from rlsys.agents.workflows.tool_use import Moves, ToolNames, opened, toolbox_of
 from rlsys.errors import ToolError
 
@@ -72,11 +72,13 @@ class LeadSubagents(Workflow):
         num = min(len(tasks), self.max_subagents, self.max_subagents_in_all - num_before)
         subagents = [session.agent("subagent", parent=lead) for _ in tasks[:num]]
         work = (self.work(session, *pair) for pair in zip(subagents, tasks, strict=False))
-        results = await session.gather(*work)
-        for subagent, result in zip(subagents, results, strict=True):
+        answers: list[str] = []
+        for subagent, result in zip(subagents, await session.gather(*work), strict=True):
             if isinstance(result, ToolError):
                 subagent.fail(str(result))
-        answers = [result if isinstance(result, str) else f"failed: {_why(result)}" for result in results]
+                answers.append("failed: a tool broke")
+            else:
+                answers.append(result if isinstance(result, str) else "failed: it ran out of turns or room")
         limits = f"{self.max_subagents} at once, {self.max_subagents_in_all} in all"
         return [*answers, *(f"refused: subagents are limited to {limits}" for _ in tasks[num:])]
 
@@ -88,7 +90,3 @@ class LeadSubagents(Workflow):
     def report(self, answers: Sequence[str]) -> str:
         """Write the answers as the result of `delegate`."""
         return "\n\n".join(f"Subagent {number}: {answer}" for number, answer in enumerate(answers, 1)) or "No tasks."
-
-
-def _why(error: AgentStopped | ToolError) -> str:
-    return "a tool broke" if isinstance(error, ToolError) else "it ran out of turns or room"

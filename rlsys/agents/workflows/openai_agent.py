@@ -34,13 +34,12 @@ from weakref import WeakKeyDictionary
 
 from pydantic import PositiveFloat, PositiveInt
 
-from rlsys.agents.gateway import Endpoint, shared_gateway
-from rlsys.agents.gateway.gateway_server import HOST
+from rlsys.agents.gateway.gateway_server import HOST, Endpoint, shared_gateway
 from rlsys.agents.sandbox.programs import ProgramFailed, run_program
 from rlsys.agents.workflow import Agent, Session, Workflow
 from rlsys.agents.workflows.tool_use import loadable
 from rlsys.errors import ConfigError, DataError
-from rlsys.types import POLICY, Prompt, Task
+from rlsys.types import POLICY, Task
 from rlsys.util.importing import imported
 
 ARGUMENTS = ("task", "prompt", "base_url", "api_key", "model")
@@ -128,8 +127,8 @@ class OpenAIAgent(Workflow):
                 returned = await self._returned(session.task, endpoint)
             finally:
                 await endpoint.close()
-                _seat(session, endpoint.last_speaker)
-        if endpoint.last_speaker is None:
+                _seat(session, endpoint.conversations.last_speaker)
+        if endpoint.conversations.last_speaker is None:
             for refusal in endpoint.refusals.values():
                 raise refusal from None
         return returned
@@ -154,17 +153,15 @@ class OpenAIAgent(Workflow):
 
     async def _returned(self, task: Task, endpoint: Endpoint) -> object:
         if self.agent is None:
+            text = task.prompt if isinstance(task.prompt, str) else json.dumps(task.prompt)
+            command = [part.replace("{model}", self.model).replace("{prompt}", text) for part in self.command]
             async with _room(self.max_processes):
-                return await self._in_time(endpoint, self._run_program(task.prompt, endpoint))
+                program = run_program(command, env=_environment(endpoint), stdin=text)
+                return await self._in_time(endpoint, program)
         values = (task, task.prompt, endpoint.base_url, endpoint.api_key, self.model)
         function, names = _function(self.agent)
         given: dict[str, object] = dict(zip(ARGUMENTS, values, strict=True))
         return await self._in_time(endpoint, function(**{name: given[name] for name in names}))
-
-    async def _run_program(self, prompt: Prompt, endpoint: Endpoint) -> None:
-        text = prompt if isinstance(prompt, str) else json.dumps(prompt)
-        command = [part.replace("{model}", self.model).replace("{prompt}", text) for part in self.command]
-        await run_program(command, env=_environment(endpoint), stdin=text)
 
     async def _in_time(self, endpoint: Endpoint, work: Awaitable[object]) -> object:
         limit = asyncio.timeout(self.deadline_s)

@@ -11,7 +11,7 @@ import aiohttp
 import orjson
 import pytest
 
-from rlsys.agents.gateway import Gateway, shared_gateway
+from rlsys.agents.gateway.gateway_server import Gateway, shared_gateway
 from rlsys.agents.workflows.openai_agent import OpenAIAgent
 from rlsys.testing import ScriptedPolicy
 from rlsys.types import POLICY

@@ -13,7 +13,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from rlsys.agents.workflow import Policy
+from rlsys.agents.agent import Policy
 from rlsys.agents.workflows.openai_agent import OpenAIAgent
 from rlsys.errors import ConfigError, TaskTooLong, WorkerDied
 from rlsys.testing import ScriptedPolicy, played

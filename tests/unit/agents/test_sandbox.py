@@ -21,7 +21,8 @@ import pytest
 from rlsys.agents.sandbox import confinement as confined
 from rlsys.agents.sandbox import python_sandbox as sandbox
 from rlsys.agents.sandbox.python_sandbox import ProgramLimits, PythonResult, python_tool, run_python
-from rlsys.agents.tools import Toolbox, ToolCall
+from rlsys.agents.tool_calls import ToolCall
+from rlsys.agents.tools import Toolbox
 from tests.processes import is_gone
 
 FAST = ProgramLimits(wall_s=20, cpu_s=5, memory_mb=256)

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.agents.environment import Environment, Step
-from rlsys.agents.session import Said, settled_episode, shown_line
+from rlsys.agents.session import Budget, Said, settled_episode, shown_line
 from rlsys.agents.tool_calls import ToolCall, read_calls, write_calls
 from rlsys.agents.tools import Toolbox
-from rlsys.agents.workflow import Agent, AgentStopped, Budget, BudgetSpent, ContextFull, Session
+from rlsys.agents.workflow import Agent, AgentStopped, BudgetSpent, ContextFull, Session
 from rlsys.batch.samples import samples_of
 from rlsys.errors import ConfigError, TaskTooLong, ToolError, WorkerDied, first_of
 from rlsys.testing import ScriptedPolicy

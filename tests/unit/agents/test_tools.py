@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
 from rlsys.agents import tools
-from rlsys.agents.tool_calls import Malformed
-from rlsys.agents.tools import Tool, Toolbox, ToolCall, ToolResult, tool
+from rlsys.agents.tool_calls import Malformed, ToolCall
+from rlsys.agents.tools import Tool, Toolbox, ToolResult, tool
 from rlsys.errors import ToolError, WorkerDied
 
 
