@@ -265,7 +265,6 @@ class Agent:
         return turn.text
 
     def _asked(self, prompt: Prompt | None, tools: tuple[ToolSchema, ...]) -> Context:
-        """Return the context with `prompt` appended."""
         before = self.context
         if not before.said and not isinstance(prompt, tuple):
             if tools:

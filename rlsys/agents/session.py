@@ -21,7 +21,7 @@ from rlsys.agents.environment import Environment
 from rlsys.agents.tool_calls import Call
 from rlsys.agents.tools import Toolbox, ToolResult
 from rlsys.errors import ConfigError, ToolError, first_of
-from rlsys.types import POLICY, Episode, Message, Prompt, Task, Trajectory, failed
+from rlsys.types import Episode, Message, Prompt, Task
 from rlsys.util.seeds import environment_seed
 
 T = TypeVar("T")
@@ -327,31 +327,3 @@ def shown_line(said: Said, most: int | None = None) -> str:
     text = text.replace("\n", "\n    ")
     cut = f"... ({len(said.text)} characters)" if len(said.text) > len(said.text[:most]) else ""
     return f"[{said.agent}] {said.role}: {text}{cut}"
-
-
-async def settled_episode(session: Session, work: Awaitable[None]) -> Episode:
-    """Run a workflow's coroutine, and return its episode. Requests still in progress at the end are cancelled.
-
-    The episode is truncated by an `AgentStopped` and failed by a `ToolError`, also within a task group's exceptions.
-    Any other error of the workflow is raised.
-    """
-    ended: BaseException | None = None
-    try:
-        await work
-    except (AgentStopped, ToolError) as error:
-        ended = error
-    except ExceptionGroup as errors:
-        stops, others = errors.split((AgentStopped, ToolError))
-        if others is not None:
-            raise others from None
-        broken = stops.subgroup(ToolError) if stops else None
-        ended = first_of(broken or errors)
-    finally:
-        await session.close()
-    if isinstance(ended, ToolError):
-        if not session.agents:
-            return Episode((Trajectory(POLICY, (), failed(str(ended))),))
-        session.agents[0].fail(str(ended))
-    elif ended is not None and session.agents:
-        session.agents[0].is_cut = True
-    return session.episode()

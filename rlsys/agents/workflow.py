@@ -24,9 +24,9 @@ from pydantic import PositiveInt
 
 from rlsys.agents import session as sessions
 from rlsys.agents.agent import Agent, AgentStopped, BudgetSpent, ContextFull, Policy, Reply
-from rlsys.agents.session import Budget, Session, settled_episode
-from rlsys.errors import RlsysError, WorkflowError, first_of
-from rlsys.types import POLICY, Episode, Task
+from rlsys.agents.session import Budget, Session
+from rlsys.errors import RlsysError, ToolError, WorkflowError, first_of
+from rlsys.types import POLICY, Episode, Task, Trajectory, failed
 
 __all__ = ["Agent", "AgentStopped", "BudgetSpent", "ContextFull", "Reply", "Session", "SingleTurn", "Workflow", "play"]
 
@@ -75,8 +75,31 @@ class Workflow:
         return Session(task, policies, seed, episode_index, bindings, budget)
 
     async def play(self, session: Session) -> Episode:
-        """Run the workflow in a session, and return the recorded episode. Raises the errors of `run`."""
-        return await settled_episode(session, self.run(session))
+        """Run the workflow in a session, and return its episode. Requests still in progress at the end are cancelled.
+
+        The episode is truncated by an `AgentStopped` and failed by a `ToolError`, also within a task group's
+        exceptions. Any other error of `run` is raised.
+        """
+        ended: BaseException | None = None
+        try:
+            await self.run(session)
+        except (AgentStopped, ToolError) as error:
+            ended = error
+        except ExceptionGroup as errors:
+            stops, others = errors.split((AgentStopped, ToolError))
+            if others is not None:
+                raise others from None
+            broken = stops.subgroup(ToolError) if stops else None
+            ended = first_of(broken or errors)
+        finally:
+            await session.close()
+        if isinstance(ended, ToolError):
+            if not session.agents:
+                return Episode((Trajectory(POLICY, (), failed(str(ended))),))
+            session.agents[0].fail(str(ended))
+        elif ended is not None and session.agents:
+            session.agents[0].is_cut = True
+        return session.episode()
 
 
 class SingleTurn(Workflow):
@@ -104,7 +127,8 @@ async def play(workflow: Workflow, session: Session, worker: str) -> Episode:
 
 def _report_of(error: BaseException, session: Session) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [i for i, f in enumerate(frames, 1) if f.filename == sessions.__file__ and "settled" in f.name]
+    callers = {(__file__, "play"), (sessions.__file__, "_settled")}
+    ours = [i for i, frame in enumerate(frames, 1) if (frame.filename, frame.name) in callers]
     own = frames[max(ours, default=0) :]
     parts = [f"{type(error).__name__}: {error}", "".join(traceback.format_list(own))]
     if session.log:

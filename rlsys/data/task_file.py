@@ -199,7 +199,6 @@ def _set(place: Place) -> tuple[Dataset, str | None]:
 
 
 def _split_of(place: Place, splits: Sequence[str]) -> str:
-    """Return the named split, or else the only one."""
     listed = ", ".join(splits)
     if place.split is None and len(splits) > 1:
         raise DataError(f"{place} has several splits: {listed}; name one, as in {place}#{splits[0]}")

@@ -96,7 +96,6 @@ class LlmJudge:
         return self._read(reply)
 
     def _read(self, reply: str) -> float:
-        """Parse the score in a reply."""
         bounds, end = f"from {self.lowest:g} to {self.highest:g}", reply.strip()[-80:]
         said = _SCORE.search(reply.strip().rpartition("\n")[2].strip())
         if said is None:

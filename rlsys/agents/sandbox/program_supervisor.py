@@ -32,15 +32,12 @@ def main(parent: int, command: list[str]) -> int:
         program = os.posix_spawnp(command[0], command, os.environ, setpgroup=0, setsigmask=(), setsigdef=ignored)
     except OSError as error:
         sys.exit(f"cannot start {command[0]}: {error.strerror}")
-    while signal.sigwait(signals) == signal.SIGCHLD and not _has_ended(program):
+    how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    while signal.sigwait(signals) == signal.SIGCHLD and os.waitid(os.P_PID, program, how) is None:
         pass  # stopped, not ended
     os.killpg(program, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
     return code if code >= 0 else 128 - code
-
-
-def _has_ended(program: int) -> bool:
-    return os.waitid(os.P_PID, program, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 if __name__ == "__main__":

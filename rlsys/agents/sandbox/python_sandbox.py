@@ -52,6 +52,12 @@ Guard: TypeAlias = Literal["landlock", "seccomp"]
 
 _LAUNCHER = Path(__file__).with_name("confinement.py")
 _READABLE = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/etc/ssl/openssl.cnf")
+_HOME = "home"
+"""The program's folder, inside a temporary folder in which the program cannot write."""
+_GRACE_S = 5.0
+"""Seconds between the program's deadline, which normally ends it, and the tool's."""
+_LOOK_S = 0.05
+"""Seconds between two checks of a program's use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,14 +143,6 @@ def python_tool(limits: ProgramLimits = ProgramLimits()) -> Tool:
         return str(await run_python(code, limits=limits))
 
     return tool(python, timeout_s=limits.wall_s + _GRACE_S, max_chars=limits.output_bytes + 200)
-
-
-_GRACE_S = 5.0
-"""Seconds between the program's deadline, which normally ends it, and the tool's."""
-
-
-_LOOK_S = 0.05
-"""Seconds between two checks of a program's use."""
 
 
 # ---------------------------------------------------------------------------------------------------------- the process
@@ -256,10 +254,6 @@ def _written(code: str) -> str:
     return str(top)
 
 
-_HOME = "home"
-"""The program's folder, inside a temporary folder in which the program cannot write."""
-
-
 def _remove(top: str) -> None:
     """Delete a folder that contains only `_HOME`, at any depth.
 
@@ -300,7 +294,6 @@ def _emptied(folder: int, above: int, number: Iterator[int]) -> list[str]:
 
 
 def _reported(line: str, process: asyncio.subprocess.Process, is_timeout: bool) -> tuple[str, ...]:
-    """Parse the guards that the launcher reports. Raises the errors of `run_python`."""
     if line.startswith("!"):
         raise SandboxError(
             f"cannot run a program in the sandbox: {line[1:]}; see "

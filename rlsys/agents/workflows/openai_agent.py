@@ -188,7 +188,6 @@ def _seat(session: Session, root: Agent | None) -> None:
 
 
 def _room(most: int) -> asyncio.Semaphore:
-    """Semaphore for the programs of this event loop."""
     rooms = _ROOM.setdefault(asyncio.get_running_loop(), {})
     return rooms.setdefault(most, asyncio.Semaphore(most))
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.agents.environment import Environment, Step
-from rlsys.agents.session import Budget, Said, settled_episode, shown_line
+from rlsys.agents.session import Budget, Said, shown_line
 from rlsys.agents.tool_calls import ToolCall, read_calls, write_calls
 from rlsys.agents.tools import Toolbox
-from rlsys.agents.workflow import Agent, AgentStopped, BudgetSpent, ContextFull, Session
+from rlsys.agents.workflow import Agent, AgentStopped, BudgetSpent, ContextFull, Session, Workflow
 from rlsys.batch.samples import samples_of
 from rlsys.errors import ConfigError, TaskTooLong, ToolError, WorkerDied, first_of
 from rlsys.testing import ScriptedPolicy
@@ -702,9 +702,19 @@ def test_two_calls_of_one_reply_that_bring_in_agents_share_what_is_left():
 # -------------------------------------------------------------------------------------------------- how a session ends
 
 
+@dataclass(frozen=True, kw_only=True)
+class Played(Workflow):
+    """A workflow that is one function."""
+
+    function: Plays
+
+    async def run(self, session: Session) -> None:
+        await self.function(session)
+
+
 def settled(play: Plays, policy: ScriptedPolicy | None = None) -> Episode:
     session = Session(TASK, {"policy": policy or ScriptedPolicy()}, 1, budget=Budget(max_turns=1))
-    return asyncio.run(settled_episode(session, play(session)))
+    return asyncio.run(Played(function=play).play(session))
 
 
 async def speaks_twice(agent: Agent) -> None:
@@ -769,7 +779,7 @@ def test_who_still_speaks_as_the_workflow_ends_is_cancelled_and_speaks_no_more()
 
     async def main() -> Episode:
         session = Session(TASK, {"policy": policy}, 1, budget=Budget(max_turns=1))
-        episode = await settled_episode(session, play(session))
+        episode = await Played(function=play).play(session)
         assert (policy.num_running, policy.num_cancelled) == (0, 1)
         await asyncio.sleep(0)
         return episode
