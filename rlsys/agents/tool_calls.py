@@ -11,7 +11,7 @@ Several calls may follow each other, and run in parallel. A malformed call is re
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -67,11 +67,6 @@ def spoken(text: str) -> str:
     if closing:
         return said.lstrip()
     return "" if text.lstrip().startswith("<think>") else text
-
-
-def write_calls(calls: Iterable[ToolCall]) -> str:
-    """Write calls as text that `read_calls` parses back into the same calls."""
-    return "\n".join(_written({"name": call.name, "arguments": dict(call.arguments)}) for call in calls)
 
 
 def message_of(text: str, id_prefix: str = "call") -> Message:

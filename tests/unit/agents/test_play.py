@@ -8,13 +8,14 @@ from collections.abc import Callable
 import pytest
 
 from rlsys.agents.environment import Environment, Step
-from rlsys.agents.tool_calls import ToolCall, write_calls
+from rlsys.agents.tool_calls import ToolCall
 from rlsys.agents.tools import Toolbox
 from rlsys.agents.workflows.environment_play import EnvironmentPlay
 from rlsys.config.plugins import WORKFLOWS
 from rlsys.errors import ConfigError
 from rlsys.testing import ScriptedPolicy, played
 from rlsys.types import TRUNCATED, Json, Message, OutcomeKind, Prompt, Task, Trajectory
+from tests.call_texts import write_calls
 from tests.worlds import Broken
 
 GUESS = "rlsys.testing:FakeEnvironment"

@@ -14,7 +14,7 @@ import pytest
 
 from algorithms.eapo import EAPO
 from algorithms.kto import KTO
-from rlsys.agents.tool_calls import ToolCall, write_calls
+from rlsys.agents.tool_calls import ToolCall
 from rlsys.agents.workflow import Agent, AgentStopped, ContextFull, Session
 from rlsys.agents.workflows.lead_subagents import LeadSubagents
 from rlsys.agents.workflows.reconfiguring import Reconfiguring
@@ -29,6 +29,7 @@ from rlsys.config import Config
 from rlsys.errors import ConfigError, TaskTooLong, ToolError
 from rlsys.testing import ScriptedPolicy, played
 from rlsys.types import OK, Episode, Json, Message, OutcomeKind, Score, Task, Trajectory
+from tests.call_texts import write_calls
 from tests.groups import group
 
 TASK = Task(id="t", prompt="the riddle", answer="42")

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from rlsys.agents.environment import Environment, Step
 from rlsys.agents.session import Budget, Said, shown_line
-from rlsys.agents.tool_calls import ToolCall, read_calls, write_calls
+from rlsys.agents.tool_calls import ToolCall, read_calls
 from rlsys.agents.tools import Toolbox
 from rlsys.agents.workflow import Agent, AgentStopped, BudgetSpent, ContextFull, Session, Workflow
 from rlsys.batch.samples import samples_of
 from rlsys.errors import ConfigError, TaskTooLong, ToolError, WorkerDied, first_of
 from rlsys.testing import ScriptedPolicy
 from rlsys.types import OK, TRUNCATED, Episode, Message, Outcome, Prompt, Task, Turn, failed
+from tests.call_texts import write_calls
 
 TASK = Task(id="t", prompt="2+3?", answer="5")
 Plays = Callable[[Session], Coroutine[None, None, None]]

@@ -17,10 +17,10 @@ from rlsys.agents.tool_calls import (
     message_of,
     read_calls,
     spoken,
-    write_calls,
     written_out,
 )
 from rlsys.types import Message
+from tests.call_texts import write_calls
 
 WANTED = '{"query": "K2", "filters": {"year": [1954, {"a": null}]}}'
 SEARCH = f'{OPEN}\n{{"name": "search", "arguments": {WANTED}}}\n{CLOSE}'
