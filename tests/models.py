@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -14,7 +15,7 @@ from rlsys.batch.samples import Sample
 from rlsys.types import Episode, Trajectory, Turn, VersionSpan
 
 VOCAB = 40
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -26,7 +27,7 @@ SIZES = {
 }
 
 
-def tiny_qwen3(**changes: object) -> Qwen3ForCausalLM:
+def tiny_qwen3(**changes: Any) -> Qwen3ForCausalLM:
     """Tied embeddings, normalised queries and keys."""
     torch.manual_seed(0)
     config = Qwen3Config(**{**SIZES, "num_key_value_heads": 4, "tie_word_embeddings": True, **changes})

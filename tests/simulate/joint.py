@@ -78,7 +78,7 @@ class Session:
         self.drivers: dict[str, Driver] = {}
         for name, world in self.worlds.items():
             workers = Workers(self.joint.rollouts(name), self.joint.rewards(name), FakeActor(world), FakeRelays(world))
-            options = {"steps": STEPS, "progress": progress, **self.limits.get(name, {})}
+            options: dict[str, Any] = {"steps": STEPS, "progress": progress, **self.limits.get(name, {})}
             options["recorder"] = self.diaries[name]
             self.drivers[name] = driver_on(world, self.folder / name, workers=workers, **options)
 

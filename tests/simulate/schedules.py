@@ -78,7 +78,7 @@ def played(seed: int) -> Outcome:
     No group may fail as often as a schedule could make it fail in one way: then the run has to survive.
     """
     chance = random.Random(seed)
-    limits = {
+    limits: dict[str, Any] = {
         "steps": STEPS,
         "groups_per_step": chance.randint(1, 4),
         "max_staleness": chance.choice(STALENESS),

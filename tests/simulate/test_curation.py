@@ -77,14 +77,9 @@ def curated(world: FakeWorld, folder: Path, rules: Rules, **limits: Any) -> tupl
     """A driver whose rewards are `ByTask`, its actor, and what it says."""
     actor, recorder = Remembering(world), EventRecorder()
     workers = limits.pop("workers", None) or replace(world.workers(), rewards=ByTask(world))
-    driver = driver_on(
-        world,
-        folder,
-        workers=replace(workers, actor=actor),
-        recorder=recorder,
-        curation=Curriculum(rules),
-        **{"algorithm": RewardAsAdvantage(group_size=SIZE), **limits},
-    )
+    limits.setdefault("algorithm", RewardAsAdvantage(group_size=SIZE))
+    workers = replace(workers, actor=actor)
+    driver = driver_on(world, folder, workers=workers, recorder=recorder, curation=Curriculum(rules), **limits)
     return driver, actor, recorder
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -439,7 +440,7 @@ def test_a_model_that_is_written_where_nobody_sees_it_is_no_checkpoint_and_no_ke
         part = {"actor": ActorElsewhere, "critic": CriticElsewhere}[model](world)
         return driver_on(world, folder, signals=ALL, workers=replace(world.workers(), **{model: part, **made(part)}))
 
-    def made(part: FakeActor | FakeCritic) -> dict[str, object]:
+    def made(part: FakeActor | FakeCritic) -> dict[str, Any]:
         reference = FakeReference(part.world)
         annotators = {Signal.REFERENCE_MISMATCHED: reference, Signal.VALUES: part}
         return {"step_annotators": annotators} if isinstance(part, FakeCritic) else {}

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -257,7 +258,8 @@ def test_a_function_that_cannot_be_called_is_found_as_the_configuration_is_read(
 
 
 def test_it_is_a_function_or_a_program():
-    for wrong in ({}, {"agent": "tests.openai_agents:silent", "command": ("true",)}):
+    cases: list[dict[str, Any]] = [{}, {"agent": "tests.openai_agents:silent", "command": ("true",)}]
+    for wrong in cases:
         with pytest.raises(ValueError, match="give either `agent`, an async function, or `command`, a program"):
             OpenAIAgent(**wrong)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -33,8 +34,8 @@ def counting() -> Callable[[str], str]:
     return lambda prompt: f"{next(numbers)}\n"
 
 
-def play(environment: str = GUESS, **fields: object) -> EnvironmentPlay:
-    return EnvironmentPlay(environment=environment, **fields)  # pyright: ignore[reportArgumentType]
+def play(environment: str = GUESS, **fields: Any) -> EnvironmentPlay:
+    return EnvironmentPlay(environment=environment, **fields)
 
 
 def test_it_plays_until_the_environment_is_done():

@@ -90,7 +90,7 @@ def test_it_has_a_name_and_evaluations_let_the_policy_answer() -> None:
 # ------------------------------------------------------------------------------------------------------------ bad rows
 
 
-ANSWER: Json = [{"role": "assistant", "content": "x"}]
+ANSWER: list[Json] = [{"role": "assistant", "content": "x"}]
 ASKED = (said("user", "go"),)
 
 

@@ -19,12 +19,12 @@ from rlsys.agents.tool_calls import (
     spoken,
     written_out,
 )
-from rlsys.types import Message
+from rlsys.types import Json, Message
 from tests.call_texts import write_calls
 
 WANTED = '{"query": "K2", "filters": {"year": [1954, {"a": null}]}}'
 SEARCH = f'{OPEN}\n{{"name": "search", "arguments": {WANTED}}}\n{CLOSE}'
-QUERY = {"query": "K2", "filters": {"year": [1954, {"a": None}]}}
+QUERY: dict[str, Json] = {"query": "K2", "filters": {"year": [1954, {"a": None}]}}
 
 
 def test_a_reply_without_calls_is_all_content():

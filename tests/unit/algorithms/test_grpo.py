@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -219,10 +220,10 @@ def test_with_several_updates_weights_multiply_the_clipped_surrogate(
     assert output.metrics_N["policy/ratio_mean"].tolist() == pytest.approx([1.1, 1.0, 1.0, 2.0])
 
 
-def gradient(correction: tuple[Correction, ...], delta: float, advantage: float = 1.0, **fields: float) -> float:
+def gradient(correction: tuple[Correction, ...], delta: float, advantage: float = 1.0, **fields: Any) -> float:
     """What one token does to its logprob at the start of a step, `delta` above the logprob it was sampled with."""
     batch = tokens([-2.0], [advantage], proximal=[-2.0 + delta])
-    algorithm = GRPO(correction=correction, **fields)  # pyright: ignore[reportArgumentType]
+    algorithm = GRPO(correction=correction, **fields)
     return loss_of(algorithm, [-2.0 + delta], batch)[1][0]
 
 

@@ -64,7 +64,7 @@ def test_versions_that_do_not_fit_the_tokens_are_refused() -> None:
         MicroBatch.of([replace(LONG, versions=(VersionSpan(1, 1),))])
 
 
-PAYLOADS = [(episode_of(SHORT), episode_of(LONG)), (episode_of(OTHER),)]
+PAYLOADS: list[tuple[Episode, ...]] = [(episode_of(SHORT), episode_of(LONG)), (episode_of(OTHER),)]
 PLAN = MicroBatchPlan((SampleRef(1, 0, 0, 0, 0.5, 0.25), SampleRef(0, 1, 0, 0, -1.0, 0.125)))
 
 

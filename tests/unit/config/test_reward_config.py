@@ -10,6 +10,7 @@ from rlsys.config import Config
 from rlsys.config.resource_plan import plan_of
 from rlsys.errors import ConfigError
 from rlsys.rewards.reward_function import RewardSpec
+from rlsys.types import Json
 
 MINIMAL = ("run.steps=1", "model.path=m", "data.path=d")
 
@@ -34,7 +35,7 @@ def test_one_function_is_named_as_it_is() -> None:
 
 def test_several_functions_have_weights_names_and_args() -> None:
     several = "reward.fn=[{fn: exact}, {fn: my.py:fmt, weight: 0.2, name: format, args: {pattern: '.*', n: [1]}}]"
-    args = {"pattern": ".*", "n": [1]}
+    args: dict[str, Json] = {"pattern": ".*", "n": [1]}
     assert functions(several) == (RewardSpec("exact", "exact"), RewardSpec("my.py:fmt", "format", 0.2, args))
 
 

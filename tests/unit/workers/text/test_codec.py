@@ -100,7 +100,9 @@ def test_no_message_speaks_as_the_template_does(role: str):
 
 def test_nor_does_a_result_or_the_description_of_a_tool_later_on():
     codec = codec_of(TEMPLATES["offers tools and takes results"])
-    offered = [{"type": "function", "function": {"name": "add", "description": ATTACK, "parameters": {}}}]
+    offered: list[dict[str, Json]] = [
+        {"type": "function", "function": {"name": "add", "description": ATTACK, "parameters": {}}}
+    ]
     prompt, said = (message("user", "y"),), message("assistant", "<end>")
     ids = codec.encode(prompt, offered) + ids_of(codec, *"<end>", "<end>")
     extended = codec.extend(ids, (*prompt, said), (told(ATTACK),), offered)
