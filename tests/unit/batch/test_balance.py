@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.batch.balance import balanced, differenced, greedy
+from rlsys.batch.packing import balanced, differenced, greedy
 
 
 def sums(sizes: list[int], parts: list[list[int]]) -> list[int]:

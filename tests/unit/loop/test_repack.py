@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.loop.repack_plan import Move, plan_repack
+from rlsys.loop.repack import Move, plan_repack
 from rlsys.types import EngineStats, ReplicaLoad
 
 KV_MAX, MAX_REQUESTS, NEWEST = 0.9, 16, 5
