@@ -82,7 +82,7 @@ def evaluate(
     """Evaluate a run's latest weights, or a model, on tasks it was not trained on."""
     from rlsys import launch
     from rlsys.config.eval_section import datasets_of
-    from rlsys.loop.eval_metrics import table_of
+    from rlsys.loop.evaluation import table_of
 
     results = launch.evaluate(
         target,

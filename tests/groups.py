@@ -7,8 +7,7 @@ from typing import Any
 
 from rlsys.contracts import Busy, RolledOut
 from rlsys.data.task_source import TaskSource
-from rlsys.loop.group_queue import GroupQueue, Permit
-from rlsys.loop.in_flight_group import InFlightGroup
+from rlsys.loop.group_queue import GroupQueue, InFlightGroup, Permit
 from rlsys.loop.task_ledger import Ledger
 from rlsys.testing import tasks
 from rlsys.types import (

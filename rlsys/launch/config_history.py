@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rlsys.config import Config
-from rlsys.loop.checkpoint import STEP, step_of
-from rlsys.loop.failed_step import CONFIG
+from rlsys.loop.checkpoint import CONFIG, STEP, step_of
 from rlsys.types import PolicyVersion
 from rlsys.util.files import write_atomically
 from rlsys.util.leaves import leaves

@@ -26,7 +26,7 @@ from rlsys.launch.preflight import (
     whole_of,
 )
 from rlsys.loop.build_driver import evaluator_of
-from rlsys.loop.eval_metrics import EvalMetrics
+from rlsys.loop.evaluation import EvalMetrics
 from rlsys.monitoring.events import Events
 from rlsys.monitoring.trackers.console import ConsoleSink
 from rlsys.types import Task

@@ -18,8 +18,7 @@ from rlsys.data.task_source import TaskSource
 from rlsys.doctor import ensure_not_shadowed
 from rlsys.errors import CheckpointError, ConfigError, DataError, ModelError
 from rlsys.launch.config_history import keep_earlier
-from rlsys.loop.checkpoint import STEP, find_latest, is_complete, step_of
-from rlsys.loop.failed_step import CONFIG
+from rlsys.loop.checkpoint import CONFIG, STEP, find_latest, is_complete, step_of
 from rlsys.rewards.reward_function import RewardSum
 from rlsys.types import Task
 from rlsys.util.files import can_be_hub_name, write_atomically

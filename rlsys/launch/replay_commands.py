@@ -14,7 +14,7 @@ from rlsys.errors import ConfigError
 from rlsys.launch.config_history import changed_keys, path_at
 from rlsys.launch.preflight import check_is_run, check_model, prepare_imports
 from rlsys.loop.build_driver import shape_of
-from rlsys.loop.failed_step import CONFIG, read_failed
+from rlsys.loop.checkpoint import CONFIG, read_failed
 from rlsys.replay.non_finite import ReplayedStep
 from rlsys.replay.rollout_log import RolloutRecord
 from rlsys.replay.run_history import RecordedSteps

@@ -94,7 +94,7 @@ async def _train_on_cluster(
         reached = await driver.run(start)
     finally:
         await workers.close()
-    is_cut = reached < config.run.steps or driver.evaluation.was_given_up
+    is_cut = reached < config.run.steps or (driver.evaluation is not None and driver.evaluation.was_given_up)
     if interruptible.signal is not None and is_cut:
         saved = f"after step {reached}, which is saved; go on with run.resume=auto"
         raise Interrupted(f"interrupted {saved if reached else 'before the first step'}", interruptible.signal)

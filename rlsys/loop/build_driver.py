@@ -12,14 +12,13 @@ from rlsys.config import Config
 from rlsys.contracts import Arrival, Published, Rewards, Rollouts, Workers
 from rlsys.data.task_source import TaskSource
 from rlsys.loop.checkpoint import Checkpoints
-from rlsys.loop.curriculum import Curriculum
 from rlsys.loop.driver import Driver
-from rlsys.loop.evaluation import EvalRules, Evaluation, EvaluationLane, Evaluator
+from rlsys.loop.evaluation import EvalRules, EvaluationLane, Evaluator
 from rlsys.loop.failure_policy import FailurePolicy
 from rlsys.loop.group_queue import GroupQueue
 from rlsys.loop.learner import BatchShape
 from rlsys.loop.repack import Repacker
-from rlsys.loop.task_ledger import Ledger
+from rlsys.loop.task_ledger import Curriculum, Ledger
 from rlsys.monitoring.events import Events, WeightsPublished
 from rlsys.types import Task
 from rlsys.util.deadlines import Progress
@@ -113,9 +112,9 @@ def _weights_of(config: Config, workers: Workers, events: Events) -> WeightSync:
 
 def _evaluation_of(
     config: Config, workers: Workers, weights: WeightSync, sets: Mapping[str, Sequence[Task]], events: Events
-) -> Evaluation:
+) -> EvaluationLane | None:
     if workers.evaluation is None or not config.eval.every:
-        return Evaluation()
+        return None
     evaluator = evaluator_of(config, workers.evaluation, workers.rewards, sets, events)
     folder = config.run_dir / "evaluations"
     return EvaluationLane(evaluator, workers.evaluation, weights, config.eval.every, config.run.steps, folder)

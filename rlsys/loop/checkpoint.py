@@ -11,26 +11,47 @@
 
 A checkpoint is first written as `step_N.tmp`, then flushed to disk, renamed, and named in `latest`. After an
 interruption at any point, the previous checkpoint is still complete and is found.
+
+A step that produced non-finite numbers is saved in the same form, so that it can be computed again:
+
+    failed/step_000007/
+        actor/, critic/         weights and optimizers
+        groups.jsonl            the groups of the step with their payloads
+        config.resolved.yaml    the configuration of the failed run
+        step.json               the rest, `FailedStep`; written last, so a folder that has it is complete
+
+The failed model is saved as it was before the update `FailedStep.update`, with the earlier updates of the step applied.
+The critic trains after the policy. If the policy failed, the critic is as it was before the step. If the critic failed,
+the policy has taken the step. Columns of the step are not saved: `rlsys replay` recomputes them from the same models.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Literal, TypeAlias
 
-from pydantic import ConfigDict, TypeAdapter, with_config
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
-from rlsys.errors import CheckpointError
+from rlsys.algorithm import Algorithm, Signal, TrajectoryAdvantage, version_after
+from rlsys.contracts import Workers
+from rlsys.errors import CheckpointError, DataError, PayloadLost
+from rlsys.loop.group_queue import GroupQueue, InFlightGroup
 from rlsys.loop.task_ledger import LedgerState
 from rlsys.types import PolicyVersion
 from rlsys.util.files import flush, write_atomically
+from rlsys.weight_sync.sync import WeightSync
 
+GROUPS, ACTOR, CRITIC, CONFIG = "groups.jsonl", "actor", "critic", "config.resolved.yaml"
+"""File names in the folders."""
 STEP = "step_{:06d}"
 STATE_FORMAT = 1
 """Format of `driver.json`. A file of another format cannot be read."""
+OnLoss: TypeAlias = Callable[[PayloadLost, Sequence[InFlightGroup]], list[InFlightGroup]]
+"""Called with lost groups among the given ones; returns the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,3 +173,121 @@ def check_written(folder: Path) -> None:
 
 def _sizes(folder: Path) -> dict[str, int]:
     return {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """Weights, optimizers, finished untrained groups, pending groups, hashes of published weights, last metrics."""
+
+    workers: Workers
+    algorithm: Algorithm
+    queue: GroupQueue
+    weights: WeightSync
+    checkpoints: Checkpoints
+
+    async def save(self, step: int, past: Mapping[str, float], on_loss: OnLoss) -> Path:
+        """Write the checkpoint of `step`, whose metrics are `past`; return its folder.
+
+        Finished groups whose payload is lost are passed to `on_loss`, and left out. Raises `CheckpointError`; earlier
+        checkpoints stay.
+        """
+        finished = self.queue.finished  # the hashes of all their versions have arrived: they were verified
+        state = DriverState(step, dict(self.weights.published), self.queue.ledger.state(), dict(past))
+
+        async def write(folder: Path) -> None:
+            await save_models(self.workers, folder)
+            await self._save_groups(folder / GROUPS, finished, on_loss)
+
+        return await self.checkpoints.save(step, state, write)
+
+    async def _save_groups(self, path: Path, finished: Sequence[InFlightGroup], on_loss: OnLoss) -> None:
+        try:
+            await self.workers.actor.save_groups(path, [each.group for each in finished])
+        except PayloadLost as error:
+            await self._save_groups(path, on_loss(error, finished), on_loss)
+
+    async def restore(self, checkpoint: Path, steps: int) -> DriverState:
+        """Load a checkpoint into all parts, for a run of `steps` steps in total; return its driver state.
+
+        Finished groups are rolled out again if they do not fit a smaller queue or shorter run, or would be too stale at
+        their turn. Steps are synchronous as long as the restored stabilizer needs it. Raises `CheckpointError`, or
+        `DataError` if the tasks have changed.
+        """
+        state = read_state(checkpoint)
+        queue, version = self.queue, state.version
+        num_synchronous = await self._load(checkpoint)
+        queue.synchronous_until = version_after(self.algorithm, num_synchronous, start=version, end=steps)
+        num_groups = max(0, steps - version) * queue.groups_per_step
+        room = min(queue.permits_at(version), num_groups)
+        places = {entry.group_id: place for place, entry in enumerate(state.ledger.pending[:room])}
+        groups = await self.workers.actor.load_groups(checkpoint / GROUPS)
+        finished = [group for group in groups if group.group_id in places]
+        finished = [group for group in finished if queue.is_in_time(group, places[group.group_id], version)]
+        self.weights.published |= state.published
+        queue.restore(state.ledger, version, num_groups, finished)
+        self.checkpoints.last_saved = version
+        return state
+
+    async def _load(self, checkpoint: Path) -> int:
+        """Restore the models; return the number of further steps that the stabilizer needs without staleness."""
+        critic, folder = self.workers.critic, checkpoint / CRITIC
+        if critic is not None and not folder.is_dir():
+            raise CheckpointError(
+                f"{checkpoint} holds no critic, and the algorithm needs one: resume with the algorithm that saved it, "
+                "or start a new run from its weights, as `rlsys export` writes them"
+            )
+        num_synchronous = await self.workers.actor.load(checkpoint / ACTOR)
+        if critic is not None:
+            await critic.load(folder)
+        return num_synchronous
+
+
+async def save_models(workers: Workers, folder: Path) -> None:
+    """Write actor, and critic if there is one, into `folder`. Raises `CheckpointError`."""
+    await workers.actor.save(folder / ACTOR)
+    check_written(folder / ACTOR)
+    if workers.critic is not None:
+        await workers.critic.save(folder / CRITIC)
+        check_written(folder / CRITIC)
+
+
+@dataclass(frozen=True, slots=True)
+class FailedStep:
+    """The driver's decisions about the step."""
+
+    version: PolicyVersion
+    """Policy version that the step started from."""
+    signals: tuple[Signal, ...]
+    """Columns that the algorithm read."""
+    assigned: tuple[tuple[TrajectoryAdvantage, ...], ...]
+    """One tuple for each group of `groups.jsonl`, in order."""
+    num_updates: int
+    """Optimizer updates of the step."""
+    error: str
+    """Text of the error that ended the run."""
+    model: Literal["actor", "critic"] = "actor"
+    """The model with non-finite numbers."""
+    update: int | None = None
+    """Index of the failed update in the step, from 0; None if unknown, or outside any update."""
+
+    def write(self, folder: Path) -> None:
+        """Write `step.json`, which completes `folder`. Raises `OSError`."""
+        # The standard library writes and reads NaN and Infinity, which an advantage may be.
+        write_atomically(folder / "step.json", json.dumps(asdict(self), indent=1))
+
+
+def read_failed(folder: Path) -> FailedStep:
+    """Read the step in `folder`. Raises `DataError` if there is none."""
+    path = folder / "step.json"
+    try:
+        return TypeAdapter(FailedStep).validate_python(json.loads(path.read_bytes()))
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(
+            f"{folder} holds no failed step: there is no {path.name} in it; "
+            "give the folder that the error of the run names, RUN/failed/step_N; or, for a step that was trained, the "
+            "run and the number of the step: rlsys replay RUN --step N"
+        ) from None
+    except (OSError, ValueError, ValidationError) as error:
+        raise DataError(
+            f"{path} cannot be read: {error}; it belongs to another version of rlsys, or is damaged"
+        ) from error

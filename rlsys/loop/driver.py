@@ -18,25 +18,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlsys.algorithm import Algorithm, Signal
 from rlsys.contracts import Busy, Graft, Workers
 from rlsys.errors import DeadlineExceeded, NoProgress, NoSignal, PayloadLost, RunAborted, WorkerDied, first_of
-from rlsys.loop.checkpoint import Checkpoints
-from rlsys.loop.curriculum import Curriculum
-from rlsys.loop.dropped_groups import DroppedGroups
-from rlsys.loop.evaluation import Evaluation
-from rlsys.loop.failure_policy import FailurePolicy
-from rlsys.loop.group_queue import LEARNER, GroupQueue, Permit
-from rlsys.loop.in_flight_group import InFlightGroup
+from rlsys.loop.checkpoint import Checkpoints, RunState
+from rlsys.loop.evaluation import EvaluationLane
+from rlsys.loop.failure_policy import DroppedGroups, FailurePolicy, GivenUp, Retries
+from rlsys.loop.group_queue import LEARNER, GroupQueue, InFlightGroup, Permit
 from rlsys.loop.learner import REFERENCE, BatchShape, Learner, StepResult
 from rlsys.loop.repack import Repacker
 from rlsys.loop.replica_watcher import ReplicaWatcher
-from rlsys.loop.retry import GivenUp, Retries
-from rlsys.loop.run_state import RunState
 from rlsys.loop.step_metrics import StepClock, step_metrics
+from rlsys.loop.task_ledger import Curriculum
 from rlsys.monitoring.event_builders import emit_busy
 from rlsys.monitoring.events import (
     CheckpointSaved,
@@ -76,7 +72,8 @@ class Driver:
     """Returns the run's configuration as YAML; it is saved with a failed step."""
     rollouts_every: int
     """Steps between two that write their groups to `run_dir/rollouts`; 0 writes none."""
-    evaluation: Evaluation = field(default_factory=Evaluation)
+    evaluation: EvaluationLane | None = None
+    """None in a run without evaluation."""
     repacker: Repacker | None = None
     """None if moving trajectories gains nothing."""
     look_s: float = 0
@@ -99,7 +96,8 @@ class Driver:
         self._clock.start()
         try:
             async with asyncio.TaskGroup() as loops:
-                self.evaluation.attach(loops, self._clock.progress)
+                if self.evaluation:
+                    self.evaluation.attach(loops, self._clock.progress)
                 others = [loops.create_task(self._produce()) for _ in range(self.queue.capacity)]
                 others += [loops.create_task(self._annotate(signal)) for signal in sorted(self.queue.signals)]
                 others.append(loops.create_task(self._watch()))
@@ -132,7 +130,8 @@ class Driver:
     def stop(self) -> None:
         """Finish the current step, save, and return from `run`; a running evaluation is cancelled."""
         self._stopping = True
-        self.evaluation.stop()
+        if self.evaluation:
+            self.evaluation.stop()
 
     # --------------------------------------------------------------------------------------------------------- produce
 
@@ -266,12 +265,14 @@ class Driver:
             await self._evaluate(version)
         if version > start:
             await self._maybe_save(version)  # `stop` may have come after the last check
-        await self.evaluation.end()
+        if self.evaluation:
+            await self.evaluation.end()
         return version
 
     async def _evaluate(self, version: PolicyVersion) -> None:
         with self._clock.span("eval_wait"):
-            await self.evaluation.begin(version)
+            if self.evaluation:
+                await self.evaluation.begin(version)
 
     async def _train_step(self, groups: Sequence[InFlightGroup], version: PolicyVersion) -> StepResult | None:
         """Train one step; return None if it fails and its groups are put back, reissued or dropped.
@@ -340,5 +341,6 @@ class Driver:
         """
         while (left_s := self.no_progress_s - self._clock.idle_s()) > deadlines.ROUNDING_S:
             await deadlines.sleep(left_s)  # the absence of progress cannot notify
-        pending = self.queue.table(self.workers.rollouts.placements()) + self.evaluation.table()
+        pending = self.queue.table(self.workers.rollouts.placements())
+        pending += self.evaluation.table() if self.evaluation else ""
         raise NoProgress(f"nothing moved for {self.no_progress_s:g} s; pending:\n{pending}")

@@ -1,19 +1,34 @@
-"""Decisions on failures, as one pure function. The driver executes them."""
+"""Decisions on failures, as one pure function, and their execution: retries of work, and drops of groups."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from math import ceil
+from typing import TypeAlias, TypeVar
 
+from rlsys.contracts import Rewards, Rollouts
 from rlsys.errors import (
     DeadlineExceeded,
     NoSignal,
     NothingToTrain,
     PayloadLost,
     RlsysError,
+    RunAborted,
     TaskTooLong,
     WeightsMismatch,
     WorkerDied,
+    WorkerError,
+)
+from rlsys.loop.group_queue import GroupQueue, InFlightGroup
+from rlsys.monitoring.events import Events, SignalMissing, WorkerFailed, WorkerRestarted
+
+T = TypeVar("T")
+_NO_SIGNAL = (
+    "{count} groups one after the other had nothing to learn from, such as equal rewards in every group: the tasks are "
+    "solved, or hopeless for this model, or the reward is constant. Look at rewards and answers, take tasks of another "
+    "difficulty or a finer reward, or raise limits.max_no_signal_groups. The last: {error}"
 )
 
 
@@ -76,8 +91,125 @@ class FailurePolicy:
         return Abort(str(error))
 
 
-_NO_SIGNAL = (
-    "{count} groups one after the other had nothing to learn from, such as equal rewards in every group: the tasks are "
-    "solved, or hopeless for this model, or the reward is constant. Look at rewards and answers, take tasks of another "
-    "difficulty or a finer reward, or raise limits.max_no_signal_groups. The last: {error}"
-)
+class GivenUp(Exception):
+    """Carries the decision to drop a group to the code that drops it."""
+
+    def __init__(self, decision: Drop, error: RlsysError) -> None:
+        super().__init__(decision.reason)
+        self.decision, self.error = decision, error
+
+
+@dataclass
+class Retries:
+    """Retries pieces of work until they succeed, and has dead workers replaced."""
+
+    events: Events
+    """Receives one event per failed worker, even if several pieces of work fail on it."""
+    decide: Callable[[RlsysError, int], Decision]
+    """Returns the decision on the failure of attempt n at one piece of work, counted from 1."""
+    _failed: set[str] = field(default_factory=set)
+    """Names of workers. A replacement has a new name."""
+
+    async def persist(self, pool: Rollouts | Rewards, attempt_once: Callable[[], Awaitable[T]]) -> T:
+        """Attempt until success.
+
+        A failed worker of `pool` is replaced in the background; the next attempt waits for that only if no other worker
+        is alive. Raises `RunAborted`, or `GivenUp` if the decision is to drop. Passes on `PayloadLost` and errors of
+        data or configuration.
+        """
+        dead: tuple[str, RlsysError] | None = None
+        for attempt in count(1):
+            try:
+                if dead:
+                    await self._replace(pool, *dead)
+                return await attempt_once()
+            except (WorkerError, NothingToTrain, NoSignal) as error:
+                match self.decide(error, attempt):
+                    case Retry(restart=worker):
+                        dead = (worker, error)
+                    case Drop() as decision:
+                        raise GivenUp(decision, error) from error
+                    case Abort(message=message):
+                        raise RunAborted(message) from error
+        raise AssertionError("unreachable")
+
+    async def _replace(self, pool: Rollouts | Rewards, worker: str, error: RlsysError) -> None:
+        if worker not in self._failed:
+            self._failed.add(worker)
+            phase = error.phase if isinstance(error, WorkerError) else ""
+            self.events.emit(WorkerFailed(worker, phase, str(error)))
+        await pool.restart(worker, lambda replaced, seconds: self.events.emit(WorkerRestarted(replaced, seconds)))
+
+
+@dataclass
+class DroppedGroups:
+    """Counters of consecutive failures, and the calls that drop or reissue groups by them."""
+
+    queue: GroupQueue
+    failures: FailurePolicy
+    num_failed: int = 0
+    """Groups given up since the last useful scored group."""
+    num_no_signal: int = 0
+    """Groups without a signal since the last group with one."""
+    num_settled_away: int = 0
+    """Groups in steps that had nothing to train after `finalize_advantages`, since the last trained step."""
+
+    def decide(self, error: RlsysError, attempt: int) -> Decision:
+        """Return the decision on the failure of attempt number `attempt`, counted from 1."""
+        in_a_row = self.num_no_signal if isinstance(error, NoSignal) else self.num_failed
+        return self.failures.decide(error, attempt=attempt, dropped_in_a_row=in_a_row)
+
+    def scored(self) -> None:
+        """Reset the counters after a scored group that can be trained."""
+        self.num_failed = self.num_no_signal = 0
+
+    def trained(self) -> None:
+        self.num_settled_away = 0
+
+    def give_up(self, group: InFlightGroup, given_up: GivenUp) -> None:
+        """Drop a group; does nothing if it was lost meanwhile, and is reissued."""
+        if group.is_over:
+            return
+        if isinstance(given_up.error, NoSignal):
+            self.num_failed, self.num_no_signal = 0, self.num_no_signal + 1
+            self._warn(self.num_no_signal, 1, given_up.error)
+        else:
+            self.num_failed += 1
+        self.queue.drop(group, given_up.decision.reason, str(given_up.error))
+
+    def drop_step(self, groups: Sequence[InFlightGroup], error: NoSignal) -> None:
+        """Drop all groups of a step that has nothing to train.
+
+        Raises `RunAborted` if the failure policy ends the run.
+        """
+        self.num_settled_away += len(groups)
+        decision = self.failures.decide(error, attempt=1, dropped_in_a_row=self.num_settled_away - 1)
+        if isinstance(decision, Abort):
+            raise RunAborted(decision.message)
+        assert isinstance(decision, Drop)
+        self._warn(self.num_settled_away, len(groups), error)
+        for group in groups:
+            self.queue.drop(group, decision.reason, str(error))
+
+    def _warn(self, in_a_row: int, num_more: int, error: NoSignal) -> None:
+        """Warn once, at a tenth of the limit on groups without a signal; `num_more` of them are new."""
+        limit = self.failures.max_no_signal_groups
+        if in_a_row - num_more < ceil(limit / 10) <= in_a_row:
+            self.queue.events.emit(SignalMissing(in_a_row, limit, str(error)))
+
+    def reissue_lost(self, error: PayloadLost, groups: Sequence[InFlightGroup]) -> list[InFlightGroup]:
+        """Reissue the groups whose payload is lost; return the others.
+
+        Reissued groups get the next free permits. A lost payload of a finished attempt is ignored. Raises `error` if it
+        names none of these groups, and `RunAborted` if the failure policy ends the run.
+        """
+        lost = [group for group in groups if group.group_id in error.group_ids]
+        if not lost:
+            raise error
+        for group in lost:
+            if group.is_over:
+                continue
+            if isinstance(decision := self.decide(error, group.num_losses + 1), Abort):
+                raise RunAborted(decision.message) from error
+            self.queue.reissue(group, str(error))
+        return [group for group in groups if group not in lost]

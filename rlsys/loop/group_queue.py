@@ -1,6 +1,11 @@
 """Queue of groups between producers, annotators and the learner: states, permits, window and staleness bound.
 
-Only the queue changes the state of a group (`rlsys.loop.in_flight_group`), and it emits the event of each change.
+    ISSUED -> ROLLING_OUT -> ROLLED_OUT -> SCORED -> READY -> TAKEN -> TRAINED
+
+From each of the first six states an attempt at a group may become DROPPED, under a counted reason, or REISSUED, and so
+is replaced by another, at once or when a permit is free. A group taken for a step that failed is READY again. Any other
+transition raises. Only the queue changes states, and it emits the event of each change.
+
 Columns arrive one by one: an annotator takes rolled-out groups while others are still running. The learner takes groups
 that have all their columns, oldest first (TransferQueue, arXiv:2507.01663). Columns for an attempt that is over are
 refused and counted. An operation costs O(log n) for n groups in flight, `oldest_in_time` O(n).
@@ -30,20 +35,84 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from math import inf
 
 from rlsys.algorithm import Signal
 from rlsys.contracts import RolledOut
-from rlsys.loop.in_flight_group import InFlightGroup, State
 from rlsys.loop.task_ledger import Ledger, LedgerState
 from rlsys.monitoring.event_builders import group_rolled_out, group_scored
 from rlsys.monitoring.events import Events, GroupDropped, GroupIssued, GroupReissued
-from rlsys.types import Group, PolicyVersion, Ref, Task
+from rlsys.types import Assignment, Group, PolicyVersion, Ref, Task
 from rlsys.util import deadlines
 from rlsys.util.deadlines import Progress
 
 LEARNER = "learner"
 """Consumer that takes groups to train. Every other consumer is an annotator, named after its signal."""
+State = Enum("State", "ISSUED ROLLING_OUT ROLLED_OUT SCORED READY TAKEN TRAINED DROPPED REISSUED")
+"""State of an attempt at a group."""
+_ENDS = (State.TRAINED, State.DROPPED, State.REISSUED)
+_NEXT = {state: {State(state.value + 1), State.DROPPED, State.REISSUED} for state in State if state not in _ENDS}
+_NEXT[State.TAKEN].add(State.READY)
+
+
+@dataclass(slots=True, eq=False)
+class InFlightGroup:
+    """Metadata and references of one attempt at a group, never payloads."""
+
+    assignment: Assignment
+    attempt: int = 1
+    """Counted from 1 over all attempts in this session; 0 for a group finished in an earlier session."""
+    num_losses: int = 0
+    """Losses of the group's payload in this session."""
+    state: State = State.ISSUED
+    reason: str = ""
+    """Reason of a drop: `stale`, `failed`, `too_long` or `no_signal`."""
+    replica: str = ""
+    """Replica of the last observed placement."""
+    entered_s: dict[State, float] = field(default_factory=dict)
+    """Time of each transition, by new state, in seconds of `rlsys.util.deadlines.now`."""
+    episodes: Group | None = None
+    """The rolled-out group, with its scores once it is SCORED."""
+    columns: dict[str, Ref] = field(default_factory=dict)
+    """By signal: a reference to the annotator's column."""
+    annotators: set[str] = field(default_factory=set)
+    """Signals whose annotators took the group."""
+    is_offered: bool = False
+    """True once the group is SCORED and worth training; its producer is then done with it."""
+
+    @property
+    def group_id(self) -> int:
+        """Number of the group in the run."""
+        return self.assignment.group_id
+
+    @property
+    def is_over(self) -> bool:
+        """True if the attempt has ended."""
+        return self.state in _ENDS
+
+    @property
+    def group(self) -> Group:
+        """The rolled-out group with its available scores and signals."""
+        assert self.episodes is not None, f"group {self.group_id} is {self.state.name}"
+        columns = {**self.episodes.columns, **self.columns}
+        return replace(self.episodes, columns=columns) if self.columns else self.episodes
+
+    def next_attempt(self, assignment: Assignment) -> InFlightGroup:
+        """Return the attempt that replaces this one."""
+        return InFlightGroup(assignment, self.attempt + 1, self.num_losses)
+
+    def enter(self, state: State) -> None:
+        """Change the state. Raises `RuntimeError` for an invalid transition."""
+        if state not in _NEXT.get(self.state, ()):
+            raise RuntimeError(f"group {self.group_id} is {self.state.name} and cannot become {state.name}")
+        self.state = state
+        self.entered_s[state] = deadlines.now()
+
+    def check(self, state: State) -> None:
+        """Raise `RuntimeError` unless the attempt is in this state."""
+        if self.state is not state:
+            raise RuntimeError(f"group {self.group_id} is {self.state.name} and not {state.name}")
 
 
 @dataclass(slots=True)

@@ -22,9 +22,7 @@ from rlsys.algorithm import Algorithm, Signal, StepAdvantages, TrajectoryAdvanta
 from rlsys.batch.packing import BatchPlan, num_trained, plan_batch
 from rlsys.contracts import Actor, Critic, TrainStats, Workers
 from rlsys.errors import ConfigError, NoSignal, NothingToTrain, PayloadLost, RlsysError, TrainingError
-from rlsys.loop.checkpoint import STEP
-from rlsys.loop.failed_step import CONFIG, GROUPS, FailedStep
-from rlsys.loop.run_state import save_models
+from rlsys.loop.checkpoint import CONFIG, GROUPS, STEP, FailedStep, save_models
 from rlsys.types import Group, PolicyVersion, Ref
 
 T = TypeVar("T")
@@ -191,7 +189,7 @@ class Learner:
         failed: _Model,
         error: TrainingError,
     ) -> str:
-        """Save the step to `failed_folder` (see `rlsys.loop.failed_step`); return the message for the user."""
+        """Save the step to `failed_folder` (see `FailedStep`); return the message for the user."""
         folder = self.failed_folder / STEP.format(version + 1)
         try:
             shutil.rmtree(folder, ignore_errors=True)

@@ -30,8 +30,7 @@ from typing import Any, Protocol
 from rlsys.contracts import Graft, GroupScores, Rewards, RolledOut, Rollouts
 from rlsys.errors import RunAborted, first_of
 from rlsys.loop.driver import Driver
-from rlsys.loop.group_queue import GroupQueue
-from rlsys.loop.in_flight_group import State
+from rlsys.loop.group_queue import GroupQueue, State
 from rlsys.types import Acknowledged, Assignment, Group, PolicyVersion, Ref, ReplicaLoad, Task
 
 

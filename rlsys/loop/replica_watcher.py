@@ -10,8 +10,7 @@ from heapq import nsmallest
 
 from rlsys.contracts import Rollouts
 from rlsys.errors import WorkerError
-from rlsys.loop.group_queue import GroupQueue
-from rlsys.loop.in_flight_group import State
+from rlsys.loop.group_queue import GroupQueue, State
 from rlsys.monitoring.events import Events, GroupPlaced, QueueSeen, ReplicaSeen
 from rlsys.types import PolicyVersion, ReplicaLoad
 

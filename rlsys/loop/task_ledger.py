@@ -1,20 +1,239 @@
-"""Exactly-once record of the tasks: the task of each group, and the groups that are neither consumed nor dropped.
+"""Tasks of groups: an exactly-once record of them, and their selection by the outcomes of earlier episodes.
 
-Those groups are reissued after a resume, or when their payload is lost, under the same group id and so with the same
-sampling seeds. An interrupted run therefore consumes the same multiset of tasks as an uninterrupted one.
+`Ledger` knows the task of each group, and the groups that are neither consumed nor dropped. Those are reissued after a
+resume, or when their payload is lost, under the same group id and so with the same sampling seeds. An interrupted run
+therefore consumes the same multiset of tasks as an uninterrupted one.
+
+`Curriculum` selects tasks (DART, arXiv:2509.23866):
+
+    a task that mostly succeeds gets fewer episodes                           `fewer_above`
+    a task that nearly always succeeds or fails is skipped for a while        `within`, `look_again`
+    a stored success replaces one episode of a group without a success        `stored_successes`
+
+Its decisions use the groups that were scored, and trained or dropped, when the newest step was published. With
+`max_staleness: 0` all issued groups are settled before the next step, so decisions do not depend on timing. A reissued
+group keeps its first size.
+
+The history of a task is two counts, and is in the checkpoint. Stored successes are references to payloads; a resumed
+run starts without them.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field, replace
 
+from rlsys.config.curriculum_section import Rules, fewer
+from rlsys.contracts import Graft
 from rlsys.data.task_source import Cursor, TaskSource
 from rlsys.errors import RunAborted
-from rlsys.loop.curriculum import Curriculum, CurriculumState
-from rlsys.types import Assignment, PolicyVersion, Task
+from rlsys.types import Assignment, Group, PolicyVersion, Task
 from rlsys.util.seeds import group_seed
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Counts of a task's earlier episodes."""
+
+    num_successes: int
+    num_episodes: int
+    """Scored episodes; an episode that failed for a reason other than the policy counts in no rate."""
+    num_passed: int = 0
+    """Times the task was skipped since its last rollout."""
+
+    @property
+    def rate(self) -> float:
+        """Success rate, 0 to 1."""
+        return self.num_successes / self.num_episodes
+
+
+@dataclass(frozen=True, slots=True)
+class TallyUpdate:
+    """Counts that one scored group adds to the tally of its task."""
+
+    task_id: str
+    num_successes: int
+    num_episodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CurriculumState:
+    """Curriculum state in a checkpoint."""
+
+    tallies: dict[str, Tally] = field(default_factory=dict)
+    """By task id."""
+    scored: dict[int, TallyUpdate] = field(default_factory=dict)
+    """By id of a group that is not settled."""
+    settled: list[TallyUpdate] = field(default_factory=list)
+    """Counts of groups settled since the newest step was published."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Success:
+    """Best episode of a group, kept with the group's whole payload."""
+
+    group: Group
+    episode: int
+    moment: int
+    """Number of published steps when it was scored."""
+
+
+class Curriculum:
+    """Task histories, stored successes, and the decisions based on them. Belongs to one ledger; does no I/O."""
+
+    def __init__(self, rules: Rules | None = None) -> None:
+        """Without rules, curate nothing and keep nothing."""
+        self.rules = rules or Rules()
+        self.num_smaller = 0
+        """Groups with fewer episodes than the group size."""
+        self.num_passed_over = 0
+        """Times that a task was skipped."""
+        self.num_grafted = 0
+        """Groups that received a stored success."""
+        self.num_too_old = 0
+        """Groups without a success whose stored success is older than the staleness bound allows."""
+        self._tallies: dict[str, Tally] = {}
+        self._scored: dict[int, TallyUpdate] = {}
+        self._settled: list[TallyUpdate] = []
+        self._successes: OrderedDict[str, _Success] = OrderedDict()
+        """By task id, the least recently stored or used first."""
+        self._moment = 0
+        """Steps published in this session."""
+
+    # ----------------------------------------------------------------------------------------------------------- issue
+
+    def passes_over(self, task_id: str) -> bool:
+        """Return True if the next task is to be skipped this time, and count it."""
+        rules, tally = self.rules, self._known(task_id)
+        low, high = rules.within
+        if tally is None or low <= tally.rate <= high:
+            return False
+        if rules.look_again and tally.num_passed >= rules.look_again:
+            del self._tallies[task_id]
+            return False
+        self._tallies[task_id] = replace(tally, num_passed=tally.num_passed + 1)
+        self.num_passed_over += 1
+        return True
+
+    def size_of(self, task_id: str, group_size: int) -> int | None:
+        """Return the size of a new group if it is below `group_size`, else None. Counts smaller groups."""
+        tally, bound = self._known(task_id), self.rules.fewer_above
+        if tally is None or bound is None or tally.rate <= bound:
+            return None
+        self.num_smaller += 1
+        return fewer(group_size)
+
+    def _known(self, task_id: str) -> Tally | None:
+        """Return the tally of a task if it has enough episodes, else None."""
+        tally = self._tallies.get(task_id)
+        return tally if tally is not None and tally.num_episodes >= self.rules.min_episodes else None
+
+    # ----------------------------------------------------------------------------------------------------------- score
+
+    def scored(self, group: Group) -> None:
+        """Record the scores of an open group; they replace those of an earlier attempt."""
+        rewards = _rewards(group)
+        if self.rules.needs_history:
+            num_successes = sum(self._is_success(reward) for reward in rewards.values())
+            self._scored[group.group_id] = TallyUpdate(group.task_id, num_successes, len(rewards))
+        if self.rules.stored_successes and rewards:
+            best = max(rewards, key=lambda episode: rewards[episode])
+            if self._is_success(rewards[best]):
+                self._store(_Success(replace(group, columns={}), best, self._moment))
+
+    def graft_for(self, group: Group, oldest_in_time: Callable[[int], PolicyVersion]) -> Graft | None:
+        """Return a graft for a scored group without a success; None if it has one, or no graft is possible.
+
+        The stored success was scored before the newest step was published. It replaces an unscored episode, or else the
+        first episode with the lowest reward. At least one scored episode remains beside it. None of its tokens may be
+        older than version `oldest_in_time(group_id)`. An older success counts as too old, and stays stored for other
+        groups.
+        """
+        success, rewards = self._successes.get(group.task_id), _rewards(group)
+        if success is None or success.moment == self._moment or any(map(self._is_success, rewards.values())):
+            return None
+        lost = [episode for episode in range(len(group.episodes)) if episode not in rewards]
+        if not rewards or (not lost and len(rewards) < 2):
+            return None
+        if success.group.oldest_version < oldest_in_time(group.group_id):
+            self.num_too_old += 1
+            return None
+        self._successes.move_to_end(group.task_id)
+        worst = lost[0] if lost else min(rewards, key=lambda episode: rewards[episode])
+        return Graft(group, worst, success.group, success.episode)
+
+    def lose(self, group_id: int, task_id: str) -> None:
+        """Discard the scores of an open group whose payload is lost; the group is reissued."""
+        self._scored.pop(group_id, None)
+        self.forget(group_id, task_id)
+
+    def forget(self, group_id: int, task_id: str) -> None:
+        """Remove the stored success of a group whose payload is lost."""
+        success = self._successes.get(task_id)
+        if success is not None and success.group.group_id == group_id:
+            del self._successes[task_id]
+
+    def _store(self, success: _Success) -> None:
+        self._successes[success.group.task_id] = success
+        self._successes.move_to_end(success.group.task_id)
+        if len(self._successes) > self.rules.stored_successes:
+            self._successes.popitem(last=False)
+
+    def _is_success(self, reward: float) -> bool:
+        return reward >= self.rules.success_reward
+
+    # ---------------------------------------------------------------------------------------------------------- settle
+
+    def settle(self, group_id: int) -> None:
+        """Settle a trained or dropped group: its scores count once the next step is published."""
+        if (tally_update := self._scored.pop(group_id, None)) is not None:
+            self._settled.append(tally_update)
+
+    def publish(self) -> None:
+        """Add the scores of all settled groups to the tallies, when a step is published."""
+        for tally_update in self._settled:
+            before = self._tallies.get(tally_update.task_id, Tally(0, 0))
+            self._tallies[tally_update.task_id] = Tally(
+                before.num_successes + tally_update.num_successes, before.num_episodes + tally_update.num_episodes
+            )
+        self._settled.clear()
+        self._moment += 1
+
+    # ----------------------------------------------------------------------------------------------- metrics and state
+
+    def metrics(self) -> dict[str, float]:
+        """Return the counters of the enabled rules, by full metric name."""
+        found: dict[str, float] = {}
+        if self.rules.fewer_above is not None:
+            found["curation/smaller_groups"] = self.num_smaller
+        if self.rules.is_selective:
+            found["curation/passed_over"] = self.num_passed_over
+        if self.rules.stored_successes:
+            found["curation/grafted"] = self.num_grafted
+            found["curation/too_old"] = self.num_too_old
+            found["curation/stored"] = len(self._successes)
+        return found
+
+    def state(self) -> CurriculumState:
+        """Return the state for a checkpoint."""
+        return CurriculumState(dict(self._tallies), dict(self._scored), list(self._settled))
+
+    def restore(self, state: CurriculumState, finished: Collection[int]) -> None:
+        """Restore `state`. Scores of groups outside `finished` are discarded, since those are rolled out again."""
+        if not self.rules.needs_history:
+            state = CurriculumState()
+        self._tallies, self._settled = dict(state.tallies), list(state.settled)
+        self._scored = {
+            group_id: tally_update for group_id, tally_update in state.scored.items() if group_id in finished
+        }
+
+
+def _rewards(group: Group) -> dict[int, float]:
+    """Return the rewards of scored episodes, by episode index."""
+    roots = {e: episode.trajectories[0] for e, episode in enumerate(group.episodes) if not episode.is_failed}
+    return {e: root.reward for e, root in roots.items() if root.reward is not None}
 
 
 @dataclass(frozen=True, slots=True)

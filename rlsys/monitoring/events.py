@@ -235,7 +235,7 @@ class EvalDone:
     seconds: float
     """Seconds since the version was pinned."""
     metrics: Mapping[str, float]
-    """Metric name -> value, e.g. `eval/held_out/pass@4`; see `rlsys.loop.eval_metrics.EvalMetrics`."""
+    """Metric name -> value, e.g. `eval/held_out/pass@4`; see `rlsys.loop.evaluation.EvalMetrics`."""
 
 
 @dataclass(frozen=True, slots=True)

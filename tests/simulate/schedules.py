@@ -13,8 +13,8 @@ from typing import Any
 from rlsys.algorithm import Signal, StepAdvantages
 from rlsys.config.curriculum_section import Rules
 from rlsys.data.task_source import TaskSource
-from rlsys.loop.curriculum import Curriculum
 from rlsys.loop.driver import Driver
+from rlsys.loop.task_ledger import Curriculum
 from rlsys.monitoring.events import Event, GroupDropped, GroupReissued
 from rlsys.testing import FakeWorld, Fault, RewardAsAdvantage, run_virtual, tasks
 from rlsys.testing.fake_run import go_on

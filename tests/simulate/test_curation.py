@@ -19,8 +19,8 @@ from rlsys.config.curriculum_section import Rules
 from rlsys.contracts import Graft, GroupScores, TrainStats, Workers
 from rlsys.errors import RunAborted, WorkerDied
 from rlsys.loop.checkpoint import find_latest
-from rlsys.loop.curriculum import Curriculum
 from rlsys.loop.driver import Driver
+from rlsys.loop.task_ledger import Curriculum
 from rlsys.monitoring.events import EpisodeGrafted, GroupReissued, StepDone
 from rlsys.testing import (
     EventRecorder,

@@ -304,7 +304,7 @@ def test_a_stop_gives_up_the_evaluation_under_way_and_ends_the_run_in_order(tmp_
     driver.events.attach(At(is_step(1), driver.stop))
     assert run_virtual(seconds(driver.run(0))) < 10
     assert recorder.of(EvalDone) == []
-    assert driver.evaluation.was_given_up
+    assert driver.evaluation is not None and driver.evaluation.was_given_up
     assert find_latest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step_000001"
 
 
@@ -332,7 +332,7 @@ def test_a_stop_while_a_version_is_pinned_begins_no_evaluation(tmp_path):
 
     assert run_virtual(seconds(stopped())) < 60
     assert recorder.of(StepDone) == recorder.of(EvalDone) == []
-    assert driver.evaluation.was_given_up
+    assert driver.evaluation is not None and driver.evaluation.was_given_up
 
 
 def test_a_stop_during_the_last_evaluation_says_so(tmp_path):
@@ -340,7 +340,7 @@ def test_a_stop_during_the_last_evaluation_says_so(tmp_path):
     driver = evaluated(FakeWorld(), tmp_path, recorder, every=100)
     driver.events.attach(At(is_step(6), lambda: asyncio.get_running_loop().call_later(0.5, driver.stop)))
     assert run_virtual(driver.run(0)) == 6
-    assert driver.evaluation.was_given_up
+    assert driver.evaluation is not None and driver.evaluation.was_given_up
     assert steps_of(recorder) == [0]
 
 
@@ -348,7 +348,7 @@ def test_a_stop_without_an_evaluation_under_way_gives_nothing_up(tmp_path):
     driver = evaluated(FakeWorld(train_s=lambda version: 50.0), tmp_path, EventRecorder(), every=4)
     driver.events.attach(At(is_step(3), driver.stop))
     assert run_virtual(driver.run(0)) == 3
-    assert not driver.evaluation.was_given_up
+    assert driver.evaluation is not None and not driver.evaluation.was_given_up
 
 
 def resumed(world: FakeWorld, folder: Path) -> list[tuple[int, str]]:

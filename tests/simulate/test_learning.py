@@ -19,9 +19,8 @@ from rlsys.algorithm import Algorithm, Signal, StepAdvantages
 from rlsys.batch.packing import BatchPlan
 from rlsys.contracts import TrainStats, Workers
 from rlsys.errors import CheckpointError, ConfigError, RunAborted, TrainingError, WorkerDied
-from rlsys.loop.checkpoint import find_latest
+from rlsys.loop.checkpoint import find_latest, read_failed
 from rlsys.loop.driver import Driver
-from rlsys.loop.failed_step import read_failed
 from rlsys.monitoring.events import GroupDropped, SignalMissing, StepDone
 from rlsys.monitoring.metric_catalog import undocumented
 from rlsys.replay.rollout_log import read_groups

@@ -10,8 +10,8 @@ from pathlib import Path
 from rlsys.algorithm import Algorithm, Signal
 from rlsys.contracts import Workers
 from rlsys.loop.checkpoint import find_latest
-from rlsys.loop.curriculum import Curriculum
 from rlsys.loop.driver import Driver
+from rlsys.loop.task_ledger import Curriculum
 from rlsys.monitoring.events import Event, StepDone
 from rlsys.stabilizer import StabilizerPlugin
 from rlsys.testing import EventRecorder, FakeRun, FakeWorld, RewardAsAdvantage, tasks

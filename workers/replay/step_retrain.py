@@ -18,7 +18,7 @@ import torch
 from rlsys.algorithm import Signal
 from rlsys.batch.packing import BatchPlan, RankPlan
 from rlsys.batch.tensors import StepData
-from rlsys.loop.failed_step import ACTOR, CRITIC
+from rlsys.loop.checkpoint import ACTOR, CRITIC
 from rlsys.replay.rollout_log import RolloutRecord
 from rlsys.replay.run_history import RecordedSteps
 from rlsys.replay.step_comparison import Comparison, RetrainedSteps, compared

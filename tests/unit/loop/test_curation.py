@@ -14,8 +14,7 @@ from rlsys.config.curriculum_section import Rules
 from rlsys.contracts import Graft, with_episode
 from rlsys.data.task_source import TaskSource
 from rlsys.errors import RunAborted
-from rlsys.loop.curriculum import Curriculum, Tally
-from rlsys.loop.task_ledger import Ledger, LedgerState
+from rlsys.loop.task_ledger import Curriculum, Ledger, LedgerState, Tally
 from rlsys.testing import tasks
 from rlsys.types import Acknowledged, Assignment, EpisodeMeta, Group, VersionSpan, failed
 from tests.groups import episode, group

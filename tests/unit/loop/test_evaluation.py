@@ -10,8 +10,7 @@ import pytest
 
 from rlsys.contracts import RolledOut
 from rlsys.errors import RlsysError, RunAborted, TaskTooLong, WeightsMismatch, first_of
-from rlsys.loop.eval_metrics import EvalMetrics
-from rlsys.loop.evaluation import EvalRules, Evaluator
+from rlsys.loop.evaluation import EvalMetrics, EvalRules, Evaluator
 from rlsys.loop.failure_policy import FailurePolicy
 from rlsys.monitoring.events import Events, WorkerFailed
 from rlsys.testing import EventRecorder, FakeRewards, FakeRollouts, FakeWorld, Fault, run_virtual, tasks

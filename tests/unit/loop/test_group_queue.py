@@ -20,10 +20,8 @@ from hypothesis import strategies as st
 
 from rlsys.algorithm import Signal
 from rlsys.errors import PayloadLost
-from rlsys.loop.dropped_groups import DroppedGroups
-from rlsys.loop.failure_policy import FailurePolicy
-from rlsys.loop.group_queue import LEARNER, GroupQueue, Permit
-from rlsys.loop.in_flight_group import InFlightGroup, State
+from rlsys.loop.failure_policy import DroppedGroups, FailurePolicy
+from rlsys.loop.group_queue import LEARNER, GroupQueue, InFlightGroup, Permit, State
 from rlsys.loop.task_ledger import LedgerState
 from rlsys.monitoring.events import Events, GroupDropped, GroupIssued, GroupReissued, GroupRolledOut, GroupScored
 from rlsys.testing import run_virtual

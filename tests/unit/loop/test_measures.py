@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.errors import RlsysError
-from rlsys.loop.eval_metrics import EvalMetrics, eval_metrics_of, ks_up_to, pass_at_k, table_of
+from rlsys.loop.evaluation import EvalMetrics, eval_metrics_of, ks_up_to, pass_at_k, table_of
 from rlsys.monitoring.metric_catalog import undocumented
 from rlsys.types import OK, TRUNCATED, EpisodeMeta, Group, Outcome, failed
 from tests.groups import episode, group

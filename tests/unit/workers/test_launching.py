@@ -12,7 +12,7 @@ from rlsys.config.curriculum_section import Rules
 from rlsys.data.task_source import TaskSource
 from rlsys.errors import TrainingError
 from rlsys.loop.build_driver import build_driver
-from rlsys.loop.failed_step import CONFIG
+from rlsys.loop.checkpoint import CONFIG
 from rlsys.monitoring.events import Events
 from rlsys.stabilizer import StabilizerPlugin
 from rlsys.testing import FakeActor, FakeWorld, RewardAsAdvantage, run_virtual, tasks

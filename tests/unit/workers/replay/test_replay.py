@@ -22,7 +22,7 @@ from rlsys.batch.tensors import StepData, packed
 from rlsys.cli import app
 from rlsys.config import Config
 from rlsys.errors import ConfigError, DataError
-from rlsys.loop.failed_step import ACTOR, CONFIG, CRITIC, GROUPS, FailedStep, read_failed
+from rlsys.loop.checkpoint import ACTOR, CONFIG, CRITIC, GROUPS, FailedStep, read_failed
 from rlsys.replay.non_finite import NonFinite, ReplayedSample, ReplayedStep
 from rlsys.replay.rollout_log import GroupRecord, write_groups
 from rlsys.types import Episode
