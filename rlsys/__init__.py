@@ -60,30 +60,23 @@ __all__ = [
     "train",
 ]
 
-_HOMES = {
-    "rlsys.algorithm": (
-        "Aggregation",
-        "Algorithm",
-        "TrajectoryAdvantage",
-        "LossInputs",
-        "LossOutput",
-        "StepAdvantages",
-        "TokenAdvantages",
-        "Signal",
-    ),
-    "rlsys.config": ("Config",),
-    "rlsys.agents.environment": ("Environment", "Step"),
-    "rlsys.errors": ("RlsysError", "ToolError"),
-    "rlsys.launch": ("TrainResult", "evaluate", "export", "train"),
-    "rlsys.stabilizer": ("Stabilizer", "StabilizerPlugin", "GradientDecision"),
-    "rlsys.agents.tools": ("Tool", "Toolbox", "tool"),
-    "rlsys.agents.workflow": ("Agent", "Session", "Workflow"),
-}
+_HOMES = (
+    "rlsys.errors",
+    "rlsys.algorithm",
+    "rlsys.stabilizer",
+    "rlsys.agents.environment",
+    "rlsys.agents.tools",
+    "rlsys.agents.workflow",
+    "rlsys.config",
+    "rlsys.launch",
+)
+"""Modules with the public names; one that imports much comes after those that import little."""
 
 
 def __getattr__(name: str) -> object:
     """Import a public name on first use."""
-    for module, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(module), name)
+    if name in __all__:
+        for home in map(import_module, _HOMES):
+            if hasattr(home, name):
+                return getattr(home, name)
     raise AttributeError(f"module 'rlsys' has no attribute {name!r}")

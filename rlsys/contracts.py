@@ -196,30 +196,8 @@ class StepAnnotator(Protocol):
         ...
 
 
-class Critic(StepAnnotator, Protocol):
-    """Model that estimates the return of every state, over as many ranks as the actor has."""
-
-    async def fetch(self, groups: Sequence[Group], plan: BatchPlan) -> None:
-        """Fetch the data of the next step to every rank, for `annotate_step` and `train_step`. Raises `PayloadLost`
-        before any rank is stepped."""
-        ...
-
-    async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
-        """Train one step on the fetched data; `columns` as for `Actor.train_step`. Raises `TrainingError` on NaN before
-        the failed update is stepped; never `PayloadLost`."""
-        ...
-
-    async def save(self, folder: Path) -> None:
-        """Write weights and optimizer into `folder`."""
-        ...
-
-    async def load(self, folder: Path) -> None:
-        """Restore the files of `save`, onto any number of ranks."""
-        ...
-
-
-class Actor(Protocol):
-    """Policy in training, over all its ranks."""
+class TrainedModel(Protocol):
+    """Model in training, over all its ranks."""
 
     async def fetch(self, groups: Sequence[Group], plan: BatchPlan) -> None:
         """Fetch the data of the next step to every rank. Raises `PayloadLost` before any rank is stepped."""
@@ -233,6 +211,23 @@ class Actor(Protocol):
         """
         ...
 
+    async def save(self, folder: Path) -> None:
+        """Write weights and optimizer into `folder`."""
+        ...
+
+
+class Critic(TrainedModel, StepAnnotator, Protocol):
+    """Model that estimates the return of every state, over as many ranks as the actor has. `annotate_step` works on the
+    fetched data too."""
+
+    async def load(self, folder: Path) -> None:
+        """Restore the files of `save`, onto any number of ranks."""
+        ...
+
+
+class Actor(TrainedModel, Protocol):
+    """Policy in training."""
+
     async def publish(self, version: PolicyVersion) -> Published:
         """Publish the weights to the relays; return once the bytes have left the actor."""
         ...
@@ -242,10 +237,6 @@ class Actor(Protocol):
 
         Does nothing if a newer version was published. Raises the error that kept `version` from the relays.
         """
-        ...
-
-    async def save(self, folder: Path) -> None:
-        """Write weights and optimizer into `folder`."""
         ...
 
     async def load(self, folder: Path) -> int:

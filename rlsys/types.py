@@ -296,11 +296,6 @@ class Group:
         samples = (s for t in own for s in t.samples)
         return sum(s.num_prompt + s.num_completion for s in samples)
 
-    @property
-    def num_ok(self) -> int:
-        """Episodes without a failure."""
-        return sum(not e.is_failed for e in self.episodes)
-
     def trajectories(self) -> Iterator[tuple[tuple[int, int], TrajectoryMeta]]:
         """Yield the trajectories of this group's policy with their (episode, trajectory) index. Failed trajectories,
         and those of failed episodes, are left out."""

@@ -49,6 +49,11 @@ def group(
     )
 
 
+def num_ok(group: Group) -> int:
+    """Episodes without a failure."""
+    return sum(not episode.is_failed for episode in group.episodes)
+
+
 def rolled_out(done: Group) -> RolledOut:
     """What a replica answers."""
     return RolledOut(done, Busy("rollout-0", 0.0, 0.0))

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 from rlsys.errors import WorkerDied
 from rlsys.types import Ref
-from rlsys.weight_sync.broadcast import Announcement, Holding, Neighbour, Origin, RelayPeer, broadcast
-from rlsys.weight_sync.relay import Relay
+from rlsys.weight_sync.relay import Announcement, ChainMember, Holding, Origin, Relay, RelayPeer, broadcast
 from rlsys.weight_sync.sync import Bucket, Manifest
 
 T = TypeVar("T")
@@ -76,7 +75,7 @@ class Link:
 
 
 class Node:
-    """A relay in a process that can die: implements `Member` and `Neighbour`."""
+    """A relay in a process that can die: implements `ChainMember`."""
 
     def __init__(self, net: Net, name: str, keep: int = 2, room: Callable[[], bool] = lambda: True) -> None:
         self.name, self._net, self._keep, self._room = name, net, keep, room
@@ -106,7 +105,7 @@ class Node:
     async def held(self) -> Holding:
         return await self._call(self.relay.held())
 
-    async def refill(self, neighbours: Sequence[Neighbour], known: Holding) -> None:
+    async def refill(self, neighbours: Sequence[ChainMember], known: Holding) -> None:
         await self._call(self.relay.refill(neighbours, known))
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:

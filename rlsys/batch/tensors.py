@@ -8,7 +8,7 @@ attends to.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -104,20 +104,9 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return this micro-batch on another device."""
-        return MicroBatch(
-            prompts_PL=self.prompts_PL.to(device),
-            prompt_lengths_P=self.prompt_lengths_P.to(device),
-            completions_ST=self.completions_ST.to(device),
-            completion_lengths_S=self.completion_lengths_S.to(device),
-            prompt_of_S=self.prompt_of_S.to(device),
-            trained_N=self.trained_N.to(device),
-            num_trained_S=self.num_trained_S.to(device),
-            versions_N=self.versions_N.to(device),
-            behavior_logprobs_N=self.behavior_logprobs_N.to(device),
-            advantages_N=self.advantages_N.to(device),
-            weights_N=self.weights_N.to(device),
-            columns_N={signal: column_N.to(device) for signal, column_N in self.columns_N.items()},
-        )
+        columns_N = {signal: column_N.to(device) for signal, column_N in self.columns_N.items()}
+        others = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "columns_N"}
+        return MicroBatch(**others, columns_N=columns_N)
 
 
 class StepData:

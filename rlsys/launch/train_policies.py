@@ -18,7 +18,7 @@ from rlsys.launch.tracker_setup import trackers_of
 from rlsys.launch.train_result import FirstStep, Summary, TrainResult
 from rlsys.loop.build_driver import build_driver
 from rlsys.loop.driver import Driver
-from rlsys.loop.multi_policy import Joint, train_jointly
+from rlsys.loop.multi_policy import Joint, JointRewards, JointRollouts, train_jointly
 from rlsys.monitoring.events import Events, PhaseDone, RunStarted
 from rlsys.monitoring.trackers.alert_sink import AlertSink
 from rlsys.monitoring.trackers.console import ConsoleSink
@@ -98,7 +98,7 @@ async def _train_on_cluster(
         joint, progress = Joint(workers.rollouts, workers.rewards), Progress()
         drivers: dict[str, Driver] = {}
         for name, run in runs.items():
-            own = workers.lines[name].workers(joint.rollouts(name), joint.rewards(name))
+            own = workers.lines[name].workers(JointRollouts(joint, name), JointRewards(joint, name))
             tasks = copy(data.train)  # the tasks are shared, the place in them is not
             drivers[name] = build_driver(run.config, own, tasks, run.events, progress=progress, look_s=LOOK_S)
         starts = await _restored(runs, drivers)

@@ -81,7 +81,7 @@ class Driver:
     _stopping: bool = False
 
     def __post_init__(self) -> None:
-        self._clock = StepClock(self.queue.progress, self.events)
+        self._clock = StepClock(self.events)
         self._dropped_groups = DroppedGroups(self.queue, self.failures)
         self._retries = Retries(self.events, self._dropped_groups.decide)
         failed = self.run_dir / "failed"
@@ -97,7 +97,7 @@ class Driver:
         try:
             async with asyncio.TaskGroup() as loops:
                 if self.evaluation:
-                    self.evaluation.attach(loops, self._clock.progress)
+                    self.evaluation.attach(loops, self.queue.progress.moved)
                 others = [loops.create_task(self._produce()) for _ in range(self.queue.capacity)]
                 others += [loops.create_task(self._annotate(signal)) for signal in sorted(self.queue.signals)]
                 others.append(loops.create_task(self._watch()))
@@ -106,7 +106,8 @@ class Driver:
                     self.repacker.published(start)
                     others.append(loops.create_task(self.repacker.run()))
                 if self.look_s:
-                    others.append(loops.create_task(self._replica_watcher.run()))
+                    watcher = ReplicaWatcher(self.workers.rollouts, self.queue, self.events, self.look_s)
+                    others.append(loops.create_task(watcher.run()))
                 version = await self._learn(start)
                 if not self._stopping:  # after `stop`, the cluster may be gone
                     await self.weights.settled()
@@ -313,10 +314,6 @@ class Driver:
         self.events.emit(CheckpointSaved(step, str(path), asyncio.get_running_loop().time() - began))
 
     @property
-    def _replica_watcher(self) -> ReplicaWatcher:
-        return ReplicaWatcher(self.workers.rollouts, self.queue, self.events, self.look_s)
-
-    @property
     def _run_state(self) -> RunState:
         return RunState(self.workers, self.algorithm, self.queue, self.weights, self.checkpoints)
 
@@ -339,7 +336,7 @@ class Driver:
 
         Waits for that long after the last group or step; only the end of the run unblocks it.
         """
-        while (left_s := self.no_progress_s - self._clock.idle_s()) > deadlines.ROUNDING_S:
+        while (left_s := self.no_progress_s - self.queue.progress.idle_s()) > deadlines.ROUNDING_S:
             await deadlines.sleep(left_s)  # the absence of progress cannot notify
         pending = self.queue.table(self.workers.rollouts.placements())
         pending += self.evaluation.table() if self.evaluation else ""

@@ -11,15 +11,15 @@ import asyncio
 import json
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from itertools import count
 from pathlib import Path
 from statistics import fmean, stdev
 
 from rlsys.contracts import PinnedRollouts, Rewards, Rollouts
 from rlsys.data.task_source import content_hash
-from rlsys.errors import PayloadLost, RlsysError, RunAborted, TaskTooLong, WeightsMismatch
-from rlsys.loop.failure_policy import Abort, Decision, FailurePolicy, Retries
+from rlsys.errors import PayloadLost, RlsysError, TaskTooLong, WeightsMismatch
+from rlsys.loop.failure_policy import Decision, FailurePolicy, Retries
 from rlsys.monitoring.event_builders import emit_busy
 from rlsys.monitoring.events import EvalDone, Events
 from rlsys.types import Assignment, EpisodeMeta, Group, OutcomeKind, PolicyVersion, Task
@@ -214,8 +214,7 @@ class Evaluator:
                 try:
                     return await self._attempt(assignment, check)
                 except PayloadLost as error:
-                    if isinstance(decision := self._decide(error, attempt), Abort):
-                        raise RunAborted(decision.message) from error
+                    self._decide(error, attempt)
         raise AssertionError("unreachable")
 
     async def _attempt(self, assignment: Assignment, check: Callable[[Group], Awaitable[None]] | None) -> Group | None:
@@ -348,15 +347,10 @@ class EvaluationLane:
 
     def _measured(self, dataset: str, version: PolicyVersion) -> dict[str, str | float]:
         """Return all that determines a result: the weights, the tasks (after `eval.limit`) and the rules."""
-        rules = self.evaluator.rules
-        return {
-            "hash": self.weights.published[version],
-            "tasks": content_hash(self.evaluator.sets[dataset]),
-            "samples": rules.samples,
-            "temperature": rules.temperature,
-            "seed": rules.seed,
-            "pass_reward": rules.pass_reward,
-        }
+        rules = asdict(self.evaluator.rules)
+        del rules["max_open"]
+        tasks = content_hash(self.evaluator.sets[dataset])
+        return {"hash": self.weights.published[version], "tasks": tasks, **rules}
 
     def _write(self, dataset: str, version: PolicyVersion, measures: EvalMetrics) -> None:
         path = self._path(dataset, version)

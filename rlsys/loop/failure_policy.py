@@ -51,14 +51,7 @@ class Reissue:
     """Reissue the lost groups."""
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """End the run with this message."""
-
-    message: str
-
-
-Decision: TypeAlias = Retry | Drop | Reissue | Abort
+Decision: TypeAlias = Retry | Drop | Reissue
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,29 +67,34 @@ class FailurePolicy:
     """Consecutive groups without a signal after which the run ends: then further groups do not help."""
 
     def decide(self, error: RlsysError, *, attempt: int, dropped_in_a_row: int) -> Decision:
-        """Decide on `error`. `attempt` counts from 1, for this piece of work or the losses of its group.
-        `dropped_in_a_row` counts consecutive groups dropped for the same kind of reason."""
+        """Decide on `error`; raise `RunAborted` to end the run.
+
+        `attempt` counts from 1, for this piece of work or the losses of its group. `dropped_in_a_row` counts
+        consecutive groups dropped for the same kind of reason.
+        """
         if isinstance(error, WorkerDied | DeadlineExceeded | WeightsMismatch | PayloadLost):
             if attempt >= self.max_attempts:
-                return Abort(f"gave up after {attempt} attempts at one group; the last failure: {error}")
+                raise RunAborted(f"gave up after {attempt} attempts at one group; the last failure: {error}")
             return Reissue() if isinstance(error, PayloadLost) else Retry(restart=error.worker)
         if isinstance(error, TaskTooLong | NothingToTrain):
             if dropped_in_a_row + 1 < self.max_failed_groups:
                 return Drop("too_long" if isinstance(error, TaskTooLong) else "failed")
-            return Abort(f"{self.max_failed_groups} groups were dropped one after the other; the last failure: {error}")
+            raise RunAborted(
+                f"{self.max_failed_groups} groups were dropped one after the other; the last failure: {error}"
+            )
         if isinstance(error, NoSignal):
             if dropped_in_a_row + 1 < self.max_no_signal_groups:
                 return Drop("no_signal")
-            return Abort(_NO_SIGNAL.format(count=dropped_in_a_row + 1, error=error))
-        return Abort(str(error))
+            raise RunAborted(_NO_SIGNAL.format(count=dropped_in_a_row + 1, error=error))
+        raise RunAborted(str(error))
 
 
 class GivenUp(Exception):
     """Carries the decision to drop a group to the code that drops it."""
 
-    def __init__(self, decision: Drop, error: RlsysError) -> None:
-        super().__init__(decision.reason)
-        self.decision, self.error = decision, error
+    def __init__(self, reason: str, error: RlsysError) -> None:
+        super().__init__(reason)
+        self.reason, self.error = reason, error
 
 
 @dataclass
@@ -106,7 +104,7 @@ class Retries:
     events: Events
     """Receives one event per failed worker, even if several pieces of work fail on it."""
     decide: Callable[[RlsysError, int], Decision]
-    """Returns the decision on the failure of attempt n at one piece of work, counted from 1."""
+    """Decides on the failure of attempt n at one piece of work, counted from 1; see `FailurePolicy.decide`."""
     _failed: set[str] = field(default_factory=set)
     """Names of workers. A replacement has a new name."""
 
@@ -124,13 +122,11 @@ class Retries:
                     await self._replace(pool, *dead)
                 return await attempt_once()
             except (WorkerError, NothingToTrain, NoSignal) as error:
-                match self.decide(error, attempt):
-                    case Retry(restart=worker):
-                        dead = (worker, error)
-                    case Drop() as decision:
-                        raise GivenUp(decision, error) from error
-                    case Abort(message=message):
-                        raise RunAborted(message) from error
+                decision = self.decide(error, attempt)
+                if isinstance(decision, Drop):
+                    raise GivenUp(decision.reason, error) from error
+                if isinstance(decision, Retry):
+                    dead = (decision.restart, error)
         raise AssertionError("unreachable")
 
     async def _replace(self, pool: Rollouts | Rewards, worker: str, error: RlsysError) -> None:
@@ -155,7 +151,7 @@ class DroppedGroups:
     """Groups in steps that had nothing to train after `finalize_advantages`, since the last trained step."""
 
     def decide(self, error: RlsysError, attempt: int) -> Decision:
-        """Return the decision on the failure of attempt number `attempt`, counted from 1."""
+        """Decide on the failure of attempt number `attempt`, counted from 1. Raises `RunAborted`."""
         in_a_row = self.num_no_signal if isinstance(error, NoSignal) else self.num_failed
         return self.failures.decide(error, attempt=attempt, dropped_in_a_row=in_a_row)
 
@@ -175,7 +171,7 @@ class DroppedGroups:
             self._warn(self.num_no_signal, 1, given_up.error)
         else:
             self.num_failed += 1
-        self.queue.drop(group, given_up.decision.reason, str(given_up.error))
+        self.queue.drop(group, given_up.reason, str(given_up.error))
 
     def drop_step(self, groups: Sequence[InFlightGroup], error: NoSignal) -> None:
         """Drop all groups of a step that has nothing to train.
@@ -184,8 +180,6 @@ class DroppedGroups:
         """
         self.num_settled_away += len(groups)
         decision = self.failures.decide(error, attempt=1, dropped_in_a_row=self.num_settled_away - 1)
-        if isinstance(decision, Abort):
-            raise RunAborted(decision.message)
         assert isinstance(decision, Drop)
         self._warn(self.num_settled_away, len(groups), error)
         for group in groups:
@@ -209,7 +203,6 @@ class DroppedGroups:
         for group in lost:
             if group.is_over:
                 continue
-            if isinstance(decision := self.decide(error, group.num_losses + 1), Abort):
-                raise RunAborted(decision.message) from error
+            self.decide(error, group.num_losses + 1)
             self.queue.reissue(group, str(error))
         return [group for group in groups if group not in lost]

@@ -16,14 +16,14 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 from rlsys.algorithm import Algorithm, Signal, StepAdvantages, TrajectoryAdvantage
 from rlsys.batch.packing import BatchPlan, num_trained, plan_batch
-from rlsys.contracts import Actor, Critic, TrainStats, Workers
+from rlsys.contracts import TrainedModel, TrainStats, Workers
 from rlsys.errors import ConfigError, NoSignal, NothingToTrain, PayloadLost, RlsysError, TrainingError
 from rlsys.loop.checkpoint import CONFIG, GROUPS, STEP, FailedStep, save_models
-from rlsys.types import Group, PolicyVersion, Ref
+from rlsys.types import Group, PolicyVersion
 
 T = TypeVar("T")
 REFERENCE = "reference"
@@ -44,9 +44,7 @@ class BatchShape:
     budget: int | None = None
     """Divisor, in tokens, of a sample's loss sum for an algorithm that averages over a budget and sets none."""
 
-    def plan(
-        self, groups: Sequence[Group], assigned: Sequence[Sequence[TrajectoryAdvantage]], algorithm: Algorithm
-    ) -> BatchPlan:
+    def plan(self, groups: Sequence[Group], assigned: _Advantages, algorithm: Algorithm) -> BatchPlan:
         """Plan the micro-batches of a step, given the advantages `assigned` to its groups: see `plan_batch`."""
         return plan_batch(
             groups,
@@ -78,12 +76,6 @@ class StepResult:
         return sum(len({assigned.episode for assigned in of_group}) for of_group in self.assigned)
 
 
-class Span(Protocol):
-    """Counts the seconds of a block under `phase`, in which `workers` are busy; see `StepClock.span`."""
-
-    def __call__(self, phase: str, workers: Collection[str] = ...) -> AbstractContextManager[None]: ...
-
-
 @dataclass
 class Learner:
     """Runs optimizer steps on the actor, and on the critic if there is one.
@@ -94,8 +86,8 @@ class Learner:
     workers: Workers
     algorithm: Algorithm
     shape: BatchShape
-    span: Span
-    """Times the waiting for actor and critic."""
+    span: Callable[[str, Collection[str]], AbstractContextManager[None]]
+    """Times the waiting for actor and critic; see `StepClock.span`."""
     failed_folder: Path
     """Folder for steps with non-finite numbers."""
     config: Callable[[], str]
@@ -142,8 +134,10 @@ class Learner:
         plan = self.shape.plan(groups, settled.groups, self.algorithm)
         with self.span("fetch", self._models):
             await _all(model.fetch(groups, plan) for model in self._models.values())
-        with self.span("columns", self._column_makers):
-            columns = await self._columns(groups, plan)
+        makers, signals = self.workers.step_annotators, [s for s in sorted(self.algorithm.signals) if s.made == "step"]
+        with self.span("columns", {"critic" if signal is Signal.VALUES else REFERENCE for signal in signals}):
+            made = await _all(makers[signal].annotate_step(groups, plan, signal) for signal in signals)
+        columns = dict(zip(signals, made, strict=True))
         stats: list[TrainStats] = []
         for name, model in self._models.items():
             try:
@@ -162,24 +156,10 @@ class Learner:
         return settled
 
     @property
-    def _models(self) -> dict[_Model, Actor | Critic]:
+    def _models(self) -> dict[_Model, TrainedModel]:
         """Trained models, in order."""
         actor, critic = self.workers.actor, self.workers.critic
         return {"actor": actor} if critic is None else {"actor": actor, "critic": critic}
-
-    async def _columns(self, groups: Sequence[Group], plan: BatchPlan) -> Mapping[Signal, Sequence[Ref]]:
-        makers, signals = self.workers.step_annotators, self._step_signals
-        made = await _all(makers[signal].annotate_step(groups, plan, signal) for signal in signals)
-        return dict(zip(signals, made, strict=True))
-
-    @property
-    def _step_signals(self) -> list[Signal]:
-        return [signal for signal in sorted(self.algorithm.signals) if signal.made == "step"]
-
-    @property
-    def _column_makers(self) -> set[str]:
-        """Names of the workers that compute the step's columns."""
-        return {"critic" if signal is Signal.VALUES else REFERENCE for signal in self._step_signals}
 
     async def _keep(
         self,

@@ -103,14 +103,6 @@ class Joint:
         del self._members[policy]
         self._begin()
 
-    def rollouts(self, policy: str) -> JointRollouts:
-        """Return the rollout pool for the driver of this policy."""
-        return JointRollouts(self, policy)
-
-    def rewards(self, policy: str) -> JointRewards:
-        """Return the reward workers for the driver of this policy."""
-        return JointRewards(self, policy)
-
     def awaited(self, policy: str) -> Mapping[int, str]:
         """Return the policies that this policy waits for, by id of a requested group without a rollout."""
         waiting = {group_id: self._missing(group_id) for group_id, asks in self._asks.items() if policy in asks}

@@ -17,7 +17,6 @@ from rlsys.monitoring.event_builders import emit_busy
 from rlsys.monitoring.events import Events
 from rlsys.monitoring.metric_catalog import STALENESS_BUCKETS
 from rlsys.types import Group, OutcomeKind, PolicyVersion
-from rlsys.util.deadlines import Progress
 
 ACTIVITY_OF = {
     "rollout": "generating",
@@ -37,10 +36,9 @@ class StepClock:
     """Seconds by phase since the last step, on the event loop's clock (virtual in simulations), and offered
     rollouts."""
 
-    def __init__(self, progress: Progress | None = None, events: Events | None = None) -> None:
-        """`progress` is updated on every progress (None: a private one); `events` receives busy times (None: no
-        events)."""
-        self._progress, self._events = progress or Progress(), events or Events()
+    def __init__(self, events: Events | None = None) -> None:
+        """`events` receives busy times (None: no events)."""
+        self._events = events or Events()
         self._spans: dict[str, float] = defaultdict(float)
         self._busy: dict[str, list[Busy]] = defaultdict(list)
         self._offered_lengths: list[int] = []
@@ -89,13 +87,6 @@ class StepClock:
         self._offered_lengths += _lengths_of([group])
         self._offered_versions |= {span.version for span in group.versions}
 
-    def progress(self) -> None:
-        self._progress.moved()
-
-    def idle_s(self) -> float:
-        """See `Progress.idle_s`."""
-        return self._progress.idle_s()
-
     def lap(self) -> dict[str, float]:
         """Return `time/*` and rollout metrics of the step that ends now, and start the next one.
 
@@ -121,7 +112,6 @@ class StepClock:
         self._offered_versions.clear()
         self._producers_idle_s = 0.0
         self._step_began = now
-        self.progress()
         return times
 
     def cpu_share(self) -> float:

@@ -9,8 +9,7 @@ from rlsys.simulate.fake_pools import now
 from rlsys.simulate.fake_world import FakeWorld
 from rlsys.simulate.profile import TRANSFER_S, Profile
 from rlsys.types import Group, PolicyVersion, Ref
-from rlsys.weight_sync.broadcast import Announcement, Origin, best_chunks, broadcast
-from rlsys.weight_sync.relay import Relay
+from rlsys.weight_sync.relay import Announcement, Origin, Relay, best_chunks, broadcast
 from rlsys.weight_sync.sync import Bucket, Manifest
 
 MAX_BUCKETS = 32

@@ -16,7 +16,6 @@ from rlsys.data.task_source import TaskSource
 from rlsys.loop.build_driver import build_driver
 from rlsys.loop.checkpoint import find_latest
 from rlsys.loop.driver import Driver
-from rlsys.loop.step_metrics import Progress
 from rlsys.monitoring.events import Event, Events, StepDone
 from rlsys.rewards.reward_function import RewardInput, RewardSum, known_score
 from rlsys.simulate.fake_pools import Spans, now
@@ -25,6 +24,7 @@ from rlsys.simulate.virtual_clock import run_virtual
 from rlsys.stabilizer import Stabilizer
 from rlsys.testing.scripted_policy import ScriptedPolicy
 from rlsys.types import POLICY, Assignment, Episode, Group, PolicyVersion, Score, Task
+from rlsys.util.deadlines import Progress
 
 if TYPE_CHECKING:
     from torch import Tensor

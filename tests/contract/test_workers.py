@@ -18,6 +18,7 @@ from rlsys.errors import WeightsMismatch, WorkerDied
 from rlsys.replay.rollout_log import read_rollouts
 from rlsys.testing import FakePinnedRollouts, FakeRewards, FakeRollouts, FakeWorld, Fault, RewardAsAdvantage
 from rlsys.types import Assignment, Group, Task, Turn
+from tests.groups import num_ok
 from tests.jobs import config_of
 from workers.ray.pool import Pool
 from workers.worker_set import WorkerSet
@@ -314,7 +315,7 @@ def test_an_episode_of_one_group_takes_the_place_of_one_of_another_with_all_that
             (15, sum(len(turn.output_ids) for turn in expected) - num_given),
         ]
         assert (grafted.group_id, grafted.columns) == (42, {})
-        assert (await scored(kit, grafted)).num_ok == SIZE, "it is a group like any other"
+        assert num_ok(await scored(kit, grafted)) == SIZE, "it is a group like any other"
 
     kit.play(scenario())
 
@@ -343,7 +344,7 @@ def test_restarting_a_worker_that_never_was_changes_nothing(kit, kind):
         pool = kit.workers.rollouts if kind == "rollout" else kit.workers.rewards
         await pool.restart(f"{kind}-999", unheard)
         await kit.workers.actor.publish(11)
-        assert (await scored(kit, await rolled_out(kit, version=11))).num_ok == SIZE
+        assert num_ok(await scored(kit, await rolled_out(kit, version=11))) == SIZE
 
     kit.play(scenario())
 

@@ -19,8 +19,7 @@ from rlsys.loop.build_driver import build_driver
 from rlsys.monitoring.events import Events
 from rlsys.monitoring.trackers.jsonl import JsonlSink
 from rlsys.types import POLICY, Sampling
-from rlsys.weight_sync.broadcast import RelayPeer
-from rlsys.weight_sync.relay import Relay, Store
+from rlsys.weight_sync.relay import Relay, RelayPeer, Store
 from rlsys.weight_sync.sync import Manifest
 from tests.jobs import config_of
 from workers.engines.engine import EngineSpec

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlsys.contracts import Workers
 from rlsys.loop.driver import Driver
-from rlsys.loop.multi_policy import Joint, train_jointly
+from rlsys.loop.multi_policy import Joint, JointRewards, JointRollouts, train_jointly
 from rlsys.monitoring.events import Event, GroupDropped, GroupReissued, StepDone, WorkerFailed
 from rlsys.testing import EventRecorder, FakeActor, FakeJointRollouts, FakeRelays, FakeRewards, FakeWorld, run_virtual
 from rlsys.testing.fake_run import start_of
@@ -77,7 +77,8 @@ class Session:
         self.diaries = {name: Diary() for name in self.worlds}
         self.drivers: dict[str, Driver] = {}
         for name, world in self.worlds.items():
-            workers = Workers(self.joint.rollouts(name), self.joint.rewards(name), FakeActor(world), FakeRelays(world))
+            shared = JointRollouts(self.joint, name), JointRewards(self.joint, name)
+            workers = Workers(*shared, FakeActor(world), FakeRelays(world))
             options: dict[str, Any] = {"steps": STEPS, "progress": progress, **self.limits.get(name, {})}
             options["recorder"] = self.diaries[name]
             self.drivers[name] = driver_on(world, self.folder / name, workers=workers, **options)

@@ -32,6 +32,7 @@ from rlsys.testing import (
     run_virtual,
 )
 from rlsys.types import Episode, Group, Ref, Score, Task
+from tests.groups import num_ok
 from tests.simulate.world import NUM_TASKS, StopAfter, driver_on, go_on, latencies
 
 SIZE = 4
@@ -220,7 +221,7 @@ def test_a_group_that_failed_altogether_is_trained_with_a_stored_success(tmp_pat
         group, donor = by_group_id[told.group_id], by_group_id[told.donor]
         assert payload_of(group)[told.episode] == payload_of(donor)[SIZE - 1], "its tokens, logprobs and versions"
         assert group.episodes[told.episode] == donor.episodes[SIZE - 1], "its reward"
-        assert (group.task_id, group.num_ok) == (donor.task_id, SIZE)
+        assert (group.task_id, num_ok(group)) == (donor.task_id, SIZE)
         acknowledged = {a.version: a.hash for a in group.weights}
         assert acknowledged == {span.version: f"hash-of-{span.version}" for span in group.versions}
     sampled = [turn for g in actor.groups for e in payload_of(g) for t in e.trajectories for turn in t.turns]

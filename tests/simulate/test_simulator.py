@@ -10,7 +10,7 @@ from rlsys.config.loader import dump
 from rlsys.simulate.profile import Profile
 from rlsys.simulate.simulation import Simulation
 from rlsys.simulate.workload import Workload
-from rlsys.weight_sync.broadcast import broadcast_s
+from rlsys.weight_sync.relay import broadcast_s
 from tests.simulate.profiles import small
 
 SETTINGS: list[dict[str, Any]] = [

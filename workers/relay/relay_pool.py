@@ -18,18 +18,18 @@ from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 from rlsys.contracts import Arrival
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied, WorkerError
 from rlsys.types import PolicyVersion, Ref
-from rlsys.weight_sync.broadcast import (
+from rlsys.weight_sync.relay import (
     FAILURES,
     RESTART_POLL_S,
     TRIES,
     UNAVAILABLE,
     Announcement,
     Holding,
+    Relay,
     first_success,
     passing,
     patiently,
 )
-from rlsys.weight_sync.relay import Relay
 from workers.ray.cluster import NO_MATHS, node_ids
 from workers.ray.remote_proxy import Remote, call, start
 from workers.transport.hashing import bucket_hash

@@ -15,19 +15,19 @@ from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 from rlsys.contracts import Published
 from rlsys.errors import DeadlineExceeded, WorkerError
 from rlsys.types import PolicyVersion, Ref
-from rlsys.weight_sync.broadcast import (
+from rlsys.weight_sync.relay import (
     FAILURES,
     TRIES,
     Announcement,
     Holding,
     Origin,
+    Relay,
     best_chunks,
     broadcast,
     first_success,
     passing,
     patiently,
 )
-from rlsys.weight_sync.relay import Relay
 from rlsys.weight_sync.sync import Manifest, Probe, TensorSpec
 from workers.ray.cluster import node_ids
 from workers.ray.remote_proxy import Remote, call

@@ -5,7 +5,7 @@ from __future__ import annotations
 from algorithms.grpo import GRPO
 from rlsys.batch.packing import plan_batch
 from rlsys.types import OK, EpisodeMeta, Group, Outcome, SampleMeta, Score, TrajectoryMeta, failed
-from tests.groups import episode, group
+from tests.groups import episode, group, num_ok
 
 GONE = failed("its tool was gone")
 
@@ -25,7 +25,7 @@ def places(of: Group) -> list[tuple[int, int]]:
 def test_a_failed_subagent_is_left_out_by_itself_and_a_failed_root_with_its_episode():
     whole = group(0, episodes=[team(1.0, subagent(GONE), subagent()), team(0.0, subagent())])
     assert places(whole) == [(0, 0), (0, 2), (1, 0), (1, 1)]
-    assert whole.num_ok == 2
+    assert num_ok(whole) == 2
     scored = whole.with_scores((Score(None, "judge hung"), Score(0.5)))
     assert places(scored) == [(1, 0), (1, 1)]
     assert [e.is_failed for e in scored.episodes] == [True, False]

@@ -90,19 +90,6 @@ def test_rollouts_wait_while_nobody_produces():
     run_virtual(main())
 
 
-def test_idleness_is_counted_from_the_last_progress():
-    async def main() -> None:
-        clock = StepClock()
-        assert clock.idle_s() == 0.0
-        await asyncio.sleep(3.0)
-        assert clock.idle_s() == 3.0
-        clock.progress()
-        await asyncio.sleep(1.0)
-        assert clock.idle_s() == 1.0
-
-    run_virtual(main())
-
-
 def learned_of(
     groups: Sequence[Group], num_trained: int | None = None, metrics: Mapping[str, float] | None = None
 ) -> StepResult:

@@ -117,3 +117,16 @@ def test_thousands_of_deadlines_cost_one_timer():
         assert not loop._scheduled  # pyright: ignore[reportAttributeAccessIssue]
 
     run_virtual(main())
+
+
+def test_idleness_is_counted_from_the_last_progress():
+    async def main() -> None:
+        progress = deadlines.Progress()
+        assert progress.idle_s() == 0.0
+        await asyncio.sleep(3.0)
+        assert progress.idle_s() == 3.0
+        progress.moved()
+        await asyncio.sleep(1.0)
+        assert progress.idle_s() == 1.0
+
+    run_virtual(main())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied
 from rlsys.simulate.virtual_clock import run_virtual
-from rlsys.weight_sync.broadcast import (
+from rlsys.weight_sync.relay import (
     TRIES,
     Announcement,
     Holding,

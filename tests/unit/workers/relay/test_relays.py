@@ -11,8 +11,7 @@ from rlsys.contracts import Arrival
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerError
 from rlsys.simulate.virtual_clock import run_virtual
 from rlsys.types import Ref
-from rlsys.weight_sync.broadcast import Announcement
-from rlsys.weight_sync.relay import Relay
+from rlsys.weight_sync.relay import Announcement, Relay
 from rlsys.weight_sync.sync import Manifest
 from tests.relays import TRANSFER_S, Net, Node, announced, sent
 from workers.ray.remote_proxy import Remote
