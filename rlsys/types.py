@@ -309,6 +309,11 @@ class Group:
                     if not trajectory.outcome.is_failed:
                         yield (e, t), trajectory
 
+    def rewards(self) -> dict[int, float]:
+        """Return the rewards of the scored episodes, which are those of their roots, by episode index."""
+        roots = {e: episode.trajectories[0] for e, episode in enumerate(self.episodes) if not episode.is_failed}
+        return {e: root.reward for e, root in roots.items() if root.reward is not None}
+
     def with_scores(self, scores: tuple[Score, ...]) -> Group:
         """Return this group with one score per episode in its root trajectory; failed episodes are marked."""
         if len(scores) != len(self.episodes):

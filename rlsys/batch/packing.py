@@ -9,8 +9,9 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from rlsys.algorithm import Aggregation, TrajectoryAdvantage
 from rlsys.types import Group, SampleMeta
@@ -138,19 +139,11 @@ class Load:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
+class _Sample(NamedTuple):
     """A sample to train, before its weight is known."""
 
-    group: int
-    episode: int
-    trajectory: int
-    index: int
-    advantage: float
+    ref: SampleRef
     meta: SampleMeta
-
-    def weighed(self, token_weight: float) -> SampleRef:
-        return SampleRef(self.group, self.episode, self.trajectory, self.index, self.advantage, token_weight)
 
 
 def _samples(index: int, group: Group, assigned: Sequence[TrajectoryAdvantage]) -> Iterator[_Sample]:
@@ -159,7 +152,7 @@ def _samples(index: int, group: Group, assigned: Sequence[TrajectoryAdvantage]) 
         for s, meta in enumerate(trajectory.samples):
             advantage = advantages.get((e, t, s), advantages.get((e, t, None)))
             if advantage is not None and meta.num_trained:
-                yield _Sample(index, e, t, s, advantage, meta)
+                yield _Sample(SampleRef(index, e, t, s, advantage, token_weight=0.0), meta)
 
 
 def _runs(trained: Sequence[list[_Sample]], num_runs: int) -> Iterator[Sequence[list[_Sample]]]:
@@ -200,11 +193,11 @@ def _token_weights(samples: Sequence[_Sample], aggregation: Aggregation) -> list
             return [1 / (len(samples) * aggregation.budget)] * len(samples)
         case "agents":
             num_tokens: Counter[tuple[int, int, int]] = Counter()
-            for s in samples:
-                num_tokens[s.group, s.episode, s.trajectory] += s.meta.num_trained
+            for ref, meta in samples:
+                num_tokens[ref.group, ref.episode, ref.trajectory] += meta.num_trained
             num_agents = Counter((g, e) for g, e, _ in num_tokens)
             shares = {(g, e, t): 1 / (len(num_agents) * num_agents[g, e] * n) for (g, e, t), n in num_tokens.items()}
-            return [shares[s.group, s.episode, s.trajectory] for s in samples]
+            return [shares[ref.group, ref.episode, ref.trajectory] for ref, _ in samples]
 
 
 def _partners(groups: Sequence[Group]) -> tuple[int | None, ...]:
@@ -242,7 +235,7 @@ def _bundles(
     """Bundle the samples of one group, each with the next weight. Neighbours in length share a bundle, so that one long
     completion does not pad all others. A prompt counts with at least the length in `least_prompts`: the partner's
     prompt may be longer."""
-    weighed = [(sample.meta, sample.weighed(next(weights))) for sample in samples]
+    weighed = [(meta, replace(ref, token_weight=next(weights))) for ref, meta in samples]
     open_by_prompt: dict[int, _Bundle] = {}
     done: list[_Bundle] = []
     for meta, ref in sorted(weighed, key=lambda sample: sample[0].num_completion):

@@ -6,6 +6,7 @@ instance tool output, are context and not trained. A turn with a rewritten conte
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -111,10 +112,10 @@ def meta_of(episodes: tuple[Episode, ...]) -> tuple[EpisodeMeta, ...]:
 
 def versions_of(episodes: tuple[Episode, ...], policy: str = POLICY) -> tuple[VersionSpan, ...]:
     """Return the number of tokens that this policy sampled, by version, over all episodes, oldest first."""
-    tokens: dict[int, int] = {}
+    tokens: Counter[int] = Counter()
     spoken = (t for episode in episodes for t in episode.trajectories if t.policy == policy)
     for trajectory in spoken:
         for turn in trajectory.turns:
             for span in turn.versions:
-                tokens[span.version] = tokens.get(span.version, 0) + span.num_tokens
+                tokens[span.version] += span.num_tokens
     return tuple(VersionSpan(v, tokens[v]) for v in sorted(tokens))

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from rlsys.algorithm import version_after
 from rlsys.config import Config
-from rlsys.contracts import Arrival, Published, Rewards, Rollouts, Workers
+from rlsys.contracts import Rewards, Rollouts, Workers
 from rlsys.data.task_source import TaskSource
 from rlsys.loop.checkpoint import Checkpoints
 from rlsys.loop.driver import Driver
@@ -19,7 +19,7 @@ from rlsys.loop.group_queue import GroupQueue
 from rlsys.loop.learner import BatchShape
 from rlsys.loop.repack import Repacker
 from rlsys.loop.task_ledger import Curriculum, Ledger
-from rlsys.monitoring.events import Events, WeightsPublished
+from rlsys.monitoring.events import Events
 from rlsys.types import Task
 from rlsys.util.deadlines import Progress
 from rlsys.weight_sync.sync import WeightSync
@@ -40,7 +40,8 @@ def build_driver(
     `eval_sets` are evaluated during training, on `workers.evaluation`. The drivers of a run with several policies share
     one `progress`. `look_s` is the time between two observations of replicas and queue, for events; 0 disables them.
     """
-    weights = _weights_of(config, workers, events)
+    transfer_s, bound = config.limits.transfer_s, config.staleness_bound
+    weights = WeightSync(workers.actor, workers.relays, transfer_s, max_age=bound, events=events)
     return Driver(
         workers=workers,
         algorithm=config.algorithm,
@@ -99,15 +100,6 @@ def _queue_of(config: Config, tasks: TaskSource, events: Events, progress: Progr
         events=events,
         progress=progress,
     )
-
-
-def _weights_of(config: Config, workers: Workers, events: Events) -> WeightSync:
-    def arrived(receipt: Published, arrival: Arrival) -> None:
-        told = (arrival.hash, arrival.num_bytes, arrival.num_sent, receipt.stall_s, arrival.seconds)
-        events.emit(WeightsPublished(arrival.version, *told))
-
-    transfer_s, bound = config.limits.transfer_s, config.staleness_bound
-    return WeightSync(workers.actor, workers.relays, transfer_s, max_age=bound, on_arrival=arrived)
 
 
 def _evaluation_of(

@@ -96,7 +96,9 @@ class Checkpoints:
             partial.mkdir(parents=True)
             await write(partial)
             (partial / "driver.json").write_bytes(_STATE.dump_json(state, indent=1))
-            (partial / "manifest.json").write_text(json.dumps(_sizes(partial), indent=1))
+            files = sorted(path for path in partial.rglob("*") if path.is_file())
+            sizes = {str(path.relative_to(partial)): path.stat().st_size for path in files}
+            (partial / "manifest.json").write_text(json.dumps(sizes, indent=1))
             flush(partial, partial.iterdir())
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
@@ -169,10 +171,6 @@ def check_written(folder: Path) -> None:
     """Raise `CheckpointError` if `folder` holds no file from the ranks, which may run on other machines."""
     if not any(path.is_file() for path in folder.rglob("*")):
         raise CheckpointError(f"the ranks wrote to {folder}, but not where the driver sees it: share run.folder")
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    return {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,7 +153,10 @@ class Driver:
         try:
             await persist(workers.rollouts, lambda: self._roll_out(permit))
             scored = await persist(workers.rewards, lambda: self._score(permit.group))
-            graft = self._graft_for(permit.group, scored)
+            graft = None
+            if not permit.group.is_over:
+                self._curation.scored(scored)
+                graft = self._curation.graft_for(scored, self.queue.oldest_in_time)
             if graft is not None:
                 scored = await persist(workers.rewards, lambda: self._graft(graft))
             await persist(workers.rewards, lambda: self._hand_in(permit, scored, graft))
@@ -163,7 +166,6 @@ class Driver:
             self._dropped_groups.give_up(permit.group, given_up)
 
     async def _roll_out(self, permit: Permit) -> None:
-        """Attempt a rollout once."""
         group = self.queue.start_rollout(permit)
         rolled_out = await self.workers.rollouts.run(group.assignment)
         self._clock.add("rollout", rolled_out.busy)  # at once: events align its end with the present
@@ -173,17 +175,9 @@ class Driver:
         self.queue.finish_rollout(group, rolled_out)
 
     async def _score(self, group: InFlightGroup) -> Group:
-        """Attempt to score a group once."""
         scored = await self.workers.rewards.score(group.assignment.task, group.group)
         self._clock.add("reward", scored.busy)
         return group.group.with_scores(scored.scores)
-
-    def _graft_for(self, group: InFlightGroup, scored: Group) -> Graft | None:
-        """Return a graft of a stored success for a scored group without a success, if there is one."""
-        if group.is_over:
-            return None
-        self._curation.scored(scored)
-        return self._curation.graft_for(scored, self.queue.oldest_in_time)
 
     async def _graft(self, graft: Graft) -> Group:
         """Attempt a graft once; return the unchanged group if the stored success is lost."""

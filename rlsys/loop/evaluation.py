@@ -22,7 +22,7 @@ from rlsys.errors import PayloadLost, RlsysError, TaskTooLong, WeightsMismatch
 from rlsys.loop.failure_policy import Decision, FailurePolicy, Retries
 from rlsys.monitoring.event_builders import emit_busy
 from rlsys.monitoring.events import EvalDone, Events
-from rlsys.types import Assignment, EpisodeMeta, Group, OutcomeKind, PolicyVersion, Task
+from rlsys.types import Assignment, Group, OutcomeKind, PolicyVersion, Task
 from rlsys.util.files import write_atomically
 from rlsys.util.seeds import group_seed
 from rlsys.weight_sync.sync import WeightSync
@@ -112,41 +112,28 @@ def eval_metrics_of(groups: Sequence[Group], *, samples: int, pass_reward: float
 
     Raises `RlsysError` if no sample was scored.
     """
-    scored = [task for group in groups if (task := _scored_samples(group))]
+    scored = [[(reward, group.episodes[e]) for e, reward in group.rewards().items()] for group in groups]
+    scored = [task for task in scored if task]
     if not scored:
-        raise RlsysError(f"no sample could be scored: {_why(groups, num_too_long)}")
+        reasons = [t.outcome.reason for g in groups for e in g.episodes for t in e.trajectories if t.outcome.is_failed]
+        why = reasons[0] if reasons else f"{num_too_long} prompts are too long"
+        raise RlsysError(f"no sample could be scored: {why}")
     means = [fmean(reward for reward, _ in task) for task in scored]
     counts = [(len(task), sum(reward >= pass_reward for reward, _ in task)) for task in scored]
     episodes = [episode for task in scored for _, episode in task]
     num_samples = samples * len(groups)
+    by_k = {k: [pass_at_k(n, c, k) for n, c in counts if n >= k] for k in ks_up_to(samples)}
     return EvalMetrics(
         num_tasks=len(scored),
         samples=samples,
         mean=fmean(means),
         mean_ci95=Z_95 * stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None,
-        pass_at=_pass_at(counts, samples),
+        pass_at={k: fmean(shares) for k, shares in by_k.items() if shares},
         truncated_frac=fmean(any(t.outcome.kind is OutcomeKind.TRUNCATED for t in e.trajectories) for e in episodes),
         failed_frac=(num_samples - len(episodes)) / num_samples,
         length_mean=fmean(sum(s.num_trained for t in e.trajectories for s in t.samples) for e in episodes),
         num_too_long=num_too_long,
     )
-
-
-def _scored_samples(group: Group) -> list[tuple[float, EpisodeMeta]]:
-    """Return (reward, episode) of each scored sample of one task."""
-    roots = [(episode.trajectories[0].reward, episode) for episode in group.episodes if not episode.is_failed]
-    return [(reward, episode) for reward, episode in roots if reward is not None]
-
-
-def _pass_at(counts: Sequence[tuple[int, int]], samples: int) -> dict[int, float]:
-    """Return pass@k from (scored, passed) of every task, for each k that some task has enough scored samples for."""
-    by_k = {k: [pass_at_k(n, c, k) for n, c in counts if n >= k] for k in ks_up_to(samples)}
-    return {k: fmean(shares) for k, shares in by_k.items() if shares}
-
-
-def _why(groups: Sequence[Group], num_too_long: int) -> str:
-    reasons = [t.outcome.reason for g in groups for e in g.episodes for t in e.trajectories if t.outcome.is_failed]
-    return reasons[0] if reasons else f"{num_too_long} prompts are too long"
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +306,10 @@ class EvaluationLane:
         began = asyncio.get_running_loop().time()
 
         async def check(group: Group) -> None:
-            await self._verify(group, version)
+            await self.weights.verify(group)
+            if others := {span.version for span in group.versions} - {version}:
+                detail = f"tokens of version {min(others)} in the evaluation of version {version}"
+                raise WeightsMismatch(group.replica, f"rolling out group {group.group_id}", detail)
             self._on_progress()
 
         measures = await self.evaluator.measure(dataset, version, check)
@@ -327,13 +317,6 @@ class EvaluationLane:
         self._write(dataset, version, measures)
         metrics = measures.as_metrics(dataset)
         self.evaluator.events.emit(EvalDone(version, dataset, self.weights.published[version], seconds, metrics))
-
-    async def _verify(self, group: Group, version: PolicyVersion) -> None:
-        """Raise `WeightsMismatch` unless all tokens are of `version`, acknowledged with the published hash."""
-        await self.weights.verify(group)
-        if others := {span.version for span in group.versions} - {version}:
-            detail = f"tokens of version {min(others)} in the evaluation of version {version}"
-            raise WeightsMismatch(group.replica, f"rolling out group {group.group_id}", detail)
 
     def _path(self, dataset: str, version: PolicyVersion) -> Path:
         return self.folder / dataset / f"step_{version:06d}.json"

@@ -119,9 +119,15 @@ class Learner:
                 raise NoSignal(f"{name}: all that was said is of algorithm.frozen_agents")
             if group.num_trained and not _own_failures(group):
                 raise NoSignal(f"{name}: there is nobody to compare what {group.policy} said with")
-            raise NothingToTrain(f"{name}: {_first_failure(group)}")
+            failures = [t.outcome.reason for e in group.episodes for t in e.trajectories if t.outcome.is_failed]
+            why = failures[0] if failures else "no trained token was given an advantage"
+            raise NothingToTrain(f"{name}: {why}")
         if not self.algorithm.has_signal(group):
-            raise NoSignal(f"{name} has {_rewards(group)}")
+            own = {t.reward for _, t in group.trajectories() if t.reward is not None}
+            rewards = sorted(own or {t.reward for _, t in group.everyone() if t.reward is not None})
+            is_spread = len(rewards) > 1
+            told = f"rewards from {rewards[0]:g} to {rewards[-1]:g}" if is_spread else f"equal rewards: {rewards}"
+            raise NoSignal(f"{name} has {told}")
 
     async def step(self, groups: Sequence[Group], version: PolicyVersion) -> StepResult:
         """Train the step that starts from `version`.
@@ -230,14 +236,3 @@ def _own_failures(group: Group) -> list[str]:
     """Return the failure reasons that exclude trajectories of the group's policy from training."""
     own = [(e.trajectories[0], t) for e in group.episodes for t in e.trajectories if t.policy == group.policy]
     return [each.outcome.reason for both in own for each in both if each.outcome.is_failed]
-
-
-def _first_failure(group: Group) -> str:
-    failures = [t.outcome.reason for e in group.episodes for t in e.trajectories if t.outcome.is_failed]
-    return failures[0] if failures else "no trained token was given an advantage"
-
-
-def _rewards(group: Group) -> str:
-    own = {t.reward for _, t in group.trajectories() if t.reward is not None}
-    rewards = sorted(own or {t.reward for _, t in group.everyone() if t.reward is not None})
-    return f"rewards from {rewards[0]:g} to {rewards[-1]:g}" if len(rewards) > 1 else f"equal rewards: {rewards}"

@@ -121,7 +121,11 @@ class Joint:
         try:
             return await ask.view
         finally:
-            self._withdraw(group_id, policy, ask)
+            asks = self._asks.get(group_id, {})
+            if asks.get(policy) is ask:
+                del asks[policy]
+                if not asks:
+                    del self._asks[group_id]
 
     def _begin(self) -> None:
         """Start the rollout of every requested group that no other policy will still request.
@@ -166,13 +170,6 @@ class Joint:
             )
         newest = {name: queue.version for name, queue in self._queues.items()}
         return replace(first, versions=newest | {name: ask.assignment.version for name, ask in asks.items()})
-
-    def _withdraw(self, group_id: int, policy: str, ask: _Ask) -> None:
-        asks = self._asks.get(group_id, {})
-        if asks.get(policy) is ask:
-            del asks[policy]
-            if not asks:
-                del self._asks[group_id]
 
     # -------------------------------------------------------------------------------------------------------- scoring
 

@@ -50,7 +50,10 @@ class ReplicaWatcher:
                 num_replicas = len(loads)
                 self._see(loads)
             self._place(self.rollouts.placements())
-            self._count()
+            depth = QueueSeen(len(self.queue.ledger.open), self.queue.num_finished)
+            if depth != self._depth:
+                self.events.emit(depth)
+            self._depth = depth
             await asyncio.sleep(self.pause_s(num_replicas))  # replicas send no notifications
 
     def pause_s(self, num_replicas: int) -> float:
@@ -80,9 +83,3 @@ class ReplicaWatcher:
         for group_id in nsmallest(PLACES_AT_ONCE, moved):
             groups[group_id].replica = placements[group_id]
             self.events.emit(GroupPlaced(group_id, placements[group_id]))
-
-    def _count(self) -> None:
-        depth = QueueSeen(len(self.queue.ledger.open), self.queue.num_finished)
-        if depth != self._depth:
-            self.events.emit(depth)
-        self._depth = depth

@@ -135,7 +135,11 @@ def step_metrics(result: StepResult, version: PolicyVersion, queue: GroupQueue, 
         "perf/tokens_per_s": result.num_tokens / seconds,
         "perf/samples_per_s": result.num_episodes / seconds,
     }
-    own = {**_rewards(groups), **_lengths(groups), **_staleness(groups, version, queue), **_probes(groups)}
+    truncated = [t.outcome.kind is OutcomeKind.TRUNCATED for g in groups for _, t in g.trajectories()]
+    own = {**_rewards(groups), **_distribution("completions/length", _lengths_of(groups))}
+    own |= {"completions/truncated_frac": fmean(truncated), **_staleness(groups, version, queue)}
+    if differences := [a.difference for group in groups for a in group.weights if a.difference is not None]:
+        own["sampler/probe_diff"] = max(differences)
     own |= _agents(groups)
     return merge_metrics(own, times, speeds, result.stats.metrics)
 
@@ -187,12 +191,6 @@ def _agents(groups: Sequence[Group]) -> dict[str, float]:
     }
 
 
-def _lengths(groups: Sequence[Group]) -> dict[str, float]:
-    truncated = [t.outcome.kind is OutcomeKind.TRUNCATED for g in groups for _, t in g.trajectories()]
-    lengths = _distribution("completions/length", _lengths_of(groups))
-    return {**lengths, "completions/truncated_frac": fmean(truncated)}
-
-
 def _lengths_of(groups: Sequence[Group]) -> list[int]:
     """Return the sampled tokens of each trajectory that has any."""
     return [sum(s.num_trained for s in t.samples) for g in groups for _, t in g.trajectories() if t.samples]
@@ -226,25 +224,14 @@ def _staleness(groups: Sequence[Group], version: PolicyVersion, queue: GroupQueu
     }
 
 
-def _probes(groups: Sequence[Group]) -> dict[str, float]:
-    differences = [a.difference for group in groups for a in group.weights if a.difference is not None]
-    return {"sampler/probe_diff": max(differences)} if differences else {}
-
-
 def _busiest_s(spans: Sequence[Busy]) -> float:
     """Return the longest busy time of any worker: the union of its spans."""
-    by_worker: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for busy in spans:
-        by_worker[busy.worker].append((busy.start_s, busy.end_s))
-    return max((_union_s(sorted(s)) for s in by_worker.values()), default=0.0)
-
-
-def _union_s(spans: Sequence[tuple[float, float]]) -> float:
-    total, reached = 0.0, float("-inf")
-    for start, end in spans:
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
+    total_s: dict[str, float] = defaultdict(float)
+    reached_s: dict[str, float] = defaultdict(lambda: float("-inf"))
+    for busy in sorted(spans, key=lambda busy: (busy.start_s, busy.end_s)):
+        total_s[busy.worker] += max(0.0, busy.end_s - max(busy.start_s, reached_s[busy.worker]))
+        reached_s[busy.worker] = max(reached_s[busy.worker], busy.end_s)
+    return max(total_s.values(), default=0.0)
 
 
 def _now() -> float:

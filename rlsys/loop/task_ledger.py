@@ -134,14 +134,17 @@ class Curriculum:
 
     def scored(self, group: Group) -> None:
         """Record the scores of an open group; they replace those of an earlier attempt."""
-        rewards = _rewards(group)
+        rewards = group.rewards()
         if self.rules.needs_history:
             num_successes = sum(self._is_success(reward) for reward in rewards.values())
             self._scored[group.group_id] = TallyUpdate(group.task_id, num_successes, len(rewards))
         if self.rules.stored_successes and rewards:
             best = max(rewards, key=lambda episode: rewards[episode])
             if self._is_success(rewards[best]):
-                self._store(_Success(replace(group, columns={}), best, self._moment))
+                self._successes[group.task_id] = _Success(replace(group, columns={}), best, self._moment)
+                self._successes.move_to_end(group.task_id)
+                if len(self._successes) > self.rules.stored_successes:
+                    self._successes.popitem(last=False)
 
     def graft_for(self, group: Group, oldest_in_time: Callable[[int], PolicyVersion]) -> Graft | None:
         """Return a graft for a scored group without a success; None if it has one, or no graft is possible.
@@ -151,7 +154,7 @@ class Curriculum:
         older than version `oldest_in_time(group_id)`. An older success counts as too old, and stays stored for other
         groups.
         """
-        success, rewards = self._successes.get(group.task_id), _rewards(group)
+        success, rewards = self._successes.get(group.task_id), group.rewards()
         if success is None or success.moment == self._moment or any(map(self._is_success, rewards.values())):
             return None
         lost = [episode for episode in range(len(group.episodes)) if episode not in rewards]
@@ -174,12 +177,6 @@ class Curriculum:
         success = self._successes.get(task_id)
         if success is not None and success.group.group_id == group_id:
             del self._successes[task_id]
-
-    def _store(self, success: _Success) -> None:
-        self._successes[success.group.task_id] = success
-        self._successes.move_to_end(success.group.task_id)
-        if len(self._successes) > self.rules.stored_successes:
-            self._successes.popitem(last=False)
 
     def _is_success(self, reward: float) -> bool:
         return reward >= self.rules.success_reward
@@ -228,12 +225,6 @@ class Curriculum:
         self._scored = {
             group_id: tally_update for group_id, tally_update in state.scored.items() if group_id in finished
         }
-
-
-def _rewards(group: Group) -> dict[int, float]:
-    """Return the rewards of scored episodes, by episode index."""
-    roots = {e: episode.trajectories[0] for e, episode in enumerate(group.episodes) if not episode.is_failed}
-    return {e: root.reward for e, root in roots.items() if root.reward is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,18 +122,15 @@ class Ticker:
 
     def _ticked(self) -> None:
         self._count()
-        if self._nearest_s <= self._counted_s + ROUNDING_S:
-            self._call_due()
+        latest_s = self._counted_s + ROUNDING_S
+        if self._nearest_s <= latest_s:
+            due = [entry for entry, (due_s, _) in self._due.items() if due_s <= latest_s]
+            callbacks = [self._due.pop(entry)[1] for entry in due]
+            self._nearest_s = min((due_s for due_s, _ in self._due.values()), default=inf)
+            for callback in callbacks:
+                callback()
         if self._due and self._tick is None:
             self._arm()
-
-    def _call_due(self) -> None:
-        latest_s = self._counted_s + ROUNDING_S
-        due = [entry for entry, (due_s, _) in self._due.items() if due_s <= latest_s]
-        callbacks = [self._due.pop(entry)[1] for entry in due]
-        self._nearest_s = min((due_s for due_s, _ in self._due.values()), default=inf)
-        for callback in callbacks:
-            callback()
 
 
 _tickers: dict[asyncio.AbstractEventLoop, Ticker] = {}

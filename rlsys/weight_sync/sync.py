@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 
 from rlsys.contracts import Actor, Arrival, Published, Relays
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerError
+from rlsys.monitoring.events import Events, WeightsPublished
 from rlsys.types import Acknowledged, Group, PolicyVersion
 from rlsys.util.deadlines import timeout
 
@@ -155,7 +156,8 @@ class WeightSync:
     """Maximum age of a token, in versions: hashes of older versions are removed."""
     published: dict[PolicyVersion, str] = field(default_factory=dict)
     """Content hash of each version that arrived, in this session or (restored) before."""
-    on_arrival: Callable[[Published, Arrival], None] = lambda published, arrival: None
+    events: Events = field(default_factory=Events)
+    """Receives the arrival of each version."""
     kept: set[PolicyVersion] = field(default_factory=set)
     """Versions whose hashes are kept at any age."""
     _arriving: dict[PolicyVersion, asyncio.Task[None]] = field(default_factory=dict, init=False)
@@ -226,7 +228,8 @@ class WeightSync:
         del self._arriving[version]
         for old in [v for v in self.published if v < version - self.max_age and v not in self.kept]:
             del self.published[old]
-        self.on_arrival(receipt, arrival)
+        sizes = (arrival.num_bytes, arrival.num_sent)
+        self.events.emit(WeightsPublished(version, arrival.hash, *sizes, receipt.stall_s, arrival.seconds))
 
     async def _arrival(self, version: PolicyVersion) -> Arrival:
         phase = f"taking in version {version}"

@@ -9,7 +9,8 @@ import pytest
 
 from rlsys.contracts import Arrival, Published
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerError
-from rlsys.testing import FakeWorld, run_virtual
+from rlsys.monitoring.events import Events, WeightsPublished
+from rlsys.testing import EventRecorder, FakeWorld, run_virtual
 from rlsys.types import Acknowledged, Group
 from rlsys.weight_sync.sync import Manifest, WeightSync, change_weights
 from tests.groups import group
@@ -146,17 +147,17 @@ def test_tokens_of_a_version_that_was_never_published_are_refused():
 
 
 def test_a_publish_returns_before_the_weights_arrive_and_their_hash_is_told_when_they_do():
-    told: list[tuple[Published, Arrival]] = []
-    weights = on(FakeWorld(publish_s=0.5, broadcast_s=0.25), on_arrival=lambda *both: told.append(both))
+    told = EventRecorder()
+    weights = on(FakeWorld(publish_s=0.5, broadcast_s=0.25), events=Events([told]))
 
     async def main() -> None:
         receipt = await weights.publish(3)
         assert asyncio.get_running_loop().time() == 0.5
-        assert (told, weights.published) == ([], {})
+        assert (told.of(WeightsPublished), weights.published) == ([], {})
         await weights.settled()
         assert asyncio.get_running_loop().time() == 0.75
         assert weights.published == {3: "hash-of-3"}
-        assert told == [(receipt, Arrival(3, "hash-of-3", 4, 4, 0.25))]
+        assert told.of(WeightsPublished) == [WeightsPublished(3, "hash-of-3", 4, 4, receipt.stall_s, 0.25)]
 
     run_virtual(main())
 
