@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, fields
 from itertools import count
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import TypeAlias
 
 from rlsys.contracts import PinnedRollouts, Rewards, Rollouts
 from rlsys.data.task_source import content_hash
@@ -27,6 +28,8 @@ from rlsys.util.files import write_atomically
 from rlsys.util.seeds import group_seed
 from rlsys.weight_sync.sync import WeightSync
 
+GroupCheck: TypeAlias = Callable[[Group], Awaitable[None]]
+"""Called with a rolled-out group; a worker error that it raises counts as that worker's failure."""
 Z_95 = 1.96
 """Half width in standard errors of the central 95 % of a normal distribution."""
 
@@ -167,14 +170,12 @@ class Evaluator:
         self._room = asyncio.Semaphore(self.rules.max_open)
         self._retries = Retries(self.events, self._decide)
 
-    async def measure(
-        self, dataset: str, version: PolicyVersion = 0, check: Callable[[Group], Awaitable[None]] | None = None
-    ) -> EvalMetrics:
+    async def measure(self, dataset: str, version: PolicyVersion = 0, check: GroupCheck | None = None) -> EvalMetrics:
         """Evaluate one data set on weights no older than `version`.
 
-        `check` is called with every group before scoring; a worker error that it raises counts as that worker's
-        failure. The failure policy decides on retries. Raises `RunAborted` if it ends the run, and `RlsysError` if
-        nothing could be scored. Tasks with prompts over the limit are counted and skipped.
+        `check` is called with every group before scoring. The failure policy decides on retries. Raises `RunAborted` if
+        it ends the run, and `RlsysError` if nothing could be scored. Tasks with prompts over the limit are counted and
+        skipped.
         """
         async with asyncio.TaskGroup() as work:
             scoring = [
@@ -192,7 +193,7 @@ class Evaluator:
             raise RlsysError(f"evaluation on {dataset}: {error}") from error
 
     async def _scored(
-        self, group_id: int, task: Task, version: PolicyVersion, check: Callable[[Group], Awaitable[None]] | None
+        self, group_id: int, task: Task, version: PolicyVersion, check: GroupCheck | None
     ) -> Group | None:
         """Return the scored group of one task; None if its prompt exceeds the limit."""
         assignment = Assignment(group_id, task, self.rules.samples, version, group_seed(self.rules.seed, group_id))
@@ -204,7 +205,7 @@ class Evaluator:
                     self._decide(error, attempt)
         raise AssertionError("unreachable")
 
-    async def _attempt(self, assignment: Assignment, check: Callable[[Group], Awaitable[None]] | None) -> Group | None:
+    async def _attempt(self, assignment: Assignment, check: GroupCheck | None) -> Group | None:
         async def rolled_out() -> Group | None:
             try:
                 done = await self.rollouts.run(assignment)

@@ -2,9 +2,9 @@
 
     ISSUED -> ROLLING_OUT -> ROLLED_OUT -> SCORED -> READY -> TAKEN -> TRAINED
 
-From each of the first six states an attempt at a group may become DROPPED, under a counted reason, or REISSUED, and so
-is replaced by another, at once or when a permit is free. A group taken for a step that failed is READY again. Any other
-transition raises. Only the queue changes states, and it emits the event of each change.
+From each of the first six states an attempt at a group may become DROPPED, under a counted reason, or REISSUED. A
+REISSUED attempt is replaced by another, at once or when a permit is free. A group taken for a step that failed is READY
+again. Any other transition raises. Only the queue changes states, and it emits the event of each change.
 
 Columns arrive one by one: an annotator takes rolled-out groups while others are still running. The learner takes groups
 that have all their columns, oldest first (TransferQueue, arXiv:2507.01663). Columns for an attempt that is over are
