@@ -1,36 +1,125 @@
-"""One training job, from the command to its end."""
+"""One training job, of one policy or several, from the command to its end.
+
+With several policies, each trained one has a driver, a run directory `RUN/policies/NAME` as a run of it alone would
+have, and a line on the screen. What they share, the workers, is reported in `RUN/events.jsonl`.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Literal
 
 from rlsys.config import Config
-from rlsys.errors import Interrupted
-from rlsys.launch.cluster_run import LOOK_S, phase, run_end_emitted, set_up_workers, train_in_cluster
+from rlsys.config.resource_plan import plan_of
+from rlsys.errors import ConfigError, Interrupted
 from rlsys.launch.dashboard_process import dashboard_beside
 from rlsys.launch.preflight import (
     Data,
     check_run_dir,
     checkpoint_to_resume,
+    local_cpus,
+    look_up,
     prepare_imports,
     rooted,
+    whole_of,
     write_run_dir,
 )
-from rlsys.launch.tracker_setup import check_trackers, trackers_of
-from rlsys.launch.train_policies import train_policies
-from rlsys.launch.train_result import FirstStep, Summary, TrainResult
 from rlsys.loop.build_driver import build_driver
+from rlsys.loop.driver import Driver
+from rlsys.loop.multi_policy import Joint, JointRewards, JointRollouts, train_jointly
 from rlsys.monitoring.events import (
+    EngineChosen,
+    Event,
     Events,
     PhaseDone,
+    RunEnded,
     RunStarted,
+    StepDone,
+    WorkerFailed,
+    WorkerRestarted,
 )
+from rlsys.monitoring.tracker import RunFacts
 from rlsys.monitoring.trackers.alert_sink import AlertSink
 from rlsys.monitoring.trackers.console import ConsoleSink
 from rlsys.monitoring.trackers.jsonl import JsonlSink
+from rlsys.monitoring.trackers.tracker_thread import InThread
+from rlsys.types import POLICY, PolicyVersion
+from rlsys.util.deadlines import Progress
 from rlsys.util.signals import Interruptible
+
+if TYPE_CHECKING:
+    from workers.worker_set import WorkerSet
+
+LOOK_S = 2.0
+"""Seconds between two looks at what replicas hold and do."""
+SMOOTHED_STEPS = 10
+"""Number of steps averaged in `reward_first` and `reward_last`."""
+
+
+@dataclass
+class TrainResult:
+    """Result of a run, collected from its events."""
+
+    run_dir: str
+    steps: int = 0
+    """Optimizer steps behind the final weights."""
+    reward_first: float | None = None
+    """Mean reward of the first 10 steps of this session; None if it took none."""
+    reward_last: float | None = None
+    """Mean reward of the last 10 steps."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds by phase: start-up phases by name, then the sum of each `time/*` metric over the steps."""
+    policies: dict[str, TrainResult] = field(default_factory=dict)
+    """Results by name, for several policies. `steps` is then their minimum, and only the policies have rewards."""
+
+    def as_json(self) -> dict[str, object]:
+        """Result as JSON, as the command line prints it."""
+        result: dict[str, object] = {
+            "run_dir": self.run_dir,
+            "steps": self.steps,
+            "reward_first": self.reward_first,
+            "reward_last": self.reward_last,
+            "seconds": {phase: round(s, 3) for phase, s in self.seconds.items()},
+        }
+        if self.policies:
+            result["policies"] = {name: policy.as_json() for name, policy in self.policies.items()}
+        return result
+
+
+class Summary:
+    """Sink that fills a `TrainResult`, and emits the time from the command to the end of the first step."""
+
+    def __init__(self, result: TrainResult, events: Events, began: float) -> None:
+        self._result, self._events, self._began = result, events, began
+        self._rewards: list[float] = []
+
+    def handle(self, event: Event, time_s: float) -> None:
+        seconds = self._result.seconds
+        if isinstance(event, PhaseDone):
+            seconds[event.phase] = event.seconds
+        elif isinstance(event, RunStarted):
+            self._result.steps = event.first_step
+        elif isinstance(event, StepDone):
+            self._result.steps = event.step
+            self._rewards.append(event.metrics["reward/mean"])
+            self._result.reward_first = fmean(self._rewards[:SMOOTHED_STEPS])
+            self._result.reward_last = fmean(self._rewards[-SMOOTHED_STEPS:])
+            for name, value in event.metrics.items():
+                if name.startswith("time/"):
+                    seconds[name.removeprefix("time/")] = seconds.get(name.removeprefix("time/"), 0.0) + value
+            if len(self._rewards) == 1:
+                self._events.emit(PhaseDone("first_step", time.monotonic() - self._began))
+
+    def close(self) -> None: ...
 
 
 def train(config: Config, *, progress: bool = True) -> TrainResult:
@@ -44,57 +133,215 @@ def train(config: Config, *, progress: bool = True) -> TrainResult:
     config = rooted(config)
     check_run_dir(config)
     check_trackers(config)
+    owns = config.trained if config.policies else {POLICY: config}
+    checkpoints = {name: checkpoint_to_resume(own) for name, own in owns.items()}  # before anything is written
     if config.policies:
-        return train_policies(config, began, progress=progress)
-    checkpoint = checkpoint_to_resume(config)
-    write_run_dir(config, checkpoint)
+        write_run_dir(config)
+    for name, own in owns.items():
+        write_run_dir(own, checkpoints[name])
     with dashboard_beside(config):
-        return _train_one(config, checkpoint, began, progress=progress)
+        job = TrainingJob.of(config, owns, checkpoints, began, progress=progress)
+        with job.end_emitted():
+            asyncio.run(job.train_in_cluster())
+    return job.result
 
 
-def _train_one(config: Config, checkpoint: Path | None, began: float, *, progress: bool) -> TrainResult:
-    result = TrainResult(str(config.run_dir))
-    sinks = [JsonlSink(config.run_dir), Summary(result), *([ConsoleSink(config.run.steps)] if progress else [])]
-    events = Events(sinks)
-    events.attach(FirstStep(events, began))
-    for tracker in trackers_of(config):
-        events.attach(tracker)
-    events.attach(AlertSink(events, config.alerts))
-
-    async def trains(data: Data, interruptible: Interruptible) -> None:
-        await _train_on_cluster(config, data, checkpoint, events, began, interruptible)
-
-    with run_end_emitted([(events, result)]):
-        asyncio.run(train_in_cluster(config, events, trains))
-    return result
+def check_trackers(config: Config) -> None:
+    """Raise `ConfigError` if a tracker needs a missing package, so that a long run does not discover it later."""
+    for index, plugin in enumerate(config.tracking):
+        if plugin.package and find_spec(plugin.package) is None:
+            remedy = f"install it: pip install 'rlsys[{plugin.package}]'"
+            raise ConfigError(f"tracking[{index}]: the package {plugin.package} is not installed; {remedy}")
 
 
-async def _train_on_cluster(
-    config: Config,
-    data: Data,
-    checkpoint: Path | None,
-    events: Events,
-    began: float,
-    interruptible: Interruptible,
-) -> None:
-    """Start the workers, train, end them. Raises `Interrupted` if the user stopped any of it."""
-    from workers.worker_set import WorkerSet
+def facts_of(config: Config) -> RunFacts:
+    """Description for trackers of this run, or of this policy of a run of several."""
+    whole = whole_of(config.run_dir)
+    name, policy = (whole.name, config.run.name) if whole else (config.run.name, "")
+    return RunFacts(config.run_dir, name, policy, config.model_dump(mode="json"))
 
-    workers = WorkerSet.of(config)
-    try:
-        await set_up_workers(workers, events)
-        driver = build_driver(config, workers.workers(), data.train, events, eval_sets=data.eval, look_s=LOOK_S)
-        start = 0
-        if checkpoint is not None:
-            with phase(events, "load_checkpoint"):
-                start = await driver.restore(checkpoint)
-        events.emit(RunStarted(str(config.run_dir), start, config.run.steps))
-        events.emit(PhaseDone("start_up", time.monotonic() - began))
-        interruptible.stop = driver.stop
-        reached = await driver.run(start)
-    finally:
-        await workers.close()
-    is_cut = reached < config.run.steps or (driver.evaluation is not None and driver.evaluation.was_given_up)
-    if interruptible.signal is not None and is_cut:
-        saved = f"after step {reached}, which is saved; go on with run.resume=auto"
-        raise Interrupted(f"interrupted {saved if reached else 'before the first step'}", interruptible.signal)
+
+@dataclass(frozen=True)
+class PolicyRun:
+    """Run of one trained policy."""
+
+    config: Config
+    checkpoint: Path | None
+    """Checkpoint to resume from; None: start anew."""
+    events: Events
+    result: TrainResult
+
+    @classmethod
+    def of(cls, config: Config, checkpoint: Path | None, began: float, console: ConsoleSink | None) -> PolicyRun:
+        """Open all that writes to its run directory, which must exist."""
+        result = TrainResult(str(config.run_dir))
+        events = Events([JsonlSink(config.run_dir), *([console] if console else [])])
+        events.attach(Summary(result, events, began))
+        for plugin in config.tracking:
+            events.attach(InThread(plugin, facts_of(config)))
+        events.attach(AlertSink(events, config.alerts))
+        return cls(config, checkpoint, events, result)
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """Runs of the trained policies, by name, and what they share; with one policy, that is what belongs to its run."""
+
+    config: Config
+    runs: Mapping[str, PolicyRun]
+    events: Events
+    result: TrainResult
+    began: float
+    """Time of the command, on the monotonic clock."""
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        owns: Mapping[str, Config],
+        checkpoints: Mapping[str, Path | None],
+        began: float,
+        *,
+        progress: bool,
+    ) -> TrainingJob:
+        """Open the run of every trained policy; `owns` and `checkpoints` are by its name."""
+        runs: dict[str, PolicyRun] = {}
+        for name, own in owns.items():
+            console = ConsoleSink(own.run.steps, policy=name if config.policies else "") if progress else None
+            runs[name] = PolicyRun.of(own, checkpoints[name], began, console)
+        if not config.policies:
+            (run,) = runs.values()
+            return cls(config, runs, run.events, run.result, began)
+        result = TrainResult(str(config.run_dir), policies={name: run.result for name, run in runs.items()})
+        shared = Events([JsonlSink(config.run_dir), *([ConsoleSink(0)] if progress else [])])
+        shared.attach(Summary(result, shared, began))
+        return cls(config, runs, shared, result, began)
+
+    @contextmanager
+    def end_emitted(self) -> Iterator[None]:
+        """Emit on every bus how the block ended, and close the bus."""
+        ends = [(run.events, run.result) for run in self.runs.values()]
+        if self.config.policies:
+            ends.append((self.events, self.result))
+
+        def emit(reason: Literal["finished", "interrupted", "failed"], detail: str = "") -> None:
+            for events, result in ends:
+                events.emit(RunEnded(result.steps, reason, detail))
+
+        try:
+            yield
+            emit("finished")
+        except Interrupted:
+            emit("interrupted")
+            raise
+        except KeyboardInterrupt:
+            emit("interrupted")
+            raise Interrupted("interrupted before the first step", signal.SIGINT) from None
+        except BaseException as error:
+            emit("failed", f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            for events, _ in ends:
+                events.close()
+
+    async def train_in_cluster(self) -> None:
+        """Look everything up, join or start a cluster, train there."""
+        from workers.ray import cluster as ray_cluster
+
+        with phase(self.events, "load_data"):
+            data = look_up(self.config)
+        plan = plan_of(self.config)
+        with phase(self.events, "start_ray"):
+            cluster = ray_cluster.connect(self.config.ray.address, local_cpus(self.config, plan.num_cpus))
+        this = asyncio.current_task()
+        assert this is not None
+        with Interruptible(this.cancel) as interruptible:
+            try:
+                ray_cluster.check_capacity(plan.num_cpus, plan.num_gpus)
+                _link_logs(self.config.run_dir, ray_cluster.log_folder())
+                await self._train(data, interruptible)
+                self.result.steps = min(run.result.steps for run in self.runs.values())
+            except asyncio.CancelledError:
+                if interruptible.signal is None:
+                    raise
+                raise Interrupted("interrupted before the first step", interruptible.signal) from None
+            finally:
+                cluster.close()
+
+    async def _train(self, data: Data, interruptible: Interruptible) -> None:
+        """Start the workers, train, end them. Raises `Interrupted` if the user stopped any of it."""
+        from workers.worker_set import WorkerSet
+
+        workers = WorkerSet.of(self.config)
+        try:
+            await self._set_up(workers)
+            joint = Joint(workers.rollouts, workers.rewards) if self.config.policies else None
+            drivers = self._drivers(workers, joint, data)
+            starts = dict.fromkeys(self.runs, 0)
+            for name, run in self.runs.items():
+                if run.checkpoint is not None:
+                    with phase(run.events, "load_checkpoint"):
+                        starts[name] = await drivers[name].restore(run.checkpoint)
+            for name, run in self.runs.items():
+                run.events.emit(RunStarted(str(run.config.run_dir), starts[name], run.config.run.steps))
+            self.events.emit(PhaseDone("start_up", time.monotonic() - self.began))
+            interruptible.stop = lambda: [driver.stop() for driver in drivers.values()]
+            if joint is None:
+                reached = {name: await driver.run(starts[name]) for name, driver in drivers.items()}
+            else:
+                reached = await train_jointly(joint, drivers, starts)
+        finally:
+            await workers.close()
+        lanes = [driver.evaluation for driver in drivers.values() if driver.evaluation is not None]
+        is_cut = any(reached[name] < driver.steps for name, driver in drivers.items())
+        is_cut = is_cut or any(lane.was_given_up for lane in lanes)
+        if interruptible.signal is not None and is_cut:
+            raise Interrupted(self._interruption(reached), interruptible.signal)
+
+    async def _set_up(self, workers: WorkerSet) -> None:
+        """Return once all workers are set up; emit what happens to their pools from then on."""
+        events = self.events
+        with phase(events, "start_workers"):
+            await workers.ready()
+        for worker, choice in await workers.engines():
+            events.emit(EngineChosen(worker, choice.engine, choice.reason))
+        workers.watch(
+            lambda error: events.emit(WorkerFailed(error.worker, error.phase, str(error))),
+            lambda worker, seconds: events.emit(WorkerRestarted(worker, seconds)),
+        )
+
+    def _drivers(self, workers: WorkerSet, joint: Joint | None, data: Data) -> dict[str, Driver]:
+        progress = Progress()
+        drivers: dict[str, Driver] = {}
+        for name, run in self.runs.items():
+            line = workers.lines[name]
+            own = line.workers(JointRollouts(joint, name), JointRewards(joint, name)) if joint else workers.workers()
+            tasks = copy(data.train)  # the tasks are shared, the place in them is not
+            drivers[name] = build_driver(
+                run.config, own, tasks, run.events, eval_sets=data.eval, progress=progress, look_s=LOOK_S
+            )
+        return drivers
+
+    def _interruption(self, reached: Mapping[str, PolicyVersion]) -> str:
+        if self.config.policies:
+            steps = ", ".join(f"{name} after step {step}" for name, step in reached.items())
+            return f"interrupted: {steps}; all is saved, go on with run.resume=auto"
+        (step,) = reached.values()
+        saved = f"after step {step}, which is saved; go on with run.resume=auto"
+        return f"interrupted {saved if step else 'before the first step'}"
+
+
+@contextmanager
+def phase(events: Events, name: str) -> Iterator[None]:
+    """Emit the duration of the block."""
+    began = time.monotonic()
+    yield
+    events.emit(PhaseDone(name, time.monotonic() - began))
+
+
+def _link_logs(run_dir: Path, session: Path) -> None:
+    """Link `logs/ray` to the output of the workers, where it is on this machine."""
+    link = run_dir / "logs" / "ray"
+    link.parent.mkdir(exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(session)

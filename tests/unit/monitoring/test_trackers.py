@@ -13,7 +13,7 @@ import pytest
 
 from rlsys.config import Config
 from rlsys.errors import ConfigError
-from rlsys.launch.tracker_setup import check_trackers, facts_of
+from rlsys.launch.train_run import check_trackers, facts_of
 from rlsys.monitoring.events import (
     AlertRaised,
     EvalDone,
