@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from math import nan
-from typing import Any, TypeAlias, get_args, get_type_hints
+from typing import Any, TypeAlias, get_type_hints
 
 import orjson
 
-from rlsys.monitoring.events import EvalDone, Event, StepDone
+from rlsys.monitoring.events import EVENT_TYPES, EvalDone, Event, StepDone
 from rlsys.types import Json
 
 
@@ -137,5 +137,5 @@ def _absent(event: type) -> dict[str, object]:
 
 
 _READERS: Mapping[str, tuple[Callable[..., Event], list[_Reader], Mapping[str, object]]] = {
-    event.kind: (event, _readers(event), _absent(event)) for event in get_args(Event)
+    kind: (event, _readers(event), _absent(event)) for kind, event in EVENT_TYPES.items()
 }

@@ -33,7 +33,6 @@ from rlsys.loop.repack import Repacker
 from rlsys.loop.replica_watcher import ReplicaWatcher
 from rlsys.loop.step_metrics import StepClock, step_metrics
 from rlsys.loop.task_ledger import Curriculum
-from rlsys.monitoring.event_builders import emit_busy
 from rlsys.monitoring.events import (
     CheckpointSaved,
     EpisodeGrafted,
@@ -42,6 +41,7 @@ from rlsys.monitoring.events import (
     StepDone,
     WorkerFailed,
     WorkerRestarted,
+    emit_busy,
 )
 from rlsys.types import Group, PolicyVersion, Task
 from rlsys.util import deadlines

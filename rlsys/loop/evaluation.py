@@ -21,8 +21,7 @@ from rlsys.contracts import PinnedRollouts, Rewards, Rollouts
 from rlsys.data.task_source import content_hash
 from rlsys.errors import PayloadLost, RlsysError, TaskTooLong, WeightsMismatch
 from rlsys.loop.failure_policy import Decision, FailurePolicy, Retries
-from rlsys.monitoring.event_builders import emit_busy
-from rlsys.monitoring.events import EvalDone, Events
+from rlsys.monitoring.events import EvalDone, Events, emit_busy
 from rlsys.types import Assignment, Group, OutcomeKind, PolicyVersion, Task
 from rlsys.util.files import write_atomically
 from rlsys.util.seeds import group_seed

@@ -41,8 +41,7 @@ from math import inf
 from rlsys.algorithm import Signal
 from rlsys.contracts import RolledOut
 from rlsys.loop.task_ledger import Ledger, LedgerState
-from rlsys.monitoring.event_builders import group_rolled_out, group_scored
-from rlsys.monitoring.events import Events, GroupDropped, GroupIssued, GroupReissued
+from rlsys.monitoring.events import Events, GroupDropped, GroupIssued, GroupReissued, group_rolled_out, group_scored
 from rlsys.types import Assignment, Group, PolicyVersion, Ref, Task
 from rlsys.util import deadlines
 from rlsys.util.deadlines import Progress

@@ -13,8 +13,7 @@ from statistics import fmean, pstdev
 from rlsys.contracts import Busy
 from rlsys.loop.group_queue import GroupQueue
 from rlsys.loop.learner import StepResult, merge_metrics
-from rlsys.monitoring.event_builders import emit_busy
-from rlsys.monitoring.events import Events
+from rlsys.monitoring.events import Events, emit_busy
 from rlsys.monitoring.metric_catalog import STALENESS_BUCKETS
 from rlsys.types import Group, OutcomeKind, PolicyVersion
 

@@ -9,20 +9,38 @@ and no sink can stop training.
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from rlsys.types import PolicyVersion
+from rlsys.types import Group, OutcomeKind, PolicyVersion
+
+if TYPE_CHECKING:
+    from rlsys.contracts import Busy, RolledOut
 
 
 @dataclass(frozen=True, slots=True)
-class RunStarted:
+class Event:
+    """Base of all events. A subclass is in `EVENT_TYPES` under its `kind`, the snake case of its name."""
+
+    kind: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        cls.kind = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+        EVENT_TYPES[cls.kind] = cls
+
+
+EVENT_TYPES: dict[str, type[Event]] = {}
+"""Every event by its kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunStarted(Event):
     """All workers are ready and training begins."""
 
-    kind: ClassVar[str] = "run_started"
     run_dir: str
     first_step: int
     """Step after which the run begins: 0, or the resumed step."""
@@ -30,29 +48,26 @@ class RunStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class PhaseDone:
+class PhaseDone(Event):
     """One phase of start-up or shutdown ended, e.g. `load_data` after 0.4 s. Phases may overlap."""
 
-    kind: ClassVar[str] = "phase_done"
     phase: str
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class EngineChosen:
+class EngineChosen(Event):
     """Inference engine of a replica, with the reason for the choice."""
 
-    kind: ClassVar[str] = "engine_chosen"
     worker: str
     engine: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class StepDone:
+class StepDone(Event):
     """An optimizer step is done and its weights are published."""
 
-    kind: ClassVar[str] = "step_done"
     step: int
     """Optimizer steps behind the weights, which is also their version."""
     metrics: Mapping[str, float]
@@ -62,10 +77,9 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupIssued:
+class GroupIssued(Event):
     """A group has a permit and a task, and is to be rolled out. Emitted again when the group is reissued."""
 
-    kind: ClassVar[str] = "group_issued"
     group_id: int
     task_id: str
     version: PolicyVersion
@@ -75,19 +89,17 @@ class GroupIssued:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupPlaced:
+class GroupPlaced(Event):
     """A replica is rolling out a group. Found by polling every few seconds, so shorter rollouts are not reported."""
 
-    kind: ClassVar[str] = "group_placed"
     group_id: int
     worker: str
 
 
 @dataclass(frozen=True, slots=True)
-class GroupRolledOut:
+class GroupRolledOut(Event):
     """All episodes of a group are rolled out."""
 
-    kind: ClassVar[str] = "group_rolled_out"
     group_id: int
     task_id: str
     worker: str
@@ -106,13 +118,12 @@ class GroupRolledOut:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupScored:
+class GroupScored(Event):
     """Every episode of a group has its reward, or the reason why it has none.
 
     The group then waits to be trained, unless a `GroupDropped` follows because it has no signal.
     """
 
-    kind: ClassVar[str] = "group_scored"
     group_id: int
     task_id: str
     rewards: tuple[float | None, ...]
@@ -120,10 +131,9 @@ class GroupScored:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupDropped:
+class GroupDropped(Event):
     """A group left the pipe untrained. The drop is counted under `reason`; `detail` explains it."""
 
-    kind: ClassVar[str] = "group_dropped"
     group_id: int
     task_id: str
     reason: str
@@ -131,20 +141,18 @@ class GroupDropped:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupReissued:
+class GroupReissued(Event):
     """The rollouts of a group are lost: the group is issued again, with the same group id and so the same seeds."""
 
-    kind: ClassVar[str] = "group_reissued"
     group_id: int
     task_id: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodeGrafted:
+class EpisodeGrafted(Event):
     """All episodes of a group failed: a stored success of the same task replaced one of them."""
 
-    kind: ClassVar[str] = "episode_grafted"
     group_id: int
     task_id: str
     episode: int
@@ -154,10 +162,9 @@ class EpisodeGrafted:
 
 
 @dataclass(frozen=True, slots=True)
-class SignalMissing:
+class SignalMissing(Event):
     """`num_groups` groups in a row had no signal, a tenth of the `limit` that ends the run."""
 
-    kind: ClassVar[str] = "signal_missing"
     num_groups: int
     limit: int
     """`limits.max_no_signal_groups`."""
@@ -166,10 +173,9 @@ class SignalMissing:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightsPublished:
+class WeightsPublished(Event):
     """A version published by the actor is in the relay tier."""
 
-    kind: ClassVar[str] = "weights_published"
     version: PolicyVersion
     hash: str
     num_bytes: int
@@ -182,29 +188,26 @@ class WeightsPublished:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerFailed:
+class WorkerFailed(Event):
     """A worker died, did not answer, or had the wrong weights."""
 
-    kind: ClassVar[str] = "worker_failed"
     worker: str
     phase: str
     detail: str
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerRestarted:
+class WorkerRestarted(Event):
     """A failed worker was replaced and is ready again."""
 
-    kind: ClassVar[str] = "worker_restarted"
     worker: str
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class TrajectoriesMoved:
+class TrajectoriesMoved(Event):
     """Replica `to` continues groups that `source` was sampling, so that `source` can load newer weights."""
 
-    kind: ClassVar[str] = "trajectories_moved"
     source: str
     to: str
     num_groups: int
@@ -213,20 +216,18 @@ class TrajectoriesMoved:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointSaved:
+class CheckpointSaved(Event):
     """A checkpoint is complete on disk."""
 
-    kind: ClassVar[str] = "checkpoint_saved"
     step: int
     path: str
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class EvalDone:
+class EvalDone(Event):
     """A version was evaluated on a data set."""
 
-    kind: ClassVar[str] = "eval_done"
     step: int
     """Optimizer steps behind the evaluated weights, which is also the version of every sampled token."""
     dataset: str
@@ -239,10 +240,9 @@ class EvalDone:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerBusy:
+class WorkerBusy(Event):
     """A worker worked on one activity. The time between two such events is idle time."""
 
-    kind: ClassVar[str] = "worker_busy"
     worker: str
     activity: str
     """One of `ACTIVITIES`."""
@@ -252,10 +252,9 @@ class WorkerBusy:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaSeen:
+class ReplicaSeen(Event):
     """State of a replica, polled every few seconds; emitted when it changes, and at intervals."""
 
-    kind: ClassVar[str] = "replica_seen"
     worker: str
     version: PolicyVersion
     is_loading: bool
@@ -270,10 +269,9 @@ class ReplicaSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class QueueSeen:
+class QueueSeen(Event):
     """State of the pipe, polled every few seconds; emitted when it changes."""
 
-    kind: ClassVar[str] = "queue_seen"
     num_open: int
     """Issued groups that are neither trained nor dropped."""
     num_finished: int
@@ -281,19 +279,17 @@ class QueueSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutsWritten:
+class RolloutsWritten(Event):
     """The groups of a step are written as text for people; see `rlsys.replay.rollout_log.read_rollouts`."""
 
-    kind: ClassVar[str] = "rollouts_written"
     step: int
     path: str
 
 
 @dataclass(frozen=True, slots=True)
-class AlertRaised:
+class AlertRaised(Event):
     """A problem of the run with its remedy; see `rlsys.monitoring.alerts`."""
 
-    kind: ClassVar[str] = "alert_raised"
     alert: str
     """Name of the alert, e.g. `entropy_collapse`."""
     step: int
@@ -303,41 +299,13 @@ class AlertRaised:
 
 
 @dataclass(frozen=True, slots=True)
-class RunEnded:
+class RunEnded(Event):
     """The last event of a run. `reason`: `finished`, `interrupted` or `failed`; `detail` is the error's text."""
 
-    kind: ClassVar[str] = "run_ended"
     step: int
     reason: str
     detail: str = ""
 
-
-Event: TypeAlias = (
-    RunStarted
-    | EngineChosen
-    | PhaseDone
-    | StepDone
-    | GroupIssued
-    | GroupPlaced
-    | GroupRolledOut
-    | GroupScored
-    | GroupDropped
-    | GroupReissued
-    | EpisodeGrafted
-    | SignalMissing
-    | WeightsPublished
-    | WorkerFailed
-    | WorkerRestarted
-    | TrajectoriesMoved
-    | CheckpointSaved
-    | EvalDone
-    | WorkerBusy
-    | ReplicaSeen
-    | QueueSeen
-    | RolloutsWritten
-    | AlertRaised
-    | RunEnded
-)
 
 ACTIVITIES: Mapping[str, str] = {
     "generating": "a replica played a group",
@@ -402,3 +370,45 @@ class Events:
         except Exception as error:  # noqa: BLE001  (the boundary between training and observers)
             self._sinks.remove(sink)
             sys.stderr.write(f"rlsys: {type(sink).__name__} is off for the rest of the run: {error!r}\n")
+
+
+SHORTEST_S = 0.001
+"""Shorter work is not emitted: it would be invisible on a timeline."""
+
+
+def emit_busy(events: Events, activity: str, spans: Iterable[Busy], answered_s: float) -> None:
+    """Emit when one worker did `activity`, one of `rlsys.monitoring.events.ACTIVITIES`.
+
+    `answered_s` is the time of the answer on the worker's clock; its offset from the driver's clock corrects all times.
+    """
+    ahead_s = events.now() - answered_s
+    for busy in spans:
+        if busy.end_s - busy.start_s >= SHORTEST_S:
+            events.emit(WorkerBusy(busy.worker, activity, busy.start_s + ahead_s, busy.end_s + ahead_s))
+
+
+def group_rolled_out(rolled_out: RolledOut) -> GroupRolledOut:
+    """Event of a group whose episodes were rolled out."""
+    group, busy = rolled_out.group, rolled_out.busy
+    return GroupRolledOut(
+        group_id=group.group_id,
+        task_id=group.task_id,
+        worker=group.replica,
+        oldest=group.oldest_version,
+        newest=group.versions[-1].version if group.versions else group.permit_version,
+        lengths=tuple(
+            sum(s.num_trained for t in episode.trajectories for s in t.samples) for episode in group.episodes
+        ),
+        num_truncated=sum(
+            any(t.outcome.kind is OutcomeKind.TRUNCATED for t in episode.trajectories) for episode in group.episodes
+        ),
+        seconds=busy.end_s - busy.start_s,
+        waited_s=rolled_out.waited_s,
+    )
+
+
+def group_scored(group: Group) -> GroupScored:
+    """Event of a group whose episodes were scored."""
+    roots = [episode.trajectories[0] for episode in group.episodes]
+    rewards = tuple(None if root.outcome.is_failed else root.reward for root in roots)
+    return GroupScored(group.group_id, group.task_id, rewards)

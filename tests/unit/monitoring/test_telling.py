@@ -5,8 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rlsys.contracts import Busy, RolledOut
-from rlsys.monitoring.event_builders import SHORTEST_S, emit_busy, group_rolled_out, group_scored
-from rlsys.monitoring.events import Event, Events, GroupScored, WorkerBusy
+from rlsys.monitoring.events import (
+    SHORTEST_S,
+    Event,
+    Events,
+    GroupScored,
+    WorkerBusy,
+    emit_busy,
+    group_rolled_out,
+    group_scored,
+)
 from rlsys.testing import EventRecorder
 from rlsys.types import TRUNCATED, TrajectoryMeta, failed
 from tests.groups import episode, group
