@@ -36,6 +36,7 @@ from typing import NamedTuple
 from urllib.parse import urlencode, urlsplit
 
 from benchmarks.measure import Size, answer_of, parser_of, print_result, progress, rows_of, spread
+from rlsys.monitoring.alerts import AlertSink
 from rlsys.monitoring.events import (
     Event,
     Events,
@@ -49,7 +50,6 @@ from rlsys.monitoring.events import (
     WeightsPublished,
     WorkerBusy,
 )
-from rlsys.monitoring.trackers.alert_sink import AlertSink
 from rlsys.monitoring.trackers.console import ConsoleSink
 from rlsys.monitoring.trackers.jsonl import JsonlSink
 from tests.histories import big_run, small_run

@@ -24,8 +24,8 @@ from rlsys.contracts import GroupScores, RolledOut, TrainStats
 from rlsys.data.task_source import TaskSource
 from rlsys.loop.build_driver import build_driver
 from rlsys.loop.driver import Driver
+from rlsys.monitoring.alerts import AlertSink
 from rlsys.monitoring.events import EngineChosen, Event, Events, PhaseDone, RunStarted, StepDone
-from rlsys.monitoring.trackers.alert_sink import AlertSink
 from rlsys.monitoring.trackers.jsonl import JsonlSink
 from rlsys.testing import FakeActor, FakeRewards, FakeRollouts, FakeWorld, RewardAsAdvantage, now, run_virtual
 from rlsys.testing.fake_run import fake_config

@@ -36,6 +36,7 @@ from rlsys.launch.preflight import (
 from rlsys.loop.build_driver import build_driver
 from rlsys.loop.driver import Driver
 from rlsys.loop.multi_policy import Joint, JointRewards, JointRollouts, train_jointly
+from rlsys.monitoring.alerts import AlertSink
 from rlsys.monitoring.events import (
     EngineChosen,
     Event,
@@ -48,7 +49,6 @@ from rlsys.monitoring.events import (
     WorkerRestarted,
 )
 from rlsys.monitoring.tracker import RunFacts
-from rlsys.monitoring.trackers.alert_sink import AlertSink
 from rlsys.monitoring.trackers.console import ConsoleSink
 from rlsys.monitoring.trackers.jsonl import JsonlSink
 from rlsys.monitoring.trackers.tracker_thread import InThread

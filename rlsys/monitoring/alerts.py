@@ -16,11 +16,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from types import MappingProxyType
 
 from rlsys.monitoring import alert_signals as gauges
 from rlsys.monitoring.alert_signals import AlertSignal, SignalReading
-from rlsys.monitoring.events import EngineChosen, Event, PhaseDone, RunEnded, RunStarted, StepDone
+from rlsys.monitoring.events import AlertRaised, EngineChosen, Event, Events, PhaseDone, RunEnded, RunStarted, StepDone
 
 MARGIN = 0.8
 """An alert closes when its signal is below this share of the threshold; for low values, above 1 / this."""
@@ -34,8 +33,6 @@ FIRST_STEP_S = 600.0
 class Rule:
     """Condition of an alert, and its remedy."""
 
-    metric: str
-    """Metric of the signal; empty if no single metric applies."""
     threshold: float
     """Default threshold; `alerts: {name: value}` sets it, null turns the rule off."""
     unit: str
@@ -75,136 +72,119 @@ class Alert:
     """Problem with its numbers, and the remedy."""
 
 
-RULES: Mapping[str, Rule] = MappingProxyType(
-    {
-        "entropy_collapse": Rule(
-            metric="policy/entropy",
-            threshold=0.2,
-            unit="of what it was",
-            when="Entropy over 5 steps, as a share of what it was before it fell (at most 0.5 nats of that), is below "
-            "this; to halve in 10 steps or more is no fall",
-            remedy="The policy hardly explores any more. If reward is not where it should be, go back to a checkpoint "
-            "before the fall with a higher clip_high, an entropy or KL term, a lower learning rate, or less staleness.",
-            gauge=lambda: gauges.Fallen("policy/entropy", "entropy", cap=0.5),
-            is_low=True,
-        ),
-        "kl_tail": Rule(
-            metric="policy/kl_ref",
-            threshold=0.5,
-            unit="nats",
-            when="Mean KL to the reference over 5 steps, per token, is above this",
-            remedy="The policy has left the reference far behind. Read a few episodes for reward hacking; raise "
-            "kl_coef or lower the learning rate.",
-            gauge=lambda: gauges.Mean("policy/kl_ref", "KL to the reference", 5),
-        ),
-        "ratio_tail": Rule(
-            metric="sampler/ratio_p99",
-            threshold=3.0,
-            unit="",
-            when="99th percentile of the ratio of trainer to engine probability, mean over 5 steps, is above this",
-            remedy="One token in a hundred is weighted far off. Lower max_staleness or the learning rate, or turn on "
-            "an importance correction.",
-            gauge=lambda: gauges.Mean("sampler/ratio_p99", "the 99th percentile of the ratio", 5),
-        ),
-        "equal_groups": Rule(
-            metric="group/frac_zero_std",
-            threshold=0.9,
-            unit="share",
-            when="Share of groups whose rewards are all equal, mean over 20 steps, is above this",
-            remedy="Compared within their group, such episodes teach nothing. Leave out tasks that are always or never "
-            "solved, take a larger group_size, or look whether the reward can tell answers apart.",
-            gauge=lambda: gauges.Mean("group/frac_zero_std", "the share of groups with equal rewards", 20),
-        ),
-        "truncation_rise": Rule(
-            metric="completions/truncated_frac",
-            threshold=0.2,
-            unit="share",
-            when="Share of trajectories cut at the token limit, mean over 20 steps, surely rose by more than this",
-            remedy="Look whether the ends of episodes ramble. Raise the limit of tokens, or penalise length that "
-            "earns nothing.",
-            gauge=lambda: gauges.Rise("completions/truncated_frac", "the share cut at the token limit"),
-        ),
-        "gradient_alignment": Rule(
-            metric="gac/cosine",
-            threshold=0.25,
-            unit="",
-            when="Size of the cosine of consecutive gradients, mean over 20 steps, surely rose by more than this while "
-            "stale samples were trained",
-            remedy="Stale samples can make updates point the same way, so that the policy overshoots. Set "
-            "stabilizer.enabled, or lower max_staleness.",
-            gauge=lambda: gauges.Rise(
-                "gac/cosine", "the |cosine| of consecutive gradients", where="async/staleness_max"
-            ),
-        ),
-        "mismatch": Rule(
-            metric="sampler/mismatch_kl",
-            threshold=0.05,
-            unit="nats",
-            when="KL from the engine's distribution to the trainer's, per token, mean over 20 steps, is above this",
-            remedy="Engine and trainer disagree on the same tokens. Compare sampler/s0/* with older ones: if s0 is as "
-            "bad, the engine's numerics or weights are off (precision, kernels); else lower max_staleness.",
-            gauge=lambda: gauges.Mean("sampler/mismatch_kl", "KL from engine to trainer", 20),
-        ),
-        "stale_drops": Rule(
-            metric="async/dropped_stale",
-            threshold=0.0,
-            unit="groups",
-            when="More groups than this were dropped as too stale within 10 steps",
-            remedy="Rollouts are wasted, and slow tasks are lost first. Look on the cluster page for a replica that "
-            "stays behind, or raise max_staleness.",
-            gauge=lambda: gauges.Added("async/dropped_stale", "groups were dropped as too stale"),
-        ),
-        "not_finite": Rule(
-            metric="",
-            threshold=0.0,
-            unit="metrics",
-            when="More metrics of a step than this are NaN or infinite",
-            remedy="Stop: the weights may be lost already. Go back to the last checkpoint, lower the learning rate, "
-            "and look at the episodes of this step.",
-            gauge=gauges.NotFinite,
-        ),
-        "idle_side": Rule(
-            metric="",
-            threshold=0.9,
-            unit="share",
-            when="Share of the last 20 steps in which one side waited for the other is above this",
-            remedy="If the trainer waits, add replicas or reward workers, whichever the cluster page calls the "
-            "bottleneck; if rollouts wait, give the trainer more, or raise max_staleness.",
-            gauge=gauges.Idle,
-        ),
-        "reward_length": Rule(
-            metric="completions/length_mean",
-            threshold=0.9,
-            unit="",
-            when="Correlation of reward and length over 40 steps, both rising, length by a quarter, is above this",
-            remedy="Read a few episodes: does the policy earn by saying more? If so, penalise length or mend the "
-            "reward; if it truly solves more, all is well.",
-            gauge=gauges.RewardByLength,
-        ),
-        "no_progress": Rule(
-            metric="",
-            threshold=10.0,
-            unit="typical steps",
-            when="No step was done in the time of more typical steps than this, and for a minute at least",
-            remedy="Look at the ledger for what is pending and where, and at the cluster page for a worker that is "
-            "stuck.",
-            gauge=None,
-        ),
-    }
-)
+RULES: Mapping[str, Rule] = {
+    "entropy_collapse": Rule(
+        threshold=0.2,
+        unit="of what it was",
+        when="Entropy over 5 steps, as a share of what it was before it fell (at most 0.5 nats of that), is below "
+        "this; to halve in 10 steps or more is no fall",
+        remedy="The policy hardly explores any more. If reward is not where it should be, go back to a checkpoint "
+        "before the fall with a higher clip_high, an entropy or KL term, a lower learning rate, or less staleness.",
+        gauge=lambda: gauges.Fallen("policy/entropy", "entropy", cap=0.5),
+        is_low=True,
+    ),
+    "kl_tail": Rule(
+        threshold=0.5,
+        unit="nats",
+        when="Mean KL to the reference over 5 steps, per token, is above this",
+        remedy="The policy has left the reference far behind. Read a few episodes for reward hacking; raise kl_coef "
+        "or lower the learning rate.",
+        gauge=lambda: gauges.Mean("policy/kl_ref", "KL to the reference", 5),
+    ),
+    "ratio_tail": Rule(
+        threshold=3.0,
+        unit="",
+        when="99th percentile of the ratio of trainer to engine probability, mean over 5 steps, is above this",
+        remedy="One token in a hundred is weighted far off. Lower max_staleness or the learning rate, or turn on an "
+        "importance correction.",
+        gauge=lambda: gauges.Mean("sampler/ratio_p99", "the 99th percentile of the ratio", 5),
+    ),
+    "equal_groups": Rule(
+        threshold=0.9,
+        unit="share",
+        when="Share of groups whose rewards are all equal, mean over 20 steps, is above this",
+        remedy="Compared within their group, such episodes teach nothing. Leave out tasks that are always or never "
+        "solved, take a larger group_size, or look whether the reward can tell answers apart.",
+        gauge=lambda: gauges.Mean("group/frac_zero_std", "the share of groups with equal rewards", 20),
+    ),
+    "truncation_rise": Rule(
+        threshold=0.2,
+        unit="share",
+        when="Share of trajectories cut at the token limit, mean over 20 steps, surely rose by more than this",
+        remedy="Look whether the ends of episodes ramble. Raise the limit of tokens, or penalise length that earns "
+        "nothing.",
+        gauge=lambda: gauges.Rise("completions/truncated_frac", "the share cut at the token limit"),
+    ),
+    "gradient_alignment": Rule(
+        threshold=0.25,
+        unit="",
+        when="Size of the cosine of consecutive gradients, mean over 20 steps, surely rose by more than this while "
+        "stale samples were trained",
+        remedy="Stale samples can make updates point the same way, so that the policy overshoots. Set "
+        "stabilizer.enabled, or lower max_staleness.",
+        gauge=lambda: gauges.Rise("gac/cosine", "the |cosine| of consecutive gradients", where="async/staleness_max"),
+    ),
+    "mismatch": Rule(
+        threshold=0.05,
+        unit="nats",
+        when="KL from the engine's distribution to the trainer's, per token, mean over 20 steps, is above this",
+        remedy="Engine and trainer disagree on the same tokens. Compare sampler/s0/* with older ones: if s0 is as "
+        "bad, the engine's numerics or weights are off (precision, kernels); else lower max_staleness.",
+        gauge=lambda: gauges.Mean("sampler/mismatch_kl", "KL from engine to trainer", 20),
+    ),
+    "stale_drops": Rule(
+        threshold=0.0,
+        unit="groups",
+        when="More groups than this were dropped as too stale within 10 steps",
+        remedy="Rollouts are wasted, and slow tasks are lost first. Look on the cluster page for a replica that stays "
+        "behind, or raise max_staleness.",
+        gauge=lambda: gauges.Added("async/dropped_stale", "groups were dropped as too stale"),
+    ),
+    "not_finite": Rule(
+        threshold=0.0,
+        unit="metrics",
+        when="More metrics of a step than this are NaN or infinite",
+        remedy="Stop: the weights may be lost already. Go back to the last checkpoint, lower the learning rate, and "
+        "look at the episodes of this step.",
+        gauge=gauges.NotFinite,
+    ),
+    "idle_side": Rule(
+        threshold=0.9,
+        unit="share",
+        when="Share of the last 20 steps in which one side waited for the other is above this",
+        remedy="If the trainer waits, add replicas or reward workers, whichever the cluster page calls the "
+        "bottleneck; if rollouts wait, give the trainer more, or raise max_staleness.",
+        gauge=gauges.Idle,
+    ),
+    "reward_length": Rule(
+        threshold=0.9,
+        unit="",
+        when="Correlation of reward and length over 40 steps, both rising, length by a quarter, is above this",
+        remedy="Read a few episodes: does the policy earn by saying more? If so, penalise length or mend the reward; "
+        "if it truly solves more, all is well.",
+        gauge=gauges.RewardByLength,
+    ),
+    "no_progress": Rule(
+        threshold=10.0,
+        unit="typical steps",
+        when="No step was done in the time of more typical steps than this, and for a minute at least",
+        remedy="Look at the ledger for what is pending and where, and at the cluster page for a worker that is stuck.",
+        gauge=None,
+    ),
+}
 """Every rule by the name of its alert."""
 
 
 class Alarms:
     """Open and closed alerts after the events of a run so far."""
 
-    def __init__(self, thresholds: Mapping[str, float | None] = MappingProxyType({})) -> None:
-        """`thresholds`: values that replace the default of a rule; None turns the rule off.
+    def __init__(self, thresholds: Mapping[str, float | None] | None = None) -> None:
+        """`thresholds`: values that replace the default of a rule; a value of None turns the rule off.
 
         Names that `RULES` lacks are ignored: they may come from the checked configuration of another version.
         """
-        given = {name: thresholds.get(name, rule.threshold) for name, rule in RULES.items()}
-        self._thresholds = {name: threshold for name, threshold in given.items() if threshold is not None}
+        given = {name: rule.threshold for name, rule in RULES.items()} | dict(thresholds or {})
+        self._thresholds = {name: value for name in RULES if (value := given[name]) is not None}
         self._gauges = {n: make() for n in self._thresholds if (make := RULES[n].gauge) is not None}
         self._open: dict[str, Alert] = {}
         self._closed: list[Alert] = []
@@ -343,3 +323,24 @@ def _spelt(seconds: float) -> str:
     return next(
         (f"{seconds / unit_s:.0f} {unit}" for unit_s, unit in units if seconds >= 2 * unit_s), f"{seconds:.0f} s"
     )
+
+
+class AlertSink:
+    """Sink that emits an `AlertRaised` for each problem in a run's events.
+
+    It emits inside `handle`, so attach it last: every other sink then sees the cause of an alert before the alert. It
+    sees one session only. In a resumed run it collects its statistics anew and repeats alerts that still apply. A
+    reader of the files folds all sessions as one, and may get different alerts.
+    """
+
+    def __init__(self, events: Events, thresholds: Mapping[str, float | None]) -> None:
+        """`events`: the bus that this sink is attached to. `thresholds`: see `Alarms`."""
+        self._events, self._alarms = events, Alarms(thresholds)
+
+    def handle(self, event: Event, time_s: float) -> None:
+        """Process one event, and emit the alerts that it raises."""
+        for alert in self._alarms.observe(event, time_s):
+            self._events.emit(AlertRaised(alert.alert, alert.step, alert.value, alert.threshold, alert.sentence))
+
+    def close(self) -> None:
+        """Do nothing: the sink has no resources."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.monitoring.alerts import RULES, Alarms, Alert
+from rlsys.monitoring.alerts import RULES, Alarms, Alert, AlertSink
 from rlsys.monitoring.events import (
     AlertRaised,
     EngineChosen,
@@ -22,7 +22,6 @@ from rlsys.monitoring.events import (
     RunStarted,
     StepDone,
 )
-from rlsys.monitoring.trackers.alert_sink import AlertSink
 from rlsys.monitoring.trackers.console import ConsoleSink
 from rlsys.testing import EventRecorder
 from tests.planted import COLLAPSE_STEP, planted_run
