@@ -13,8 +13,7 @@ from rlsys.dashboard.folders import as_text
 from rlsys.dashboard.groups import RewardRange
 from rlsys.dashboard.http_problems import NoSuch
 from rlsys.dashboard.responses import EpisodeAnswer, EpisodeRow, GroupAnswer, TrajectoryAnswer, TurnAnswer
-from rlsys.replay.rollout_log import RolloutRecord
-from rlsys.replay.token_stats import TokenStats
+from rlsys.replay.rollout_log import RolloutRecord, TokenStats
 from rlsys.types import Episode, Json, Task, Trajectory, Turn
 
 _MOST_TEXT = 2000

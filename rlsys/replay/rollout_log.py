@@ -1,8 +1,8 @@
 """Episodes and groups as JSON, one group a line: rollouts for people to read, finished groups for checkpoints.
 
-`orjson` writes the dataclasses themselves, so a record has every field under its name; `rlsys.replay.rollout_json`
-reads them. The round trip is exact for finite floats. A logprob that is not finite comes back as NaN, because JSON has
-no NaN, so that a step which failed on it fails again.
+`orjson` writes the dataclasses themselves, so a record has every field under its name; reading follows the types of the
+fields. The round trip is exact for finite floats. A logprob that is not finite comes back as NaN, because JSON has no
+NaN and `orjson` writes null, so that a step which failed on it fails again.
 
 Rollouts have two readers: people, who need texts and numbers by token (`readings`), and `rlsys replay`, which trains
 them again (`assigned`, `columns`).
@@ -11,27 +11,24 @@ them again (`assigned`, `columns`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from enum import Enum
+from functools import cache
+from math import nan
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 import orjson
 
 from rlsys.algorithm import TrajectoryAdvantage
 from rlsys.batch.samples import meta_of, versions_of
 from rlsys.errors import DataError
-from rlsys.replay.rollout_json import Fields, all_of, assigned_of, episode_of, floats_of, group_of, reading_of, task_of
-from rlsys.replay.token_stats import EpisodeReading
-from rlsys.types import (
-    POLICY,
-    Episode,
-    EpisodeMeta,
-    Group,
-    PolicyVersion,
-    Task,
-)
+from rlsys.types import POLICY, Episode, EpisodeMeta, Group, PolicyVersion, Task
 
 Record = TypeVar("Record")
+
+Fields: TypeAlias = Mapping[str, Any]
+"""Parsed JSON object with the fields of one dataclass."""
 
 Rows: TypeAlias = tuple[tuple[float, ...], ...]
 """Column of a group: one row per sample in the order of `samples_in`, with one float per completion token."""
@@ -39,6 +36,34 @@ Rows: TypeAlias = tuple[tuple[float, ...], ...]
 ROLLOUT_FORMAT = 2
 """Format of a line of rollouts. Lines of format 1 have no format number, no columns, no readings, and one advantage per
 trajectory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenStats:
+    """Statistics of one turn. A list has one entry per output token, or is empty. An untrained turn has only `said` and
+    `pieces`: its trajectory failed, has no advantage, or belongs to another policy. Numbers are rounded to `DIGITS`."""
+
+    said: str = ""
+    """New part of the prompt, decoded, with special tokens. It is the whole prompt in the first turn, and after the
+    context was rewritten."""
+    pieces: tuple[str, ...] = ()
+    """Text of each output token, with special tokens; bytes of an incomplete character are U+FFFD."""
+    trainer_logprobs: tuple[float, ...] = ()
+    """Logprobs under the trainer's weights at the start of the step, at the sampling temperature, in nats."""
+    entropies: tuple[float, ...] = ()
+    """Entropy of the trainer's distribution for the token, at the time the token was trained, in nats."""
+    advantages: tuple[float, ...] = ()
+    """Advantages used by the loss; empty where each is that of the trajectory, neither shaped nor whitened."""
+    is_masked: tuple[bool, ...] = ()
+    """True for a token with an advantage but no gradient, because it was clipped or masked by a correction. Empty if
+    there are none."""
+
+
+EpisodeReading: TypeAlias = tuple[tuple[TokenStats, ...], ...]
+"""Token statistics by trajectory and turn."""
+
+DIGITS = 6
+"""Digits after the decimal point. Readings are for people and are not trained, so rounding is safe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +100,7 @@ class RolloutRecord:
 
         Values of the task's row that JSON lacks, such as decimals, become text.
         """
-        row = task_of(orjson.loads(orjson.dumps(task, default=str)))
+        row = _decoder(Task)(orjson.loads(orjson.dumps(task, default=str)))
         scored = tuple(_scored(e, meta) for e, meta in zip(episodes, group.episodes, strict=True))
         parts = tuple(meta.trajectories[0].parts for meta in group.episodes)
         return cls(
@@ -137,7 +162,7 @@ def write_groups(path: Path, records: Iterable[GroupRecord]) -> None:
 
 def read_groups(path: Path) -> list[GroupRecord]:
     """Read a file of `write_groups`. Raises `DataError` with the line that is not a record."""
-    return _read(path, lambda f: GroupRecord(group_of(f["group"]), all_of(episode_of, f["episodes"])))
+    return _read(path, _decoder(GroupRecord))
 
 
 def _scored(episode: Episode, meta: EpisodeMeta) -> Episode:
@@ -166,25 +191,44 @@ def _decoded(line: bytes, decode: Callable[[Fields], Record], where: str) -> Rec
 
 
 def _rollout(f: Fields) -> RolloutRecord:
-    first = {name: f[name] for name in ("step", "group_id", "replica", "permit_version")}
-    record = RolloutRecord(
-        **first,
-        task=task_of(f["task"]),
-        episodes=all_of(episode_of, f["episodes"]),
-        assigned=all_of(assigned_of, f["assigned"]) if "assigned" in f else _assigned_of_format_1(f),
-        parts=tuple(f["parts"]),
-        record_v=f.get("record_v", 1),
-    )
-    if record.record_v == 1:
-        return record
-    columns = {name: all_of(floats_of, rows) for name, rows in f["columns"].items()}
-    return replace(record, policy=f["policy"], columns=columns, readings=all_of(reading_of, f["readings"]))
+    if "assigned" not in f:
+        f = {**f, "assigned": _assigned_of_format_1(f["advantages"])}
+    return _decoder(RolloutRecord)({"record_v": 1, **f})
 
 
-def _assigned_of_format_1(f: Fields) -> tuple[TrajectoryAdvantage, ...]:
-    return tuple(
-        TrajectoryAdvantage(e, t, advantage)
-        for e, of_episode in enumerate(f["advantages"])
+def _assigned_of_format_1(advantages: Sequence[Sequence[float | None]]) -> list[Fields]:
+    return [
+        {"episode": e, "trajectory": t, "advantage": advantage}
+        for e, of_episode in enumerate(advantages)
         for t, advantage in enumerate(of_episode)
         if advantage is not None
-    )
+    ]
+
+
+@cache
+def _decoder(hint: object) -> Callable[[Any], Any]:
+    """Decoder from parsed JSON to values of a type.
+
+    Of an object, only the fields of the dataclass are read: `orjson` also writes cached properties. A field that a file
+    of an older version lacks takes its default. Null is NaN where the type is `float`.
+    """
+    origin, arguments = get_origin(hint), get_args(hint)
+    if isinstance(hint, type) and is_dataclass(hint):
+        hints = get_type_hints(hint)
+        decoders = {f.name: _decoder(hints[f.name]) for f in fields(hint)}
+        return lambda f: hint(**{name: decode(f[name]) for name, decode in decoders.items() if name in f})
+    if origin is tuple:
+        each = _decoder(arguments[0])
+        return tuple if each is _as_is else lambda items: tuple(map(each, items))
+    if origin is Mapping:
+        each = _decoder(arguments[1])
+        return lambda items: {name: each(value) for name, value in items.items()}
+    if any(get_origin(form) is tuple for form in arguments):
+        return lambda value: tuple(value) if isinstance(value, list) else value
+    if hint is float:
+        return lambda value: nan if value is None else value
+    return hint if isinstance(hint, type) and issubclass(hint, Enum) else _as_is
+
+
+def _as_is(value: Record) -> Record:
+    return value

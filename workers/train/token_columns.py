@@ -17,8 +17,7 @@ from torch import Tensor
 
 from rlsys.batch.packing import SampleRef
 from rlsys.batch.samples import placed
-from rlsys.replay.rollout_log import RolloutRecord
-from rlsys.replay.token_stats import DIGITS, EpisodeReading, TokenStats
+from rlsys.replay.rollout_log import DIGITS, EpisodeReading, RolloutRecord, TokenStats
 from rlsys.types import Trajectory
 from workers.train.step_data import Part
 

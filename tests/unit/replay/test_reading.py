@@ -12,8 +12,7 @@ from tokenizers.models import WordLevel
 from rlsys.algorithm import TrajectoryAdvantage
 from rlsys.batch.packing import SampleRef
 from rlsys.batch.samples import placed, samples_of
-from rlsys.replay.rollout_log import RolloutRecord
-from rlsys.replay.token_stats import TokenStats
+from rlsys.replay.rollout_log import RolloutRecord, TokenStats
 from rlsys.types import Episode, Task, Trajectory, Turn, VersionSpan
 from tests.training import group_of
 from workers.train.token_columns import Reader, Speller, TokenColumns

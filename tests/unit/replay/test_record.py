@@ -23,13 +23,13 @@ from rlsys.errors import DataError
 from rlsys.replay.rollout_log import (
     GroupRecord,
     RolloutRecord,
+    TokenStats,
     read_groups,
     read_rollouts,
     rollout_of,
     write_groups,
     write_rollouts,
 )
-from rlsys.replay.token_stats import TokenStats
 from rlsys.types import (
     Acknowledged,
     Episode,
