@@ -9,9 +9,8 @@ from pydantic import BaseModel, BeforeValidator, Field, SerializerFunctionWrapHa
 
 from rlsys.algorithm import Algorithm
 from rlsys.config.config_problems import Location, problems_in
-from rlsys.config.eval_section import EvalSection
 from rlsys.config.plugins import ALGORITHMS, STABILIZERS
-from rlsys.config.section import Section
+from rlsys.config.sections import EvalSection, Section
 from rlsys.stabilizer import StabilizerPlugin
 
 if TYPE_CHECKING:

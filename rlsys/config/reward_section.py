@@ -20,11 +20,21 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from rlsys.config.config_problems import Location, nested, union_tag
-from rlsys.config.section import ImportSpec, Section
+from rlsys.config.sections import Section
 from rlsys.rewards.reward_function import MODEL, RewardSpec
 from rlsys.rewards.reward_registry import BUILTIN, JUDGE, JUDGE_TIMEOUT_S
+
+
+def _name_or_import(value: str) -> str:
+    module, colon, name = value.rpartition(":")
+    if value.endswith(".py"):
+        raise ValueError(f"{value} is a file; say what in it is meant, as in `{value}:name`")
+    if not name.isidentifier() or (colon and not module):
+        raise PydanticCustomError("spec", "should be the name of a built-in, or `module:name` of yours")
+    return value
 
 
 def _known(spec: str) -> str:
@@ -36,7 +46,7 @@ def _known(spec: str) -> str:
     return spec
 
 
-FunctionSpec = Annotated[ImportSpec, AfterValidator(_known)]
+FunctionSpec = Annotated[str, AfterValidator(_name_or_import), AfterValidator(_known)]
 
 
 class RewardItem(Section):

@@ -24,9 +24,6 @@ from pydantic_core import PydanticCustomError
 
 from rlsys.algorithm import Algorithm, Signal, version_after
 from rlsys.config.config_problems import nested
-from rlsys.config.curriculum_section import CurationSection
-from rlsys.config.dashboard_section import DashboardSection, Thresholds
-from rlsys.config.eval_section import EvalSection
 from rlsys.config.plugins import (
     ALGORITHMS,
     STABILIZERS,
@@ -38,7 +35,7 @@ from rlsys.config.plugins import (
 )
 from rlsys.config.policy_sections import PolicyName, PolicySection, problems_of, unbound
 from rlsys.config.reward_section import RewardSection
-from rlsys.config.section import Section
+from rlsys.config.sections import CurationSection, DashboardSection, EvalSection, Fraction, Section, Thresholds
 from rlsys.data.row_adapters import Columns
 from rlsys.stabilizer import StabilizerPlugin
 
@@ -51,7 +48,6 @@ def _resume(value: str) -> str:
 
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 """Tolerance by the type that engines compute in. Rounding of two correct implementations is 1e-5 and 0.04."""
-Fraction = Annotated[float, Field(ge=0, le=1)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 
 

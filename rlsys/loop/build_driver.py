@@ -93,7 +93,7 @@ def _queue_of(config: Config, tasks: TaskSource, events: Events, progress: Progr
         window=config.asynchrony.window,
         version=0,
         num_groups=steps * config.train.groups_per_step,
-        ledger=Ledger(tasks, algorithm.group_size, config.run.seed, Curriculum(config.curation.rules())),
+        ledger=Ledger(tasks, algorithm.group_size, config.run.seed, Curriculum(config.curation)),
         signals=frozenset(signal for signal in algorithm.signals if signal.made == "stream"),
         synchronous_until=version_after(algorithm, num_synchronous, start=0, end=steps),
         lease_s=config.limits.lease_s,

@@ -7,7 +7,7 @@ therefore consumes the same multiset of tasks as an uninterrupted one.
 `Curriculum` selects tasks (DART, arXiv:2509.23866):
 
     a task that mostly succeeds gets fewer episodes                           `fewer_above`
-    a task that nearly always succeeds or fails is skipped for a while        `within`, `look_again`
+    a task that nearly always succeeds or fails is skipped for a while        `success_within`, `look_again`
     a stored success replaces one episode of a group without a success        `stored_successes`
 
 Its decisions use the groups that were scored, and trained or dropped, when the newest step was published. With
@@ -25,7 +25,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
-from rlsys.config.curriculum_section import Rules, fewer
+from rlsys.config.sections import CurationSection, fewer
 from rlsys.contracts import Graft
 from rlsys.data.task_source import Cursor, TaskSource
 from rlsys.errors import RunAborted
@@ -83,9 +83,9 @@ class _Success:
 class Curriculum:
     """Task histories, stored successes, and the decisions based on them. Belongs to one ledger; does no I/O."""
 
-    def __init__(self, rules: Rules | None = None) -> None:
+    def __init__(self, rules: CurationSection | None = None) -> None:
         """Without rules, curate nothing and keep nothing."""
-        self.rules = rules or Rules()
+        self.rules = rules or CurationSection()
         self.num_smaller = 0
         """Groups with fewer episodes than the group size."""
         self.num_passed_over = 0
@@ -107,7 +107,7 @@ class Curriculum:
     def passes_over(self, task_id: str) -> bool:
         """Return True if the next task is to be skipped this time, and count it."""
         rules, tally = self.rules, self._known(task_id)
-        low, high = rules.within
+        low, high = rules.success_within
         if tally is None or low <= tally.rate <= high:
             return False
         if rules.look_again and tally.num_passed >= rules.look_again:
@@ -301,7 +301,7 @@ class Ledger:
             task = self.source.next()
             if not self.curation.passes_over(task.id):
                 return cursor, task
-        low, high = self.curation.rules.within
+        low, high = self.curation.rules.success_within
         raise RunAborted(
             f"the success rate of every task ({len(self.source)} of them) is below {low:g} or above {high:g}, so that "
             "curation.success_within leaves none to roll out: the policy has learned them all, or they are beyond it. "

@@ -30,7 +30,7 @@ from pydantic import (
 from rlsys.config import Config
 from rlsys.config.config_problems import nested
 from rlsys.config.loader import load
-from rlsys.config.section import Section
+from rlsys.config.sections import Section
 from rlsys.errors import ConfigError
 from rlsys.simulate.fake_world import RewardAsAdvantage
 from rlsys.types import Group

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from rlsys.algorithm import Signal, StepAdvantages
-from rlsys.config.curriculum_section import Rules
+from rlsys.config.sections import CurationSection
 from rlsys.data.task_source import TaskSource
 from rlsys.loop.driver import Driver
 from rlsys.loop.task_ledger import Curriculum
@@ -106,7 +106,9 @@ def _outcome(sessions: Sequence[tuple[FakeWorld, Driver, Witness]], limits: Mapp
     dropped = [group_id for _, _, told in sessions for group_id in told.dropped]
     source = TaskSource(tasks(NUM_TASKS), seed=0)
     expected = Counter(source.next().id for _ in range(num_groups))
-    is_undisturbed = limits["algorithm"] == Choosy(needs=limits["algorithm"].needs) and limits["rules"] == Rules()
+    is_undisturbed = (
+        limits["algorithm"] == Choosy(needs=limits["algorithm"].needs) and limits["rules"] == CurationSection()
+    )
     curations = [driver.queue.ledger.curation for _, driver, _ in sessions]
     synchronous = [each for world, _, _ in sessions for each in world.staleness_by_version.items()]
     return Outcome(
@@ -135,8 +137,8 @@ def _session(
 ) -> tuple[FakeWorld, Driver, Witness]:
     """One driver's part of a run, from the newest checkpoint until step `stop`."""
     limits, world = dict(limits), world_of(chance)
-    rules: Rules = limits.pop("rules")
-    if rules != Rules():
+    rules: CurationSection = limits.pop("rules")
+    if rules != CurationSection():
         world.reward = lambda group_id, episode: float(random.Random(group_id * 97 + episode).random() < 0.35)
         world.payload_losses = {**world.payload_losses, "graft": {chance.randrange(6)}}
     driver = driver_on(world, folder, **limits, max_attempts=most_failures(world) + 1, curation=Curriculum(rules))
@@ -149,14 +151,14 @@ def _session(
     return world, driver, witness
 
 
-def rules_of(seed: int) -> Rules:
+def rules_of(seed: int) -> CurationSection:
     """Every second schedule curates its tasks."""
     chance = random.Random(f"rules {seed}")
     if chance.random() < 0.5:
-        return Rules()
-    return Rules(
+        return CurationSection()
+    return CurationSection(
         fewer_above=chance.choice((None, 0.3)),
-        within=chance.choice(((0.0, 1.0), (0.2, 0.6))),
+        success_within=chance.choice(((0.0, 1.0), (0.2, 0.6))),
         min_episodes=2,
         look_again=chance.choice((1, 2)),
         stored_successes=chance.choice((0, 3, 8)),

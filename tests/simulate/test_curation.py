@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rlsys.algorithm import Signal
 from rlsys.batch.packing import BatchPlan
-from rlsys.config.curriculum_section import Rules
+from rlsys.config.sections import CurationSection
 from rlsys.contracts import Graft, GroupScores, TrainStats, Workers
 from rlsys.errors import RunAborted, WorkerDied
 from rlsys.loop.checkpoint import find_latest
@@ -74,7 +74,9 @@ class Remembering(FakeActor):
         return await super().train_step(plan, columns)
 
 
-def curated(world: FakeWorld, folder: Path, rules: Rules, **limits: Any) -> tuple[Driver, Remembering, EventRecorder]:
+def curated(
+    world: FakeWorld, folder: Path, rules: CurationSection, **limits: Any
+) -> tuple[Driver, Remembering, EventRecorder]:
     """A driver whose rewards are `ByTask`, its actor, and what it says."""
     actor, recorder = Remembering(world), EventRecorder()
     workers = limits.pop("workers", None) or replace(world.workers(), rewards=ByTask(world))
@@ -89,7 +91,9 @@ def counted(recorder: EventRecorder, name: str) -> list[float]:
 
 
 def test_a_task_that_mostly_succeeds_is_given_fewer_episodes_from_the_next_step_on(tmp_path):
-    driver, actor, recorder = curated(FakeWorld(), tmp_path, Rules(fewer_above=0.9, min_episodes=SIZE), steps=14)
+    driver, actor, recorder = curated(
+        FakeWorld(), tmp_path, CurationSection(fewer_above=0.9, min_episodes=SIZE), steps=14
+    )
     run_virtual(driver.run(0))
     sizes = {task: [len(g.episodes) for g in actor.groups if g.task_id == task] for task in (EASY, HARD)}
     assert sizes == {EASY: [4, 2, 2, 2, 2, 2], HARD: [4] * 6}
@@ -99,7 +103,7 @@ def test_a_task_that_mostly_succeeds_is_given_fewer_episodes_from_the_next_step_
 
 
 def test_solved_and_hopeless_tasks_are_passed_over_and_looked_at_again(tmp_path):
-    rules = Rules(within=(0.05, 0.95), min_episodes=SIZE, look_again=2)
+    rules = CurationSection(success_within=(0.05, 0.95), min_episodes=SIZE, look_again=2)
     driver, actor, recorder = curated(FakeWorld(), tmp_path, rules, steps=41, groups_per_step=1)
     run_virtual(driver.run(0))
     trained = [g.task_id for g in actor.groups]
@@ -110,7 +114,7 @@ def test_solved_and_hopeless_tasks_are_passed_over_and_looked_at_again(tmp_path)
 
 def test_a_run_whose_tasks_are_all_solved_ends_with_the_remedy(tmp_path):
     world = FakeWorld(reward=lambda group_id, episode: 1.0)
-    rules = Rules(within=(0.0, 0.9), min_episodes=SIZE, look_again=0)
+    rules = CurationSection(success_within=(0.0, 0.9), min_episodes=SIZE, look_again=0)
     driver, _, _ = curated(world, tmp_path, rules, workers=world.workers(), steps=14)
     with pytest.raises(
         RunAborted, match=r"every task \(7 of them\) is below 0 or above 0\.9.*curation\.success_within"
@@ -119,7 +123,7 @@ def test_a_run_whose_tasks_are_all_solved_ends_with_the_remedy(tmp_path):
 
 
 def test_groups_dropped_for_want_of_a_signal_are_in_the_history_and_shown_beside_it(tmp_path):
-    rules = Rules(within=(0.05, 0.95), min_episodes=SIZE, look_again=0)
+    rules = CurationSection(success_within=(0.05, 0.95), min_episodes=SIZE, look_again=0)
     driver, actor, recorder = curated(FakeWorld(), tmp_path, rules, steps=14, algorithm=Picky())
     run_virtual(driver.run(0))
     assert {g.task_id for g in actor.groups}.isdisjoint({EASY, HARD})
@@ -132,7 +136,9 @@ def test_groups_dropped_for_want_of_a_signal_are_in_the_history_and_shown_beside
     assert counted(recorder, "passed_over")[-1] >= 2 * 6
 
 
-EVERYTHING = Rules(fewer_above=0.4, within=(0.1, 0.9), min_episodes=SIZE, look_again=2, stored_successes=3)
+EVERYTHING = CurationSection(
+    fewer_above=0.4, success_within=(0.1, 0.9), min_episodes=SIZE, look_again=2, stored_successes=3
+)
 
 
 @settings(deadline=None, max_examples=25)
@@ -190,7 +196,7 @@ def grafted(world: FakeWorld, folder: Path, **limits: Any) -> tuple[Driver, Reme
     driver, actor, recorder = curated(
         world,
         folder,
-        Rules(stored_successes=5),
+        CurationSection(stored_successes=5),
         workers=grafting_workers(world),
         **{
             "steps": 20,
@@ -297,7 +303,7 @@ def test_a_graft_that_fails_is_made_again_and_the_group_not_scored_again(tmp_pat
     rewards = DiesAtAGraft(world)
     workers = replace(world.workers(), rewards=rewards)
     driver, _, recorder = curated(
-        world, tmp_path, Rules(stored_successes=5), workers=workers, steps=20, max_staleness=8
+        world, tmp_path, CurationSection(stored_successes=5), workers=workers, steps=20, max_staleness=8
     )
     run_virtual(driver.run(0))
     events = recorder.of(EpisodeGrafted)
@@ -310,7 +316,7 @@ def test_a_grafted_group_survives_a_resume_and_stored_successes_do_not(tmp_path)
     def driver() -> tuple[Driver, Remembering, EventRecorder]:
         world = FakeWorld(**UNEVEN)
         workers = replace(world.workers(), rewards=MostlyFailing(world))
-        return curated(world, tmp_path, Rules(stored_successes=5), workers=workers, steps=20, max_staleness=8)
+        return curated(world, tmp_path, CurationSection(stored_successes=5), workers=workers, steps=20, max_staleness=8)
 
     cut, _, told = driver()
     cut.events.attach(StopAfter(cut, 4))
@@ -332,7 +338,7 @@ def test_a_grafted_group_survives_a_resume_and_stored_successes_do_not(tmp_path)
 
 
 def test_the_history_of_an_asynchronous_run_that_was_interrupted_is_that_of_everything_it_trained(tmp_path):
-    rules = Rules(fewer_above=0.9, min_episodes=SIZE, stored_successes=2)
+    rules = CurationSection(fewer_above=0.9, min_episodes=SIZE, stored_successes=2)
     parts = [curated(FakeWorld(**UNEVEN), tmp_path, rules, steps=14, max_staleness=3) for _ in range(2)]
     (cut, first, _), (resumed, second, _) = parts
     cut.events.attach(StopAfter(cut, 6))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.config.curriculum_section import Rules
+from rlsys.config.sections import CurationSection
 from rlsys.contracts import Graft, with_episode
 from rlsys.data.task_source import TaskSource
 from rlsys.errors import RunAborted
@@ -20,7 +20,7 @@ from rlsys.types import Acknowledged, Assignment, EpisodeMeta, Group, VersionSpa
 from tests.groups import episode, group
 
 SIZE = 8
-EVERYTHING = Rules(fewer_above=0.6, within=(0.2, 0.9), min_episodes=8, look_again=2)
+EVERYTHING = CurationSection(fewer_above=0.6, success_within=(0.2, 0.9), min_episodes=8, look_again=2)
 
 
 def scored(task_id: str, rewards: Sequence[float | None], group_id: int = 0, version: int = 0) -> Group:
@@ -39,7 +39,7 @@ def settled(curation: Curriculum, task_id: str, num_successes: int, num_episodes
     curation.publish()
 
 
-def ledger_of(rules: Rules, num_tasks: int = 5) -> Ledger:
+def ledger_of(rules: CurationSection, num_tasks: int = 5) -> Ledger:
     return Ledger(TaskSource(tasks(num_tasks), 3), SIZE, 3, Curriculum(rules))
 
 
@@ -56,20 +56,20 @@ def test_without_rules_nothing_is_kept_and_every_task_gets_a_whole_group():
 
 @pytest.mark.parametrize(("num_successes", "size"), [(6, None), (7, 4), (8, 4)])
 def test_a_task_above_the_bound_gets_half_the_episodes(num_successes: int, size: int | None):
-    curation = Curriculum(Rules(fewer_above=0.75))
+    curation = Curriculum(CurationSection(fewer_above=0.75))
     settled(curation, "a", num_successes, 8)
     assert curation.size_of("a", SIZE) == size
     assert curation.metrics() == {"curation/smaller_groups": float(size is not None)}
 
 
 def test_half_of_an_odd_group_is_rounded_up():
-    curation = Curriculum(Rules(fewer_above=0.5, min_episodes=1))
+    curation = Curriculum(CurationSection(fewer_above=0.5, min_episodes=1))
     settled(curation, "a", 1, 1)
     assert curation.size_of("a", 5) == 3
 
 
 def test_a_success_rate_counts_once_there_are_enough_scored_episodes_and_only_those_count():
-    curation = Curriculum(Rules(fewer_above=0.5, min_episodes=4))
+    curation = Curriculum(CurationSection(fewer_above=0.5, min_episodes=4))
     curation.scored(scored("a", [1.0, None, None, 1.0, 1.0]))
     curation.settle(0)
     curation.publish()
@@ -80,7 +80,7 @@ def test_a_success_rate_counts_once_there_are_enough_scored_episodes_and_only_th
 
 
 def test_what_is_settled_counts_from_the_next_published_step():
-    curation = Curriculum(Rules(fewer_above=0.5))
+    curation = Curriculum(CurationSection(fewer_above=0.5))
     curation.scored(scored("a", [1.0] * 8))
     assert curation.size_of("a", SIZE) is None
     curation.settle(0)
@@ -90,7 +90,7 @@ def test_what_is_settled_counts_from_the_next_published_step():
 
 
 def test_of_two_attempts_at_a_group_the_later_counts_and_of_a_lost_one_none():
-    curation = Curriculum(Rules(fewer_above=0.5))
+    curation = Curriculum(CurationSection(fewer_above=0.5))
     curation.scored(scored("a", [1.0] * 8, group_id=0))
     curation.scored(scored("a", [0.0] * 8, group_id=0))
     curation.scored(scored("b", [1.0] * 8, group_id=1))
@@ -103,7 +103,7 @@ def test_of_two_attempts_at_a_group_the_later_counts_and_of_a_lost_one_none():
 
 @pytest.mark.parametrize(("num_successes", "is_left_out"), [(1, True), (2, False), (6, False), (7, True)])
 def test_a_task_outside_the_range_is_passed_over(num_successes: int, is_left_out: bool):
-    curation = Curriculum(Rules(within=(0.25, 0.75)))
+    curation = Curriculum(CurationSection(success_within=(0.25, 0.75)))
     settled(curation, "a", num_successes, 8)
     assert curation.passes_over("a") == is_left_out
     assert not curation.passes_over("unknown")
@@ -111,7 +111,7 @@ def test_a_task_outside_the_range_is_passed_over(num_successes: int, is_left_out
 
 
 def test_a_task_is_looked_at_again_with_its_history_forgotten():
-    curation = Curriculum(Rules(within=(0.0, 0.5), look_again=3))
+    curation = Curriculum(CurationSection(success_within=(0.0, 0.5), look_again=3))
     settled(curation, "a", 8, 8)
     assert [curation.passes_over("a") for _ in range(5)] == [True, True, True, False, False]
     settled(curation, "a", 8, 8)
@@ -119,7 +119,7 @@ def test_a_task_is_looked_at_again_with_its_history_forgotten():
 
 
 def test_or_never():
-    curation = Curriculum(Rules(within=(0.0, 0.5), look_again=0))
+    curation = Curriculum(CurationSection(success_within=(0.0, 0.5), look_again=0))
     settled(curation, "a", 8, 8)
     assert all(curation.passes_over("a") for _ in range(100))
 
@@ -129,7 +129,7 @@ def test_or_never():
 
 def test_a_task_that_is_passed_over_uses_up_no_number_and_the_next_one_comes_in_its_place():
     order = [TaskSource(tasks(5), 3).at(c) for c in _cursors(10)]
-    ledger = ledger_of(Rules(within=(0.0, 0.5)))
+    ledger = ledger_of(CurationSection(success_within=(0.0, 0.5)))
     settled(ledger.curation, order[1].id, 8, 8)
     issued = [ledger.issue(0) for _ in range(4)]
     assert [a.group_id for a in issued] == [0, 1, 2, 3]
@@ -137,7 +137,7 @@ def test_a_task_that_is_passed_over_uses_up_no_number_and_the_next_one_comes_in_
 
 
 def test_a_group_keeps_its_size_when_it_is_issued_again_here_or_after_a_resume():
-    ledger = ledger_of(Rules(fewer_above=0.5))
+    ledger = ledger_of(CurationSection(fewer_above=0.5))
     first = ledger.issue(0)
     assert first.size == SIZE
     for task in tasks(5):
@@ -147,13 +147,13 @@ def test_a_group_keeps_its_size_when_it_is_issued_again_here_or_after_a_resume()
     for group_id in (0, 1):
         ledger.again(group_id)
     assert [ledger.issue(1).size for _ in range(2)] == [SIZE, SIZE // 2]
-    resumed = ledger_of(Rules())
+    resumed = ledger_of(CurationSection())
     resumed.restore(ledger.state(), finished=())
     assert [resumed.issue(1).size for _ in range(3)] == [SIZE, SIZE // 2, SIZE]
 
 
 def test_if_every_task_is_passed_over_the_run_ends_with_the_remedy():
-    ledger = ledger_of(Rules(within=(0.1, 0.9), look_again=0))
+    ledger = ledger_of(CurationSection(success_within=(0.1, 0.9), look_again=0))
     for task in tasks(4):
         settled(ledger.curation, task.id, 8, 8)
     assert len({ledger.issue(0).task.id for _ in range(3)}) == 1, "one is left"
@@ -165,7 +165,7 @@ def test_if_every_task_is_passed_over_the_run_ends_with_the_remedy():
 
 
 def test_tasks_that_are_all_passed_over_are_looked_at_again_and_the_run_goes_on():
-    ledger = ledger_of(Rules(within=(0.0, 0.9), look_again=4))
+    ledger = ledger_of(CurationSection(success_within=(0.0, 0.9), look_again=4))
     for task in tasks(5):
         settled(ledger.curation, task.id, 8, 8)
     assert len({ledger.issue(0).task.id for _ in range(5)}) == 5, "each has its turn"
@@ -185,7 +185,7 @@ def _cursors(count: int) -> list:
 
 def grafting() -> Curriculum:
     """With a success of task `a`, group 7, episode 1, sampled from version 3."""
-    curation = Curriculum(Rules(stored_successes=2))
+    curation = Curriculum(CurationSection(stored_successes=2))
     curation.scored(scored("a", [0.5, 1.5, 1.0], group_id=7, version=3))
     curation.publish()
     return curation
@@ -219,7 +219,7 @@ def test_other_groups_are_left_as_they_are(task_id, rewards):
 
 
 def test_a_success_is_of_use_once_a_later_step_is_published():
-    curation = Curriculum(Rules(stored_successes=1))
+    curation = Curriculum(CurationSection(stored_successes=1))
     curation.scored(scored("a", [1.0, 0.0], group_id=7))
     assert curation.graft_for(scored("a", [0.0, 0.0], group_id=9), at_least(0)) is None
     curation.publish()
@@ -256,7 +256,7 @@ def test_a_success_whose_payload_is_gone_is_forgotten_and_only_that(how):
 
 
 def test_successes_are_not_kept_over_a_resume():
-    curation, resumed = grafting(), Curriculum(Rules(stored_successes=2))
+    curation, resumed = grafting(), Curriculum(CurationSection(stored_successes=2))
     resumed.restore(curation.state(), finished=())
     assert resumed.metrics()["curation/stored"] == 0
 
@@ -312,7 +312,7 @@ ACTIONS = ["issue", "issue", "judge", "judge", "consume", "drop", "again", "cras
 @settings(deadline=None, max_examples=150)
 @given(actions=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 9), st.integers(0, SIZE)), max_size=80))
 def test_whatever_happens_the_history_is_that_of_the_groups_settled_and_published(actions):
-    rules = Rules(fewer_above=0.5, min_episodes=4)
+    rules = CurationSection(fewer_above=0.5, min_episodes=4)
     ledger, model = ledger_of(rules), History()
     sizes: dict[int, int] = {}
 
@@ -422,7 +422,7 @@ def test_those_laws_are_about_runs_in_which_tasks_are_passed_over_and_groups_are
     actions=st.lists(st.tuples(st.sampled_from(["success", "failure", "publish"]), st.integers(0, 6)), max_size=60),
 )
 def test_there_are_never_more_successes_than_the_limit_and_each_is_the_newest_of_its_task(limit, actions):
-    curation = Curriculum(Rules(stored_successes=limit))
+    curation = Curriculum(CurationSection(stored_successes=limit))
     newest: dict[str, int] = {}
     for group_id, (action, number) in enumerate(actions):
         task_id = f"task-{number}"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlsys import Config
-from rlsys.config.curriculum_section import Rules
+from rlsys.config.sections import CurationSection
 from rlsys.data.task_source import TaskSource
 from rlsys.errors import TrainingError
 from rlsys.loop.build_driver import build_driver
@@ -129,7 +129,7 @@ def test_tasks_are_curated_as_the_configuration_says(tmp_path):
     }
     job = config(tmp_path, "asynchrony.max_staleness=1", *(f"curation.{key}={value}" for key, value in keys.items()))
     data = TaskSource(tasks(3), seed=0)
-    for told, rules in ((job, Rules(0.5, 0.7, (0.1, 0.9), 3, 2, 5)), (config(tmp_path), Rules())):
+    for told, rules in ((job, CurationSection.model_validate(keys)), (config(tmp_path), CurationSection())):
         assert build_driver(told, FakeWorld().workers(), data, Events([])).queue.ledger.curation.rules == rules
 
 

@@ -1,0 +1,206 @@
+"""Base of the sections of a configuration, and the sections `curation`, `eval`, `dashboard` and `alerts`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from rlsys.algorithm import Algorithm
+from rlsys.config.config_problems import Location, nested
+from rlsys.errors import ConfigError
+from rlsys.monitoring.alerts import RULES
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, without unknown keys, documented by the string below each key."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class CurationSection(Section):
+    """Selection of tasks and their number of episodes, by the results of earlier episodes; off by default."""
+
+    success_reward: float = 1.0
+    """An episode with this reward or more is a success. An episode without a score counts in no success rate."""
+    fewer_above: Fraction | None = None
+    """Success rate above which a task gets half of `algorithm.group_size` episodes, rounded up."""
+    success_within: tuple[Fraction, Fraction] = (0.0, 1.0)
+    """Least and greatest success rate of a task that is rolled out; others are passed over. If no task is left and
+    `look_again` is 0, the run ends."""
+    min_episodes: PositiveInt = 8
+    """Scored episodes of a task before its success rate counts. Only episodes trained or dropped before the newest step
+    was published count."""
+    look_again: NonNegativeInt = 4
+    """Times a task is passed over before it is rolled out again with its history cleared; 0: never."""
+    stored_successes: NonNegativeInt = 0
+    """Most successes to store for groups in which all episodes fail, the newest of each task. A stored success within
+    the staleness bound replaces one episode. The least recently stored or used task is evicted first. 0: none."""
+
+    @field_validator("success_within")
+    @classmethod
+    def _is_a_range(cls, within: tuple[float, float]) -> tuple[float, float]:
+        low, high = within
+        if low > high:
+            raise ValueError(f"the least, {low:g}, is above the greatest, {high:g}")
+        return within
+
+    @property
+    def is_selective(self) -> bool:
+        """True if a task may be passed over."""
+        return self.success_within != (0.0, 1.0)
+
+    @property
+    def needs_history(self) -> bool:
+        """True if a rule depends on success rates."""
+        return self.is_selective or self.fewer_above is not None
+
+    def problems(self, algorithm: Algorithm, max_staleness: int | None) -> list[tuple[Location, str]]:
+        """Conflicts with the rest of the configuration; `max_staleness` None: unknown."""
+        found: list[tuple[Location, str]] = []
+        size = algorithm.group_size
+        if self.fewer_above is not None and not _can_have(algorithm, fewer(size)):
+            text = f"groups of {fewer(size)} are too small for the algorithm: raise algorithm.group_size ({size})"
+            found.append((("fewer_above",), text))
+        if self.stored_successes and size == 1:
+            found.append((("stored_successes",), "a group needs other episodes beside it: raise algorithm.group_size"))
+        if self.stored_successes and max_staleness == 0:
+            text = "what is stored is older than the step that trains it: set asynchrony.max_staleness to 1 or more"
+            found.append((("stored_successes",), text))
+        return found
+
+
+def _can_have(algorithm: Algorithm, group_size: int) -> bool:
+    """True if the algorithm allows groups of this size, and they are smaller than its `group_size`."""
+    try:
+        replace(algorithm, group_size=group_size)
+    except ValidationError:
+        return False
+    return group_size < algorithm.group_size
+
+
+def fewer(group_size: int) -> int:
+    """Episodes of a smaller group: half, rounded up."""
+    return (group_size + 1) // 2
+
+
+def dataset_name(path: str) -> str:
+    """Default name of a data set: `held_out` for `data/held_out.jsonl`, `sums-hard` for `org/sums#hard`."""
+    return re.sub(r"[:#]", "-", re.sub(r"\.(jsonl?|parquet)$", "", path.rstrip("/").rpartition("/")[2]))
+
+
+def datasets_of(options: Sequence[str]) -> dict[str, str]:
+    """Data sets by name, from arguments such as `hard=b.parquet`, or `a.jsonl`, which is named after the file.
+
+    Text before a `=` that is not a valid name, such as `/data/run` of `/data/run=3/a.jsonl`, belongs to the path.
+    Raises `ConfigError` if two data sets have the same name.
+    """
+    sets: dict[str, str] = {}
+    for option in options:
+        name, equals, path = option.partition("=")
+        if not (equals and _is_name(name)):
+            name, path = dataset_name(option), option
+        if name in sets:
+            raise ConfigError(f"two data sets are called {name}: {sets[name]} and {path}; name them: NAME=PATH")
+        sets[name] = path
+    return sets
+
+
+def _is_name(text: str) -> bool:
+    return re.fullmatch(r"\w[\w.-]*", text, re.ASCII) is not None
+
+
+def _named(data: object) -> object:
+    return {dataset_name(data): data} if isinstance(data, str) else {} if data is None else data
+
+
+def _well_named(data: dict[str, str]) -> dict[str, str]:
+    text = "the name of a data set is letters, digits, `_`, `-` and `.`; give another, as in {NAME: PATH}"
+    if problems := [((name,), text) for name in data if not _is_name(name)]:
+        raise nested(problems)
+    return data
+
+
+DataSets = Annotated[
+    dict[str, Annotated[str, Field(min_length=1)]],
+    BeforeValidator(_named, json_schema_input_type=dict[str, str] | str | None),
+    AfterValidator(_well_named),
+]
+
+
+class EvalSection(Section):
+    """Data and settings of the evaluation of a policy."""
+
+    data: DataSets = Field(default={})
+    """Data sets by name, `{held_out: a.jsonl, hard: b.parquet}`, each in the form of `data.path`. A single path is
+    named after its file."""
+    every: NonNegativeInt = 0
+    """Steps between two evaluations. The first is before training; the last step is evaluated too. 0: none."""
+    samples: PositiveInt = 1
+    """Samples per task."""
+    temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
+    """Sampling temperature, 0.01 or more; 0 is greedy."""
+    limit: PositiveInt | None = None
+    """Most tasks of each data set, from the first; None: all."""
+    pass_reward: float = 1.0
+    """Reward from which a sample passes, for pass@k."""
+    replicas: PositiveInt = 1
+    """Replicas that generate for evaluation only, each with the resources of `rollout`. In training they start if
+    `every` is more than 0."""
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> Self:
+        problems: list[tuple[Location, str]] = []
+        if self.every and not self.data:
+            problems.append((("every",), "there is nothing to evaluate on; set eval.data, or set this to 0"))
+        if self.samples > 1 and self.temperature == 0:
+            text = "greedy samples of a task are all the same; set eval.temperature, or set this to 1"
+            problems.append((("samples",), text))
+        if 0 < self.temperature < 0.01:
+            problems.append((("temperature",), "engines cannot tell it from 0.01; set 0 for greedy, or 0.01 or more"))
+        if problems:
+            raise nested(problems)
+        return self
+
+
+class DashboardSection(Section):
+    """Dashboard started with the run, like `rlsys dashboard RUN`. It ends with the run and cannot slow or stop it."""
+
+    enabled: bool = False
+    """Start a dashboard."""
+    host: str = "127.0.0.1"
+    """Address to listen on. An address beyond this machine requires a token: the variable RLSYS_DASHBOARD_TOKEN, or the
+    token in the URL that `RUN/logs/dashboard.url` contains."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8321
+    """Port; 0: any free port."""
+
+
+def _known(thresholds: dict[str, float | None]) -> dict[str, float | None]:
+    if unknown := [name for name in thresholds if name not in RULES]:
+        raise nested(((name,), _not_a_rule(name)) for name in unknown)
+    return thresholds
+
+
+def _not_a_rule(name: str) -> str:
+    close = difflib.get_close_matches(name, RULES, n=1)
+    return "no such alert; " + (f"did you mean `{close[0]}`?" if close else f"there are: {', '.join(RULES)}")
+
+
+Thresholds = Annotated[dict[str, float | None], AfterValidator(_known)]
