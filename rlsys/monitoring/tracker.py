@@ -11,7 +11,8 @@ Each tracker has a thread (`rlsys.monitoring.trackers.tracker_thread`): it may b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias
@@ -19,6 +20,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 from pydantic import NonNegativeInt, PositiveInt
 
 from rlsys.monitoring.events import AlertRaised
+from rlsys.util.files import write_atomically
 
 EndReason: TypeAlias = Literal["finished", "interrupted", "failed"]
 NameSet: TypeAlias = Literal["rlsys", "verl", "trl"]
@@ -47,6 +49,15 @@ class RunFacts:
     def title(self) -> str:
         """Display name, e.g. `sums` or `sums/solver`."""
         return f"{self.name}/{self.policy}" if self.policy else self.name
+
+    def kept_id(self, service: str, make: Callable[[], str]) -> str:
+        """Id of the run in an external service, made once and stored with the run, so that a resumed run keeps it."""
+        path = self.folder / f"{service}.json"
+        if not path.exists():
+            text = json.dumps({"id": make()})
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, f"{text}\n")
+        return json.loads(path.read_text())["id"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,7 @@
 """Names of verl and TRL for metrics that rlsys also has, so that dashboards made for their runs still work.
 
+`python -m rlsys.monitoring.trackers.metric_aliases > docs/metrics.md` writes the page of all metrics.
+
 Only identical metrics are listed; two different numbers under one name would be worse than an empty panel. Similar
 metrics keep the name of rlsys. TRL's `reward_std` is the mean over groups of their standard deviations; ours is that of
 all episodes. verl's `actor/pg_clipfrac` counts both bounds; its `actor/kl_loss` depends on the chosen estimator; its
@@ -9,9 +11,11 @@ all episodes. verl's `actor/pg_clipfrac` counts both bounds; its `actor/kl_loss`
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import groupby
 
-from rlsys.monitoring.metric_catalog import named
+from rlsys.monitoring.metric_catalog import METRICS, named
 from rlsys.monitoring.tracker import NameSet
 
 _PLACE = re.compile(r"\{(\w+)\}")
@@ -67,6 +71,23 @@ TRL: Mapping[str, str] = {
 ALIASES: Mapping[NameSet, Mapping[str, str]] = {"rlsys": {}, "verl": VERL, "trl": TRL}
 
 
+_PAGE_HEAD = """\
+# Metrics
+
+Every number that a run reports, by the name it has in `metrics.jsonl`, on the dashboard and in trackers. What stands
+in braces is any text: `eval/{dataset}/mean` is `eval/held_out/mean` for a data set `held_out`. An algorithm of your own
+may report others.
+
+With `names: verl` or `names: trl` a tracker calls a metric what those frameworks call it, as far as they report the
+same figure; the last two columns say which. `{samples}` is the number of samples per task. In Prometheus `reward/mean`
+is `ray_rlsys_reward_mean`: `/` and `@` become `_`, and what stands in braces becomes a label, beside `run` and
+`policy`: `ray_rlsys_eval_pass{dataset="held_out", k="4"}`. In MLflow `@` becomes `_at_`.
+
+This page is made from `rlsys/monitoring/metric_catalog.py` and `rlsys/monitoring/trackers/metric_aliases.py` by `python
+-m rlsys.monitoring.trackers.metric_aliases`.
+"""
+
+
 def renamed(values: Mapping[str, float], names: NameSet) -> dict[str, float]:
     """Rename metrics to one set of names; a metric without a name in that set keeps its name."""
     return {alias(name, names, values): value for name, value in values.items()}
@@ -85,3 +106,26 @@ def alias(name: str, names: NameSet, values: Mapping[str, float] | None = None) 
             return name
         places["samples"] = f"{count:.0f}"
     return _PLACE.sub(lambda place: places[place[1]], theirs)
+
+
+def page() -> str:
+    """The page in Markdown, with a table for each family of metrics."""
+    families = groupby(METRICS, lambda key: key.partition("/")[0])
+    return "\n".join([_PAGE_HEAD, *(line for family, keys in families for line in _table(family, keys))])
+
+
+def _table(family: str, keys: Iterator[str]) -> Iterator[str]:
+    yield from (f"## {family}", "", "| Metric | Unit | Meaning | verl | TRL |", "| --- | --- | --- | --- | --- |")
+    for key in keys:
+        metric = METRICS[key]
+        cells = (f"`{key}`", metric.unit, metric.help.replace("|", "\\|"), _code(VERL.get(key)), _code(TRL.get(key)))
+        yield f"| {' | '.join(cells)} |"
+    yield ""
+
+
+def _code(name: str | None) -> str:
+    return f"`{name}`" if name else ""
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -14,7 +14,6 @@ from pydantic import AfterValidator
 
 from rlsys.monitoring.events import AlertRaised
 from rlsys.monitoring.tracker import EndReason, RolloutRow, RunFacts, StepTracker
-from rlsys.monitoring.trackers.run_identity import kept_id
 from rlsys.util.leaves import leaves
 
 _Client: TypeAlias = Any
@@ -49,7 +48,7 @@ class MLflow(StepTracker):
         def made() -> str:
             return client.create_run(experiment_of(client, self.experiment), run_name=run.title).info.run_id
 
-        opened = MLflowRun(client, kept_id(run.folder / "mlflow.json", made))
+        opened = MLflowRun(client, run.kept_id("mlflow", made))
         opened.begin(run.config)
         return opened
 

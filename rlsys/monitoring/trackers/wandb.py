@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from rlsys.monitoring.events import AlertRaised
 from rlsys.monitoring.tracker import EndReason, RolloutRow, RunFacts, StepTracker
 from rlsys.monitoring.trackers.metric_aliases import alias
-from rlsys.monitoring.trackers.run_identity import kept_id
 
 if TYPE_CHECKING:
     import wandb
@@ -37,7 +36,7 @@ class WandB(StepTracker):
         import wandb
 
         wandb.setup(wandb.Settings(silent=True))  # without this it asks for the key on the terminal, from this thread
-        identity = kept_id(run.folder / "wandb.json", lambda: token_hex(4))
+        identity = run.kept_id("wandb", lambda: token_hex(4))
         opened = wandb.init(
             project=self.project,
             entity=self.entity,

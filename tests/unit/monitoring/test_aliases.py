@@ -8,8 +8,7 @@ import pytest
 
 from rlsys.monitoring.metric_catalog import METRICS
 from rlsys.monitoring.tracker import NameSet
-from rlsys.monitoring.trackers.metric_aliases import ALIASES, TRL, VERL, alias, renamed
-from rlsys.monitoring.trackers.metrics_page import page
+from rlsys.monitoring.trackers.metric_aliases import ALIASES, TRL, VERL, alias, page, renamed
 
 ROOT = Path(__file__).parents[3]
 SETS: tuple[NameSet, ...] = ("verl", "trl")
@@ -59,5 +58,5 @@ def test_what_is_merely_alike_keeps_our_name():
 
 def test_the_page_of_metrics_is_the_one_the_tables_give():
     written = (ROOT / "docs" / "metrics.md").read_text()
-    assert written == page(), "run: python -m rlsys.monitoring.trackers.metrics_page > docs/metrics.md"
+    assert written == page(), "run: python -m rlsys.monitoring.trackers.metric_aliases > docs/metrics.md"
     assert [key for key in METRICS if f"| `{key}` |" not in written] == []

@@ -27,10 +27,8 @@ from rlsys.monitoring.events import (
 )
 from rlsys.monitoring.tracker import EndReason, RolloutRow, RunFacts, StepTracker, TrackerPlugin
 from rlsys.monitoring.trackers.mlflow import MLflow, experiment_of
-from rlsys.monitoring.trackers.rollout_table import LONGEST, sampled
-from rlsys.monitoring.trackers.run_identity import kept_id
 from rlsys.monitoring.trackers.tensorboard import TensorBoard
-from rlsys.monitoring.trackers.tracker_thread import InThread
+from rlsys.monitoring.trackers.tracker_thread import LONGEST, InThread, sampled
 from rlsys.replay.rollout_log import RolloutRecord, write_rollouts
 from rlsys.types import Episode, Task, Trajectory
 from tests.rollouts import rollouts, said
@@ -163,7 +161,8 @@ def test_an_id_is_kept_in_a_file_that_is_whole_whenever_it_is_there(tmp_path: Pa
     path = tmp_path / "tracking" / "wandb.json"
     path.parent.mkdir()
     (path.parent / "wandb.tmp").write_text('{"id": "a')  # of a process that was killed
-    assert [kept_id(path, lambda: "a1"), kept_id(path, lambda: "b2")] == ["a1", "a1"]
+    run = RunFacts(tmp_path, "sums", "", {})
+    assert [run.kept_id("wandb", lambda: "a1"), run.kept_id("wandb", lambda: "b2")] == ["a1", "a1"]
     assert [file.name for file in path.parent.iterdir()] == ["wandb.json"]
 
 
