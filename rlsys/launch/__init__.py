@@ -5,9 +5,8 @@
 works from the command line, from a Python script (also after a call of `ray.init`) and inside a Ray job.
 """
 
-from rlsys.launch.offline_commands import evaluate, export, inspect_data
+from rlsys.launch.offline_commands import evaluate, export, inspect_data, replay, replay_step
 from rlsys.launch.preflight import look_up
-from rlsys.launch.replay_commands import replay, replay_step
 from rlsys.launch.train_run import TrainResult, train
 from rlsys.launch.try_workflow import Tried, config_to_try, try_workflow
 

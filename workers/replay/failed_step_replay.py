@@ -21,7 +21,7 @@ from rlsys.algorithm import LossInputs, LossOutput, Signal
 from rlsys.batch.packing import MicroBatchPlan, RankPlan, plan_batch
 from rlsys.batch.tensors import MicroBatch, StepData
 from rlsys.loop.checkpoint import ACTOR, CRITIC, GROUPS, FailedStep
-from rlsys.replay.non_finite import NonFinite, ReplayedSample, ReplayedStep
+from rlsys.replay.replay_results import NonFinite, ReplayedSample, ReplayedStep
 from rlsys.replay.rollout_log import GroupRecord, read_groups
 from workers.train import train_checkpoint as checkpoint
 from workers.train.logprobs import Scorer

@@ -19,9 +19,9 @@ from rlsys.algorithm import Signal
 from rlsys.batch.packing import BatchPlan, RankPlan
 from rlsys.batch.tensors import StepData
 from rlsys.loop.checkpoint import ACTOR, CRITIC
+from rlsys.replay.replay_results import Comparison, RetrainedSteps, compared
 from rlsys.replay.rollout_log import RolloutRecord
 from rlsys.replay.run_history import RecordedSteps
-from rlsys.replay.step_comparison import Comparison, RetrainedSteps, compared
 from rlsys.types import POLICY
 from workers.train.backend import TrainBackend
 from workers.train.fsdp import FsdpBackend

@@ -11,9 +11,19 @@ from pathlib import Path
 import pytest
 
 import rlsys
-from rlsys.doctor import Facts, diagnose, ensure_not_shadowed, gather
-from rlsys.doctor.checks import CHECKS, GIB, shadowing
-from rlsys.doctor.facts import cluster_auth, cluster_ray, locked, ray_token
+from rlsys.doctor import (
+    CHECKS,
+    GIB,
+    Facts,
+    cluster_auth,
+    cluster_ray,
+    diagnose,
+    ensure_not_shadowed,
+    gather,
+    locked,
+    ray_token,
+    shadowing,
+)
 
 HOME = Path("/home/me/rlsys")
 HEALTHY = Facts(

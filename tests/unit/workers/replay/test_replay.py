@@ -23,7 +23,7 @@ from rlsys.cli import app
 from rlsys.config import Config
 from rlsys.errors import ConfigError, DataError
 from rlsys.loop.checkpoint import ACTOR, CONFIG, CRITIC, GROUPS, FailedStep, read_failed
-from rlsys.replay.non_finite import NonFinite, ReplayedSample, ReplayedStep
+from rlsys.replay.replay_results import NonFinite, ReplayedSample, ReplayedStep
 from rlsys.replay.rollout_log import GroupRecord, write_groups
 from rlsys.types import Episode
 from tests.models import random_group, save_model, tiny_qwen3
