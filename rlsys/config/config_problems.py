@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 Location: TypeAlias = tuple[int | str, ...]
+Problem: TypeAlias = tuple[Location, str]
+"""Location of a problem in the tree, and its text: `UNKNOWN` if the key itself is unknown."""
 
 NESTED = "rlsys_nested"
 UNKNOWN = "rlsys_unknown"
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One problem and its location in the tree."""
-
-    location: Location
-    text: str
-    is_unknown: bool = False
-    """True if the key itself is unknown."""
-
-
-def nested(problems: Iterable[tuple[Location, str]]) -> PydanticCustomError:
+def nested(problems: Iterable[Problem]) -> PydanticCustomError:
     """Combine several problems in one error, each relative to the field whose validator raises it."""
     listed = list(problems)
     text = "; ".join(f"{dotted(location)}: {text}" if location else text for location, text in listed)
@@ -44,23 +35,23 @@ def problems_in(error: ValidationError) -> Iterator[Problem]:
         detail["loc"] = tuple(part for part in detail["loc"] if not str(part).startswith("<"))
         if detail["type"] == NESTED:
             for location, text in detail.get("ctx", {})["problems"]:
-                yield Problem((*detail["loc"], *location), text, text == UNKNOWN)
+                yield (*detail["loc"], *location), text
         else:
-            yield problem_of(detail)
+            yield detail["loc"], _text_of(detail)
 
 
-def problem_of(detail: ErrorDetails) -> Problem:
+def _text_of(detail: ErrorDetails) -> str:
     """Describe one pydantic error in the words of this project."""
     if detail["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return Problem(detail["loc"], UNKNOWN, is_unknown=True)
+        return UNKNOWN
     if detail["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
-        return Problem(detail["loc"], "required, and not given")
+        return "required, and not given"
     if detail["type"] in ("model_type", "dataclass_type"):
-        return Problem(detail["loc"], f"should be a section with keys of its own (got {_shown(detail['input'])})")
+        return f"should be a section with keys of its own (got {_shown(detail['input'])})"
     text = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "value_error":
-        return Problem(detail["loc"], text)
-    return Problem(detail["loc"], f"{text[0].lower()}{text[1:]} (got {_shown(detail['input'])})")
+        return text
+    return f"{text[0].lower()}{text[1:]} (got {_shown(detail['input'])})"
 
 
 def _shown(value: object) -> str:

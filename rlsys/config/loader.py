@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML, MappingNode, Node, SafeRepresenter, ScalarNode, SequenceNode
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from rlsys.config.config_problems import Location, Problem, dotted, problems_in, unknown_key
+from rlsys.config.config_problems import UNKNOWN, Location, Problem, dotted, problems_in, unknown_key
 from rlsys.config.plugins import PluginKind
 from rlsys.config.policy_sections import OWN, PolicySection
 from rlsys.errors import ConfigError
@@ -182,9 +182,9 @@ def _forget(sources: Sources, at: tuple[str, ...]) -> None:
 def _report(problems: list[Problem], config: type[BaseModel], merged: Layer, where: str) -> str:
     keys = _keys(config, merged.tree)
     lines = [
-        f"  {_source(p.location, merged.sources) or where}: {dotted(p.location)}: "
-        + (unknown_key(p.location, keys) if p.is_unknown else p.text)
-        for p in problems
+        f"  {_source(location, merged.sources) or where}: {dotted(location)}: "
+        + (unknown_key(location, keys) if text == UNKNOWN else text)
+        for location, text in problems
     ]
     count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
     return "\n".join([f"{count} in the configuration:", *lines])
@@ -198,7 +198,9 @@ def _source(location: Location, sources: Sources) -> str | None:
 
 def _keys(config: type[BaseModel], tree: Tree) -> dict[tuple[str, ...], Sequence[str]]:
     """Keys of every section, including those of the chosen plug-ins."""
-    keys = dict(_keys_under(config))
+    keys: dict[tuple[str, ...], Sequence[str]] = {}
+    for at, section in _sections_under(config):
+        keys[at] = list(section.model_fields)
     for at, kind in _plugins_under(config):
         with suppress(ConfigError):  # already reported as a problem of its `type`
             keys[at] = kind.keys(_at(tree, at))
@@ -217,13 +219,12 @@ def _names(tree: object) -> list[str]:
     return [str(name) for name in tree] if isinstance(tree, dict) else []
 
 
-def _plugins_under(section: type[BaseModel], at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Plugin]]:
+def _plugins_under(section: type[BaseModel]) -> Iterator[tuple[tuple[str, ...], Plugin]]:
     """Locations of the plug-in sections in a section and its subsections."""
-    for name, info in section.model_fields.items():
-        parts = [*info.metadata, *_parts_of(info.annotation)]
-        yield from (((*at, name), part) for part in parts if isinstance(part, PluginKind))
-        for inner in _sections_in(info.annotation):
-            yield from _plugins_under(inner, (*at, name))
+    for at, inner in _sections_under(section):
+        for name, info in inner.model_fields.items():
+            parts = [*info.metadata, *_parts_of(info.annotation)]
+            yield from (((*at, name), part) for part in parts if isinstance(part, PluginKind))
 
 
 def _parts_of(annotation: object) -> Iterator[object]:
@@ -239,16 +240,12 @@ def _at(tree: object, at: tuple[str, ...]) -> object:
     return tree
 
 
-def _keys_under(section: type[BaseModel], at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Sequence[str]]]:
-    """Keys of a section and its subsections, including optional ones and list entries."""
-    yield at, list(section.model_fields)
+def _sections_under(
+    section: type[BaseModel], at: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], type[BaseModel]]]:
+    """A section and its subsections, including optional ones and list entries, by location."""
+    yield at, section
     for name, info in section.model_fields.items():
-        for inner in _sections_in(info.annotation):
-            yield from _keys_under(inner, (*at, name))
-
-
-def _sections_in(annotation: object) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for part in get_args(annotation):
-        yield from _sections_in(part)
+        for part in (info.annotation, *_parts_of(info.annotation)):
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                yield from _sections_under(part, (*at, name))

@@ -22,7 +22,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from rlsys.agents.workflow import Workflow
 from rlsys.algorithm import Algorithm
-from rlsys.config.config_problems import Location, nested, problems_in
+from rlsys.config.config_problems import nested, problems_in
 from rlsys.errors import ConfigError
 from rlsys.monitoring.tracker import TrackerPlugin
 from rlsys.stabilizer import StabilizerPlugin
@@ -108,8 +108,7 @@ class PluginKind(Generic[P]):
         except ConfigError as error:
             raise nested([(("type",), str(error))]) from None
         except ValidationError as error:
-            found: list[tuple[Location, str]] = [(p.location, p.text) for p in problems_in(error)]
-            raise nested(found) from None
+            raise nested(problems_in(error)) from None
 
     def written(self, plugin: P) -> dict[str, Any]:
         """Section that describes this plug-in: its type and every field."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, BeforeValidator, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from rlsys.algorithm import Algorithm
-from rlsys.config.config_problems import Location, problems_in
+from rlsys.config.config_problems import Problem, problems_in
 from rlsys.config.plugins import ALGORITHMS, STABILIZERS
 from rlsys.config.sections import EvalSection, Section
 from rlsys.stabilizer import StabilizerPlugin
@@ -55,15 +55,14 @@ class PolicySection(Section):
 
 def problems_of(
     config: type[Config], policies: Mapping[str, PolicySection], sections: Mapping[str, Any]
-) -> Iterator[tuple[Location, str]]:
+) -> Iterator[Problem]:
     """Problems of the policies in a run whose other `sections` are valid."""
     trained: dict[str, Algorithm] = {}
     for name, policy in policies.items():
         try:
             whole = config.model_validate(policy.over(sections))
         except ValidationError as error:
-            for problem in problems_in(error):
-                yield (name, *problem.location), problem.text
+            yield from (((name, *location), text) for location, text in problems_in(error))
             continue
         if policy.is_frozen:
             for key in sorted(policy.model_fields_set - {"is_frozen", "model"}):
@@ -74,7 +73,7 @@ def problems_of(
         yield from _problems_together(trained, sections)
 
 
-def _problems_together(trained: Mapping[str, Algorithm], sections: Mapping[str, Any]) -> Iterator[tuple[Location, str]]:
+def _problems_together(trained: Mapping[str, Algorithm], sections: Mapping[str, Any]) -> Iterator[Problem]:
     if not trained:
         yield (), "all of them are frozen: there is nothing to train"
     sizes = {name: algorithm.group_size for name, algorithm in trained.items()}
@@ -93,7 +92,7 @@ def _problems_together(trained: Mapping[str, Algorithm], sections: Mapping[str, 
         yield (), "all draw the same groups: the section curation is for a run of one policy"
 
 
-def unbound(agents: Mapping[str, str], policies: Mapping[str, PolicySection]) -> Iterator[tuple[Location, str]]:
+def unbound(agents: Mapping[str, str], policies: Mapping[str, PolicySection]) -> Iterator[Problem]:
     """Agents bound to policies that do not exist."""
     there = f"there are: {', '.join(policies)}" if policies else "name them in the section policies"
     for agent, policy in agents.items():

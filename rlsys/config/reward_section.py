@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from rlsys.config.config_problems import Location, nested, union_tag
+from rlsys.config.config_problems import Problem, nested, union_tag
 from rlsys.config.sections import Section
 from rlsys.rewards.reward_function import MODEL, RewardSpec
 from rlsys.rewards.reward_registry import BUILTIN, JUDGE, JUDGE_TIMEOUT_S
@@ -172,7 +172,7 @@ class RewardSection(Section):
         taken = Counter(item.label for item in fn)
         if has_model:
             taken[MODEL] += 1
-        problems: list[tuple[Location, str]] = [
+        problems: list[Problem] = [
             ((index, "name"), f"{item.label!r} is the name of another one too; give each a `name` of its own")
             for index, item in enumerate(fn)
             if taken[item.label] > 1

@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from rlsys.algorithm import Algorithm
-from rlsys.config.config_problems import Location, nested
+from rlsys.config.config_problems import Problem, nested
 from rlsys.errors import ConfigError
 from rlsys.monitoring.alerts import RULES
 
@@ -72,9 +72,9 @@ class CurationSection(Section):
         """True if a rule depends on success rates."""
         return self.is_selective or self.fewer_above is not None
 
-    def problems(self, algorithm: Algorithm, max_staleness: int | None) -> list[tuple[Location, str]]:
+    def problems(self, algorithm: Algorithm, max_staleness: int | None) -> list[Problem]:
         """Conflicts with the rest of the configuration; `max_staleness` None: unknown."""
-        found: list[tuple[Location, str]] = []
+        found: list[Problem] = []
         size = algorithm.group_size
         if self.fewer_above is not None and not _can_have(algorithm, fewer(size)):
             text = f"groups of {fewer(size)} are too small for the algorithm: raise algorithm.group_size ({size})"
@@ -167,7 +167,7 @@ class EvalSection(Section):
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
-        problems: list[tuple[Location, str]] = []
+        problems: list[Problem] = []
         if self.every and not self.data:
             problems.append((("every",), "there is nothing to evaluate on; set eval.data, or set this to 0"))
         if self.samples > 1 and self.temperature == 0:

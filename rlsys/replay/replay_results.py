@@ -1,4 +1,4 @@
-"""Results of `rlsys replay`: a failed step sample by sample, and steps of a run compared bit by bit with their record."""
+"""Results of `rlsys replay`: a failed step by samples, and steps of a run compared bit by bit with their record."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Mapping
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rlsys.monitoring.events import (
     AlertRaised,
@@ -30,20 +30,6 @@ from rlsys.monitoring.events import (
 _STEPS_FOR_ETA = 20
 
 
-class Screen(Protocol):
-    """Destination of lines."""
-
-    def progress(self, line: str, step: int, time_s: float) -> None:
-        """Show the current state of the run; replaces the previous one where possible."""
-        ...
-
-    def note(self, line: str) -> None:
-        """Show a line that stays visible."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class ConsoleSink:
     """Sink that prints events as lines. It replaces control characters, because some lines contain text of a model."""
 
@@ -55,8 +41,9 @@ class ConsoleSink:
         """
         self._total = total_steps
         shown: TextIO = stream or sys.stderr
-        prefix = f"{printable(policy)}: "
-        self._screen = PlainScreen(shown, every_s, prefix) if policy else _screen(shown, total_steps, every_s)
+        prefix = f"{printable(policy)}: " if policy else ""
+        is_live = shown.isatty() and total_steps > 0 and not policy
+        self._screen = LiveScreen(shown, total_steps) if is_live else PlainScreen(shown, every_s, prefix)
         self._step_times_s: deque[float] = deque(maxlen=_STEPS_FOR_ETA + 1)
 
     def handle(self, event: Event, time_s: float) -> None:
@@ -76,10 +63,6 @@ class ConsoleSink:
             step_s = (times_s[-1] - times_s[0]) / (len(times_s) - 1)
             parts.append(f"{duration((self._total - done.step) * step_s)} left")
         return "  ".join(parts)
-
-
-def _screen(stream: TextIO, total_steps: int, every_s: float) -> Screen:
-    return LiveScreen(stream, total_steps) if stream.isatty() and total_steps else PlainScreen(stream, every_s)
 
 
 def printable(text: str) -> str:

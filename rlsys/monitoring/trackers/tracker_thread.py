@@ -90,7 +90,11 @@ class InThread:
 
     def _feed(self) -> None:
         tracker: Tracker | None = None
-        for event in self._events():
+        event: Event | None = None
+        while not isinstance(event, RunEnded):
+            with self._news:
+                self._news.wait_for(lambda: self._queue)
+                event = self._queue.popleft()
             if isinstance(event, RunStarted):
                 tracker = self._plugin.start(replace(self._run, first_step=event.first_step))
             elif tracker is not None:
@@ -118,16 +122,6 @@ class InThread:
                 self._has_told_of_table = True
                 self._tell(f"shows no rollouts of step {written.step}, nor of others whose file is like that: {error}")
             return None
-
-    def _events(self) -> Iterator[Event]:
-        """Events as they arrive, until the last one."""
-        while True:
-            with self._news:
-                self._news.wait_for(lambda: self._queue)
-                event = self._queue.popleft()
-            yield event
-            if isinstance(event, RunEnded):
-                return
 
     def _tell(self, what: str) -> None:
         sys.stderr.write(f"rlsys: the tracker {self._name} {what}\n")
