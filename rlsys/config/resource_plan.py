@@ -96,7 +96,6 @@ def _roles(config: Config) -> Iterator[Role]:
 
 
 def _learning(config: Config) -> Iterator[Role]:
-    """Workers that train one policy."""
     train, reference, critic = config.train, config.reference, config.critic
     yield Role("actor rank", train.ranks, train.num_cpus, train.num_gpus)
     if config.algorithm.signals & {Signal.REFERENCE_LOGPROBS, Signal.REFERENCE_MISMATCHED}:

@@ -50,10 +50,8 @@ def changed_keys(run: Path, steps: Iterable[int]) -> tuple[str, ...]:
 
 
 def _kept(run: Path) -> list[Path]:
-    """Kept configurations in order of steps."""
     return sorted((run / KEPT).glob(f"{_UNTIL}step_*[0-9].yaml"), key=_end_of)
 
 
 def _end_of(path: Path) -> int:
-    """Last step of a kept configuration."""
     return step_of(Path(path.stem.removeprefix(_UNTIL)))

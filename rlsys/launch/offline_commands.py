@@ -21,7 +21,6 @@ from rlsys.errors import CheckpointError, ConfigError, first_of
 from rlsys.launch.config_history import changed_keys, path_at
 from rlsys.launch.preflight import (
     POLICIES,
-    RESOLVED,
     check_is_run,
     check_model,
     checkpoint_of,
@@ -61,14 +60,14 @@ def evaluate(
     """
     prepare_imports()
     run = Path(target)
-    is_run = (run / RESOLVED).is_file()
+    is_run = (run / CONFIG).is_file()
     keys = {"eval.samples": samples, "eval.temperature": temperature, "eval.limit": limit}
     overrides = [*config_overrides, *(_override(key, value) for key, value in keys.items() if value is not None)]
     if data is not None:
         overrides += [_override("eval.data", None), _override("eval.data", data)]  # otherwise they would be merged
     if is_run:
         _check_has_one_policy(run)
-        config = Config.load(run / RESOLVED, overrides)
+        config = Config.load(run / CONFIG, overrides)
     else:
         needed = {"run.steps": 1, "model.path": target, "data.path": "none is read"}
         config = Config.load([], [*(_override(key, value) for key, value in needed.items()), *overrides])
@@ -102,7 +101,7 @@ def _check_target(config: Config) -> None:
     path = Path(target)
     is_local = path.exists() or (config.ray.address is None and "/" in target and path.parent.exists())
     if is_local and not (path / "config.json").is_file():
-        raise ConfigError(f"{target} is neither a run directory (it has no {RESOLVED}) nor a model folder")
+        raise ConfigError(f"{target} is neither a run directory (it has no {CONFIG}) nor a model folder")
 
 
 def _override(key: str, value: object) -> str:
@@ -174,7 +173,7 @@ def export(run: Path, to: Path, step: str = "latest") -> Path:
     checkpoint = checkpoint_of(run, step)
     from workers.start import export_checkpoint
 
-    export_checkpoint(Config.load(run / RESOLVED), checkpoint / "actor", to)
+    export_checkpoint(Config.load(run / CONFIG), checkpoint / "actor", to)
     return to
 
 

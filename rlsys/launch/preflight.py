@@ -24,8 +24,6 @@ from rlsys.types import Task
 from rlsys.util.files import can_be_hub_name, write_atomically
 from rlsys.util.importing import import_from_here
 
-RESOLVED = CONFIG
-"""Configuration of a run, in its directory."""
 POLICIES = "policies"
 """Folder in the directory of a run of several policies, with a run directory for each trained policy."""
 
@@ -147,17 +145,15 @@ def check_run_dir(config: Config) -> None:
 def whole_of(run: Path) -> Path | None:
     """Run of several policies that contains this policy; None if this is a separate run."""
     folder = run.absolute().parent
-    is_part = folder.name == POLICIES and (folder.parent / RESOLVED).is_file()
+    is_part = folder.name == POLICIES and (folder.parent / CONFIG).is_file()
     return folder.parent if is_part else None
 
 
 def _holds_run(run: Path) -> bool:
     """True if a run of one policy took a step here."""
-    return find_latest(run / "checkpoints") is not None or _has_content(run / "metrics.jsonl")
-
-
-def _has_content(path: Path) -> bool:
-    return path.is_file() and path.stat().st_size > 0
+    metrics = run / "metrics.jsonl"
+    has_metrics = metrics.is_file() and metrics.stat().st_size > 0
+    return has_metrics or find_latest(run / "checkpoints") is not None
 
 
 def write_run_dir(config: Config, checkpoint: Path | None = None) -> None:
@@ -171,7 +167,7 @@ def write_run_dir(config: Config, checkpoint: Path | None = None) -> None:
     try:
         run.mkdir(parents=True, exist_ok=True)
         keep_earlier(run, text, step_of(checkpoint) if checkpoint is not None and is_own else 0)
-        write_atomically(run / RESOLVED, text)
+        write_atomically(run / CONFIG, text)
     except OSError as error:
         raise ConfigError(f"run.folder: cannot write to {config.run_dir}: {error.strerror or error}") from error
 
@@ -214,8 +210,8 @@ def local_cpus(config: Config, needed: float) -> int:
 
 def check_is_run(run: Path) -> None:
     """Raise `ConfigError` unless this is the directory of a run of one policy, or of one policy of a run."""
-    if not (run / RESOLVED).is_file():
-        raise ConfigError(f"{run} is not a run directory: it has no {RESOLVED}")
+    if not (run / CONFIG).is_file():
+        raise ConfigError(f"{run} is not a run directory: it has no {CONFIG}")
     if (run / POLICIES).is_dir():
         raise ConfigError(f"{run} is a run of several policies: name the folder of one, {run / POLICIES / 'NAME'}")
 

@@ -153,7 +153,6 @@ def _scripted(script: str, max_new_tokens: int) -> Policy:
 
 
 def _task_of(config: Config, text: str) -> Task:
-    """Find a task. Raises `DataError` if it does not exist."""
     if text.lstrip().startswith("{"):
         try:
             row = json.loads(text)

@@ -208,10 +208,10 @@ def _verdict(each: Comparison) -> str:
     return "equal" if each.is_equal else f"differs: it was {each.told}"
 
 
-def compared(told: Mapping[str, float | None], found: Mapping[str, float]) -> tuple[Comparison, ...]:
-    """Compare the metrics present in both; files have null for each that is not finite."""
+def compared(told: Mapping[str, float], found: Mapping[str, float]) -> tuple[Comparison, ...]:
+    """Compare the metrics present in both."""
     return tuple(Comparison(name, _named(told[name]), _named(value)) for name, value in found.items() if name in told)
 
 
-def _named(value: float | None) -> Value:
-    return value if value is not None and isfinite(value) else "not finite"
+def _named(value: float) -> Value:
+    return value if isfinite(value) else "not finite"

@@ -100,7 +100,7 @@ class RolloutRecord:
 
         Values of the task's row that JSON lacks, such as decimals, become text.
         """
-        row = _decoder(Task)(orjson.loads(orjson.dumps(task, default=str)))
+        row = decoder_of(Task)(orjson.loads(orjson.dumps(task, default=str)))
         scored = tuple(_scored(e, meta) for e, meta in zip(episodes, group.episodes, strict=True))
         parts = tuple(meta.trajectories[0].parts for meta in group.episodes)
         return cls(
@@ -162,7 +162,7 @@ def write_groups(path: Path, records: Iterable[GroupRecord]) -> None:
 
 def read_groups(path: Path) -> list[GroupRecord]:
     """Read a file of `write_groups`. Raises `DataError` with the line that is not a record."""
-    return _read(path, _decoder(GroupRecord))
+    return _read(path, decoder_of(GroupRecord))
 
 
 def _scored(episode: Episode, meta: EpisodeMeta) -> Episode:
@@ -193,7 +193,7 @@ def _decoded(line: bytes, decode: Callable[[Fields], Record], where: str) -> Rec
 def _rollout(f: Fields) -> RolloutRecord:
     if "assigned" not in f:
         f = {**f, "assigned": _assigned_of_format_1(f["advantages"])}
-    return _decoder(RolloutRecord)({"record_v": 1, **f})
+    return decoder_of(RolloutRecord)({"record_v": 1, **f})
 
 
 def _assigned_of_format_1(advantages: Sequence[Sequence[float | None]]) -> list[Fields]:
@@ -206,7 +206,7 @@ def _assigned_of_format_1(advantages: Sequence[Sequence[float | None]]) -> list[
 
 
 @cache
-def _decoder(hint: object) -> Callable[[Any], Any]:
+def decoder_of(hint: object) -> Callable[[Any], Any]:
     """Decoder from parsed JSON to values of a type.
 
     Of an object, only the fields of the dataclass are read: `orjson` also writes cached properties. A field that a file
@@ -215,13 +215,13 @@ def _decoder(hint: object) -> Callable[[Any], Any]:
     origin, arguments = get_origin(hint), get_args(hint)
     if isinstance(hint, type) and is_dataclass(hint):
         hints = get_type_hints(hint)
-        decoders = {f.name: _decoder(hints[f.name]) for f in fields(hint)}
+        decoders = {f.name: decoder_of(hints[f.name]) for f in fields(hint)}
         return lambda f: hint(**{name: decode(f[name]) for name, decode in decoders.items() if name in f})
     if origin is tuple:
-        each = _decoder(arguments[0])
+        each = decoder_of(arguments[0])
         return tuple if each is _as_is else lambda items: tuple(map(each, items))
     if origin is Mapping:
-        each = _decoder(arguments[1])
+        each = decoder_of(arguments[1])
         return lambda items: {name: each(value) for name, value in items.items()}
     if any(get_origin(form) is tuple for form in arguments):
         return lambda value: tuple(value) if isinstance(value, list) else value

@@ -5,7 +5,8 @@ Read from the files of the run: checkpoints, `rollouts`, and `events.jsonl`, whi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,21 +16,11 @@ import orjson
 from rlsys.errors import DataError
 from rlsys.loop.checkpoint import STEP, is_complete, step_of
 from rlsys.monitoring.events import RunStarted, StepDone, WeightsPublished
-from rlsys.replay.rollout_log import ROLLOUT_FORMAT, RolloutRecord, read_rollouts
+from rlsys.replay.rollout_log import ROLLOUT_FORMAT, RolloutRecord, decoder_of, read_rollouts
 from rlsys.types import PolicyVersion
 
 _KINDS = tuple(f'{{"kind":"{event.kind}"'.encode() for event in (RunStarted, WeightsPublished, StepDone))
 """Beginnings of the relevant lines; a run has many other events."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepEnd:
-    """Recorded result of a step."""
-
-    metrics: Mapping[str, float | None]
-    """Metric name -> value; None: not a number."""
-    group_ids: tuple[int, ...] | None
-    """Trained groups; None: the run is older than this field."""
 
 
 @dataclass(slots=True)
@@ -38,8 +29,8 @@ class RunHistory:
 
     hashes: dict[PolicyVersion, str] = field(default_factory=dict)
     """Hash of the published weights by version."""
-    ends: dict[int, StepEnd] = field(default_factory=dict)
-    """Results by step."""
+    ends: dict[int, StepDone] = field(default_factory=dict)
+    """Results by step. A run older than `group_ids` has none."""
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Add the next event of `_KINDS`."""
@@ -50,8 +41,7 @@ class RunHistory:
         elif line["kind"] == WeightsPublished.kind:
             self.hashes[line["version"]] = line["hash"]
         else:
-            group_ids = line.get("group_ids")
-            self.ends[line["step"]] = StepEnd(line["metrics"], None if group_ids is None else tuple(group_ids))
+            self.ends[line["step"]] = decoder_of(StepDone)(line)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +104,10 @@ class RecordedSteps:
                 "steps of runs of this version can be trained again"
             )
         found = tuple(record.group_id for record in records)
-        if not records or any(record.step != step for record in records) or group_ids not in (None, found):
+        if not records or any(record.step != step for record in records) or (group_ids and group_ids != found):
             raise DataError(
-                f"{path} holds groups {_listed(found)}, and step {step} trained {_listed(group_ids or ())}: the file "
-                f"is "
-                "of another session of the run, or was changed"
+                f"{path} holds groups {_listed(found)}, and step {step} trained {_listed(group_ids)}: the file "
+                "is of another session of the run, or was changed"
             )
         return records
 
@@ -131,22 +120,15 @@ def read_history(run: Path) -> RunHistory:
     history, path = RunHistory(), run / "events.jsonl"
     try:
         with path.open("rb") as lines:
-            for line in _parsed(lines):
-                history.add(line)
+            for line in lines:
+                if line.startswith(_KINDS):
+                    with suppress(orjson.JSONDecodeError):  # cut off by a kill; a resumed run emits it again
+                        history.add(orjson.loads(line))
     except OSError as error:
         raise DataError(f"cannot read {path}, which holds the hashes of weights: {error.strerror or error}") from error
     except (KeyError, TypeError) as error:
         raise DataError(f"{path}: an event is not of this version of rlsys: {error!r}") from error
     return history
-
-
-def _parsed(lines: Iterator[bytes]) -> Iterator[Mapping[str, Any]]:
-    for line in lines:
-        if line.startswith(_KINDS):
-            try:
-                yield orjson.loads(line)
-            except orjson.JSONDecodeError:  # cut off when the run was killed; a resumed run emits it again
-                continue
 
 
 def _newest_before(folder: Path, step: int) -> Path | None:

@@ -24,8 +24,9 @@ from rlsys.batch.tensors import StepData
 from rlsys.cli import app
 from rlsys.config import Config
 from rlsys.errors import ConfigError, DataError
-from rlsys.launch.preflight import RESOLVED, write_run_dir
+from rlsys.launch.preflight import write_run_dir
 from rlsys.loop.build_driver import shape_of
+from rlsys.loop.failed_step import CONFIG
 from rlsys.monitoring.events import Events, RunStarted, StepDone, WeightsPublished
 from rlsys.monitoring.trackers.jsonl import JsonlSink
 from rlsys.replay.rollout_log import RolloutRecord, Rows, read_rollouts, write_rollouts
@@ -217,7 +218,7 @@ def test_models_are_where_the_sections_of_the_run_have_them() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens on a machine without a GPU")
 def test_models_that_lack_the_gpu_they_had_are_named(plain: Run) -> None:
-    config = Config.load(plain.folder / RESOLVED, ["train.num_gpus=1"])
+    config = Config.load(plain.folder / CONFIG, ["train.num_gpus=1"])
     found = retrain(config, shape_of(config), RecordedSteps.of(plain.folder, 1))
     assert (found.is_equal, found.device) == (True, "computed on a CPU, where the run had a GPU: policy")
     assert found.device in found.lines()
@@ -322,7 +323,7 @@ def test_it_stops_right_before_the_step_with_what_it_trains(plain: Run) -> None:
 
 
 def test_the_debugger_is_refused_where_it_would_see_one_rank_of_several_or_no_step(plain: Run) -> None:
-    plain.edit(RESOLVED, "ranks: 1", "ranks: 2")
+    plain.edit(CONFIG, "ranks: 1", "ranks: 2")
     with pytest.raises(ConfigError, match=r"was trained on 2 ranks, and a debugger sees one process"):
         launch.replay_step(plain.folder, 1, debug=True)
     done = CliRunner().invoke(app, ["replay", str(plain.folder), "--debug"])
