@@ -59,6 +59,12 @@ def _shown(value: object) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
+def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
+    """Remedy for a name that is not among the known ones: the nearest of them, or `otherwise`."""
+    close = difflib.get_close_matches(name, [*known], n=1)
+    return f"did you mean `{close[0]}`?" if close else otherwise
+
+
 def dotted(location: Location) -> str:
     """Location as a user types it: `train.betas[1]`."""
     text = ""

@@ -8,7 +8,6 @@ Built-in and third-party plug-ins use the same entry point groups: `rlsys.algori
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -22,7 +21,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from rlsys.agents.workflow import Workflow
 from rlsys.algorithm import Algorithm
-from rlsys.config.config_problems import nested, problems_in
+from rlsys.config.config_problems import nearest, nested, problems_in
 from rlsys.errors import ConfigError
 from rlsys.monitoring.tracker import TrackerPlugin
 from rlsys.stabilizer import StabilizerPlugin
@@ -60,10 +59,7 @@ class PluginKind(Generic[P]):
             return self._imported(first.value)
         if ":" in name:
             return self._imported(name)
-        close = difflib.get_close_matches(name, points, n=1)
-        remedy = (
-            f"did you mean `{close[0]}`?" if close else f"installed: {', '.join(points) or 'none'}; or `module:Name`"
-        )
+        remedy = nearest(name, points, f"installed: {', '.join(points) or 'none'}; or `module:Name`")
         raise ConfigError(f"no {self.name} is named {name!r}; {remedy}")
 
     def _imported(self, spec: str) -> type[P]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -22,31 +21,26 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from rlsys.config.config_problems import Problem, nested, union_tag
+from rlsys.config.config_problems import Problem, nearest, nested, union_tag
 from rlsys.config.sections import Section
 from rlsys.rewards.reward_function import MODEL, RewardSpec
 from rlsys.rewards.reward_registry import BUILTIN, JUDGE, JUDGE_TIMEOUT_S
 
 
-def _name_or_import(value: str) -> str:
-    module, colon, name = value.rpartition(":")
-    if value.endswith(".py"):
-        raise ValueError(f"{value} is a file; say what in it is meant, as in `{value}:name`")
-    if not name.isidentifier() or (colon and not module):
-        raise PydanticCustomError("spec", "should be the name of a built-in, or `module:name` of yours")
-    return value
-
-
 def _known(spec: str) -> str:
     """Reject an unknown bare name. A function in a module is looked up later, because the import may be slow."""
-    if ":" not in spec and spec not in BUILTIN:
-        close = difflib.get_close_matches(spec, BUILTIN, n=1)
-        hint = f"did you mean `{close[0]}`?" if close else f"give {', '.join(BUILTIN)}, or `module:name` of yours"
+    module, colon, name = spec.rpartition(":")
+    if spec.endswith(".py"):
+        raise ValueError(f"{spec} is a file; say what in it is meant, as in `{spec}:name`")
+    if not name.isidentifier() or (colon and not module):
+        raise PydanticCustomError("spec", "should be the name of a built-in, or `module:name` of yours")
+    if not colon and spec not in BUILTIN:
+        hint = nearest(spec, BUILTIN, f"give {', '.join(BUILTIN)}, or `module:name` of yours")
         raise ValueError(f"no reward function is named {spec!r}; {hint}")
     return spec
 
 
-FunctionSpec = Annotated[str, AfterValidator(_name_or_import), AfterValidator(_known)]
+FunctionSpec = Annotated[str, AfterValidator(_known)]
 
 
 class RewardItem(Section):

@@ -389,18 +389,13 @@ class Config(Section):
 
     @field_validator("algorithm")
     @classmethod
-    def _asks_for_what_can_be_made(cls, algorithm: Algorithm) -> Algorithm:
+    def _can_be_trained(cls, algorithm: Algorithm, info: ValidationInfo) -> Algorithm:
+        name = type(algorithm).__name__
         if unknown := sorted(str(signal) for signal in algorithm.signals if not isinstance(signal, Signal)):
             asked, known = ", ".join(unknown), ", ".join(Signal)
-            raise ValueError(f"{type(algorithm).__name__} asks for {asked}, which no worker makes; signals are {known}")
-        return algorithm
-
-    @field_validator("algorithm")
-    @classmethod
-    def _trains_the_policy(cls, algorithm: Algorithm, info: ValidationInfo) -> Algorithm:
+            raise ValueError(f"{name} asks for {asked}, which no worker makes; signals are {known}")
         run = info.data.get("run")
         if run is not None and not any(map(algorithm.trains_policy, range(run.steps))):
-            name = type(algorithm).__name__
             raise ValueError(
                 f"{name} trains the policy in none of the {run.steps} steps (run.steps): its warm-up is longer"
             )

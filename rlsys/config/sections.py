@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +21,7 @@ from pydantic import (
 )
 
 from rlsys.algorithm import Algorithm
-from rlsys.config.config_problems import Problem, nested
+from rlsys.config.config_problems import Problem, nearest, nested
 from rlsys.errors import ConfigError
 from rlsys.monitoring.alerts import RULES
 
@@ -194,13 +193,9 @@ class DashboardSection(Section):
 
 def _known(thresholds: dict[str, float | None]) -> dict[str, float | None]:
     if unknown := [name for name in thresholds if name not in RULES]:
-        raise nested(((name,), _not_a_rule(name)) for name in unknown)
+        there = f"there are: {', '.join(RULES)}"
+        raise nested(((name,), f"no such alert; {nearest(name, RULES, there)}") for name in unknown)
     return thresholds
-
-
-def _not_a_rule(name: str) -> str:
-    close = difflib.get_close_matches(name, RULES, n=1)
-    return "no such alert; " + (f"did you mean `{close[0]}`?" if close else f"there are: {', '.join(RULES)}")
 
 
 Thresholds = Annotated[dict[str, float | None], AfterValidator(_known)]

@@ -172,10 +172,13 @@ class PolicyRun:
     result: TrainResult
 
     @classmethod
-    def of(cls, config: Config, checkpoint: Path | None, began: float, console: ConsoleSink | None) -> PolicyRun:
-        """Open all that writes to its run directory, which must exist."""
-        result = TrainResult(str(config.run_dir))
-        events = Events([JsonlSink(config.run_dir), *([console] if console else [])])
+    def of(
+        cls, config: Config, checkpoint: Path | None, began: float, *, progress: bool, policy: str = ""
+    ) -> PolicyRun:
+        """Open all that writes to its run directory, which must exist. `policy`: its name, if there are several."""
+        result, events = TrainResult(str(config.run_dir)), Events([JsonlSink(config.run_dir)])
+        if progress:
+            events.attach(ConsoleSink(config.run.steps, policy=policy))
         events.attach(Summary(result, events, began))
         for plugin in config.tracking:
             events.attach(InThread(plugin, facts_of(config)))
@@ -205,13 +208,13 @@ class TrainingJob:
         progress: bool,
     ) -> TrainingJob:
         """Open the run of every trained policy; `owns` and `checkpoints` are by its name."""
-        runs: dict[str, PolicyRun] = {}
-        for name, own in owns.items():
-            console = ConsoleSink(own.run.steps, policy=name if config.policies else "") if progress else None
-            runs[name] = PolicyRun.of(own, checkpoints[name], began, console)
         if not config.policies:
-            (run,) = runs.values()
-            return cls(config, runs, run.events, run.result, began)
+            run = PolicyRun.of(config, checkpoints[POLICY], began, progress=progress)
+            return cls(config, {POLICY: run}, run.events, run.result, began)
+        runs = {
+            name: PolicyRun.of(own, checkpoints[name], began, progress=progress, policy=name)
+            for name, own in owns.items()
+        }
         result = TrainResult(str(config.run_dir), policies={name: run.result for name, run in runs.items()})
         shared = Events([JsonlSink(config.run_dir), *([ConsoleSink(0)] if progress else [])])
         shared.attach(Summary(result, shared, began))

@@ -232,7 +232,8 @@ class Alarms:
             case PhaseDone() | EngineChosen():
                 return []  # start-up, maybe of a run that resumes days after it was killed
             case _:
-                raised = self._late(time_s)
+                late = self.silent(time_s)
+                raised = [late] if late else []
         if isinstance(event, StepDone):
             self._moved(event.step, time_s)
             raised += [alert for name in self._gauges if (alert := self._gauged(name, event.metrics, time_s))]
@@ -244,7 +245,18 @@ class Alarms:
 
     def silent(self, now_s: float) -> Alert | None:
         """Return the `no_progress` alert due at `now_s`; None if no alert is due, or it is open already."""
-        return next(iter(self._late(now_s)), None)
+        threshold = self._thresholds.get("no_progress")
+        if threshold is None or self._moved_s is None or "no_progress" in self._open:
+            return None
+        silence_s = now_s - self._moved_s
+        if silence_s <= LEAST_SILENCE_S:
+            return None
+        typical_s, usual = self._typical(FIRST_STEP_S / threshold)
+        num_steps = silence_s / typical_s if typical_s > 0 else float("inf")
+        if num_steps <= threshold:
+            return None
+        words = f"no step was done for {_spelt(silence_s)} after step {self._step}; {usual}"
+        return self._alert("no_progress", SignalReading(num_steps, "", words), now_s)
 
     def _moved(self, step: int, time_s: float) -> None:
         if self._moved_s is not None:
@@ -260,20 +272,6 @@ class Alarms:
         """Wait for the next step from `time_s` on, if one is left. The last evaluation has no deadline."""
         is_last = self._total_steps is not None and self._step >= self._total_steps
         self._moved_s = None if is_last else time_s
-
-    def _late(self, now_s: float) -> list[Alert]:
-        threshold = self._thresholds.get("no_progress")
-        if threshold is None or self._moved_s is None or "no_progress" in self._open:
-            return []
-        silence_s = now_s - self._moved_s
-        if silence_s <= LEAST_SILENCE_S:
-            return []
-        typical_s, usual = self._typical(FIRST_STEP_S / threshold)
-        num_steps = silence_s / typical_s if typical_s > 0 else float("inf")
-        if num_steps <= threshold:
-            return []
-        words = f"no step was done for {_spelt(silence_s)} after step {self._step}; {usual}"
-        return [self._alert("no_progress", SignalReading(num_steps, "", words), now_s)]
 
     def _typical(self, unknown_s: float) -> tuple[float, str]:
         """Duration of a step and its source in words; `unknown_s` if no step was done."""
