@@ -31,6 +31,7 @@ from rlsys.launch.preflight import (
     whole_of,
 )
 from rlsys.loop.build_driver import evaluator_of, shape_of
+from rlsys.loop.checkpoint import CONFIG, read_failed
 from rlsys.loop.evaluation import EvalMetrics
 from rlsys.monitoring.events import Events
 from rlsys.monitoring.trackers.console import ConsoleSink

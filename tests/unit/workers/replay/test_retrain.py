@@ -26,7 +26,7 @@ from rlsys.config import Config
 from rlsys.errors import ConfigError, DataError
 from rlsys.launch.preflight import write_run_dir
 from rlsys.loop.build_driver import shape_of
-from rlsys.loop.failed_step import CONFIG
+from rlsys.loop.checkpoint import CONFIG
 from rlsys.monitoring.events import Events, RunStarted, StepDone, WeightsPublished
 from rlsys.monitoring.trackers.jsonl import JsonlSink
 from rlsys.replay.rollout_log import RolloutRecord, Rows, read_rollouts, write_rollouts
