@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING
 
 from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
-from algorithms.advantage import centred, compared
 from algorithms.fields import RULES
 from algorithms.policy_gradient import PolicyGradient
 from algorithms.surrogate import ClippedSurrogate
-from rlsys.algorithm import LossInputs, LossOutput, StepAdvantages, TrajectoryAdvantage
+from rlsys.algorithm import StepAdvantages, TrajectoryAdvantage
 from rlsys.types import Group
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 ENTROPY = "policy/entropy"
 TRAINS_NEGATIVES = "policy/trains_negatives"
@@ -48,7 +42,7 @@ class AEPO(ClippedSurrogate, PolicyGradient):
             yield f"entropy_low: should be less than entropy_high, {self.entropy_high:g} (got {self.entropy_low:g})"
 
     def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
-        return self.credited(group, compared(group, partial(centred, std_normalize=self.std_normalize)))
+        return self.group_relative(group, std_normalize=self.std_normalize)
 
     def finalize_advantages(self, groups: Sequence[Group], past: Mapping[str, float]) -> StepAdvantages:
         """Drop negative advantages if the entropy requires it, unless nothing would be left to train."""
@@ -60,8 +54,3 @@ class AEPO(ClippedSurrogate, PolicyGradient):
             is_on = True
         kept = every if is_on else tuple(tuple(a for a in assigned if a.advantage >= 0) for assigned in every)
         return StepAdvantages(kept if any(kept) else every, {TRAINS_NEGATIVES: float(is_on)})
-
-    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
-        policies = self.policies(logprobs_N, batch)
-        surrogate = self.clipped_surrogate(policies.ratio(), batch.advantages_N)
-        return self.corrected(policies, surrogate, self.kl(policies))

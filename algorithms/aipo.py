@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from pydantic.dataclasses import dataclass
 
-from algorithms.advantage import centred, compared
-from algorithms.corrections import Corrections
+from algorithms.corrections import Corrections, Policies
 from algorithms.fields import RULES, AtLeastOne
 from algorithms.policy_gradient import PolicyGradient
-from rlsys.algorithm import LossInputs, LossOutput, TrajectoryAdvantage
+from rlsys.algorithm import LossOutput, TrajectoryAdvantage
 from rlsys.types import Group
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
@@ -35,11 +30,9 @@ class AIPO(PolicyGradient):
     takes_weights: ClassVar[bool] = False
 
     def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
-        return self.credited(group, compared(group, partial(centred, std_normalize=False)))
+        return self.group_relative(group, std_normalize=False)
 
-    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
-        policies = self.policies(logprobs_N, batch)
+    def surrogate(self, policies: Policies) -> LossOutput:
         ratio_N = policies.ratio().detach()
         metrics_N = {"policy/ratio_mean": ratio_N, "policy/aipo_truncated_frac": (ratio_N > self.rho).float()}
-        surrogate = LossOutput(-(ratio_N.clamp(max=self.rho) * batch.advantages_N) * logprobs_N, metrics_N)
-        return self.corrected(policies, surrogate, self.kl(policies))
+        return LossOutput(-(ratio_N.clamp(max=self.rho) * policies.batch.advantages_N) * policies.current_N, metrics_N)

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
-from typing import TYPE_CHECKING
 
 from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
-from algorithms.advantage import centred, compared
-from algorithms.corrections import Corrections
+from algorithms.corrections import Corrections, Policies
 from algorithms.fields import RULES, Fraction
 from algorithms.policy_gradient import PolicyGradient
-from rlsys.algorithm import LossInputs, LossOutput, TrajectoryAdvantage
+from rlsys.algorithm import LossOutput, TrajectoryAdvantage
 from rlsys.types import Group
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
@@ -41,10 +35,9 @@ class CISPO(PolicyGradient):
     """Divide advantages by the group's standard deviation."""
 
     def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
-        return self.credited(group, compared(group, partial(centred, std_normalize=self.std_normalize)))
+        return self.group_relative(group, std_normalize=self.std_normalize)
 
-    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
-        policies = self.policies(logprobs_N, batch)
+    def surrogate(self, policies: Policies) -> LossOutput:
         ratio_N = policies.ratio().detach()
         weights_N = ratio_N.clamp(1 - self.clip_low, 1 + self.clip_high)
         metrics_N = {
@@ -52,5 +45,4 @@ class CISPO(PolicyGradient):
             "policy/clip_frac_low": (ratio_N < 1 - self.clip_low).float(),
             "policy/clip_frac_high": (ratio_N > 1 + self.clip_high).float(),
         }
-        surrogate = LossOutput(-(weights_N * batch.advantages_N) * logprobs_N, metrics_N)
-        return self.corrected(policies, surrogate, self.kl(policies))
+        return LossOutput(-(weights_N * policies.batch.advantages_N) * policies.current_N, metrics_N)

@@ -22,14 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass as plain_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, Union
 
-from pydantic import (
-    BeforeValidator,
-    Discriminator,
-    NonNegativeFloat,
-    Tag,
-    TypeAdapter,
-    WithJsonSchema,
-)
+from pydantic import BeforeValidator, Discriminator, NonNegativeFloat, Tag, TypeAdapter, WithJsonSchema
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
@@ -60,27 +53,17 @@ class Policies:
         """Ratio of the loss, current over base."""
         return self.log_ratio().exp()
 
+    def log_rho(self) -> Tensor:
+        """Proximal over sampler, without gradient."""
+        return log_ratio(self.proximal_N.detach(), self.batch.behavior_logprobs_N)
 
-@plain_dataclass(frozen=True, slots=True)
-class Drift:
-    """Distance of a micro-batch's tokens from the policy that sampled them; without gradient."""
+    def log_drift(self) -> Tensor:
+        """Current policy over sampler, without gradient."""
+        return log_ratio(self.current_N.detach(), self.batch.behavior_logprobs_N)
 
-    log_rho_N: Tensor
-    """Proximal over sampler."""
-    log_ratio_N: Tensor
-    """Current policy over sampler."""
-    advantages_N: Tensor
-    lengths_S: Tensor
-
-    @classmethod
-    def of(cls, logprobs_N: Tensor, proximal_logprobs_N: Tensor, batch: LossInputs) -> Drift:
-        behavior_N = batch.behavior_logprobs_N
-        return cls(
-            log_rho_N=log_ratio(proximal_logprobs_N.detach(), behavior_N),
-            log_ratio_N=log_ratio(logprobs_N.detach(), behavior_N),
-            advantages_N=batch.advantages_N,
-            lengths_S=batch.lengths_S,
-        )
+    def sequence_rho(self) -> Tensor:
+        """Product of rho over each sample, at each of its tokens; its logarithm is clamped to ±20."""
+        return sample_sums(self.log_rho(), self.batch.lengths_S).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 @plain_dataclass(frozen=True, slots=True)
@@ -108,7 +91,7 @@ class Correction:
         """Name of the metric: the share of tokens masked or truncated."""
         return f"policy/{self.type}_{self.touches}_frac"
 
-    def factor(self, drift: Drift) -> Factor:
+    def factor(self, policies: Policies) -> Factor:
         raise NotImplementedError(f"{type(self).__name__} gives no factor: implement `factor`")
 
 
@@ -127,8 +110,8 @@ class Tis(Correction):
     is_weight: ClassVar[bool] = True
     touches: ClassVar[str] = "truncated"
 
-    def factor(self, drift: Drift) -> Factor:
-        rho_N = drift.log_rho_N.exp()
+    def factor(self, policies: Policies) -> Factor:
+        rho_N = policies.log_rho().exp()
         return Factor(rho_N.clamp(max=self.cap), rho_N > self.cap)
 
 
@@ -145,8 +128,8 @@ class SequenceTis(Correction):
     is_weight: ClassVar[bool] = True
     touches: ClassVar[str] = "truncated"
 
-    def factor(self, drift: Drift) -> Factor:
-        rho_N = sequence_rho(drift)
+    def factor(self, policies: Policies) -> Factor:
+        rho_N = policies.sequence_rho()
         return Factor(rho_N.clamp(max=self.cap), rho_N > self.cap)
 
 
@@ -164,8 +147,8 @@ class IcePop(Correction):
     """Largest importance ratio of a trained token. At least 1."""
     is_weight: ClassVar[bool] = True
 
-    def factor(self, drift: Drift) -> Factor:
-        rho_N = drift.log_rho_N.exp()
+    def factor(self, policies: Policies) -> Factor:
+        rho_N = policies.log_rho().exp()
         is_kept_N = (rho_N >= self.low) & (rho_N <= self.high)
         return Factor(rho_N * is_kept_N, ~is_kept_N)
 
@@ -185,8 +168,8 @@ class Geometric(Correction):
     """Largest geometric mean of a trained sample. At least 1. The defaults cover differences between engine and
     trainer; older weights need wider bounds."""
 
-    def factor(self, drift: Drift) -> Factor:
-        mean_N = sample_means(drift.log_rho_N, drift.lengths_S).exp()
+    def factor(self, policies: Policies) -> Factor:
+        mean_N = sample_means(policies.log_rho(), policies.batch.lengths_S).exp()
         is_kept_N = (mean_N >= self.low) & (mean_N <= self.high)
         return Factor(is_kept_N, ~is_kept_N)
 
@@ -201,8 +184,8 @@ class SequenceMis(Correction):
     cap: AtLeastOne = 5.0
     """Largest importance ratio of a trained sample. At least 1."""
 
-    def factor(self, drift: Drift) -> Factor:
-        is_kept_N = sequence_rho(drift) <= self.cap
+    def factor(self, policies: Policies) -> Factor:
+        is_kept_N = policies.sequence_rho() <= self.cap
         return Factor(is_kept_N, ~is_kept_N)
 
 
@@ -216,8 +199,8 @@ class TokenMis(Correction):
     high: AtLeastOne = 1.4
     """Largest importance ratio of a trained token. At least 1."""
 
-    def factor(self, drift: Drift) -> Factor:
-        rho_N = drift.log_rho_N.exp()
+    def factor(self, policies: Policies) -> Factor:
+        rho_N = policies.log_rho().exp()
         is_kept_N = (rho_N >= self.low) & (rho_N <= self.high)
         return Factor(is_kept_N, ~is_kept_N)
 
@@ -231,9 +214,9 @@ class OffPolicyMask(Correction):
     delta: NonNegativeFloat = 1e-4
     """Nats per token. At least 0. The paper gives no number; this is the default of slime."""
 
-    def factor(self, drift: Drift) -> Factor:
-        is_far_N = sample_means(-drift.log_ratio_N, drift.lengths_S) > self.delta
-        is_masked_N = is_far_N & (drift.advantages_N < 0)
+    def factor(self, policies: Policies) -> Factor:
+        is_far_N = sample_means(-policies.log_drift(), policies.batch.lengths_S) > self.delta
+        is_masked_N = is_far_N & (policies.batch.advantages_N < 0)
         return Factor(~is_masked_N, is_masked_N)
 
 
@@ -251,18 +234,11 @@ def corrected(
     if kl is not None:
         loss_N = loss_N + kl.loss_N
         metrics_N |= kl.metrics_N
-    if corrections:
-        drift = Drift.of(policies.current_N, policies.proximal_N, policies.batch)
-        for correction in corrections:
-            factor = correction.factor(drift)
-            loss_N = factor.weights_N * loss_N
-            metrics_N[correction.metric] = factor.is_touched_N.float()
+    for correction in corrections:
+        factor = correction.factor(policies)
+        loss_N = factor.weights_N * loss_N
+        metrics_N[correction.metric] = factor.is_touched_N.float()
     return LossOutput(loss_N, metrics_N)
-
-
-def sequence_rho(drift: Drift) -> Tensor:
-    """Product of rho over each sample, at each of its tokens; its logarithm is clamped to ±20."""
-    return sample_sums(drift.log_rho_N, drift.lengths_S).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 # ----------------------------------------------------------------------------------------------------- configuration

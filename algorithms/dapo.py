@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 from pydantic import NonNegativeInt
 from pydantic.dataclasses import dataclass
 
-from algorithms.advantage import Peer, centred, compared
 from algorithms.fields import RULES
-from algorithms.policy_gradient import PolicyGradient
+from algorithms.policy_gradient import Peer, PolicyGradient, centred, compared
 from algorithms.surrogate import ClippedSurrogate
-from rlsys.algorithm import LossInputs, LossOutput, TrajectoryAdvantage
+from rlsys.algorithm import TrajectoryAdvantage
 from rlsys.types import Group
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
@@ -61,8 +56,3 @@ class DAPO(ClippedSurrogate, PolicyGradient):
     def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
         statistic = partial(centred, std_normalize=self.std_normalize)
         return self.credited(group, compared(group, statistic, reward=self.penalised))
-
-    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
-        policies = self.policies(logprobs_N, batch)
-        surrogate = self.clipped_surrogate(policies.ratio(), batch.advantages_N)
-        return self.corrected(policies, surrogate, self.kl(policies))

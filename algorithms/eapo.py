@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING
 
 from pydantic import NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from algorithms.advantage import Peer, Place, centred, peers
+from algorithms.corrections import Policies
 from algorithms.fields import RULES, AtMostOne, Over, ShareBelowOne
 from algorithms.gspo import sequence_ratio
-from algorithms.policy_gradient import PolicyGradient
+from algorithms.policy_gradient import Peer, Place, PolicyGradient, centred, peers
 from algorithms.surrogate import ClippedSurrogate
-from rlsys.algorithm import LossInputs, LossOutput, StepAdvantages, TrajectoryAdvantage
+from rlsys.algorithm import LossOutput, StepAdvantages, TrajectoryAdvantage
 from rlsys.types import Group
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
@@ -75,10 +71,8 @@ class EAPO(ClippedSurrogate, PolicyGradient):
         kept = (tuple(a for a in assigned if (g, a) not in left_out) for g, assigned in enumerate(every))
         return StepAdvantages(tuple(kept), {"batch/samples_left_out": float(num_left_out)})
 
-    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
-        policies = self.policies(logprobs_N, batch)
-        surrogate = self.clipped_surrogate(sequence_ratio(policies), batch.advantages_N)
-        return self.corrected(policies, surrogate, self.kl(policies))
+    def surrogate(self, policies: Policies) -> LossOutput:
+        return self.clipped_surrogate(sequence_ratio(policies), policies.batch.advantages_N)
 
 
 def _is_trained(assigned: TrajectoryAdvantage, group: Group) -> bool:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
-from typing import TYPE_CHECKING
 
 from pydantic.dataclasses import dataclass
 
-from algorithms.advantage import centred, compared
+from algorithms.corrections import Policies
 from algorithms.fields import RULES
 from algorithms.policy_gradient import PolicyGradient
 from algorithms.surrogate import ClippedSurrogate
-from rlsys.algorithm import LossInputs, LossOutput, TrajectoryAdvantage
+from rlsys.algorithm import LossOutput, TrajectoryAdvantage
 from rlsys.types import Group
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
@@ -34,10 +29,8 @@ class GRPO(ClippedSurrogate, PolicyGradient):
 
     def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
         """A = (R - mean) / (std + 1e-6) over peers."""
-        return self.credited(group, compared(group, partial(centred, std_normalize=self.std_normalize)))
+        return self.group_relative(group, std_normalize=self.std_normalize)
 
-    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
-        """Corrections · (-min(r A, clip(r) A) + kl_coef · KL) per token."""
-        policies = self.policies(logprobs_N, batch)
-        surrogate = self.clipped_surrogate(policies.ratio(), batch.advantages_N)
-        return self.corrected(policies, surrogate, self.kl(policies))
+    def surrogate(self, policies: Policies) -> LossOutput:
+        """-min(r A, clip(r) A) per token."""
+        return self.clipped_surrogate(policies.ratio(), policies.batch.advantages_N)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import TYPE_CHECKING
 
 from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
-from algorithms.advantage import centred, compared
 from algorithms.corrections import Policies
 from algorithms.fields import RULES, Over, ShareBelowOne
 from algorithms.functional import sample_means
 from algorithms.policy_gradient import PolicyGradient
 from algorithms.surrogate import ClippedSurrogate
-from rlsys.algorithm import LossInputs, LossOutput, TrajectoryAdvantage
+from rlsys.algorithm import LossOutput, TrajectoryAdvantage
 from rlsys.types import Group
 
 if TYPE_CHECKING:
@@ -48,12 +46,10 @@ class GSPO(ClippedSurrogate, PolicyGradient):
     """Divide advantages by the group's standard deviation."""
 
     def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
-        return self.credited(group, compared(group, partial(centred, std_normalize=self.std_normalize)))
+        return self.group_relative(group, std_normalize=self.std_normalize)
 
-    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
-        policies = self.policies(logprobs_N, batch)
-        surrogate = self.clipped_surrogate(sequence_ratio(policies), batch.advantages_N)
-        return self.corrected(policies, surrogate, self.kl(policies))
+    def surrogate(self, policies: Policies) -> LossOutput:
+        return self.clipped_surrogate(sequence_ratio(policies), policies.batch.advantages_N)
 
 
 def sequence_ratio(policies: Policies) -> Tensor:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from algorithms.advantage import centred, compared
 from algorithms.corrections import Corrections, Tis
 from algorithms.fields import RULES, Over
 from algorithms.policy_gradient import PolicyGradient
 from algorithms.surrogate import ClippedSurrogate
-from rlsys.algorithm import LossInputs, LossOutput, TrajectoryAdvantage
+from rlsys.algorithm import TrajectoryAdvantage
 from rlsys.types import Group
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
@@ -41,9 +36,4 @@ class LongCat(ClippedSurrogate, PolicyGradient):
     """Divide advantages by the group's standard deviation."""
 
     def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
-        return self.credited(group, compared(group, partial(centred, std_normalize=self.std_normalize)))
-
-    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
-        policies = self.policies(logprobs_N, batch)
-        surrogate = self.clipped_surrogate(policies.ratio(), batch.advantages_N)
-        return self.corrected(policies, surrogate, self.kl(policies))
+        return self.group_relative(group, std_normalize=self.std_normalize)

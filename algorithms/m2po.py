@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
-from algorithms.advantage import centred, compared
-from algorithms.corrections import Corrections
+from algorithms.corrections import Corrections, Policies
 from algorithms.fields import RULES
 from algorithms.functional import log_ratio
 from algorithms.policy_gradient import PolicyGradient
@@ -60,7 +58,7 @@ class M2PO(PolicyGradient):
         return True
 
     def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
-        return self.credited(group, compared(group, partial(centred, std_normalize=self.std_normalize)))
+        return self.group_relative(group, std_normalize=self.std_normalize)
 
     def step_statistics(self, step: LossInputs, ranks: Ranks) -> Mapping[str, float]:
         """Compute the largest (log r)² of a kept trust-region token; -1 if none is kept."""
@@ -73,14 +71,12 @@ class M2PO(PolicyGradient):
         is_small_N[:-1] &= squares_N[:-1] < squares_N[1:]
         return {LARGEST_KEPT: squares_N.masked_fill(~is_small_N, -1.0).max().item()}
 
-    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
-        policies = self.policies(logprobs_N, batch)
+    def surrogate(self, policies: Policies) -> LossOutput:
         ratio_N = policies.ratio()
-        drift_N, is_trust_region_N = _drift(batch)
-        is_masked_N = is_trust_region_N & (drift_N > batch.facts[LARGEST_KEPT])
+        drift_N, is_trust_region_N = _drift(policies.batch)
+        is_masked_N = is_trust_region_N & (drift_N > policies.batch.facts[LARGEST_KEPT])
         metrics_N = {"policy/ratio_mean": ratio_N.detach(), "policy/m2po_masked_frac": is_masked_N.float()}
-        surrogate = LossOutput(-(~is_masked_N * batch.advantages_N) * ratio_N, metrics_N)
-        return self.corrected(policies, surrogate, self.kl(policies))
+        return LossOutput(-(~is_masked_N * policies.batch.advantages_N) * ratio_N, metrics_N)
 
 
 def _drift(inputs: LossInputs) -> tuple[Tensor, Tensor]:

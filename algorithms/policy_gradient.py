@@ -1,18 +1,23 @@
 """Base of the policy-gradient family: its keys, and the parts of `advantages` and `loss` that read them.
 
-An algorithm of the family composes `advantages` from `advantage` and `credited`, and `loss` from a surrogate, `kl` and
-`corrected`. Shape suffix: `N` trained tokens of a micro-batch.
+The first half has the statistics of a group's rewards: which trajectories are compared, and how. Shape suffixes: `G`
+peers in a group, `N` trained tokens of a micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass as plain_dataclass
+from functools import partial
+from math import isfinite
+from operator import attrgetter
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Annotated, ClassVar, TypeAlias
 
 from pydantic import Field, NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from algorithms.advantage import Place
 from algorithms.corrections import Corrections, Policies, Tis, carries_ratio, corrected, problems_of
 from algorithms.fields import RULES, Fraction, Over
 from algorithms.kl import Estimator, kl_term
@@ -21,6 +26,71 @@ from rlsys.types import Group, OutcomeKind, TrajectoryMeta
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Place: TypeAlias = tuple[int, int]
+"""Index of an episode in its group, and of a trajectory in that episode."""
+
+
+@plain_dataclass(frozen=True, slots=True)
+class Peer:
+    """Trajectory with a finite reward, and its place in the group."""
+
+    place: Place
+    meta: TrajectoryMeta
+    reward: float
+
+
+def rewarded(group: Group) -> Iterator[Peer]:
+    """Yield the trajectories with a finite reward, of any policy, from episodes that did not fail.
+
+    An agent may take the advantage of a root that another policy samples.
+    """
+    for place, meta in group.everyone():
+        if meta.reward is not None and isfinite(meta.reward):
+            yield Peer(place, meta, meta.reward)
+
+
+def peers(group: Group) -> Iterator[list[Peer]]:
+    """Yield each set of trajectories to compare: roots with roots, other agents by name, from at least two episodes.
+
+    A trajectory without a peer in another episode has no baseline.
+    """
+    by_kind: defaultdict[str | None, list[Peer]] = defaultdict(list)
+    for peer in rewarded(group):
+        by_kind[peer.meta.agent if peer.place[1] else None].append(peer)
+    for peers_G in by_kind.values():
+        if len({peer.place[0] for peer in peers_G}) >= 2:
+            yield peers_G
+
+
+def compared(
+    group: Group,
+    statistic: Callable[[Sequence[float]], Sequence[float]],
+    reward: Callable[[Peer], float] = attrgetter("reward"),
+) -> dict[Place, float]:
+    """Compute the advantages of all peers by a statistic of their rewards, such as `left_out`."""
+    found: dict[Place, float] = {}
+    for peers_G in peers(group):
+        values_G = statistic([reward(peer) for peer in peers_G])
+        found |= {peer.place: value for peer, value in zip(peers_G, values_G, strict=True)}
+    return found
+
+
+def centred(rewards_G: Sequence[float], *, std_normalize: bool) -> list[float]:
+    """Subtract the mean; with `std_normalize`, divide by the unbiased standard deviation + 1e-6. Needs two or more.
+
+    It averages differences from the first reward, so that equal rewards give exactly 0.
+    """
+    from_first_G = [reward - rewards_G[0] for reward in rewards_G]
+    mean = fmean(from_first_G)
+    scale = stdev(rewards_G) + 1e-6 if std_normalize else 1.0
+    return [(reward - mean) / scale for reward in from_first_G]
+
+
+def left_out(rewards_G: Sequence[float]) -> list[float]:
+    """Subtract the mean of the others, n / (n - 1) (R - mean): RLOO (arXiv:2402.14740). Needs two rewards or more."""
+    scale = len(rewards_G) / (len(rewards_G) - 1)
+    return [scale * value for value in centred(rewards_G, std_normalize=False)]
 
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
@@ -121,6 +191,19 @@ class PolicyGradient(Algorithm):
         for place, _, shares in self.credits(group, advantages):
             yield TrajectoryAdvantage(*place, sum(advantages[source] * share for source, share in shares.items()))
 
+    def group_relative(self, group: Group, *, std_normalize: bool) -> Iterator[TrajectoryAdvantage]:
+        """Assign (R - mean) over peers; with `std_normalize`, (R - mean) / (std + 1e-6)."""
+        return self.credited(group, compared(group, partial(centred, std_normalize=std_normalize)))
+
+    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
+        """Corrections · (surrogate + kl_coef · KL) per token."""
+        policies = self.policies(logprobs_N, batch)
+        return corrected(self.correction, policies, self.surrogate(policies), self.kl(policies))
+
+    def surrogate(self, policies: Policies) -> LossOutput:
+        """Loss of each token, whose gradient is that of the objective; before the KL term and corrections."""
+        raise NotImplementedError(f"{type(self).__name__} gives no surrogate: implement `surrogate` or `loss`")
+
     def proximal_logprobs(self, logprobs_N: Tensor, batch: LossInputs) -> Tensor:
         """Logprobs under the target policy of the corrections, without gradient."""
         return batch.proximal_logprobs_N
@@ -136,6 +219,3 @@ class PolicyGradient(Algorithm):
         if self.kl_coef == 0:
             return None
         return kl_term(0.0 if self.kl_in_reward else self.kl_coef, self.kl_estimator, policies)
-
-    def corrected(self, policies: Policies, surrogate: LossOutput, kl: LossOutput | None) -> LossOutput:
-        return corrected(self.correction, policies, surrogate, kl)

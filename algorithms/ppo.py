@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from pydantic.dataclasses import dataclass
 
-from algorithms.advantage import rewarded
 from algorithms.fields import RULES, Fraction
 from algorithms.functional import gae
 from algorithms.kl import penalised_rewards
-from algorithms.policy_gradient import PolicyGradient
+from algorithms.policy_gradient import PolicyGradient, rewarded
 from algorithms.surrogate import ClippedSurrogate
 from rlsys.algorithm import LossInputs, LossOutput, Signal, TokenAdvantages, TrajectoryAdvantage
 from rlsys.types import Group, PolicyVersion
@@ -80,11 +79,6 @@ class PPO(ClippedSurrogate, PolicyGradient):
         rewards_N = penalised_rewards(inputs, self.kl_coef, self.kl_estimator)
         advantages_N = gae(rewards_N, values_N, inputs.lengths_S, self.gamma, self.gae_lambda)
         return TokenAdvantages(advantages_N, advantages_N + values_N)
-
-    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
-        policies = self.policies(logprobs_N, batch)
-        surrogate = self.clipped_surrogate(policies.ratio(), batch.advantages_N)
-        return self.corrected(policies, surrogate, self.kl(policies))
 
     def value_loss(self, values_N: Tensor, batch: LossInputs) -> LossOutput:
         """max((V - R)², (clip(V, V_old ± value_clip) - R)²) / 2 per token."""

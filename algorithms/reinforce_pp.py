@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from algorithms.advantage import centred, compared, rewarded
 from algorithms.fields import RULES
 from algorithms.kl import Estimator, rewards_to_go
-from algorithms.policy_gradient import PolicyGradient
+from algorithms.policy_gradient import PolicyGradient, rewarded
 from algorithms.surrogate import ClippedSurrogate
-from rlsys.algorithm import LossInputs, LossOutput, TokenAdvantages, TrajectoryAdvantage
+from rlsys.algorithm import LossInputs, TokenAdvantages, TrajectoryAdvantage
 from rlsys.types import Group
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
@@ -47,11 +42,6 @@ class ReinforcePP(ClippedSurrogate, PolicyGradient):
     def token_advantages(self, inputs: LossInputs) -> TokenAdvantages:
         return TokenAdvantages(rewards_to_go(inputs, self.kl_coef, self.kl_estimator))
 
-    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
-        policies = self.policies(logprobs_N, batch)
-        surrogate = self.clipped_surrogate(policies.ratio(), batch.advantages_N)
-        return self.corrected(policies, surrogate, self.kl(policies))
-
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
 class ReinforcePPBaseline(ClippedSurrogate, PolicyGradient):
@@ -65,9 +55,4 @@ class ReinforcePPBaseline(ClippedSurrogate, PolicyGradient):
         return True
 
     def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
-        return self.credited(group, compared(group, partial(centred, std_normalize=False)))
-
-    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
-        policies = self.policies(logprobs_N, batch)
-        surrogate = self.clipped_surrogate(policies.ratio(), batch.advantages_N)
-        return self.corrected(policies, surrogate, self.kl(policies))
+        return self.group_relative(group, std_normalize=False)

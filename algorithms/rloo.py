@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic.dataclasses import dataclass
 
-from algorithms.advantage import compared, left_out
 from algorithms.fields import RULES, Over
 from algorithms.kl import rewards_to_go
-from algorithms.policy_gradient import PolicyGradient
+from algorithms.policy_gradient import PolicyGradient, compared, left_out
 from algorithms.surrogate import ClippedSurrogate
-from rlsys.algorithm import LossInputs, LossOutput, TokenAdvantages, TrajectoryAdvantage
+from rlsys.algorithm import LossInputs, TokenAdvantages, TrajectoryAdvantage
 from rlsys.types import Group
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
@@ -41,8 +37,3 @@ class RLOO(ClippedSurrogate, PolicyGradient):
 
     def token_advantages(self, inputs: LossInputs) -> TokenAdvantages:
         return TokenAdvantages(rewards_to_go(inputs, self.kl_coef, self.kl_estimator))
-
-    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
-        policies = self.policies(logprobs_N, batch)
-        surrogate = self.clipped_surrogate(policies.ratio(), batch.advantages_N)
-        return self.corrected(policies, surrogate, self.kl(policies))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
-from algorithms.corrections import Corrections, carries_ratio
+from algorithms.corrections import Corrections, Policies, carries_ratio
 from algorithms.fields import RULES, ShareBelowOne
 from rlsys.algorithm import LossInputs, LossOutput
 
@@ -92,6 +92,9 @@ class ClippedSurrogate:
         alpha_N = batch.staleness_N / (batch.staleness_N + 1)
         behavior_N = batch.behavior_logprobs_N
         return behavior_N + alpha_N * (logprobs_N.detach() - behavior_N)
+
+    def surrogate(self, policies: Policies) -> LossOutput:
+        return self.clipped_surrogate(policies.ratio(), policies.batch.advantages_N)
 
     def clipped_surrogate(self, ratio_N: Tensor, advantages_N: Tensor) -> LossOutput:
         """-min(r A, clip(r) A), and with `dual_clip` c, -max(min(r A, clip(r) A), c A) where A < 0."""

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import tensor
 
 from algorithms.aipo import AIPO
 from algorithms.corrections import (
     Correction,
-    Drift,
     Geometric,
     IcePop,
     OffPolicyMask,
+    Policies,
     SequenceMis,
     SequenceTis,
     Tis,
@@ -31,13 +30,12 @@ RHO = [2.0, 2.0, 0.4, 8.0]
 """Two samples of two tokens: products 4 and 3.2, geometric means 2 and 1.789."""
 
 
-def drift(rho: list[float] = RHO, ratio: list[float] | None = None, lengths: tuple[int, ...] = (2, 2)) -> Drift:
-    return Drift(
-        log_rho_N=column(rho).log(),
-        log_ratio_N=column(ratio or rho).log(),
-        advantages_N=column([1.0, -1.0, 1.0, -1.0][: len(rho)]),
-        lengths_S=tensor(lengths),
-    )
+def policies(rho: list[float] = RHO, ratio: list[float] | None = None, lengths: tuple[int, ...] = (2, 2)) -> Policies:
+    """The sampler's logprobs are 0, so that those of the other policies are their log-ratios to it."""
+    advantages = [1.0, -1.0, 1.0, -1.0][: len(rho)]
+    batch = tokens([0.0] * len(rho), advantages, proximal=column(rho).log().tolist(), lengths=[*lengths])
+    proximal_N = column(rho).log()
+    return Policies(column(ratio or rho).log(), proximal_N, proximal_N, batch)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +50,7 @@ def drift(rho: list[float] = RHO, ratio: list[float] | None = None, lengths: tup
     ],
 )
 def test_factors_by_hand(correction: Correction, weights: list[float], is_touched: list[int]) -> None:
-    factor = correction.factor(drift())
+    factor = correction.factor(policies())
     assert factor.weights_N.tolist() == pytest.approx(weights)
     assert factor.is_touched_N.tolist() == [bool(touched) for touched in is_touched]
     assert undocumented([correction.metric]) == []
@@ -60,15 +58,15 @@ def test_factors_by_hand(correction: Correction, weights: list[float], is_touche
 
 def test_bounds_are_kept() -> None:
     rho = [0.49, 0.5, 1.0, 5.0]
-    assert IcePop().factor(drift(rho)).weights_N.tolist() == pytest.approx([0.0, 0.5, 1.0, 5.0])
+    assert IcePop().factor(policies(rho)).weights_N.tolist() == pytest.approx([0.0, 0.5, 1.0, 5.0])
 
 
 def test_the_off_policy_mask_takes_negative_tokens_of_samples_the_policy_moved_away_from() -> None:
     """Means of log(mu / p): log 2 in the first sample, -log 2 in the second."""
-    factor = OffPolicyMask(delta=0.5).factor(drift(ratio=[0.5, 0.5, 2.0, 2.0]))
+    factor = OffPolicyMask(delta=0.5).factor(policies(ratio=[0.5, 0.5, 2.0, 2.0]))
     assert factor.weights_N.tolist() == [True, False, True, True]
     assert factor.is_touched_N.tolist() == [False, True, False, False]
-    assert not OffPolicyMask(delta=0.7).factor(drift(ratio=[0.5, 0.5, 2.0, 2.0])).is_touched_N.any()
+    assert not OffPolicyMask(delta=0.7).factor(policies(ratio=[0.5, 0.5, 2.0, 2.0])).is_touched_N.any()
 
 
 def test_the_off_policy_mask_looks_at_the_current_policy_and_not_at_the_start_of_the_step() -> None:
@@ -91,9 +89,9 @@ def test_on_policy_every_correction_leaves_the_loss_alone(kind: type[Correction]
 
 def test_weights_have_no_gradient() -> None:
     logprobs_N = column([-1.0, -2.0]).requires_grad_()
-    seen = Drift.of(logprobs_N, logprobs_N, tokens([-1.1, -1.9], [1.0, 1.0]))
-    assert not seen.log_rho_N.requires_grad
-    assert not seen.log_ratio_N.requires_grad
+    seen = Policies(logprobs_N, logprobs_N, logprobs_N, tokens([-1.1, -1.9], [1.0, 1.0]))
+    assert not seen.log_rho().requires_grad
+    assert not seen.log_drift().requires_grad
 
 
 def test_parts_multiply_and_each_reports_its_share() -> None:
@@ -154,9 +152,9 @@ def test_a_fresh_token_is_clipped_against_the_sampler_if_interpolated() -> None:
 
 
 def test_a_long_sample_of_extreme_ratios_stays_finite() -> None:
-    factor = SequenceTis().factor(drift([math.exp(20)] * 4))
+    factor = SequenceTis().factor(policies([math.exp(20)] * 4))
     assert factor.weights_N.tolist() == [5.0] * 4
-    assert torch.isfinite(SequenceTis(cap=1e30).factor(drift([math.exp(20)] * 4)).weights_N).all()
+    assert torch.isfinite(SequenceTis(cap=1e30).factor(policies([math.exp(20)] * 4)).weights_N).all()
 
 
 # ----------------------------------------------------------------------------------------------------- configuration

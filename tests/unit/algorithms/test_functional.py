@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, tensor
 
-from algorithms.advantage import centred, left_out
 from algorithms.functional import discounted_sums, is_last, log_ratio, sample_means, sample_sums, sample_totals
+from algorithms.policy_gradient import centred, left_out
 from algorithms.surrogate import clipped, dual_floor
 
 
