@@ -8,8 +8,7 @@ from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
 from algorithms.fields import RULES
-from algorithms.policy_gradient import PolicyGradient
-from algorithms.surrogate import ClippedSurrogate
+from algorithms.policy_gradient import ClippedSurrogate, PolicyGradient
 from rlsys.algorithm import StepAdvantages, TrajectoryAdvantage
 from rlsys.types import Group
 

@@ -9,8 +9,7 @@ from pydantic import NonNegativeInt
 from pydantic.dataclasses import dataclass
 
 from algorithms.fields import RULES
-from algorithms.policy_gradient import Peer, PolicyGradient, centred, compared
-from algorithms.surrogate import ClippedSurrogate
+from algorithms.policy_gradient import ClippedSurrogate, Peer, PolicyGradient, centred, compared
 from rlsys.algorithm import TrajectoryAdvantage
 from rlsys.types import Group
 

@@ -11,8 +11,7 @@ from pydantic.dataclasses import dataclass
 from algorithms.corrections import Policies
 from algorithms.fields import RULES, AtMostOne, Over, ShareBelowOne
 from algorithms.gspo import sequence_ratio
-from algorithms.policy_gradient import Peer, Place, PolicyGradient, centred, peers
-from algorithms.surrogate import ClippedSurrogate
+from algorithms.policy_gradient import ClippedSurrogate, Peer, Place, PolicyGradient, centred, peers
 from rlsys.algorithm import LossOutput, StepAdvantages, TrajectoryAdvantage
 from rlsys.types import Group
 

@@ -11,8 +11,7 @@ from pydantic.dataclasses import dataclass
 from algorithms.corrections import Policies
 from algorithms.fields import RULES, Over, ShareBelowOne
 from algorithms.functional import sample_means
-from algorithms.policy_gradient import PolicyGradient
-from algorithms.surrogate import ClippedSurrogate
+from algorithms.policy_gradient import ClippedSurrogate, PolicyGradient
 from rlsys.algorithm import LossOutput, TrajectoryAdvantage
 from rlsys.types import Group
 

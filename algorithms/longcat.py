@@ -10,8 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from algorithms.corrections import Corrections, Tis
 from algorithms.fields import RULES, Over
-from algorithms.policy_gradient import PolicyGradient
-from algorithms.surrogate import ClippedSurrogate
+from algorithms.policy_gradient import ClippedSurrogate, PolicyGradient
 from rlsys.algorithm import TrajectoryAdvantage
 from rlsys.types import Group
 

@@ -11,8 +11,7 @@ from pydantic.dataclasses import dataclass
 from algorithms.fields import RULES, Fraction
 from algorithms.functional import gae
 from algorithms.kl import penalised_rewards
-from algorithms.policy_gradient import PolicyGradient, rewarded
-from algorithms.surrogate import ClippedSurrogate
+from algorithms.policy_gradient import ClippedSurrogate, PolicyGradient, rewarded
 from rlsys.algorithm import LossInputs, LossOutput, Signal, TokenAdvantages, TrajectoryAdvantage
 from rlsys.types import Group, PolicyVersion
 

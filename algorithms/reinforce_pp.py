@@ -10,8 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from algorithms.fields import RULES
 from algorithms.kl import Estimator, rewards_to_go
-from algorithms.policy_gradient import PolicyGradient, rewarded
-from algorithms.surrogate import ClippedSurrogate
+from algorithms.policy_gradient import ClippedSurrogate, PolicyGradient, rewarded
 from rlsys.algorithm import LossInputs, TokenAdvantages, TrajectoryAdvantage
 from rlsys.types import Group
 

@@ -9,8 +9,7 @@ from pydantic.dataclasses import dataclass
 
 from algorithms.fields import RULES, Over
 from algorithms.kl import rewards_to_go
-from algorithms.policy_gradient import PolicyGradient, compared, left_out
-from algorithms.surrogate import ClippedSurrogate
+from algorithms.policy_gradient import ClippedSurrogate, PolicyGradient, compared, left_out
 from rlsys.algorithm import LossInputs, TokenAdvantages, TrajectoryAdvantage
 from rlsys.types import Group
 

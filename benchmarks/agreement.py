@@ -30,7 +30,7 @@ from workers.engines.engine import EngineName, EngineSpec, Request
 from workers.engines.engine_choice import start_engine
 from workers.text.tokenizer import TextTokenizer
 from workers.train.fsdp import FsdpBackend
-from workers.train.optimizer_settings import OptimizerSettings
+from workers.train.optimizer import OptimizerSettings
 from workers.train.rank_group import RankGroup
 
 FOLDER = Path(".cache/smollm")

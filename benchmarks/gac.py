@@ -33,7 +33,7 @@ from rlsys.batch.tensors import StepData
 from rlsys.stabilizer import GradientDecision, Stabilizer, Updates
 from rlsys.types import Episode, Trajectory, Turn, VersionSpan
 from workers.train.fsdp import FsdpBackend
-from workers.train.optimizer_settings import OptimizerSettings
+from workers.train.optimizer import OptimizerSettings
 from workers.train.rank_group import RankGroup
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from rlsys.config import Config
 from tests.models import random_group, save_model, tiny_qwen3
 from tests.training import group_of
 from workers.train.fsdp import FsdpBackend
-from workers.train.optimizer_settings import OptimizerSettings
+from workers.train.optimizer import OptimizerSettings
 from workers.train.rank_group import RankGroup
 
 NEEDED = ["run.steps=1", "model.path=m", "data.path=d"]

@@ -21,7 +21,7 @@ from workers.rollout.group_route import PolicyText
 from workers.rollout.partial_stream import PartialStream
 from workers.rollout.rollout_worker import RolloutWorker
 from workers.text.tokenizer import TextTokenizer
-from workers.transport.hashing import content_hash
+from workers.transport.buckets import content_hash
 
 T = TypeVar("T")
 DIGIT = 5

@@ -24,7 +24,7 @@ from rlsys.batch.samples import Sample, meta_of
 from rlsys.batch.tensors import StepData
 from rlsys.types import Episode, Group, Trajectory
 from tests.models import episode_of, random_prompt, random_sample
-from workers.train.optimizer_settings import OptimizerSettings
+from workers.train.optimizer import OptimizerSettings
 from workers.train.rank_group import RankGroup
 
 T = TypeVar("T")

@@ -23,9 +23,8 @@ from workers.rollout.partial_responses import Partials
 from workers.rollout.replica_spec import GeneratorSpec, RolloutSpec
 from workers.rollout.rollout_pool import ANSWER_S, PinnedRolloutPool, RolloutPool
 from workers.rollout.rollout_worker import RolloutWorker
-from workers.train.actor_rank import ActorRank, ActorSpec
-from workers.train.critic_rank import CriticRank, CriticSpec
-from workers.train.optimizer_settings import critic_optimizer_settings, optimizer_settings
+from workers.train.optimizer import critic_optimizer_settings, optimizer_settings
+from workers.train.ranks import ActorRank, ActorSpec, CriticRank, CriticSpec
 from workers.train.reference_worker import ReferenceWorker
 from workers.train.train_handles import ActorHandle, CriticHandle, ReferenceHandle
 from workers.transport.object_store import ObjectStorePublisher

@@ -32,7 +32,7 @@ from workers.engines.engine import Request
 from workers.engines.local import LocalEngine
 from workers.train.fsdp import FsdpBackend
 from workers.train.model_loading import load_model, load_tokenizer
-from workers.train.optimizer_settings import OptimizerSettings
+from workers.train.optimizer import OptimizerSettings
 from workers.train.rank_group import RankGroup
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from tests.contract.engines import (
     turns,
 )
 from workers.engines.engine import Completion, Engine
-from workers.transport.hashing import content_hash
+from workers.transport.buckets import content_hash
 
 KITS = [
     pytest.param(Kit(lambda: scripted(resident_versions=2), tied=None), id="scripted"),

@@ -15,7 +15,7 @@ from rlsys.types import PolicyVersion, Sampling
 from tests.contract.engines import NUM_VOCAB, head, llama, qwen
 from workers.engines.decoder import Decoder
 from workers.engines.engine import Completion, Request
-from workers.engines.resident_weights import Residents
+from workers.engines.local import Residents
 from workers.engines.stepping import EngineJob
 
 PROMPTS = [

@@ -22,7 +22,7 @@ from tests.contract.engines import (
     vllm,
 )
 from workers.engines.engine import Engine
-from workers.transport.hashing import content_hash
+from workers.transport.buckets import content_hash
 
 
 @VLLM

@@ -25,7 +25,7 @@ from tests.contract.engines import (
     with_a_model,
 )
 from workers.engines.engine import Completion, Engine
-from workers.transport.hashing import content_hash
+from workers.transport.buckets import content_hash
 
 
 def test_tokens_after_a_weight_change_carry_the_new_version(kit: Kit) -> None:

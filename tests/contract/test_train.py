@@ -29,7 +29,7 @@ from tests.training import (
 )
 from workers.train.fsdp import FsdpBackend
 from workers.train.model_loading import load_model
-from workers.train.optimizer_settings import OptimizerSettings, learning_rate
+from workers.train.optimizer import OptimizerSettings, learning_rate
 from workers.train.rank_group import RankGroup
 from workers.train.rank_metrics import BIN_WIDTH
 from workers.transport.buckets import Snapshot, specs_of

@@ -15,8 +15,7 @@ from rlsys.errors import CheckpointError, TrainingError
 from rlsys.stabilizer import GradientDecision, Updates
 from tests.training import PLAIN, SETTINGS, TwoRanks, data_of, differing, everything_in, planned
 from workers.train.fsdp import FsdpBackend
-from workers.train.optimizer import CPU_PIECE, AdamUpdates, adamw
-from workers.train.optimizer_settings import OptimizerSettings
+from workers.train.optimizer import CPU_PIECE, AdamUpdates, OptimizerSettings, adamw
 from workers.train.rank_group import RankGroup
 from workers.train.sharded import Sharded
 

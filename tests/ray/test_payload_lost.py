@@ -25,7 +25,7 @@ from workers.ray.pool import PoolSpec
 from workers.ray.remote_proxy import Remote, start
 from workers.reward.reward_pool import RewardPool
 from workers.reward.reward_worker import RewardWorker
-from workers.train.actor_rank import ActorRank
+from workers.train.ranks import ActorRank
 from workers.train.reference_worker import ReferenceWorker
 from workers.train.token_columns import TokenColumns
 from workers.train.train_handles import ActorHandle, ReferenceHandle

@@ -22,8 +22,7 @@ from rlsys.weight_sync.sync import Manifest
 from workers.ray.cluster import NO_MATHS, node_ids
 from workers.ray.remote_proxy import Remote, start
 from workers.relay.relay_pool import RayRelays
-from workers.transport.buckets import specs_of
-from workers.transport.hashing import content_hash
+from workers.transport.buckets import content_hash, specs_of
 from workers.transport.object_store import ObjectStorePublisher, ObjectStorePuller
 
 TRANSFER_S = 20.0

@@ -32,7 +32,7 @@ from workers.rollout.replica_spec import GeneratorSpec, RolloutSpec
 from workers.rollout.rollout_pool import RolloutPool
 from workers.rollout.rollout_worker import RolloutWorker
 from workers.start import start_actor, start_rewards, start_rollouts
-from workers.transport.hashing import content_hash
+from workers.transport.buckets import content_hash
 from workers.worker_set import PolicyWorkers, WorkerSet
 
 Lie = Literal["one flipped bit", "bytes of the version before", "the version before"]

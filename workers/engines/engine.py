@@ -5,15 +5,17 @@ One contract suite (`tests/contract/test_engine*.py`) runs against every engine.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
+from rlsys.errors import WeightsMismatch
 from rlsys.types import EngineStats, PolicyVersion, Sampling, VersionSpan
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedModel
 
 EngineName: TypeAlias = Literal["local", "vllm"]
 
@@ -44,6 +46,11 @@ class Request:
     def begun_ids(self) -> tuple[int, ...]:
         """Tokens sampled before this request."""
         return self.begun.output_ids if self.begun else ()
+
+    def version_among(self, loaded: Collection[PolicyVersion], newest: PolicyVersion) -> PolicyVersion:
+        """Version of its next token: that of the last token sampled before, if it is loaded, else the newest."""
+        came_to = self.begun.versions[-1].version if self.begun and self.num_begun else newest
+        return came_to if came_to in loaded else newest
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,3 +204,37 @@ class Engine(Protocol):
     async def close(self) -> None:
         """End every request with `WorkerDied` and free the engine; idempotent."""
         ...
+
+
+@dataclass(frozen=True)
+class ModelShapes:
+    """Shapes of a model's tensors by name, as a trainer publishes them."""
+
+    known: Mapping[str, tuple[int, ...]]
+    """Every name with its shape, including tied tensors."""
+    required: frozenset[str]
+    """Names that every set of weights must contain."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> ModelShapes:
+        """Shapes of a Hugging Face model, which may be on the meta device."""
+        every = model.named_parameters(remove_duplicate=False)
+        return cls({n: tuple(p.shape) for n, p in every}, frozenset(n for n, _ in model.named_parameters()))
+
+
+def check_weights(worker: str, weights: Mapping[str, Tensor], shapes: ModelShapes) -> None:
+    """Raise `WeightsMismatch` naming every tensor that is missing, unknown or misshapen."""
+    known = shapes.known
+    problems = [f"missing {name}" for name in sorted(shapes.required - weights.keys())]
+    problems += [f"unknown {name}" for name in sorted(weights.keys() - known.keys())]
+    problems += [
+        f"{name} has shape {tuple(weights[name].shape)}, the engine's has {known[name]}"
+        for name in sorted(weights.keys() & known.keys())
+        if tuple(weights[name].shape) != known[name]
+    ]
+    if problems:
+        raise WeightsMismatch(
+            worker,
+            "loading weights",
+            f"{'; '.join(problems)}. Nothing was changed; publish the model that the engine was built from",
+        )

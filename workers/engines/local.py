@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from asyncio import Future, get_running_loop, to_thread
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
 
 from rlsys.errors import WorkerError
 from rlsys.types import EngineStats, PolicyVersion, VersionSpan
 from workers.engines.decoder import Decoder
-from workers.engines.engine import Completion
-from workers.engines.request_limits import RequestLimits
-from workers.engines.resident_weights import LaidOut, Residents
-from workers.engines.stepping import EngineJob, SteppingEngine
-from workers.engines.weight_check import ModelShapes, check_weights
+from workers.engines.engine import Completion, ModelShapes, check_weights
+from workers.engines.stepping import EngineJob, RequestLimits, SteppingEngine
+from workers.transport.buckets import content_hash
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel
 
 PREFILL_TOKENS = 4096
@@ -103,7 +104,8 @@ class LocalEngine(SteppingEngine):
             num_before = len(self._decoder.jobs)
             self._residents.use(arrivals[0].version)
             self._decoder.admit(arrivals)
-            self._stream(slot for slot in range(num_before, len(self._decoder.jobs)) if self._is_fresh(slot))
+            jobs = enumerate(self._decoder.jobs)
+            self._stream(slot for slot, job in jobs if slot >= num_before and not job.request.num_begun)
             self._release(self._decoder.ended())
         for run in self._decoder.runs():
             self._residents.use(self._decoder.jobs[run.start].version)
@@ -118,7 +120,8 @@ class LocalEngine(SteppingEngine):
         longest = 0
         while self._waiting and len(self._decoder.jobs) + len(jobs) < self._num_slots:
             job = self._waiting[0]
-            version, prompt = self._version_for(job), job.request.prompt_ids
+            version = job.request.version_among(self.versions, self._version)
+            prompt = job.request.prompt_ids
             prompts.add(prompt)
             longest = max(longest, len(prompt))
             if jobs and (len(prompts) * longest > PREFILL_TOKENS or version != jobs[0].version):
@@ -126,16 +129,6 @@ class LocalEngine(SteppingEngine):
             job.marks.append((0, version))
             jobs.append(self._waiting.popleft())
         return jobs
-
-    def _version_for(self, job: EngineJob) -> PolicyVersion:
-        """The version of a continued job's last token, if it is loaded; else the newest."""
-        if job.request.num_begun and job.request.begun is not None:
-            came_to = job.request.begun.versions[-1].version
-            return came_to if came_to in self.versions else self._version
-        return self._version
-
-    def _is_fresh(self, slot: int) -> bool:
-        return not self._decoder.jobs[slot].request.num_begun
 
     def _stream(self, slots: Iterable[int]) -> None:
         """Send the newest token of the streamed jobs in `slots`."""
@@ -197,3 +190,92 @@ class LocalEngine(SteppingEngine):
         self._residents.evict_all_but({job.version for job in self._decoder.jobs})
         while self._seeking_room and self._has_room():
             self._answer(self._seeking_room.pop(), None)
+
+
+@dataclass(frozen=True, slots=True)
+class LaidOut:
+    """A complete set of weights in the model's layout, with the hash of the given tensors."""
+
+    tensors: Mapping[str, Tensor]
+    hash: str
+
+
+class Residents:
+    """Weights by version; the model computes with the version last passed to `use`.
+
+    With several sets, their tensors are never written again. So a set may share equal tensors with the set before it,
+    and requests of its version may run for any time.
+    """
+
+    def __init__(self, model: PreTrainedModel, version: PolicyVersion) -> None:
+        """Register the model's current weights as `version`."""
+        self._parameters = dict(model.named_parameters())
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        every = model.named_parameters(remove_duplicate=False)
+        self._name_of = {alias: names[id(parameter)] for alias, parameter in every}  # tied tensors have several
+        own = {name: p.data for name, p in self._parameters.items()}
+        self._sets: dict[PolicyVersion, Mapping[str, Tensor]] = {version: own}  # replaced, not mutated: threads read it
+        self._newest = self._used = version
+
+    @property
+    def versions(self) -> tuple[PolicyVersion, ...]:
+        """The loaded versions, in order of loading."""
+        return tuple(self._sets)
+
+    def num_bytes(self) -> int:
+        tensors = {tensor.data_ptr(): tensor for tensors in self._sets.values() for tensor in tensors.values()}
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+    @torch.no_grad()
+    def overwrite(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> str:
+        """Copy weights over the only set and assign it `version`. Returns the hash of the set's content."""
+        tensors = self._sets[self._newest]
+        for name, tensor in weights.items():
+            tensors[self._name_of[name]].copy_(tensor)
+        self._sets = {version: tensors}
+        self._newest = self._used = version
+        return content_hash({name: tensors[self._name_of[name]] for name in weights})
+
+    @torch.no_grad()
+    def lay_out(self, weights: Mapping[str, Tensor]) -> LaidOut:
+        """Lay out weights as a new set, which shares equal tensors with the newest set. Thread-safe."""
+        newest = self._sets[self._newest]
+        tensors = {
+            self._name_of[name]: _shared_or_copied(tensor, newest[self._name_of[name]])
+            for name, tensor in weights.items()
+        }
+        return LaidOut(tensors, content_hash({name: tensors[self._name_of[name]] for name in weights}))
+
+    def add(self, version: PolicyVersion, tensors: Mapping[str, Tensor]) -> None:
+        """Add a set from `lay_out` as the newest."""
+        others = {held: tensors for held, tensors in self._sets.items() if held != version}
+        self._sets = {**others, version: tensors}
+        self._newest = version
+        if version == self._used:
+            self._point_at(version)
+
+    def use(self, version: PolicyVersion) -> None:
+        """Make the model compute with the weights of `version`."""
+        if version != self._used:
+            self._point_at(version)
+
+    def evict_all_but(self, versions: Collection[PolicyVersion]) -> None:
+        """Evict every set except the newest and those of `versions`."""
+        kept = {self._newest, *versions}
+        if self._used not in kept:
+            self._point_at(self._newest)
+        self._sets = {version: tensors for version, tensors in self._sets.items() if version in kept}
+
+    def _point_at(self, version: PolicyVersion) -> None:
+        tensors = self._sets[version]
+        for name, parameter in self._parameters.items():
+            parameter.data = tensors[name]
+        self._used = version
+
+
+def _shared_or_copied(given: Tensor, own: Tensor) -> Tensor:
+    """Cast `given` to the device and dtype of `own`. Returns `own` if the bytes are equal, else a copy."""
+    cast = given.detach().to(own.device, own.dtype)
+    if torch.equal(cast.reshape(-1).view(torch.uint8), own.reshape(-1).view(torch.uint8)):
+        return own
+    return cast.clone(memory_format=torch.contiguous_format) if cast.data_ptr() == given.data_ptr() else cast

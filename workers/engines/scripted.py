@@ -6,7 +6,7 @@ For tests of workflows and workers: it fulfils the whole contract of `Engine` (v
 from __future__ import annotations
 
 import sys
-from asyncio import Event, Future, Queue, TimerHandle, get_running_loop
+from asyncio import Event, Queue, TimerHandle, get_running_loop
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -14,31 +14,24 @@ from typing import TYPE_CHECKING, Literal
 
 from rlsys.errors import WorkerDied, WorkerError
 from rlsys.types import EngineStats, PolicyVersion, VersionSpan
-from workers.engines.engine import Completion, Request, spans_of
-from workers.engines.request_limits import RequestLimits
-from workers.engines.token_stream import as_sampled
-from workers.engines.weight_check import ModelShapes, check_weights
-from workers.transport.hashing import content_hash
+from workers.engines.engine import Completion, ModelShapes, Request, check_weights
+from workers.engines.stepping import EngineJob, RequestLimits, as_sampled
+from workers.transport.buckets import content_hash
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
-    request: Request
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Job(EngineJob):
     script: Iterator[int]
-    future: Future[Completion]
-    stream: Queue[Completion | None] | None = None
-    version: PolicyVersion | None = None
-    """Version of its next token; None before the first."""
     output_ids: list[int] = field(default_factory=list)
     """Sampled here."""
-    versions: list[PolicyVersion] = field(default_factory=list)
 
     def so_far(self, finish: Literal["stop", "length", "abort"] | None) -> Completion:
-        here = Completion(tuple(self.output_ids), (0.0,) * len(self.output_ids), spans_of(self.versions), finish)
-        return self.request.begun.then(here) if self.request.begun else here
+        if not self.marks:
+            return self.withdrawn(keep_cache=False)
+        return self.completion(self.output_ids, [0.0] * len(self.output_ids), finish)
 
 
 class ScriptedEngine:
@@ -73,7 +66,7 @@ class ScriptedEngine:
 
     @property
     def versions(self) -> tuple[PolicyVersion, ...]:
-        return tuple(sorted({self.version, *(job.version for job in self._jobs if job.version is not None)}))
+        return tuple(sorted({self.version, *(job.version for job in self._jobs if job.marks)}))
 
     async def generate(self, request: Request) -> Completion:
         job = self._enter(request)
@@ -96,7 +89,7 @@ class ScriptedEngine:
         self._limits.check(self._name, request)
         reply = self._reply(request)
         script = islice(map(ord, reply) if isinstance(reply, str) else reply, request.num_begun, None)
-        job = _Job(request, script, get_running_loop().create_future(), stream)
+        job = _Job(request, get_running_loop().create_future(), stream=stream, script=script)
         self._jobs.append(job)
         self._schedule()
         return job
@@ -133,7 +126,8 @@ class ScriptedEngine:
         self._check(weights)
         if self._resident_versions == 1:
             for job in self._jobs:
-                job.version = None if job.version is None else version
+                if job.marks and job.version != version:
+                    job.marks.append((len(job.output_ids), version))
         elif version not in self.versions and not self._has_room():
             held = ", ".join(map(str, self.versions))
             detail = f"requests run on each of the versions held: {held}; wait in `stage`, or raise resident_versions"
@@ -158,7 +152,7 @@ class ScriptedEngine:
         self._schedule()
 
     def stats(self) -> EngineStats:
-        num_running = sum(job.version is not None for job in self._jobs)
+        num_running = sum(bool(job.marks) for job in self._jobs)
         return EngineStats(
             num_running=num_running,
             num_waiting=len(self._jobs) - num_running,
@@ -179,24 +173,19 @@ class ScriptedEngine:
         """Sample the next token of every running job."""
         self._timer = None
         for job in self._jobs[: self._num_slots]:
-            if job.version is None:
-                job.version = self._version_for(job.request)
+            if not job.marks:
+                job.marks.append((0, job.request.version_among(self.versions, self.version)))
             token = next(job.script, None)
             if token is None:
                 self._finish(job, "stop")
                 continue
             job.output_ids.append(token)
-            job.versions.append(job.version)
             self._num_tokens += 1
             if job.stream is not None:
                 job.stream.put_nowait(Completion((token,), (0.0,), (VersionSpan(job.version, 1),), None))
             if job.request.num_begun + len(job.output_ids) == job.request.sampling.max_new_tokens:
                 self._finish(job, "length")
         self._schedule()
-
-    def _version_for(self, request: Request) -> PolicyVersion:
-        came_to = request.begun.versions[-1].version if request.begun and request.num_begun else self.version
-        return came_to if came_to in self.versions else self.version
 
     def _schedule(self) -> None:
         if self._jobs and self._timer is None and not self._is_paused:

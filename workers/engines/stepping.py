@@ -18,12 +18,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, TypeVar
 
-from rlsys.errors import DeadlineExceeded, RlsysError, WorkerDied, WorkerError
+from rlsys.errors import DeadlineExceeded, RlsysError, TaskTooLong, WorkerDied, WorkerError
 from rlsys.types import EngineStats, PolicyVersion, VersionSpan
 from rlsys.util import deadlines
 from workers.engines.engine import Completion, Request
-from workers.engines.request_limits import RequestLimits
-from workers.engines.token_stream import as_sampled
 
 T = TypeVar("T")
 LOOKS = 4
@@ -350,3 +348,80 @@ def _settle(future: Future, outcome: object) -> None:
         future.set_exception(outcome)
     else:
         future.set_result(outcome)
+
+
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
+"""Besides 0 (greedy). Above, samples are noise and vLLM refuses; below, vLLM would silently use its minimum."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Limits that every request must meet."""
+
+    max_context: int
+    """Maximum tokens of prompt and completion together."""
+    num_vocab: int
+    stop_token_ids: frozenset[int] = frozenset()
+
+    def check(self, worker: str, request: Request) -> None:
+        """Raise `TaskTooLong` if the request exceeds the context, `ValueError` if it is invalid."""
+        num_prompt, num_new = len(request.prompt_ids), request.sampling.max_new_tokens
+        if num_prompt + num_new > self.max_context:
+            raise TaskTooLong(
+                worker,
+                f"taking request {request.id}",
+                f"{num_prompt} prompt tokens + {num_new} new tokens exceed the context of {self.max_context}: "
+                "shorten the prompt, lower max_new_tokens or raise the engine's max_context",
+            )
+        temperature, top_p = request.sampling.temperature, request.sampling.top_p
+        if not ((temperature == 0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE) and 0 < top_p <= 1):
+            raise ValueError(
+                f"request {request.id}: temperature must be 0 or in [{MIN_TEMPERATURE:g}, {MAX_TEMPERATURE:g}], and "
+                f"top_p in (0, 1]; got {temperature:g} and {top_p:g}"
+            )
+        if not (num_prompt and num_new > 0 and self._are_known(request.prompt_ids)):
+            raise ValueError(
+                f"request {request.id} needs at least one prompt id, all in [0, {self.num_vocab}), and max_new_tokens "
+                f">= 1; got {num_prompt} ids, max_new_tokens {num_new}: is the tokenizer the model's?"
+            )
+        self._check_begun(request)
+
+    def _check_begun(self, request: Request) -> None:
+        """Raise `ValueError` unless the `begun` tokens of a request are complete and can be continued."""
+        begun = request.begun
+        if begun is None or not request.num_begun:
+            return
+        num_ids, num_logprobs = request.num_begun, len(begun.logprobs)
+        num_marked = sum(span.num_tokens for span in begun.versions)
+        if not (num_ids == num_logprobs == num_marked and self._are_known(begun.output_ids)):
+            raise ValueError(
+                f"request {request.id} has begun with {num_ids} ids, {num_logprobs} logprobs and versions of "
+                f"{num_marked} tokens: these must be equally many, and the ids in [0, {self.num_vocab}); hand over the "
+                "completion as an engine returned it"
+            )
+        if begun.finish == "stop" or begun.output_ids[-1] in self.stop_token_ids:
+            raise ValueError(f"request {request.id} has begun with a completion that ended with a stop token")
+        if num_ids >= request.sampling.max_new_tokens:
+            raise ValueError(
+                f"request {request.id} has begun with {num_ids} tokens, and max_new_tokens, which counts them, is "
+                f"{request.sampling.max_new_tokens}: it has ended, or raise max_new_tokens"
+            )
+
+    def _are_known(self, ids: tuple[int, ...]) -> bool:
+        return min(ids) >= 0 and max(ids) < self.num_vocab
+
+
+async def as_sampled(
+    done: Future[Completion], pieces: Queue[Completion | None], num_begun: int
+) -> AsyncGenerator[Completion]:
+    """Yield the pieces of the queue, then the rest of the completion that no piece contained. The first `num_begun`
+    tokens are left out.
+
+    Waits for a piece or the end; unblocked by the engine's steps. Raises the error of `done`.
+    """
+    done.add_done_callback(lambda _: pieces.put_nowait(None))
+    num_sent = num_begun
+    while (piece := await pieces.get()) is not None:
+        num_sent += len(piece.output_ids)
+        yield piece
+    yield done.result().since(num_sent)

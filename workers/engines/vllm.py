@@ -22,12 +22,10 @@ import torch
 from rlsys.errors import ConfigError, ModelError, RlsysError, WorkerDied
 from rlsys.types import EngineStats, PolicyVersion, VersionSpan
 from rlsys.util.seeds import continuation_seed
-from workers.engines.engine import Completion
-from workers.engines.request_limits import RequestLimits
-from workers.engines.stepping import EngineJob, SteppingEngine
-from workers.engines.weight_check import ModelShapes, check_weights
+from workers.engines.engine import Completion, ModelShapes, check_weights
+from workers.engines.stepping import EngineJob, RequestLimits, SteppingEngine
 from workers.train.model_loading import outline
-from workers.transport.hashing import content_hash
+from workers.transport.buckets import content_hash
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from rlsys.errors import ModelError
 from rlsys.types import Message, Prompt
-from workers.text.chat_template import rendered
+from workers.text.tokenizer import rendered
 from workers.train.model_loading import load_tokenizer, on_device, pretrained
 
 if TYPE_CHECKING:

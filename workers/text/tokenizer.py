@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rlsys.errors import ModelError
+from jinja2 import TemplateError
+
+from rlsys.agents.tool_calls import OPEN, described, written_out
+from rlsys.errors import DataError, ModelError
 from rlsys.types import Json, Message, Prompt
-from workers.text.chat_template import BREAK, ChatTemplate
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _CACHED_PROMPTS = 64
 """The episodes of a group share their prompt, and encode it at the same time."""
@@ -98,3 +101,129 @@ class TextTokenizer:
         """Token ids of a text. An unpaired surrogate, which no tokenizer accepts, is read as `?`."""
         pieces = text.encode(errors="replace").decode().split(BREAK)
         return tuple(token for piece in pieces for token in self._backend.encode(piece, add_special_tokens=False).ids)
+
+
+BREAK = "\ufdd0"
+"""Separator: the texts on both sides are tokenized apart. A Unicode noncharacter, which no real text contains."""
+_MARK = "Zq7"
+"""A text that no template writes by itself."""
+_TOOL: Mapping[str, Json] = {
+    "type": "function",
+    "function": {"name": _MARK, "description": _MARK, "parameters": {"type": "object", "properties": {}}},
+}
+_USER, _ASSISTANT = Message(role="user", content="?"), Message(role="assistant", content="!")
+
+
+class ChatTemplate:
+    """Chat template of one tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        special.sort(key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+
+    def literal(self, text: str) -> str:
+        """Break up special tokens with `BREAK`, so that they are tokenized as ordinary text."""
+        return self._special.sub(lambda found: BREAK.join(found[0]), text)
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]] = ()) -> str:
+        """Render the conversation and open the assistant's turn. The result must be tokenized apart at every `BREAK`.
+
+        Raises `DataError` if there is no template or if it refuses the conversation.
+        """
+        fitted: Sequence[Message] = [self._literal(written_out(message)) for message in messages]
+        tools = [json.loads(self.literal(json.dumps(dict(tool), ensure_ascii=False))) for tool in tools]
+        if any(message["role"] == "tool" for message in messages) and not self._takes_results:
+            fitted = list(_results_by_user(fitted))
+        if tools and not self._offers_tools:
+            fitted, tools = self._with_offer(fitted, described(tools)), ()
+        return self._rendered(fitted, tools)
+
+    def _with_offer(self, messages: Sequence[Message], offer: str) -> list[Message]:
+        """Add the description of the tools to the system message, or to the first message if there can be none."""
+        first, rest = messages[0], messages[1:]
+        if first["role"] == "system":
+            return [Message(role="system", content=f"{first['content']}\n\n{offer}"), *rest]
+        if self._shows(Message(role="system", content=_MARK), _USER):
+            return [Message(role="system", content=offer), *messages]
+        return [Message(role=first["role"], content=f"{offer}\n\n{first['content']}"), *rest]
+
+    def _literal(self, message: Message) -> Message:
+        message = message.copy()
+        message["content"] = self.literal(message["content"])
+        return message
+
+    @cached_property
+    def _offers_tools(self) -> bool:
+        try:
+            text = self._rendered([_USER], [_TOOL])
+        except DataError:
+            return False
+        return _MARK in text and OPEN in text and '"arguments"' in text
+
+    @cached_property
+    def _takes_results(self) -> bool:
+        result = Message(role="tool", content=_MARK, tool_call_id="call_0_0_0", name="tool")
+        return self._shows(_USER, _ASSISTANT, result)
+
+    def _shows(self, *messages: Message) -> bool:
+        try:
+            return _MARK in self._rendered(messages)
+        except DataError:
+            return False
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]] = ()) -> str:
+        whose = f"the model {self._tokenizer.name_or_path!r}"
+        return rendered(self._tokenizer, messages, whose=whose, opens_turn=True, tools=tools)
+
+
+def rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    whose: str,
+    opens_turn: bool,
+    tools: Sequence[Mapping[str, Json]] = (),
+) -> str:
+    """Render messages in a tokenizer's chat template; with `opens_turn`, also the start of the assistant's reply.
+
+    Raises `DataError`, which names the model as `whose`, if there is no template or if it refuses the conversation.
+    """
+    if not tokenizer.chat_template:
+        raise DataError(
+            f"the prompt is a list of messages, but {whose} has no chat template: give plain text prompts, "
+            "or a model that has one"
+        )
+    conversation: list[Any] = [dict(message) for message in messages]
+    offered: list[Any] = [dict(tool) for tool in tools]
+    try:
+        text = tokenizer.apply_chat_template(
+            conversation, tools=offered or None, tokenize=False, add_generation_prompt=opens_turn
+        )
+    except TemplateError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise DataError(
+            f"the chat template of {whose} refuses a conversation of {roles}: {error}; "
+            "give the tasks' prompts the roles that it takes, in its order, or change the template"
+        ) from error
+    return str(text)
+
+
+def _results_by_user(messages: Sequence[Message]) -> Iterator[Message]:
+    """Turn tool results into user messages, merged with adjacent results and the user message that follows. Templates
+    with only two roles require them to alternate."""
+    results: list[str] = []
+    for message in messages:
+        if message["role"] == "tool":
+            results.append(f"<tool_response>\n{message['content']}\n</tool_response>")
+        elif results and message["role"] == "user":
+            yield Message(role="user", content="\n".join([*results, message["content"]]))
+            results = []
+        else:
+            if results:
+                yield Message(role="user", content="\n".join(results))
+            yield message
+            results = []
+    if results:
+        yield Message(role="user", content="\n".join(results))

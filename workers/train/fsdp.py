@@ -11,6 +11,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import DynamicCache, PreTrainedModel
 
 from rlsys.algorithm import Algorithm
 from rlsys.batch.packing import RankPlan
@@ -21,17 +22,16 @@ from rlsys.types import VersionSpan
 from rlsys.weight_sync.sync import Probe, TensorSpec
 from workers.train.logprobs import Scorer
 from workers.train.model_loading import CPU, load_model, load_tokenizer
-from workers.train.optimizer_settings import OptimizerSettings
-from workers.train.probe import probe_tokens
+from workers.train.optimizer import OptimizerSettings
 from workers.train.rank_group import RankGroup
 from workers.train.rank_metrics import Mismatch, StepMetrics
-from workers.train.sharded import Sharded, Updated, mean_of
+from workers.train.sharded import Sharded
 from workers.train.step_data import Part, RankStep
 from workers.train.token_columns import Kept, TokenColumns
 
 
-class FsdpBackend:
-    """Implements `TrainBackend`. One rank runs the same code without sharding."""
+class FsdpBackend(Sharded):
+    """One rank of the policy. A single rank runs the same code without sharding."""
 
     def __init__(
         self,
@@ -47,16 +47,11 @@ class FsdpBackend:
 
         `probe_length` is the number of tokens of a probe, 0 for none.
         """
-        self._model_path, self._ranks, self._device = model_path, ranks, device
-        self._model = load_model(model_path, torch.float32, device)
+        self._model_path, self._model = model_path, load_model(model_path, torch.float32, device)
         self._probe_ids = probe_tokens(self._model, probe_length) if probe_length else ()
         self._scorer = Scorer(self._model)
-        self._sharded = Sharded(self._model, self._scorer, settings, ranks, dtype)
+        super().__init__(self._model, self._scorer, settings, ranks, dtype)
         self._kept = Kept()
-
-    @property
-    def step(self) -> int:
-        return self._sharded.step
 
     def train_step(
         self,
@@ -67,45 +62,49 @@ class FsdpBackend:
         temperature: float,
         stabilizer: Stabilizer | None = None,
     ) -> dict[str, float]:
+        """Train one step on this rank's share of the batch, update by update. Returns metrics, equal on all ranks.
+
+        `temperature` is that of sampling: the trained distribution is the sampled one. If the algorithm does not train
+        the policy in this step, the step only counts. Raises `TrainingError` on all ranks if the loss or the gradient's
+        norm is not finite; that update is then not applied.
+        """
         self._kept = Kept()
         if not algorithm.trains_policy(self.step):
-            self._sharded.end_step()
+            self.end_step()
             return {}
 
         def logprobs(batch: MicroBatch) -> Tensor:
             with torch.no_grad():
                 return self._scorer(batch, temperature)[0]
 
+        def accumulate(part: Part) -> Tensor:
+            return self._accumulate(part, algorithm, temperature, totals, mismatch)
+
         step = RankStep(plan=plan, data=data, algorithm=algorithm, version=self.step, device=self._device)
         totals, mismatch = StepMetrics(), Mismatch(self._device)
-        updates: list[Updated] = []
-        for parts in step.whole(logprobs, self._ranks):
-            self._sharded.begin_update()
-            loss = torch.zeros((), device=self._device)
-            for part in parts:
-                loss += self._accumulate(part, algorithm, temperature, totals, mismatch)
-            index = len(updates)
-            updates.append(self._sharded.update(loss, step.update_name(index), index, stabilizer))
+        update = self.train(step, step.whole(logprobs, self._ranks), accumulate, stabilizer)
         if stabilizer:
             stabilizer.end_step()
-        update = mean_of(updates)
-        metrics = {"loss": update.loss, "optim/grad_norm": update.grad_norm, "optim/lr": self._sharded.lr}
+        metrics = {"loss": update.loss, "optim/grad_norm": update.grad_norm, "optim/lr": self.lr}
         metrics |= {**update.metrics, **totals.reduced(self._ranks, plan.num_tokens), **mismatch.reduced(self._ranks)}
-        self._sharded.end_step()
+        self.end_step()
         return metrics
 
     def columns(self) -> list[TokenColumns]:
+        """Per-token results of this rank's last step; empty before the first step. Not collective."""
         return self._kept.columns()
 
-    def shards(self) -> dict[str, Tensor]:
-        return self._sharded.shards()
-
     def specs(self, dtype: torch.dtype) -> list[TensorSpec]:
+        """Specs of the weights by Hugging Face name, without tied duplicates, as published in `dtype`."""
         named = str(dtype).removeprefix("torch.")
-        return [TensorSpec(name, named, tuple(p.shape)) for name, p in self._sharded.parameters().items()]
+        return [TensorSpec(name, named, tuple(p.shape)) for name, p in self.parameters().items()]
 
     def copy_weights(self, into: Mapping[str, Tensor]) -> None:
-        for name, parameter in self._sharded.parameters().items():
+        """Write the whole weights into these host tensors, cast to their dtype. Only rank 0 writes; others take part.
+
+        After the return, training may continue.
+        """
+        for name, parameter in self.parameters().items():
             tensor = parameter.detach()
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if self._ranks.rank == 0:
@@ -114,12 +113,17 @@ class FsdpBackend:
             torch.cuda.synchronize(self._device)
 
     def full_weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """A copy of the weights on the host, with the names of `specs`, for rank 0.
+
+        Other ranks take part and get an empty dict.
+        """
         specs = self.specs(dtype) if self._ranks.rank == 0 else []
         weights = {spec.name: torch.empty(spec.shape, dtype=dtype) for spec in specs}
         self.copy_weights(weights)
         return weights
 
     def probe(self) -> Probe | None:
+        """Logprobs of fixed tokens under the current weights of this rank; None if it was built without a probe."""
         if not self._probe_ids:
             return None
         first, *rest = self._probe_ids
@@ -127,25 +131,15 @@ class FsdpBackend:
         sample = Sample((first,), tuple(rest), (True,) * count, (0.0,) * count, (VersionSpan(self.step, count),))
         with torch.no_grad():
             logprobs_N, _ = self._scorer(MicroBatch.of([sample]).to(self._device), 1.0)
-        self._sharded.reshard()
+        self.reshard()
         return Probe(self._probe_ids, tuple(logprobs_N.tolist()))
 
-    def save(self, folder: Path, stabilizer: Stabilizer | None = None) -> None:
-        self._sharded.save(folder, stabilizer)
-
-    def load(self, folder: Path, stabilizer: Stabilizer | None = None) -> None:
-        self._sharded.load(folder, stabilizer)
-
-    def load_weights(self, folder: Path) -> None:
-        """Load only the weights of a checkpoint, which is enough to export. Raises `CheckpointError`."""
-        self._sharded.load_weights(folder)
-
     def export(self, folder: Path) -> None:
-        dtype = self._sharded.dtype
-        weights = self.full_weights(dtype)
+        """Write config, safetensors and tokenizer, for `AutoModelForCausalLM.from_pretrained(folder)`."""
+        weights = self.full_weights(self.dtype)
         if self._ranks.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            self._model.config.dtype = dtype
+            self._model.config.dtype = self.dtype
             self._model.config.save_pretrained(folder)
             if self._model.generation_config is not None:
                 self._model.generation_config.save_pretrained(folder)
@@ -169,3 +163,18 @@ class FsdpBackend:
         if part.weight:
             mismatch.add(inputs.proximal_logprobs_N, inputs.behavior_logprobs_N, inputs.staleness_N)
         return loss.detach()
+
+
+@torch.inference_mode()
+def probe_tokens(model: PreTrainedModel, length: int, *, seed: int = 0) -> tuple[int, ...]:
+    """Sample `length` tokens at temperature 1 after the model's first token (or token 0); deterministic."""
+    generator = torch.Generator().manual_seed(seed)
+    cache = DynamicCache(config=model.config)
+    first = model.config.get_text_config().bos_token_id
+    ids = [first if isinstance(first, int) else 0]
+    while len(ids) < length:
+        newest = torch.tensor([ids[-1:]], device=model.device)
+        logits_V = model(input_ids=newest, past_key_values=cache, use_cache=True).logits[0, -1]
+        probs_V = logits_V.float().softmax(-1).cpu()
+        ids.append(int(torch.multinomial(probs_V, 1, generator=generator)))
+    return tuple(ids)

@@ -1,25 +1,73 @@
-"""The optimizer, and gradients as named shards."""
+"""AdamW: its settings and learning rate, and gradients as named shards. Imports torch only where ranks call it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-
 from rlsys.stabilizer import inner_product
-from workers.train.optimizer_settings import OptimizerSettings
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from rlsys.config import Config
     from rlsys.stabilizer import Gradients
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings:
+    """AdamW (arXiv:1711.05101) with a linear warm-up and a linear decay."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.99)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    """Largest global 2-norm of the gradient; a longer gradient is scaled down."""
+    warmup_steps: int = 0
+    total_steps: int
+    final_lr_fraction: float = 1.0
+    """Final learning rate as a fraction of the peak; 1 keeps it constant."""
+
+
+def learning_rate(step: int, settings: OptimizerSettings) -> float:
+    """Learning rate of optimizer step `step`, counted from 0: up over `warmup_steps`, then linearly down to the end.
+
+    It depends only on the step, so a resumed run needs no scheduler state.
+    """
+    if step < settings.warmup_steps:
+        return settings.lr * (step + 1) / settings.warmup_steps
+    decay_steps = max(1, settings.total_steps - settings.warmup_steps)
+    done = min(1.0, (step - settings.warmup_steps) / decay_steps)
+    return settings.lr * (1 - done * (1 - settings.final_lr_fraction))
+
+
+def optimizer_settings(config: Config) -> OptimizerSettings:
+    """The policy's optimizer settings."""
+    train = config.train
+    return OptimizerSettings(
+        lr=train.lr,
+        betas=train.betas,
+        weight_decay=train.weight_decay,
+        clip_norm=train.clip_norm,
+        warmup_steps=train.warmup_steps,
+        total_steps=config.run.steps,
+        final_lr_fraction=train.final_lr_fraction,
+    )
+
+
+def critic_optimizer_settings(config: Config) -> OptimizerSettings:
+    """The critic's optimizer settings: those of the policy except for the learning rate."""
+    return replace(optimizer_settings(config), lr=config.critic.lr or 10 * config.train.lr)
 
 
 def adamw(module: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
     """AdamW over all parameters of a module, with allocated state: a fresh optimizer can be saved and loaded into."""
+    import torch
+
     optimizer = torch.optim.AdamW(
         module.parameters(),
         lr=settings.lr,
@@ -39,6 +87,8 @@ def adamw(module: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a tensor, in the same memory; the whole tensor if it is not sharded."""
+    from torch.distributed.tensor import DTensor
+
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -77,6 +127,8 @@ class AdamUpdates:
     def pieces(self) -> Iterator[AdamPiece]:
         if not self._with_gradient:
             return
+        import torch
+
         states = [self._state[parameter] for parameter in self._with_gradient.values()]
         counts = torch.stack([state["step"] for state in states]).tolist()
         for (name, parameter), state, count in zip(self._with_gradient.items(), states, counts, strict=True):
@@ -117,7 +169,7 @@ class AdamPiece:
 
     def before(self) -> Tensor:
         if not self.count:
-            return torch.zeros_like(self.mean)
+            return self.mean.new_zeros(self.mean.shape)
         return self._direction(self.mean.clone(), self.square.sqrt(), self.count)
 
     def now(self) -> Tensor:

@@ -10,7 +10,7 @@ from rlsys.batch.samples import samples_in
 from rlsys.types import POLICY, Episode
 from rlsys.util.deadlines import remote
 from workers.ray.batched_calls import Parcel
-from workers.train.rank import StepParcel
+from workers.train.ranks import StepParcel
 
 if TYPE_CHECKING:
     import torch

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -11,20 +13,33 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from rlsys.errors import TrainingError
+from rlsys.errors import CheckpointError, TrainingError
 from rlsys.stabilizer import GradientDecision, Stabilizer
-from workers.train import train_checkpoint as checkpoint
-from workers.train.optimizer import AdamUpdates, adamw, clip, local, local_gradients, squared_norm
-from workers.train.optimizer_settings import OptimizerSettings, learning_rate
+from workers.train.optimizer import (
+    AdamUpdates,
+    OptimizerSettings,
+    adamw,
+    clip,
+    learning_rate,
+    local,
+    local_gradients,
+    squared_norm,
+)
 from workers.train.rank_group import RankGroup
+from workers.train.step_data import Part, RankStep
 
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """One optimizer update that was taken, or skipped by a stabilizer."""
+    """One optimizer update that was taken or skipped by a stabilizer, or the means of several."""
 
     loss: float
     grad_norm: float
@@ -34,9 +49,10 @@ class Updated:
 
 
 class Sharded:
-    """Master weights and AdamW state in fp32; the model computes in `dtype`.
+    """One rank of a model in training: master weights and AdamW state in fp32; the model computes in `dtype`.
 
-    A fp32 model on one rank is not sharded: that would be the identity, at the cost of FSDP's hooks.
+    Its methods and those of its subclasses are collective, unless noted otherwise: all ranks call them, in the same
+    order. A fp32 model on one rank is not sharded: that would be the identity, at the cost of FSDP's hooks.
     """
 
     def __init__(
@@ -54,6 +70,7 @@ class Sharded:
         Submodules `in_float32` always compute in fp32.
         """
         self._module, self._root, self._settings, self._ranks = module, root, settings, ranks
+        self._device = next(module.parameters()).device
         self.dtype = torch.float32 if dtype == "float32" else torch.bfloat16
         if ranks.num_ranks > 1 or self.dtype is not torch.float32:
             self._shard(in_float32)
@@ -62,27 +79,49 @@ class Sharded:
 
     @property
     def step(self) -> int:
-        """Train steps behind the weights, which is their version. One step may have several updates."""
+        """Train steps behind the weights, which is their version; kept by `save` and `load`. A step may have several
+        updates."""
         return int(self._step)
 
     @property
     def lr(self) -> float:
         return learning_rate(self.step, self._settings)
 
-    def end_step(self) -> None:
-        self._step += 1
-
     def parameters(self) -> dict[str, nn.Parameter]:
         """Live parameters by name, tied ones once; those of a sharded model are `DTensor`s."""
         return dict(self._module.named_parameters())
 
     def shards(self) -> dict[str, Tensor]:
-        """This rank's live shard of every parameter."""
+        """This rank's live shard of every parameter, for `StabilizerPlugin.start`. Not collective."""
         return {name: local(parameter.detach()) for name, parameter in self.parameters().items()}
 
-    def begin_update(self) -> None:
-        """Drop the current gradients."""
-        self._optimizer.zero_grad()
+    def train(
+        self,
+        step: RankStep,
+        updates: Iterable[Iterable[Part]],
+        accumulate: Callable[[Part], Tensor],
+        stabilizer: Stabilizer | None = None,
+        *,
+        what: str = "",
+    ) -> Updated:
+        """Take all updates of a step, and return their means. Does not count the step: see `end_step`.
+
+        `accumulate` adds the gradient of one micro-batch and returns its share of the update's loss. Errors call an
+        update `what` and its name.
+        """
+        taken: list[Updated] = []
+        for parts in updates:
+            self._optimizer.zero_grad()
+            loss = torch.zeros((), device=self._device)
+            for part in parts:
+                loss += accumulate(part)
+            index = len(taken)
+            taken.append(self.update(loss, what + step.update_name(index), index, stabilizer))
+        return _mean_of(taken)
+
+    def end_step(self) -> None:
+        """Count the step."""
+        self._step += 1
 
     def update(self, loss: Tensor, what: str, index: int, stabilizer: Stabilizer | None = None) -> Updated:
         """Take update number `index` of the step with the current gradients. `loss` is this rank's share of its loss.
@@ -120,39 +159,46 @@ class Sharded:
         """Write weights, optimizer, step and stabilizer state; each rank writes its share. Raises `CheckpointError`."""
         state = self._state()
         if stabilizer:
-            state["stabilizer"] = checkpoint.as_sharded(stabilizer.state_dict(), self.parameters())
-        checkpoint.save(state, folder, num_ranks=self._ranks.num_ranks)
+            state["stabilizer"] = _as_sharded(stabilizer.state_dict(), self.parameters())
+        _save_state(state, folder, num_ranks=self._ranks.num_ranks)
 
     def load(self, folder: Path, stabilizer: Stabilizer | None = None) -> None:
-        """Restore a checkpoint from any number of ranks.
+        """Restore a checkpoint from any number of ranks, bit for bit.
 
         A stabilizer without state in the checkpoint stays as it is; state without a stabilizer is ignored. Raises
         `CheckpointError`, also for another stabilizer's state.
         """
         state = self._state()
-        if stabilizer and (saved := checkpoint.names_in(folder, "stabilizer")):
+        if stabilizer and (saved := _names_in(folder, "stabilizer")):
             live = stabilizer.state_dict()
-            checkpoint.check_same(live, saved, folder)
-            state["stabilizer"] = checkpoint.as_sharded(live, self.parameters())
-            checkpoint.load(state, folder, num_ranks=self._ranks.num_ranks)
+            if differing := saved.symmetric_difference(live):
+                raise CheckpointError(
+                    f"{folder} holds the state of another stabilizer, they differ in {len(differing)} tensors, as "
+                    f"{min(differing)!r}: go on with the one it was saved with, or with `stabilizer: null`"
+                )
+            state["stabilizer"] = _as_sharded(live, self.parameters())
+            load_state(state, folder, num_ranks=self._ranks.num_ranks)
             stabilizer.load_state_dict(live)
         else:
-            checkpoint.load(state, folder, num_ranks=self._ranks.num_ranks)
+            load_state(state, folder, num_ranks=self._ranks.num_ranks)
 
     def load_weights(self, folder: Path) -> None:
         """Load only the weights of a checkpoint. Raises `CheckpointError`."""
         weights: dict[str, dict[str, Tensor]] = {"model": {**self.parameters()}}
-        checkpoint.load(weights, folder, num_ranks=self._ranks.num_ranks)
+        load_state(weights, folder, num_ranks=self._ranks.num_ranks)
 
     def _state(self) -> dict[str, dict[str, Tensor]]:
-        return {**checkpoint.training_state(self._module, self._optimizer), "progress": {"step": self._step}}
+        """Live tensors by name, without copies: weights, each weight's optimizer state, and the step."""
+        parameters = self.parameters()
+        optimizer = {f"optimizer.{name}": self._optimizer.state[p] for name, p in parameters.items()}
+        return {"model": {**parameters}, **optimizer, "progress": {"step": self._step}}
 
     def _shard(self, in_float32: Sequence[nn.Module]) -> None:
         """Shard with one all-gather per decoder layer; the rest (embeddings, output matrix) is with the root.
 
         Gradients are summed over ranks, not averaged: token weights refer to the loss of all ranks.
         """
-        mesh = self._ranks.mesh(next(self._module.parameters()).device)
+        mesh = self._ranks.mesh(self._device)
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         models = [module for module in self._root.modules() if isinstance(module, PreTrainedModel)]
         layers = {name for model in models for name in model._no_split_modules or ()}
@@ -182,7 +228,7 @@ def _check_finite(figures: Mapping[str, float], what: str, index: int) -> None:
             )
 
 
-def mean_of(updates: Sequence[Updated]) -> Updated:
+def _mean_of(updates: Sequence[Updated]) -> Updated:
     """Means over the updates of a step. A stabilizer's metric is averaged over the updates that report it."""
     reported: dict[str, list[float]] = {}
     for update in updates:
@@ -193,3 +239,60 @@ def mean_of(updates: Sequence[Updated]) -> Updated:
         fmean(update.grad_norm for update in updates),
         {name: fmean(values) for name, values in reported.items()},
     )
+
+
+def _as_sharded(tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The same memory; tensors named after a parameter become shards of a whole, sharded like the parameter."""
+    return {name: _like(tensor, parameters.get(name)) for name, tensor in tensors.items()}
+
+
+def _like(tensor: Tensor, parameter: Tensor | None) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return tensor
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(tensor, mesh, placements, shape=parameter.shape, stride=parameter.stride())
+
+
+def _save_state(state: dict[str, dict[str, Tensor]], folder: Path, *, num_ranks: int) -> None:
+    """Write live tensors; each rank writes its shards."""
+    try:
+        with _knowingly_alone():
+            dcp_save(state, checkpoint_id=folder, no_dist=num_ranks == 1)
+    except (OSError, CheckpointException) as error:
+        raise CheckpointError(f"cannot write training state to {folder}: {_cause(error)}") from error
+
+
+def load_state(state: dict[str, dict[str, Tensor]], folder: Path, *, num_ranks: int) -> None:
+    """Read into live tensors, in place."""
+    with _readable(folder), _knowingly_alone():
+        dcp_load(state, checkpoint_id=folder, no_dist=num_ranks == 1)
+
+
+def _names_in(folder: Path, part: str) -> set[str]:
+    """Names of the tensors in one part of the saved state; empty if it was not saved."""
+    with _readable(folder):
+        saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {name.removeprefix(f"{part}.") for name in saved if name.startswith(f"{part}.")}
+
+
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, CheckpointException) as error:
+        raise CheckpointError(f"cannot read training state from {folder}: {_cause(error)}") from error
+
+
+@contextmanager
+def _knowingly_alone() -> Iterator[None]:
+    """Suppress the warning that a rank has no process group: a single rank needs none."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _cause(error: BaseException) -> str:
+    """Message of the first rank's error, without the checkpoint library's wrapping."""
+    if isinstance(error, CheckpointException) and error.failures:
+        return str(next(iter(error.failures.values()))[0])
+    return str(error)

@@ -44,45 +44,38 @@ class TokenColumns:
     advantages_N: Floats
     is_masked_N: NDArray[np.bool_]
 
+    @classmethod
+    def of(cls, samples: Sequence[SampleRef], lengths_S: Tensor, *columns_N: Tensor) -> TokenColumns:
+        """Columns of tensors on a device; `columns_N` are the four others, in the order above."""
+        trainer_logprobs_N, entropies_N, advantages_N, is_masked_N = (tensor.cpu().numpy() for tensor in columns_N)
+        return cls(
+            samples=tuple(samples),
+            lengths_S=tuple(lengths_S.tolist()),
+            trainer_logprobs_N=trainer_logprobs_N,
+            entropies_N=entropies_N,
+            advantages_N=advantages_N,
+            is_masked_N=is_masked_N,
+        )
+
 
 class Kept:
     """The columns of one rank's part of a step. Tensors stay on the device until `columns`."""
 
     def __init__(self) -> None:
-        self._parts: list[_KeptPart] = []
+        self._parts: list[tuple[Sequence[SampleRef], tuple[Tensor, ...]]] = []
 
     def add(self, part: Part, trainer_logprobs_N: Tensor, entropies_N: Tensor, logprobs_N: Tensor) -> None:
         """Add one micro-batch after its backward pass; `logprobs_N` has retained its gradient."""
         gradient_N, inputs = logprobs_N.grad, part.inputs
         assert gradient_N is not None, "retain_grad comes before the backward pass"
         if part.weight:
-            columns_N = (trainer_logprobs_N, entropies_N, inputs.advantages_N, gradient_N)
-            self._parts.append(_KeptPart(part.samples, inputs.lengths_S, *columns_N))
+            is_masked_N = (gradient_N == 0) & (inputs.advantages_N != 0)
+            tensors = (inputs.lengths_S, trainer_logprobs_N, entropies_N, inputs.advantages_N, is_masked_N)
+            self._parts.append((part.samples, tensors))
 
     def columns(self) -> list[TokenColumns]:
         """Columns of all trained samples."""
-        return [part.columns() for part in self._parts]
-
-
-@dataclass(frozen=True, slots=True)
-class _KeptPart:
-    samples: Sequence[SampleRef]
-    lengths_S: Tensor
-    trainer_logprobs_N: Tensor
-    entropies_N: Tensor
-    advantages_N: Tensor
-    gradient_N: Tensor
-
-    def columns(self) -> TokenColumns:
-        is_masked_N = (self.gradient_N == 0) & (self.advantages_N != 0)
-        return TokenColumns(
-            samples=tuple(self.samples),
-            lengths_S=tuple(self.lengths_S.tolist()),
-            trainer_logprobs_N=self.trainer_logprobs_N.cpu().numpy(),
-            entropies_N=self.entropies_N.cpu().numpy(),
-            advantages_N=self.advantages_N.cpu().numpy(),
-            is_masked_N=is_masked_N.cpu().numpy(),
-        )
+        return [TokenColumns.of(samples, *tensors) for samples, tensors in self._parts]
 
 
 class Speller:

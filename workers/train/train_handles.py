@@ -15,9 +15,7 @@ from rlsys.errors import PayloadLost
 from rlsys.types import Group, PolicyVersion, Ref, Task
 from workers.ray.batched_calls import Parcel, PayloadRef
 from workers.ray.remote_proxy import Remote
-from workers.train.actor_rank import ActorRank, Trained
-from workers.train.critic_rank import CriticRank
-from workers.train.rank import Rank, StepParcel
+from workers.train.ranks import ActorRank, CriticRank, Rank, StepParcel, Trained
 from workers.train.reference_worker import ReferenceWorker
 
 P = ParamSpec("P")
@@ -117,7 +115,9 @@ class ActorHandle(RanksHandle[ActorRank]):
         trained = Trained(step, tasks, _bare(groups), assigned, signals)
         told = await asyncio.gather(*(rank.split(ActorRank.columns, 1) for rank in self._ranks))
         columns: Sequence[Any] = [column for _, (column,) in told]
-        await self._ranks[0].call(ActorRank.record, path, trained, _with_columns(groups, signals), *columns)
+        payloads = [(g.group_id, g.payload) for g in groups]
+        parcel = Parcel.of(payloads + [(g.group_id, g.columns[signal]) for signal in signals for g in groups])
+        await self._ranks[0].call(ActorRank.record, path, trained, parcel, *columns)
 
     async def save_groups(self, path: Path, groups: Sequence[Group]) -> None:
         await self._ranks[0].call(ActorRank.save_groups, path, _bare(groups), _payloads(groups))
@@ -131,7 +131,7 @@ class CriticHandle(RanksHandle[CriticRank]):
     """Implements `Critic`."""
 
     async def load(self, folder: Path) -> None:
-        await self._all(CriticRank.load, folder)
+        await self._all(Rank.load, folder)
 
     async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
         """Compute `Signal.VALUES` of the fetched data."""
@@ -146,12 +146,6 @@ def _of_ranks(plan: BatchPlan) -> list[RankPlan]:
 
 def _payloads(groups: Sequence[Group]) -> Parcel:
     return Parcel.of((g.group_id, g.payload) for g in groups)
-
-
-def _with_columns(groups: Sequence[Group], signals: Sequence[str]) -> Parcel:
-    """Payloads, then the columns of each signal."""
-    columns = ((g.group_id, g.columns[signal]) for signal in signals for g in groups)
-    return Parcel.of([*((g.group_id, g.payload) for g in groups), *columns])
 
 
 def _bare(groups: Sequence[Group]) -> list[Group]:

@@ -5,7 +5,6 @@ Shape suffixes: as in `rlsys.batch.tensors`, and `H` hidden size.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 import torch
@@ -18,11 +17,11 @@ from rlsys.batch.tensors import MicroBatch, StepData
 from rlsys.errors import ModelError
 from workers.train.logprobs import hidden_states
 from workers.train.model_loading import CPU, load_tokenizer, on_device, pretrained
-from workers.train.optimizer_settings import OptimizerSettings
+from workers.train.optimizer import OptimizerSettings
 from workers.train.rank_group import RankGroup
 from workers.train.rank_metrics import StepMetrics
-from workers.train.sharded import Sharded, Updated, mean_of
-from workers.train.step_data import RankStep
+from workers.train.sharded import Sharded
+from workers.train.step_data import Part, RankStep
 
 if TYPE_CHECKING:
     from rlsys.batch.tensors import StepColumn
@@ -66,8 +65,8 @@ def check_vocabulary(path: str, policy_path: str) -> None:
         )
 
 
-class CriticBackend:
-    """Implements `ValueBackend`. One rank runs the same code without sharding."""
+class CriticBackend(Sharded):
+    """One rank of the critic. A single rank runs the same code without sharding."""
 
     def __init__(
         self,
@@ -83,54 +82,43 @@ class CriticBackend:
         Raises `ModelError`.
         """
         self._model = load_value_model(model_path, device)
-        self._ranks, self._device = ranks, device
-        model = self._model
-        self._sharded = Sharded(model, model, settings, ranks, dtype, in_float32=[model.head])
-
-    @property
-    def step(self) -> int:
-        return self._sharded.step
+        super().__init__(self._model, self._model, settings, ranks, dtype, in_float32=[self._model.head])
 
     def values(self, plan: RankPlan, data: StepData) -> StepColumn:
+        """Value of the state before each trained token, for each of this rank's micro-batches."""
         column = []
         for micro_batch_plan in (m for update in plan.updates for m in update):
             with torch.no_grad():
                 values_N = self._model(data.micro_batch(micro_batch_plan).to(self._device))
             column.append(values_N.cpu().numpy())
-        self._sharded.reshard()
+        self.reshard()
         return column
 
     def train_step(self, plan: RankPlan, data: StepData, algorithm: Algorithm) -> dict[str, float]:
+        """Train one step on this rank's share of the batch, update by update. Returns metrics, equal on all ranks.
+
+        `data` has the step's columns, including `Signal.VALUES`. Raises `TrainingError` as `FsdpBackend` does.
+        """
         step = RankStep(plan=plan, data=data, algorithm=algorithm, version=self.step, device=self._device)
         totals, fit = StepMetrics(), Fit(self._device)
-        updates: list[Updated] = []
-        for parts in step.shaped():
-            self._sharded.begin_update()
-            loss = torch.zeros((), device=self._device)
-            for part in parts:
-                returns_N = part.inputs.returns_N
-                if returns_N is None:
-                    raise ValueError(f"{type(algorithm).__name__}.shape gives no returns: the critic has no target")
-                output = algorithm.value_loss(self._model(part.batch), part.inputs)
-                share = part.loss(output)
-                share.backward()
-                loss += share.detach()
-                totals.add(output.metrics_N, part.weight)
-                if part.weight:
-                    fit.add(returns_N, part.inputs.columns_N[Signal.VALUES])
-            index = len(updates)
-            updates.append(self._sharded.update(loss, f"the critic's {step.update_name(index)}", index))
-        update = mean_of(updates)
-        metrics = {"critic/loss": update.loss, "critic/grad_norm": update.grad_norm, "critic/lr": self._sharded.lr}
+
+        def accumulate(part: Part) -> Tensor:
+            returns_N = part.inputs.returns_N
+            if returns_N is None:
+                raise ValueError(f"{type(algorithm).__name__}.shape gives no returns: the critic has no target")
+            output = algorithm.value_loss(self._model(part.batch), part.inputs)
+            share = part.loss(output)
+            share.backward()
+            totals.add(output.metrics_N, part.weight)
+            if part.weight:
+                fit.add(returns_N, part.inputs.columns_N[Signal.VALUES])
+            return share.detach()
+
+        update = self.train(step, step.shaped(), accumulate, what="the critic's ")
+        metrics = {"critic/loss": update.loss, "critic/grad_norm": update.grad_norm, "critic/lr": self.lr}
         metrics |= {**totals.reduced(self._ranks, plan.num_tokens), **fit.reduced(self._ranks)}
-        self._sharded.end_step()
+        self.end_step()
         return metrics
-
-    def save(self, folder: Path) -> None:
-        self._sharded.save(folder)
-
-    def load(self, folder: Path) -> None:
-        self._sharded.load(folder)
 
 
 class Fit:

@@ -8,10 +8,10 @@ from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
+import xxhash
 
 from rlsys.types import PolicyVersion
 from rlsys.weight_sync.sync import ALIGNMENT, Bucket, BucketPiece, Manifest, Probe, TensorSpec
-from workers.transport.hashing import bucket_hash, content_hash
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,3 +116,23 @@ def _num_bytes(spec: TensorSpec) -> int:
     import torch
 
     return prod(spec.shape) * getattr(torch, spec.dtype).itemsize
+
+
+def content_hash(weights: Mapping[str, Tensor]) -> str:
+    """128-bit xxh3 over name, dtype, shape and bytes of every tensor, in name order; 32 hex digits.
+
+    Tensors on a device are copied to the host.
+    """
+    import torch
+
+    total = xxhash.xxh3_128()
+    for name in sorted(weights):
+        tensor = weights[name].detach().cpu().contiguous()
+        total.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        total.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))  # pyright: ignore[reportArgumentType]
+    return total.hexdigest()
+
+
+def bucket_hash(data: np.ndarray) -> str:
+    """128-bit xxh3 of the bytes of a bucket; 32 hex digits."""
+    return xxhash.xxh3_128_hexdigest(memoryview(data))  # pyright: ignore[reportArgumentType]

@@ -32,7 +32,7 @@ from workers.rollout.rollout_worker import RolloutWorker
 from workers.text.tokenizer import TextTokenizer
 from workers.train.fsdp import FsdpBackend
 from workers.train.logprobs import score
-from workers.train.optimizer_settings import OptimizerSettings
+from workers.train.optimizer import OptimizerSettings
 from workers.train.rank_group import RankGroup
 
 NUM_NEW = 7

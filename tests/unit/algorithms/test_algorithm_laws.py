@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from algorithms.corrections import Geometric, OffPolicyMask, SequenceTis, Tis
-from algorithms.policy_gradient import PolicyGradient
+from algorithms.policy_gradient import ClippedSurrogate, PolicyGradient
 from algorithms.ppo import PPO
 from algorithms.reinforce_pp import ReinforcePP
-from algorithms.surrogate import ClippedSurrogate
 from rlsys.algorithm import Algorithm, LossInputs, Signal, TrajectoryAdvantage
 from rlsys.batch.packing import SampleRef, num_trained, plan_batch
 from rlsys.batch.samples import Sample

@@ -24,11 +24,10 @@ from algorithms.grpo import GRPO
 from algorithms.gspo import GSPO
 from algorithms.longcat import LongCat
 from algorithms.m2po import LARGEST_KEPT, M2PO
-from algorithms.policy_gradient import PolicyGradient
+from algorithms.policy_gradient import ClippedSurrogate, PolicyGradient
 from algorithms.ppo import PPO
 from algorithms.reinforce_pp import ReinforcePP, ReinforcePPBaseline
 from algorithms.rloo import RLOO
-from algorithms.surrogate import ClippedSurrogate
 from rlsys.algorithm import Aggregation, Algorithm, LossInputs, Ranks
 from rlsys.batch.packing import plan_batch
 from rlsys.monitoring.metric_catalog import undocumented

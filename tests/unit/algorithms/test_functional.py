@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, tensor
 
 from algorithms.functional import discounted_sums, is_last, log_ratio, sample_means, sample_sums, sample_totals
-from algorithms.policy_gradient import centred, left_out
-from algorithms.surrogate import clipped, dual_floor
+from algorithms.policy_gradient import centred, clipped, dual_floor, left_out
 
 
 def test_log_ratios_are_clamped() -> None:

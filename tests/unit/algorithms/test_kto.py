@@ -26,7 +26,7 @@ from tests.training import group_of
 from workers.train.fsdp import FsdpBackend
 from workers.train.logprobs import Scorer, score
 from workers.train.model_loading import load_model
-from workers.train.optimizer_settings import OptimizerSettings
+from workers.train.optimizer import OptimizerSettings
 from workers.train.rank_group import RankGroup
 from workers.train.step_data import mismatched
 

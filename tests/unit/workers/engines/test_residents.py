@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tests.contract.engines import qwen
-from workers.engines.resident_weights import Residents
-from workers.transport.hashing import content_hash
+from workers.engines.local import Residents
+from workers.transport.buckets import content_hash
 
 IDS = torch.tensor([[1, 2, 3]])
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.engines.token_sampling import as_int64, draw, uniform
+from workers.engines.decoder import as_int64, draw, uniform
 
 torch.set_num_threads(1)
 

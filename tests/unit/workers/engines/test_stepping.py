@@ -14,8 +14,7 @@ from rlsys.simulate.virtual_clock import VirtualLoop, run_virtual
 from rlsys.types import EngineStats, Sampling
 from rlsys.util import deadlines
 from workers.engines.engine import Completion, Request
-from workers.engines.request_limits import RequestLimits
-from workers.engines.stepping import EngineJob, SteppingEngine
+from workers.engines.stepping import EngineJob, RequestLimits, SteppingEngine
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -31,7 +31,7 @@ from tests.training import group_of
 from workers.train.fsdp import FsdpBackend
 from workers.train.logprobs import score
 from workers.train.model_loading import load_model
-from workers.train.optimizer_settings import OptimizerSettings
+from workers.train.optimizer import OptimizerSettings
 from workers.train.rank_group import RankGroup
 from workers.train.value_model import CriticBackend
 

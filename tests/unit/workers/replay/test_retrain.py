@@ -34,14 +34,13 @@ from rlsys.replay.run_history import RecordedSteps, read_history
 from rlsys.types import Episode, Group, Task
 from tests.models import random_group, save_model, tiny_qwen3
 from tests.training import group_of, random_team
-from workers.replay.step_retrain import models_on_gpu, retrain
-from workers.train.backend import TrainBackend
+from workers.replay.step_replay import models_on_gpu, retrain
 from workers.train.fsdp import FsdpBackend
-from workers.train.optimizer_settings import critic_optimizer_settings, optimizer_settings
+from workers.train.optimizer import critic_optimizer_settings, optimizer_settings
 from workers.train.rank_group import RankGroup
 from workers.train.reference_worker import ReferenceWorker
 from workers.train.value_model import CriticBackend
-from workers.transport.hashing import content_hash
+from workers.transport.buckets import content_hash
 
 if TYPE_CHECKING:
     from rlsys.batch.tensors import StepColumn
@@ -313,7 +312,7 @@ def test_a_folder_without_events_is_named(tmp_path: Path) -> None:
 def test_it_stops_right_before_the_step_with_what_it_trains(plain: Run) -> None:
     stops: list[tuple[object, ...]] = []
 
-    def stop(step: int, plan: BatchPlan, groups: Sequence[RolloutRecord], backend: TrainBackend) -> None:
+    def stop(step: int, plan: BatchPlan, groups: Sequence[RolloutRecord], backend: FsdpBackend) -> None:
         stops.append((step, plan.num_tokens, [group.group_id for group in groups], backend.step))
 
     found = retrain(plain.config, shape_of(plain.config), RecordedSteps.of(plain.folder, 2), stop)

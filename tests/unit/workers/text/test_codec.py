@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlsys.errors import DataError, ModelError
 from rlsys.types import Json, Message
-from workers.text.chat_template import ChatTemplate
-from workers.text.tokenizer import TextTokenizer
+from workers.text.tokenizer import ChatTemplate, TextTokenizer
 
 PLAIN = """\
 {% for m in messages %}<{{ m.role[0] }}>{{ m.content }}<end>{% endfor %}

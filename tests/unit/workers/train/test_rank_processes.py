@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.errors import DataError, WorkerDied
-from workers.train.local_processes import in_processes
+from workers.train.rank_group import in_processes
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlsys.weight_sync.sync import Manifest, TensorSpec
-from workers.transport.buckets import Snapshot, specs_of, unpack
-from workers.transport.hashing import bucket_hash, content_hash
+from workers.transport.buckets import Snapshot, bucket_hash, content_hash, specs_of, unpack
 from workers.transport.object_store import bucket_bytes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]

@@ -1,0 +1,400 @@
+"""Recorded steps, computed again without Ray: `retrain` for steps of a run, `replay` for a step that failed.
+
+`retrain` trains all ranks, the critic and the stabilizer again, bit for bit. Each rank reads the same files, plans the
+same steps, and trains its part; ranks communicate only in collectives. Columns that other workers computed per group
+are in the record. Columns per step are computed again, by the same code.
+
+`replay` recomputes a failed step in one process, sample by sample, to find the first number that is not finite. Every
+sample is its own micro-batch, in the same plan, with the same weights per token. No update is applied: the update that
+failed is computed under the saved weights, from which it started.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from rlsys.algorithm import LossInputs, LossOutput, Signal
+from rlsys.batch.packing import BatchPlan, MicroBatchPlan, RankPlan, plan_batch
+from rlsys.batch.tensors import MicroBatch, StepData
+from rlsys.loop.checkpoint import ACTOR, CRITIC, GROUPS, FailedStep
+from rlsys.replay.replay_results import Comparison, NonFinite, ReplayedSample, ReplayedStep, RetrainedSteps, compared
+from rlsys.replay.rollout_log import GroupRecord, RolloutRecord, read_groups
+from rlsys.replay.run_history import RecordedSteps
+from rlsys.types import POLICY
+from workers.train.fsdp import FsdpBackend
+from workers.train.logprobs import Scorer
+from workers.train.model_loading import CPU, load_model, load_tokenizer
+from workers.train.optimizer import critic_optimizer_settings, local_gradients, optimizer_settings, squared_norm
+from workers.train.rank_group import RankGroup, in_processes
+from workers.train.reference_worker import ReferenceWorker
+from workers.train.sharded import load_state
+from workers.train.step_data import Part, RankStep, mismatched
+from workers.train.value_model import CriticBackend, load_value_model
+from workers.transport.buckets import content_hash
+
+if TYPE_CHECKING:
+    from rlsys.batch.tensors import StepColumn
+    from rlsys.config import Config
+    from rlsys.loop.learner import BatchShape
+
+REFERENCE = "reference"
+
+Stop: TypeAlias = "Callable[[int, BatchPlan, Sequence[RolloutRecord], FsdpBackend], None]"
+"""Callback right before the last step is trained, with its number, its plan, its groups and the policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetrainJob:
+    """Everything that a rank needs to train the steps again."""
+
+    config: Config
+    shape: BatchShape
+    recording: RecordedSteps
+    on_gpu: frozenset[str]
+    """Those of `POLICY`, `CRITIC` and `REFERENCE` that run on a GPU, one per rank."""
+
+    def device(self, model: str, rank: int) -> torch.device:
+        """Device of one rank's copy of a model."""
+        return torch.device("cuda", rank) if model in self.on_gpu else CPU
+
+
+@dataclass(frozen=True, slots=True)
+class _Retrained:
+    """Results of rank 0."""
+
+    hashes: list[str]
+    """Hashes of the weights before the first step, and after each."""
+    metrics: dict[str, float]
+    """Metrics of the last step."""
+
+
+def retrain(config: Config, shape: BatchShape, recording: RecordedSteps, stop: Stop | None = None) -> RetrainedSteps:
+    """Train the steps of a recording again: in this process if the run had one rank, else in one process per rank.
+
+    `stop` is for runs of one rank. Raises `ModelError`, `CheckpointError` or `DataError` for unreadable inputs,
+    `TrainingError` if a step produces numbers that are not finite.
+    """
+    wanted = models_on_gpu(config)
+    on_gpu = wanted if torch.cuda.device_count() >= shape.num_ranks else frozenset[str]()
+    job = RetrainJob(config, shape, recording, on_gpu)
+    if shape.num_ranks == 1:
+        trained = _train(job, RankGroup(), stop)
+    else:
+        trained = in_processes(shape.num_ranks, partial(_train_rank, job), "training again")
+    told, moved = recording.history, wanted - on_gpu
+    versions = range(recording.start, recording.step + 1)
+    return RetrainedSteps(
+        run=str(recording.run),
+        step=recording.step,
+        beginning=recording.beginning,
+        weights=tuple(
+            Comparison(f"weights of version {version}", told.hashes.get(version), found)
+            for version, found in zip(versions, trained.hashes, strict=True)
+        ),
+        metrics=compared(told.ends[recording.step].metrics, trained.metrics),
+        device=f"computed on a CPU, where the run had a GPU: {', '.join(sorted(moved))}" if moved else "",
+    )
+
+
+def models_on_gpu(config: Config) -> frozenset[str]:
+    """Models of a step that the run has on GPUs, by its sections `train`, `critic` and `reference`."""
+    signals = config.algorithm.signals
+    is_on_gpu = {
+        POLICY: config.train.num_gpus > 0,
+        CRITIC: Signal.VALUES in signals and config.critic.num_gpus > 0,
+        REFERENCE: Signal.REFERENCE_MISMATCHED in signals and config.reference.num_gpus > 0,
+    }
+    return frozenset(model for model, is_there in is_on_gpu.items() if is_there)
+
+
+def _train_rank(job: RetrainJob, rank: int, address: str) -> _Retrained:
+    ranks = RankGroup(rank, job.shape.num_ranks, address=address)
+    try:
+        return _train(job, ranks)
+    finally:
+        ranks.close()
+
+
+def _train(job: RetrainJob, ranks: RankGroup, stop: Stop | None = None) -> _Retrained:
+    recording, models = job.recording, Models(job, ranks)
+    if recording.checkpoint is not None:
+        models.load(recording.checkpoint)
+    hashes, metrics = [models.hash()], {}
+    for step in recording.steps:
+        groups = recording.rollouts(step)
+        plan = job.shape.plan([g.group for g in groups], [g.assigned for g in groups], job.config.algorithm)
+        if stop is not None and step == recording.step:
+            stop(step, plan, groups, models.policy)
+        columns = [{Signal(name): rows for name, rows in group.columns.items()} for group in groups]
+        data = StepData([group.episodes for group in groups], columns)
+        metrics = models.train(plan.of_rank(ranks.rank), data)
+        hashes.append(models.hash())
+    return _Retrained(hashes, metrics)
+
+
+class Models:
+    """One rank of the policy and of the critic, if the run has one, and a separate reference model."""
+
+    def __init__(self, job: RetrainJob, ranks: RankGroup) -> None:
+        """Create all models as at version 0. Raises `ModelError`."""
+        self._config, self._ranks = job.config, ranks
+        config, device = job.config, partial(job.device, rank=ranks.rank)
+        path, dtype, signals = config.model.path, config.model.dtype, config.algorithm.signals
+        self.policy = FsdpBackend(path, optimizer_settings(config), ranks, dtype=dtype, device=device(POLICY))
+        self._stabilizer = config.stabilizer.start(self.policy.shards()) if config.stabilizer else None
+        self._critic = self._reference = None
+        if Signal.VALUES in signals:
+            own, settings = config.critic.path or path, critic_optimizer_settings(config)
+            self._critic = CriticBackend(own, settings, ranks, dtype=dtype, device=device(CRITIC))
+        if Signal.REFERENCE_MISMATCHED in signals:
+            temperature, max_tokens = config.rollout.temperature, config.train.micro_batch_tokens
+            self._reference = ReferenceWorker(path, dtype, temperature, max_tokens, device(REFERENCE))
+
+    def load(self, checkpoint: Path) -> None:
+        """Continue from a checkpoint of the run. Raises `CheckpointError`."""
+        self.policy.load(checkpoint / ACTOR, self._stabilizer)
+        if self._critic is not None:
+            self._critic.load(checkpoint / CRITIC)
+
+    def train(self, plan: RankPlan, data: StepData) -> dict[str, float]:
+        """Train one step of actor and critic. Returns their metrics."""
+        config, algorithm = self._config, self._config.algorithm
+        data = data.with_columns(self._columns(plan, data))
+        with _threads(config.train.threads):
+            temperature, stabilizer = config.rollout.temperature, self._stabilizer
+            metrics = self.policy.train_step(plan, data, algorithm, temperature=temperature, stabilizer=stabilizer)
+        if self._critic is not None:
+            with _threads(config.critic.threads):
+                metrics |= self._critic.train_step(plan, data, algorithm)
+        return metrics
+
+    def hash(self) -> str:
+        """Hash of the weights as they would be published; on other ranks than 0, hash of no weights."""
+        return content_hash(self.policy.full_weights(getattr(torch, self._config.model.dtype)))
+
+    def _columns(self, plan: RankPlan, data: StepData) -> dict[Signal, StepColumn]:
+        """Columns that are computed per step."""
+        columns: dict[Signal, StepColumn] = {}
+        if self._reference is not None:
+            with _threads(self._config.reference.threads):
+                columns[Signal.REFERENCE_MISMATCHED] = self._reference.mismatched(plan, data)
+        if self._critic is not None:
+            with _threads(self._config.critic.threads):
+                columns[Signal.VALUES] = self._critic.values(plan, data)
+        return columns
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Set torch's thread count, because the last bits of large sums depend on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+Forward: TypeAlias = Callable[[MicroBatch], Tensor]
+"""From a micro-batch on the device to a number per trained token."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """A model that the step trains."""
+
+    name: Literal["policy", "critic"]
+    module: nn.Module
+    forward: Forward
+    loss: Callable[[Tensor, LossInputs], LossOutput]
+
+
+def replay(config: Config, folder: Path, failed: FailedStep) -> ReplayedStep:
+    """Recompute the step in `folder`, on a GPU if the run trained on one and this machine has any.
+
+    Raises `ModelError`, `CheckpointError` or `DataError`.
+    """
+    torch.set_num_threads(config.train.threads)
+    device = torch.device("cuda" if config.train.num_gpus and torch.cuda.is_available() else "cpu")
+    algorithm, records = config.algorithm, read_groups(folder / GROUPS)
+    plan = plan_batch(
+        [record.group for record in records],
+        failed.assigned,
+        algorithm.aggregation.with_budget(config.rollout.max_new_tokens),
+        num_ranks=1,
+        max_tokens=1,  # one sample per micro-batch
+        num_updates=failed.num_updates,
+    ).of_rank(0)
+    is_critic = failed.model == "critic"
+    critic = _critic(config, folder, device) if Signal.VALUES in failed.signals else None
+    trained = critic if is_critic else _policy(config, folder, device)
+    assert trained is not None, "a critic that failed is in a run whose algorithm reads values"
+    data = StepData([record.episodes for record in records], [{}] * len(records))
+    columns = _columns(config, plan, data, failed.signals, device, critic)
+    step = RankStep(
+        plan=plan, data=data.with_columns(columns), algorithm=algorithm, version=failed.version, device=device
+    )
+    table = _Table(records, load_tokenizer(config.model.path))
+    updates = step.shaped() if is_critic else step.whole(torch.no_grad()(trained.forward), RankGroup())
+    index = failed.update or 0
+    parts = next(islice(updates, index, None))
+    samples = tuple(table.row(trained, index, part) for part in parts)
+    weights = next((bad for one in (trained, critic) if one and (bad := _bad_weights(one))), None)
+    return ReplayedStep(failed.version + 1, failed.error, weights, samples, _not_reproduced(failed))
+
+
+def _not_reproduced(failed: FailedStep) -> str | None:
+    """Inputs of the step that came from weights before its first update, if those weights are not saved."""
+    if not failed.update:
+        return None
+    name = (
+        f"update {failed.update + 1} of {failed.num_updates} begins from later weights, which are those that were kept"
+    )
+    if failed.model == "critic":
+        return f"the values of the start of the step ({name}); returns and advantages are made of other values here"
+    return (
+        f"the policy's logprobs of the start of the step ({name}); ratios to them are 1 here, and what is measured of "
+        "the whole step is measured under later weights"
+    )
+
+
+def _policy(config: Config, folder: Path, device: torch.device) -> _Trained:
+    model = load_model(config.model.path, torch.float32, device)
+    _restore(model, folder / ACTOR, model, config)
+    scorer, temperature = Scorer(model), config.rollout.temperature
+    return _Trained("policy", model, lambda batch: scorer(batch, temperature)[0], config.algorithm.loss)
+
+
+def _critic(config: Config, folder: Path, device: torch.device) -> _Trained:
+    model = load_value_model(config.critic.path or config.model.path, device)
+    _restore(model, folder / CRITIC, model.base, config)
+    return _Trained("critic", model, model, config.algorithm.value_loss)
+
+
+def _restore(model: nn.Module, folder: Path, computing: nn.Module, config: Config) -> None:
+    """Load weights, then cast those of `computing` as mixed precision does: values computed from positions stay in
+    fp32."""
+    load_state({"model": dict(model.named_parameters())}, folder, num_ranks=1)
+    for parameter in computing.parameters():
+        parameter.data = parameter.data.to(getattr(torch, config.model.dtype))
+
+
+def _columns(
+    config: Config,
+    plan: RankPlan,
+    data: StepData,
+    signals: Iterable[Signal],
+    device: torch.device,
+    critic: _Trained | None,
+) -> Mapping[Signal, StepColumn]:
+    """Columns of the step that other workers computed in the run."""
+
+    def column(make: Callable[[MicroBatchPlan], Tensor]) -> StepColumn:
+        with torch.no_grad():
+            return [make(one).float().cpu().numpy() for update in plan.updates for one in update]
+
+    columns: dict[Signal, StepColumn] = {}
+    wanted = set(signals)
+    if wanted & {Signal.REFERENCE_LOGPROBS, Signal.REFERENCE_MISMATCHED}:
+        model = load_model(config.model.path, getattr(torch, config.model.dtype), device)
+        scorer, temperature = Scorer(model), config.rollout.temperature
+
+        def score(batch: MicroBatch) -> Tensor:
+            return scorer(batch, temperature)[0]
+
+        if Signal.REFERENCE_LOGPROBS in wanted:
+            columns[Signal.REFERENCE_LOGPROBS] = column(lambda one: score(data.micro_batch(one).to(device)))
+        if Signal.REFERENCE_MISMATCHED in wanted:
+            columns[Signal.REFERENCE_MISMATCHED] = column(
+                lambda one: mismatched(data, one, plan.partners, score, device)
+            )
+    if critic is not None:
+        columns[Signal.VALUES] = column(lambda one: critic.forward(data.micro_batch(one).to(device)))
+    return columns
+
+
+def _bad_weights(trained: _Trained) -> NonFinite | None:
+    named = ((f"{trained.name}'s {name}", parameter) for name, parameter in trained.module.named_parameters())
+    return _first_of_tensors(named)
+
+
+def _first_of_tensors(named: Iterable[tuple[str, Tensor]]) -> NonFinite | None:
+    for name, tensor in named:
+        if not (is_finite := tensor.isfinite()).all():
+            return NonFinite(name, str(tensor[~is_finite][0].item()))
+    return None
+
+
+def _first_of_figures(figures: Mapping[str, float]) -> NonFinite | None:
+    return next((NonFinite(name, str(value)) for name, value in figures.items() if not math.isfinite(value)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """Builds the rows of the report."""
+
+    records: list[GroupRecord]
+    tokenizer: PreTrainedTokenizerBase
+
+    def row(self, trained: _Trained, update: int, part: Part) -> ReplayedSample:
+        """Row of the only sample of a micro-batch, with its own gradient."""
+        trained.module.zero_grad()
+        said_N = trained.forward(part.batch)
+        inputs = part.inputs
+        if trained.name == "policy" and not part.is_scored:
+            inputs = replace(inputs, proximal_logprobs_N=said_N.detach())
+        output = trained.loss(said_N, inputs)
+        loss = part.loss(output)
+        loss.backward()
+        gradients = local_gradients(trained.module)
+        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
+        squares = squared_norm(gradients).item()  # computed as in training
+        is_policy = trained.name == "policy"
+        log_ratio_N = (said_N.detach() - inputs.behavior_logprobs_N).abs()
+        (ref,) = part.samples
+        group = self.records[ref.group].group
+        return ReplayedSample(
+            model=trained.name,
+            update=update,
+            group=group.group_id,
+            task_id=group.task_id,
+            episode=ref.episode,
+            trajectory=ref.trajectory,
+            sample=ref.sample,
+            num_tokens=len(said_N),
+            loss=loss.item(),
+            grad_norm=norm,
+            log_ratio_max=log_ratio_N.max().item() if is_policy else None,
+            non_finite=self._first(part.batch, inputs, "logprob" if is_policy else "value", said_N, output)
+            or _first_of_tensors((f"gradient of {name}", gradient) for name, gradient in gradients.items())
+            or _first_of_figures({"loss of the sample": loss.item(), "squared norm of its gradient in fp32": squares}),
+        )
+
+    def _first(
+        self, batch: MicroBatch, inputs: LossInputs, name: str, said_N: Tensor, output: LossOutput
+    ) -> NonFinite | None:
+        """First non-finite number in the order of computation: sampler, annotators, algorithm, model."""
+        numbers: list[tuple[str, Tensor]] = [("sampler's logprob", inputs.behavior_logprobs_N)]
+        numbers += [(str(signal), column_N) for signal, column_N in inputs.columns_N.items()]
+        numbers += [("advantage", inputs.advantages_N)]
+        numbers += [("return", inputs.returns_N)] if inputs.returns_N is not None else []
+        numbers += [(fact, torch.full_like(said_N, value)) for fact, value in inputs.facts.items()]
+        numbers += [(name, said_N.detach()), ("loss", output.loss_N.detach())]
+        for what, values_N in numbers:
+            if len(bad := (~values_N.isfinite()).nonzero()):
+                token = int(bad[0, 0])
+                token_id = int(batch.completions_ST.flatten()[batch.trained_N[token]])
+                text = str(self.tokenizer.decode([token_id]))
+                return NonFinite(what, str(values_N[token].item()), token, text)
+        return None

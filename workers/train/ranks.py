@@ -1,0 +1,309 @@
+"""One rank of the actor or of the critic: it fetches the data of a step and trains on its share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from rlsys.algorithm import Algorithm, Signal, TrajectoryAdvantage
+from rlsys.batch.packing import RankPlan
+from rlsys.contracts import Published, TrainStats
+from rlsys.errors import CheckpointError, PayloadLost
+from rlsys.replay.rollout_log import GroupRecord, RolloutRecord, read_groups, write_groups, write_rollouts
+from rlsys.stabilizer import Stabilizer, StabilizerPlugin
+from rlsys.types import Episode, Group, PolicyVersion, Task
+from rlsys.util.deadlines import remote
+from rlsys.util.files import flush
+from workers.ray.batched_calls import Parcel
+from workers.ray.cluster import Resources
+from workers.text.tokenizer import TextTokenizer
+
+if TYPE_CHECKING:
+    from rlsys.batch.tensors import StepColumn, StepData
+    from workers.train.optimizer import OptimizerSettings
+    from workers.train.sharded import Sharded
+    from workers.train.token_columns import Reader, Speller, TokenColumns
+    from workers.transport.object_store import ObjectStorePublisher
+
+
+@dataclass(frozen=True, slots=True)
+class StepParcel:
+    """Data of a step for some ranks, on its way to an actor."""
+
+    parcel: Parcel
+    """Payloads of `trained` and then of `partners`; after them, for each signal, the columns of `trained`."""
+    trained: tuple[int, ...]
+    """Groups by their index in the step."""
+    partners: tuple[int, ...]
+    """Further groups that supply only a prompt."""
+    signals: tuple[Signal, ...]
+
+    @classmethod
+    def of(
+        cls, groups: Sequence[Group], plans: Sequence[RankPlan], signals: Collection[str], *, has_pairs: bool
+    ) -> StepParcel:
+        """Data for these ranks, with the columns of `signals`, and with partners if the ranks make mismatched pairs."""
+        samples = [s for plan in plans for update in plan.updates for m in update for s in m.samples]
+        trained = sorted({sample.group for sample in samples})
+        found = {plans[0].partners[index] for index in trained} if has_pairs else set()
+        partners = sorted(index for index in found - {*trained} if index is not None)
+        names = tuple(map(Signal, sorted(signals)))
+        payloads = [(groups[i].group_id, groups[i].payload) for i in (*trained, *partners)]
+        columns = [(groups[i].group_id, groups[i].columns[signal]) for signal in names for i in trained]
+        return cls(Parcel.of([*payloads, *columns]), tuple(trained), tuple(partners), names)
+
+    def open(self) -> StepData:
+        """Open the data. Raises `PayloadLost` naming all groups with lost data."""
+        from rlsys.batch.tensors import StepData
+
+        opened = self.parcel.open()
+        indices, size = (*self.trained, *self.partners), len(self.trained)
+        payloads = dict(zip(indices, opened, strict=False))
+        rows = [opened[i : i + size] for i in range(len(indices), len(opened), size)]
+        columns = {
+            index: {signal: row[position] for signal, row in zip(self.signals, rows, strict=True)}
+            for position, index in enumerate(self.trained)
+        }
+        everything = range(max(indices) + 1)
+        return StepData([payloads.get(i, ()) for i in everything], [columns.get(i, {}) for i in everything])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSpec:
+    """The specification of a rank of the actor or of the critic."""
+
+    model_path: str
+    dtype: Literal["float32", "bfloat16"]
+    num_ranks: int
+    optimizer: OptimizerSettings
+    algorithm: Algorithm
+    resources: Resources
+
+
+class Rank:
+    """One process of several that train a model together."""
+
+    _backend: Sharded
+    _stabilizer: Stabilizer | None = None
+    _fetched: StepData | None = None
+
+    @remote("fetching the data of a step")
+    def fetch(self, parcel: StepParcel) -> tuple[int, ...]:
+        """Fetch the data of the next step. Returns the ids of groups with lost data."""
+        try:
+            self._fetched = parcel.open()
+        except PayloadLost as loss:
+            return loss.group_ids
+        return ()
+
+    @remote("training a step")
+    def train_step(self, plan: RankPlan, signals: Sequence[Signal], *columns: StepColumn) -> TrainStats:
+        """Train one step on the fetched data; `columns` are this rank's columns of `signals`."""
+        start_s = time.monotonic()
+        metrics = self._train(plan, self.taken(signals, columns))
+        return TrainStats(metrics, time.monotonic() - start_s)
+
+    def _train(self, plan: RankPlan, data: StepData) -> dict[str, float]:
+        raise NotImplementedError
+
+    @remote("saving a checkpoint")
+    def save(self, folder: Path) -> None:
+        """Save a checkpoint, and flush its files. Raises `CheckpointError`."""
+        self._backend.save(folder, self._stabilizer)
+        with _disk(folder):
+            flush(folder, folder.iterdir())
+
+    @remote("loading a checkpoint")
+    def load(self, folder: Path) -> int:
+        """Load a checkpoint; returns the synchronous steps still due, see `Actor.load`. Raises `CheckpointError`."""
+        self._backend.load(folder, self._stabilizer)
+        return self._stabilizer.synchronous_steps_left if self._stabilizer else 0
+
+    @property
+    def fetched(self) -> StepData:
+        """The data of the current step."""
+        assert self._fetched is not None, "fetch comes first"
+        return self._fetched
+
+    def taken(self, signals: Sequence[Signal], columns: Sequence[StepColumn]) -> StepData:
+        """Return the data with the columns of the step, and drop it from this rank."""
+        data, self._fetched = self.fetched, None
+        return data.with_columns(dict(zip(signals, columns, strict=True)))
+
+
+@contextmanager
+def _disk(path: Path) -> Iterator[None]:
+    """Turn an `OSError` into a `CheckpointError` that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+Payload: TypeAlias = tuple[Episode, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """The driver's record of the groups that a step trained."""
+
+    step: int
+    """Number of the step, counted from 1."""
+    tasks: Sequence[Task]
+    groups: Sequence[Group]
+    assigned: Sequence[Sequence[TrajectoryAdvantage]]
+    signals: tuple[str, ...]
+    """Column names of the groups; the columns come with the payloads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorSpec(RankSpec):
+    """The specification of a rank of the actor."""
+
+    stabilizer: StabilizerPlugin | None
+    temperature: float
+    probe_length: int
+    """Tokens of the probe that is published with the weights."""
+
+
+class ActorRank(Rank):
+    """Rank `rank` of `spec.num_ranks`, each in its own process."""
+
+    def __init__(self, rank: int, spec: ActorSpec, publisher: ObjectStorePublisher, address: str) -> None:
+        """Join the other ranks at `address` and load the model. Raises `ModelError`."""
+        from workers.train.fsdp import FsdpBackend
+        from workers.train.rank_group import RankGroup
+
+        self._rank, self._spec, self._publisher = rank, spec, publisher
+        device = spec.resources.claim()
+        ranks = RankGroup(rank, spec.num_ranks, address=address)
+        self._backend = self._policy = FsdpBackend(
+            spec.model_path, spec.optimizer, ranks, dtype=spec.dtype, device=device, probe_length=spec.probe_length
+        )
+        if spec.stabilizer:
+            self._stabilizer = spec.stabilizer.start(self._policy.shards())
+
+    @cached_property
+    def _speller(self) -> Speller:
+        from workers.train.token_columns import Speller
+
+        return Speller(TextTokenizer.load(self._spec.model_path).spell)
+
+    def _train(self, plan: RankPlan, data: StepData) -> dict[str, float]:
+        spec = self._spec
+        return self._policy.train_step(
+            plan, data, spec.algorithm, temperature=spec.temperature, stabilizer=self._stabilizer
+        )
+
+    @remote("publishing version {version}")
+    def publish(self, version: PolicyVersion) -> Published | None:
+        """Copy the weights for the relays, from rank 0; the other ranks take part in gathering them.
+
+        Raises the error of the previous publish, if it failed; see `ObjectStorePublisher`.
+        """
+        import torch
+
+        start_s = time.monotonic()
+        into: Mapping[str, torch.Tensor] = {}
+        if self._rank == 0:
+            specs = self._policy.specs(getattr(torch, self._spec.dtype))
+            into = self._publisher.begin(specs, pin=self._spec.resources.num_gpus > 0)
+        self._policy.copy_weights(into)
+        probe = self._policy.probe()
+        return self._publisher.publish(version, probe, start_s) if self._rank == 0 else None
+
+    @remote("announcing version {version} again")
+    def announce_again(self, version: PolicyVersion) -> None:
+        """Announce the version again, on rank 0: see `Actor.announce_again`."""
+        self._publisher.announce_again(version)
+
+    @remote("exporting the model")
+    def export(self, folder: Path) -> None:
+        """Write Hugging Face safetensors with config and tokenizer."""
+        self._policy.export(folder)
+
+    @remote("telling what it made of tokens")
+    def columns(self) -> tuple[int, list[TokenColumns]]:
+        """A receipt, and the per-token results of this rank's last step."""
+        columns = self._policy.columns()
+        return len(columns), columns
+
+    @remote("writing {path.name}")
+    def record(self, path: Path, trained: Trained, parcel: Parcel, *columns: list[TokenColumns]) -> None:
+        """Write the groups of the last step. `parcel` has the payloads, then the columns of each signal; `columns` are
+        those of all ranks.
+
+        Raises `CheckpointError` if the file cannot be written, `PayloadLost` if payloads are lost.
+        """
+        from workers.train.token_columns import Reader
+
+        opened = parcel.open()
+        reader = Reader(chain(*columns), self._speller)
+        with _disk(path):
+            write_rollouts(path, _records(trained, opened, reader))
+
+    @remote("writing {path.name}")
+    def save_groups(self, path: Path, groups: Sequence[Group], parcel: Parcel) -> None:
+        """Write groups with their payloads.
+
+        Raises `CheckpointError` if the file cannot be written, `PayloadLost` if payloads are lost.
+        """
+        payloads = parcel.open()
+        with _disk(path):
+            write_groups(path, map(GroupRecord, groups, payloads))
+
+    @remote("reading {path.name}")
+    def load_groups(self, path: Path) -> tuple[list[Group], tuple[Payload, ...]]:
+        """The groups of a file without payloads, and the payloads."""
+        records = read_groups(path)
+        return [record.group for record in records], tuple(record.episodes for record in records)
+
+
+def _records(trained: Trained, opened: Sequence[Any], reader: Reader) -> Iterator[RolloutRecord]:
+    size = len(trained.groups)
+    rows = {signal: opened[size * k :] for k, signal in enumerate(trained.signals, 1)}
+    for i, (task, group, assigned) in enumerate(zip(trained.tasks, trained.groups, trained.assigned, strict=True)):
+        record = RolloutRecord.of(trained.step, task, group, opened[i], assigned)
+        columns = {signal: tuple(map(tuple, of_signal[i])) for signal, of_signal in rows.items()}
+        yield replace(record, columns=columns, readings=reader.read(i, record))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticSpec(RankSpec):
+    """The specification of a rank of the critic."""
+
+    policy_path: str
+    """The policy's model, which defines the token ids."""
+
+
+class CriticRank(Rank):
+    """Rank `rank` of `spec.num_ranks`, each in its own process."""
+
+    def __init__(self, rank: int, spec: CriticSpec, address: str) -> None:
+        """Join the other ranks at `address` and load the model. Raises `ModelError`."""
+        from workers.train.rank_group import RankGroup
+        from workers.train.value_model import CriticBackend, check_vocabulary
+
+        self._spec = spec
+        if spec.model_path != spec.policy_path:
+            check_vocabulary(spec.model_path, spec.policy_path)
+        device = spec.resources.claim()
+        ranks = RankGroup(rank, spec.num_ranks, address=address)
+        self._backend = self._critic = CriticBackend(
+            spec.model_path, spec.optimizer, ranks, dtype=spec.dtype, device=device
+        )
+
+    @remote("valuing a step")
+    def values(self, plan: RankPlan) -> tuple[int, StepColumn]:
+        """A receipt, and the values of the fetched step."""
+        column = self._critic.values(plan, self.fetched)
+        return len(column), column
+
+    def _train(self, plan: RankPlan, data: StepData) -> dict[str, float]:
+        return self._critic.train_step(plan, data, self._spec.algorithm)
