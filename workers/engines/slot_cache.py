@@ -66,32 +66,32 @@ class SlotLayer(CacheLayerMixin):
         """Write each row at its positions. Returns views of the window."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None
-        assert self.values is not None
-        window = self.window
+        (keys, values), window = self._tensors, self.window
         at = (window.rows, self.heads, window.positions)
-        self.keys[at], self.values[at] = key_states, value_states
+        keys[at], values[at] = key_states, value_states
         seen = (window.slots, slice(None), slice(window.num_keys))
         rows = (len(key_states), -1, -1, -1)
-        return self.keys[seen].expand(rows), self.values[seen].expand(rows)
+        return keys[seen].expand(rows), values[seen].expand(rows)
+
+    @property
+    def _tensors(self) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys, self.values
 
     def copy(self, source: Tensor, target: Tensor, num_keys: int) -> None:
-        for tensor in (self.keys, self.values):
-            assert tensor is not None
+        for tensor in self._tensors:
             tensor[target, :, :num_keys] = tensor[source, :, :num_keys]
 
     def read(self, slot: int, num_keys: int) -> tuple[Tensor, Tensor]:
         """Copy the first entries of a slot to the host."""
-        assert self.keys is not None
-        assert self.values is not None
-        keys, values = self.keys[slot, :, :num_keys], self.values[slot, :, :num_keys]
-        return keys.to("cpu", copy=True).contiguous(), values.to("cpu", copy=True).contiguous()
+        keys, values = (tensor[slot, :, :num_keys].to("cpu", copy=True).contiguous() for tensor in self._tensors)
+        return keys, values
 
     def write(self, slot: int, keys: Tensor, values: Tensor) -> None:
         """Write the result of `read` to the front of a slot."""
-        assert self.keys is not None
-        assert self.values is not None
-        self.keys[slot, :, : keys.shape[1]], self.values[slot, :, : values.shape[1]] = keys, values
+        for tensor, states in zip(self._tensors, (keys, values), strict=True):
+            tensor[slot, :, : states.shape[1]] = states
 
     def fits(self, states: Tensor, num_keys: int) -> bool:
         """True if the tensor has the shape and dtype of the first `num_keys` entries of a slot."""

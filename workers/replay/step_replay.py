@@ -69,16 +69,6 @@ class RetrainJob:
         return torch.device("cuda", rank) if model in self.on_gpu else CPU
 
 
-@dataclass(frozen=True, slots=True)
-class _Retrained:
-    """Results of rank 0."""
-
-    hashes: list[str]
-    """Hashes of the weights before the first step, and after each."""
-    metrics: dict[str, float]
-    """Metrics of the last step."""
-
-
 def retrain(config: Config, shape: BatchShape, recording: RecordedSteps, stop: Stop | None = None) -> RetrainedSteps:
     """Train the steps of a recording again: in this process if the run had one rank, else in one process per rank.
 
@@ -89,9 +79,9 @@ def retrain(config: Config, shape: BatchShape, recording: RecordedSteps, stop: S
     on_gpu = wanted if torch.cuda.device_count() >= shape.num_ranks else frozenset[str]()
     job = RetrainJob(config, shape, recording, on_gpu)
     if shape.num_ranks == 1:
-        trained = _train(job, RankGroup(), stop)
+        hashes, metrics = _train(job, RankGroup(), stop)
     else:
-        trained = in_processes(shape.num_ranks, partial(_train_rank, job), "training again")
+        hashes, metrics = in_processes(shape.num_ranks, partial(_train_rank, job), "training again")
     told, moved = recording.history, wanted - on_gpu
     versions = range(recording.start, recording.step + 1)
     return RetrainedSteps(
@@ -100,9 +90,9 @@ def retrain(config: Config, shape: BatchShape, recording: RecordedSteps, stop: S
         beginning=recording.beginning,
         weights=tuple(
             Comparison(f"weights of version {version}", told.hashes.get(version), found)
-            for version, found in zip(versions, trained.hashes, strict=True)
+            for version, found in zip(versions, hashes, strict=True)
         ),
-        metrics=compared(told.ends[recording.step].metrics, trained.metrics),
+        metrics=compared(told.ends[recording.step].metrics, metrics),
         device=f"computed on a CPU, where the run had a GPU: {', '.join(sorted(moved))}" if moved else "",
     )
 
@@ -118,7 +108,7 @@ def models_on_gpu(config: Config) -> frozenset[str]:
     return frozenset(model for model, is_there in is_on_gpu.items() if is_there)
 
 
-def _train_rank(job: RetrainJob, rank: int, address: str) -> _Retrained:
+def _train_rank(job: RetrainJob, rank: int, address: str) -> tuple[list[str], dict[str, float]]:
     ranks = RankGroup(rank, job.shape.num_ranks, address=address)
     try:
         return _train(job, ranks)
@@ -126,7 +116,8 @@ def _train_rank(job: RetrainJob, rank: int, address: str) -> _Retrained:
         ranks.close()
 
 
-def _train(job: RetrainJob, ranks: RankGroup, stop: Stop | None = None) -> _Retrained:
+def _train(job: RetrainJob, ranks: RankGroup, stop: Stop | None = None) -> tuple[list[str], dict[str, float]]:
+    """Hashes of the weights before the first step and after each; metrics of the last step."""
     recording, models = job.recording, Models(job, ranks)
     if recording.checkpoint is not None:
         models.load(recording.checkpoint)
@@ -140,7 +131,7 @@ def _train(job: RetrainJob, ranks: RankGroup, stop: Stop | None = None) -> _Retr
         data = StepData([group.episodes for group in groups], columns)
         metrics = models.train(plan.of_rank(ranks.rank), data)
         hashes.append(models.hash())
-    return _Retrained(hashes, metrics)
+    return hashes, metrics
 
 
 class Models:

@@ -72,16 +72,28 @@ class FsdpBackend(Sharded):
         if not algorithm.trains_policy(self.step):
             self.end_step()
             return {}
+        step = RankStep(plan=plan, data=data, algorithm=algorithm, version=self.step, device=self._device)
+        totals, mismatch = StepMetrics(), Mismatch(self._device)
 
         def logprobs(batch: MicroBatch) -> Tensor:
             with torch.no_grad():
                 return self._scorer(batch, temperature)[0]
 
         def accumulate(part: Part) -> Tensor:
-            return self._accumulate(part, algorithm, temperature, totals, mismatch)
+            logprobs_N, entropy_N = self._scorer(part.batch, temperature)
+            inputs = part.inputs
+            if not part.is_scored:  # the only update: this forward uses the step's initial weights
+                inputs = replace(inputs, proximal_logprobs_N=logprobs_N.detach())
+            logprobs_N.retain_grad()
+            output = algorithm.loss(logprobs_N, inputs)
+            loss = part.loss(output)
+            loss.backward()
+            self._kept.add(part, inputs.proximal_logprobs_N, entropy_N, logprobs_N)
+            totals.add({"policy/entropy": entropy_N, **output.metrics_N}, part.weight)
+            if part.weight:
+                mismatch.add(inputs.proximal_logprobs_N, inputs.behavior_logprobs_N, inputs.staleness_N)
+            return loss.detach()
 
-        step = RankStep(plan=plan, data=data, algorithm=algorithm, version=self.step, device=self._device)
-        totals, mismatch = StepMetrics(), Mismatch(self._device)
         update = self.train(step, step.whole(logprobs, self._ranks), accumulate, stabilizer)
         if stabilizer:
             stabilizer.end_step()
@@ -145,24 +157,6 @@ class FsdpBackend(Sharded):
                 self._model.generation_config.save_pretrained(folder)
             save_torch_state_dict(weights, folder)
             load_tokenizer(self._model_path).save_pretrained(folder)
-
-    def _accumulate(
-        self, part: Part, algorithm: Algorithm, temperature: float, totals: StepMetrics, mismatch: Mismatch
-    ) -> Tensor:
-        """Forward and backward of one micro-batch; gradients add up. Returns its share of the update's loss."""
-        logprobs_N, entropy_N = self._scorer(part.batch, temperature)
-        inputs = part.inputs
-        if not part.is_scored:  # the only update: this forward uses the step's initial weights
-            inputs = replace(inputs, proximal_logprobs_N=logprobs_N.detach())
-        logprobs_N.retain_grad()
-        output = algorithm.loss(logprobs_N, inputs)
-        loss = part.loss(output)
-        loss.backward()
-        self._kept.add(part, inputs.proximal_logprobs_N, entropy_N, logprobs_N)
-        totals.add({"policy/entropy": entropy_N, **output.metrics_N}, part.weight)
-        if part.weight:
-            mismatch.add(inputs.proximal_logprobs_N, inputs.behavior_logprobs_N, inputs.staleness_N)
-        return loss.detach()
 
 
 @torch.inference_mode()

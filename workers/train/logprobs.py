@@ -41,8 +41,7 @@ def trained_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """`(logprobs_N, entropy_N)` of the trained tokens at a sampling temperature, in nats and fp32; entropy is detached.
 
-    At most `max_logits` logits are alive at once, or those of one token. Raises `ModelError` if the model's sliding
-    window is shorter than prompt and completion together.
+    At most `max_logits` logits are alive at once, or those of one token. Raises `ModelError`, see `hidden_states`.
     """
     hidden_NH = hidden_states(model, micro_batch)
     tokens_N = micro_batch.completions_ST.flatten()[micro_batch.trained_N]
@@ -69,9 +68,17 @@ def score(model: PreTrainedModel, micro_batches: Iterable[MicroBatch], temperatu
 
 
 def hidden_states(model: PreTrainedModel, mb: MicroBatch) -> Tensor:
-    """The last hidden state *before* each trained token, `(N, H)`, from which its logits are computed."""
+    """The last hidden state *before* each trained token, `(N, H)`, from which its logits are computed.
+
+    Raises `ModelError` if the model's sliding window is shorter than prompt and completion together.
+    """
     (P, L), (S, T) = mb.prompts_PL.shape, mb.completions_ST.shape
-    _check_window(model, L + T)
+    window = getattr(model.config.get_text_config(), "sliding_window", None)
+    if window is not None and window < L + T:
+        raise ModelError(
+            f"the model attends to a sliding window of {window} tokens, and a sample has up to {L + T}: "
+            "shared prompts cannot be trained past the window; lower the length limits or take another model"
+        )
     device = mb.prompts_PL.device
     cache = DynamicCache()
     # Padding is on the right, where causality alone hides it from real tokens: no mask.
@@ -98,15 +105,6 @@ def _token_logprobs(head: nn.Module, hidden_NH: Tensor, tokens_N: Tensor, temper
     with torch.no_grad():
         entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
     return logprobs_NV.gather(1, tokens_N[:, None])[:, 0], entropy_N
-
-
-def _check_window(model: PreTrainedModel, num_tokens: int) -> None:
-    window = getattr(model.config.get_text_config(), "sliding_window", None)
-    if window is not None and num_tokens > window:
-        raise ModelError(
-            f"the model attends to a sliding window of {window} tokens, and a sample has up to {num_tokens}: "
-            "shared prompts cannot be trained past the window; lower the length limits or take another model"
-        )
 
 
 def _rows(micro_batch: MicroBatch, logprobs_N: Tensor) -> list[tuple[float, ...]]:

@@ -34,7 +34,9 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device = CPU) -> Pre
     sampler's logprobs with those of another network. Raises `ModelError`.
     """
     model = pretrained(AutoModelForCausalLM, path, dtype, key="model", what="causal language model")
-    _check_supported(model, path)
+    for field in _LOGIT_TRANSFORMS:
+        if getattr(model.config.get_text_config(), field, None) not in (None, 1, 1.0):
+            raise ModelError(f"model {path!r} is not supported: it changes logits after the output matrix ({field})")
     return on_device(model, device)
 
 
@@ -91,10 +93,3 @@ def check_exists(path: str, key: str = "model") -> None:
     """Raise `ModelError` if a local folder does not exist. A hub name is only checked when it is loaded."""
     if not can_be_hub_name(path) and not Path(path).is_dir():
         raise ModelError(f"{key} {path!r} does not exist: give a folder with config.json, or a hub name org/name")
-
-
-def _check_supported(model: PreTrainedModel, path: str) -> None:
-    config = model.config.get_text_config()
-    for field in _LOGIT_TRANSFORMS:
-        if getattr(config, field, None) not in (None, 1, 1.0):
-            raise ModelError(f"model {path!r} is not supported: it changes logits after the output matrix ({field})")

@@ -107,7 +107,8 @@ def in_processes(count: int, work: Callable[[int, str], T], phase: str) -> T:
     If a rank fails, all others are ended and the most informative error is raised. In order: an `RlsysError`,
     `WorkerDied` for a process that has died (`phase` names its task), any other error.
     """
-    pool = ProcessPool(count, initializer=_die_at_once, context=get_context("spawn"))
+    # With the default handler: pebble's Python handler never runs while a rank waits in a collective.
+    pool = ProcessPool(count, initializer=signal, initargs=(SIGTERM, SIG_DFL), context=get_context("spawn"))
     with TemporaryDirectory() as folder:
         try:
             ranks = [pool.schedule(work, args=(rank, f"file://{Path(folder, 'ranks')}")) for rank in range(count)]
@@ -119,23 +120,17 @@ def in_processes(count: int, work: Callable[[int, str], T], phase: str) -> T:
             pool.join()
 
 
-def _die_at_once() -> None:
-    """Restore the default SIGTERM: pebble's Python handler never runs while a rank waits in a collective."""
-    signal(SIGTERM, SIG_DFL)
-
-
 def _errors(ranks: list[ProcessFuture], phase: str) -> list[BaseException]:
     """Errors of the ranks once all have returned, or one has failed."""
     done, others = wait(ranks, return_when=FIRST_EXCEPTION)
     if others:
         done = done | wait(others, timeout=_LAST_WORDS_S).done
-    found = [(number, error) for number, rank in enumerate(ranks) if rank in done and (error := rank.exception())]
-    return [_named(error, number, phase) for number, error in found]
-
-
-def _named(error: BaseException, number: int, phase: str) -> BaseException:
-    if not isinstance(error, ProcessExpired):
-        return error
-    died = WorkerDied(f"rank {number}", phase, "its process ended; was it short of memory?")
-    died.__cause__ = error
-    return died
+    found: list[BaseException] = []
+    for number, rank in enumerate(ranks):
+        error = rank.exception() if rank in done else None
+        if isinstance(error, ProcessExpired):
+            died = WorkerDied(f"rank {number}", phase, "its process ended; was it short of memory?")
+            died.__cause__, error = error, died
+        if error is not None:
+            found.append(error)
+    return found

@@ -160,7 +160,11 @@ class Sharded:
         state = self._state()
         if stabilizer:
             state["stabilizer"] = _as_sharded(stabilizer.state_dict(), self.parameters())
-        _save_state(state, folder, num_ranks=self._ranks.num_ranks)
+        try:
+            with _knowingly_alone():
+                dcp_save(state, checkpoint_id=folder, no_dist=self._ranks.num_ranks == 1)
+        except (OSError, CheckpointException) as error:
+            raise CheckpointError(f"cannot write training state to {folder}: {_cause(error)}") from error
 
     def load(self, folder: Path, stabilizer: Stabilizer | None = None) -> None:
         """Restore a checkpoint from any number of ranks, bit for bit.
@@ -251,15 +255,6 @@ def _like(tensor: Tensor, parameter: Tensor | None) -> Tensor:
         return tensor
     mesh, placements = parameter.device_mesh, parameter.placements
     return DTensor.from_local(tensor, mesh, placements, shape=parameter.shape, stride=parameter.stride())
-
-
-def _save_state(state: dict[str, dict[str, Tensor]], folder: Path, *, num_ranks: int) -> None:
-    """Write live tensors; each rank writes its shards."""
-    try:
-        with _knowingly_alone():
-            dcp_save(state, checkpoint_id=folder, no_dist=num_ranks == 1)
-    except (OSError, CheckpointException) as error:
-        raise CheckpointError(f"cannot write training state to {folder}: {_cause(error)}") from error
 
 
 def load_state(state: dict[str, dict[str, Tensor]], folder: Path, *, num_ranks: int) -> None:
