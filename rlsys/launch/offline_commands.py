@@ -41,7 +41,7 @@ from rlsys.replay.run_history import RecordedSteps
 from rlsys.types import Task
 
 if TYPE_CHECKING:
-    from workers.train.backend import TrainBackend
+    from workers.train.fsdp import FsdpBackend
 
 
 def evaluate(
@@ -189,7 +189,7 @@ def replay(folder: Path) -> ReplayedStep:
     prepare_imports()
     config = Config.load(folder / CONFIG)
     check_model(config)
-    from workers.replay.failed_step_replay import replay as compute
+    from workers.replay.step_replay import replay as compute
 
     return compute(config, folder, failed)
 
@@ -211,13 +211,13 @@ def replay_step(run: Path, step: int, *, debug: bool = False) -> RetrainedSteps:
     check_model(config)
     if debug and config.train.ranks > 1:
         raise ConfigError(f"--debug: {run} was trained on {config.train.ranks} ranks, and a debugger sees one process")
-    from workers.replay.step_retrain import retrain
+    from workers.replay.step_replay import retrain
 
     found = retrain(config, shape_of(config), recording, stop_here if debug else None)
     return replace(found, changed=changed)
 
 
-def stop_here(step: int, plan: BatchPlan, groups: Sequence[RolloutRecord], backend: TrainBackend) -> None:
+def stop_here(step: int, plan: BatchPlan, groups: Sequence[RolloutRecord], backend: FsdpBackend) -> None:
     """Open the debugger; its command `c` continues and trains `step`.
 
     `plan` assigns samples to micro-batches, `groups` are the recorded rollouts, `backend` is the policy.
