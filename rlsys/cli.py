@@ -216,22 +216,20 @@ def simulate(
 ) -> None:
     """Simulate a cluster: the real driver on simulated workers and a virtual clock."""
     _refuse_unknown_options(overrides or [])
-    from rlsys.simulate import tables as show
-    from rlsys.simulate.sweep import Sweep
-    from rlsys.simulate.sweep import simulate as run
+    from rlsys.simulate import sweep as simulated
 
     if plot is not None:
-        show.check_plot(plot)
-    swept = Sweep.parse(sweep) if sweep is not None else None
-    outcome = run(profile, overrides or [], steps=steps, sweep=swept)
+        simulated.check_plot(plot)
+    swept = simulated.Sweep.parse(sweep) if sweep is not None else None
+    outcome = simulated.simulate(profile, overrides or [], steps=steps, sweep=swept)
     if plot is not None:
-        show.plot(outcome, plot)
+        simulated.plot(outcome, plot)
     if as_json:
         typer.echo(json.dumps(outcome.as_json()))
         return
     from rich.console import Console
 
-    Console().print(show.table_of(outcome))
+    Console().print(simulated.table_of(outcome))
 
 
 @config_app.command(context_settings=OVERRIDES)

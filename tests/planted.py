@@ -131,6 +131,7 @@ class _Rollouts(FakeRollouts):
     async def run(self, assignment: Assignment) -> RolledOut:
         if self.world.relay > STALE_VERSION and STALE_REPLICA in self.members:
             self.members.remove(STALE_REPLICA)  # it is given nothing while it loads
+            self._left(STALE_REPLICA)
         if assignment.task.id == STUCK_TASK:
             await self._call("rolling out", assignment.group_id, 1e9)
         return await super().run(assignment)

@@ -1,24 +1,31 @@
-"""Pools of rollout replicas and reward workers whose latencies and faults a `FakeWorld` defines."""
+"""Pools of rollout replicas and reward workers whose latencies and faults a `FakeWorld` defines.
+
+A fake is a simulated worker: `SimReplica` adds the model of an engine to `FakeReplica`, and the other classes serve
+the simulator as they are.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 from rlsys.batch.samples import meta_of, versions_of
 from rlsys.contracts import Busy, Graft, GroupScores, RolledOut, with_episode
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied
+from rlsys.loop.router import Router
 from rlsys.types import (
     POLICY,
     Acknowledged,
     Assignment,
     EngineStats,
     Episode,
+    EpisodeMeta,
     Group,
     PolicyVersion,
+    Ref,
     ReplicaLoad,
     Score,
     Task,
@@ -32,8 +39,8 @@ if TYPE_CHECKING:
 
 GROUPS_AT_ONCE = 16
 """Number of groups that fills the cache of a fake replica."""
-JUDGE_RAISED = "the judge raised"
 Spans = tuple[VersionSpan, ...]
+JUDGE_RAISED = "the judge raised"
 
 
 class Fault(Enum):
@@ -67,6 +74,7 @@ class FakePool:
         """Replace a member in the background, unless that has begun. Waits only if no member is alive."""
         if worker in self.members:
             self.members.remove(worker)
+            self._left(worker)
             self.restarted.append(worker)
             self._recovering.append(asyncio.create_task(self._recover(worker, on_recovery)))
         await self._any_alive()
@@ -85,21 +93,24 @@ class FakePool:
         self.members.append(successor)
         on_recovery(worker, now() - began_s)
 
+    def _left(self, worker: str) -> None:
+        """Give no more work to `worker`."""
+
     async def _install(self, worker: str, successor: str) -> None:
         """Prepare `successor` to replace `worker`."""
 
     async def _call(self, phase: str, group_id: int, seconds: float) -> tuple[str, Fault | None]:
         await self._any_alive()
         worker = self.members[self.num_calls % len(self.members)]
-        fault = self._faults.get(self.num_calls)
-        self.num_calls += 1
         self._given[group_id] = worker
         try:
-            return worker, await self._work(worker, f"{phase} group {group_id}", seconds, fault)
+            return worker, await self._work(worker, f"{phase} group {group_id}", seconds)
         finally:
             self._given.pop(group_id, None)
 
-    async def _work(self, worker: str, phase: str, seconds: float, fault: Fault | None) -> Fault | None:
+    async def _work(self, worker: str, phase: str, seconds: float) -> Fault | None:
+        fault = self._faults.get(self.num_calls)
+        self.num_calls += 1
         if fault is Fault.HANGS:
             await asyncio.sleep(self.world.lease_s)
             raise DeadlineExceeded(worker, phase, f"no answer within {self.world.lease_s:g} s")
@@ -109,8 +120,109 @@ class FakePool:
         return fault
 
 
+@dataclass(eq=False)
+class FakePlay:
+    """A group from its first token to its last."""
+
+    assignment: Assignment
+    host: Any
+    """Replica that samples it, which may change."""
+    version: PolicyVersion | None = None
+    """Version at its start."""
+
+
+class FakeReplica:
+    """Replica that takes `rollout_s` of its pool for a group, and pulls the newest weights before it, in no time."""
+
+    def __init__(self, pool: FakeRollouts, name: str) -> None:
+        self.name, self._pool = name, pool
+        self.is_dead = False
+        self._plays: dict[Any, None] = {}
+        """Groups sampled here, including groups moved in and excluding groups moved away."""
+        self._told: PolicyVersion = -1
+        """Newest version whose pull was reported."""
+
+    @property
+    def version(self) -> PolicyVersion:
+        """Loaded version; -1 before the first pull."""
+        return self._pool.newest
+
+    async def ensure_version(self, version: PolicyVersion) -> None:
+        """Do nothing: weights are pulled before each group."""
+
+    async def run(self, assignment: Assignment) -> RolledOut:
+        """Roll out one group on weights no older than it requires. Raises `WorkerDied` or `DeadlineExceeded`."""
+        asked_s, pool, group_id = now(), self._pool, assignment.group_id
+        held = await pool.take_in(assignment)
+        start_s, first = now(), next(iter(held.values()))
+        self._plays[play := FakePlay(assignment, self, first)] = None
+        try:
+            fault = await pool._work(self.name, f"rolling out group {group_id}", pool.rollout_s(group_id))
+        finally:
+            del play.host._plays[play]
+        spans = {policy: pool.spans(version) for policy, version in held.items()}
+        episodes = tuple([await pool.episode(assignment, e, spans, self.name) for e in range(assignment.size)])
+        wrong = "wrong-" if fault is Fault.WRONG_WEIGHTS else ""
+        views = [
+            self._view(assignment, meta_of(episodes), versions_of(episodes, policy), of, episodes, policy, wrong)
+            for policy, of in spans.items()
+        ]
+        pulls = (Busy(self.name, asked_s, start_s),) if first > self._told else ()
+        self._told = max(first, self._told)
+        return RolledOut(views[0], Busy(self.name, start_s, now()), others=tuple(views[1:]), pulls=pulls)
+
+    def load(self) -> ReplicaLoad:
+        """Return the current load: with running groups, the version is the oldest one at their starts."""
+        version = min((play.version for play in self._plays), default=self.version)
+        num_groups = len(self._plays)
+        return ReplicaLoad(self.name, version, EngineStats(num_groups, 0, min(1.0, num_groups / GROUPS_AT_ONCE), 0))
+
+    def move_to(self, other: Self) -> list[Any]:
+        """Move all groups sampled here to `other`, and return them; none if its version differs or either is loading
+        weights."""
+        source, to = self.load(), other.load()
+        if source.version != to.version or source.is_loading or to.is_loading:
+            return []
+        plays, self._plays = self._plays, {}
+        for play in plays:
+            play.host = other
+        other._plays |= plays
+        return list(plays)
+
+    def _view(
+        self,
+        assignment: Assignment,
+        episodes: tuple[EpisodeMeta, ...],
+        versions: Spans,
+        held: Spans,
+        payload: Ref,
+        policy: str = POLICY,
+        wrong: str = "",
+    ) -> Group:
+        """View of a group for one policy. `held` has the versions that the replica acknowledges."""
+        return Group(
+            group_id=assignment.group_id,
+            task_id=assignment.task.id,
+            permit_version=assignment.version_of(policy),
+            replica=self.name,
+            episodes=episodes,
+            versions=versions,
+            weights=tuple(Acknowledged(self.name, s.version, wrong + self._pool.world.hash(s.version)) for s in held),
+            payload=payload,
+            policy=policy,
+        )
+
+
+@dataclass(slots=True)
+class _Routed:
+    """Running group, whose tokens are sampled at `place`."""
+
+    place: int
+    weight: int
+
+
 class FakeRollouts(FakePool):
-    """Implement `Rollouts`: episodes from `FakeWorld.play`, sampled from the relay's newest version."""
+    """Implement `Rollouts`: replicas behind the `Router` that runs use. Episodes are those of `FakeWorld.play`."""
 
     def __init__(
         self,
@@ -123,86 +235,97 @@ class FakeRollouts(FakePool):
         """Arguments that are not given default to the world's values."""
         faults = world.rollout_faults if faults is None else faults
         super().__init__(world, kind, size or world.num_replicas, faults)
-        self._rollout_s = rollout_s or world.rollout_s
-        self._versions: dict[int, PolicyVersion] = {}
-        """By id of a running group: the version at its start."""
-        self._hosts: dict[int, str] = {}
-        """By id of a moved group: the member that continues it."""
-        self._told: dict[str, PolicyVersion] = {}
-        """By member: the newest version whose pull was reported."""
+        self.rollout_s = rollout_s or world.rollout_s
+        self._router = Router(len(self.members))
+        self._routers = [self._router]
+        self.replicas = [self._replica(place, name) for place, name in enumerate(self.members)]
+        self.ended: list[Any] = []
+        """Replicas that were replaced."""
+        self.num_moved = 0
+        """Number of moved groups."""
+        self._routed: dict[int, _Routed] = {}
 
     async def run(self, assignment: Assignment) -> RolledOut:
-        asked_s = now()
-        held = await self._take_in(assignment)
-        start_s, group_id = now(), assignment.group_id
-        self._versions[group_id] = first = next(iter(held.values()))
+        await self._any_alive()
+        group_id, weight = assignment.group_id, self._weight(assignment)
+        routed = _Routed(self._router.route(weight, session=group_id), weight)
+        replica = self.replicas[routed.place]
+        self._given[group_id], self._routed[group_id] = replica.name, routed
         try:
-            worker, fault = await self._call("rolling out", group_id, self._rollout_s(group_id))
+            done = await replica.run(assignment)
+        except WorkerDied as error:
+            self._left(error.worker)
+            raise
         finally:
-            self._versions.pop(group_id, None)
-            self._hosts.pop(group_id, None)
-        spans = {policy: await self._spans(version) for policy, version in held.items()}
-        episodes = tuple([await self._episode(assignment, e, spans, worker) for e in range(assignment.size)])
-        wrong = "wrong-" if fault is Fault.WRONG_WEIGHTS else ""
-        views = [self._view(policy, assignment, episodes, worker, wrong, of) for policy, of in spans.items()]
-        pulls = (Busy(worker, asked_s, start_s),) if first > self._told.get(worker, -1) else ()
-        self._told[worker] = max(first, self._told.get(worker, -1))
-        return RolledOut(views[0], Busy(worker, start_s, now()), others=tuple(views[1:]), pulls=pulls)
+            self._given.pop(group_id, None)
+            self._routed.pop(group_id, None)
+            self._router.release(routed.place, weight)
+        self._router.report(routed.place, done.stats)
+        return done
 
     async def versions(self) -> Sequence[Acknowledged]:
-        held = await self._pull(-1)
-        return [Acknowledged(m, held, self.world.hash(held)) for m in self.members]
+        live = [r for r in self._live() if r.version >= 0]
+        return [Acknowledged(r.name, r.version, self.world.hash(r.version)) for r in live]
 
     async def loads(self) -> Sequence[ReplicaLoad]:
-        """A replica reports the oldest version of its running groups, else the newest version."""
-        newest = await self._pull(-1)
-        return [self._load(member, newest) for member in self.members]
+        return [replica.load() for replica in self._live()]
 
     async def move(self, source: str, to: str) -> int:
-        loads = {load.replica: load for load in await self.loads()}
-        if source == to or not {source, to} <= loads.keys() or loads[source].version != loads[to].version:
+        places = {replica.name: self.replicas.index(replica) for replica in self._live()}
+        giver, taker = places.get(source), places.get(to)
+        if giver is None or taker is None or giver == taker:
             return 0
-        moving = self._groups_at(source)
-        self._hosts.update(dict.fromkeys(moving, to))
-        return len(moving)
+        plays = self.replicas[giver].move_to(self.replicas[taker])
+        for routed in (self._routed[play.assignment.group_id] for play in plays):
+            self._router.transfer(giver, taker, routed.weight)
+            routed.place = taker
+        self.num_moved += len(plays)
+        return len(plays)
 
-    def _load(self, member: str, newest: PolicyVersion) -> ReplicaLoad:
-        here = self._groups_at(member)
-        version = min((self._versions.get(group_id, newest) for group_id in here), default=newest)
-        return ReplicaLoad(member, version, EngineStats(len(here), 0, min(1.0, len(here) / GROUPS_AT_ONCE), 0))
+    # ------------------------------------------------------------------------------------------------ what replicas do
 
-    def _groups_at(self, member: str) -> list[int]:
-        return [group_id for group_id, owner in self._given.items() if self._hosts.get(group_id, owner) == member]
+    @property
+    def newest(self) -> PolicyVersion:
+        """Version that a replica has pulled."""
+        return self.world.relay
 
-    async def _pull(self, at_least: PolicyVersion) -> PolicyVersion:
-        return await self.world.held(at_least)
+    async def take_in(self, assignment: Assignment) -> Mapping[str, PolicyVersion]:
+        """Return the version at the start of a group, by policy."""
+        return {POLICY: await self.world.held(assignment.version)}
 
-    async def _take_in(self, assignment: Assignment) -> Mapping[str, PolicyVersion]:
-        """Return the version at the start of the group, by policy."""
-        return {POLICY: await self._pull(assignment.version)}
-
-    async def _spans(self, first: PolicyVersion) -> Spans:
-        """Return the versions of the three sampled tokens."""
-        last = await self._pull(first) if self.world.weight_change == "inflight" else first
+    def spans(self, first: PolicyVersion) -> Spans:
+        """Return the versions of the three sampled tokens of an episode that began on version `first`."""
+        last = self.newest if self.world.weight_change == "inflight" else first
         return (VersionSpan(first, 3),) if first == last else (VersionSpan(first, 2), VersionSpan(last, 1))
 
-    async def _episode(self, assignment: Assignment, index: int, spans: Mapping[str, Spans], worker: str) -> Episode:
+    async def episode(self, assignment: Assignment, index: int, spans: Mapping[str, Spans], worker: str) -> Episode:
         return await self.world.play(assignment, index, spans[POLICY], worker)
 
-    def _view(
-        self, policy: str, assignment: Assignment, episodes: tuple[Episode, ...], worker: str, wrong: str, spans: Spans
-    ) -> Group:
-        return Group(
-            group_id=assignment.group_id,
-            task_id=assignment.task.id,
-            permit_version=assignment.version_of(policy),
-            replica=worker,
-            episodes=meta_of(episodes),
-            versions=versions_of(episodes, policy),
-            weights=tuple(Acknowledged(worker, s.version, wrong + self.world.hash(s.version)) for s in spans),
-            payload=episodes,
-            policy=policy,
-        )
+    def _weight(self, assignment: Assignment) -> int:
+        return assignment.size
+
+    # ------------------------------------------------------------------------------------------------------- replacing
+
+    def _replica(self, place: int, name: str) -> FakeReplica:
+        return FakeReplica(self, name)
+
+    def _live(self) -> list[FakeReplica]:
+        return [replica for replica in self.replicas if replica.name in self.members and not replica.is_dead]
+
+    def _left(self, worker: str) -> None:
+        for place, replica in enumerate(self.replicas):
+            if replica.name == worker:
+                for router in self._routers:
+                    router.leave(place)
+
+    async def _install(self, worker: str, successor: str) -> None:
+        place = next(place for place, replica in enumerate(self.replicas) if replica.name == worker)
+        replica = self._replica(place, successor)
+        await replica.ensure_version(max(r.version for r in self.replicas))
+        self.ended.append(self.replicas[place])
+        self.replicas[place] = replica
+        for router in self._routers:
+            router.join(place)
 
 
 class FakePinnedRollouts(FakeRollouts):
@@ -218,8 +341,12 @@ class FakePinnedRollouts(FakeRollouts):
             raise WeightsMismatch("relay", f"pinning version {version}", f"version {newest} has taken its place")
         self._pinned = version
 
-    async def _pull(self, at_least: PolicyVersion) -> PolicyVersion:
+    @property
+    def newest(self) -> PolicyVersion:
         return self._pinned
+
+    async def take_in(self, assignment: Assignment) -> Mapping[str, PolicyVersion]:
+        return {POLICY: self._pinned}
 
 
 class FakeJointRollouts(FakeRollouts):
@@ -248,17 +375,14 @@ class FakeJointRollouts(FakeRollouts):
     async def loads(self, policy: str = POLICY) -> Sequence[ReplicaLoad]:
         return [replace(load, version=self.held[policy]) for load in await super().loads()]
 
-    async def _take_in(self, assignment: Assignment) -> Mapping[str, PolicyVersion]:
+    async def take_in(self, assignment: Assignment) -> Mapping[str, PolicyVersion]:
         self.assignments.append(assignment)
         for name, world in self.worlds.items():
             if self.held[name] < (asked := assignment.version_of(name)):
                 self.held[name] = await world.held(asked)
         return dict(self.held)
 
-    async def _spans(self, first: PolicyVersion) -> Spans:
-        return (VersionSpan(first, 3),)
-
-    async def _episode(self, assignment: Assignment, index: int, spans: Mapping[str, Spans], worker: str) -> Episode:
+    async def episode(self, assignment: Assignment, index: int, spans: Mapping[str, Spans], worker: str) -> Episode:
         group_id = assignment.group_id
         speakers = [name for name in spans if name == self._root or self.speaks(name, group_id)]
         root, *others = (said(name, group_id, index, spans[name], f"{name}!") for name in speakers)

@@ -1,4 +1,4 @@
-"""Simulated rollout replica: an engine, its groups, and weight changes that follow `RolloutWorker`."""
+"""Rollout replicas of a profile: the model of an engine, and weight changes that follow `RolloutWorker`."""
 
 from __future__ import annotations
 
@@ -8,48 +8,48 @@ from dataclasses import replace
 
 from rlsys.contracts import Busy, RolledOut
 from rlsys.errors import WorkerDied
-from rlsys.simulate.fake_pools import now
+from rlsys.loop.router import request_weight
+from rlsys.simulate.fake_pools import FakeReplica, FakeRollouts, now
 from rlsys.simulate.sim_cluster import SimCluster
-from rlsys.simulate.sim_engine import SimEngine
-from rlsys.simulate.sim_session import Environments, Rounds, SimPlay, TurnRouter
-from rlsys.simulate.workload import Workload
-from rlsys.types import Acknowledged, Assignment, Group, PolicyVersion, ReplicaLoad
+from rlsys.simulate.sim_engine import SimEngine, Used
+from rlsys.simulate.sim_session import Environments, Rounds, SimPlay, TurnRouter, Workload
+from rlsys.types import Assignment, PolicyVersion, ReplicaLoad
 
 
-class SimReplica:
+class SimReplica(FakeReplica):
     """Replica that plays groups and pulls weights when a group requires newer ones."""
 
-    def __init__(
-        self, name: str, cluster: SimCluster, node: int, workload: Workload, environments: Environments | None = None
-    ) -> None:
-        """Pull from the relay of `node`. `environments` are shared by all replicas; None: one for every episode."""
-        profile = cluster.profile
-        self.name, self.engine, self.environments = name, SimEngine(profile), environments
-        self.rounds = Rounds(self.engine.used, together=profile.tools == "together")
-        self.observation_tokens = profile.observation_tokens
+    _pool: SimRollouts
+
+    def __init__(self, pool: SimRollouts, name: str, node: int) -> None:
+        """Pull from the relay of `node`."""
+        super().__init__(pool, name)
+        self._cluster, self._profile, self._node = pool.cluster, pool.cluster.profile, node
+        self.engine, self.environments = SimEngine(self._profile), pool.environments
+        self.rounds = Rounds(self.engine.used, together=self._profile.tools == "together")
+        self.observation_tokens = self._profile.observation_tokens
         self.cache_age = 0
         """Number of times the cache was cleared."""
-        self.version: PolicyVersion = -1
-        """Loaded version; -1 before the first pull."""
-        self._cluster, self._node, self._profile, self._workload = cluster, node, profile, workload
+        self._loaded: PolicyVersion = -1
         self._changing = asyncio.Lock()
         self._is_loading = False
-        self._is_dead = False
-        self._plays: dict[SimPlay, None] = {}
-        """Groups sampled here, including groups moved in and excluding groups moved away."""
         self._homed: dict[SimPlay, None] = {}
         """Groups whose sessions run here."""
         self._freed = asyncio.Event()
 
-    async def run(self, assignment: Assignment, turns: TurnRouter | None = None) -> RolledOut:
-        """Play one group on weights no older than it requires; with `turns`, route its turns one by one.
+    @property
+    def version(self) -> PolicyVersion:
+        return self._loaded
 
-        Raises `WorkerDied`.
-        """
+    async def run(self, assignment: Assignment) -> RolledOut:
+        """Play one group on weights no older than it requires. Raises `WorkerDied`."""
+        pool = self._pool
+        if pool.turns is not None:  # its turns may go to any replica: all need the version
+            await asyncio.gather(*(r.ensure_version(assignment.version) for r in pool.replicas if not r.is_dead))
         await self.ensure_version(assignment.version)
         start_s = now()
         fixed = self.version if self._profile.weight_change == "beside" else None
-        play = SimPlay(assignment, self._workload, self, fixed, turns)
+        play = SimPlay(assignment, pool.workload, self, fixed, pool.turns)
         self._plays[play] = self._homed[play] = None
         self.engine.share(len(self._resident()))
         try:
@@ -58,7 +58,9 @@ class SimReplica:
         finally:
             del self._homed[play]
             play.host.evict(play)
-        return RolledOut(self._group(play), Busy(self.name, start_s, now()), self.engine.stats())
+        versions = play.versions()
+        group = self._view(assignment, play.episodes(), versions, versions, None)
+        return RolledOut(group, Busy(self.name, start_s, now()), self.engine.stats())
 
     def load(self) -> ReplicaLoad:
         """Return the current load. A group that waits for its tools counts, as with `RolloutWorker`."""
@@ -66,36 +68,21 @@ class SimReplica:
         stats = replace(stats, num_running=max(stats.num_running, len(self._plays)))
         return ReplicaLoad(self.name, self.version, stats, self._is_loading)
 
-    @property
-    def is_dead(self) -> bool:
-        """True after the replica died."""
-        return self._is_dead
-
     def evict(self, play: SimPlay) -> None:
         """Remove a group that ended."""
         self._plays.pop(play, None)
         self.engine.share(len(self._resident()))
         self._freed.set()
 
-    def move_to(self, other: SimReplica) -> list[int]:
-        """Move all groups sampled here to `other`; none if its version differs or it is loading weights.
-
-        Returns the ids of the groups that moved.
-        """
-        if self._is_loading or other._is_loading or other.version != self.version:
-            return []
-        plays, self._plays = self._plays, {}
-        requests = self.engine.abort(plays)
-        for play in plays:
-            play.host = other
-        other._plays |= plays
-        other.engine.submit(requests)
-        self._freed.set()
-        return [play.assignment.group_id for play in plays]
+    def move_to(self, other: SimReplica) -> list[SimPlay]:
+        if plays := super().move_to(other):
+            other.engine.submit(self.engine.abort(dict.fromkeys(plays)))
+            self._freed.set()
+        return plays
 
     def die(self) -> None:
         """Die: all groups sampled here, and all whose sessions run here, end with `WorkerDied`."""
-        self._is_dead = True
+        self.is_dead = True
         self._freed.set()
         for play in {**self._plays, **self._homed}:
             play.host.engine.abort((play,))
@@ -136,7 +123,7 @@ class SimReplica:
             self._check_alive()
             self.engine.change(version)
             self.cache_age += 1
-        self.version = version
+        self._loaded = version
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
         """Wait for groups to end or to move away; unblocked by `evict`, `move_to` and `die`."""
@@ -149,24 +136,41 @@ class SimReplica:
         """Versions to which groups here are pinned."""
         return {play.version for play in self._plays if play.version is not None}
 
-    # ------------------------------------------------------------------------------------------------------------ group
-
-    def _group(self, play: SimPlay) -> Group:
-        assignment, versions = play.assignment, play.versions()
-        return Group(
-            group_id=assignment.group_id,
-            task_id=assignment.task.id,
-            permit_version=assignment.version,
-            replica=self.name,
-            episodes=play.episodes(),
-            versions=versions,
-            weights=tuple(Acknowledged(self.name, s.version, self._cluster.hash(s.version)) for s in versions),
-            payload=None,
-        )
-
     def _check_alive(self) -> None:
-        if self._is_dead:
+        if self.is_dead:
             raise self._death("taking in weights")
 
     def _death(self, phase: str) -> WorkerDied:
         return WorkerDied(self.name, phase, "the process is gone")
+
+
+class SimRollouts(FakeRollouts):
+    """Replicas of one profile."""
+
+    replicas: list[SimReplica]
+    turns: TurnRouter | None = None
+    """Router of single turns, unless all turns of a group go to its replica."""
+
+    def __init__(self, cluster: SimCluster) -> None:
+        profile = cluster.profile
+        self.cluster, self.workload = cluster, Workload(profile)
+        self.environments = Environments(profile.environments) if profile.environments else None
+        super().__init__(cluster)
+        if profile.routing != "group":
+            self.turns = TurnRouter(self.replicas, by_prefix=profile.routing == "prefix")
+            self._routers.append(self.turns.router)
+
+    def kill(self, place: int) -> str:
+        """Kill the replica at this place; return its name."""
+        self.replicas[place].die()
+        return self.replicas[place].name
+
+    def used(self) -> Used:
+        """Return the use of time of all replicas up to this moment, dead ones included."""
+        return sum((replica.engine.used_now() for replica in (*self.replicas, *self.ended)), Used())
+
+    def _weight(self, assignment: Assignment) -> int:
+        return assignment.size * request_weight(self.workload.prompt_tokens(assignment.group_id))
+
+    def _replica(self, place: int, name: str) -> SimReplica:
+        return SimReplica(self, name, place // self.cluster.profile.replicas_per_node)

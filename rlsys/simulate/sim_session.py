@@ -1,20 +1,65 @@
-"""Group played on simulated replicas: its turns, and the environment between them."""
+"""Group of a profile, played on simulated replicas: its turns, and the environment between them."""
 
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from xxhash import xxh3_64_intdigest
+
 from rlsys.loop.router import Router, request_weight
+from rlsys.simulate.fake_pools import FakePlay
+from rlsys.simulate.profile import Profile
 from rlsys.simulate.sim_engine import SimRequest, Used
-from rlsys.simulate.workload import Workload, WorkloadTurn
 from rlsys.types import OK, Assignment, EpisodeMeta, PolicyVersion, SampleMeta, TrajectoryMeta, VersionSpan
 
 if TYPE_CHECKING:
     from rlsys.simulate.sim_replica import SimReplica
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadTurn:
+    """One turn of an episode: its sampled tokens, and the environment's time after it."""
+
+    num_tokens: int
+    environment_s: float
+    """Seconds until the next turn; 0 after the last turn."""
+
+
+class Workload:
+    """Episodes of a profile: every length and latency is a pure function of (seed, group, episode, turn).
+
+    All settings of a profile get the same work, in whatever order they run it.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+
+    def prompt_tokens(self, group_id: int) -> int:
+        """Return the length of the prompt that all episodes of a group share."""
+        return max(1, round(self._profile.prompt.at(self._quantile(b"prompt", group_id, 0, 0))))
+
+    def episode(self, group_id: int, episode: int) -> tuple[WorkloadTurn, ...]:
+        """Return the turns of one episode."""
+        profile = self._profile
+        num_turns = max(1, round(profile.turns.at(self._quantile(b"turns", group_id, episode, 0))))
+        return tuple(self._step(group_id, episode, turn, turn == num_turns - 1) for turn in range(num_turns))
+
+    def _step(self, group_id: int, episode: int, turn: int, is_last: bool) -> WorkloadTurn:
+        profile = self._profile
+        num_tokens = max(1, round(profile.response.at(self._quantile(b"length", group_id, episode, turn))))
+        if is_last or profile.environment_s is None:
+            return WorkloadTurn(num_tokens, 0.0)
+        return WorkloadTurn(num_tokens, profile.environment_s.at(self._quantile(b"tool", group_id, episode, turn)))
+
+    def _quantile(self, what: bytes, group_id: int, episode: int, turn: int) -> float:
+        """Return a uniform number between 0 and 1, both excluded."""
+        packed = struct.pack("<8sQQQ", what, group_id, episode, turn)
+        return ((xxh3_64_intdigest(packed, self._profile.seed) >> 12) + 0.5) * 2.0**-52
 
 
 @dataclass(slots=True)
@@ -33,8 +78,8 @@ class SimSession:
     num_cached: int = 0
 
 
-class SimPlay:
-    """Group from its first turn to its last."""
+class SimPlay(FakePlay):
+    """Group whose turns are sampled by engines."""
 
     def __init__(
         self,
@@ -45,13 +90,14 @@ class SimPlay:
         turns: TurnRouter | None,
     ) -> None:
         """`version` pins all its tokens to one loaded version; `turns` routes each turn separately."""
-        self.assignment, self.home, self.host = assignment, home, home
+        super().__init__(assignment, home, version)
+        self.home = home
         self.num_prompt = workload.prompt_tokens(assignment.group_id)
         self.sampled: Counter[PolicyVersion] = Counter()
         """Sampled tokens, by version."""
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Completed when the last episode ends, or with the error that ended all of them."""
-        self.version, self._turns = version, turns
+        self._turns = turns
         self._sessions = [
             SimSession(e, workload.episode(assignment.group_id, e), self.num_prompt) for e in range(assignment.size)
         ]

@@ -8,8 +8,8 @@ import pytest
 
 from rlsys.config.loader import dump
 from rlsys.simulate.profile import Profile
+from rlsys.simulate.sim_session import Workload
 from rlsys.simulate.simulation import Simulation
-from rlsys.simulate.workload import Workload
 from rlsys.weight_sync.relay import broadcast_s
 from tests.simulate.profiles import small
 
