@@ -39,9 +39,8 @@ from workers.ray.cluster import Resources, connect
 from workers.ray.pool import PoolSpec
 from workers.ray.remote_proxy import Remote, start
 from workers.rollout.generator import WeightChange
-from workers.rollout.replica_spec import GeneratorSpec, RolloutSpec
 from workers.rollout.rollout_pool import RolloutPool
-from workers.rollout.rollout_worker import RolloutWorker
+from workers.rollout.rollout_worker import GeneratorSpec, RolloutSpec, RolloutWorker
 
 if TYPE_CHECKING:
     from workers.engines.vllm import VllmEngine

@@ -32,9 +32,8 @@ from rlsys.testing import tasks
 from rlsys.types import Group
 from tests.groups import episode
 from tests.groups import group as group_of
-from workers.ray.batched_calls import CallStream, Parcel, answer_in_chunks
 from workers.ray.cluster import NO_MATHS
-from workers.ray.remote_proxy import Remote, start
+from workers.ray.remote_proxy import CallStream, Parcel, Remote, answer_in_chunks, start
 
 DEADLINE_S = 600.0
 

@@ -18,7 +18,7 @@ from workers.engines.engine import Engine, Request
 from workers.engines.scripted import ScriptedEngine
 from workers.rollout.generator import Generator, WeightChange
 from workers.rollout.group_route import PolicyText
-from workers.rollout.partial_stream import PartialStream
+from workers.rollout.partial_responses import PartialStream
 from workers.rollout.rollout_worker import RolloutWorker
 from workers.text.tokenizer import TextTokenizer
 from workers.transport.buckets import content_hash

@@ -114,7 +114,7 @@ async def _evaluate(
     config: Config, checkpoint: Path | None, sets: Mapping[str, Sequence[Task]]
 ) -> dict[str, EvalMetrics]:
     from workers.ray import cluster as ray_cluster
-    from workers.start import start_fixed_rollouts, start_rewards
+    from workers.worker_set import start_fixed_rollouts, start_rewards
 
     num_cpus, num_gpus = needs(evaluation_roles(config))
     cluster = ray_cluster.connect(config.ray.address, local_cpus(config, num_cpus))
@@ -172,7 +172,7 @@ def export(run: Path, to: Path, step: str = "latest") -> Path:
     Raises `CheckpointError` if the run has no such complete checkpoint.
     """
     checkpoint = checkpoint_of(run, step)
-    from workers.start import export_checkpoint
+    from workers.worker_set import export_checkpoint
 
     export_checkpoint(Config.load(run / CONFIG), checkpoint / "actor", to)
     return to

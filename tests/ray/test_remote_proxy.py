@@ -12,9 +12,8 @@ import pytest
 
 from rlsys.errors import DeadlineExceeded, ModelError, WorkerDied, WorkerError
 from rlsys.util.deadlines import remote
-from workers.ray.batched_calls import CallStream, answer_in_chunks
 from workers.ray.cluster import NO_MATHS
-from workers.ray.remote_proxy import Remote, start
+from workers.ray.remote_proxy import CallStream, Remote, answer_in_chunks, start
 
 
 class Model:

@@ -28,12 +28,11 @@ from workers.ray.pool import PoolSpec
 from workers.ray.remote_proxy import Remote, start
 from workers.relay.relay_pool import RayRelays
 from workers.rollout.generator import WeightChange
-from workers.rollout.replica_spec import GeneratorSpec, RolloutSpec
 from workers.rollout.rollout_pool import RolloutPool
-from workers.rollout.rollout_worker import RolloutWorker
+from workers.rollout.rollout_worker import GeneratorSpec, RolloutSpec, RolloutWorker
 from workers.start import start_actor, start_rewards, start_rollouts
 from workers.transport.buckets import content_hash
-from workers.worker_set import PolicyWorkers, WorkerSet
+from workers.worker_set import PolicyWorkers, WorkerSet, start_actor, start_rewards, start_rollouts
 
 Lie = Literal["one flipped bit", "bytes of the version before", "the version before"]
 FAULTY = 2

@@ -10,8 +10,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from rlsys.errors import DeadlineExceeded, RlsysError, RunAborted, WeightsMismatch, WorkerDied, WorkerError
 from rlsys.weight_sync.sync import with_deadline
-from workers.ray.batched_calls import CallStream, PayloadRef
-from workers.ray.remote_proxy import Chunks, Remote
+from workers.ray.remote_proxy import CallStream, Chunks, PayloadRef, Remote
 
 W = TypeVar("W")
 Recovered: TypeAlias = Callable[[str, float], None]
@@ -178,7 +177,7 @@ class Pool(Generic[W]):
         task.add_done_callback(self._background.discard)
 
     def _send(self, worker: Remote[W], requests: list) -> Chunks:
-        """One streaming call for these requests; see `workers.ray.batched_calls.answer_in_chunks`."""
+        """One streaming call for these requests; see `answer_in_chunks`."""
         raise NotImplementedError(f"{type(self).__name__} sends nothing: implement `_send`")
 
     async def _do(self, member: PoolMember[W], request: object, phase: str) -> tuple[object, PayloadRef]:

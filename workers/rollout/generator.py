@@ -16,10 +16,8 @@ from rlsys.types import Acknowledged, EngineStats, PolicyVersion, ReplicaLoad, V
 from rlsys.util.deadlines import remote
 from rlsys.weight_sync.sync import Manifest, change_weights
 from workers.engines.engine import Completion, Engine, EngineChoice, Request
-from workers.rollout.group_route import GroupRoute, PeerReplica, PolicyText, Scored
-from workers.rollout.occupancy import Occupancy, Ticket
-from workers.rollout.partial_responses import Fits, acknowledged_by
-from workers.rollout.partial_stream import PartialStream
+from workers.rollout.group_route import GroupRoute, Occupancy, PeerReplica, PolicyText, Scored, Ticket
+from workers.rollout.partial_responses import Fits, PartialStream, acknowledged_by
 
 if TYPE_CHECKING:
     from torch import Tensor

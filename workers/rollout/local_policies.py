@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from rlsys.types import POLICY, Sampling
 from workers.engines.engine import EngineSpec
 from workers.rollout.generator import Generator, WeightChange
-from workers.rollout.group_route import GroupRoute, PolicyText
-from workers.rollout.occupancy import Ticket
+from workers.rollout.group_route import GroupRoute, PolicyText, Ticket
 from workers.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:

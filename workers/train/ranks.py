@@ -20,8 +20,8 @@ from rlsys.stabilizer import Stabilizer, StabilizerPlugin
 from rlsys.types import Episode, Group, PolicyVersion, Task
 from rlsys.util.deadlines import remote
 from rlsys.util.files import flush
-from workers.ray.batched_calls import Parcel
 from workers.ray.cluster import Resources
+from workers.ray.remote_proxy import Parcel
 from workers.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:

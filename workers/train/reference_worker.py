@@ -9,7 +9,8 @@ from rlsys.batch.packing import RankPlan
 from rlsys.batch.samples import samples_in
 from rlsys.types import POLICY, Episode
 from rlsys.util.deadlines import remote
-from workers.ray.batched_calls import Parcel
+from workers.ray.remote_proxy import Parcel
+from workers.train.rank import StepParcel
 from workers.train.ranks import StepParcel
 
 if TYPE_CHECKING:

@@ -13,8 +13,9 @@ from rlsys.batch.packing import BatchPlan, RankPlan
 from rlsys.contracts import Published, TrainStats
 from rlsys.errors import PayloadLost
 from rlsys.types import Group, PolicyVersion, Ref, Task
-from workers.ray.batched_calls import Parcel, PayloadRef
-from workers.ray.remote_proxy import Remote
+from workers.ray.remote_proxy import Parcel, PayloadRef, Remote
+from workers.train.actor_rank import ActorRank, Trained
+from workers.train.rank import Rank, StepParcel
 from workers.train.ranks import ActorRank, CriticRank, Rank, StepParcel, Trained
 from workers.train.reference_worker import ReferenceWorker
 

@@ -18,7 +18,7 @@ from rlsys.stabilizer import StabilizerPlugin
 from rlsys.testing import FakeActor, FakeWorld, RewardAsAdvantage, run_virtual, tasks
 from rlsys.types import PolicyVersion
 from tests.jobs import config_of
-from workers.start import _generator_spec
+from workers.worker_set import _generator_spec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from tests.replicas import Shelf, assignment, hash_of, played, replica_of, scrip
 from workers.engines.engine import Completion, Request
 from workers.engines.local import LocalEngine
 from workers.engines.scripted import ScriptedEngine
-from workers.rollout.occupancy import Ticket
+from workers.rollout.group_route import Ticket
 from workers.rollout.rollout_worker import RolloutWorker
 
 NUM_TOKENS = 30

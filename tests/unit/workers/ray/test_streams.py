@@ -9,8 +9,7 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from rlsys.errors import DeadlineExceeded, WorkerError
-from workers.ray.batched_calls import CallStream
-from workers.ray.remote_proxy import call
+from workers.ray.remote_proxy import CallStream, call
 
 
 def test_a_timeout_that_the_worker_itself_raised_is_its_error_and_not_a_deadline():

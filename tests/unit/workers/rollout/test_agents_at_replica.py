@@ -15,8 +15,7 @@ from rlsys.errors import WorkflowError
 from rlsys.types import Sampling, VersionSpan
 from tests.replicas import DIGIT, Shelf, assignment, played, replica_of, scripted
 from workers.engines.engine import Completion, Request
-from workers.rollout.group_route import GroupRoute, PeerReplica, PolicyText, Scored
-from workers.rollout.occupancy import Ticket
+from workers.rollout.group_route import GroupRoute, PeerReplica, PolicyText, Scored, Ticket
 from workers.rollout.partial_responses import Partial
 from workers.text.tokenizer import TextTokenizer
 

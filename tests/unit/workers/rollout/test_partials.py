@@ -17,9 +17,8 @@ from rlsys.types import Acknowledged, Episode, VersionSpan
 from tests.replicas import Shelf, assignment, hash_of, own_tokens, played, replica_of, scripted, until
 from workers.engines.engine import Completion
 from workers.engines.scripted import ScriptedEngine
-from workers.rollout.occupancy import Ticket
-from workers.rollout.partial_responses import ENDED_KEPT, Fits, Note, Partial, Partials, usable
-from workers.rollout.partial_stream import PartialStream
+from workers.rollout.group_route import Ticket
+from workers.rollout.partial_responses import ENDED_KEPT, Fits, Note, Partial, Partials, PartialStream, usable
 
 NUM_TOKENS = 30
 When = Literal["between", "inflight", "beside"]
