@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from rlsys.algorithm import Signal
 from rlsys.contracts import PinnedRollouts, Rewards, Rollouts, StepAnnotator, Workers
 from rlsys.errors import WorkerError
 from rlsys.types import POLICY, Sampling
-from rlsys.weight_sync.relay import Relay
 from workers.engines.engine import EngineChoice, EngineSpec
 from workers.ray.cluster import NO_MATHS, Resources, node_ids
 from workers.ray.pool import Pool, PoolSpec
@@ -33,6 +32,11 @@ from workers.transport.object_store import ObjectStorePublisher
 if TYPE_CHECKING:
     from rlsys.config import Config
 
+W = TypeVar("W")
+VLLM_MEMORY = 0.9
+"""Share of a GPU's memory that all engines of a replica use together, unless `rollout.vllm_args` sets one per
+engine."""
+PROBE_TOKENS = 32
 REFERENCE_SIGNALS = {Signal.REFERENCE_LOGPROBS, Signal.REFERENCE_MISMATCHED}
 """Signals that the reference worker computes."""
 
@@ -147,12 +151,6 @@ class WorkerSet:
         return [*own, *shared]
 
 
-VLLM_MEMORY = 0.9
-"""Share of a GPU's memory that all engines of a replica use together, unless `rollout.vllm_args` sets one per
-engine."""
-PROBE_TOKENS = 32
-
-
 def start_partials() -> Remote[Partials]:
     """Start the partial response pool on the driver's node. Ray restarts it if it dies, and its content is lost."""
     here, *_ = node_ids()
@@ -161,7 +159,7 @@ def start_partials() -> Remote[Partials]:
 
 def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
     """Start all ranks of the actor."""
-    train, limits = config.train, config.limits
+    train = config.train
     spec = ActorSpec(
         model_path=config.model.path,
         dtype=config.model.dtype,
@@ -173,42 +171,43 @@ def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
         probe_length=_probe_length(config),
         resources=Resources(train.num_cpus, train.num_gpus, train.threads),
     )
-    publisher = ObjectStorePublisher(relays.members, limits.transfer_s)
-    ranks = [
-        start(ActorRank, f"actor-{r}", partial(ActorRank, r, spec, publisher), spec.resources, limits.no_progress_s)
-        for r in range(train.ranks)
-    ]
+    publisher = ObjectStorePublisher(relays.members, config.limits.transfer_s)
+    ranks = _ranks(config, "actor", ActorRank, spec.resources, spec, publisher)
     return ActorHandle(ranks, has_pairs=Signal.POLICY_MISMATCHED in config.algorithm.signals)
 
 
 def start_critic(config: Config) -> CriticHandle:
     """Start all ranks of the critic: one per rank of the actor, with the same samples."""
-    section, train = config.critic, config.train
+    section = config.critic
     spec = CriticSpec(
         model_path=section.path or config.model.path,
         policy_path=config.model.path,
         dtype=config.model.dtype,
-        num_ranks=train.ranks,
+        num_ranks=config.train.ranks,
         optimizer=critic_optimizer_settings(config),
         algorithm=config.algorithm,
         resources=Resources(section.num_cpus, section.num_gpus, section.threads),
     )
+    return CriticHandle(_ranks(config, "critic", CriticRank, spec.resources, spec))
+
+
+def _ranks(config: Config, name: str, kind: type[W], resources: Resources, *arguments: object) -> list[Remote[W]]:
+    """Start the ranks of the actor or the critic; `arguments` follow the number of the rank."""
     deadline_s = config.limits.no_progress_s
-    ranks = [
-        start(CriticRank, f"critic-{r}", partial(CriticRank, r, spec), spec.resources, deadline_s)
-        for r in range(train.ranks)
+    return [
+        start(kind, f"{name}-{r}", partial(kind, r, *arguments), resources, deadline_s)
+        for r in range(config.train.ranks)
     ]
-    return CriticHandle(ranks)
 
 
-def max_context(config: Config) -> int:
+def _max_context(config: Config) -> int:
     """Maximum tokens of prompt and completion together."""
     return config.data.max_prompt_tokens + config.rollout.max_new_tokens
 
 
 def _probe_length(config: Config) -> int:
     """Tokens of the probe: less than the context, because a scoring request needs one token. 0 means no probe."""
-    length = min(PROBE_TOKENS, max_context(config) - 1)
+    length = min(PROBE_TOKENS, _max_context(config) - 1)
     return length if length > 1 else 0
 
 
@@ -224,9 +223,8 @@ def export_checkpoint(config: Config, folder: Path, to: Path) -> None:
 
 def start_rollouts(config: Config, relays: RayRelays, partials: Remote[Partials] | None = None) -> RolloutPool:
     """Start the rollout replicas for training. `partials` keeps what unfinished groups have sampled."""
-    spec = _replica_spec(config, {POLICY: _generator_spec(config, config.model.path, "newest")}, _sampling(config))
-    supply = _replicas(config, config.rollout.replicas, spec, {POLICY: relays.members}, partials)
-    return RolloutPool(supply, partials=partials)
+    generators = {POLICY: _generator_spec(config, config.model.path, "newest")}
+    return RolloutPool(_replicas(config, generators, {POLICY: relays}, partials), partials=partials)
 
 
 def start_joint_rollouts(config: Config, relays: Mapping[str, RayRelays]) -> RolloutPool:
@@ -234,60 +232,53 @@ def start_joint_rollouts(config: Config, relays: Mapping[str, RayRelays]) -> Rol
 
     The replicas keep no partial responses: a group that is lost with its replica starts from scratch.
     """
-    generators: dict[str, GeneratorSpec] = {}
-    num_policies = len(config.policies)
-    for name in config.policies:
-        own = config.of(name)
-        generators[name] = _generator_spec(own, own.model.path, "newest" if name in relays else "never", num_policies)
-    spec = replace(_replica_spec(config, generators, _sampling(config)), bindings=config.agents)
-    lines = {name: of_policy.members for name, of_policy in relays.items()}
-    return RolloutPool(_replicas(config, config.rollout.replicas, spec, lines))
+    own, num_policies = {name: config.of(name) for name in config.policies}, len(config.policies)
+    generators = {
+        name: _generator_spec(of, of.model.path, "newest" if name in relays else "never", num_policies)
+        for name, of in own.items()
+    }
+    return RolloutPool(_replicas(config, generators, relays))
 
 
 def start_evaluation(config: Config, relays: RayRelays) -> PinnedRolloutPool:
     """Start the replicas that evaluate."""
-    spec = _replica_spec(config, {POLICY: _generator_spec(config, config.model.path, "pinned")}, _eval_sampling(config))
-    return PinnedRolloutPool(_replicas(config, config.eval.replicas, spec, {POLICY: relays.members}), relays)
+    generators = {POLICY: _generator_spec(config, config.model.path, "pinned")}
+    return PinnedRolloutPool(_replicas(config, generators, {POLICY: relays}, evaluates=True), relays)
 
 
 def start_fixed_rollouts(config: Config, model_path: str) -> RolloutPool:
     """Start replicas of a model that is not trained, for `rlsys eval`."""
-    spec = _replica_spec(config, {POLICY: _generator_spec(config, model_path, "never")}, _eval_sampling(config))
-    return RolloutPool(_replicas(config, config.eval.replicas, spec, relays={}), kind="eval")
-
-
-def _sampling(config: Config) -> Sampling:
-    return Sampling(temperature=config.rollout.temperature, max_new_tokens=config.rollout.max_new_tokens)
-
-
-def _eval_sampling(config: Config) -> Sampling:
-    return Sampling(temperature=config.eval.temperature, max_new_tokens=config.rollout.max_new_tokens)
+    generators = {POLICY: _generator_spec(config, model_path, "never")}
+    return RolloutPool(_replicas(config, generators, {}, evaluates=True), kind="eval")
 
 
 def _replicas(
     config: Config,
-    size: int,
-    spec: RolloutSpec,
-    relays: Mapping[str, Sequence[Remote[Relay]]],
+    generators: Mapping[str, GeneratorSpec],
+    relays: Mapping[str, RayRelays],
     partials: Remote[Partials] | None = None,
+    *,
+    evaluates: bool = False,
 ) -> PoolSpec[RolloutWorker]:
-    def one(name: str) -> Remote[RolloutWorker]:
-        build = partial(RolloutWorker.of, name, spec, relays, partials)
-        return start(RolloutWorker, name, build, spec.resources, ANSWER_S)
-
-    return PoolSpec(size, one, config.limits.lease_s, config.limits.max_attempts)
-
-
-def _replica_spec(config: Config, generators: Mapping[str, GeneratorSpec], sampling: Sampling) -> RolloutSpec:
-    rollout = config.rollout
-    return RolloutSpec(
+    """Specification of the replicas with these generators, for training unless `evaluates`."""
+    rollout, limits = config.rollout, config.limits
+    section = config.eval if evaluates else rollout
+    spec = RolloutSpec(
         generators=generators,
-        sampling=sampling,
+        bindings=config.agents if config.policies else {},
+        sampling=Sampling(temperature=section.temperature, max_new_tokens=rollout.max_new_tokens),
         max_prompt_tokens=config.data.max_prompt_tokens,
         workflow=rollout.workflow,
-        transfer_s=config.limits.transfer_s,
+        transfer_s=limits.transfer_s,
         resources=Resources(rollout.num_cpus, rollout.num_gpus, rollout.threads),
     )
+    members = {name: of_policy.members for name, of_policy in relays.items()}
+
+    def one(name: str) -> Remote[RolloutWorker]:
+        build = partial(RolloutWorker.of, name, spec, members, partials)
+        return start(RolloutWorker, name, build, spec.resources, ANSWER_S)
+
+    return PoolSpec(section.replicas, one, limits.lease_s, limits.max_attempts)
 
 
 def _generator_spec(
@@ -296,26 +287,23 @@ def _generator_spec(
     """Specification of one of the `num_engines` engines that share the replica's GPUs."""
     rollout = config.rollout
     is_trained = pulls == "newest"
+    # By default, each of several engines on a GPU would use nearly all of its memory.
+    share_of_memory = {"gpu_memory_utilization": VLLM_MEMORY / num_engines} if num_engines > 1 else {}
     engine = EngineSpec(
         engine=rollout.engine,
         model_path=model_path,
         dtype=config.model.dtype,
         slots=rollout.slots,
-        max_context=max_context(config),
+        max_context=_max_context(config),
         kv_cache=rollout.kv_cache,
         tensor_parallel=rollout.tensor_parallel,
         step_s=config.limits.step_s,
         load_s=config.limits.transfer_s,
         resident_versions=config.resident_versions if is_trained else 1,
-        vllm_args=_share_of_memory(num_engines) | rollout.vllm_args,
+        vllm_args=share_of_memory | rollout.vllm_args,
     )
     change = WeightChange(rollout.weight_change if is_trained else "between", config.probe_tolerance)
     return GeneratorSpec(engine=engine, change=change, pulls=pulls)
-
-
-def _share_of_memory(num_engines: int) -> dict[str, float]:
-    """vLLM arguments for one of several engines on a GPU. By default, each would use nearly all of its memory."""
-    return {"gpu_memory_utilization": VLLM_MEMORY / num_engines} if num_engines > 1 else {}
 
 
 def start_rewards(config: Config) -> RewardPool:
