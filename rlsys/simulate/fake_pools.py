@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from rlsys.batch.samples import meta_of, versions_of
 from rlsys.contracts import Busy, Graft, GroupScores, RolledOut, with_episode
@@ -132,7 +132,7 @@ class FakePlay:
 
 
 class FakeReplica:
-    """Replica that takes `rollout_s` of its pool for a group, and pulls the newest weights before it, in no time."""
+    """Replica that takes `rollout_s` of its pool for a group, and pulls weights in no time."""
 
     def __init__(self, pool: FakeRollouts, name: str) -> None:
         self.name, self._pool = name, pool
@@ -145,10 +145,10 @@ class FakeReplica:
     @property
     def version(self) -> PolicyVersion:
         """Loaded version; -1 before the first pull."""
-        return self._pool.newest
+        return next(iter(self._pool.held.values()))
 
     async def ensure_version(self, version: PolicyVersion) -> None:
-        """Do nothing: weights are pulled before each group."""
+        """Do nothing: weights are pulled when a group requires newer ones."""
 
     async def run(self, assignment: Assignment) -> RolledOut:
         """Roll out one group on weights no older than it requires. Raises `WorkerDied` or `DeadlineExceeded`."""
@@ -177,7 +177,7 @@ class FakeReplica:
         num_groups = len(self._plays)
         return ReplicaLoad(self.name, version, EngineStats(num_groups, 0, min(1.0, num_groups / GROUPS_AT_ONCE), 0))
 
-    def move_to(self, other: Self) -> list[Any]:
+    def move_to(self, other: FakeReplica) -> list[Any]:
         """Move all groups sampled here to `other`, and return them; none if its version differs or either is loading
         weights."""
         source, to = self.load(), other.load()
@@ -236,6 +236,10 @@ class FakeRollouts(FakePool):
         faults = world.rollout_faults if faults is None else faults
         super().__init__(world, kind, size or world.num_replicas, faults)
         self.rollout_s = rollout_s or world.rollout_s
+        self.worlds: Mapping[str, FakeWorld] = {POLICY: world}
+        """By policy: the world whose relay has its weights."""
+        self.held: dict[str, PolicyVersion] = {POLICY: -1}
+        """By policy: the version loaded in the replicas; -1 before the first pull."""
         self._router = Router(len(self.members))
         self._routers = [self._router]
         self.replicas = [self._replica(place, name) for place, name in enumerate(self.members)]
@@ -284,18 +288,17 @@ class FakeRollouts(FakePool):
 
     # ------------------------------------------------------------------------------------------------ what replicas do
 
-    @property
-    def newest(self) -> PolicyVersion:
-        """Version that a replica has pulled."""
-        return self.world.relay
-
     async def take_in(self, assignment: Assignment) -> Mapping[str, PolicyVersion]:
-        """Return the version at the start of a group, by policy."""
-        return {POLICY: await self.world.held(assignment.version)}
+        """Return the version at the start of a group, by policy: what is loaded, or the relay's newest if that is too
+        old for the group."""
+        for name, world in self.worlds.items():
+            if self.held[name] < (asked := assignment.version_of(name)):
+                self.held[name] = await world.held(asked)
+        return dict(self.held)
 
     def spans(self, first: PolicyVersion) -> Spans:
         """Return the versions of the three sampled tokens of an episode that began on version `first`."""
-        last = self.newest if self.world.weight_change == "inflight" else first
+        last = self.held[POLICY] if self.world.weight_change == "inflight" else first
         return (VersionSpan(first, 3),) if first == last else (VersionSpan(first, 2), VersionSpan(last, 1))
 
     async def episode(self, assignment: Assignment, index: int, spans: Mapping[str, Spans], worker: str) -> Episode:
@@ -333,26 +336,20 @@ class FakePinnedRollouts(FakeRollouts):
 
     def __init__(self, world: FakeWorld) -> None:
         super().__init__(world, "eval", world.num_eval_replicas, world.eval_faults, world.eval_s)
-        self._pinned: PolicyVersion = -1
 
     async def pin(self, version: PolicyVersion) -> None:
         newest = await self.world.held(version)
         if newest != version:
             raise WeightsMismatch("relay", f"pinning version {version}", f"version {newest} has taken its place")
-        self._pinned = version
-
-    @property
-    def newest(self) -> PolicyVersion:
-        return self._pinned
+        self.held = {POLICY: version}
 
     async def take_in(self, assignment: Assignment) -> Mapping[str, PolicyVersion]:
-        return {POLICY: self._pinned}
+        return self.held
 
 
 class FakeJointRollouts(FakeRollouts):
-    """Implement `SharedRollouts`: two episodes in which every policy samples three tokens. A policy's weights change
-    only when a group requires newer ones, and then to its relay's newest version. The first policy samples the root,
-    the others subagents with a reward. Latencies and faults are those of the first policy's world."""
+    """Implement `SharedRollouts`: two episodes in which every policy samples three tokens. The first policy samples the
+    root, the others subagents with a reward. Latencies and faults are those of the first policy's world."""
 
     def __init__(
         self,
@@ -360,27 +357,22 @@ class FakeJointRollouts(FakeRollouts):
         speaks: Callable[[str, int], bool] = lambda policy, group_id: True,
     ) -> None:
         """`speaks(policy, group_id)`: true if the policy samples in this group. The first policy always does."""
-        self.worlds, self.speaks = worlds, speaks
         self._root, *_ = worlds
         super().__init__(worlds[self._root])
+        self.worlds, self.held, self.speaks = worlds, dict.fromkeys(worlds, -1), speaks
         self.assignments: list[Assignment] = []
         """All assignments, in order."""
-        self.held: dict[str, PolicyVersion] = dict.fromkeys(worlds, -1)
-        """By policy: the version loaded in the replicas."""
 
     async def versions(self, policy: str = POLICY) -> Sequence[Acknowledged]:
-        world, held = self.worlds[policy], self.held[policy]
-        return [Acknowledged(m, held, world.hash(held)) for m in self.members]
+        held = self.held[policy]
+        return [Acknowledged(m, held, self.worlds[policy].hash(held)) for m in self.members]
 
     async def loads(self, policy: str = POLICY) -> Sequence[ReplicaLoad]:
         return [replace(load, version=self.held[policy]) for load in await super().loads()]
 
     async def take_in(self, assignment: Assignment) -> Mapping[str, PolicyVersion]:
         self.assignments.append(assignment)
-        for name, world in self.worlds.items():
-            if self.held[name] < (asked := assignment.version_of(name)):
-                self.held[name] = await world.held(asked)
-        return dict(self.held)
+        return await super().take_in(assignment)
 
     async def episode(self, assignment: Assignment, index: int, spans: Mapping[str, Spans], worker: str) -> Episode:
         group_id = assignment.group_id

@@ -74,7 +74,8 @@ class SimReplica(FakeReplica):
         self.engine.share(len(self._resident()))
         self._freed.set()
 
-    def move_to(self, other: SimReplica) -> list[SimPlay]:
+    def move_to(self, other: FakeReplica) -> list[SimPlay]:
+        assert isinstance(other, SimReplica)
         if plays := super().move_to(other):
             other.engine.submit(self.engine.abort(dict.fromkeys(plays)))
             self._freed.set()

@@ -240,20 +240,14 @@ async def call(ref: Awaitable[T], worker: str, phase: str, deadline_s: float | N
         async with timeout(deadline_s):
             return await ref
     except RayTaskError as error:  # comes first: one for a TimeoutError of the worker is both
-        raise _translated(error, worker, phase) from error
+        cause = error.cause
+        raise (cause if isinstance(cause, RlsysError) else WorkerError(worker, phase, str(error))) from error
     except TimeoutError as error:
         raise DeadlineExceeded(worker, phase, f"no answer within {deadline_s:g} s") from error
     except RayActorError as error:
         raise WorkerDied(worker, phase, _first_line(error)) from error
     except RayError as error:
         raise WorkerDied(worker, phase, f"{type(error).__name__}: {_first_line(error)}") from error
-
-
-def _translated(error: RayTaskError, worker: str, phase: str) -> RlsysError:
-    cause = error.cause
-    if isinstance(cause, RlsysError):
-        return cause
-    return WorkerError(worker, phase, str(error))
 
 
 def _first_line(error: BaseException) -> str:
@@ -298,10 +292,12 @@ class Parcel:
     def open(self) -> list[Any]:
         """The payloads, in order. Raises `PayloadLost` naming all groups with a lost payload."""
         try:
-            chunks = ray.get(list(self.chunks), timeout=FETCH_S)
+            chunks: list[Any] = ray.get(list(self.chunks), timeout=FETCH_S)
         except RayError:
-            return self._kept([_got(ref) for ref in self.chunks])  # one by one, to find the lost ones
-        return self._picked(chunks)
+            chunks = [_got(ref) for ref in self.chunks]  # one by one, to find the lost ones
+        if lost := dict.fromkeys(group_id for group_id, chunk, _ in self.entries if chunks[chunk] is None):
+            raise PayloadLost(tuple(lost))
+        return [chunks[chunk][index] for _, chunk, index in self.entries]
 
     async def each(self) -> list[Any]:
         """The payloads, in order, with `PayloadLost` in place of each lost one. Does not block the event loop."""
@@ -310,14 +306,6 @@ class Parcel:
             PayloadLost((group_id,)) if (found := chunks[chunk]) is None else found[index]
             for group_id, chunk, index in self.entries
         ]
-
-    def _kept(self, chunks: Sequence[Sequence[Any] | None]) -> list[Any]:
-        if lost := dict.fromkeys(group_id for group_id, chunk, _ in self.entries if chunks[chunk] is None):
-            raise PayloadLost(tuple(lost))
-        return self._picked([chunk or () for chunk in chunks])
-
-    def _picked(self, chunks: Sequence[Sequence[Any]]) -> list[Any]:
-        return [chunks[chunk][index] for _, chunk, index in self.entries]
 
 
 def _got(ref: ObjectRef) -> Sequence[Any] | None:

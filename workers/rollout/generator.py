@@ -17,7 +17,7 @@ from rlsys.util.deadlines import remote
 from rlsys.weight_sync.sync import Manifest, change_weights
 from workers.engines.engine import Completion, Engine, EngineChoice, Request
 from workers.rollout.group_route import GroupRoute, Occupancy, PeerReplica, PolicyText, Scored, Ticket
-from workers.rollout.partial_responses import Fits, PartialStream, acknowledged_by
+from workers.rollout.partial_responses import PartialStream
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,8 +95,8 @@ class Generator:
         held = self.acknowledged
         if self._recorder is None or held is None:
             return
-        fits = Fits(version) if self._change.when == "inflight" else Fits(held.version, held.version)
-        policy.recalled = await self._recorder.recall(policy.ticket.group_id, self._acknowledged, fits)
+        oldest, newest = (version, None) if self._change.when == "inflight" else (held.version, held.version)
+        policy.recalled = await self._recorder.recall(policy.ticket.group_id, self._acknowledged, oldest, newest)
 
     async def end(self, policy: GroupRoute, *, is_again: bool, keep_partials: bool) -> None:
         """Remove a group that has ended. `is_again`: an earlier attempt may have left partial responses in the pool."""
@@ -108,7 +108,7 @@ class Generator:
     async def vouched(self, policy: GroupRoute, versions: Sequence[VersionSpan]) -> tuple[Acknowledged, ...]:
         """The acknowledgements of these versions of the group's tokens. Waits for a weight change under way; unblocked
         by its end, which acknowledges the version or fails."""
-        held = acknowledged_by(policy.recalled.values())
+        held = {a.version: a for partial in policy.recalled.values() for a in partial.weights}
         if any(span.version not in {**held, **self._acknowledged} for span in versions):
             async with self._changing:
                 pass

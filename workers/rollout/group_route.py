@@ -47,25 +47,8 @@ class EngineStay:
     noted: dict[int, int] = field(default_factory=dict)
     """Number of tokens already in the partial response pool, by the request's seed."""
     is_over: bool = False
-    _is_quiet: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def __post_init__(self) -> None:
-        self._is_quiet.set()
-
-    def begin(self, request: Request) -> None:
-        """Register a running request."""
-        self.running[request.id] = request
-        self._is_quiet.clear()
-
-    def end(self, request: Request) -> None:
-        """Remove a request that has ended."""
-        del self.running[request.id]
-        if not self.running:
-            self._is_quiet.set()
-
-    async def quiet(self) -> None:
-        """Return once no request of the group runs; unblocked by the engine answering or aborting them."""
-        await self._is_quiet.wait()
+    quiet: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a running request ends: the engine has answered or aborted it."""
 
 
 class Occupancy:
@@ -102,11 +85,12 @@ class Occupancy:
         stay = self._stays.get(ticket)
         if stay is None or stay.is_over:
             return replace(request.begun or NOTHING, finish="abort")
-        stay.begin(request)
+        stay.running[request.id] = request
         try:
             done = await self._engine.generate(request)
         finally:
-            stay.end(request)
+            del stay.running[request.id]
+            stay.quiet.set()
         if done.finish != "abort":
             stay.finished.append((request, done))
         return done
@@ -121,7 +105,9 @@ class Occupancy:
         stay.is_over = True
         for request_id in stay.running:
             self._engine.abort(request_id, keep_cache=keep_cache)
-        await stay.quiet()
+        while stay.running:
+            stay.quiet.clear()
+            await stay.quiet.wait()
         if self._stays.pop(ticket, None) and not self._stays:
             self._is_empty.set()
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from rlsys.errors import WorkerError
 from rlsys.types import Acknowledged, PolicyVersion
 from rlsys.util.deadlines import remote
-from workers.engines.engine import Completion, Engine, Request
+from workers.engines.engine import Completion, Engine
 from workers.rollout.group_route import EngineStay, Occupancy, Ticket
 
 ENDED_KEPT = 10_000
@@ -94,36 +94,24 @@ class Partials:
             del self._ended[next(iter(self._ended))]
 
 
-@dataclass(frozen=True, slots=True)
-class Fits:
-    """Range of versions that a group's tokens may have."""
-
-    oldest: PolicyVersion
-    newest: PolicyVersion | None = None
-    """None: no upper bound."""
-
-    def __contains__(self, version: PolicyVersion) -> bool:
-        return version >= self.oldest and (self.newest is None or version <= self.newest)
-
-
 def usable(
-    partials: Mapping[int, Partial], own: Mapping[PolicyVersion, Acknowledged], versions: Fits
+    partials: Mapping[int, Partial],
+    own: Mapping[PolicyVersion, Acknowledged],
+    oldest: PolicyVersion,
+    newest: PolicyVersion | None = None,
 ) -> dict[int, Partial]:
     """Select the `partials` that a replica with the acknowledgements `own` can continue.
 
-    Drops partials with a version whose hash differs from that in `own`, and partials with a token outside `versions`.
+    Drops partials with a version whose hash differs from that in `own`, and partials with a token older than `oldest`
+    or newer than `newest`, if given.
     """
 
     def fits(partial: Partial) -> bool:
         others = [a for a in partial.weights if a.version in own and own[a.version].hash != a.hash]
-        return not others and all(span.version in versions for span in partial.done.versions)
+        versions = [span.version for span in partial.done.versions]
+        return not others and all(v >= oldest and (newest is None or v <= newest) for v in versions)
 
     return {seed: partial for seed, partial in partials.items() if fits(partial)}
-
-
-def acknowledged_by(partials: Iterable[Partial]) -> dict[PolicyVersion, Acknowledged]:
-    """The acknowledgements in `partials`, by version."""
-    return {a.version: a for partial in partials for a in partial.weights}
 
 
 class PartialStream:
@@ -162,11 +150,15 @@ class PartialStream:
             stay.finished = [(request, other) for request, other in stay.finished if other is not done]
 
     async def recall(
-        self, group_id: int, weights: Mapping[PolicyVersion, Acknowledged], versions: Fits
+        self,
+        group_id: int,
+        weights: Mapping[PolicyVersion, Acknowledged],
+        oldest: PolicyVersion,
+        newest: PolicyVersion | None,
     ) -> dict[int, Partial]:
         """Tokens with which a reissued group can begin, by the seed of each request; see `usable`."""
         try:
-            return usable(await self._store.recall(group_id), weights, versions)
+            return usable(await self._store.recall(group_id), weights, oldest, newest)
         except WorkerError:
             return {}
 
@@ -184,22 +176,13 @@ def _notes(
     stay: EngineStay, progress: Mapping[str, Completion], weights: Mapping[PolicyVersion, Acknowledged]
 ) -> list[tuple[Completion, Note]]:
     """New tokens of one group: each completion so far, and its note."""
+    notes = []
     going_on = [(request, progress[i]) for i, request in stay.running.items() if i in progress]
-    return [
-        (done, _note(stay, request, done, weights))
-        for request, done in [*stay.finished, *going_on]
-        if done.finish or len(done.output_ids) > stay.noted.get(request.seed, 0)
-        if all(span.version in weights for span in done.versions)
-    ]
-
-
-def _note(stay: EngineStay, request: Request, done: Completion, weights: Mapping[PolicyVersion, Acknowledged]) -> Note:
-    num_before = stay.noted.get(request.seed, 0)
-    return Note(
-        ticket=stay.ticket,
-        seed=request.seed,
-        prompt_ids=() if num_before else request.prompt_ids,
-        num_before=num_before,
-        more=done.since(num_before),
-        weights=tuple(weights[span.version] for span in done.versions),
-    )
+    for request, done in [*stay.finished, *going_on]:
+        num_before = stay.noted.get(request.seed, 0)
+        is_known = all(span.version in weights for span in done.versions)
+        if is_known and (done.finish or len(done.output_ids) > num_before):
+            prompt_ids, held = () if num_before else request.prompt_ids, [weights[s.version] for s in done.versions]
+            note = Note(stay.ticket, request.seed, prompt_ids, num_before, done.since(num_before), tuple(held))
+            notes.append((done, note))
+    return notes

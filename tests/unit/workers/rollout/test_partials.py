@@ -18,7 +18,7 @@ from tests.replicas import Shelf, assignment, hash_of, own_tokens, played, repli
 from workers.engines.engine import Completion
 from workers.engines.scripted import ScriptedEngine
 from workers.rollout.group_route import Ticket
-from workers.rollout.partial_responses import ENDED_KEPT, Fits, Note, Partial, Partials, PartialStream, usable
+from workers.rollout.partial_responses import ENDED_KEPT, Note, Partial, Partials, PartialStream, usable
 
 NUM_TOKENS = 30
 When = Literal["between", "inflight", "beside"]
@@ -98,9 +98,9 @@ def test_a_group_that_is_issued_again_after_it_ended_is_noted_again():
 def test_nothing_older_than_the_permit_or_newer_than_what_is_held_is_gone_on_with():
     partials = {v: Partial((1,), completion([5], v), (Acknowledged("a", v, f"h{v}"),)) for v in range(4)}
     own = {2: Acknowledged("b", 2, "h2")}
-    assert list(usable(partials, own, Fits(1))) == [1, 2, 3]
-    assert list(usable(partials, own, Fits(2, 2))) == [2]
-    assert list(usable(partials, {2: Acknowledged("b", 2, "other")}, Fits(1))) == [1, 3]
+    assert list(usable(partials, own, 1)) == [1, 2, 3]
+    assert list(usable(partials, own, 2, 2)) == [2]
+    assert list(usable(partials, {2: Acknowledged("b", 2, "other")}, 1)) == [1, 3]
 
 
 # ------------------------------------------------------------------------------------------------------ the replicas
