@@ -135,7 +135,7 @@ class FakeReplica:
     """Replica that takes `rollout_s` of its pool for a group, and pulls weights in no time."""
 
     def __init__(self, pool: FakeRollouts, name: str) -> None:
-        self.name, self._pool = name, pool
+        self.name, self.pool = name, pool
         self.is_dead = False
         self._plays: dict[Any, None] = {}
         """Groups sampled here, including groups moved in and excluding groups moved away."""
@@ -145,14 +145,14 @@ class FakeReplica:
     @property
     def version(self) -> PolicyVersion:
         """Loaded version; -1 before the first pull."""
-        return next(iter(self._pool.held.values()))
+        return next(iter(self.pool.held.values()))
 
     async def ensure_version(self, version: PolicyVersion) -> None:
         """Do nothing: weights are pulled when a group requires newer ones."""
 
     async def run(self, assignment: Assignment) -> RolledOut:
         """Roll out one group on weights no older than it requires. Raises `WorkerDied` or `DeadlineExceeded`."""
-        asked_s, pool, group_id = now(), self._pool, assignment.group_id
+        asked_s, pool, group_id = now(), self.pool, assignment.group_id
         held = await pool.take_in(assignment)
         start_s, first = now(), next(iter(held.values()))
         self._plays[play := FakePlay(assignment, self, first)] = None
@@ -207,7 +207,7 @@ class FakeReplica:
             replica=self.name,
             episodes=episodes,
             versions=versions,
-            weights=tuple(Acknowledged(self.name, s.version, wrong + self._pool.world.hash(s.version)) for s in held),
+            weights=tuple(Acknowledged(self.name, s.version, wrong + self.pool.world.hash(s.version)) for s in held),
             payload=payload,
             policy=policy,
         )

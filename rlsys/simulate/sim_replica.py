@@ -19,15 +19,14 @@ from rlsys.types import Assignment, PolicyVersion, ReplicaLoad
 class SimReplica(FakeReplica):
     """Replica that plays groups and pulls weights when a group requires newer ones."""
 
-    _pool: SimRollouts
+    pool: SimRollouts
 
     def __init__(self, pool: SimRollouts, name: str, node: int) -> None:
         """Pull from the relay of `node`."""
         super().__init__(pool, name)
-        self._cluster, self._profile, self._node = pool.cluster, pool.cluster.profile, node
-        self.engine, self.environments = SimEngine(self._profile), pool.environments
-        self.rounds = Rounds(self.engine.used, together=self._profile.tools == "together")
-        self.observation_tokens = self._profile.observation_tokens
+        self.profile, self._node = pool.cluster.profile, node
+        self.engine = SimEngine(self.profile)
+        self.rounds = Rounds(self.engine.used, together=self.profile.tools == "together")
         self.cache_age = 0
         """Number of times the cache was cleared."""
         self._loaded: PolicyVersion = -1
@@ -43,13 +42,13 @@ class SimReplica(FakeReplica):
 
     async def run(self, assignment: Assignment) -> RolledOut:
         """Play one group on weights no older than it requires. Raises `WorkerDied`."""
-        pool = self._pool
+        pool = self.pool
         if pool.turns is not None:  # its turns may go to any replica: all need the version
             await asyncio.gather(*(r.ensure_version(assignment.version) for r in pool.replicas if not r.is_dead))
         await self.ensure_version(assignment.version)
         start_s = now()
-        fixed = self.version if self._profile.weight_change == "beside" else None
-        play = SimPlay(assignment, pool.workload, self, fixed, pool.turns)
+        fixed = self.version if self.profile.weight_change == "beside" else None
+        play = SimPlay(assignment, self, fixed)
         self._plays[play] = self._homed[play] = None
         self.engine.share(len(self._resident()))
         try:
@@ -101,21 +100,21 @@ class SimReplica(FakeReplica):
             self._check_alive()
             if self.version >= version:
                 return
-            if self._profile.weight_change == "between":
+            if self.profile.weight_change == "between":
                 await self._until(lambda: not self._plays)
                 self._is_loading = True  # from here on no group moves in
-            elif self._profile.weight_change == "beside":
-                await self._until(lambda: len(self._resident()) < self._profile.resident_versions)
+            elif self.profile.weight_change == "beside":
+                await self._until(lambda: len(self._resident()) < self.profile.resident_versions)
             began_s, busy_s = now(), self.engine.used_now().busy_s
-            newest = await self._cluster.pull(self._node, version)
+            newest = await self.pool.cluster.pull(self._node, version)
             self._check_alive()
             await self._take_in(newest)
             self.engine.used.exposed_s += now() - began_s - (self.engine.used_now().busy_s - busy_s)
 
     async def _take_in(self, version: PolicyVersion) -> None:
-        load_s, when = self._profile.weights.load_s, self._profile.weight_change
+        load_s, when = self.profile.weights.load_s, self.profile.weight_change
         if when == "inflight" and self.engine.is_busy:
-            throws_away = self._profile.kv_cache == "recompute"
+            throws_away = self.profile.kv_cache == "recompute"
             self.engine.used.exposed_s += self.engine.change(version, load_s, recompute=throws_away)
             self.cache_age += throws_away
         else:

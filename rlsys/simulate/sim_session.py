@@ -81,28 +81,21 @@ class SimSession:
 class SimPlay(FakePlay):
     """Group whose turns are sampled by engines."""
 
-    def __init__(
-        self,
-        assignment: Assignment,
-        workload: Workload,
-        home: SimReplica,
-        version: PolicyVersion | None,
-        turns: TurnRouter | None,
-    ) -> None:
-        """`version` pins all its tokens to one loaded version; `turns` routes each turn separately."""
+    def __init__(self, assignment: Assignment, home: SimReplica, version: PolicyVersion | None) -> None:
+        """`version` pins all its tokens to one loaded version."""
         super().__init__(assignment, home, version)
-        self.home = home
+        self.home, pool, workload = home, home.pool, home.pool.workload
         self.num_prompt = workload.prompt_tokens(assignment.group_id)
         self.sampled: Counter[PolicyVersion] = Counter()
         """Sampled tokens, by version."""
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Completed when the last episode ends, or with the error that ended all of them."""
-        self._turns = turns
+        self._turns = pool.turns
         self._sessions = [
             SimSession(e, workload.episode(assignment.group_id, e), self.num_prompt) for e in range(assignment.size)
         ]
         self._num_open = assignment.size
-        self._environments, self._num_held = home.environments, 0
+        self._environments, self._num_held = pool.environments, 0
 
     def begin(self) -> None:
         """Submit the first turn of each episode, once it has an environment."""
@@ -169,7 +162,7 @@ class SimPlay(FakePlay):
         step = session.steps[session.turn]
         session.turn += 1
         if session.turn < len(session.steps):
-            session.num_context = session.num_cached + self.home.observation_tokens
+            session.num_context = session.num_cached + self.home.profile.observation_tokens
             self.home.rounds.rest(step.environment_s, lambda: self._next_turn(session))
             return
         self.home.rounds.leave()
@@ -187,7 +180,7 @@ class SimPlay(FakePlay):
 
     def _meta(self, session: SimSession) -> EpisodeMeta:
         said = sum(step.num_tokens for step in session.steps)
-        observed = (len(session.steps) - 1) * self.home.observation_tokens
+        observed = (len(session.steps) - 1) * self.home.profile.observation_tokens
         sample = SampleMeta(self.num_prompt, said + observed, said, prompt_key=self.assignment.group_id)
         return EpisodeMeta((TrajectoryMeta("policy", None, OK, None, (sample,)),))
 
