@@ -23,7 +23,6 @@ from workers.ray.cluster import NO_MATHS, node_ids
 from workers.ray.pool import PoolSpec
 from workers.ray.remote_proxy import CallStream, Remote, answer_in_chunks, start
 from workers.reward.reward_worker import RewardPool, RewardWorker
-from workers.train.actor_rank import ActorRank
 from workers.train.ranks import ActorRank
 from workers.train.reference_worker import ReferenceWorker
 from workers.train.token_columns import TokenColumns

@@ -17,7 +17,6 @@ from rlsys.algorithm import LossInputs, LossOutput, Signal, TokenAdvantages
 from tests.training import SETTINGS, Surrogate, group_of, planned
 from workers.ray.cluster import Resources
 from workers.ray.remote_proxy import PayloadRef, start
-from workers.train.actor_rank import ActorRank, ActorSpec
 from workers.train.ranks import ActorRank, ActorSpec, CriticRank, CriticSpec
 from workers.train.reference_worker import ReferenceWorker
 from workers.train.train_handles import ActorHandle, CriticHandle, ReferenceHandle

@@ -30,7 +30,6 @@ from workers.relay.relay_pool import RayRelays
 from workers.rollout.generator import WeightChange
 from workers.rollout.rollout_pool import RolloutPool
 from workers.rollout.rollout_worker import GeneratorSpec, RolloutSpec, RolloutWorker
-from workers.start import start_actor, start_rewards, start_rollouts
 from workers.transport.buckets import content_hash
 from workers.worker_set import PolicyWorkers, WorkerSet, start_actor, start_rewards, start_rollouts
 

@@ -10,7 +10,6 @@ from rlsys.batch.samples import samples_in
 from rlsys.types import POLICY, Episode
 from rlsys.util.deadlines import remote
 from workers.ray.remote_proxy import Parcel
-from workers.train.rank import StepParcel
 from workers.train.ranks import StepParcel
 
 if TYPE_CHECKING:

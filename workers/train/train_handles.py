@@ -14,8 +14,6 @@ from rlsys.contracts import Published, TrainStats
 from rlsys.errors import PayloadLost
 from rlsys.types import Group, PolicyVersion, Ref, Task
 from workers.ray.remote_proxy import Parcel, PayloadRef, Remote
-from workers.train.actor_rank import ActorRank, Trained
-from workers.train.rank import Rank, StepParcel
 from workers.train.ranks import ActorRank, CriticRank, Rank, StepParcel, Trained
 from workers.train.reference_worker import ReferenceWorker
 
