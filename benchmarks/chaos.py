@@ -94,6 +94,7 @@ def run(prepared: Path, steps: int, nodes: int, killer: Killer | None) -> Outcom
         log = Path(folder) / "log"
         command = train_command(
             prepared, Path(folder), f"ray.address={address}", f"run.steps={steps}", "record.rollouts_every=1",
+            "checkpoint.every=0",
             "rollout.workflow=benchmarks.slow_tools:SlowTools", f"rollout.replicas={nodes}", "rollout.num_cpus=1",
             "reward.workers=2", "train.groups_per_step=8", "asynchrony.max_staleness=2", "limits.max_attempts=50",
             "limits.lease_s=60", "limits.transfer_s=60",

@@ -96,18 +96,19 @@ def sorter(size: Size, seed: int = 0) -> Path:
     return folder
 
 
-def train_command(prepared: Path, folder: Path, *overrides: str) -> list[str]:
-    """Build the command that trains the policy of `sorter` in `folder`/run by `examples/sort/run.yaml`."""
-    command = [sys.executable, "-m", "rlsys.cli", "train", "examples/sort/run.yaml", "--json"]
-    command += [f"run.folder={folder}", "run.name=run", "checkpoint.every=0"]
+def train_command(prepared: Path, folder: Path, *overrides: str, example: str = "sort") -> list[str]:
+    """Build the command that trains a prepared policy in `folder`/run by `examples/EXAMPLE/run.yaml`."""
+    command = [sys.executable, "-m", "rlsys.cli", "train", f"examples/{example}/run.yaml", "--json"]
+    command += [f"run.folder={folder}", "run.name=run"]
     command += [f"model.path={prepared / 'model'}", f"data.path={prepared / 'train.jsonl'}"]
     return [*command, f"eval.data.held_out={prepared / 'eval.jsonl'}", *overrides]
 
 
 def train(prepared: Path, *overrides: str) -> tuple[list[dict[str, float]], Mapping[str, Any]]:
-    """Train that policy; return its metrics by step, and the JSON that `--json` prints."""
+    """Train the policy of `sorter`; return its metrics by step, and the JSON that `--json` prints."""
     with tempfile.TemporaryDirectory(prefix="benchmark_") as folder:
-        result = answer_of(train_command(prepared, Path(folder), "record.rollouts_every=0", *overrides))
+        fixed = ("record.rollouts_every=0", "checkpoint.every=0")
+        result = answer_of(train_command(prepared, Path(folder), *fixed, *overrides))
         return rows_of(Path(folder) / "run" / "metrics.jsonl"), result
 
 

@@ -102,7 +102,7 @@ def three_nodes() -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model of 40,000 parameters with the tokenizer of `examples.sort`."""
-    from examples.sort.tokenizer import build_tokenizer
+    from examples.tiny_policy import build_tokenizer
     from tests.models import tiny_sorter
 
     folder = tmp_path_factory.mktemp("model")

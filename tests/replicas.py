@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from examples.sort.tokenizer import build_tokenizer
+from examples.tiny_policy import build_tokenizer
 from rlsys.agents.workflow import SingleTurn, Workflow
 from rlsys.types import POLICY, Assignment, Sampling, Task
 from rlsys.weight_sync.sync import Manifest, Probe

@@ -11,7 +11,6 @@ one sign only, children try the same expression again, and two answers in five a
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -25,8 +24,7 @@ from examples.countdown_parallel.countdown import (
     solves,
     value_of,
 )
-from examples.imitation import Demonstration, Recipe
-from examples.imitation import prepare as fill
+from examples.tiny_policy import Demonstration, WarmStart, fill, fill_from_command_line
 
 SIGNS = "".join(OPERATIONS)
 NUM_TRIED = (1, 1, 2, 3)
@@ -37,13 +35,13 @@ ANSWER_READ = 0.6
 """Share of careless answers that copy the joined expression; the others are a guess."""
 
 
-def prepare(out: Path, recipe: Recipe) -> None:
+def prepare(out: Path, recipe: WarmStart) -> dict[str, float]:
     """Fill `out` unless it is complete for this recipe."""
     rng = Random(recipe.seed)
     games: dict[str, None] = {}
     while len(games) < recipe.num_eval + recipe.num_train:
         games[new_game(rng)] = None
-    fill(out, recipe, [{"prompt": game, "answer": ""} for game in games], partial(demonstration, rng))
+    return fill(out, recipe, [{"prompt": game, "answer": ""} for game in games], partial(demonstration, rng))
 
 
 def new_game(rng: Random) -> str:
@@ -91,15 +89,5 @@ def _first_hit(game: str, digits: list[str], sign: str) -> str | None:
     return next((expression for expression in every if solves(expression, game)), None)
 
 
-def main() -> None:
-    """Fill the folder named on the command line."""
-    parser = argparse.ArgumentParser(description="Make the tiny policy and its games of Countdown.")
-    parser.add_argument("--out", type=Path, required=True, help="folder to fill")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    prepare(arguments.out, Recipe(seed=arguments.seed))
-    print(arguments.out)
-
-
 if __name__ == "__main__":
-    main()
+    fill_from_command_line(prepare, WarmStart(), __doc__)

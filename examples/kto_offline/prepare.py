@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from examples.sort.prepare import Recipe, prepare, said
 from examples.sort.reward import exact_sort
-from examples.sort.tokenizer import EOS
+from examples.tiny_policy import EOS, write_rows
 
 
 def label(folder: Path) -> Path:
@@ -26,7 +26,7 @@ def label(folder: Path) -> Path:
     torch.set_num_threads(1)
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     path = folder / "labelled.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in _labelled(folder, rows)))
+    write_rows(path, _labelled(folder, rows))
     return path
 
 
@@ -47,7 +47,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     folder = Path(".cache/sort") / f"seed{arguments.seed}"
-    folder.mkdir(parents=True, exist_ok=True)
     prepare(folder, Recipe(seed=arguments.seed))
     print(json.dumps({"out": str(label(folder))}))
 

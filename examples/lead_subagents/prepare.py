@@ -13,14 +13,12 @@ task. So both roles can improve, and neither compensates for the other.
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 from pathlib import Path
 from random import Random
 
-from examples.imitation import Demonstration, Recipe
-from examples.imitation import prepare as fill
 from examples.lead_subagents.table import MAX_LOOKUPS, lead_prompt, subagent_prompt
+from examples.tiny_policy import Demonstration, WarmStart, fill, fill_from_command_line
 
 LETTERS = "abcdefghijkl"
 NUM_ROWS = 6
@@ -30,11 +28,11 @@ RIGHT = 0.4
 """Share of correct demonstrations."""
 
 
-def prepare(out: Path, recipe: Recipe) -> None:
+def prepare(out: Path, recipe: WarmStart) -> dict[str, float]:
     """Fill `out` unless it is complete for this recipe."""
     rng = Random(recipe.seed)
     rows = [new_row(rng) for _ in range(recipe.num_eval + recipe.num_train)]
-    fill(out, recipe, rows, partial(demonstration, rng))
+    return fill(out, recipe, rows, partial(demonstration, rng))
 
 
 def new_row(rng: Random) -> dict[str, str]:
@@ -70,15 +68,5 @@ def of_subagent(rng: Random, is_right: bool) -> Demonstration:
     return list(zip(told, said, strict=False))
 
 
-def main() -> None:
-    """Fill the folder named on the command line."""
-    parser = argparse.ArgumentParser(description="Make the tiny policy and its tables.")
-    parser.add_argument("--out", type=Path, required=True, help="folder to fill")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    prepare(arguments.out, Recipe(seed=arguments.seed))
-    print(arguments.out)
-
-
 if __name__ == "__main__":
-    main()
+    fill_from_command_line(prepare, WarmStart(), __doc__)

@@ -12,21 +12,19 @@ Writes into DIR: `model/`, `train.jsonl`, `eval.jsonl`, and last `prepared.json`
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
-import os
 import random
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from examples.tiny_policy import fill_from_command_line, once, write_rows
 from rlsys.rewards.text_rewards import exact
 
 Triple: TypeAlias = tuple[int, ...]
@@ -44,22 +42,14 @@ class Recipe:
     """Type of the saved weights. With AVX-512 BF16 it runs twice as many tokens as float32 for the same CPU time."""
 
 
+@once
 def prepare(out: Path, recipe: Recipe) -> dict[str, float]:
     """Fill `out` unless it is complete for this recipe; return `greedy` accuracy on the eval rows and `cpu_s`."""
-    mark = out / "prepared.json"
-    done = json.loads(mark.read_text()) if mark.exists() else {}
-    if done.get("recipe") == asdict(recipe):
-        return done["figures"]
-    mark.unlink(missing_ok=True)
-    torch.set_num_threads(1)
-    began = time.process_time()
     print("converting the GGUF file", file=sys.stderr, flush=True)
     convert(gguf_folder(), out / "model", recipe.dtype)
-    write_rows(out, recipe)
+    write_tasks(out, recipe)
     print(f"measuring greedy accuracy on {recipe.num_eval} rows", file=sys.stderr, flush=True)
-    figures = {"greedy": greedy_accuracy(out / "model", out / "eval.jsonl"), "cpu_s": time.process_time() - began}
-    mark.write_text(json.dumps({"recipe": asdict(recipe), "figures": figures}, indent=1))
-    return figures
+    return {"greedy": greedy_accuracy(out / "model", out / "eval.jsonl")}
 
 
 def gguf_folder() -> Path:
@@ -102,15 +92,15 @@ def ask(triple: Triple) -> str:
     return f"Max of {', '.join(map(str, triple))}?"
 
 
-def write_rows(out: Path, recipe: Recipe) -> None:
+def write_tasks(out: Path, recipe: Recipe) -> None:
     """Write `eval.jsonl` and `train.jsonl`; one JSON object a line: `{"prompt": [messages], "answer": "47"}`."""
     triples = draw_triples(recipe)
     rows = [
-        json.dumps({"prompt": chat([first, second], question), "answer": str(max(question))}) + "\n"
+        {"prompt": chat([first, second], question), "answer": str(max(question))}
         for first, second, question in zip(triples[::3], triples[1::3], triples[2::3], strict=True)
     ]
-    (out / "eval.jsonl").write_text("".join(rows[: recipe.num_eval]))
-    (out / "train.jsonl").write_text("".join(rows[recipe.num_eval :]))
+    write_rows(out / "eval.jsonl", rows[: recipe.num_eval])
+    write_rows(out / "train.jsonl", rows[recipe.num_eval :])
 
 
 def greedy_accuracy(model_dir: Path, rows_path: Path) -> float:
@@ -134,14 +124,5 @@ def greedy_accuracy(model_dir: Path, rows_path: Path) -> float:
     return total / len(rows)
 
 
-def main() -> None:
-    """Fill the folder named on the command line."""
-    parser = argparse.ArgumentParser(description="Make SmolLM2-135M-Instruct and its tasks.")
-    parser.add_argument("--out", type=Path, required=True, help="folder to fill")
-    arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    print(json.dumps({"out": os.fspath(arguments.out), **prepare(arguments.out, Recipe())}))
-
-
 if __name__ == "__main__":
-    main()
+    fill_from_command_line(prepare, Recipe(), __doc__)

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
+from examples.stability.lab import Outcome, Run, train
 from examples.stability.report import draw_corrections, draw_grid, final_reward, quadratic_table, table
-from examples.stability.results import Results, run_all
 from examples.stability.studies import Row, confirmed, corrections, grid, search
+from examples.study import run_all
 
 
 def main() -> None:
@@ -42,30 +42,32 @@ def main() -> None:
     folder: Path = arguments.folder / "quick" if arguments.quick else arguments.folder
     docs: Path = arguments.docs or folder
     docs.mkdir(parents=True, exist_ok=True)
-    results = Results(folder / "results.jsonl")
-    ran = partial(_ran, results=results, jobs=arguments.jobs)
+
+    def finish(rows: Sequence[Row]) -> dict[Run, Outcome]:
+        """Return the outcomes of all runs of the rows."""
+        runs = (run for row in rows for run in row.runs)
+        return run_all(runs, train, Outcome, folder / "results.jsonl", jobs=arguments.jobs)
+
     if arguments.search:
-        searched = ran(search(seeds[:1]))
-        winners = ran(confirmed(searched, lambda row: final_reward(row, results.read()), seeds[1:]))
-        chosen = f"Chosen on seed {seeds[0]}:\n\n{table(searched, results.read())}"
-        text, name = f"{chosen}\nThe best of each setting on other seeds:\n\n{table(winners, results.read())}", "search"
+        rows = search(seeds[:1])
+        done = finish(rows)
+        winners = confirmed(rows, lambda row: final_reward(row, done), seeds[1:])
+        best = table(winners, finish(winners))
+        name, text = "search", f"Chosen on seed {seeds[0]}:\n\n{table(rows, done)}"
+        text = f"{text}\nThe best of each setting on other seeds:\n\n{best}"
     elif arguments.corrections:
-        rows = ran(corrections(seeds))
-        text, name = table(rows, results.read()), "corrections"
-        draw_corrections(rows, results.read(), docs)
+        rows = corrections(seeds)
+        done = finish(rows)
+        name, text = "corrections", table(rows, done)
+        draw_corrections(rows, done, docs)
     else:
-        rows = ran(grid([0], steps=30, staleness=(0, 8)) if arguments.quick else grid(seeds))
-        text, name = f"{table(rows, results.read())}\n{quadratic_table()}", "table"
-        draw_grid(rows, results.read(), docs)
+        rows = grid([0], steps=30, staleness=(0, 8)) if arguments.quick else grid(seeds)
+        done = finish(rows)
+        name, text = "table", f"{table(rows, done)}\n{quadratic_table()}"
+        draw_grid(rows, done, docs)
     path = docs / f"stability_{name}.md"
     path.write_text(text)
     print(f"{text}\n{path}")
-
-
-def _ran(rows: Sequence[Row], results: Results, jobs: int) -> Sequence[Row]:
-    """Return the rows, once all of their runs are in the file."""
-    run_all((run for row in rows for run in row.runs), results, jobs=jobs)
-    return rows
 
 
 if __name__ == "__main__":

@@ -8,23 +8,30 @@ the asynchrony is simulated, so that it is exact and repeatable: before each ste
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
+import pydantic
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from algorithms.cispo import CISPO
+from algorithms.corrections import Geometric, SequenceTis, Tis
+from algorithms.fields import RULES
 from algorithms.gac import GAC
+from algorithms.grpo import GRPO
+from algorithms.gspo import GSPO
+from algorithms.m2po import M2PO
+from algorithms.policy_gradient import PolicyGradient
+from benchmarks.measure import group_of, rows_of
 from examples.sort.prepare import Recipe, prepare
 from examples.sort.reward import exact_sort
-from examples.stability.algorithms import ALGORITHMS, DEFAULT
+from rlsys.algorithm import LossInputs, LossOutput
 from rlsys.batch.packing import plan_batch
-from rlsys.batch.samples import meta_of, versions_of
 from rlsys.batch.tensors import StepData
 from rlsys.types import Episode, Group, PolicyVersion, Sampling, Trajectory, Turn
 from rlsys.util.seeds import group_seed, request_seed
@@ -49,6 +56,32 @@ EXAM_GROUPS, EXAM_SIZE, EXAM_SEED = 32, 8, 1_000_003
 """Number of held-out tasks for the final weights, samples of each, and their seed in every run."""
 
 
+DEFAULT = "none"
+"""GRPO with its defaults: no correction, because its clipped ratio is against the sampler."""
+BLIND = "age ignored"
+
+
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=RULES)
+class Blind(GRPO):
+    """GRPO that treats every sample as fresh: its gradient is the advantage times that of the logprob, at any age."""
+
+    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
+        return super().loss(logprobs_N, replace(batch, behavior_logprobs_N=batch.proximal_logprobs_N))
+
+
+ALGORITHMS: Mapping[str, PolicyGradient] = {
+    DEFAULT: GRPO(),
+    "tis": GRPO(correction=(Tis(),)),
+    "sequence_tis": GRPO(correction=(SequenceTis(),)),
+    "geometric .8 to 1.25, tis": GRPO(correction=(Geometric(low=0.8, high=1.25), Tis())),
+    "cispo": CISPO(),
+    "m2po": M2PO(),
+    "gspo": GSPO(),
+    BLIND: Blind(),
+}
+"""GRPO with the correction of that name, or another algorithm with its defaults."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """Settings of a run. The recipe is that of `examples/sort` at half its batch."""
@@ -69,11 +102,6 @@ class Run:
         earlier, but none from before."""
         first = self.gac.synchronous_steps
         return version if version < first else max(first, version - self.staleness)
-
-    @property
-    def key(self) -> str:
-        """Key that identifies a run, also one read from a file."""
-        return json.dumps(asdict(self), sort_keys=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,14 +218,13 @@ class Sampler:
         await self._engine.close()
 
     def _read(self, path: Path) -> list[Task]:
-        rows = map(json.loads, path.read_text().splitlines())
-        return [Task(tuple(self._tokenizer(row["prompt"]).input_ids), row["answer"]) for row in rows]
+        return [Task(tuple(self._tokenizer(row["prompt"]).input_ids), row["answer"]) for row in rows_of(path)]
 
     async def _groups(self, tasks: Mapping[int, Task], group_size: int, seed: int) -> list[Group]:
         places = [(group_id, member) for group_id in tasks for member in range(group_size)]
         episodes = await asyncio.gather(*(self._episode(tasks[s], f"{s}/{m}", seeded(seed, s, m)) for s, m in places))
         payloads = [tuple(episodes[i : i + group_size]) for i in range(0, len(episodes), group_size)]
-        return [self._group(group_id, payload) for group_id, payload in zip(tasks, payloads, strict=True)]
+        return [group_of(group_id, payload) for group_id, payload in zip(tasks, payloads, strict=True)]
 
     async def _episode(self, task: Task, name: str, seed: int) -> Episode:
         done = await self._engine.generate(Request(name, task.prompt_ids, SAMPLING, seed))
@@ -205,18 +232,6 @@ class Sampler:
         (text,) = self._tokenizer.batch_decode([list(done.output_ids)], skip_special_tokens=True)
         turn = Turn(task.prompt_ids, done.output_ids, done.logprobs, done.versions, done.finish, text, SAMPLING)
         return Episode((Trajectory("policy", (turn,), reward=exact_sort(text, task.answer)),))
-
-    def _group(self, group_id: int, payload: tuple[Episode, ...]) -> Group:
-        return Group(
-            group_id=group_id,
-            task_id=str(group_id % len(self._tasks)),
-            permit_version=self._engine.version,
-            replica="sampler",
-            episodes=meta_of(payload),
-            versions=versions_of(payload),
-            weights=(),
-            payload=payload,
-        )
 
 
 def seeded(seed: int, group_id: int, member: int) -> int:

@@ -8,22 +8,20 @@ from pathlib import Path
 from statistics import fmean, median
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from algorithms.gac import GAC
-from examples.curve import running_mean
 from examples.stability.lab import Outcome, Run
 from examples.stability.quadratic import CONTROL, Problem, boundary_cosine, descend, growth, stability_limit
-from examples.stability.results import outcomes_of
 from examples.stability.studies import Row
+from examples.study import markdown, running_mean
 
 EARLY = 40
 """Number of first asynchronous steps whose mean is the early cosine."""
-HEADER = (
-    "| batch | algorithm | staleness | GAC | final reward | collapse at version | cosine, first 40 asynchronous steps "
-    "| safe / projected / skipped | update cosine |\n|---|---|---|---|---|---|---|---|---|\n"
-)
+HEAD = (
+    "batch", "algorithm", "staleness", "GAC", "final reward", "collapse at version",
+    f"cosine, first {EARLY} asynchronous steps", "safe / projected / skipped", "update cosine",
+)  # fmt: skip
 COLOURS = ("#636363", "#9ecae1", "#d94801", "#08519c", "#31a354", "#756bb1", "#e7298a", "#000000")
 CALIBRATED = GAC(enabled=True, calibrate_steps=100)
 QUADRATIC = {
@@ -34,15 +32,14 @@ QUADRATIC = {
 }
 
 
-def table(rows: Sequence[Row], done: dict[str, Outcome]) -> str:
-    """Build a Markdown table: one line per row with a finished run, medians over seeds."""
-    lines = [_line(row, outcomes) for row in rows if (outcomes := outcomes_of(row.runs, done))]
-    return HEADER + "".join(lines)
+def table(rows: Sequence[Row], done: Mapping[Run, Outcome]) -> str:
+    """Build a Markdown table: one line per row, medians over seeds."""
+    return markdown(HEAD, [_cells(row, [done[run] for run in row.runs]) for row in rows])
 
 
-def final_reward(row: Row, done: dict[str, Outcome]) -> float:
+def final_reward(row: Row, done: Mapping[Run, Outcome]) -> float:
     """Return the reward of the final weights on held-out tasks, median over seeds."""
-    return median(outcome.final_reward for outcome in outcomes_of(row.runs, done))
+    return median(done[run].final_reward for run in row.runs)
 
 
 def learning_curve(run: Run, rewards: Sequence[float]) -> tuple[list[int], list[float]]:
@@ -66,11 +63,11 @@ def collapse_version(run: Run, outcome: Outcome) -> int | None:
     return fell
 
 
-def _line(row: Row, outcomes: Sequence[Outcome]) -> str:
+def _cells(row: Row, outcomes: Sequence[Outcome]) -> Sequence[str]:
     run, finals = row.run, [o.final_reward for o in outcomes]
     collapses = [str(version) for o in outcomes if (version := collapse_version(run, o)) is not None]
     start = max(1, run.gac.synchronous_steps)  # the first gradient has no previous one
-    cells = (
+    return (
         f"{run.groups} x {run.group_size}",
         run.algorithm,
         str(run.staleness),
@@ -81,7 +78,6 @@ def _line(row: Row, outcomes: Sequence[Outcome]) -> str:
         " / ".join(f"{share:.0%}" for share in _regimes(run, outcomes)),
         f"{median(_mean(o.metrics['gac/update_cosine'][start:]) for o in outcomes):.2f}",
     )
-    return f"| {' | '.join(cells)} |\n"
 
 
 def _regimes(run: Run, outcomes: Sequence[Outcome]) -> list[float]:
@@ -103,7 +99,7 @@ REWARD = "reward of the version that sampled, mean of ten and of all seeds;\ndot
 COSINE = "cosine of consecutive gradients,\nmean of ten steps and of all seeds"
 
 
-def draw_grid(rows: Sequence[Row], done: dict[str, Outcome], folder: Path) -> None:
+def draw_grid(rows: Sequence[Row], done: Mapping[Run, Outcome], folder: Path) -> None:
     """Draw the grid as PNG files in `folder`: a panel for each algorithm and staleness, a line for each control."""
     panels: dict[str, dict[int, list[tuple[str, Row]]]] = {}
     for row in rows:
@@ -114,7 +110,7 @@ def draw_grid(rows: Sequence[Row], done: dict[str, Outcome], folder: Path) -> No
     draw_quadratic(folder / "stability_quadratic.png")
 
 
-def draw_corrections(rows: Sequence[Row], done: dict[str, Outcome], folder: Path) -> None:
+def draw_corrections(rows: Sequence[Row], done: Mapping[Run, Outcome], folder: Path) -> None:
     """Draw the comparison: a panel for each staleness, a line for each algorithm."""
     panels: dict[int, list[tuple[str, Row]]] = {}
     for row in rows:
@@ -136,7 +132,7 @@ def _draw_cosines(axes: Axes, row: Row, outcomes: Sequence[Outcome], colour: str
 
 def _draw_lines(
     panels: Mapping[str, Mapping[int, Sequence[tuple[str, Row]]]],
-    done: dict[str, Outcome],
+    done: Mapping[Run, Outcome],
     path: Path,
     what: str,
     draw: Callable[[Axes, Row, Sequence[Outcome], str, str], None],
@@ -144,13 +140,11 @@ def _draw_lines(
     """Draw panels by name, downwards, and staleness, to the right."""
     width = max(map(len, panels.values()))
     figure = Figure(figsize=(3.2 * width, 2.7 * len(panels) + 0.5), layout="constrained")
-    FigureCanvasAgg(figure)
     grid = figure.subplots(len(panels), width, sharex=True, sharey=True, squeeze=False)
     for axes_row, (name, of_row) in zip(grid, panels.items(), strict=True):
         for axes, (staleness, lines) in zip(axes_row, of_row.items(), strict=True):
             for label, row in lines:
-                if outcomes := outcomes_of(row.runs, done):
-                    draw(axes, row, outcomes, _colour(panels, label), label)
+                draw(axes, row, [done[run] for run in row.runs], _colour(panels, label), label)
             axes.set_title(f"staleness {staleness}{', ' if name else ''}{name}", fontsize=9)
             axes.grid(alpha=0.3)
     grid[0][-1].legend(fontsize=7)
@@ -168,7 +162,6 @@ def _colour(panels: Mapping[str, Mapping[int, Sequence[tuple[str, Row]]]], label
 def draw_quadratic(path: Path) -> None:
     """Draw the limit of stability, the cosine there, and noisy descent at staleness 16."""
     figure = Figure(figsize=(12, 3.5), layout="constrained")
-    FigureCanvasAgg(figure)
     limits, cosines, losses = figure.subplots(1, 3)
     ages = (0, 1, 2, 4, 8, 16, 32)
     for staleness, colour in zip((0, 4, 16), COLOURS[1:], strict=False):
@@ -191,15 +184,14 @@ def draw_quadratic(path: Path) -> None:
 
 def quadratic_table(staleness: Iterable[int] = (0, 1, 2, 4, 8, 16, 32)) -> str:
     """Build a Markdown table: the closed form, and the mean loss and cosine of the last 100 steps of noisy descent."""
-    lines = [
-        f"| staleness | limit of η λ | cosine there | {' | '.join(f'{name}: loss, cosine' for name in QUADRATIC)} |"
-    ]
-    lines.append("|" + "---|" * (3 + len(QUADRATIC)))
+    rows = []
     for s in staleness:
         found = [descend(Problem(), s, control) for control in QUADRATIC.values()]
         cells = [
             f"diverged at {len(d.losses)}" if d.has_diverged else f"{d.final():.3g}, {fmean(d.cosines[-100:]):.2f}"
             for d in found
         ]
-        lines.append(f"| {s} | {stability_limit(s):.3f} | {boundary_cosine(s):.3f} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        rows.append([str(s), f"{stability_limit(s):.3f}", f"{boundary_cosine(s):.3f}", *cells])
+    return markdown(
+        ["staleness", "limit of η λ", "cosine there", *(f"{name}: loss, cosine" for name in QUADRATIC)], rows
+    )

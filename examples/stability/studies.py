@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from algorithms.gac import GAC
-from examples.stability.algorithms import ALGORITHMS, BLIND, DEFAULT
-from examples.stability.lab import Run
+from examples.stability.lab import ALGORITHMS, BLIND, DEFAULT, Run
 
 CALIBRATED_ON = 20
 """Synchronous steps for the calibration of thresholds."""

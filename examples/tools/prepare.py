@@ -7,25 +7,23 @@ starts by imitating the majority, while only calls of the tool are rewarded.
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 from pathlib import Path
 from random import Random
 
-from examples.imitation import Demonstration, Recipe
-from examples.imitation import prepare as fill
+from examples.tiny_policy import Demonstration, WarmStart, fill, fill_from_command_line
 from examples.tools.calculator import CALL, TOLD, calculator
 
 CALLING = 0.25
 """Share of the final demonstrations that call the calculator."""
 
 
-def prepare(out: Path, recipe: Recipe) -> None:
+def prepare(out: Path, recipe: WarmStart) -> dict[str, float]:
     """Fill `out` unless it is complete for this recipe."""
     rng = Random(recipe.seed)
     products = [new_product(rng) for _ in range(recipe.num_eval + recipe.num_train)]
     rows = [{"prompt": f"{each}=", "answer": calculator(each)} for each in products]
-    fill(out, recipe, rows, partial(demonstration, rng))
+    return fill(out, recipe, rows, partial(demonstration, rng))
 
 
 def new_product(rng: Random) -> str:
@@ -42,15 +40,5 @@ def demonstration(rng: Random, is_careless: bool) -> Demonstration:
     return [(f"{asked}=", value)]
 
 
-def main() -> None:
-    """Fill the folder named on the command line."""
-    parser = argparse.ArgumentParser(description="Make the tiny policy and its products.")
-    parser.add_argument("--out", type=Path, required=True, help="folder to fill")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    prepare(arguments.out, Recipe(seed=arguments.seed, steps=120))
-    print(arguments.out)
-
-
 if __name__ == "__main__":
-    main()
+    fill_from_command_line(prepare, WarmStart(steps=120), __doc__)

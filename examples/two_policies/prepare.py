@@ -9,46 +9,28 @@ Writes into DIR: `proposer/` and `solver/` (safetensors, tokenizer), and `train.
 
 from __future__ import annotations
 
-import argparse
-import json
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
-import torch
-
-from examples.imitation import Demonstration, Demonstrator, Recipe, imitate
-from examples.sort.prepare import new_model
-from examples.sort.tokenizer import build_tokenizer
+from examples.tiny_policy import Demonstration, WarmStart, fill_from_command_line, once, save_imitator, write_rows
 from examples.two_policies.play import NUM_DIGITS
 
 DIGITS = "0123456789"
 ASKED = "6?"
 """Prompt of the proposer."""
-NUM_TASKS = 4096
+PROPOSER_STEPS, SOLVER_STEPS = 60, 250
 
 
-def prepare(out: Path, seed: int) -> None:
-    """Fill `out` unless it is complete for this seed."""
-    mark = out / "prepared.json"
-    if mark.exists() and json.loads(mark.read_text()) == {"seed": seed}:
-        return
-    out.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)
-    rng = Random(seed)
-    write_policy(out / "proposer", lambda _: proposal(rng), Recipe(seed=seed, steps=60))
-    write_policy(out / "solver", lambda _: solution(rng), Recipe(seed=seed, steps=250))
-    rows = ({"id": f"ask-{i}", "prompt": ASKED} for i in range(NUM_TASKS))
-    (out / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    mark.write_text(json.dumps({"seed": seed}))
-
-
-def write_policy(folder: Path, demonstrate: Demonstrator, recipe: Recipe) -> None:
-    """Train a tiny policy on these demonstrations, and save it with its tokenizer."""
-    tokenizer = build_tokenizer()
-    model = new_model(tokenizer, recipe.seed)
-    imitate(model, tokenizer, demonstrate, recipe)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+@once
+def prepare(out: Path, recipe: WarmStart) -> dict[str, float]:
+    """Fill `out` unless it is complete for this recipe; each policy has a number of steps of its own."""
+    rng = Random(recipe.seed)
+    proposer, solver = replace(recipe, steps=PROPOSER_STEPS), replace(recipe, steps=SOLVER_STEPS)
+    proposer_loss = save_imitator(out / "proposer", lambda _: proposal(rng), proposer)
+    solver_loss = save_imitator(out / "solver", lambda _: solution(rng), solver)
+    write_rows(out / "train.jsonl", ({"id": f"ask-{i}", "prompt": ASKED} for i in range(recipe.num_train)))
+    return {"proposer_loss": proposer_loss, "solver_loss": solver_loss}
 
 
 def proposal(rng: Random) -> Demonstration:
@@ -71,15 +53,5 @@ def solution(rng: Random) -> Demonstration:
     return [("".join(digits) + ">", "".join(said))]
 
 
-def main() -> None:
-    """Fill the folder named on the command line."""
-    parser = argparse.ArgumentParser(description="Make two tiny policies and what they are asked.")
-    parser.add_argument("--out", type=Path, required=True, help="folder to fill")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    prepare(arguments.out, arguments.seed)
-    print(arguments.out)
-
-
 if __name__ == "__main__":
-    main()
+    fill_from_command_line(prepare, WarmStart(), __doc__)

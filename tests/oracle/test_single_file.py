@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from examples.single_file_grpo import Settings, run
-from examples.sort.prepare import Recipe, new_model
-from examples.sort.tokenizer import build_tokenizer
+from examples.sort.prepare import Recipe
+from examples.tiny_policy import build_tokenizer, new_model
 from rlsys import Config, export, train
 from rlsys.data.task_file import load_tasks
 from rlsys.data.task_source import TaskSource

@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 import rlsys
-from examples.sort.tokenizer import build_tokenizer
+from examples.tiny_policy import build_tokenizer
 from rlsys.replay.rollout_log import read_rollouts
 from tests.jobs import config_of
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import rlsys
-from examples.sort.tokenizer import build_tokenizer
+from examples.tiny_policy import build_tokenizer
 from rlsys.errors import ModelError
 from rlsys.replay.rollout_log import read_rollouts
 from tests.jobs import config_of

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from algorithms.kto import KTO
-from examples.sort.tokenizer import build_tokenizer
+from examples.tiny_policy import build_tokenizer
 from rlsys.agents.workflow import SingleTurn
 from rlsys.agents.workflows.offline import Offline
 from rlsys.algorithm import Signal

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.countdown_parallel import prepare as games
 from examples.countdown_parallel.countdown import Countdown, solves
-from examples.imitation import Recipe, batch_of
 from examples.lead_subagents import prepare as tables
-from examples.lead_subagents.study import CASES, Result, Trial, append, read, result_of, table_of
+from examples.lead_subagents.study import CASES, Result, Trial, result_of, table_of
 from examples.lead_subagents.table import TableFilling, item_f1
-from examples.sort.tokenizer import CHARACTERS, build_tokenizer
+from examples.study import append, finished
+from examples.tiny_policy import CHARACTERS, WarmStart, batch_of, build_tokenizer
 from rlsys.batch.samples import samples_of
 from rlsys.config import Config
 from rlsys.testing import played
@@ -136,7 +136,7 @@ def test_a_game_is_solved_by_its_own_digits_alone(expression: str, is_solved: in
 
 
 def test_games_held_out_are_not_trained_on(tmp_path: Path):
-    recipe = Recipe(steps=1, batch_size=4, num_eval=5, num_train=5)
+    recipe = WarmStart(steps=1, batch_size=4, num_eval=5, num_train=5)
     every = [{"prompt": game, "answer": ""} for game in map(str, range(10))]
     games.fill(tmp_path, recipe, every, partial(games.demonstration, Random(0)))
     parts = [
@@ -190,13 +190,13 @@ def test_every_case_of_the_study_is_a_configuration(case: str):
 def test_figures_are_of_the_evaluations_before_and_after():
     rows = [{"step": 0, "eval/held_out/mean": 0.4}, {"step": 1, "reward/mean": 0.5}]
     rows += [{"step": 2, "reward/mean": 0.6}, {"step": 2, "eval/held_out/mean": 0.7}]
-    assert result_of(Trial("joint-3", 0, 2), rows, 9.0) == Result(Trial("joint-3", 0, 2), 0.4, 0.7, 9.0)
+    assert result_of(2, rows, 9.0) == Result(0.4, 0.7, 9.0)
 
 
 def test_finished_runs_are_read_again_and_shown_seed_by_seed(tmp_path: Path):
-    results = [Result(Trial("lead-3", seed, 60), 0.5, 0.7 + seed / 100, 61.6) for seed in (0, 1)]
-    for result in results:
-        append(tmp_path / "deep" / "runs.jsonl", result)
-    assert list(read(tmp_path / "deep" / "runs.jsonl")) == results
-    _, _, *body = table_of(results)
+    results = {Trial("lead-3", seed, 60): Result(0.5, 0.7 + seed / 100, 61.6) for seed in (0, 1)}
+    for trial, result in results.items():
+        append(tmp_path / "deep" / "runs.jsonl", trial, result)
+    assert finished(tmp_path / "deep" / "runs.jsonl", results, Result) == results
+    _, _, *body = table_of(results).splitlines()
     assert body == ["| the lead | 3 | 0 / 1 | 0.500 / 0.500 | 0.700 / 0.710 | 62 / 62 |"]

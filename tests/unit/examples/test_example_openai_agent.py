@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from examples.openai_agent.prepare import TEMPLATE
-from examples.sort.tokenizer import EOS, build_tokenizer
+from examples.tiny_policy import EOS, build_tokenizer
+from rlsys.agents.session import POLICY
 from rlsys.agents.workflows.openai_agent import OpenAIAgent
 from rlsys.batch.samples import samples_of
 from rlsys.config import Config

@@ -6,10 +6,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from examples.curve import draw_curve, running_mean
-from examples.sort.prepare import Recipe, accuracy, demonstrations, draw_digits, new_model, prepare, row_texts
+from examples.demo import draw_curve
+from examples.sort.prepare import Recipe, accuracy, demonstrations, draw_digits, prepare, row_texts
 from examples.sort.reward import exact_sort
-from examples.sort.tokenizer import CHARACTERS, build_tokenizer
+from examples.study import running_mean
+from examples.tiny_policy import CHARACTERS, build_tokenizer, new_model
 
 TOY = Recipe(seed=3, steps=1, batch_size=8, num_train=16, num_eval=4)
 

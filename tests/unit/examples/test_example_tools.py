@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from examples.sort.tokenizer import CHARACTERS
+from examples.tiny_policy import CHARACTERS
 from examples.tools.calculator import WithCalculator, calculator
 from examples.tools.prepare import demonstration
 from rlsys.testing import played

@@ -10,8 +10,8 @@ import pytest
 from algorithms.gac import GAC
 from examples.stability.lab import EDITION, Outcome, Run
 from examples.stability.report import collapse_version, final_reward, learning_curve, table
-from examples.stability.results import Results
 from examples.stability.studies import Row, confirmed, corrections, search
+from examples.study import append, finished
 
 STALE = Run(staleness=3, steps=10)
 KEPT: dict[str, list[float | None]] = {name: [0.0] * 10 for name in ("gac/cosine", "gac/regime", "gac/update_cosine")}
@@ -44,20 +44,19 @@ def test_a_collapse_is_told_by_the_version_that_first_showed_it() -> None:
 
 def test_the_early_cosine_leaves_the_synchronous_steps_out() -> None:
     run = Run(steps=50, gac=GAC(calibrate_steps=10))
-    assert "| 0.25 |" in table([Row("off", (run,))], {run.key: outcome(cosines=[0.9] * 10 + [0.25] * 40)})
+    assert "| 0.25 |" in table([Row("off", (run,))], {run: outcome(cosines=[0.9] * 10 + [0.25] * 40)})
 
 
 def test_results_of_another_edition_do_not_count(tmp_path: Path) -> None:
-    results = Results(tmp_path / "results.jsonl")
-    results.add(STALE, outcome())
-    results.add(replace(STALE, edition=EDITION - 1), outcome(0.1))
-    assert results.read() == {STALE.key: outcome()}
+    append(tmp_path / "results.jsonl", STALE, outcome())
+    append(tmp_path / "results.jsonl", replace(STALE, edition=EDITION - 1), outcome(0.1))
+    assert finished(tmp_path / "results.jsonl", [STALE], Outcome) == {STALE: outcome()}
 
 
 def test_a_search_confirms_the_best_of_each_setting_on_other_seeds() -> None:
     searched = search([0])
     best = [row for row in searched if row.label == "wide, .2 and .6"]
-    done = {row.run.key: outcome(0.8 if row in best else 0.7) for row in searched}
+    done = {row.run: outcome(0.8 if row in best else 0.7) for row in searched}
     chosen = confirmed(searched, lambda row: final_reward(row, done), [1, 2])
     assert [row.label for row in chosen if row.run.gac.enabled] == ["wide, .2 and .6"] * 4
     assert all([run.seed for run in row.runs] == [1, 2] for row in chosen)

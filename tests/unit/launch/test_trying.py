@@ -9,7 +9,8 @@ import pytest
 import ray
 from typer.testing import CliRunner, Result
 
-from examples.sort.tokenizer import build_tokenizer
+from examples.tiny_policy import build_tokenizer
+from rlsys.agents.session import Session
 from rlsys.agents.workflow import Session, Workflow
 from rlsys.cli import app
 from rlsys.errors import ConfigError, DataError, RlsysError, WorkflowError

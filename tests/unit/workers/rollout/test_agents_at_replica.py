@@ -9,7 +9,7 @@ from typing import Literal, cast
 
 import pytest
 
-from examples.sort.tokenizer import build_tokenizer
+from examples.tiny_policy import build_tokenizer
 from rlsys.agents.workflow import Session, Workflow
 from rlsys.errors import WorkflowError
 from rlsys.types import Sampling, VersionSpan

@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from examples.sort.tokenizer import build_tokenizer
+from examples.tiny_policy import build_tokenizer
 from rlsys.agents.workflow import Session, Workflow
 from rlsys.errors import ConfigError, WeightsMismatch, WorkerDied
 from rlsys.types import Acknowledged, Assignment, Group, Sampling, VersionSpan
