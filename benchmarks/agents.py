@@ -12,33 +12,35 @@
 * `gateway_ms`: the extra time of a reply through the gateway over one inside the session, at 64 clients that send
   requests without a pause, each turn 50 to 150 ms. Clients are another process with a raw HTTP client that keeps its
   connections. `openai_client_ms` is the same with the `openai` client, at 8 clients (more would saturate a core):
-  mostly the cost of that client.
+  mostly the cost of that client. Each client has a session, and requests turn after turn of one conversation, then of
+  the next. The text of a turn contains its duration, so that the extra time of every reply is known.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import fmean, quantiles
 from string import printable
-from typing import Literal, TypeAlias, cast
+from typing import Literal, TypeAlias, cast, get_args
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.gateway_load import overhead_of_gateway
-from benchmarks.measure import parser_of, print_result, progress, spread, spreads
+from benchmarks.measure import in_fresh_process, in_turn, parser_of, print_result, ratios, spread, spreads
 from rlsys.agents.agent import Policy
+from rlsys.agents.gateway.gateway_server import shared_gateway
 from rlsys.agents.tools import Tool, Toolbox
 from rlsys.agents.workflow import Agent, Session, Workflow
 from rlsys.testing import ScriptedPolicy
-from rlsys.types import POLICY, Assignment, Sampling, Task
-from workers.engines.engine import Request
+from rlsys.types import POLICY, Assignment, Message, Sampling, Task, Turn, VersionSpan
 from workers.engines.scripted import ScriptedEngine
 from workers.rollout.generator import Generator, WeightChange
 from workers.rollout.group_route import PolicyText
@@ -53,6 +55,10 @@ Pace: TypeAlias = Literal["streamed", "by_batch", "lock_step"]
 END = "<eos>"
 CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
 NUM_SUBAGENTS = 8
+SHORTEST_TURN_S, LONGEST_TURN_S = 0.05, 0.15
+Client: TypeAlias = Literal["raw", "openai"]
+Ask: TypeAlias = Callable[[Sequence[Message]], Awaitable[str]]
+"""Function from a conversation to the reply."""
 
 
 @dataclass
@@ -68,16 +74,8 @@ class Meter:
     _num_requests: int = 0
     _since_s: float = 0.0
 
-    @contextmanager
-    def request(self) -> Iterator[None]:
-        """Count one more request of the engine in this context."""
-        self._change(1)
-        try:
-            yield
-        finally:
-            self._change(-1)
-
-    def _change(self, num: int) -> None:
+    def count(self, num: int) -> None:
+        """Count so many more requests of the engine from now on."""
         at_s = time.perf_counter()
         self.slot_s += (at_s - self._since_s) * min(self._num_requests, SLOTS)
         self.request_s += (at_s - self._since_s) * self._num_requests
@@ -87,10 +85,10 @@ class Meter:
 
 @dataclass(frozen=True, kw_only=True)
 class Lookups(Workflow):
-    """Workflow of turns and tools in turn; with a barrier in lock-step with all other sessions."""
+    """Workflow of turns and tools in turn, in lock-step with all sessions of the barrier."""
 
     meter: Meter = field(default_factory=Meter)
-    barrier: asyncio.Barrier | None = None
+    barrier: asyncio.Barrier = field(default_factory=lambda: asyncio.Barrier(1))
 
     async def run(self, session: Session) -> None:
         """Call the tool `NUM_TURNS` times."""
@@ -99,27 +97,20 @@ class Lookups(Workflow):
         tools = Toolbox(Tool("look", "Look around.", {"type": "object"}, partial(self._look, chance)))
         agent, prompt = session.agent(POLICY, system="Look."), session.task.prompt
         for _ in range(NUM_TURNS):
-            with self.meter.request():
-                reply = await agent.act(prompt, tools)
-            await self._together()
+            self.meter.count(1)
+            reply = await agent.act(prompt, tools)
+            self.meter.count(-1)
+            await self.barrier.wait()
             prompt = await agent.answer(reply.calls, tools)
-            await self._together()
+            await self.barrier.wait()
         self.meter.session_s += time.perf_counter() - began_s
 
     async def _look(self, chance: random.Random) -> str:
-        seconds = latency_s(chance)
+        """Return after a latency, lognormal up to `LONGEST_S`."""
+        seconds = min(LONGEST_S, chance.lognormvariate(math.log(MEDIAN_S), SPREAD))
         await asyncio.sleep(seconds)
         self.meter.tool_s += seconds
         return "nothing"
-
-    async def _together(self) -> None:
-        if self.barrier:
-            await self.barrier.wait()
-
-
-def latency_s(chance: random.Random) -> float:
-    """Draw the seconds of one tool call."""
-    return min(LONGEST_S, chance.lognormvariate(math.log(MEDIAN_S), SPREAD))
 
 
 def main() -> None:
@@ -127,18 +118,15 @@ def main() -> None:
     size = parser_of(__doc__, quick="one repeat; under two minutes").parse_args().size
     repeats = 3 if size == "full" else 1
     batches, sessions, clients, conversations = (1, 16, 4, 2) if size == "short" else (3, NUM_SESSIONS, 64, 5)
-    runs: dict[Pace, list[dict[str, float]]] = {"streamed": [], "by_batch": [], "lock_step": []}
-    for repeat in range(repeats):
-        for pace, figures in runs.items():
-            figures.append(asyncio.run(rollouts(batches, sessions, pace=pace)))
-            progress(f"{repeat + 1}, {pace}: {figures[-1]}")
+    paces: tuple[Pace, ...] = get_args(Pace)
+    runs = in_turn(repeats, paces, lambda _, pace: asyncio.run(rollouts(batches, sessions, pace=pace)))
     subagents = [asyncio.run(parallel_subagents()) for _ in range(repeats)]
-    gateway = [overhead_of_gateway("raw", clients, conversations) for _ in range(repeats)]
-    openai = [overhead_of_gateway("openai", clients // 8 or 1, conversations) for _ in range(repeats)]
+    gateway = [asyncio.run(gateway_overhead("raw", clients, conversations)) for _ in range(repeats)]
+    openai = [asyncio.run(gateway_overhead("openai", clients // 8 or 1, conversations)) for _ in range(repeats)]
     print_result(
         {
-            "speedup_batch": spread(ratios(runs["streamed"], runs["by_batch"])),
-            "speedup_lock_step": spread(ratios(runs["streamed"], runs["lock_step"])),
+            "speedup_batch": ratios(runs["streamed"], runs["by_batch"], "sessions_per_s"),
+            "speedup_lock_step": ratios(runs["streamed"], runs["lock_step"], "sessions_per_s"),
             **{pace: spreads(figures) for pace, figures in runs.items()},
             "subagents": spreads(subagents),
             "gateway_ms": spread([run["overhead_ms"] for run in gateway]),
@@ -149,15 +137,10 @@ def main() -> None:
     )
 
 
-def ratios(of: Sequence[Mapping[str, float]], to: Sequence[Mapping[str, float]]) -> list[float]:
-    """Ratios of sessions per second, repeat by repeat."""
-    return [a["sessions_per_s"] / b["sessions_per_s"] for a, b in zip(of, to, strict=True)]
-
-
 async def rollouts(num_batches: int, num_sessions: int, *, pace: Pace) -> dict[str, float]:
     """Measure `num_batches` times `num_sessions` episodes on one replica."""
     meter = Meter()
-    worker = replica(Lookups(meter=meter, barrier=asyncio.Barrier(num_sessions) if pace == "lock_step" else None))
+    worker = replica(Lookups(meter=meter, barrier=asyncio.Barrier(num_sessions if pace == "lock_step" else 1)))
     groups = num_sessions // GROUP_SIZE
     room = asyncio.Semaphore(groups)
 
@@ -183,16 +166,10 @@ def replica(workflow: Workflow) -> RolloutWorker:
     """Build a rollout worker whose engine always calls the tool."""
     codec = TextTokenizer(tokenizer())
     said = codec.reply(CALL)
-
-    def reply(request: Request) -> Sequence[int]:
-        return said
-
-    engine = ScriptedEngine(reply, num_slots=SLOTS, tick_s=TICK_S, max_context=4096)
+    engine = ScriptedEngine(lambda _: said, num_slots=SLOTS, tick_s=TICK_S, max_context=4096)
     speech = PolicyText(codec, Sampling(max_new_tokens=len(said)), max_prompt_tokens=4000)
-    return RolloutWorker("rollout-0", workflow, {POLICY: Generator("rollout-0", engine, speech, None, NO_CHANGE)})
-
-
-NO_CHANGE = WeightChange("between", tolerance=0.0)
+    generator = Generator("rollout-0", engine, speech, None, WeightChange("between", tolerance=0.0))
+    return RolloutWorker("rollout-0", workflow, {POLICY: generator})
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -227,6 +204,114 @@ async def parallel_subagents() -> dict[str, float]:
     took_s = [each for each in await session.gather(*map(subagent, range(NUM_SUBAGENTS))) if isinstance(each, float)]
     wall_s = time.perf_counter() - began_s
     return {"wall_over_longest": wall_s / max(took_s), "wall_over_sum": wall_s / sum(took_s)}
+
+
+# ------------------------------------------------------------------------------------------------------------ gateway
+
+
+@dataclass
+class SlowPolicy(ScriptedPolicy):
+    """Policy that sleeps and replies with its duration."""
+
+    chance: random.Random = field(default_factory=lambda: random.Random(0))
+
+    async def sample(self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None) -> Turn:
+        began_s = time.perf_counter()
+        await asyncio.sleep(self.chance.uniform(SHORTEST_TURN_S, LONGEST_TURN_S))
+        text = f"{time.perf_counter() - began_s:.7f}"
+        ids = tuple(map(ord, text))
+        return Turn(prompt_ids, ids, (-1.0,) * len(ids), (VersionSpan(0, len(ids)),), "stop", text)
+
+
+async def gateway_overhead(client: Client, num_clients: int, num_conversations: int) -> dict[str, float]:
+    """Measure the extra milliseconds of a reply through the gateway over one inside the session."""
+    policy = SlowPolicy()
+    sessions = [Session(Task(id=str(n), prompt=""), {POLICY: policy}, seed=n) for n in range(num_clients)]
+    in_session = await asyncio.gather(*(_in_session(session, num_conversations) for session in sessions))
+    direct = [ms for all_ms in in_session for ms in all_ms]
+    async with AsyncExitStack() as stack:
+        gateway = await stack.enter_async_context(shared_gateway())
+        endpoints = [await stack.enter_async_context(gateway.serve(session)) for session in sessions]
+        where = [(endpoint.base_url, endpoint.api_key) for endpoint in endpoints]
+        function = "benchmarks.agents:run_clients"
+        through = await asyncio.to_thread(in_fresh_process, function, client, num_conversations, where)
+    return {
+        "overhead_ms": fmean(through) - fmean(direct),
+        "overhead_p95_ms": quantiles(through, n=20)[-1] - quantiles(direct, n=20)[-1],
+        "direct_ms": fmean(direct),
+    }
+
+
+async def _in_session(session: Session, num_conversations: int) -> list[float]:
+    agents = iter([session.agent(POLICY) for _ in range(num_conversations)])
+    agent = None
+
+    async def ask(messages: Sequence[Message]) -> str:
+        nonlocal agent
+        agent = next(agents) if len(messages) == 1 else agent
+        assert agent is not None
+        return await agent.chat((messages[-1],))
+
+    return await converse(ask, num_conversations)
+
+
+async def converse(ask: Ask, num_conversations: int) -> list[float]:
+    """Measure the milliseconds of every turn without those of the policy; the first conversation, which connects, does
+    not count."""
+    all_ms = []
+    for number in range(num_conversations):
+        said: list[Message] = []
+        for turn in range(NUM_TURNS):
+            said.append(Message(role="user", content=f"{number}.{turn}"))
+            began_s = time.perf_counter()
+            reply = await ask(said)
+            all_ms.append(1000 * (time.perf_counter() - began_s - float(reply)))
+            said.append(Message(role="assistant", content=reply))
+    return all_ms[NUM_TURNS:]
+
+
+def run_clients(client: Client, num_conversations: int, where: Sequence[tuple[str, str]]) -> list[float]:
+    """Run one client at each address with its key, in this process; return the milliseconds of all turns."""
+
+    async def main() -> list[float]:
+        talk = {"raw": talk_raw, "openai": talk_openai}[client]
+        all_ms = await asyncio.gather(*(talk(num_conversations, *each) for each in where))
+        return [ms for each in all_ms for ms in each]
+
+    return asyncio.run(main())
+
+
+async def talk_raw(num_conversations: int, base_url: str, api_key: str) -> list[float]:
+    """Send HTTP by hand over one persistent connection."""
+    host, path = base_url.removeprefix("http://").split("/", 1)
+    reader, writer = await asyncio.open_connection(*host.split(":"))
+    head = f"POST /{path}/chat/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {api_key}\r\n"
+
+    async def ask(messages: Sequence[Message]) -> str:
+        body = json.dumps({"model": POLICY, "messages": messages}).encode()
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        headers = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        assert headers.startswith("http/1.1 200"), headers
+        length = int(headers.split("content-length:")[1].split("\r\n")[0])
+        return json.loads(await reader.readexactly(length))["choices"][0]["message"]["content"]
+
+    try:
+        return await converse(ask, num_conversations)
+    finally:
+        writer.close()
+
+
+async def talk_openai(num_conversations: int, base_url: str, api_key: str) -> list[float]:
+    """Send requests by the `openai` client."""
+    from openai import AsyncOpenAI
+
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+
+        async def ask(messages: Sequence[Message]) -> str:
+            reply = await client.chat.completions.create(model=POLICY, messages=[*messages])  # pyright: ignore
+            return reply.choices[0].message.content or ""
+
+        return await converse(ask, num_conversations)
 
 
 if __name__ == "__main__":

@@ -14,27 +14,22 @@ import asyncio
 import os
 from itertools import product
 from pathlib import Path
-from typing import Literal
 
-import orjson
 import torch
 
 from algorithms.grpo import GRPO
-from benchmarks.measure import Size, group_of, parser_of, print_result, progress, sorter
-from examples.smollm.prepare import Recipe, prepare
+from benchmarks.measure import Dtype, Size, engine_spec, group_of, parser_of, print_result, progress, smollm, sorter
 from rlsys.algorithm import Aggregation, TrajectoryAdvantage
 from rlsys.batch.packing import plan_batch
 from rlsys.batch.tensors import StepData
+from rlsys.data.task_file import load_tasks
 from rlsys.types import Episode, Sampling, Trajectory, Turn
-from workers.engines.engine import EngineName, EngineSpec, Request
+from workers.engines.engine import EngineName, Request
 from workers.engines.engine_choice import start_engine
 from workers.text.tokenizer import TextTokenizer
 from workers.train.fsdp import FsdpBackend
 from workers.train.optimizer import OptimizerSettings
 from workers.train.rank_group import RankGroup
-
-FOLDER = Path(".cache/smollm")
-Dtype = Literal["float32", "bfloat16"]
 
 
 def main() -> None:
@@ -42,14 +37,11 @@ def main() -> None:
     size: Size = parser_of(__doc__, quick="fewer prompts and tokens; about 2 minutes").parse_args().size
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(1)
-    is_short = size == "short"
-    folder = sorter(size) if is_short else FOLDER
-    if not is_short:
-        prepare(folder, Recipe())
+    folder = sorter(size) if size == "short" else smollm()
     num_prompts, num_tokens = {"full": (24, 64), "quick": (8, 24), "short": (2, 4)}[size]
     rows: dict[str, dict[str, float]] = {}
-    engines: tuple[EngineName, ...] = ("local",) if is_short else ("vllm", "local")
-    dtypes: tuple[Dtype, ...] = ("float32",) if is_short else ("float32", "bfloat16")
+    engines: tuple[EngineName, ...] = ("local",) if size == "short" else ("vllm", "local")
+    dtypes: tuple[Dtype, ...] = ("float32",) if size == "short" else ("float32", "bfloat16")
     for engine, dtype in product(engines, dtypes):
         for temperature, episodes in asyncio.run(sampled(folder, engine, dtype, num_prompts, num_tokens)).items():
             name = f"{engine} {dtype} T={temperature:g}"
@@ -64,14 +56,8 @@ async def sampled(
     """Sample one answer to each prompt, by temperature."""
     path = str(folder / "model")
     codec = TextTokenizer.load(path)
-    spec = EngineSpec(
-        engine=engine, model_path=path, dtype=dtype, slots=num_prompts, max_context=256, kv_cache="keep",
-        tensor_parallel=1, step_s=120.0, load_s=120.0,
-    )  # fmt: skip
-    tasks = [orjson.loads(line) for line in (folder / "eval.jsonl").read_bytes().splitlines()[:num_prompts]]
-    prompts = [
-        codec.encode(tuple(task["prompt"]) if isinstance(task["prompt"], list) else task["prompt"]) for task in tasks
-    ]
+    spec = engine_spec(engine, path, dtype, slots=num_prompts, max_context=256)
+    prompts = [codec.encode(task.prompt) for task in load_tasks(folder / "eval.jsonl")[:num_prompts]]
     loaded = await start_engine(spec, engine, stop_token_ids=frozenset(), device=torch.device("cpu"), worker=engine)
     answers: dict[float, tuple[Episode, ...]] = {}
     for temperature in (1.0, 0.7):

@@ -10,11 +10,10 @@ seeds, without the first steps, in which pipelines fill. `reward` is the mean ov
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from statistics import fmean
 from typing import TypeAlias
 
-from benchmarks.measure import Size, parser_of, print_result, progress, sorter, spread, spreads, train
+from benchmarks.measure import Size, in_turn, parser_of, print_result, ratios, sorter, spreads, train
 from rlsys.monitoring.metric_catalog import STALENESS_BUCKETS
 
 BOUNDS = (0, 1, 2, 4)
@@ -34,15 +33,11 @@ def main() -> None:
     parser.add_argument("--correction", default="none", help="algorithm.correction")
     arguments = parser.parse_args()
     size: Size = arguments.size
-    seeds = range(3 if size == "full" else 1)
+    num_seeds = 3 if size == "full" else 1
     steps = {"full": arguments.steps, "quick": 20, "short": 2}[size]
     bounds = (0,) if size == "short" else sorted({0, *arguments.bounds})
-    runs: dict[int, list[Figures]] = {bound: [] for bound in bounds}
-    for seed in seeds:
-        for bound in bounds:
-            runs[bound].append(run(size, seed, bound, steps, arguments.correction))
-            progress(f"seed {seed}, max_staleness {bound}: {runs[bound][-1]}")
-    speedup = {bound: speedups(runs[0], of_bound) for bound, of_bound in runs.items()}
+    runs = in_turn(num_seeds, bounds, lambda seed, bound: run(size, seed, bound, steps, arguments.correction))
+    speedup = {bound: ratios(runs[0], of_bound, "seconds_per_step") for bound, of_bound in runs.items()}
     figures = {bound: spreads(of_bound) for bound, of_bound in runs.items()}
     print_result(
         {
@@ -56,11 +51,6 @@ def main() -> None:
             "correction": arguments.correction,
         }
     )
-
-
-def speedups(at_0: Sequence[Figures], at_bound: Sequence[Figures]) -> dict[str, float | int]:
-    """Divide the wall time at 0 by that at a bound, seed by seed."""
-    return spread([a["seconds_per_step"] / b["seconds_per_step"] for a, b in zip(at_0, at_bound, strict=True)])
 
 
 def run(size: Size, seed: int, max_staleness: int, steps: int, correction: str) -> Figures:

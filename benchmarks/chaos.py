@@ -10,22 +10,29 @@ same multiset of tasks.
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import subprocess
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import ray
-from ray.cluster_utils import Cluster
+import psutil
 
-from benchmarks.measure import ENV, parser_of, print_result, progress, rows_of, sorter, spread, train_command
+from benchmarks.measure import (
+    ENV,
+    parser_of,
+    print_result,
+    progress,
+    raylets,
+    rows_of,
+    sorter,
+    spread,
+    train_command,
+)
 
 KINDS = {"rollout": "ray::RolloutWorker", "reward": "ray::RewardWorker", "relay": "ray::Relay"}
 CPUS = 9
@@ -57,9 +64,10 @@ class Killer:
     def strike(self) -> None:
         """Kill one process of a random kind, if there is one."""
         kind = self.chance.choice(sorted(KINDS))
-        if pids := sorted(pids_of(KINDS[kind])):
-            with suppress(ProcessLookupError):
-                os.kill(self.chance.choice(pids), signal.SIGKILL)
+        running = psutil.process_iter(["cmdline"])  # Ray sets a worker's title as its command
+        if targets := [p for p in running if " ".join(p.info["cmdline"] or ()).startswith(KINDS[kind])]:
+            with suppress(psutil.NoSuchProcess):
+                self.chance.choice(targets).kill()
                 self.killed[kind] += 1
 
 
@@ -90,7 +98,7 @@ def main() -> None:
 
 def run(prepared: Path, steps: int, nodes: int, killer: Killer | None) -> Outcome:
     """Run one training on a fresh cluster."""
-    with tempfile.TemporaryDirectory(prefix="chaos_") as folder, cluster(nodes) as address:
+    with tempfile.TemporaryDirectory(prefix="chaos_") as folder, raylets(nodes, CPUS // nodes, STORE_BYTES) as address:
         log = Path(folder) / "log"
         command = train_command(
             prepared, Path(folder), f"ray.address={address}", f"run.steps={steps}", "record.rollouts_every=1",
@@ -129,32 +137,9 @@ def _outcome(folder: Path, seconds: float) -> Outcome:
     for event in events:
         if event["kind"] == "worker_restarted":
             recovery_s[event["worker"].partition("-")[0]].append(event["seconds"])
-    last = rows_of(folder / "metrics.jsonl")[-1]
+    dropped = rows_of(folder / "metrics.jsonl")[-1]["async/dropped"]
     reissued = sum(event["kind"] in ("worker_failed", "group_reissued") for event in events)
-    return Outcome(consumed, seconds, recovery_s, last["async/dropped"], reissued)
-
-
-@contextmanager
-def cluster(num_nodes: int) -> Iterator[str]:
-    """Start `num_nodes` raylets on this machine; yield the address of the cluster."""
-    nodes = Cluster()
-    for _ in range(num_nodes):
-        nodes.add_node(num_cpus=CPUS // num_nodes, object_store_memory=STORE_BYTES)
-    try:
-        assert nodes.address is not None
-        yield nodes.address
-    finally:
-        nodes.shutdown()
-        ray.shutdown()
-
-
-def pids_of(title: str) -> Iterator[int]:
-    """Yield the processes whose title, as Ray sets it, begins with `title`."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
-                if (entry / "cmdline").read_bytes().decode(errors="replace").startswith(title):
-                    yield int(entry.name)
+    return Outcome(consumed, seconds, recovery_s, dropped, reissued)
 
 
 if __name__ == "__main__":

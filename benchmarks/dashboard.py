@@ -18,7 +18,6 @@ A synthetic run of 1,000,000 events and 100,000 episodes (`tests.histories.big_r
 
 from __future__ import annotations
 
-import argparse
 import gc
 import http.client
 import json
@@ -26,16 +25,29 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 from urllib.parse import urlencode, urlsplit
 
-from benchmarks.measure import Size, answer_of, parser_of, print_result, progress, rows_of, spread
+import psutil
+
+from benchmarks.measure import (
+    Size,
+    fresh_command,
+    in_fresh_process,
+    parser_of,
+    print_result,
+    progress,
+    rows_of,
+    spread,
+    timed,
+)
 from rlsys.monitoring.alerts import AlertSink
 from rlsys.monitoring.events import (
     Event,
@@ -88,16 +100,10 @@ SCALES: Mapping[Size, Scale] = {
 
 
 def main() -> None:
-    """Measure everything and print the result line; or run one of the measured processes."""
-    parser = parser_of(__doc__, quick="a small run and a short day; under a minute")
-    parser.add_argument("--part", nargs=3, metavar=("PART", "FOLDER", "COUNT"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.part:
-        name, folder, count = arguments.part
-        print(json.dumps(PARTS[name](Path(folder), int(count))))
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            print_result(measured(Path(folder), SCALES[arguments.size]))
+    """Measure everything and print the result line."""
+    size = parser_of(__doc__, quick="a small run and a short day; under a minute").parse_args().size
+    with tempfile.TemporaryDirectory() as folder:
+        print_result(measured(Path(folder), SCALES[size]))
 
 
 def measured(folder: Path, scale: Scale) -> Mapping[str, object]:
@@ -106,7 +112,7 @@ def measured(folder: Path, scale: Scale) -> Mapping[str, object]:
     with (folder / "runs" / "big" / "events.jsonl").open() as file:
         kinds = Counter(json.loads(line)["kind"] for line in file)
     progress(f"the run is written: {kinds}")
-    opened = [answer_of(part("open", folder / "runs", 0)) for _ in range(scale.opens)]
+    opened = [in_fresh_process("benchmarks.dashboard:open_run", str(folder / "runs")) for _ in range(scale.opens)]
     progress(f"opened: {opened}")
     pages = page_ms(folder / "runs", scale.pages)
     progress(f"pages: {pages}")
@@ -119,36 +125,28 @@ def measured(folder: Path, scale: Scale) -> Mapping[str, object]:
         "page_ms": pages,
         "page_ms_worst": max(row["max"] for row in pages.values()),
         "live_latency_s": live,
-        **answer_of(part("emit", folder / "emit", scale.emit_steps)),
-        **answer_of(part("day", folder / "day", scale.day_events)),
+        **in_fresh_process("benchmarks.dashboard:emit_steps", str(folder / "emit"), scale.emit_steps),
+        **in_fresh_process("benchmarks.dashboard:emit_day", str(folder / "day"), scale.day_events),
         "events": {"all": kinds.total(), **kinds},
     }
 
 
-def part(name: str, folder: Path, count: int) -> list[str]:
-    """Build the command of a fresh process of this benchmark, which measures one of `PARTS`."""
-    return [sys.executable, "-m", "benchmarks.dashboard", "--part", name, str(folder), str(count)]
-
-
-def opened(root: Path, _: int) -> dict[str, float]:
+def open_run(root: str) -> dict[str, float]:
     """Open a run as the overview, groups, cluster, ledger and alerts pages do, one after the other."""
     from rlsys.dashboard.queries import Readings
 
-    before_mb, began = _resident_mb(), time.perf_counter()
-    readings = Readings(root)
-    readings.run("big")
-    readings.series("big", CHARTS)
-    readings.groups("big")
-    cluster = readings.cluster("big")
-    readings.ledger("big")
-    readings.alerts("big")
-    open_s, began = time.perf_counter() - began, time.perf_counter()
-    readings.cluster("big", cluster.begin_s, cluster.end_s)
-    return {
-        "open_s": open_s,
-        "whole_run_ms": 1000 * (time.perf_counter() - began),
-        "mb": _resident_mb() - before_mb,
-    }
+    before_mb, seconds = _resident_mb(), []
+    with timed(seconds):
+        readings = Readings(Path(root))
+        readings.run("big")
+        readings.series("big", CHARTS)
+        readings.groups("big")
+        cluster = readings.cluster("big")
+        readings.ledger("big")
+        readings.alerts("big")
+    with timed(seconds):
+        readings.cluster("big", cluster.begin_s, cluster.end_s)
+    return {"open_s": seconds[0], "whole_run_ms": 1000 * seconds[1], "mb": _resident_mb() - before_mb}
 
 
 def page_ms(root: Path, repeats: int) -> dict[str, dict[str, float | int]]:
@@ -158,13 +156,12 @@ def page_ms(root: Path, repeats: int) -> dict[str, dict[str, float | int]]:
         cluster = get("cluster", run="big")
         get("cluster", run="big", **{"from": cluster["begin_s"], "to": cluster["end_s"]})
         last = get("groups", run="big")["last_step"]
-        times_ms: dict[str, list[float]] = {}
+        seconds: dict[str, list[float]] = defaultdict(list)
         for repeat in range(repeats):
             for name, parameters in _pages(get, cluster, 1 + repeat * (last - 1) // repeats):
-                began = time.perf_counter()
-                get(name.partition(" ")[0], **parameters)
-                times_ms.setdefault(name, []).append(1000 * (time.perf_counter() - began))
-    return {name: spread(values) for name, values in times_ms.items()}
+                with timed(seconds[name]):
+                    get(name.partition(" ")[0], **parameters)
+    return {name: spread([1000 * s for s in values]) for name, values in seconds.items()}
 
 
 def _pages(get: _Get, cluster: Mapping[str, float], step: int) -> Iterator[tuple[str, Mapping[str, object]]]:
@@ -191,7 +188,7 @@ def live_latency_s(folder: Path, steps: int) -> dict[str, float | int]:
     JsonlSink(folder / "run").close()
     seen_s: dict[int, float] = {}
     with _served(folder) as get:
-        writer = subprocess.Popen(part("write", folder / "run", 10_000), stdout=subprocess.DEVNULL)
+        writer = subprocess.Popen(fresh_command("benchmarks.dashboard:write_run", str(folder / "run")))
         try:
             for _ in get.changes(run="run"):
                 for step in (row for s in get("series", run="run", name="loss")["series"] for row in s["steps"]):
@@ -205,41 +202,41 @@ def live_latency_s(folder: Path, steps: int) -> dict[str, float | int]:
     return spread([seen_s[step] - written_s[step] for step in sorted(seen_s)])
 
 
-def write(run_dir: Path, steps: int) -> dict[str, float]:
+def write_run(run_dir: str) -> None:
     """Write a run until killed; steps take from 0.3 to 0.7 s, so that they meet every phase of a poll."""
-    events = Events([JsonlSink(run_dir)])
-    for step in range(1, steps):
+    events = Events([JsonlSink(Path(run_dir))])
+    for step in count(1):
         events.emit(StepDone(step, {"loss": 1.0 / step, "time/step": 0.5}))
         time.sleep(0.3 + 0.4 * (step * 0.618 % 1))
-    return {}
 
 
-def emit(folder: Path, steps: int) -> dict[str, float]:
+def emit_steps(run_dir: str, steps: int) -> dict[str, float]:
     """Time the bus with the sinks that every run has."""
+    folder = Path(run_dir)
     events = Events([JsonlSink(folder), ConsoleSink(0, _nowhere())])
     events.attach(AlertSink(events, {}))
     times_s: list[float] = []
     for step in range(1, steps + 1):
         told = step_events(step, folder)
-        began = time.perf_counter()
-        for event in told:
-            events.emit(event)
-        times_s.append(time.perf_counter() - began)
-    count = len(step_events(1, folder))
+        with timed(times_s):
+            for event in told:
+                events.emit(event)
+    num_events = len(step_events(1, folder))
     return {
-        "emit_us": 1e6 * median(times_s) / count,
+        "emit_us": 1e6 * median(times_s) / num_events,
         "emit_share": median(times_s) / STEP_S,
-        "events_per_step": count,
+        "events_per_step": num_events,
         "groups_per_step": GROUPS,
     }
 
 
-def day(folder: Path, num_events: int) -> dict[str, float]:
+def emit_day(run_dir: str, num_events: int) -> dict[str, float]:
     """Send a day of events through the sinks of a run and a tracker."""
     from rlsys.monitoring.tracker import RunFacts
     from rlsys.monitoring.trackers.tensorboard import TensorBoard
     from rlsys.monitoring.trackers.tracker_thread import InThread
 
+    folder = Path(run_dir)
     rollouts = small_run(folder / "small") / "rollouts" / "step_000001.jsonl"
     facts = RunFacts(run_dir=folder, name="day", policy="", config={})
     tracker = InThread(TensorBoard(), facts)
@@ -286,14 +283,6 @@ def step_events(step: int, rollouts: Path) -> Sequence[Event]:
     return told
 
 
-PARTS: Mapping[str, Callable[[Path, int], dict[str, float]]] = {
-    "open": opened,
-    "write": write,
-    "emit": emit,
-    "day": day,
-}
-
-
 class _Get:
     """Browser-like requests to a dashboard, over one connection."""
 
@@ -337,8 +326,7 @@ def _served(root: Path) -> Iterator[_Get]:
 
 def _resident_mb() -> float:
     gc.collect()
-    status = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in status if line.startswith("VmRSS")) / 1024
+    return psutil.Process().memory_info().rss / 2**20
 
 
 def _nowhere():  # noqa: ANN202  (a text file)

@@ -14,27 +14,36 @@ the tiny sorter with one request on vLLM, and the start-up of the local engine.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from shutil import copytree
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
-from benchmarks.measure import Size, answer_of, parser_of, print_result, progress, sorter, spread
-from examples.smollm import prepare as smollm
+from benchmarks.measure import (
+    Dtype,
+    Size,
+    engine_spec,
+    in_fresh_process,
+    parser_of,
+    print_result,
+    progress,
+    smollm,
+    sorter,
+    spread,
+    timed,
+)
 from rlsys.agents.workflow import SingleTurn
-from rlsys.contracts import RolledOut
 from rlsys.types import POLICY, Assignment, Sampling, Task
-from workers.engines.engine import EngineName, EngineSpec, Request
+from workers.engines.engine import EngineName, Request
 from workers.ray.cluster import Resources, connect
 from workers.ray.pool import PoolSpec
 from workers.ray.remote_proxy import Remote, start
@@ -56,7 +65,7 @@ class Model:
 
     name: str
     path: str
-    dtype: Literal["float32", "bfloat16"]
+    dtype: Dtype
     prompt: str
     num_tokens: int
 
@@ -104,27 +113,22 @@ class BenchWorker(RolloutWorker):
         requests = [Request(f"{i}", (5, 6, 7), Sampling(max_new_tokens=400), i) for i in range(8)]
         running = [asyncio.create_task(engine.generate(request)) for request in requests]
         for version in range(1, repeats + 2):
-            marks = [time.perf_counter()]
-            await engine.stage(weights)
-            marks.append(time.perf_counter())
+            with timed(seconds["stage"]):
+                await engine.stage(weights)
             await engine.pause()
-            marks.append(time.perf_counter())
-            await engine.load(version, weights)
-            await engine.resume()
-            marks.append(time.perf_counter())
+            with timed(seconds["paused"]):
+                await engine.load(version, weights)
+                await engine.resume()
             await engine.pause()
-            marks.append(time.perf_counter())
-            target.copy_(source)
-            marks.append(time.perf_counter())
+            with timed(seconds["memcpy"]):
+                target.copy_(source)
             await engine.resume()
-            if version > 1:  # the first one builds objects that later ones reuse
-                for name, i in (("stage", 1), ("paused", 3), ("memcpy", 5)):
-                    seconds[name].append(marks[i] - marks[i - 1])
         assert not any(task.done() for task in running), "requests ended before the last change"
         for request in requests:
             engine.abort(request.id)
         await asyncio.gather(*running)
-        return {**seconds, "megabytes": [num_bytes / 1e6]}
+        later = {name: times[1:] for name, times in seconds.items()}  # the first change builds objects that stay
+        return {**later, "megabytes": [num_bytes / 1e6]}
 
 
 def _step_through(llm: Any, ids: tuple[int, ...], size: int, seed: int, num_tokens: int) -> tuple[int, float]:  # noqa: ANN401
@@ -145,23 +149,15 @@ def _step_through(llm: Any, ids: tuple[int, ...], size: int, seed: int, num_toke
 
 def main() -> None:
     """Measure everything and print the result line."""
-    parser = parser_of(__doc__, quick="one thread, fewer tokens and repeats; about 5 minutes")
-    parser.add_argument("--start", nargs=3, metavar=("ENGINE", "MODEL", "DTYPE"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.start:
-        print(json.dumps(asyncio.run(_started(*arguments.start))))
-        return
-    scale = SCALES[arguments.size]
-    models = prepared(arguments.size)
+    size = parser_of(__doc__, quick="one thread, fewer tokens and repeats; about 5 minutes").parse_args().size
+    scale, models = SCALES[size], prepared(size)
     connect(None, 4)
     rates, costs = {}, {}
-    for model in models:
-        for threads in scale.threads:
-            for engine in scale.engines:
-                key = f"{model.name} {engine} {threads} threads"
-                rates[key], cost = asyncio.run(speed(model, engine, threads, scale))
-                costs |= {f"{key} x{size}": value for size, value in cost.items()}
-                progress(f"{key}: {rates[key]}, cost {cost}")
+    for model, threads, engine in product(models, scale.threads, scale.engines):
+        key = f"{model.name} {engine} {threads} threads"
+        rates[key], cost = asyncio.run(speed(model, engine, threads, scale))
+        costs |= {f"{key} x{size}": value for size, value in cost.items()}
+        progress(f"{key}: {rates[key]}, cost {cost}")
     change = asyncio.run(weight_change(models[-1], scale.changes))
     ray.shutdown()
     seconds = {f"{m.name} {e}": start_up(m, e, scale.starts) for m in models for e in scale.started}
@@ -182,8 +178,7 @@ def prepared(size: Size) -> list[Model]:
     tiny = Model("tiny", _endless("tiny", sorter(size) / "model"), "float32", "493817>", tokens)
     if size == "short":
         return [tiny]
-    smollm.prepare(Path(".cache/smollm"), smollm.Recipe())
-    path = _endless("smollm", Path(".cache/smollm/model"))
+    path = _endless("smollm", smollm() / "model")
     return [tiny, Model("smollm", path, "bfloat16", "Count: 1, 2,", tokens // 2)]
 
 
@@ -197,11 +192,9 @@ def _endless(name: str, model: Path) -> str:
 
 def pool_of(model: Model, engine: EngineName, threads: int) -> RolloutPool:
     """Build a pool of one replica, as in a run."""
-    engine_spec = EngineSpec(
-        engine=engine, model_path=str(Path(model.path).resolve()), dtype=model.dtype, slots=64, max_context=512,
-        kv_cache="keep", tensor_parallel=1, step_s=120.0, load_s=120.0,
-    )  # fmt: skip
-    generator = GeneratorSpec(engine=engine_spec, change=WeightChange("inflight", 1.0), pulls="never")
+    generator = GeneratorSpec(
+        engine=engine_spec(engine, model.path, model.dtype), change=WeightChange("inflight", 1.0), pulls="never"
+    )
     spec = RolloutSpec(
         generators={POLICY: generator}, sampling=Sampling(max_new_tokens=model.num_tokens), max_prompt_tokens=64,
         workflow=SingleTurn(), transfer_s=60.0, resources=Resources(num_cpus=1, threads=threads),
@@ -231,7 +224,7 @@ async def speed(
             seed = 1000 * size + 100 * repeat
             began = time.perf_counter()
             done = await pool.run(Assignment(seed, Task(id="t", prompt=model.prompt), size, 0, seed))
-            actor.append(_num_tokens(done) / (time.perf_counter() - began))
+            actor.append(sum(span.num_tokens for span in done.group.versions) / (time.perf_counter() - began))
             if engine == "vllm":
                 asked = (size, seed, model.num_tokens, model.prompt)
                 count, seconds = await _worker(pool).call(BenchWorker.bare, *asked)
@@ -242,10 +235,6 @@ async def speed(
             costs[size] = round(1 - median(a / b for a, b in zip(actor[1:], bare[1:], strict=True)), 4)
     await pool.close()
     return rates, costs
-
-
-def _num_tokens(done: RolledOut) -> int:
-    return sum(span.num_tokens for span in done.group.versions)
 
 
 async def weight_change(model: Model, repeats: int) -> dict[str, object]:
@@ -261,12 +250,12 @@ async def weight_change(model: Model, repeats: int) -> dict[str, object]:
 
 def start_up(model: Model, engine: str, repeats: int) -> Mapping[str, float]:
     """Measure the median seconds of each phase in fresh processes."""
-    command = [sys.executable, "-m", "benchmarks.engines", "--start", engine, model.path, model.dtype]
-    runs = [answer_of(command) for _ in range(repeats)]
+    function = "benchmarks.engines:start_engine_once"
+    runs = [in_fresh_process(function, engine, model.path, model.dtype) for _ in range(repeats)]
     return {phase: round(median(run[phase] for run in runs), 2) for phase in runs[0]}
 
 
-async def _started(engine: EngineName, path: str, dtype: Literal["float32", "bfloat16"]) -> dict[str, float]:
+def start_engine_once(engine: EngineName, path: str, dtype: Dtype) -> dict[str, float]:
     """Measure the seconds of importing (from the start of this fresh process), building, and the first token."""
     import psutil
     import torch
@@ -277,16 +266,17 @@ async def _started(engine: EngineName, path: str, dtype: Literal["float32", "bfl
         import vllm.v1.engine.llm_engine  # noqa: F401
     imported = time.perf_counter()
     began = imported - (time.time() - psutil.Process().create_time())
-    spec = EngineSpec(
-        engine=engine, model_path=path, dtype=dtype, slots=64, max_context=512, kv_cache="keep", tensor_parallel=1,
-        step_s=120.0,
-        load_s=120.0,
-    )  # fmt: skip
-    loaded = await start_engine(spec, engine, stop_token_ids=frozenset(), device=torch.device("cpu"), worker=engine)
-    built = time.perf_counter()
-    await loaded.generate(Request("a", (5, 6, 7), Sampling(max_new_tokens=1), 0))
-    first = time.perf_counter()
-    await loaded.close()
+
+    async def start_and_answer() -> tuple[float, float]:
+        spec, device = engine_spec(engine, path, dtype), torch.device("cpu")
+        loaded = await start_engine(spec, engine, stop_token_ids=frozenset(), device=device, worker=engine)
+        built = time.perf_counter()
+        await loaded.generate(Request("a", (5, 6, 7), Sampling(max_new_tokens=1), 0))
+        answered = time.perf_counter()
+        await loaded.close()
+        return built, answered
+
+    built, first = asyncio.run(start_and_answer())
     return {"import": imported - began, "build": built - imported, "first_token": first - built, "all": first - began}
 
 

@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from algorithms.gac import GAC
+from algorithms.gac import GAC, Alignment
 from algorithms.grpo import GRPO
-from benchmarks.measure import Size, group_of, parser_of, print_result, progress, sorter, spread
+from benchmarks.measure import Size, group_of, parser_of, print_result, progress, sorter, spread, timed
 from rlsys.batch.packing import BatchPlan, plan_batch
 from rlsys.batch.tensors import StepData
-from rlsys.stabilizer import GradientDecision, Stabilizer, Updates
+from rlsys.stabilizer import GradientDecision, Updates
 from rlsys.types import Episode, Trajectory, Turn, VersionSpan
 from workers.train.fsdp import FsdpBackend
 from workers.train.optimizer import OptimizerSettings
@@ -65,36 +65,20 @@ class Case:
     """Number of measured steps of each kind."""
 
 
-class Timed:
-    """Stabilizer that counts the CPU seconds spent in it."""
+class Timed(Alignment):
+    """Gradient alignment control that counts the CPU seconds spent in it."""
 
-    def __init__(self, stabilizer: Stabilizer) -> None:
-        self._stabilizer, self.cpu_s = stabilizer, 0.0
-
-    @property
-    def synchronous_steps_left(self) -> int:
-        return self._stabilizer.synchronous_steps_left
-
-    def end_step(self) -> None:
-        self._stabilizer.end_step()
+    def __init__(self, config: GAC, shapes: Mapping[str, Tensor]) -> None:
+        super().__init__(config, shapes)
+        self.cpu_s: list[float] = []
 
     def steer(self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce) -> GradientDecision:
-        began = time.process_time()
-        steered = self._stabilizer.steer(gradients, squared_norm, all_reduce)
-        self.cpu_s += time.process_time() - began
-        return steered
+        with timed(self.cpu_s, time.process_time):
+            return super().steer(gradients, squared_norm, all_reduce)
 
     def correct(self, updates: Updates, all_reduce: AllReduce) -> Mapping[str, float]:
-        began = time.process_time()
-        metrics = self._stabilizer.correct(updates, all_reduce)
-        self.cpu_s += time.process_time() - began
-        return metrics
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self._stabilizer.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._stabilizer.load_state_dict(state)
+        with timed(self.cpu_s, time.process_time):
+            return super().correct(updates, all_reduce)
 
 
 def main() -> None:
@@ -137,23 +121,26 @@ def measured(case: Case) -> dict[str, object]:
     algorithm = GRPO(group_size=case.group_size)
     plan, data = batch(case, algorithm)
     shards = backend.shards()
-    timed = {name: Timed(gac.start(shards)) for name, gac in STABILIZERS.items() if gac}
+    timers = {name: Timed(gac, shards) for name, gac in STABILIZERS.items() if gac}
     step_s: dict[str, list[float]] = {name: [] for name in STABILIZERS}
-    gac_s: dict[str, list[float]] = {name: [] for name in timed}
+    gac_s: dict[str, list[float]] = {name: [] for name in timers}
     for round_ in range(case.num_steps + 1):
         for name in STABILIZERS:
-            stabilizer = timed.get(name)
-            began_gac, began = stabilizer.cpu_s if stabilizer else 0.0, time.process_time()
-            backend.train_step(plan.of_rank(0), data, algorithm, temperature=1.0, stabilizer=stabilizer)
-            if round_:  # the first one allocates memory that later ones reuse
-                step_s[name].append(time.process_time() - began)
-                if stabilizer:
-                    gac_s[name].append(stabilizer.cpu_s - began_gac)
+            stabilizer = timers.get(name)
+            with timed(step_s[name], time.process_time):
+                backend.train_step(plan.of_rank(0), data, algorithm, temperature=1.0, stabilizer=stabilizer)
+            if stabilizer:
+                gac_s[name].append(sum(stabilizer.cpu_s))
+                stabilizer.cpu_s.clear()
+        if not round_:  # the first one allocates memory that later ones reuse
+            for each in (*step_s.values(), *gac_s.values()):
+                each.clear()
         progress(f"{case.name}: round {round_} of {case.num_steps}")
     gradient_bytes = sum(4 * shard.numel() for shard in shards.values())
-    figures: dict[str, object] = {"tokens": tokens_of(case), "gradient_bytes": gradient_bytes}
+    num_positions = case.groups * (case.num_prompt + case.group_size * case.num_output)
+    figures: dict[str, object] = {"tokens": num_positions, "gradient_bytes": gradient_bytes}
     figures["step_ms"] = {name: spread([1e3 * s for s in found]) for name, found in step_s.items()}
-    for name, stabilizer in timed.items():
+    for name, stabilizer in timers.items():
         figures[name] = {
             "gac_ms": spread([1e3 * s for s in gac_s[name]]),
             "share": round(sum(gac_s[name]) / sum(step_s[name]), 4),
@@ -161,11 +148,6 @@ def measured(case: Case) -> dict[str, object]:
             "state_over_gradient": sum(t.nbytes for t in stabilizer.state_dict().values()) / gradient_bytes,
         }
     return figures
-
-
-def tokens_of(case: Case) -> int:
-    """Return the number of positions the model computes in a step."""
-    return case.groups * (case.num_prompt + case.group_size * case.num_output)
 
 
 def batch(case: Case, algorithm: GRPO) -> tuple[BatchPlan, StepData]:

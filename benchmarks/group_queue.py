@@ -15,15 +15,14 @@ cores, as it requires. Its consumer polls, since the wait of its controller last
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.group_queue_work import Load, Taken
-from benchmarks.measure import answer_of, own_python, parser_of, print_result, progress, spread
+from benchmarks.measure import answer_of, fresh_command, in_turn, own_python, parser_of, print_result, spread
 
 REQUIREMENTS = ("torch==2.13.0+cpu", "TransferQueue==0.1.11", "ray==2.60.0", "tensordict==0.15.3")
 TOKENS = {"1k": 1024, "32k": 32768}
@@ -38,28 +37,20 @@ def main() -> None:
     num_rounds, *num_groups = {"full": (5, 1600, 500), "quick": (2, 400, 200), "short": (1, 16, 4)}[size]
     peer_python = own_python(Path(".cache/queue/venv"), REQUIREMENTS, size)
     jobs = {
-        "rlsys": [sys.executable, "-m", "benchmarks.group_queue_rlsys"],
-        "ray_queue": [sys.executable, "-m", "benchmarks.group_queue_ray"],
-        "transferqueue": [peer_python, "-m", "benchmarks.group_queue_transferqueue"],
+        "rlsys": ("benchmarks.group_queue_rlsys:play", sys.executable),
+        "ray_queue": ("benchmarks.group_queue_work:play_ray_queue", sys.executable),
+        "transferqueue": ("benchmarks.group_queue_work:play_transfer_queue", peer_python),
     }
-    rounds: dict[str, list[list[Taken]]] = defaultdict(list)
-    for number in range(num_rounds):
-        for name, command in jobs.items():
-            rounds[name].append(run(command, loads(*num_groups)))
-            progress(f"round {number + 1}  {name}  {rounds[name][-1]}")
+    fast, paced = num_groups
+    loads = [load for n in TOKENS.values() for load in (Load(n, fast, 0.0), Load(n, paced, PACED_S))]
+    rounds = in_turn(num_rounds, jobs, lambda _, name: run(*jobs[name], loads))
     print_result({size: figures(rounds, place) for place, size in enumerate(TOKENS)})
 
 
-def loads(num_fast: int, num_paced: int) -> list[Load]:
-    """Return the stretches of one round: for each size, at full speed and then paced."""
-    return [load for n in TOKENS.values() for load in (Load(n, num_fast, 0.0), Load(n, num_paced, PACED_S))]
-
-
-def run(command: list[str], stretches: list[Load]) -> list[Taken]:
-    """Run all stretches of one system in fresh processes; the warm-up does not count."""
-    threads = str(os.cpu_count() or 1)
-    asked = json.dumps([asdict(load) for load in (WARM_UP, *stretches)])
-    return [Taken(**row) for row in answer_of([*command, asked], TQ_NUM_THREADS=threads)][1:]
+def run(play: str, python: str, loads: Sequence[Load]) -> list[Taken]:
+    """Run all loads of one system in fresh processes; the warm-up does not count."""
+    command = fresh_command(play, [asdict(load) for load in (WARM_UP, *loads)], python=python)
+    return [Taken(**row) for row in answer_of(command, TQ_NUM_THREADS=str(os.cpu_count() or 1))][1:]
 
 
 def figures(rounds: dict[str, list[list[Taken]]], place: int) -> dict[str, object]:
@@ -72,12 +63,9 @@ def figures(rounds: dict[str, list[list[Taken]]], place: int) -> dict[str, objec
         }
         for name, each in rounds.items()
     }
-    median = {name: {what: row["median"] for what, row in rows.items()} for name, rows in told.items()}
-    peers = [median[name] for name in told if name != "rlsys"]
-    ahead = {
-        "groups_per_s": median["rlsys"]["groups_per_s"] / max(peer["groups_per_s"] for peer in peers),
-        **{what: min(peer[what] for peer in peers) / median["rlsys"][what] for what in ("p50_s", "p99_s")},
-    }
+    own, *peers = [{what: row["median"] for what, row in rows.items()} for rows in told.values()]
+    ahead = {what: min(peer[what] for peer in peers) / own[what] for what in ("p50_s", "p99_s")}
+    ahead["groups_per_s"] = own["groups_per_s"] / max(peer["groups_per_s"] for peer in peers)
     return {**told, "times_better_than_the_best_peer": ahead}
 
 

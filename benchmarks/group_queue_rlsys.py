@@ -1,6 +1,6 @@
 """The job of `benchmarks.group_queue` on rlsys: queue in the driver, streams to producers, parcels to the consumer.
 
-`python -m benchmarks.group_queue_rlsys LOADS`. Producers answer as rollouts do, and keep their payloads. The driver has
+Producers answer as rollouts do, and keep their payloads. The driver has
 metadata and references; the consumer fetches payloads as a rank of the actor does.
 """
 
@@ -8,22 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from dataclasses import replace
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 
-from benchmarks.group_queue_work import (
-    IN_FLIGHT,
-    PRODUCERS,
-    Load,
-    Pace,
-    Taken,
-    answer,
-    loads_of_argv,
-    payload,
-    read,
-    start_ray,
-)
+from benchmarks.group_queue_work import IN_FLIGHT, PRODUCERS, Load, Pace, Taken, payload, read, start_ray
 from rlsys.contracts import Busy, RolledOut
 from rlsys.data.task_source import TaskSource
 from rlsys.loop.group_queue import GroupQueue
@@ -110,8 +99,13 @@ class Pipeline:
                 self._queue.offer(group)
 
 
-async def play(loads: list[Load]) -> list[Taken]:
-    """Play every load."""
+def play(loads: Sequence[Mapping]) -> list[dict]:
+    """Play every load; return the fields of each `Taken`."""
+    start_ray()
+    return asyncio.run(_played([Load(**row) for row in loads]))
+
+
+async def _played(loads: Sequence[Load]) -> list[dict]:
     actors = [start(Producer, "producer", partial(Producer, i), NO_MATHS, DEADLINE_S) for i in range(PRODUCERS)]
     consumer = start(Consumer, "consumer", Consumer, NO_MATHS, DEADLINE_S)
     streams = [
@@ -121,10 +115,5 @@ async def play(loads: list[Load]) -> list[Taken]:
     taken = []
     for load in loads:
         await asyncio.gather(*(actor.call(Producer.begin, load) for actor in actors))
-        taken.append(await Pipeline(load, streams, consumer).run())
+        taken.append(asdict(await Pipeline(load, streams, consumer).run()))
     return taken
-
-
-if __name__ == "__main__":
-    start_ray()
-    answer(asyncio.run(play(loads_of_argv())))

@@ -1,20 +1,25 @@
-"""Common work of the three jobs of `benchmarks.group_queue`. Needs only numpy and Ray.
+"""Common work of the three jobs of `benchmarks.group_queue`, and those of the peers. Needs only numpy and Ray.
 
 A group is `EPISODES` episodes: token ids and logprobs, as two arrays. Two producers make groups; one consumer takes
 them and reads them. Submit is when a producer begins to send a group; take is when the consumer has its arrays.
+
+The job on TransferQueue runs in a separate environment without rlsys. It uses the low-level client of the tutorials:
+put, get_meta, get_data, clear_samples. The controller polls: where it may block, it sleeps five seconds whenever a
+batch is not complete.
 """
+
+# pyright: reportMissingImports=false, reportFunctionMemberAccess=false
 
 from __future__ import annotations
 
-import json
-import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import ray
+from ray.util.queue import Empty, Queue
 
 from workers.ray.cluster import connect
 
@@ -24,6 +29,13 @@ IN_FLIGHT = 64
 """Most groups between producers and consumer, where the system bounds them."""
 TAKEN_AT_ONCE = 8
 """Groups of one take at full speed; paced takes have one."""
+POLL_S = 0.0005
+"""Seconds between two polls of TransferQueue's consumer when no group was ready."""
+
+Put: TypeAlias = Callable[[str, float, np.ndarray, np.ndarray], None]
+"""Function that sends a group: the name of its load, its submit time, ids and logprobs."""
+Take: TypeAlias = Callable[[str, int], Iterable[tuple[float, Any, Any]]]
+"""Function that waits for so many groups of a load; it returns the submit time and the arrays of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +99,10 @@ class Pace:
 
 
 class Producer:
-    """Producer process, which sends groups by the `put` of a system."""
+    """Producer process, which sends groups by the function that `connect` returns in it."""
 
-    def __init__(self, place: int) -> None:
-        self._place = place
+    def __init__(self, connect: Callable[[], Put], place: int) -> None:
+        self._put, self._place = connect(), place
 
     def run(self, load: Load, name: str) -> None:
         """Put this producer's share of a load."""
@@ -98,29 +110,24 @@ class Producer:
         for i in range(load.groups // PRODUCERS):
             time.sleep(pace.left_s())
             arrays = payload(load.tokens, i)
-            self.put(name, time.monotonic(), *arrays)
-
-    def put(self, name: str, submitted_s: float, ids: np.ndarray, logprobs: np.ndarray) -> None:
-        """Send one group; `name` is the load's."""
-        raise NotImplementedError
+            self._put(name, time.monotonic(), *arrays)
 
 
 class Consumer:
-    """Consumer process, which receives groups by the `take` of a system."""
+    """Consumer process, which receives groups by the function that `connect` returns in it."""
+
+    def __init__(self, connect: Callable[[], Take]) -> None:
+        self._take = connect()
 
     def run(self, load: Load, name: str) -> Taken:
         """Take all groups of a load."""
         submitted_s, taken_s = [], []
         while len(taken_s) < load.groups:
-            for at_s, ids, logprobs in self.take(name, load.at_once):
+            for at_s, ids, logprobs in self._take(name, load.at_once):
                 read(ids, logprobs)
                 submitted_s.append(at_s)
                 taken_s.append(time.monotonic())
         return Taken.of(submitted_s, taken_s)
-
-    def take(self, name: str, at_once: int) -> Iterable[tuple[float, Any, Any]]:
-        """Return the submit time and the arrays of each group taken; waits until there is one."""
-        raise NotImplementedError
 
 
 def start_ray() -> None:
@@ -128,16 +135,16 @@ def start_ray() -> None:
     connect(None, 4)
 
 
-def play(producer: type[Producer], consumer: type[Consumer], *given: object) -> None:
-    """Play every load in processes of these kinds, and print the result."""
-    actors = [_started(producer, *given, place) for place in range(PRODUCERS)]
-    taker = _started(consumer, *given)
+def play(sender: Callable[[], Put], receiver: Callable[[], Take], loads: Sequence[Mapping]) -> list[dict]:
+    """Play every load in processes of its own; return the fields of each `Taken`."""
+    actors = [_started(Producer, sender, place) for place in range(PRODUCERS)]
+    taker = _started(Consumer, receiver)
     taken = []
-    for number, load in enumerate(loads_of_argv()):
+    for number, load in enumerate(Load(**row) for row in loads):
         work = [actor.run.remote(load, f"load_{number}") for actor in actors]
         taken.append(ray.get(taker.run.remote(load, f"load_{number}")))
         ray.get(work)
-    answer(taken)
+    return [asdict(one) for one in taken]
 
 
 def _started(kind: type, *given: object) -> Any:  # noqa: ANN401  (Ray's handle)
@@ -145,11 +152,69 @@ def _started(kind: type, *given: object) -> Any:  # noqa: ANN401  (Ray's handle)
     return remote.options(num_cpus=0).remote(*given)
 
 
-def loads_of_argv() -> list[Load]:
-    """Parse the loads from the first argument, in JSON."""
-    return [Load(**row) for row in json.loads(sys.argv[1])]
+def play_ray_queue(loads: Sequence[Mapping]) -> list[dict]:
+    """Play every load on `ray.util.queue.Queue`, payloads through it."""
+    start_ray()
+    queue = Queue(maxsize=IN_FLIGHT, actor_options={"num_cpus": 0})
+
+    def put(name: str, submitted_s: float, ids: np.ndarray, logprobs: np.ndarray) -> None:
+        queue.put((submitted_s, ids, logprobs))
+
+    def take(name: str, at_once: int) -> list:
+        """Take a batch if available, else the next group: the fewest calls."""
+        if at_once > 1:
+            try:
+                return queue.get_nowait_batch(at_once)
+            except Empty:
+                pass
+        return [queue.get()]
+
+    return play(lambda: put, lambda: take, loads)
 
 
-def answer(taken: Sequence[Taken]) -> None:
-    """Print the result line of a job, in the order of the loads."""
-    print(json.dumps([asdict(one) for one in taken]), flush=True)
+def play_transfer_queue(loads: Sequence[Mapping]) -> list[dict]:
+    """Play every load on TransferQueue."""
+    import transfer_queue
+    from omegaconf import OmegaConf
+
+    start_ray()
+    transfer_queue.init(OmegaConf.create({"controller": {"polling_mode": True}}))
+    taken = play(_transfer_sender, _transfer_receiver, loads)
+    transfer_queue.close()
+    return taken
+
+
+def _transfer_sender() -> Put:
+    import torch
+    import transfer_queue
+    from tensordict import TensorDict
+
+    transfer_queue.init()
+    client = transfer_queue.get_client()
+
+    def put(name: str, submitted_s: float, ids: np.ndarray, logprobs: np.ndarray) -> None:
+        at_s = torch.full((EPISODES, 1), submitted_s, dtype=torch.float64)
+        columns = {"ids": torch.from_numpy(ids), "logprobs": torch.from_numpy(logprobs), "submitted_s": at_s}
+        client.put(data=TensorDict(columns, batch_size=EPISODES), partition_id=name)
+
+    return put
+
+
+def _transfer_receiver() -> Take:
+    import transfer_queue
+
+    transfer_queue.init()
+    client = transfer_queue.get_client()
+    fields = ["ids", "logprobs", "submitted_s"]
+
+    def take(name: str, at_once: int) -> Iterator[tuple[float, list[np.ndarray], list[np.ndarray]]]:
+        while not (meta := client.get_meta(fields, at_once * EPISODES, name, task_name="train")).size:
+            time.sleep(POLL_S)
+        rows = client.get_data(meta)
+        ids, logprobs, stamps = (rows[field].unbind() for field in fields)  # a tensor per episode
+        for first in range(0, at_once * EPISODES, EPISODES):
+            of_group = slice(first, first + EPISODES)
+            yield float(stamps[first]), [t.numpy() for t in ids[of_group]], [t.numpy() for t in logprobs[of_group]]
+        client.clear_samples(meta)
+
+    return take

@@ -17,6 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import cast
 
@@ -33,7 +34,8 @@ from algorithms.kto import KTO
 from algorithms.m2po import M2PO
 from algorithms.ppo import PPO
 from algorithms.reinforce_pp import ReinforcePP
-from benchmarks.measure import parser_of, print_result, spread
+from algorithms.surrogate import ClippedSurrogate
+from benchmarks.measure import parser_of, print_result, spread, timed
 from rlsys.algorithm import Algorithm, LossInputs, LossOutput, Signal
 from rlsys.batch.tensors import MicroBatch
 from rlsys.types import Group
@@ -60,11 +62,6 @@ class Both:
     batch: LossInputs
     logprobs_N: Tensor
     mask_BT: Tensor
-
-    def padded(self, values_N: Tensor) -> Tensor:
-        result_BT = values_N.new_zeros(self.mask_BT.shape)
-        result_BT[self.mask_BT] = values_N
-        return result_BT
 
 
 def tokens(num_samples: int, mean_length: int) -> Both:
@@ -130,10 +127,10 @@ def ours(algorithm: Algorithm, both: Both) -> Callable[[], Tensor]:
     return gradient(loss, both.logprobs_N)
 
 
-def value_loss(both: Both) -> Callable[[], Tensor]:
+def value_loss(ppo: PPO, both: Both) -> Callable[[], Tensor]:
     """Return a function that computes the gradient, by the values, of the critic's loss averaged over tokens."""
     weights_N = torch.full_like(both.logprobs_N, 1 / len(both.logprobs_N))
-    return gradient(lambda values_N: with_metrics(PPO().value_loss(values_N, both.batch), weights_N), both.logprobs_N)
+    return gradient(lambda values_N: with_metrics(ppo.value_loss(values_N, both.batch), weights_N), both.logprobs_N)
 
 
 def with_metrics(output: LossOutput, weights_N: Tensor) -> Tensor:
@@ -163,130 +160,124 @@ def masked_mean(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return (values_BT * mask_BT).sum() / mask_BT.sum()
 
 
-def clipped_reference(
-    logprobs_BT: Tensor, old_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, low: float, high: float
-) -> Tensor:
-    """PPO's surrogate, and its clip fractions."""
-    ratio_BT = (logprobs_BT - old_BT).clamp(-20, 20).exp()
-    return surrogate_reference(ratio_BT, advantages_BT, mask_BT, low, high)
-
-
-def surrogate_reference(ratio_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, low: float, high: float) -> Tensor:
-    """Larger loss of the plain and the clipped product, and the clip fractions."""
-    first_BT, second_BT = -advantages_BT * ratio_BT, -advantages_BT * ratio_BT.clamp(1 - low, 1 + high)
-    masked_mean(ratio_BT.detach(), mask_BT)
-    masked_mean((second_BT > first_BT).float() * (advantages_BT > 0), mask_BT)
-    masked_mean((second_BT > first_BT).float() * (advantages_BT < 0), mask_BT)
-    return torch.maximum(first_BT, second_BT)
-
-
 @dataclass(frozen=True)
 class Padded:
-    """Inputs of the references."""
+    """Inputs of the references, all `(B, T)`."""
 
+    mask: Tensor
     logprobs: Tensor
     behavior: Tensor
     proximal: Tensor
     advantages: Tensor
-    mask: Tensor
-    columns: Mapping[Signal, Tensor]
     returns: Tensor
+    columns: Mapping[Signal, Tensor]
 
     @classmethod
     def of(cls, both: Both) -> Padded:
+        def padded(values_N: Tensor | None) -> Tensor:
+            assert values_N is not None
+            result_BT = values_N.new_zeros(both.mask_BT.shape)
+            result_BT[both.mask_BT] = values_N
+            return result_BT
+
         batch = both.batch
-        assert batch.returns_N is not None
         return cls(
-            both.padded(both.logprobs_N),
-            both.padded(batch.behavior_logprobs_N),
-            both.padded(batch.proximal_logprobs_N),
-            both.padded(batch.advantages_N),
-            both.mask_BT,
-            {signal: both.padded(column_N) for signal, column_N in batch.columns_N.items()},
-            both.padded(batch.returns_N),
+            mask=both.mask_BT,
+            logprobs=padded(both.logprobs_N),
+            behavior=padded(batch.behavior_logprobs_N),
+            proximal=padded(batch.proximal_logprobs_N),
+            advantages=padded(batch.advantages_N),
+            returns=padded(batch.returns_N),
+            columns={signal: padded(column_N) for signal, column_N in batch.columns_N.items()},
         )
 
 
-def grpo_reference(logprobs_BT: Tensor, x: Padded, low: float, high: float) -> Tensor:
+def clipped(logprobs_BT: Tensor, old_BT: Tensor, x: Padded, a: ClippedSurrogate) -> Tensor:
+    """PPO's surrogate, and its clip fractions."""
+    return surrogate((logprobs_BT - old_BT).clamp(-20, 20).exp(), x, a)
+
+
+def surrogate(ratio_BT: Tensor, x: Padded, a: ClippedSurrogate) -> Tensor:
+    """Larger loss of the plain and the clipped product, and the clip fractions."""
+    first_BT, second_BT = -x.advantages * ratio_BT, -x.advantages * ratio_BT.clamp(1 - a.clip_low, 1 + a.clip_high)
+    masked_mean(ratio_BT.detach(), x.mask)
+    masked_mean((second_BT > first_BT).float() * (x.advantages > 0), x.mask)
+    masked_mean((second_BT > first_BT).float() * (x.advantages < 0), x.mask)
+    return torch.maximum(first_BT, second_BT)
+
+
+def grpo_reference(logprobs_BT: Tensor, x: Padded, a: ClippedSurrogate) -> Tensor:
     """GRPO: clipped against the sampler, mean over tokens."""
-    return masked_mean(clipped_reference(logprobs_BT, x.behavior, x.advantages, x.mask, low, high), x.mask)
+    return masked_mean(clipped(logprobs_BT, x.behavior, x, a), x.mask)
 
 
-def tis_reference(logprobs_BT: Tensor, x: Padded, low: float, high: float) -> Tensor:
+def tis_reference(logprobs_BT: Tensor, x: Padded, a: GRPO, kept_B1: Tensor | None = None) -> Tensor:
     """Clipped against the proximal policy, truncated importance weights, mean over tokens."""
-    loss_BT = clipped_reference(logprobs_BT, x.proximal, x.advantages, x.mask, low, high)
+    loss_BT = clipped(logprobs_BT, x.proximal, x, a)
     rho_BT = (x.proximal - x.behavior).clamp(-20, 20).exp()
     masked_mean((rho_BT > 2.0).float(), x.mask)
-    return masked_mean(loss_BT * rho_BT.clamp(max=2.0), x.mask)
+    weights_BT = rho_BT.clamp(max=2.0)
+    if kept_B1 is not None:
+        masked_mean((1 - kept_B1).expand_as(rho_BT), x.mask)
+        weights_BT = weights_BT * kept_B1
+    return masked_mean(loss_BT * weights_BT, x.mask)
 
 
-def grpo_kl_reference(logprobs_BT: Tensor, x: Padded, low: float, high: float, kl_coef: float) -> Tensor:
+def geometric_reference(logprobs_BT: Tensor, x: Padded, a: GRPO) -> Tensor:
+    """The same without samples whose geometric mean of importance weights is out of bounds."""
+    log_rho_BT = (x.proximal - x.behavior).clamp(-20, 20)
+    mean_B1 = ((log_rho_BT * x.mask).sum(-1, keepdim=True) / x.mask.sum(-1, keepdim=True)).exp()
+    return tis_reference(logprobs_BT, x, a, ((mean_B1 >= 1 / MEAN_BOUND) & (mean_B1 <= MEAN_BOUND)).float())
+
+
+def kl_reference(logprobs_BT: Tensor, x: Padded, a: GRPO) -> Tensor:
     """Clipped against the sampler, with the KL: value of k3, gradient of k2, weighted by the ratio."""
-    loss_BT = clipped_reference(logprobs_BT, x.behavior, x.advantages, x.mask, low, high)
+    loss_BT = clipped(logprobs_BT, x.behavior, x, a)
     x_BT = (logprobs_BT - x.columns[Signal.REFERENCE_LOGPROBS]).clamp(-20, 20)
     k2_BT, k3_BT = x_BT.square() / 2, ((-x_BT).exp() + x_BT - 1).clamp(-10, 10)
     kl_BT = k2_BT - k2_BT.detach() + k3_BT.detach()
     masked_mean(kl_BT.detach(), x.mask)
     ratio_BT = (logprobs_BT.detach() - x.behavior).clamp(-20, 20).exp().clamp(max=2.0)
-    return masked_mean(loss_BT + kl_coef * ratio_BT * kl_BT, x.mask)
+    return masked_mean(loss_BT + a.kl_coef * ratio_BT * kl_BT, x.mask)
 
 
-def masked_grpo_reference(logprobs_BT: Tensor, x: Padded, low: float, high: float, bound: float) -> Tensor:
-    """GRPO without samples whose geometric mean of importance weights is out of bounds."""
-    loss_BT = clipped_reference(logprobs_BT, x.proximal, x.advantages, x.mask, low, high)
-    log_rho_BT = (x.proximal - x.behavior).clamp(-20, 20)
-    mean_B1 = ((log_rho_BT * x.mask).sum(-1, keepdim=True) / x.mask.sum(-1, keepdim=True)).exp()
-    kept_B1 = ((mean_B1 >= 1 / bound) & (mean_B1 <= bound)).float()
-    rho_BT = log_rho_BT.exp()
-    masked_mean((rho_BT > 2.0).float(), x.mask)
-    masked_mean((1 - kept_B1).expand_as(rho_BT), x.mask)
-    return masked_mean(loss_BT * rho_BT.clamp(max=2.0) * kept_B1, x.mask)
-
-
-def value_loss_reference(values_BT: Tensor, x: Padded, clip: float) -> Tensor:
+def value_reference(values_BT: Tensor, x: Padded, a: PPO) -> Tensor:
     """Clipped squared errors, mean over tokens."""
+    assert a.value_clip is not None
     old_BT = x.columns[Signal.VALUES]
-    clipped_BT = old_BT + (values_BT - old_BT).clamp(-clip, clip)
+    clipped_BT = old_BT + (values_BT - old_BT).clamp(-a.value_clip, a.value_clip)
     errors_BT, clipped_errors_BT = (values_BT - x.returns).square(), (clipped_BT - x.returns).square()
     masked_mean((clipped_errors_BT > errors_BT).float(), x.mask)
     return masked_mean(torch.maximum(errors_BT, clipped_errors_BT), x.mask) / 2
 
 
-def rewards_to_go_reference(x: Padded, kl_coef: float) -> Tensor:
-    """Reward at the last token minus the KL of each, summed from the right."""
-    rewards_BT = -kl_coef * (x.behavior - x.columns[Signal.REFERENCE_LOGPROBS]) * x.mask
-    rows_B, last_B = torch.arange(len(x.mask)), x.mask.sum(-1) - 1
-    rewards_BT[rows_B, last_B] += x.advantages[rows_B, last_B]
-    return rewards_BT.flip(-1).cumsum(-1).flip(-1) * x.mask
-
-
-def gspo_reference(logprobs_BT: Tensor, x: Padded, low: float, high: float) -> Tensor:
+def gspo_reference(logprobs_BT: Tensor, x: Padded, a: GSPO) -> Tensor:
     """Sequence ratios, mean over sequences."""
     lengths_B1 = x.mask.sum(-1, keepdim=True)
     means_B1 = ((logprobs_BT - x.behavior) * x.mask).sum(-1, keepdim=True) / lengths_B1
     log_ratio_BT = (logprobs_BT - logprobs_BT.detach() + means_B1.detach()).clamp(max=10)
-    loss_BT = surrogate_reference(log_ratio_BT.exp(), x.advantages, x.mask, low, high)
+    loss_BT = surrogate(log_ratio_BT.exp(), x, a)
     return ((loss_BT * x.mask).sum(-1, keepdim=True) / lengths_B1).mean()
 
 
-def cispo_reference(logprobs_BT: Tensor, x: Padded, low: float, high: float) -> Tensor:
+def cispo_reference(logprobs_BT: Tensor, x: Padded, a: CISPO) -> Tensor:
     """Clipped weights, mean over tokens."""
     ratio_BT = (logprobs_BT - x.behavior).clamp(-20, 20).exp()
-    weights_BT = ratio_BT.clamp(1 - low, 1 + high).detach()
+    weights_BT = ratio_BT.clamp(1 - a.clip_low, 1 + a.clip_high).detach()
     masked_mean(ratio_BT.detach(), x.mask)
-    masked_mean((ratio_BT.detach() > 1 + high).float(), x.mask)
-    masked_mean((ratio_BT.detach() < 1 - low).float(), x.mask)
+    masked_mean((ratio_BT.detach() > 1 + a.clip_high).float(), x.mask)
+    masked_mean((ratio_BT.detach() < 1 - a.clip_low).float(), x.mask)
     return masked_mean(-weights_BT * x.advantages * logprobs_BT, x.mask)
 
 
-def m2po_reference(logprobs_BT: Tensor, x: Padded, tau: float) -> Tensor:
+def m2po_reference(logprobs_BT: Tensor, x: Padded, a: M2PO) -> Tensor:
     """M2PO: the largest drifts masked among tokens that moved with their advantage, mean over tokens."""
     log_rho_BT = x.proximal - x.behavior
     risen_BT, fallen_BT = (x.advantages > 0) & (log_rho_BT > 0), (x.advantages < 0) & (log_rho_BT < 0)
     rows_K, columns_K = ((risen_BT | fallen_BT) & x.mask).nonzero(as_tuple=True)
     squares_K, order_K = log_rho_BT[rows_K, columns_K].double().square().sort(descending=True)
     kept_mean_K = squares_K.flip(0).cumsum(0).flip(0) / torch.arange(len(squares_K), 0, -1)
-    is_small_K = kept_mean_K <= tau
+    is_small_K = kept_mean_K <= a.tau
     num_masked = int(is_small_K.float().argmax()) if is_small_K.any() else len(squares_K)
     masked_K = order_K[:num_masked]
     kept_BT = torch.ones(x.mask.shape)
@@ -297,10 +288,10 @@ def m2po_reference(logprobs_BT: Tensor, x: Padded, tau: float) -> Tensor:
     return masked_mean(-kept_BT * ratio_BT * x.advantages, x.mask)
 
 
-def kto_reference(logprobs_BT: Tensor, x: Padded, beta: float, full_length: int | None, clip: float | None) -> Tensor:
+def kto_reference(logprobs_BT: Tensor, x: Padded, a: KTO) -> Tensor:
     """KTO: sums of log-ratios by row, mean over sequences."""
     lengths_B = x.mask.sum(-1)
-    scale_B = (full_length / lengths_B).clamp(max=1) if full_length else torch.ones(len(lengths_B))
+    scale_B = (a.full_length / lengths_B).clamp(max=1) if a.full_length else torch.ones(len(lengths_B))
 
     def r(policy_BT: Tensor, reference_BT: Tensor) -> Tensor:
         return ((policy_BT - reference_BT) * x.mask).sum(-1) * scale_B
@@ -309,13 +300,38 @@ def kto_reference(logprobs_BT: Tensor, x: Padded, beta: float, full_length: int 
     r(x.proximal, x.columns[Signal.REFERENCE_LOGPROBS])
     r_B = r(logprobs_BT, x.columns[Signal.REFERENCE_LOGPROBS])
     weights_B = x.advantages[:, 0]
-    miss_B = 1 - (weights_B.sign() * beta * (r_B - z0)).sigmoid()
-    if clip is not None:
-        is_clipped_B = weights_B.sign() * r(logprobs_BT.detach(), x.behavior) > clip
+    miss_B = 1 - (weights_B.sign() * a.beta * (r_B - z0)).sigmoid()
+    if a.clip is not None:
+        is_clipped_B = weights_B.sign() * r(logprobs_BT.detach(), x.behavior) > a.clip
         is_clipped_B.float().mean()
         miss_B = torch.where(is_clipped_B, miss_B.detach(), miss_B)
     (4 * miss_B * (1 - miss_B) < 0.1).float().mean()
     return (weights_B.abs() * miss_B).mean()
+
+
+LOSSES: Mapping[str, tuple[Algorithm, Callable[..., Tensor]]] = {
+    "grpo": (GRPO(), grpo_reference),
+    "grpo + kl": (GRPO(kl_coef=KL_COEF), kl_reference),
+    "grpo, tis": (GRPO(correction=(Tis(),)), tis_reference),
+    "[geometric, tis]": (
+        GRPO(correction=(Geometric(low=1 / MEAN_BOUND, high=MEAN_BOUND), Tis())),
+        geometric_reference,
+    ),
+    "dapo": (DAPO(), grpo_reference),
+    "gspo": (GSPO(), gspo_reference),
+    "cispo": (CISPO(), cispo_reference),
+    "ppo": (PPO(), grpo_reference),
+    "m2po": (M2PO(tau=M2_BOUND), m2po_reference),
+    "kto": (KTO(), kto_reference),
+}
+
+
+def rewards_to_go_reference(x: Padded) -> Tensor:
+    """Reward at the last token minus the KL of each, summed from the right."""
+    rewards_BT = -KL_COEF * (x.behavior - x.columns[Signal.REFERENCE_LOGPROBS]) * x.mask
+    rows_B, last_B = torch.arange(len(x.mask)), x.mask.sum(-1) - 1
+    rewards_BT[rows_B, last_B] += x.advantages[rows_B, last_B]
+    return rewards_BT.flip(-1).cumsum(-1).flip(-1) * x.mask
 
 
 def gae_reference(rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float) -> Tensor:
@@ -348,12 +364,6 @@ def whitening_reference(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return (values_BT - mean) / (variance.sqrt() + 1e-8) * mask_BT
 
 
-def reference(loss: Callable[..., Tensor], both: Both, *bounds: float | None) -> Callable[[], Tensor]:
-    """Return a function that computes the gradient by the padded logprobs."""
-    x = Padded.of(both)
-    return gradient(lambda logprobs_BT: loss(logprobs_BT, x, *bounds), x.logprobs)
-
-
 # ---------------------------------------------------------------------------------------------------------- measuring
 
 
@@ -370,11 +380,10 @@ def compared(
     times: dict[str, list[float]] = {"ours_ms": [], "reference_ms": []}
     for _ in range(repeats):
         for name, run in (("ours_ms", run_ours), ("reference_ms", run_reference)):
-            start_s = time.process_time()
-            run()
-            times[name].append((time.process_time() - start_s) * 1e3)
+            with timed(times[name], time.process_time):
+                run()
     return {
-        **{name: spread(values) for name, values in times.items()},
+        **{name: spread([1e3 * s for s in seconds]) for name, seconds in times.items()},
         "reference_over_ours": median(times["reference_ms"]) / median(times["ours_ms"]),
         "difference": difference,
     }
@@ -382,40 +391,25 @@ def compared(
 
 def cases(both: Both) -> dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]]:
     """Build the pairs to compare: ours, and the reference."""
-    x, batch = Padded.of(both), both.batch
+    x, batch, ppo = Padded.of(both), both.batch, PPO()
+    pairs = {
+        name: (ours(algorithm, both), gradient(partial(reference, x=x, a=algorithm), x.logprobs))
+        for name, (algorithm, reference) in LOSSES.items()
+    }
     values_N, values_BT = batch.columns_N[Signal.VALUES], x.columns[Signal.VALUES]
-    rewards_N, rewards_BT = batch.advantages_N, x.advantages
     rewards = [float(value) for value in torch.rand(both.batch.lengths_S.shape)]
     group_ids = [place // 8 for place in range(len(rewards))]
     groups = [group(s, episodes=[episode(r) for r in rewards[8 * s : 8 * s + 8]]) for s in range(len(rewards) // 8)]
-    weighted = GRPO(correction=(Tis(),))
-    masked = GRPO(correction=(Geometric(low=1 / MEAN_BOUND, high=MEAN_BOUND), Tis()))
-    grpo, dapo, gspo, cispo, m2po, ppo, kto = GRPO(), DAPO(), GSPO(), CISPO(), M2PO(tau=M2_BOUND), PPO(), KTO()
     return {
-        "grpo": (ours(grpo, both), reference(grpo_reference, both, grpo.clip_low, grpo.clip_high)),
-        "grpo + kl": (
-            ours(replace(grpo, kl_coef=KL_COEF), both),
-            reference(grpo_kl_reference, both, grpo.clip_low, grpo.clip_high, KL_COEF),
-        ),
-        "grpo, tis": (ours(weighted, both), reference(tis_reference, both, grpo.clip_low, grpo.clip_high)),
-        "[geometric, tis]": (
-            ours(masked, both),
-            reference(masked_grpo_reference, both, grpo.clip_low, grpo.clip_high, MEAN_BOUND),
-        ),
-        "dapo": (ours(dapo, both), reference(grpo_reference, both, dapo.clip_low, dapo.clip_high)),
-        "gspo": (ours(gspo, both), reference(gspo_reference, both, gspo.clip_low, gspo.clip_high)),
-        "cispo": (ours(cispo, both), reference(cispo_reference, both, cispo.clip_low, cispo.clip_high)),
-        "ppo": (ours(ppo, both), reference(grpo_reference, both, ppo.clip_low, ppo.clip_high)),
-        "ppo, critic": (value_loss(both), reference(value_loss_reference, both, ppo.value_clip)),
+        **pairs,
+        "ppo, critic": (value_loss(ppo, both), gradient(partial(value_reference, x=x, a=ppo), x.logprobs)),
         "reinforce_pp": (
             lambda: ReinforcePP(kl_coef=KL_COEF).token_advantages(batch).advantages_N,
-            lambda: rewards_to_go_reference(x, KL_COEF),
+            lambda: rewards_to_go_reference(x),
         ),
-        "m2po": (ours(m2po, both), reference(m2po_reference, both, m2po.tau)),
-        "kto": (ours(kto, both), reference(kto_reference, both, kto.beta, kto.full_length, kto.clip)),
         "gae": (
-            lambda: gae(rewards_N, values_N, batch.lengths_S, 1.0, 0.95),
-            lambda: gae_reference(rewards_BT, values_BT, x.mask, 1.0, 0.95),
+            lambda: gae(batch.advantages_N, values_N, batch.lengths_S, 1.0, 0.95),
+            lambda: gae_reference(x.advantages, values_BT, x.mask, 1.0, 0.95),
         ),
         "advantages": (lambda: advantages(groups), lambda: advantages_reference(rewards, group_ids)),
         "whitening": (lambda: whitened(batch, values_N), lambda: whitening_reference(values_BT, x.mask)),

@@ -1,6 +1,7 @@
 """Common parts of benchmarks: arguments, runs of the tiny job, CPU time of process trees, medians, the result line.
 
-Every benchmark shows its progress on stderr, and prints one JSON object as the last line of stdout.
+Every benchmark shows its progress on stderr, and prints one JSON object as the last line of stdout. A part that needs a
+fresh process is a function, which `in_fresh_process` calls: `python -m benchmarks.measure MODULE:FUNCTION ARGUMENTS`.
 """
 
 from __future__ import annotations
@@ -9,20 +10,25 @@ import argparse
 import ctypes
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from rlsys.types import Episode, Group
+    from workers.engines.engine import EngineName, EngineSpec
+
+Dtype: TypeAlias = Literal["float32", "bfloat16"]
+C = TypeVar("C")
+F = TypeVar("F")
 
 Size: TypeAlias = Literal["full", "quick", "short"]
 """Duration of a benchmark. A short one only shows that the benchmark works; its figures mean nothing."""
@@ -32,7 +38,6 @@ ENV = os.environ | {
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 POLL_S = 0.01
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -53,7 +58,7 @@ def marks_of(command: Sequence[str], env: Mapping[str, str], metrics: Path, step
     Waits for rows by polling, because neither peer can notify us; a poll misses a step's end by at most `POLL_S`.
     Raises `RuntimeError` with the end of its output if the command fails.
     """
-    _adopt_orphans()
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # daemons whose parent ends: their CPU time counts
     metrics.parent.mkdir(parents=True, exist_ok=True)
     log_path = metrics.with_suffix(".log")
     marks: list[Mark] = []
@@ -62,10 +67,10 @@ def marks_of(command: Sequence[str], env: Mapping[str, str], metrics: Path, step
         try:
             while process.poll() is None:
                 if len(marks) < len(steps) and _num_rows(metrics) >= steps[len(marks)]:
-                    marks.append(Mark(_num_rows(metrics), _tree_cpu_s(process.pid), time.perf_counter()))
+                    marks.append(Mark(_num_rows(metrics), _children_cpu_s(), time.perf_counter()))
                 time.sleep(POLL_S)
         finally:
-            _end_descendants()
+            _end_children()
     if process.returncode or len(marks) < len(steps):
         tail = "\n".join(log_path.read_text().splitlines()[-20:])
         raise RuntimeError(f"{' '.join(command)}: exit code {process.returncode} after {len(marks)} marks\n{tail}")
@@ -96,6 +101,15 @@ def sorter(size: Size, seed: int = 0) -> Path:
     return folder
 
 
+def smollm() -> Path:
+    """Return the folder of the policy and tasks of `examples.smollm`."""
+    from examples.smollm.prepare import Recipe, prepare
+
+    folder = Path(".cache/smollm")
+    prepare(folder, Recipe())
+    return folder
+
+
 def train_command(prepared: Path, folder: Path, *overrides: str, example: str = "sort") -> list[str]:
     """Build the command that trains a prepared policy in `folder`/run by `examples/EXAMPLE/run.yaml`."""
     command = [sys.executable, "-m", "rlsys.cli", "train", f"examples/{example}/run.yaml", "--json"]
@@ -118,6 +132,26 @@ def answer_of(command: Sequence[str], text: str | None = None, **env: str) -> An
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def fresh_command(function: str, *arguments: object, python: str = sys.executable) -> list[str]:
+    """Build the command that calls `module:name` and prints what it returns; arguments and result are JSON."""
+    return [python, "-m", "benchmarks.measure", function, json.dumps(arguments)]
+
+
+def in_fresh_process(function: str, *arguments: object) -> Any:  # noqa: ANN401  (JSON)
+    """Call `module:name` in a fresh process; return what it returns."""
+    return answer_of(fresh_command(function, *arguments))
+
+
+def in_turn(repeats: int, cases: Iterable[C], run: Callable[[int, C], F]) -> dict[C, list[F]]:
+    """Call `run` with each repeat and case, all cases before the next repeat: what disturbs one disturbs all."""
+    runs: dict[C, list[F]] = {case: [] for case in cases}
+    for repeat in range(repeats):
+        for case, results in runs.items():
+            results.append(run(repeat, case))
+            progress(f"{repeat + 1} of {repeats}, {case}: {results[-1]}")
+    return runs
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -149,6 +183,33 @@ def _end(message: str) -> NoReturn:
     sys.exit(2)
 
 
+@contextmanager
+def raylets(num_nodes: int, num_cpus: int, store_bytes: int) -> Iterator[str]:
+    """Start a cluster of raylets on this machine, with so much each; yield its address."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    for _ in range(num_nodes):
+        cluster.add_node(num_cpus=num_cpus, object_store_memory=store_bytes)
+    try:
+        assert cluster.address is not None
+        yield cluster.address
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def engine_spec(engine: EngineName, path: str, dtype: Dtype, slots: int = 64, max_context: int = 512) -> EngineSpec:
+    """Describe an engine as in a run."""
+    from workers.engines.engine import EngineSpec
+
+    return EngineSpec(
+        engine=engine, model_path=str(Path(path).resolve()), dtype=dtype, slots=slots, max_context=max_context,
+        kv_cache="keep", tensor_parallel=1, step_s=120.0, load_s=120.0,
+    )  # fmt: skip
+
+
 def group_of(group_id: int, episodes: tuple[Episode, ...]) -> Group:
     """Build a group sampled at version 0, with its payload."""
     from rlsys.batch.samples import meta_of, versions_of
@@ -160,6 +221,14 @@ def group_of(group_id: int, episodes: tuple[Episode, ...]) -> Group:
     )  # fmt: skip
 
 
+@contextmanager
+def timed(seconds: list[float], clock: Callable[[], float] = time.perf_counter) -> Iterator[None]:
+    """Append the seconds spent in this context."""
+    began = clock()
+    yield
+    seconds.append(clock() - began)
+
+
 def spread(values: Sequence[float]) -> dict[str, float | int]:
     """Summarise repeated measurements."""
     return {"median": median(values), "min": min(values), "max": max(values), "repeats": len(values)}
@@ -168,6 +237,13 @@ def spread(values: Sequence[float]) -> dict[str, float | int]:
 def spreads(runs: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float | int]]:
     """Summarise every figure over all repeats."""
     return {name: spread([run[name] for run in runs]) for name in runs[0]}
+
+
+def ratios(
+    over: Sequence[Mapping[str, float]], under: Sequence[Mapping[str, float]], what: str
+) -> dict[str, float | int]:
+    """Summarise the ratios of one figure, repeat by repeat."""
+    return spread([a[what] / b[what] for a, b in zip(over, under, strict=True)])
 
 
 def progress(*what: object) -> None:
@@ -185,40 +261,26 @@ def _num_rows(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def _adopt_orphans() -> None:
-    """Adopt daemons whose parent ends, so that their CPU time is still counted."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+def _children_cpu_s() -> float:
+    """Sum the CPU seconds of all processes below this one, with those of their ended and awaited children."""
+    import psutil
+
+    total = 0.0
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            times = child.cpu_times()
+            total += times.user + times.system + times.children_user + times.children_system
+    return total
 
 
-def _tree_cpu_s(root: int) -> float:
-    """Sum the CPU seconds of a process and its descendants, adopted and ended ones included, without this process."""
-    table = _processes()
-    pids = _below(os.getpid(), table)
-    assert root in pids
-    return sum(table[pid][1] for pid in pids) / TICKS_PER_S
+def _end_children() -> None:
+    import psutil
+
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
 
 
-def _processes() -> dict[int, tuple[int, int]]:
-    """Return the parent of every process, and its CPU ticks with those of its ended and awaited children."""
-    table = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                table[int(entry.name)] = (int(fields[1]), sum(map(int, fields[11:15])))
-    return table
-
-
-def _below(root: int, table: Mapping[int, tuple[int, int]]) -> list[int]:
-    found: list[int] = []
-    frontier = {root}
-    while frontier:
-        frontier = {pid for pid, (parent, _) in table.items() if parent in frontier}
-        found += frontier
-    return found
-
-
-def _end_descendants() -> None:
-    for pid in _below(os.getpid(), _processes()):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+if __name__ == "__main__":
+    module, _, name = sys.argv[1].partition(":")
+    print(json.dumps(getattr(import_module(module), name)(*json.loads(sys.argv[2]))), flush=True)

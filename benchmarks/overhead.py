@@ -16,11 +16,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from statistics import median
 
-from benchmarks.measure import Size, parser_of, print_result, progress, sorter, spreads, train
+from benchmarks.measure import Size, in_turn, parser_of, print_result, sorter, spreads, train
 
 SIZES = (8, 32)
 SKIPPED_STEPS = 10
 """Steps at the start that do not count: first calls, first allocations."""
+WORK = ("time/rollout", "time/reward", "time/train")
 PHASES = ("load_data", "start_ray", "start_workers")
 
 
@@ -28,11 +29,7 @@ def main() -> None:
     """Measure both sizes in turn and print the result line."""
     size: Size = parser_of(__doc__, quick="fewer steps and repeats; under 5 minutes").parse_args().size
     repeats, steps = {"full": (5, 80), "quick": (2, 40), "short": (1, SKIPPED_STEPS + 1)}[size]
-    runs: dict[int, list[Mapping[str, float]]] = {groups: [] for groups in SIZES}
-    for repeat in range(repeats):
-        for groups in SIZES:
-            runs[groups].append(run(size, groups, steps))
-            progress(f"{repeat + 1}: {groups} groups: {runs[groups][-1]}")
+    runs = in_turn(repeats, SIZES, lambda _, groups: run(size, groups, steps))
     small, large = (spreads(runs[groups]) for groups in SIZES)
     per_group = (large["overhead_ms"]["median"] - small["overhead_ms"]["median"]) / (SIZES[1] - SIZES[0])
     print_result(
@@ -58,18 +55,13 @@ def run(size: Size, groups_per_step: int, steps: int) -> Mapping[str, float]:
     seconds, steady = result["seconds"], rows[SKIPPED_STEPS:]
     phases = {phase: seconds[phase] for phase in PHASES}
     return {
-        "overhead_ms": 1000 * median(overhead_s(row) for row in steady),
+        "overhead_ms": 1000 * median(row["time/step"] - sum(row[worked] for worked in WORK) for row in steady),
         "driver_cpu_share": median(row["driver/cpu_share"] for row in steady),
         "start_up_s": seconds["first_step"],
         **phases,
         "rest_of_start_up": seconds["start_up"] - sum(phases.values()),
         "first_step": seconds["first_step"] - seconds["start_up"],
     }
-
-
-def overhead_s(row: Mapping[str, float]) -> float:
-    """Return a step's wall time without generation, reward and training."""
-    return row["time/step"] - row["time/rollout"] - row["time/reward"] - row["time/train"]
 
 
 if __name__ == "__main__":

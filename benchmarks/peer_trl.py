@@ -17,26 +17,25 @@ runs a prompt once for its group and computes logits for completion tokens only.
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 
 from benchmarks.measure import (
     ENV,
     Mark,
     Size,
+    in_turn,
     marks_of,
     own_python,
     parser_of,
     print_result,
-    progress,
+    smollm,
     sorter,
     spreads,
+    train_command,
 )
-from examples.smollm import prepare as smollm
 from rlsys.config import Config
 
 TRL_REQUIREMENTS = ("torch==2.13.0+cpu", "trl==1.16.0", "transformers==5.19.0", "accelerate==1.15.0", "datasets==5.2.0")
@@ -47,7 +46,8 @@ class Contest:
     """One job for both systems, and the measured steps of each."""
 
     name: str
-    file: Path
+    example: str
+    prepared: Path
     repeats: int
     trl_micro_batch: int
     """Samples of a micro-batch of TRL: all of a step, unless fewer are faster."""
@@ -58,7 +58,8 @@ class Contest:
 
 TINY = Contest(
     name="tiny",
-    file=Path("examples/sort/run.yaml"),
+    example="sort",
+    prepared=Path(".cache/sort/seed0"),
     repeats=5,
     trl_micro_batch=256,
     trl_steps=(10, 50),
@@ -66,7 +67,8 @@ TINY = Contest(
 )
 SMOLLM = Contest(
     name="smollm",
-    file=Path("examples/smollm/run.yaml"),
+    example="smollm",
+    prepared=Path(".cache/smollm"),
     repeats=3,
     trl_micro_batch=8,
     trl_steps=(1, 4),
@@ -88,34 +90,39 @@ def main() -> None:
     trl_python = own_python(Path(".cache/peer_trl/venv"), TRL_REQUIREMENTS, size)
     sorter("full")
     if size != "short":
-        smollm.prepare(Path(".cache/smollm"), smollm.Recipe())
+        smollm()
     print_result({contest.name: compare(contest, trl_python) for contest in CONTESTS[size]})
 
 
 def compare(contest: Contest, trl_python: str) -> dict[str, object]:
     """Run both systems in turn, `repeats` times."""
-    config = Config.load(contest.file)
-    rlsys, trl = [], []
-    for repeat in range(contest.repeats):
+    config = Config.load(Path(f"examples/{contest.example}/run.yaml"))
+
+    def run(_: int, system: str) -> dict[str, float]:
         with tempfile.TemporaryDirectory(prefix="peer_trl_") as folder:
-            trl.append(speed(run_trl(trl_python, contest, config, Path(folder)), config))
-            rlsys.append(speed(run_rlsys(contest, Path(folder)), config))
-        progress(f"{contest.name} {repeat + 1}/{contest.repeats}  TRL {trl[-1]}  rlsys {rlsys[-1]}")
+            if system == "trl":
+                marks = run_trl(trl_python, contest, config, Path(folder))
+            else:
+                marks = run_rlsys(contest, Path(folder))
+            return speed(marks, config)
+
+    theirs, ours = map(spreads, in_turn(contest.repeats, ("trl", "rlsys"), run).values())
     return {
-        "cpu_s_per_sample_ratio": ratio(trl, rlsys, "cpu_s_per_sample"),
-        "samples_per_s_ratio": ratio(rlsys, trl, "samples_per_s"),
+        "cpu_s_per_sample_ratio": theirs["cpu_s_per_sample"]["median"] / ours["cpu_s_per_sample"]["median"],
+        "samples_per_s_ratio": ours["samples_per_s"]["median"] / theirs["samples_per_s"]["median"],
         "samples_per_step": config.samples_per_step,
-        "rlsys": spreads(rlsys),
-        "trl": spreads(trl),
+        "rlsys": ours,
+        "trl": theirs,
     }
 
 
 def run_rlsys(contest: Contest, folder: Path) -> list[Mark]:
     """Run `rlsys train` on the contest's file; return its marks."""
-    command = [sys.executable, "-m", "rlsys.cli", "train", str(contest.file)]
-    command += [f"run.folder={folder}", "run.name=rlsys", f"run.steps={contest.rlsys_steps[1]}", "data.shuffle=false"]
-    command += ["train.warmup_steps=0", "train.final_lr_fraction=1", "checkpoint.every=0", "--json"]
-    return marks_of(command, ENV, folder / "rlsys" / "metrics.jsonl", contest.rlsys_steps)
+    command = train_command(
+        contest.prepared, folder, f"run.steps={contest.rlsys_steps[1]}", "data.shuffle=false", "train.warmup_steps=0",
+        "train.final_lr_fraction=1", "checkpoint.every=0", example=contest.example,
+    )  # fmt: skip
+    return marks_of(command, ENV, folder / "run" / "metrics.jsonl", contest.rlsys_steps)
 
 
 def run_trl(python: str, contest: Contest, config: Config, folder: Path) -> list[Mark]:
@@ -146,11 +153,6 @@ def speed(marks: list[Mark], config: Config) -> dict[str, float]:
         "cpu_s_per_sample": (last.cpu_s - first.cpu_s) / samples,
         "samples_per_s": samples / (last.wall_s - first.wall_s),
     }
-
-
-def ratio(over: Sequence[Mapping[str, float]], under: Sequence[Mapping[str, float]], what: str) -> float:
-    """Divide the medians over repeats."""
-    return median(run[what] for run in over) / median(run[what] for run in under)
 
 
 if __name__ == "__main__":

@@ -26,19 +26,18 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import TypeVar
 
 import ray
 import torch
 from ray._private.authentication.authentication_token_setup import enable_token_auth_by_default
-from ray.cluster_utils import Cluster
 from torch import Tensor
 
-from benchmarks.measure import parser_of, print_result, progress, spread
+from benchmarks.measure import parser_of, print_result, progress, raylets, spread
 from rlsys.weight_sync.relay import Relay
 from rlsys.weight_sync.sync import TensorSpec
 from workers.ray.cluster import NO_MATHS, Resources
@@ -57,17 +56,6 @@ KEEP = 1
 """Versions that a relay keeps, so that 1 GB on 8 relays fits a machine of 24 GB."""
 ROOM = 0.6
 """Share of the machine's memory for versions at all nodes; the rest is for processes and the trainer."""
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Stalls:
-    """Cost of one publish to the trainer, and of one copy of the same bytes."""
-
-    stall_s: float
-    memcpy_s: float
-    ended_s: float
-    """End of the publish by the wall clock, which all processes of this machine share."""
 
 
 class Trainer:
@@ -88,8 +76,12 @@ class Trainer:
         for name, tensor in self._publisher.begin(self._specs).items():
             tensor.copy_(self._parameters[name])
 
-    def publish(self, version: int, changed: float) -> Stalls:
-        """Change this share of the parameters, and publish all."""
+    def publish(self, version: int, changed: float) -> tuple[float, float, float]:
+        """Change this share of the parameters, and publish all.
+
+        Returns the seconds of the stall and of one copy of the same bytes, and the end of the publish by the wall
+        clock, which all processes of this machine share.
+        """
         for name in list(self._parameters)[: max(1, round(changed * len(self._parameters)))]:
             self._parameters[name].add_(1.0)
         began_s = time.monotonic()
@@ -98,7 +90,7 @@ class Trainer:
         for name, tensor in self._publisher.begin(self._specs).items():
             tensor.copy_(self._parameters[name])
         receipt = self._publisher.publish(version, None, start_s)
-        return Stalls(receipt.stall_s, start_s - began_s, time.time())
+        return receipt.stall_s, start_s - began_s, time.time()
 
 
 class Reader:
@@ -131,19 +123,28 @@ class Tier:
         readers = [start(Reader, "reader", read, NO_MATHS, inf, place=member.place) for member in members]
         return cls(relays, trainer, readers)
 
-    async def published(self, version: int, changed: float) -> dict[str, float]:
-        """Publish once; return one row: seconds, and the share of the transferred bytes."""
+    async def publishes(self, schedule: Sequence[float]) -> list[dict[str, float]]:
+        """Publish once for each share of changed tensors; return the figures of each publish but the first, which
+        stores the data that later ones replace."""
+        await self.trainer.call(Trainer.warm)
+        rows = []
+        for version, changed in enumerate((1.0, *schedule)):
+            rows.append(await self._publish(version, changed))
+            progress(len(self.readers), "relays", changed, rows[-1])
+        return rows[1:]
+
+    async def _publish(self, version: int, changed: float) -> dict[str, float]:
         reads = [asyncio.ensure_future(r.call(Reader.pull, version)) for r in self.readers]
         holds = [asyncio.create_task(self._holds(member, version)) for member in self.relays.members]
-        stalls = await self.trainer.call(Trainer.publish, version, changed)
+        stall_s, memcpy_s, ended_s = await self.trainer.call(Trainer.publish, version, changed)
         held_s, read_s = await asyncio.gather(*holds), await asyncio.gather(*reads)
         arrival = await self.relays.arrival(version)
         return {
-            "stall_ms": 1e3 * stalls.stall_s,
-            "memcpy_ms": 1e3 * stalls.memcpy_s,
-            "stall_over_memcpy": stalls.stall_s / stalls.memcpy_s,
-            "all_relays_ms": 1e3 * (max(held_s) - stalls.ended_s),
-            "all_readers_ms": 1e3 * (max(read_s) - stalls.ended_s),
+            "stall_ms": 1e3 * stall_s,
+            "memcpy_ms": 1e3 * memcpy_s,
+            "stall_over_memcpy": stall_s / memcpy_s,
+            "all_relays_ms": 1e3 * (max(held_s) - ended_s),
+            "all_readers_ms": 1e3 * (max(read_s) - ended_s),
             "sent_share": arrival.num_sent / arrival.num_bytes,
         }
 
@@ -174,13 +175,14 @@ def main() -> None:
     asked = [(size, n) for size in sizes for n in numbers]
     rows = [row for size, n in asked if fits(size, n) for row in measured(size, n, repeats)]
     full = [row for row in rows if row["changed"] == 1.0]
+    worst = [row["stall_over_memcpy"]["median"] for row in full if row["megabytes"] * MEGABYTE >= WORST_FROM]
+    stalls_ms: dict[int, list[float]] = defaultdict(list)
+    for row in full:
+        stalls_ms[row["megabytes"]].append(row["stall_ms"]["median"])
     print_result(
         {
-            "stall_over_memcpy": max(
-                (row["stall_over_memcpy"]["median"] for row in full if row["megabytes"] * MEGABYTE >= WORST_FROM),
-                default=None,
-            ),
-            "flatness": {megabytes: _flatness(full, megabytes) for megabytes in {row["megabytes"] for row in full}},
+            "stall_over_memcpy": max(worst, default=None),
+            "flatness": {size: round(max(stalls) / min(stalls), 3) for size, stalls in stalls_ms.items()},
             "left_out": [f"{size // MEGABYTE} MB, {n} relays" for size, n in asked if not fits(size, n)],
             "rows": rows,
         }
@@ -195,50 +197,20 @@ def fits(num_bytes: int, num_relays: int) -> bool:
 def measured(num_bytes: int, num_relays: int, repeats: int) -> list[dict]:
     """Measure two rows: everything changed, and 1 %."""
     schedule = [changed for changed in (1.0, 0.01) for _ in range(repeats)]
-    # The first publish stores the data that later ones replace.
-    _, *publishes = _on_cluster(num_bytes, num_relays, lambda tier: _publishes(tier, [1.0, *schedule]))
-    return [
-        _row(num_bytes, num_relays, changed, [p for c, p in zip(schedule, publishes, strict=True) if c == changed])
-        for changed in (1.0, 0.01)
-    ]
-
-
-def _on_cluster(num_bytes: int, num_relays: int, work: Callable[[Tier], Coroutine[None, None, T]]) -> T:
-    """Run `work` on a fresh cluster of `num_relays` nodes."""
     memory = 2 * num_bytes + max(100 * MEGABYTE, num_bytes // 3)  # two versions, and buckets in transit
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 2, "object_store_memory": memory, "include_dashboard": False},
-    )
-    for _ in range(num_relays - 1):
-        cluster.add_node(num_cpus=2, object_store_memory=memory)
-    ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-    tier = Tier.start(num_bytes)
-    try:
-        return asyncio.run(work(tier))
-    finally:
-        tier.close()
-        ray.shutdown()
-        cluster.shutdown()
-
-
-async def _publishes(tier: Tier, schedule: Sequence[float]) -> list[dict[str, float]]:
-    await tier.trainer.call(Trainer.warm)
-    publishes = []
-    for version, changed in enumerate(schedule):
-        publishes.append(await tier.published(version, changed))
-        progress(len(tier.readers), "relays", changed, publishes[-1])
-    return publishes
-
-
-def _row(num_bytes: int, num_relays: int, changed: float, publishes: Sequence[dict[str, float]]) -> dict:
-    figures = {name: spread([round(publish[name], 4) for publish in publishes]) for name in publishes[0]}
-    return {"megabytes": num_bytes // MEGABYTE, "relays": num_relays, "changed": changed, **figures}
-
-
-def _flatness(rows: Sequence[dict], megabytes: int) -> float:
-    stalls = [row["stall_ms"]["median"] for row in rows if row["megabytes"] == megabytes]
-    return round(max(stalls) / min(stalls), 3)
+    with raylets(num_relays, 2, memory) as address:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        tier = Tier.start(num_bytes)
+        try:
+            publishes = asyncio.run(tier.publishes(schedule))
+        finally:
+            tier.close()
+    size = {"megabytes": num_bytes // MEGABYTE, "relays": num_relays}
+    halves = {1.0: publishes[:repeats], 0.01: publishes[repeats:]}
+    return [
+        {**size, "changed": changed, **{name: spread([round(p[name], 4) for p in half]) for name in half[0]}}
+        for changed, half in halves.items()
+    ]
 
 
 if __name__ == "__main__":

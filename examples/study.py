@@ -8,11 +8,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from benchmarks.measure import ENV, marks_of, rows_of, train_command
 
@@ -23,6 +23,8 @@ R = TypeVar("R", bound="DataclassInstance")
 """Settings of a run; a frozen dataclass."""
 F = TypeVar("F", bound="DataclassInstance")
 """Figures of a finished run."""
+Row: TypeAlias = "dict[str, float | None]"
+"""Figures by name."""
 
 
 def finished(path: Path, runs: Iterable[R], outcome: type[F]) -> dict[R, F]:
@@ -61,29 +63,79 @@ def append(path: Path, run: DataclassInstance, outcome: DataclassInstance) -> No
         file.write(json.dumps({"run": asdict(run), "outcome": asdict(outcome)}) + "\n")
 
 
-def trained(example: str, prepared: Path, num_rows: int, *overrides: str) -> tuple[list[dict[str, float]], float]:
-    """Train by `examples/EXAMPLE/run.yaml`; return its first `num_rows` metrics or more, and CPU-seconds of all
-    processes. Raises `RuntimeError` with the end of the output if training fails."""
+# ----------------------------------------------------------------------------------- the same example in several cases
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Settings of one run of an example."""
+
+    example: str
+    overrides: tuple[str, ...]
+    seed: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Figures of one run of an example."""
+
+    figures: Row
+    """By name; `cpu_s` are the CPU-seconds of all processes, from the command to the last row of metrics."""
+
+
+def trained(trial: Trial, prepared: Path, num_rows: int, figures_of: Callable[[list[dict[str, float]]], Row]) -> Result:
+    """Train by `examples/EXAMPLE/run.yaml` until there are `num_rows` rows of metrics.
+
+    Raises `RuntimeError` with the end of the output if training fails.
+    """
     with tempfile.TemporaryDirectory(prefix="study_") as folder:
-        command = train_command(prepared, Path(folder), *overrides, example=example)
+        overrides = (f"run.seed={trial.seed}", f"run.steps={trial.steps}", *trial.overrides)
+        command = train_command(prepared, Path(folder), *overrides, example=trial.example)
         metrics = Path(folder) / "run" / "metrics.jsonl"
         (end,) = marks_of(command, ENV, metrics, [num_rows])
-        return rows_of(metrics), end.cpu_s
+        return Result({**figures_of(rows_of(metrics)), "cpu_s": end.cpu_s})
 
 
-def study_parser(description: str | None, *, steps: int, out: Path) -> argparse.ArgumentParser:
-    """Build a parser with `--seeds`, `--steps` and `--out`."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", default="0,1,2", help="of the warm start and of the run")
-    parser.add_argument("--steps", type=int, default=steps)
-    parser.add_argument("--out", type=Path, default=out, help="finished runs")
-    return parser
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Comparison of cases of an example, over seeds."""
 
+    example: str
+    train: Callable[[Trial], Result]
+    head: tuple[str, ...]
+    """Names of the columns that name a case."""
+    columns: Mapping[str, tuple[str, str, str]]
+    """Name, format and replacement for None of each figure shown, by the head of its column."""
 
-def print_study(table: str, results: Mapping[R, F]) -> None:
-    """Print the table, then all figures as one line of JSON."""
-    print(table)
-    print(json.dumps({"runs": [{"trial": asdict(run), **asdict(found)} for run, found in results.items()]}), flush=True)
+    def parser(self, description: str | None, *, steps: int) -> argparse.ArgumentParser:
+        """Build a parser with `--seeds`, `--steps` and `--out`."""
+        style = argparse.RawDescriptionHelpFormatter
+        parser = argparse.ArgumentParser(description=description, formatter_class=style)
+        parser.add_argument("--seeds", default="0,1,2", help="of the warm start and of the run")
+        parser.add_argument("--steps", type=int, default=steps)
+        out = Path(".cache") / self.example / "comparison.jsonl"
+        parser.add_argument("--out", type=Path, default=out, help="finished runs")
+        return parser
+
+    def show(self, cases: Mapping[tuple[str, ...], tuple[str, ...]], options: argparse.Namespace) -> None:
+        """Run the missing trials of the cases, which have overrides by name; print the table, then JSON in one line."""
+        seeds = [int(seed) for seed in options.seeds.split(",")]
+        trials = {c: [Trial(self.example, o, seed, options.steps) for seed in seeds] for c, o in cases.items()}
+        results = run_all((trial for each in trials.values() for trial in each), self.train, Result, options.out)
+        print(self.table({case: {t.seed: results[t] for t in each} for case, each in trials.items()}))
+        print(json.dumps({"runs": [{"trial": asdict(t), **found.figures} for t, found in results.items()]}), flush=True)
+
+    def table(self, results: Mapping[tuple[str, ...], Mapping[int, Result]]) -> str:
+        """Build a Markdown table: a row for each case, the seeds side by side."""
+        rows = []
+        for case, by_seed in results.items():
+            cells = [" / ".join(map(str, by_seed))]
+            for name, spec, none in self.columns.values():
+                values = [result.figures[name] for result in by_seed.values()]
+                cells.append(" / ".join(none if value is None else format(value, spec) for value in values))
+            rows.append([*case, *cells])
+        return markdown([*self.head, "seeds", *self.columns], rows)
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

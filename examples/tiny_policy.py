@@ -191,9 +191,14 @@ def fill(out: Path, recipe: WarmStart, rows: Sequence[Mapping], demonstrate: Dem
     `rows` are those of evaluation, then those of training.
     """
     loss = save_imitator(out / "model", demonstrate, recipe)
-    write_rows(out / "eval.jsonl", rows[: recipe.num_eval])
-    write_rows(out / "train.jsonl", rows[recipe.num_eval :])
+    write_tasks(out, rows, recipe.num_eval)
     return {"loss": loss}
+
+
+def write_tasks(out: Path, rows: Sequence[Mapping[str, Any]], num_eval: int) -> None:
+    """Write the first `num_eval` rows to `eval.jsonl`, and the others to `train.jsonl`."""
+    write_rows(out / "eval.jsonl", rows[:num_eval])
+    write_rows(out / "train.jsonl", rows[num_eval:])
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
+from benchmarks.measure import rows_of
 from examples.sort.prepare import Recipe, prepare, said
 from examples.sort.reward import exact_sort
 from examples.tiny_policy import EOS, write_rows
@@ -24,21 +24,18 @@ from examples.tiny_policy import EOS, write_rows
 def label(folder: Path) -> Path:
     """Write `labelled.jsonl` beside the rows of `train.jsonl`, without unfinished answers; return its path."""
     torch.set_num_threads(1)
-    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    path = folder / "labelled.jsonl"
-    write_rows(path, _labelled(folder, rows))
-    return path
-
-
-def _labelled(folder: Path, rows: list[dict[str, str]]) -> Iterator[dict[str, str | bool]]:
+    rows = rows_of(folder / "train.jsonl")
     model = Qwen3ForCausalLM.from_pretrained(folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    answers = said(model, tokenizer, [row["prompt"] for row in rows], greedy=False)
-    for row, answer in zip(rows, answers, strict=True):
+    labelled = []
+    for row, answer in zip(rows, said(model, tokenizer, [row["prompt"] for row in rows], greedy=False), strict=True):
         completion, end, _ = answer.partition(EOS)
         if completion and end:
             is_right = bool(exact_sort(completion, row["answer"]))
-            yield {"prompt": row["prompt"], "completion": completion, "label": is_right}
+            labelled.append({"prompt": row["prompt"], "completion": completion, "label": is_right})
+    path = folder / "labelled.jsonl"
+    write_rows(path, labelled)
+    return path
 
 
 def main() -> None:

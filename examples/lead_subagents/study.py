@@ -17,13 +17,11 @@ tables, one sample each at temperature 1, before and after training.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby, product
+from dataclasses import replace
 from pathlib import Path
 
 from examples.lead_subagents.prepare import prepare
-from examples.study import markdown, print_study, run_all, study_parser, trained
+from examples.study import Comparison, Result, Row, Trial, trained
 from examples.tiny_policy import WarmStart
 
 CASES = ("joint-3", "lead-3", "subagent-3", "joint-2", "joint-1")
@@ -33,70 +31,47 @@ TRAINED = {"joint": "both", "lead": "the lead", "subagent": "subagents"}
 MEASURED = "eval/held_out/mean"
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """Settings of one run."""
-
-    case: str
-    """Trained agents and number of subagents: `lead-3`."""
-    seed: int
-    steps: int
-
-    @property
-    def changes(self) -> list[str]:
-        """Overrides for the command line."""
-        trained, _, width = self.case.partition("-")
-        return [f"rollout.workflow.max_subagents={width}", f"algorithm.frozen_agents=[{FROZEN[trained]}]"]
+def overrides_of(case: str) -> tuple[str, ...]:
+    """Overrides of a case: trained agents and number of subagents, `lead-3`."""
+    agents, _, width = case.partition("-")
+    return (f"rollout.workflow.max_subagents={width}", f"algorithm.frozen_agents=[{FROZEN[agents]}]")
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """Figures of one run."""
+def train(trial: Trial) -> Result:
+    """Train the policy of the seed, between two evaluations."""
+    prepared = Path(".cache/lead_subagents") / f"seed{trial.seed}"
+    prepare(prepared, WarmStart(seed=trial.seed))
+    trial = replace(trial, overrides=(*trial.overrides, f"eval.every={trial.steps}"))
+    return trained(trial, prepared, trial.steps + 2, figures_of)  # a row for every step and both evaluations
 
-    f1_before: float
-    f1_after: float
-    cpu_s: float
-    """CPU-seconds of every process, from the command to the end of the last evaluation."""
+
+def figures_of(rows: list[dict[str, float]]) -> Row:
+    """Extract the figures of a run from its metrics: item-F1 before and after it."""
+    before, after = (row[MEASURED] for row in rows if MEASURED in row)
+    return {"f1_before": before, "f1_after": after}
+
+
+COMPARISON = Comparison(
+    example="lead_subagents",
+    train=train,
+    head=("trained", "subagents"),
+    columns={
+        "item-F1 before": ("f1_before", ".3f", ""),
+        "item-F1 after": ("f1_after", ".3f", ""),
+        "CPU-s": ("cpu_s", ".0f", ""),
+    },
+)
 
 
 def main() -> None:
     """Run the missing trials, and show all requested ones."""
-    parser = study_parser(__doc__, steps=40, out=Path(".cache/lead_subagents/study.jsonl"))
+    parser = COMPARISON.parser(__doc__, steps=40)
     parser.add_argument("--cases", default=",".join(CASES), help="who is trained, and how many subagents there are")
     options = parser.parse_args()
-    settings = product(options.cases.split(","), map(int, options.seeds.split(",")))
-    results = run_all([Trial(case, seed, options.steps) for case, seed in settings], run, Result, options.out)
-    print_study(table_of(results), results)
-
-
-def run(trial: Trial) -> Result:
-    """Train once."""
-    prepared = Path(".cache/lead_subagents") / f"seed{trial.seed}"
-    prepare(prepared, WarmStart(seed=trial.seed))
-    changes = [*trial.changes, f"run.seed={trial.seed}", f"run.steps={trial.steps}", f"eval.every={trial.steps}"]
-    num_rows = trial.steps + 2  # a row for every step and both evaluations
-    return result_of(trial.steps, *trained("lead_subagents", prepared, num_rows, *changes))
-
-
-def result_of(steps: int, rows: Sequence[dict[str, float]], cpu_s: float) -> Result:
-    """Extract the figures of a run from its metrics."""
-    measured = {row["step"]: row[MEASURED] for row in rows if MEASURED in row}
-    return Result(measured[0], measured[steps], cpu_s)
-
-
-def table_of(results: Mapping[Trial, Result]) -> str:
-    """Build a Markdown table: a row for each case, the seeds side by side."""
-    rows = []
-    for case, trials in groupby(results, lambda trial: trial.case):
-        seeds, (trained, _, width) = {trial.seed: results[trial] for trial in trials}, case.partition("-")
-        cells = [
-            " / ".join(map(str, seeds)),
-            " / ".join(f"{run.f1_before:.3f}" for run in seeds.values()),
-            " / ".join(f"{run.f1_after:.3f}" for run in seeds.values()),
-            " / ".join(f"{run.cpu_s:.0f}" for run in seeds.values()),
-        ]
-        rows.append([TRAINED[trained], width, *cells])
-    return markdown(["trained", "subagents", "seeds", "item-F1 before", "item-F1 after", "CPU-s"], rows)
+    parts = {case: case.partition("-") for case in options.cases.split(",")}
+    COMPARISON.show(
+        {(TRAINED[agents], width): overrides_of(case) for case, (agents, _, width) in parts.items()}, options
+    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ Writes into DIR: `model/`, `train.jsonl`, `eval.jsonl`, and last `prepared.json`
 from __future__ import annotations
 
 import importlib.util
-import json
 import random
 import sys
 from collections.abc import Sequence
@@ -24,7 +23,8 @@ from typing import TypeAlias
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from examples.tiny_policy import fill_from_command_line, once, write_rows
+from benchmarks.measure import rows_of
+from examples.tiny_policy import fill_from_command_line, once, write_tasks
 from rlsys.rewards.text_rewards import exact
 
 Triple: TypeAlias = tuple[int, ...]
@@ -47,7 +47,7 @@ def prepare(out: Path, recipe: Recipe) -> dict[str, float]:
     """Fill `out` unless it is complete for this recipe; return `greedy` accuracy on the eval rows and `cpu_s`."""
     print("converting the GGUF file", file=sys.stderr, flush=True)
     convert(gguf_folder(), out / "model", recipe.dtype)
-    write_tasks(out, recipe)
+    write_tasks(out, draw_tasks(recipe), recipe.num_eval)
     print(f"measuring greedy accuracy on {recipe.num_eval} rows", file=sys.stderr, flush=True)
     return {"greedy": greedy_accuracy(out / "model", out / "eval.jsonl")}
 
@@ -92,22 +92,20 @@ def ask(triple: Triple) -> str:
     return f"Max of {', '.join(map(str, triple))}?"
 
 
-def write_tasks(out: Path, recipe: Recipe) -> None:
-    """Write `eval.jsonl` and `train.jsonl`; one JSON object a line: `{"prompt": [messages], "answer": "47"}`."""
+def draw_tasks(recipe: Recipe) -> list[dict[str, object]]:
+    """Draw the rows, those of evaluation first: `{"prompt": [messages], "answer": "47"}`."""
     triples = draw_triples(recipe)
-    rows = [
+    return [
         {"prompt": chat([first, second], question), "answer": str(max(question))}
         for first, second, question in zip(triples[::3], triples[1::3], triples[2::3], strict=True)
     ]
-    write_rows(out / "eval.jsonl", rows[: recipe.num_eval])
-    write_rows(out / "train.jsonl", rows[recipe.num_eval :])
 
 
 def greedy_accuracy(model_dir: Path, rows_path: Path) -> float:
     """Return the mean reward of the greedy answers to the rows of a file."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(model_dir).eval()
-    rows = [json.loads(line) for line in rows_path.read_text().splitlines()]
+    rows = rows_of(rows_path)
     total = 0.0
     for start in range(0, len(rows), 64):
         batch = rows[start : start + 64]

@@ -28,7 +28,7 @@ from examples.tiny_policy import (
     new_model,
     once,
     train_supervised,
-    write_rows,
+    write_tasks,
 )
 
 NUM_DIGITS = 6
@@ -64,9 +64,8 @@ def prepare(out: Path, recipe: Recipe) -> dict[str, float]:
     figures["greedy"] = accuracy(model, tokenizer, eval_D, greedy=True)
     model.save_pretrained(out / "model")
     tokenizer.save_pretrained(out / "model")
-    for name, digits_D in (("train", train_D), ("eval", eval_D)):
-        texts = map(row_texts, digits_D.tolist())
-        write_rows(out / f"{name}.jsonl", ({"prompt": prompt, "answer": answer} for prompt, answer in texts))
+    texts = map(row_texts, [*eval_D.tolist(), *train_D.tolist()])
+    write_tasks(out, [{"prompt": prompt, "answer": answer} for prompt, answer in texts], recipe.num_eval)
     return figures
 
 

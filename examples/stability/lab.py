@@ -167,7 +167,7 @@ async def _trained(run: Run, folder: Path) -> Outcome:
         await sampler.take(run.steps, snapshots[run.steps])
         return replace(outcome, final_reward=_reward_of(await sampler.exam()))
     finally:
-        await sampler.close()
+        await sampler.engine.close()
 
 
 class Task(NamedTuple):
@@ -187,7 +187,7 @@ class Sampler:
         self._held_out = self._read(folder / "eval.jsonl")[:EXAM_GROUPS]
         stop = self._tokenizer.eos_token_id
         assert isinstance(stop, int)
-        self._engine = LocalEngine(
+        self.engine = LocalEngine(
             load_model(str(folder / "model"), torch.float32),
             num_slots=run.groups * run.group_size,
             max_context=MAX_CONTEXT,
@@ -197,10 +197,10 @@ class Sampler:
 
     async def take(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> None:
         """Sample from these weights from here on."""
-        if version != self._engine.version:
-            await self._engine.pause()
-            await self._engine.load(version, weights)
-            await self._engine.resume()
+        if version != self.engine.version:
+            await self.engine.pause()
+            await self.engine.load(version, weights)
+            await self.engine.resume()
 
     async def groups_of(self, step: int) -> list[Group]:
         """Return the scored groups of step number `step`, with their payloads."""
@@ -213,30 +213,23 @@ class Sampler:
         """Return scored groups of held-out tasks; the same tasks and seeds in every run."""
         return await self._groups(dict(enumerate(self._held_out)), EXAM_SIZE, EXAM_SEED)
 
-    async def close(self) -> None:
-        """Free the engine."""
-        await self._engine.close()
-
     def _read(self, path: Path) -> list[Task]:
         return [Task(tuple(self._tokenizer(row["prompt"]).input_ids), row["answer"]) for row in rows_of(path)]
 
     async def _groups(self, tasks: Mapping[int, Task], group_size: int, seed: int) -> list[Group]:
         places = [(group_id, member) for group_id in tasks for member in range(group_size)]
-        episodes = await asyncio.gather(*(self._episode(tasks[s], f"{s}/{m}", seeded(seed, s, m)) for s, m in places))
+        seeds = [request_seed(group_seed(seed, group_id), member, 0) for group_id, member in places]
+        sampled = (self._episode(tasks[s], f"{s}/{m}", seed) for (s, m), seed in zip(places, seeds, strict=True))
+        episodes = await asyncio.gather(*sampled)
         payloads = [tuple(episodes[i : i + group_size]) for i in range(0, len(episodes), group_size)]
         return [group_of(group_id, payload) for group_id, payload in zip(tasks, payloads, strict=True)]
 
     async def _episode(self, task: Task, name: str, seed: int) -> Episode:
-        done = await self._engine.generate(Request(name, task.prompt_ids, SAMPLING, seed))
+        done = await self.engine.generate(Request(name, task.prompt_ids, SAMPLING, seed))
         assert done.finish is not None
         (text,) = self._tokenizer.batch_decode([list(done.output_ids)], skip_special_tokens=True)
         turn = Turn(task.prompt_ids, done.output_ids, done.logprobs, done.versions, done.finish, text, SAMPLING)
         return Episode((Trajectory("policy", (turn,), reward=exact_sort(text, task.answer)),))
-
-
-def seeded(seed: int, group_id: int, member: int) -> int:
-    """Return the sampling seed of one member of a group."""
-    return request_seed(group_seed(seed, group_id), member, 0)
 
 
 def _reward_of(groups: Sequence[Group]) -> float:

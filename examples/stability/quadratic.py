@@ -97,12 +97,9 @@ def descend(problem: Problem, staleness: int, control: StabilizerPlugin) -> Desc
     chance = torch.Generator().manual_seed(problem.seed)
     start_D = torch.randn(problem.num_coordinates, generator=chance)
     versions = [start_D] * (staleness + 1)
-
-    def noise() -> Iterator[Tensor]:
-        while True:
-            yield problem.noise * torch.randn(problem.num_coordinates, generator=chance)
-
-    return follow(versions, problem.curvatures(), noise(), problem.rate, control, problem.num_steps)
+    size = problem.num_coordinates
+    noise = (problem.noise * torch.randn(size, generator=chance) for _ in range(problem.num_steps))
+    return follow(versions, problem.curvatures(), noise, problem.rate, control, problem.num_steps)
 
 
 def follow(

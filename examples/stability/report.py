@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 
@@ -23,12 +24,11 @@ HEAD = (
     f"cosine, first {EARLY} asynchronous steps", "safe / projected / skipped", "update cosine",
 )  # fmt: skip
 COLOURS = ("#636363", "#9ecae1", "#d94801", "#08519c", "#31a354", "#756bb1", "#e7298a", "#000000")
-CALIBRATED = GAC(enabled=True, calibrate_steps=100)
 QUADRATIC = {
     "none": GAC(),
     "projection": replace(CONTROL, max_skips=0),
     "projection and skips": CONTROL,
-    "calibrated, 100 steps": CALIBRATED,
+    "calibrated, 100 steps": GAC(enabled=True, calibrate_steps=100),
 }
 
 
@@ -101,21 +101,16 @@ COSINE = "cosine of consecutive gradients,\nmean of ten steps and of all seeds"
 
 def draw_grid(rows: Sequence[Row], done: Mapping[Run, Outcome], folder: Path) -> None:
     """Draw the grid as PNG files in `folder`: a panel for each algorithm and staleness, a line for each control."""
-    panels: dict[str, dict[int, list[tuple[str, Row]]]] = {}
-    for row in rows:
-        line = (f"GAC {row.label}", row)
-        panels.setdefault(row.run.algorithm, {}).setdefault(row.run.staleness, []).append(line)
-    _draw_lines(panels, done, folder / "stability_reward.png", REWARD, _draw_rewards)
-    _draw_lines(panels, done, folder / "stability_cosine.png", COSINE, _draw_cosines)
+    lines = [(row.run.algorithm, f"GAC {row.label}", row) for row in rows]
+    _draw_lines(lines, done, folder / "stability_reward.png", REWARD, _draw_rewards)
+    _draw_lines(lines, done, folder / "stability_cosine.png", COSINE, _draw_cosines)
     draw_quadratic(folder / "stability_quadratic.png")
 
 
 def draw_corrections(rows: Sequence[Row], done: Mapping[Run, Outcome], folder: Path) -> None:
     """Draw the comparison: a panel for each staleness, a line for each algorithm."""
-    panels: dict[int, list[tuple[str, Row]]] = {}
-    for row in rows:
-        panels.setdefault(row.run.staleness, []).append((row.run.algorithm, row))
-    _draw_lines({"": panels}, done, folder / "stability_corrections.png", REWARD, _draw_rewards)
+    lines = [("", row.run.algorithm, row) for row in rows]
+    _draw_lines(lines, done, folder / "stability_corrections.png", REWARD, _draw_rewards)
 
 
 def _draw_rewards(axes: Axes, row: Row, outcomes: Sequence[Outcome], colour: str, label: str) -> None:
@@ -131,32 +126,27 @@ def _draw_cosines(axes: Axes, row: Row, outcomes: Sequence[Outcome], colour: str
 
 
 def _draw_lines(
-    panels: Mapping[str, Mapping[int, Sequence[tuple[str, Row]]]],
+    lines: Sequence[tuple[str, str, Row]],
     done: Mapping[Run, Outcome],
     path: Path,
     what: str,
     draw: Callable[[Axes, Row, Sequence[Outcome], str, str], None],
 ) -> None:
-    """Draw panels by name, downwards, and staleness, to the right."""
-    width = max(map(len, panels.values()))
-    figure = Figure(figsize=(3.2 * width, 2.7 * len(panels) + 0.5), layout="constrained")
-    grid = figure.subplots(len(panels), width, sharex=True, sharey=True, squeeze=False)
-    for axes_row, (name, of_row) in zip(grid, panels.items(), strict=True):
-        for axes, (staleness, lines) in zip(axes_row, of_row.items(), strict=True):
-            for label, row in lines:
-                draw(axes, row, [done[run] for run in row.runs], _colour(panels, label), label)
-            axes.set_title(f"staleness {staleness}{', ' if name else ''}{name}", fontsize=9)
-            axes.grid(alpha=0.3)
+    """Draw lines of a panel's name, a label and a row: panels by name, downwards, and by staleness, to the right."""
+    names, ages = list(dict.fromkeys(name for name, _, _ in lines)), sorted({row.run.staleness for _, _, row in lines})
+    colours = dict(zip(dict.fromkeys(label for _, label, _ in lines), COLOURS, strict=False))
+    figure = Figure(figsize=(3.2 * len(ages), 2.7 * len(names) + 0.5), layout="constrained")
+    grid = figure.subplots(len(names), len(ages), sharex=True, sharey=True, squeeze=False)
+    for (i, name), (j, staleness) in product(enumerate(names), enumerate(ages)):
+        for of_panel, label, row in lines:
+            if (of_panel, row.run.staleness) == (name, staleness):
+                draw(grid[i][j], row, [done[run] for run in row.runs], colours[label], label)
+        grid[i][j].set_title(f"staleness {staleness}{', ' if name else ''}{name}", fontsize=9)
+        grid[i][j].grid(alpha=0.3)
     grid[0][-1].legend(fontsize=7)
     figure.supxlabel("version of the weights", fontsize=9)
     figure.suptitle(what, fontsize=10)
     figure.savefig(path, dpi=120)
-
-
-def _colour(panels: Mapping[str, Mapping[int, Sequence[tuple[str, Row]]]], label: str) -> str:
-    """Return the colour of a label, equal in every panel."""
-    labels = dict.fromkeys(label for of_row in panels.values() for lines in of_row.values() for label, _ in lines)
-    return COLOURS[list(labels).index(label)]
 
 
 def draw_quadratic(path: Path) -> None:

@@ -11,8 +11,6 @@ from examples.stability.lab import ALGORITHMS, BLIND, DEFAULT, Run
 
 CALIBRATED_ON = 20
 """Synchronous steps for the calibration of thresholds."""
-WATCHED_AFTER_THEM = GAC(calibrate_steps=CALIBRATED_ON)
-"""Baseline of a calibrated control: the same synchronous start, without action."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +26,15 @@ class Row:
         """First run, for the settings that all share."""
         return self.runs[0]
 
-    def on(self, seeds: Sequence[int]) -> Row:
-        """Return the same row on other seeds."""
-        return _row(self.label, self.run, seeds)
+    @classmethod
+    def of(cls, label: str, run: Run, seeds: Sequence[int]) -> Row:
+        """Build the row of a run on these seeds instead of its own."""
+        return cls(label, tuple(replace(run, seed=seed) for seed in seeds))
 
 
 ARMS: Mapping[str, GAC] = {
     "off": GAC(),
-    "off, synchronous start": WATCHED_AFTER_THEM,
+    "off, synchronous start": GAC(calibrate_steps=CALIBRATED_ON),  # the baseline of a calibrated control
     "on": GAC(enabled=True),
     "calibrated": GAC(enabled=True, calibrate_steps=CALIBRATED_ON),
 }
@@ -44,7 +43,7 @@ ARMS: Mapping[str, GAC] = {
 def grid(seeds: Sequence[int], steps: int = 160, staleness: Sequence[int] = (0, 4, 16, 32)) -> list[Row]:
     """Build the rows of staleness x correction x control."""
     return [
-        _row(label, Run(staleness=s, algorithm=algorithm, gac=gac, steps=steps), seeds)
+        Row.of(label, Run(staleness=s, algorithm=algorithm, gac=gac, steps=steps), seeds)
         for algorithm in (DEFAULT, BLIND)
         for s in staleness
         for label, gac in ARMS.items()
@@ -54,7 +53,7 @@ def grid(seeds: Sequence[int], steps: int = 160, staleness: Sequence[int] = (0, 
 
 def corrections(seeds: Sequence[int], staleness: Sequence[int] = (0, 4, 16)) -> list[Row]:
     """Build the rows of corrections against staleness, without control."""
-    return [_row("off", Run(staleness=s, algorithm=algorithm), seeds) for s in staleness for algorithm in ALGORITHMS]
+    return [Row.of("off", Run(staleness=s, algorithm=algorithm), seeds) for s in staleness for algorithm in ALGORITHMS]
 
 
 def search(seeds: Sequence[int]) -> list[Row]:
@@ -62,11 +61,11 @@ def search(seeds: Sequence[int]) -> list[Row]:
     0: no control. The last rows use a batch with eight times the work, at 16, with a few of the controls."""
     large = Run(groups=64, group_size=16, lr=6e-4)
     rows = []
-    for base, controls, stale in ((SMALL, SEARCHED, (8, 16)), (large, SEARCHED_LARGE, (16,))):
+    for base, controls, stale in ((SMALL, SEARCHED, (8, 16)), (large, ARMS, (16,))):
         for algorithm in (BLIND, DEFAULT):
-            rows.append(_row("off", replace(base, algorithm=algorithm), seeds))
+            rows.append(Row.of("off", replace(base, algorithm=algorithm), seeds))
             rows += [
-                _row(label, replace(base, algorithm=algorithm, staleness=s, gac=gac), seeds)
+                Row.of(label, replace(base, algorithm=algorithm, staleness=s, gac=gac), seeds)
                 for s in stale
                 for label, gac in controls.items()
             ]
@@ -83,7 +82,7 @@ def confirmed(searched: Sequence[Row], reward_of: Callable[[Row], float], seeds:
         controlled = [row for row in listed if row.run.gac.enabled]
         rows += [row for row in listed if not row.run.gac.enabled]
         rows += [max(controlled, key=reward_of)] if controlled else []
-    return [row.on(seeds) for row in rows]
+    return [Row.of(row.label, row.run, seeds) for row in rows]
 
 
 SMALL = Run()
@@ -100,10 +99,3 @@ SEARCHED: Mapping[str, GAC] = {
     "on the update": GAC(enabled=True, where="update"),
     "on the update, no skips": GAC(enabled=True, where="update", max_skips=0),
 }
-SEARCHED_LARGE: Mapping[str, GAC] = {
-    label: SEARCHED[label] for label in ("off", "off, synchronous start", "on", "calibrated")
-}
-
-
-def _row(label: str, run: Run, seeds: Sequence[int]) -> Row:
-    return Row(label, tuple(replace(run, seed=seed) for seed in seeds))

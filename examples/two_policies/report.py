@@ -30,34 +30,23 @@ class Share:
 
 
 def share_of(episodes: Sequence[Episode]) -> Share:
-    """Compute the shares over these episodes."""
-    proper = [episode for episode in episodes if _is_proper(_proposal(episode))]
+    """Compute the shares over these episodes; a proposer without a turn proposed nothing."""
+    proper = []
+    for episode in episodes:
+        said = "".join(turn.text for turn in episode.trajectories[0].turns[:1])
+        if said.isdigit() and len(said) == NUM_DIGITS and len({*said}) > 1:
+            proper.append(episode)
     rewards = [t.reward or 0.0 for episode in proper for t in episode.trajectories[1:]]
     return Share(len(proper) / len(episodes), fmean(rewards) if rewards else float("nan"))
-
-
-def _proposal(episode: Episode) -> str:
-    """Return the proposal; empty if the proposer had no turn."""
-    return "".join(turn.text for turn in episode.trajectories[0].turns[:1])
-
-
-def _is_proper(said: str) -> bool:
-    return said.isdigit() and len(said) == NUM_DIGITS and len({*said}) > 1
-
-
-def ends_of(run: Path) -> tuple[Share, Share]:
-    """Return the shares of the first and the last steps of a run."""
-    paths = sorted((run / "policies" / "proposer" / "rollouts").iterdir())
-    ends = (paths[:NUM_STEPS], paths[-NUM_STEPS:])
-    first, last = ([e for path in end for record in read_rollouts(path) for e in record.episodes] for end in ends)
-    return share_of(first), share_of(last)
 
 
 def main() -> None:
     """Print both ends of a run."""
     parser = argparse.ArgumentParser(description="What the first and the last steps of a run came to.")
     parser.add_argument("run", type=Path)
-    for name, share in zip(("first", "last"), ends_of(parser.parse_args().run), strict=True):
+    paths = sorted((parser.parse_args().run / "policies" / "proposer" / "rollouts").iterdir())
+    for name, end in (("first", paths[:NUM_STEPS]), ("last", paths[-NUM_STEPS:])):
+        share = share_of([e for path in end for record in read_rollouts(path) for e in record.episodes])
         print(f"{name:5} {NUM_STEPS} steps: {share.proper:.2f} proper tasks, {share.right:.2f} of them solved")
 
 

@@ -87,9 +87,9 @@ def test_a_benchmark_whose_peer_is_not_installed_ends_with_2_and_the_remedy(name
     assert done.stderr.endswith("remedy: run this benchmark once without --short\n")
 
 
-@pytest.mark.parametrize("name", ["group_queue_ray", "group_queue_rlsys"])
-def test_the_queues_that_need_no_other_environment_do_their_loads(name: str) -> None:
-    taken = answer_of(name, json.dumps(LOADS))
+@pytest.mark.parametrize("play", ["group_queue_work:play_ray_queue", "group_queue_rlsys:play"])
+def test_the_queues_that_need_no_other_environment_do_their_loads(play: str) -> None:
+    taken = answer_of("measure", f"benchmarks.{play}", json.dumps([LOADS]))
     assert [one.keys() for one in taken] == [{"groups_per_s", "p50_s", "p99_s"}] * len(LOADS)
 
 

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples.countdown_parallel import prepare as games
 from examples.countdown_parallel.countdown import Countdown, solves
 from examples.lead_subagents import prepare as tables
-from examples.lead_subagents.study import CASES, Result, Trial, result_of, table_of
+from examples.lead_subagents.study import CASES, COMPARISON, figures_of, overrides_of
 from examples.lead_subagents.table import TableFilling, item_f1
-from examples.study import append, finished
+from examples.study import Result, Trial, append, finished
 from examples.tiny_policy import CHARACTERS, WarmStart, batch_of, build_tokenizer
 from rlsys.batch.samples import samples_of
 from rlsys.config import Config
@@ -179,7 +179,7 @@ def test_only_what_the_policy_says_is_learned_with_the_token_that_ends_it():
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_case_of_the_study_is_a_configuration(case: str):
-    config = Config.load("examples/lead_subagents/run.yaml", Trial(case, 0, 1).changes)
+    config = Config.load("examples/lead_subagents/run.yaml", overrides_of(case))
     assert isinstance(config.rollout.workflow, TableFilling)
     assert (case, config.rollout.workflow.max_subagents, config.algorithm.frozen_agents) in [
         ("joint-3", 3, ()), ("joint-2", 2, ()), ("joint-1", 1, ()),
@@ -190,13 +190,14 @@ def test_every_case_of_the_study_is_a_configuration(case: str):
 def test_figures_are_of_the_evaluations_before_and_after():
     rows = [{"step": 0, "eval/held_out/mean": 0.4}, {"step": 1, "reward/mean": 0.5}]
     rows += [{"step": 2, "reward/mean": 0.6}, {"step": 2, "eval/held_out/mean": 0.7}]
-    assert result_of(2, rows, 9.0) == Result(0.4, 0.7, 9.0)
+    assert figures_of(rows) == {"f1_before": 0.4, "f1_after": 0.7}
 
 
 def test_finished_runs_are_read_again_and_shown_seed_by_seed(tmp_path: Path):
-    results = {Trial("lead-3", seed, 60): Result(0.5, 0.7 + seed / 100, 61.6) for seed in (0, 1)}
+    found = {s: Result({"f1_before": 0.5, "f1_after": 0.7 + s / 100, "cpu_s": 61.6}) for s in (0, 1)}
+    results = {Trial("lead_subagents", overrides_of("lead-3"), seed, 60): each for seed, each in found.items()}
     for trial, result in results.items():
         append(tmp_path / "deep" / "runs.jsonl", trial, result)
     assert finished(tmp_path / "deep" / "runs.jsonl", results, Result) == results
-    _, _, *body = table_of(results).splitlines()
+    _, _, *body = COMPARISON.table({("the lead", "3"): found}).splitlines()
     assert body == ["| the lead | 3 | 0 / 1 | 0.500 / 0.500 | 0.700 / 0.710 | 62 / 62 |"]

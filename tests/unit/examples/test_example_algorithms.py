@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from examples.kto_offline.prepare import label
-from examples.sort.algorithms import Result, Trial, result_of, table_of
+from examples.sort.algorithms import COMPARISON, figures_of
 from examples.sort.prepare import Recipe, prepare
-from examples.study import append, finished
+from examples.study import Result, Trial, append, finished
 from rlsys.config import Config
 from rlsys.data.task_file import load_tasks
 
-TRIAL = Trial("kto", 0, 1, 40)
+TRIAL = Trial("sort", ("algorithm.type=kto",), 1, 40)
 
 
 def rows(*, is_critic: bool = False) -> list[dict[str, float]]:
@@ -26,30 +26,33 @@ def rows(*, is_critic: bool = False) -> list[dict[str, float]]:
     ]
 
 
+def result(reward: float, steps: int | None, cpu_s: float, explained: float | None) -> Result:
+    return Result({"reward_last": reward, "steps_to_goal": steps, "explained_variance": explained, "cpu_s": cpu_s})
+
+
 def test_figures_are_of_the_last_tenth_and_of_the_first_step_whose_running_mean_is_the_goal():
-    result = result_of(rows(is_critic=True), cpu_s=7.0)
-    assert (result.reward_last, result.steps_to_goal, result.cpu_s) == (1.0, 29, 7.0)  # 9 of ten steps are 1
-    assert result.explained_variance == pytest.approx((37 + 38 + 39 + 40) / 160)
-    assert result_of(rows()[:20], cpu_s=7.0) == Result(0.0, None, 7.0, None)
+    figures = figures_of(rows(is_critic=True))
+    assert (figures["reward_last"], figures["steps_to_goal"]) == (1.0, 29)  # 9 of ten steps are 1
+    assert figures["explained_variance"] == pytest.approx((37 + 38 + 39 + 40) / 160)
+    assert figures_of(rows()[:20]) == {"reward_last": 0.0, "steps_to_goal": None, "explained_variance": None}
 
 
 def test_finished_runs_are_read_again_and_so_not_run_again(tmp_path: Path):
     path = tmp_path / "deep" / "runs.jsonl"
-    results = {TRIAL: Result(0.9, 30, 60.0, None), replace(TRIAL, seed=2): Result(1, None, 1, 0.5)}
+    results = {TRIAL: result(0.9, 30, 60.0, None), replace(TRIAL, seed=2): result(1, None, 1, 0.5)}
     assert finished(path, results, Result) == {}
-    for trial, result in results.items():
-        append(path, trial, result)
+    for trial, found in results.items():
+        append(path, trial, found)
     assert finished(path, results, Result) == results
     assert finished(path, [replace(TRIAL, steps=41)], Result) == {}
 
 
 def test_the_table_has_seeds_side_by_side():
     runs = {
-        Trial("ppo", 0, 1, 9): Result(0.95, 41, 70.4, 0.25),
-        Trial("ppo", 0, 0, 9): Result(0.91, 40, 69.6, 0.5),
-        Trial("kto", 4, 0, 9): Result(0.5, None, 60, None),
+        ("kto", "4"): {0: result(0.5, None, 60, None)},
+        ("ppo", "0"): {0: result(0.91, 40, 69.6, 0.5), 1: result(0.95, 41, 70.4, 0.25)},
     }
-    _, _, *body = table_of(runs).splitlines()
+    _, _, *body = COMPARISON.table(runs).splitlines()
     assert body == [
         "| kto | 4 | 0 | 0.500 | never | 60 | no critic |",
         "| ppo | 0 | 0 / 1 | 0.910 / 0.950 | 40 / 41 | 70 / 70 | 0.50 / 0.25 |",

@@ -1,6 +1,7 @@
 """SmolLM2's tasks; the model itself is converted by the demo."""
 
-from examples.smollm.prepare import Recipe, chat, draw_triples, write_tasks
+from examples.smollm.prepare import Recipe, chat, draw_tasks, draw_triples
+from examples.tiny_policy import write_tasks
 from rlsys.data.task_file import load_tasks
 
 TOY = Recipe(num_train=64, num_eval=16)
@@ -26,7 +27,7 @@ def test_the_chat_shows_two_solved_examples_and_ends_with_the_question():
 
 
 def test_the_rows_load_as_tasks_whose_answer_is_the_largest(tmp_path):
-    write_tasks(tmp_path, TOY)
+    write_tasks(tmp_path, draw_tasks(TOY), TOY.num_eval)
     train, evaluation = load_tasks(tmp_path / "train.jsonl"), load_tasks(tmp_path / "eval.jsonl")
     assert (len(train), len(evaluation)) == (64, 16)
     for task in (*train, *evaluation):
