@@ -62,9 +62,10 @@ class Killer:
     killed: Counter[str] = field(default_factory=Counter)
 
     def strike(self) -> None:
-        """Kill one process of a random kind, if there is one."""
+        """Kill one process of a random kind, if there is one; Ray sets the command of a worker to its title."""
         kind = self.chance.choice(sorted(KINDS))
-        running = psutil.process_iter(["cmdline"])  # Ray sets a worker's title as its command
+        below = {process.pid for process in psutil.Process().children(recursive=True)}  # those of this cluster
+        running = (process for process in psutil.process_iter(["cmdline"]) if process.pid in below)
         if targets := [p for p in running if " ".join(p.info["cmdline"] or ()).startswith(KINDS[kind])]:
             with suppress(psutil.NoSuchProcess):
                 self.chance.choice(targets).kill()
@@ -102,10 +103,9 @@ def run(prepared: Path, steps: int, nodes: int, killer: Killer | None) -> Outcom
         log = Path(folder) / "log"
         command = train_command(
             prepared, Path(folder), f"ray.address={address}", f"run.steps={steps}", "record.rollouts_every=1",
-            "checkpoint.every=0",
-            "rollout.workflow=benchmarks.slow_tools:SlowTools", f"rollout.replicas={nodes}", "rollout.num_cpus=1",
-            "reward.workers=2", "train.groups_per_step=8", "asynchrony.max_staleness=2", "limits.max_attempts=50",
-            "limits.lease_s=60", "limits.transfer_s=60",
+            "checkpoint.every=0", "rollout.workflow=benchmarks.slow_tools:SlowTools", f"rollout.replicas={nodes}",
+            "rollout.num_cpus=1", "reward.workers=2", "train.groups_per_step=8", "asynchrony.max_staleness=2",
+            "limits.max_attempts=50", "limits.lease_s=60", "limits.transfer_s=60",
         )  # fmt: skip
         began = time.monotonic()
         with log.open("w") as output:
