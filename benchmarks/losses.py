@@ -32,9 +32,9 @@ from algorithms.grpo import GRPO
 from algorithms.gspo import GSPO
 from algorithms.kto import KTO
 from algorithms.m2po import M2PO
+from algorithms.policy_gradient import ClippedSurrogate
 from algorithms.ppo import PPO
 from algorithms.reinforce_pp import ReinforcePP
-from algorithms.surrogate import ClippedSurrogate
 from benchmarks.measure import parser_of, print_result, spread, timed
 from rlsys.algorithm import Algorithm, LossInputs, LossOutput, Signal
 from rlsys.batch.tensors import MicroBatch

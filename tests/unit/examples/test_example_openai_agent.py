@@ -6,7 +6,6 @@ import asyncio
 
 from examples.openai_agent.prepare import TEMPLATE
 from examples.tiny_policy import EOS, build_tokenizer
-from rlsys.agents.session import POLICY
 from rlsys.agents.workflows.openai_agent import OpenAIAgent
 from rlsys.batch.samples import samples_of
 from rlsys.config import Config

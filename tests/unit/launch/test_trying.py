@@ -10,7 +10,6 @@ import ray
 from typer.testing import CliRunner, Result
 
 from examples.tiny_policy import build_tokenizer
-from rlsys.agents.session import Session
 from rlsys.agents.workflow import Session, Workflow
 from rlsys.cli import app
 from rlsys.errors import ConfigError, DataError, RlsysError, WorkflowError
