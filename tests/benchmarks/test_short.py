@@ -70,7 +70,7 @@ def test_a_short_benchmark_ends_with_its_figures(name: str) -> None:
     assert figures.keys() == KEYS[name]
 
 
-def test_the_benchmark_of_the_dashboard_measures_every_page_and_what_a_run_pays() -> None:
+def test_the_dashboard_benchmark_measures_every_page_and_emit_cost() -> None:
     measured = answer_of("dashboard", "--short")
     assert measured.keys() == KEYS["dashboard"] | {"command"}
     assert measured["open_s"]["median"] > 0
@@ -80,7 +80,7 @@ def test_the_benchmark_of_the_dashboard_measures_every_page_and_what_a_run_pays(
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_a_benchmark_whose_peer_is_not_installed_ends_with_2_and_the_remedy(name: str, tmp_path: Path) -> None:
+def test_a_benchmark_without_its_peer_exits_with_a_remedy(name: str, tmp_path: Path) -> None:
     done = run(name, "--short", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"{PEERS[name]} lacks torch==")

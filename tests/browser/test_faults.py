@@ -76,7 +76,7 @@ def test_who_is_the_bottleneck(visit: Visit, view: str) -> None:
     assert "add reward workers" in said
 
 
-def test_who_is_at_work_all_the_time_is_seen_in_the_lanes(visit: Visit) -> None:
+def test_lanes_show_which_worker_is_busy_all_the_time(visit: Visit) -> None:
     page = visit("cluster", "planted")
     lanes = page.get_by_test_id("lane").all_inner_texts()
     shares = {worker: int(share.removesuffix("%")) for worker, share in (text.split(maxsplit=1) for text in lanes)}

@@ -119,7 +119,7 @@ def test_a_slash_goes_to_the_search_where_letters_are_letters(visit: Visit, view
     shown(page, view)
 
 
-def test_the_first_stop_of_the_tab_key_skips_to_the_content(visit: Visit) -> None:
+def test_the_first_tab_stop_skips_to_the_content(visit: Visit) -> None:
     page = visit("overview", "small")
     from_the_top(page)
     pressed(page, "Tab")
@@ -143,7 +143,7 @@ def test_the_first_stop_of_the_tab_key_skips_to_the_content(visit: Visit) -> Non
         ("alerts", {}),
     ],
 )
-def test_the_tab_key_stops_at_every_control_and_shows_where_it_is(visit: Visit, view: str, query: dict) -> None:
+def test_tab_reaches_every_control_with_a_visible_focus(visit: Visit, view: str, query: dict) -> None:
     page = visit(view, "small", **query)
     from_the_top(page)
     controls = page.evaluate(

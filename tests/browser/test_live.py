@@ -46,7 +46,7 @@ def step_now(run: History) -> None:
     run.step()
 
 
-def test_a_new_step_is_shown_within_a_second_and_without_a_reload(visit: Visit, run: History) -> None:
+def test_a_new_step_appears_within_a_second_without_reload(visit: Visit, run: History) -> None:
     page = visit("overview", run.folder.name)
     expect(page.get_by_test_id("progress")).to_have_text("step 2 of 50")
     expect(page.get_by_test_id("live")).to_have_text("●Live")
@@ -155,7 +155,7 @@ def test_a_run_that_fails_says_with_what(visit: Visit, run: History) -> None:
     expect(page.get_by_test_id("live")).to_have_text("Ended")
 
 
-def test_a_run_that_falls_silent_is_told_to_be_though_nothing_is_written(visit: Visit, folder: Path) -> None:
+def test_a_run_becomes_silent_without_a_new_event(visit: Visit, folder: Path) -> None:
     history = History(folder / "falls silent", Shape(steps=9, groups=3, size=2))
     history.now_s = time.time() - 7 - 57.5  # 57.5 s after its last word; a minute is silence
     history.start()
@@ -203,7 +203,7 @@ class Server:
         self._thread.join()
 
 
-def test_a_page_outlives_its_server_and_says_when_it_is_alone(page: Page, run: History, complaints: Complaints) -> None:
+def test_a_page_survives_a_restart_of_its_server(page: Page, run: History, complaints: Complaints) -> None:
     complaints.expected += ["ERR_"]  # that nobody answers is what this is about
     server = Server(run.folder)
     url = server.begin()

@@ -31,7 +31,7 @@ def test_text_that_hides_or_turns_around_is_made_visible(logic: Logic) -> None:
     assert logic("tokens.js", "visible", said) == "a[U+202E]b\u2400\u241b[31m\n"
 
 
-def test_messages_are_told_apart_in_chatml_and_left_whole_in_any_other_form(logic: Logic) -> None:
+def test_chatml_is_split_into_messages_and_other_text_stays_whole(logic: Logic) -> None:
     chatml = "<|im_end|>\n<|im_start|>tool\n<b>3</b><|im_end|>\n<|im_start|>assistant\n"
     other = "[INST] hello [/INST]"
     told = [{"role": "tool", "text": "<b>3</b>"}]
@@ -58,7 +58,7 @@ def test_every_activity_has_its_look(logic: Logic) -> None:
     assert {name: look["help"] for name, look in looks.items()} == dict(ACTIVITIES)
 
 
-def test_times_are_told_as_a_clock_that_starts_with_the_run(logic: Logic) -> None:
+def test_times_are_counted_from_the_start_of_the_run(logic: Logic) -> None:
     assert logic("lanes.js", "sinceBegin", 3725) == "1:02:05"
     assert logic("lanes.js", "sinceBegin", 61.26, 0.1) == "1:01.3"
     assert logic("lanes.js", "sinceBegin", 59.96, 0.1) == "1:00.0"
@@ -110,13 +110,13 @@ STEP = {"kind": "whole", "xs": [1, 2, 3], "ys": [2, 2, 2]}
 TRAINS = {"kind": "stack", "xs": [1, 2, 3], "ys": [1, 1, 1]}
 
 
-def test_what_takes_time_only_now_and_then_takes_none_in_between(logic: Logic) -> None:
+def test_occasional_phases_take_no_time_at_other_steps(logic: Logic) -> None:
     saves = {"kind": "stack", "xs": [2], "ys": [0.5]}
     columns = logic("plotting.js", "columnsOf", [TRAINS, saves, STEP])
     assert columns == [[1, 2, 3], [1, 1, 1], [1, 1.5, 1], [2, 2, 2]]
 
 
-def test_parts_of_a_stack_lie_on_each_other_where_one_was_thinned_out(logic: Logic) -> None:
+def test_a_thinned_series_keeps_its_last_value_in_a_stack(logic: Logic) -> None:
     thinned = {"kind": "stack", "xs": [1, 3], "ys": [2, 4], "isThinned": True}
     assert logic("plotting.js", "columnsOf", [TRAINS, thinned])[1:] == [[1, 1, 1], [3, 4, 5]]
 
@@ -138,7 +138,7 @@ def test_gaps_stay_gaps(logic: Logic) -> None:
     ("kind", "is_thinned", "told"),
     [("stack", False, [None, 0.5, None]), ("stack", True, [None, 0.5, 0.5]), ("points", False, [None, 0.5, 0.5])],
 )
-def test_a_legend_tells_of_a_part_what_it_is_at_that_step_and_of_a_metric_what_it_was_last(
+def test_legend_shows_step_values_for_phases_and_last_for_metrics(
     logic: Logic, kind: str, is_thinned: bool, told: list[float | None]
 ) -> None:
     line = {"kind": kind, "xs": [2], "ys": [0.5], "isThinned": is_thinned}
@@ -149,7 +149,7 @@ def test_a_legend_tells_of_a_part_what_it_is_at_that_step_and_of_a_metric_what_i
     ("low", "high", "is_stacked", "least"),
     [(0.9, 1.0, False, 0.892), (0.9, 1.0, True, 0), (0.2, 1.0, False, 0), (-1.0, 1.0, False, -1.16), (3, 3, True, 0)],
 )
-def test_an_axis_begins_at_0_where_that_hides_nothing_and_under_areas_always(
+def test_an_axis_starts_at_zero_unless_that_flattens_the_line(
     logic: Logic, low: float, high: float, is_stacked: bool, least: float
 ) -> None:
     begin, end = logic("plotting.js", "rangeOf", low, high, is_stacked)
@@ -199,18 +199,18 @@ def lines_of(*indices: int, text: str = "line") -> list[dict[str, Any]]:
     return [{"index": i, "time_s": i, "kind": "k", "text": f"{text} {i}"} for i in sorted(indices, reverse=True)]
 
 
-def test_lines_of_an_answer_are_numbered_from_the_oldest_of_the_log(logic: Logic) -> None:
+def test_log_lines_are_numbered_from_the_oldest(logic: Logic) -> None:
     answer = {"lines": [{"text": "c"}, {"text": "b"}], "next_before": 1}
     assert logic("loglines.js", "indexed", answer) == [{"text": "c", "index": 2}, {"text": "b", "index": 1}]
     assert logic("loglines.js", "indexed", {"lines": [], "next_before": None}) == []
 
 
-def test_newer_lines_lie_on_top_of_those_held_and_none_is_there_twice(logic: Logic) -> None:
+def test_new_log_lines_extend_the_held_ones_without_duplicates(logic: Logic) -> None:
     held, fresh = lines_of(0, 1, 2, 3), lines_of(2, 3, 4, 5)
     assert logic("loglines.js", "joined", held, fresh) == lines_of(0, 1, 2, 3, 4, 5)
 
 
-def test_a_burst_of_lines_leaves_a_gap_that_is_known_and_never_shown(logic: Logic) -> None:
+def test_a_gap_in_log_lines_is_detected_and_never_displayed(logic: Logic) -> None:
     held, fresh = lines_of(0, 1, 2), lines_of(7, 8)
     assert logic("loglines.js", "gap", held, fresh) == 4
     assert logic("loglines.js", "joined", held, fresh) == fresh

@@ -44,7 +44,7 @@ def pair(folder: Path) -> str:
     return "pair"
 
 
-def test_a_run_of_several_policies_leads_to_each_of_them_and_back(visit: Visit, pair: str) -> None:
+def test_a_run_of_several_policies_links_to_each_and_back(visit: Visit, pair: str) -> None:
     page = visit("overview", pair)
     assert [row.split()[:4] for row in rows_of(page, "policies")] == [
         ["proposer", "✓", "finished", "grpo"],
@@ -65,7 +65,7 @@ def test_what_each_policy_tells_is_not_missed_in_the_whole(visit: Visit, pair: s
     assert "older version" not in said
 
 
-def test_groups_whose_episodes_were_not_written_are_listed_and_say_why(visit: Visit, folder: Path) -> None:
+def test_groups_without_written_episodes_are_listed_with_the_reason(visit: Visit, folder: Path) -> None:
     history = written(folder / "unwritten")
     history.end("finished")
     shutil.rmtree(history.folder / "rollouts")
@@ -82,7 +82,7 @@ def test_groups_whose_episodes_were_not_written_are_listed_and_say_why(visit: Vi
     expect(see(page, "group-link")).to_have_count(0)
 
 
-def test_an_advantage_for_every_token_is_not_told_as_one_number(visit: Visit, folder: Path) -> None:
+def test_per_token_advantages_are_not_shown_as_one_number(visit: Visit, folder: Path) -> None:
     history = written(folder / "ppo", Shape(steps=1, groups=1, size=2))
     history.end("finished")
     path = history.folder / "rollouts" / "step_000001.jsonl"
@@ -137,7 +137,7 @@ def old(folder: Path) -> str:
     return "old"
 
 
-def test_pages_of_an_older_run_say_what_it_never_told_and_lead_to_nothing_missing(visit: Visit, old: str) -> None:
+def test_pages_of_an_older_run_name_the_missing_data(visit: Visit, old: str) -> None:
     for view in ("ledger", "tasks"):
         expect(see(visit(view, old), "empty")).to_contain_text(
             "do not tell of groups: it was written by an older version"

@@ -40,7 +40,7 @@ def drag(page: Page, begin: float, end: float) -> None:
     page.mouse.up()
 
 
-def test_every_worker_has_a_lane_with_the_share_it_was_busy(visit: Visit) -> None:
+def test_every_worker_has_a_lane_with_its_busy_share(visit: Visit) -> None:
     page = visit("cluster", "small")
     lanes = see(page, "lane")
     workers = [lane.get_attribute("data-worker") for lane in lanes.all()]
@@ -64,7 +64,7 @@ def test_every_worker_has_a_lane_with_the_share_it_was_busy(visit: Visit) -> Non
     assert len(rows_of(page, "lane-shares")) == len(workers)
 
 
-def test_lanes_zoom_by_button_by_keys_and_by_dragging_and_the_address_says_where(visit: Visit) -> None:
+def test_lane_zoom_by_button_key_or_drag_survives_a_reload(visit: Visit) -> None:
     page = visit("cluster", "small")
     expect(see(page, "lanes-shown")).to_contain_text(WHOLE)
     drag(page, 0.25, 0.75)
@@ -114,7 +114,7 @@ def test_lanes_of_a_telephone_stay_within_it(visit: Visit, page: Page) -> None:
     assert name and bar and bar["y"] >= name["y"] + name["height"] - 1, "names stand above their lanes"
 
 
-def test_lanes_follow_a_run_that_goes_on_but_not_while_somebody_looks_elsewhere(visit: Visit, folder: Path) -> None:
+def test_lanes_follow_a_live_run_unless_zoomed_in(visit: Visit, folder: Path) -> None:
     history = History(folder / "moving", Shape(), begin_s=time.time() - 20)
     history.start()
     history.step()
@@ -130,7 +130,7 @@ def test_lanes_follow_a_run_that_goes_on_but_not_while_somebody_looks_elsewhere(
     assert page.evaluate("document.activeElement.dataset.testid") == "lanes-in"
 
 
-def test_a_run_that_has_only_begun_says_what_is_to_come(visit: Visit, folder: Path) -> None:
+def test_a_run_without_steps_shows_that_data_is_missing(visit: Visit, folder: Path) -> None:
     history = History(folder / "begun", Shape())
     history.emit(RunEnded(0, "failed", "no model"))
     page = visit("cluster", "begun")

@@ -202,7 +202,7 @@ def test_what_failed_can_be_tried_again(visit: Visit, complaints: Complaints) ->
     expect(error).to_have_count(0)
 
 
-def test_what_a_button_asked_for_in_vain_is_told_and_what_is_shown_stays(visit: Visit, complaints: Complaints) -> None:
+def test_a_failed_request_is_reported_and_the_charts_stay(visit: Visit, complaints: Complaints) -> None:
     page = visit("overview", "small")
     complaints.expected += ["ERR_FAILED", "nobody answers"]
     page.route("**/api/series*", lambda route: route.abort())
@@ -243,7 +243,7 @@ def test_an_update_changes_only_what_differs(asked: Any) -> None:
     }  # fmt: skip
 
 
-def test_what_is_typed_stays_until_the_view_has_something_else_to_say(asked: Any) -> None:
+def test_typed_input_stays_until_the_value_changes(asked: Any) -> None:
     assert asked("""async () => {
       const { h, update } = await import("/dom.js");
       const root = document.body.appendChild(h("div"));

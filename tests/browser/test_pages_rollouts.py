@@ -31,7 +31,7 @@ def ask(page: Page, origin: str, name: str, **query: Any) -> Any:
     return answer.json()
 
 
-def test_groups_of_the_newest_step_are_listed_with_what_is_special_about_each(visit: Visit) -> None:
+def test_groups_of_the_newest_step_list_failures_and_truncation(visit: Visit) -> None:
     page = visit("groups", "small")
     assert see(page, "title").inner_text() == "Groups of step 30"
     rows = rows_of(page, "groups")
@@ -41,7 +41,7 @@ def test_groups_of_the_newest_step_are_listed_with_what_is_special_about_each(vi
     assert "task-10" in rows[4] and "1 truncated" in rows[4]
 
 
-def test_groups_can_be_filtered_and_the_way_back_is_shown_where_none_is_left(visit: Visit) -> None:
+def test_groups_are_filtered_and_an_empty_result_links_back(visit: Visit) -> None:
     page = visit("groups", "small", step=30)
     see(page, "show-failed").click()
     page.locator("[data-testid=show-failed][aria-current=true]").wait_for()
@@ -88,7 +88,7 @@ def test_a_group_shows_its_episodes_side_by_side(visit: Visit, origin: str) -> N
     assert "What is 177 plus zero?" in see(page, "task").inner_text()
 
 
-def test_an_episode_reads_as_a_conversation_with_tool_calls_set_apart(visit: Visit) -> None:
+def test_an_episode_reads_as_a_conversation_with_separate_tool_calls(visit: Visit) -> None:
     page = visit("episode", "small", step=30, group_id=174, episode=0)
     told = see(page, "turn").get_by_test_id("message").all_inner_texts()
     assert [text.split("\n")[0] for text in told] == ["user", "tool"]
@@ -131,7 +131,7 @@ def test_tokens_are_coloured_with_a_legend_that_accounts_for_each(visit: Visit, 
     assert "by=version" in page.url, "so that it can be linked to"
 
 
-def test_a_token_tells_its_values_to_the_pointer_and_to_the_keys(visit: Visit, origin: str) -> None:
+def test_token_values_are_shown_for_pointer_and_keyboard(visit: Visit, origin: str) -> None:
     page = visit("episode", "small", step=30, group_id=174, episode=0, by="none")
     turn = ask(page, origin, "episode", step=30, group_id=174, episode=0)["trajectories"][0]["turns"][1]
     text = see(page, "tokens").nth(1)
@@ -184,7 +184,7 @@ def test_a_long_episode_fits_a_telephone(visit: Visit, long: str, page: Page) ->
     assert tip and tip["x"] >= 0 and tip["x"] + tip["width"] <= NARROW["width"]
 
 
-def test_a_file_without_tokens_still_shows_its_text_and_says_what_is_missing(visit: Visit, folder: Path) -> None:
+def test_an_episode_without_recorded_tokens_still_shows_its_text(visit: Visit, folder: Path) -> None:
     history = History(folder / "wordless", Shape(steps=1, groups=1))
     history.start()
     history.step()
@@ -198,7 +198,7 @@ def test_a_file_without_tokens_still_shows_its_text_and_says_what_is_missing(vis
     assert see(page, "by-entropy").is_disabled()
 
 
-def test_a_task_is_followed_over_time_to_each_of_its_groups(visit: Visit) -> None:
+def test_a_task_lists_all_its_groups_over_time(visit: Visit) -> None:
     page = visit("task", "small", task="task-6")
     rows = rows_of(page, "points")
     assert [row.split()[1] for row in rows] == ["174", "150", "126", "102", "78", "54", "30", "6"]
@@ -220,7 +220,7 @@ def test_tasks_are_found_by_a_part_of_their_id(visit: Visit) -> None:
     assert {row.split()[0] for row in rows_of(page, "tasks")} == {"task-2", *(f"task-2{i}" for i in range(4))}
 
 
-def test_a_group_that_is_not_there_is_named_with_a_way_to_try_again(visit: Visit, complaints: Complaints) -> None:
+def test_a_missing_group_is_named_with_a_retry(visit: Visit, complaints: Complaints) -> None:
     complaints.expected.append("404")
     page = visit("group", "small", step=30, group_id=9999)
     said = see(page, "error").text_content() or ""

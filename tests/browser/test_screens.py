@@ -137,7 +137,7 @@ def test_empty_views_say_why_and_what_to_do(bare_tab: tuple[Page, str]) -> None:
     expect(page.get_by_test_id("empty").first).to_be_visible()
 
 
-def test_a_file_with_a_broken_line_opens_and_says_how_many_were_skipped(bare_tab: tuple[Page, str]) -> None:
+def test_a_run_with_broken_event_lines_opens_and_counts_them(bare_tab: tuple[Page, str]) -> None:
     page, url = bare_tab
     page.goto(f"{url}{address_of('overview', 'cut')}")
     shown(page, "overview")
@@ -158,7 +158,7 @@ def test_a_file_with_a_broken_line_opens_and_says_how_many_were_skipped(bare_tab
         ("nonsense", "small", {}, "nonsense"),
     ],
 )
-def test_what_is_not_there_is_named_with_its_address_and_a_way_on(
+def test_a_missing_page_names_its_address_and_offers_a_retry(
     page: Page, origin: str, complaints: Complaints, view: str, run: str, query: dict, said: str
 ) -> None:
     complaints.expected += ["404", "400"]

@@ -131,7 +131,7 @@ def test_the_report_shows_hostile_text_as_text(chromium: Browser, folder: Path, 
 # --------------------------------------------------------------------------------------------------------- who may ask
 
 
-def test_a_token_is_given_once_and_kept_where_no_script_can_read_it(chromium: Browser, folder: Path) -> None:
+def test_the_access_token_is_kept_where_scripts_cannot_read_it(chromium: Browser, folder: Path) -> None:
     token = "a-token-of-some-length"
     with served(folder, environ={"RLSYS_DASHBOARD_TOKEN": token}) as url:
         context = chromium.new_context()

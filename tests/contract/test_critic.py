@@ -103,7 +103,7 @@ def weights_in(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("make", [tiny_qwen3, tiny_llama])
-def test_a_value_is_the_head_on_the_hidden_state_before_its_token(make) -> None:
+def test_a_value_is_the_head_on_the_preceding_hidden_state(make) -> None:
     """By one forward over each whole sequence alone, in value and in gradient."""
     model = ValueModel(make().base_model)
     torch.nn.init.normal_(model.head.weight)
@@ -190,7 +190,7 @@ def test_in_bfloat16_head_and_values_are_float32(
     assert not torch.equal(head, head.bfloat16().float())
 
 
-def test_a_loss_that_is_not_finite_names_the_critic_and_steps_nothing(model_path: str) -> None:
+def test_a_loss_that_is_not_finite_leaves_the_critic_unchanged(model_path: str) -> None:
     critic = CriticBackend(model_path, SETTINGS, RankGroup())
     with pytest.raises(TrainingError, match="the critic's step 1: loss is nan, and nothing of it was stepped"):
         train_step(critic, RankGroup(), Nan())
@@ -238,7 +238,7 @@ def test_no_split_changes_the_fit(step: list[tuple[int, int]], data) -> None:
     assert split.reduced(RankGroup()) == pytest.approx(whole.reduced(RankGroup()), rel=1e-9, abs=1e-9)
 
 
-def test_a_critic_that_reads_other_token_ids_than_the_policy_writes_is_refused(model_path: str, tmp_path: Path) -> None:
+def test_a_critic_with_another_vocabulary_is_refused(model_path: str, tmp_path: Path) -> None:
     check_vocabulary(save_model(tmp_path / "same", tiny_llama()), model_path)
     for name, words, message in (
         ("fewer", {"0": 0}, r"token '1' is 1 to the policy, and does not exist to the critic"),

@@ -71,7 +71,7 @@ def test_abort_returns_what_was_sampled_even_while_paused(kit: Kit) -> None:
     run(kit, scenario)
 
 
-def test_abort_right_after_the_call_is_not_lost_and_unknown_ids_are_ignored(kit: Kit) -> None:
+def test_an_immediate_abort_takes_effect_and_unknown_ids_are_ignored(kit: Kit) -> None:
     async def scenario(engine: Engine) -> Completion:
         await engine.pause()
         task = asyncio.create_task(engine.generate(ask(new=50)))
@@ -83,7 +83,7 @@ def test_abort_right_after_the_call_is_not_lost_and_unknown_ids_are_ignored(kit:
     assert run(kit, scenario) == Completion((), (), (), "abort")
 
 
-def test_nothing_is_sampled_while_paused_and_a_pause_changes_no_token(kit: Kit) -> None:
+def test_a_pause_stops_sampling_and_changes_no_token(kit: Kit) -> None:
     async def scenario(engine: Engine) -> None:
         whole = await engine.generate(ask(new=40))
         task = asyncio.create_task(engine.generate(ask(new=40)))
@@ -116,7 +116,7 @@ def test_cancelling_a_call_aborts_its_request_only(kit: Kit) -> None:
     run(kit, scenario)
 
 
-def test_a_request_longer_than_the_context_is_refused_by_its_numbers(kit: Kit) -> None:
+def test_a_request_beyond_the_context_is_refused_with_its_numbers(kit: Kit) -> None:
     with pytest.raises(TaskTooLong, match=r"3 prompt tokens \+ 254 new tokens.* 256"):
         run(kit, lambda engine: engine.generate(ask(new=254)))
     assert len(run(kit, lambda engine: engine.generate(ask(new=253))).output_ids) == 253
@@ -160,7 +160,7 @@ def test_a_stream_put_together_is_what_generate_returns(kit: Kit) -> None:
     run(kit, scenario)
 
 
-def test_progress_is_what_running_requests_have_sampled_with_what_they_had_begun_with(kit: Kit) -> None:
+def test_progress_contains_prefix_and_sampled_tokens_of_running_requests(kit: Kit) -> None:
     async def scenario(engine: Engine) -> None:
         assert await engine.progress() == {}
         whole = [await engine.generate(ask(new=60, seed=i, temperature=0.0)) for i in range(3)]
@@ -266,7 +266,7 @@ def test_logprobs_of_a_nucleus_are_those_after_the_cut(kit: Kit) -> None:
 
 
 @with_a_model
-def test_scores_are_those_of_a_plain_forward_of_the_weights_held(kit: Kit) -> None:
+def test_scores_match_a_plain_forward_of_the_current_weights(kit: Kit) -> None:
     ids = tuple((7 * k) % NUM_VOCAB for k in range(40))
 
     async def scenario(engine: Engine) -> list[tuple[float, ...]]:
@@ -295,7 +295,7 @@ def test_a_request_the_engine_cannot_serve_is_refused_alone(kit: Kit) -> None:
     assert len(run(kit, scenario).output_ids) == 40
 
 
-def test_logprobs_of_a_model_with_grouped_queries_are_those_of_a_plain_forward() -> None:
+def test_logprobs_with_grouped_queries_match_a_plain_forward() -> None:
     requests = [ask(str(i), prompt=tuple(range(1, 2 + 5 * (i % 5))), new=5 + i, seed=i) for i in range(20)]
 
     async def scenario(engine: Engine) -> list[Completion]:
@@ -313,7 +313,7 @@ def test_greedy_takes_the_likeliest_token_each_time() -> None:
     assert done.logprobs == (0.0,) * 20
 
 
-def test_the_stop_token_ends_a_request_and_is_part_of_it() -> None:
+def test_a_stop_token_ends_a_request_and_is_included() -> None:
     free = run(local, lambda engine: engine.generate(ask(new=20)))
     stop = free.output_ids[4]
     done = run(lambda: local(stop=frozenset({stop})), lambda engine: engine.generate(ask(new=20)))
@@ -336,7 +336,7 @@ def test_more_requests_than_slots_are_served_in_turn() -> None:
     assert [len(completion.output_ids) for completion in done] == [1 + i % 9 for i in range(30)]
 
 
-def test_an_error_in_a_step_reaches_every_waiter_and_every_later_call() -> None:
+def test_a_failed_step_fails_all_waiting_and_later_calls() -> None:
     model = qwen()
 
     def explode(*_: object) -> None:

@@ -47,7 +47,7 @@ async def run_alone(engine: Engine) -> list[Completion]:
     return await asyncio.gather(*(engine.generate(ask(seed=i, new=200)) for i in SEEDS))
 
 
-def test_a_replica_serves_two_versions_at_once_each_as_if_it_were_the_only_one(kit: Kit) -> None:
+def test_two_versions_at_once_sample_as_each_would_alone(kit: Kit) -> None:
     async def one_after_the_other(engine: Engine) -> list[list[Completion]]:
         old = await run_alone(engine)
         await change(engine, 4, kit.weights(1))
@@ -74,7 +74,7 @@ def test_a_replica_serves_two_versions_at_once_each_as_if_it_were_the_only_one(k
     assert run(kit, at_once) == apart
 
 
-def test_a_version_is_let_go_when_its_last_request_ends_and_not_before(kit: Kit) -> None:
+def test_a_version_is_released_when_its_last_request_ends(kit: Kit) -> None:
     async def scenario(engine: Engine) -> None:
         *others, last = await started(engine)
         await change(engine, 4, kit.weights(1))
@@ -111,7 +111,7 @@ def test_staging_waits_for_room_and_the_oldest_requests_make_it(kit: Kit) -> Non
     run(kit, scenario)
 
 
-def test_weights_for_which_there_is_no_room_are_refused_and_the_versions_in_use_are_named(kit: Kit) -> None:
+def test_weights_beyond_resident_versions_are_refused_naming_those_in_use(kit: Kit) -> None:
     async def scenario(engine: Engine) -> None:
         await started(engine, "old")
         await change(engine, 4, kit.weights(1))
@@ -126,7 +126,7 @@ def test_weights_for_which_there_is_no_room_are_refused_and_the_versions_in_use_
     run(kit, scenario)
 
 
-def test_weights_that_do_not_fit_are_refused_before_there_is_room(kit: Kit) -> None:
+def test_mismatched_weights_are_refused_before_there_is_room(kit: Kit) -> None:
     async def scenario(engine: Engine) -> None:
         await started(engine, "old")
         await change(engine, 4, kit.weights(1))
@@ -149,7 +149,7 @@ def test_closing_ends_a_wait_for_room(kit: Kit) -> None:
     run(kit, scenario)
 
 
-def test_a_request_that_was_cut_goes_on_under_its_version_while_that_is_held(kit: Kit) -> None:
+def test_a_resumed_request_keeps_its_version_while_that_is_resident(kit: Kit) -> None:
     async def scenario(engine: Engine) -> None:
         whole = (await run_alone(engine))[0]
         begun = await cut(engine, ask("cut", seed=0, new=200), 5, keep_cache=True)
@@ -172,7 +172,7 @@ def test_a_request_that_was_cut_goes_on_under_its_version_while_that_is_held(kit
     run(kit, scenario)
 
 
-def test_scores_are_of_the_newest_version_and_change_no_token_of_the_older(kit: Kit) -> None:
+def test_scores_use_the_newest_version_and_disturb_no_older_request(kit: Kit) -> None:
     ids = tuple(range(1, 30))
 
     async def scenario(engine: Engine) -> None:
@@ -189,7 +189,7 @@ def test_scores_are_of_the_newest_version_and_change_no_token_of_the_older(kit: 
     run(kit, scenario)
 
 
-def test_a_stream_says_of_each_piece_the_version_it_began_with(kit: Kit) -> None:
+def test_every_piece_of_a_stream_has_its_starting_version(kit: Kit) -> None:
     async def scenario(engine: Engine) -> None:
         pieces = engine.stream(ask(new=100))
         versions = {span.version for span in (await anext(pieces)).versions}

@@ -80,7 +80,7 @@ def bench(request: pytest.FixtureRequest) -> Bench:
 
 @given(arrivals=st.lists(arrivals, min_size=2, max_size=16))
 @settings(deadline=None, max_examples=15)
-def test_tokens_and_logprobs_do_not_depend_on_who_shares_the_batch_nor_on_their_versions(
+def test_tokens_and_logprobs_do_not_depend_on_the_batch(
     bench: Bench, arrivals: list[tuple[int, Request, PolicyVersion]]
 ) -> None:
     together = bench.decode(arrivals)
@@ -90,7 +90,7 @@ def test_tokens_and_logprobs_do_not_depend_on_who_shares_the_batch_nor_on_their_
 
 @given(arrivals=st.lists(arrivals, min_size=2, max_size=12), data=st.data())
 @settings(deadline=None, max_examples=15)
-def test_a_request_cut_anywhere_and_gone_on_with_is_the_request_left_alone(
+def test_a_request_cut_anywhere_resumes_to_the_same_completion(
     bench: Bench, arrivals: list[tuple[int, Request, PolicyVersion]], data: st.DataObject
 ) -> None:
     whole = [bench.alone(request, version) for _, request, version in arrivals]

@@ -32,7 +32,7 @@ def steady(kit: Kit, *, new: int = 40, name: str = "a") -> Request:
 
 
 @pytest.mark.parametrize("is_elsewhere", [False, True], ids=["here", "elsewhere"])
-def test_a_request_that_was_cut_goes_on_as_if_nothing_had_been(kit: Kit, is_elsewhere: bool) -> None:
+def test_a_cut_request_resumes_to_the_same_completion(kit: Kit, is_elsewhere: bool) -> None:
     async def scenario(engine: Engine) -> None:
         request = steady(kit)
         whole = await engine.generate(request)
@@ -47,7 +47,7 @@ def test_a_request_that_was_cut_goes_on_as_if_nothing_had_been(kit: Kit, is_else
     run(kit, scenario)
 
 
-def test_segments_keep_the_tokens_and_logprobs_of_the_request_left_alone(kit: Kit) -> None:
+def test_segments_give_the_completion_of_an_uninterrupted_request(kit: Kit) -> None:
     """As in AgentMath (arXiv:2512.20745): each segment has a budget, and begins with the segments before."""
 
     async def scenario(engine: Engine) -> None:
@@ -74,7 +74,7 @@ def test_a_request_cut_twice_keeps_what_was_begun_each_time(kit: Kit) -> None:
     run(kit, scenario)
 
 
-def test_under_other_weights_what_was_begun_stays_and_a_second_span_follows(kit: Kit) -> None:
+def test_resuming_under_new_weights_keeps_tokens_and_adds_a_span(kit: Kit) -> None:
     async def scenario(engine: Engine) -> tuple[Completion, Completion]:
         begun = await cut(engine, ask(new=40), 5)
         await change(engine, 4, kit.weights(1))
@@ -91,7 +91,7 @@ def test_under_other_weights_what_was_begun_stays_and_a_second_span_follows(kit:
 
 
 @with_a_model
-def test_what_follows_is_drawn_from_the_model_after_what_was_begun(kit: Kit) -> None:
+def test_resumed_tokens_are_sampled_from_the_model_after_the_prefix(kit: Kit) -> None:
     async def scenario(engine: Engine) -> list[Completion]:
         begun = await cut(engine, ask(new=60), 5)
         requests = [ask(str(i), new=60, seed=i, begun=begun) for i in range(10)]
@@ -116,7 +116,7 @@ def test_a_stream_gives_only_what_follows(kit: Kit) -> None:
     run(kit, scenario)
 
 
-def test_an_aborted_request_that_never_got_a_slot_has_what_it_had_begun_with(kit: Kit) -> None:
+def test_an_aborted_request_without_a_slot_returns_its_prefix(kit: Kit) -> None:
     async def scenario(engine: Engine) -> None:
         begun = head(await engine.generate(ask(new=20)), 8)
         await engine.pause()
@@ -150,12 +150,12 @@ SPAN = (VersionSpan(3, 2),)
         (Completion((1, 2, 1, 2, 1, 2), (0.0,) * 6, (VersionSpan(3, 6),), "abort"), "6 tokens, and max_new_tokens.* 6"),
     ],
 )
-def test_a_beginning_that_has_ended_or_is_not_whole_is_refused(kit: Kit, begun: Completion, why: str) -> None:
+def test_a_finished_or_malformed_prefix_is_refused(kit: Kit, begun: Completion, why: str) -> None:
     with pytest.raises(ValueError, match=f"request a has begun with .*{why}"):
         run(kit, lambda engine: engine.generate(ask(new=6, begun=begun)))
 
 
-def test_a_beginning_that_ends_with_the_stop_token_is_refused_whatever_it_says() -> None:
+def test_a_prefix_that_ends_with_the_stop_token_is_refused() -> None:
     begun = Completion((1, 9), (0.0, 0.0), SPAN, "abort")
     with pytest.raises(ValueError, match="ended with a stop token"):
         run(lambda: local(stop=frozenset({9})), lambda engine: engine.generate(ask(begun=begun)))
@@ -186,7 +186,7 @@ async def handed_over(source: Engine, to: Engine, request: Request, num_tokens: 
 
 
 @pytest.mark.parametrize("num_prompt", [1, 3, 60])
-def test_a_request_gives_the_same_with_and_without_handing_over_its_keys_and_values(num_prompt: int) -> None:
+def test_transferred_keys_and_values_change_no_token(num_prompt: int) -> None:
     request = ask(new=50, prompt=tuple(range(1, 1 + num_prompt)))
     model = qwen()
     widths: list[int] = []
@@ -244,7 +244,7 @@ def test_keys_and_values_of_another_version_are_not_used() -> None:
     run(local, scenario)
 
 
-def test_a_request_that_waits_hands_on_the_keys_and_values_it_came_with() -> None:
+def test_a_waiting_request_keeps_the_cache_it_came_with() -> None:
     async def scenario(engine: Engine) -> None:
         request = ask(new=50)
         whole = await engine.generate(request)

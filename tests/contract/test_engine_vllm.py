@@ -46,7 +46,7 @@ def test_vllm_keeps_prefixes_within_a_version_and_forgets_them_after() -> None:
 
 
 @VLLM
-def test_prompts_that_do_not_fit_one_step_together_change_no_token_of_any() -> None:
+def test_prompts_beyond_one_step_together_change_no_token() -> None:
     kit = Kit(lambda: vllm(tied=True, vllm_args={"max_num_batched_tokens": CONTEXT}), tied=True)
     requests = [ask(str(i), prompt=tuple((i + 3 * k) % NUM_VOCAB for k in range(150)), seed=i) for i in range(6)]
 
@@ -93,7 +93,7 @@ async def _changes(engine: Engine, kit: Kit) -> None:
 
 
 @VLLM
-def test_layers_whose_weights_vllm_lays_out_itself_are_refused_rather_than_swapped_into_garbage() -> None:
+def test_layers_other_than_plain_packed_ones_are_refused() -> None:
     from workers.engines.vllm_weights import can_be_swapped
 
     packed, experts = torch.nn.Linear(2, 2), torch.nn.Module()
@@ -106,7 +106,7 @@ def test_layers_whose_weights_vllm_lays_out_itself_are_refused_rather_than_swapp
 
 
 @VLLM
-def test_a_model_that_vllm_does_not_know_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_a_model_unknown_to_vllm_is_refused_by_name(tmp_path: Path) -> None:
     from workers.engines.vllm import VllmEngine
 
     (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')

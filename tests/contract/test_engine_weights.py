@@ -64,7 +64,7 @@ def test_load_acknowledges_the_content_hash(kit: Kit) -> None:
     assert run(kit, scenario) == content_hash(kit.weights(1))
 
 
-def test_weights_that_do_not_fit_change_nothing_and_are_all_named(kit: Kit) -> None:
+def test_mismatched_weights_are_all_named_and_change_nothing(kit: Kit) -> None:
     weights = dict(kit.weights(1))
     missing, misshapen = sorted(weights)[:2]
     del weights[missing]
@@ -102,7 +102,7 @@ def test_staging_ahead_changes_nothing_until_the_load(kit: Kit) -> None:
 
 
 @with_a_model
-def test_after_a_change_tokens_come_from_the_new_weights_and_nothing_else(kit: Kit) -> None:
+def test_a_request_after_a_load_uses_only_the_new_weights(kit: Kit) -> None:
     """Also where the prompt was cached under the old weights, and where an output matrix is tied."""
     prompt = tuple(range(1, 70))
 
@@ -120,7 +120,7 @@ def test_after_a_change_tokens_come_from_the_new_weights_and_nothing_else(kit: K
 
 @VLLM
 @pytest.mark.parametrize("make", [lambda: local(kv_cache="recompute"), lambda: vllm(tied=True, kv_cache="recompute")])
-def test_with_a_recomputed_cache_later_tokens_are_exactly_those_of_the_new_weights(make: Callable[[], Engine]) -> None:
+def test_with_a_recomputed_cache_later_logprobs_match_the_new_weights(make: Callable[[], Engine]) -> None:
     kit = Kit(make, tied=True)
 
     async def scenario(engine: Engine) -> list[Completion]:
@@ -138,7 +138,7 @@ def test_with_a_recomputed_cache_later_tokens_are_exactly_those_of_the_new_weigh
         assert done.logprobs[count:] == pytest.approx(by_hand[count:], abs=1e-4)
 
 
-def test_tokens_after_a_weight_change_are_drawn_from_the_new_weights() -> None:
+def test_tokens_after_a_weight_change_come_from_the_new_weights() -> None:
     flat = {k: p.detach() for k, p in qwen(tied=False).named_parameters()}
     flat["lm_head.weight"] = torch.zeros(NUM_VOCAB, 64)
 

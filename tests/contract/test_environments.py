@@ -75,7 +75,7 @@ async def last_step(world: Environment, replies: Iterable[str]) -> Step:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.spec.partition(":")[0])
 class TestEveryEnvironment:
-    def test_it_opens_with_the_tasks_prompt_in_the_prompts_own_form(self, case: Case):
+    def test_the_opening_keeps_the_form_of_the_prompt(self, case: Case):
         async def script(new: Callable[[], Environment]) -> None:
             world, other = new(), new()
             plain, chat = await world.reset(PLAIN, 1), await other.reset(CHAT, 1)
@@ -127,7 +127,7 @@ class TestEveryEnvironment:
         play(case, script)
 
 
-def test_the_fake_is_cut_short_when_its_tries_are_used_up():
+def test_the_fake_is_truncated_when_its_tries_are_used_up():
     async def script() -> Step:
         world = FakeEnvironment(tries=2)
         await world.reset(PLAIN, 1)
@@ -190,7 +190,7 @@ def test_the_last_word_for_an_action_counts(reply: str, then: str):
 
 
 @pytest.mark.parametrize("reply", ["", "1.5", "x2", "4", "-1"])
-def test_a_reply_without_an_action_is_told_those_there_are_and_moves_nothing(reply: str):
+def test_an_invalid_reply_lists_the_actions_and_changes_nothing(reply: str):
     _, world = first_observation("gymnasium:FrozenLake-v1", is_slippery=False)
     assert asyncio.run(world.step(reply)) == Step("No action is named in your reply. The actions are 0, 1, 2, 3.")
     assert asyncio.run(world.step("2")).observation == "1"
@@ -289,7 +289,7 @@ def call(name: str, **arguments: Json) -> ToolCall:
     return ToolCall(name, arguments, "1")
 
 
-def test_tools_of_an_mcp_server_are_offered_and_called_with_a_deadline():
+def test_tools_of_an_mcp_server_are_listed_and_called():
     async def script() -> None:
         async with mcp_toolbox(MCP_SERVER) as tools:
             schema = tools.tools["add"].schema["function"]
@@ -304,7 +304,7 @@ def test_tools_of_an_mcp_server_are_offered_and_called_with_a_deadline():
     asyncio.run(script())
 
 
-def test_a_tool_that_hangs_is_given_up_and_the_server_goes_on():
+def test_a_tool_that_hangs_times_out_and_the_server_continues():
     async def script() -> None:
         async with mcp_toolbox(MCP_SERVER, timeout_s=10) as tools:
             quick = type(tools)(*(replace(each, timeout_s=0.2) for each in tools.tools.values()))
@@ -315,7 +315,7 @@ def test_a_tool_that_hangs_is_given_up_and_the_server_goes_on():
     asyncio.run(script())
 
 
-def test_a_server_that_ends_fails_the_episode_and_its_children_end_with_it():
+def test_a_dead_server_fails_the_episode_and_ends_its_children():
     children: list[int] = []
 
     async def script() -> None:

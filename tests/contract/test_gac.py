@@ -53,7 +53,7 @@ def steered(ranks: RankGroup) -> list[tuple[Mapping[str, float], dict[str, Tenso
     return done
 
 
-def test_two_ranks_with_half_of_every_parameter_find_and_do_the_same_as_one(two_ranks: TwoRanks) -> None:
+def test_gac_on_two_sharded_ranks_equals_gac_on_one(two_ranks: TwoRanks) -> None:
     """With one all-reduce of one number."""
     one, (first, second) = steered(RankGroup()), two_ranks(steered)
     for (metrics, gradient), (metrics_0, half_0), (metrics_1, half_1) in zip(one, first, second, strict=True):
@@ -117,7 +117,7 @@ def test_resuming_on_any_number_of_ranks_continues_the_calibration(
         assert on_two[4][name] == pytest.approx(straight[10][name], abs=1e-3)
 
 
-def test_a_run_that_switches_it_on_goes_on_with_what_was_observed(model_path: str, tmp_path: Path) -> None:
+def test_a_resumed_run_that_enables_gac_uses_the_saved_gradients(model_path: str, tmp_path: Path) -> None:
     trained(model_path, GAC(), 2, None, tmp_path / "off", RankGroup())
     (first,) = trained(model_path, ON, 1, tmp_path / "off", tmp_path / "on", RankGroup())
     assert first["gac/regime"] == Regime.PROJECTED
@@ -143,7 +143,7 @@ def test_a_calibration_counts_steps_however_many_updates_they_have(model_path: s
     assert metrics["gac/c_low"] > 0
 
 
-def test_thresholds_that_were_found_stay_whatever_is_to_be_calibrated_then(model_path: str, tmp_path: Path) -> None:
+def test_calibrated_thresholds_survive_a_resume_unless_set_explicitly(model_path: str, tmp_path: Path) -> None:
     trained(model_path, GAC(calibrate_steps=10), 10, None, tmp_path / "ten", RankGroup())
     found = [
         trained(model_path, config, 1, tmp_path / "ten", tmp_path / "on", RankGroup())[0]
@@ -166,7 +166,7 @@ def test_in_the_middle_of_a_calibration_its_length_cannot_change(model_path: str
     assert given_up["gac/c_low"] == 0.1
 
 
-def test_a_run_that_begins_to_calibrate_later_is_synchronous_from_there_on(model_path: str, tmp_path: Path) -> None:
+def test_calibration_enabled_on_resume_makes_its_steps_synchronous(model_path: str, tmp_path: Path) -> None:
     trained(model_path, GAC(), 2, None, tmp_path / "off", RankGroup())
     backend = FsdpBackend(model_path, SETTINGS, RankGroup())
     stabilizer = GAC(calibrate_steps=10).start(backend.shards())

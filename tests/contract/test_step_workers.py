@@ -53,7 +53,7 @@ async def values(kit: Kit, plan: BatchPlan) -> list[Ref]:
 
 @pytest.mark.parametrize("max_tokens", [1, 8, 1000])
 @pytest.mark.parametrize("num_updates", [1, 2, 4])
-def test_a_column_has_one_array_for_each_micro_batch_of_each_rank_updates_in_order(kit, max_tokens, num_updates):
+def test_a_column_has_an_array_per_micro_batch_in_order(kit, max_tokens, num_updates):
     async def main() -> None:
         plan = kit.plan(max_tokens, num_updates)
         expected = [
@@ -82,7 +82,7 @@ def test_data_that_is_gone_is_told_before_anything_is_trained(kit):
     run_virtual(main())
 
 
-def test_a_step_changes_the_values_and_loading_what_was_saved_brings_them_back(kit, tmp_path: Path):
+def test_a_step_changes_values_and_a_load_restores_them(kit, tmp_path: Path):
     async def main() -> None:
         critic, plan = kit.critic, kit.plan()
         before = await values(kit, plan)
@@ -114,7 +114,7 @@ def keep(columns: Mapping[Signal, Sequence[Ref]]) -> dict[Signal, Sequence[Ref]]
 
 @pytest.mark.parametrize("make", [FakeActor, FakeCritic])
 @pytest.mark.parametrize(("fault", "is_refused"), [(drop, True), (cut, True), (keep, False)])
-def test_a_fake_refuses_a_step_without_the_columns_that_were_made_for_it(make, fault, is_refused):
+def test_a_fake_refuses_a_step_without_its_columns(make, fault, is_refused):
     async def main() -> None:
         world = FakeWorld()
         model, kit = make(world), Kit([group(s) for s in range(4)], FakeCritic(world), FakeReference(world), no_loss)
@@ -131,7 +131,7 @@ def test_a_fake_refuses_a_step_without_the_columns_that_were_made_for_it(make, f
 
 
 @pytest.mark.parametrize("make", [FakeActor, FakeCritic])
-def test_a_fake_refuses_a_step_that_was_not_fetched_or_for_another_plan(make):
+def test_a_fake_refuses_a_step_not_fetched_for_its_plan(make):
     async def main() -> None:
         world = FakeWorld()
         model, kit = make(world), Kit([group(s) for s in range(4)], FakeCritic(world), FakeReference(world), no_loss)

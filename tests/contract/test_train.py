@@ -131,7 +131,7 @@ def test_no_split_into_micro_batches_changes_the_weights(algorithm: Algorithm, m
         assert exact(b) == pytest.approx(exact(a), rel=1e-4, abs=1e-5)
 
 
-def test_tokens_are_reported_by_the_versions_between_their_sampling_and_the_step(model_path: str) -> None:
+def test_mismatch_is_reported_by_staleness_of_the_sampled_tokens(model_path: str) -> None:
     """All were sampled from version 0, and the three steps train versions 0, 1 and 2."""
     _, metrics, _ = on_one_rank(Job(model_path=model_path))
     for staleness, of_step in enumerate(metrics):
@@ -160,7 +160,7 @@ def test_a_probe_changes_neither_training_nor_what_is_saved(
     assert differing(again, straight) == []
 
 
-def test_a_probe_is_the_models_own_opinion_of_a_text_it_finds_likely(model_path: str) -> None:
+def test_a_probe_has_logprobs_of_the_models_own_text(model_path: str) -> None:
     probe = FsdpBackend(model_path, SETTINGS, RankGroup(), probe_length=12).probe()
     assert probe is not None
     model = load_model(model_path, torch.float32)
@@ -273,7 +273,7 @@ def test_a_model_without_all_its_weights_is_refused(tmp_path: Path) -> None:
         load_model(str(tmp_path), torch.float32)
 
 
-def test_the_learning_rate_warms_up_then_falls_to_its_final_fraction() -> None:
+def test_learning_rate_warms_up_then_decays_to_its_final_fraction() -> None:
     settings = OptimizerSettings(lr=1.0, warmup_steps=4, total_steps=14, final_lr_fraction=0.2)
     rates = [learning_rate(step, settings) for step in range(20)]
     assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]

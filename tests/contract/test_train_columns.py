@@ -50,7 +50,7 @@ def by_sample(columns: list[TokenColumns]) -> dict[tuple[int, ...], np.ndarray]:
     return found
 
 
-def test_every_trained_token_has_its_logprob_under_the_weights_that_the_step_began_from(model_path):
+def test_trained_tokens_have_logprobs_under_the_weights_before_the_step(model_path):
     """Also those of the second update, which were trained under later weights."""
     nothing, columns = columns_of(model_path, PLAIN, 2, 1, RankGroup())
     assert nothing == []
@@ -79,7 +79,7 @@ def test_two_ranks_keep_what_one_keeps_each_its_own_samples(algorithm, model_pat
         np.testing.assert_allclose(two[place], row, rtol=1e-4, atol=1e-4)
 
 
-def test_a_token_that_the_loss_leaves_out_is_masked_and_whitened_advantages_are_kept(model_path):
+def test_tokens_left_out_by_the_loss_are_marked_as_masked(model_path):
     *_, columns = columns_of(model_path, Measuring(), 1, 1, RankGroup())
     is_masked_N = np.concatenate([one.is_masked_N for one in columns])
     assert abs(is_masked_N.mean() - 0.5) < 0.1, "Measuring leaves out the half that drifted most"
@@ -88,7 +88,7 @@ def test_a_token_that_the_loss_leaves_out_is_masked_and_whitened_advantages_are_
     assert not any(one.is_masked_N.any() for one in plain)
 
 
-def test_a_step_that_does_not_train_the_policy_keeps_nothing_also_of_the_step_before(model_path):
+def test_a_step_without_policy_training_clears_the_kept_columns(model_path):
     before, frozen, trained = columns_of(model_path, WarmingUp(), 1, 2, RankGroup())
     assert (before, frozen) == ([], [])
     assert trained

@@ -179,7 +179,7 @@ def test_the_foreseen_update_is_adamws_to_a_millionth() -> None:
             )
 
 
-def test_what_is_added_to_an_update_is_in_the_optimizers_units() -> None:
+def test_additions_to_an_update_are_in_the_optimizers_units() -> None:
     settings = OptimizerSettings(lr=0.1, weight_decay=0.5, total_steps=1)
     module = nn.Linear(3, 2)
     start = module.weight.detach().clone()
@@ -194,7 +194,7 @@ def test_what_is_added_to_an_update_is_in_the_optimizers_units() -> None:
     torch.testing.assert_close(module.weight.detach(), start * (1 - 0.1 * 0.5) - 0.1 * direction)
 
 
-def test_a_large_parameter_comes_in_pieces_that_are_added_to_where_they_belong() -> None:
+def test_pieces_of_a_large_parameter_are_added_in_place() -> None:
     module = nn.Linear(2 * CPU_PIECE // 64 + 3, 64, bias=False)
     optimizer = adamw(module, OptimizerSettings(lr=0.1, weight_decay=0.0, total_steps=1))
     start = module.weight.detach().clone()
@@ -218,9 +218,7 @@ class Refuses(Quiet):
 
 
 @pytest.mark.parametrize(("is_broken", "what"), [(True, "grad_norm is nan"), (False, "grad_norm after Refuses is inf")])
-def test_a_gradient_that_is_not_finite_reaches_no_stabilizer_and_none_of_its_own_is_stepped(
-    is_broken: bool, what: str
-) -> None:
+def test_a_gradient_that_is_not_finite_is_never_stepped(is_broken: bool, what: str) -> None:
     module = nn.Linear(3, 2)
     sharded = Sharded(module, module, SETTINGS, RankGroup(), "float32")
     start = module.weight.detach().clone()
@@ -261,7 +259,7 @@ def test_a_skip_leaves_weights_and_optimizer_bit_for_bit(
     assert "stabilizer/corrected" not in metrics
 
 
-def test_metrics_of_several_updates_are_means_over_those_that_report_them(model_path: str) -> None:
+def test_stabilizer_metrics_are_means_over_the_updates_reporting_them(model_path: str) -> None:
     metrics = train_step(backend_of(model_path, RankGroup()), RankGroup(), SkipOdd(), num_updates=4)
     assert metrics["stabilizer/seen"] == 2.5
     assert metrics["stabilizer/corrected"] == 1.5
@@ -299,9 +297,7 @@ def backend_weights(model_path: str) -> dict[str, Tensor]:
     return backend_of(model_path, RankGroup()).full_weights(torch.float32)
 
 
-def test_checkpoints_with_and_without_its_state_load_into_runs_without_and_with_it(
-    model_path: str, tmp_path: Path
-) -> None:
+def test_checkpoints_load_with_and_without_stabilizer_state(model_path: str, tmp_path: Path) -> None:
     """A run that starts to have a stabilizer has a fresh one."""
     backend = backend_of(model_path, RankGroup())
     train_step(backend, RankGroup(), None)

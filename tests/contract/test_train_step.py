@@ -94,7 +94,7 @@ def parts_of(step: RankStep, ranks: RankGroup | None = None) -> list[Part]:
     return [part for update in step.whole(score, ranks or RankGroup()) for part in update]
 
 
-def test_updates_are_adamw_steps_on_parts_of_the_batch_against_the_policy_before_the_step(model_path: str) -> None:
+def test_updates_match_adamw_by_hand_with_ratios_against_step_start(model_path: str) -> None:
     """By hand: every ratio is against the logprobs at the start, each update has denominators of its own."""
     backend, metrics = trained(model_path, PLAIN, 2, RankGroup())
     plan, payloads = planned(0, 1, PLAIN, 2, max_tokens=10_000)
@@ -122,7 +122,7 @@ def test_updates_are_adamw_steps_on_parts_of_the_batch_against_the_policy_before
         torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-4, atol=5e-3 * SETTINGS.lr)
 
 
-def test_the_only_update_of_a_step_starts_from_the_policy_it_is_taken_by(model_path: str) -> None:
+def test_the_ratio_of_a_single_update_is_one(model_path: str) -> None:
     _, metrics = trained(model_path, PLAIN, 1, RankGroup(), num_steps=2)
     assert metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-6)
 
@@ -130,7 +130,7 @@ def test_the_only_update_of_a_step_starts_from_the_policy_it_is_taken_by(model_p
 @pytest.mark.parametrize(
     ("algorithm", "num_updates", "passes"), [(PLAIN, 1, 1), (PLAIN, 2, 2), (Measuring(), 1, 2), (Paired(), 1, 2)]
 )
-def test_a_pass_over_the_step_is_made_before_it_only_where_something_needs_it(
+def test_an_extra_pass_runs_only_where_it_is_needed(
     algorithm: Surrogate, num_updates: int, passes: int, model_path: str
 ) -> None:
     backend, forwards = FsdpBackend(model_path, SETTINGS, RankGroup()), []
@@ -140,7 +140,7 @@ def test_a_pass_over_the_step_is_made_before_it_only_where_something_needs_it(
     assert len(forwards) == passes * sum(len(update.ranks[0]) for update in plan.updates)
 
 
-def test_advantages_are_whitened_over_all_tokens_of_the_step_but_not_over_fillers() -> None:
+def test_advantages_are_whitened_over_the_step_without_fillers() -> None:
     algorithm = Measuring()
     plan, payloads = planned(0, 2, algorithm, 2)
     parts = parts_of(step_of(plan, data_of(payloads), algorithm, 0)) + parts_of(
@@ -166,7 +166,7 @@ def test_equal_advantages_are_whitened_to_zero() -> None:
     assert torch.cat([part.inputs.advantages_N for part in parts]).abs().max() < 1e-6
 
 
-def test_what_is_measured_is_of_every_sample_once_and_reaches_every_loss(model_path: str, two_ranks: TwoRanks) -> None:
+def test_measurements_cover_every_sample_once_and_reach_every_loss(model_path: str, two_ranks: TwoRanks) -> None:
     _, metrics = trained(model_path, Measuring(), 2, RankGroup())
     plan, _ = planned(0, 1, Measuring(), 2)
     num_samples = sum(len(m.samples) for update in plan.updates for m in update.ranks[0])
@@ -179,7 +179,7 @@ def measured(model_path: str, ranks: RankGroup) -> float:
     return trained(model_path, Measuring(), 2, ranks)[1]["num_samples"]
 
 
-def test_values_of_ranks_with_different_numbers_of_them_are_gathered_in_order(two_ranks: TwoRanks) -> None:
+def test_unequal_numbers_of_values_per_rank_are_gathered_in_order(two_ranks: TwoRanks) -> None:
     assert two_ranks(gathered, 3) == [[0.0, 0.0, 0.0, 1.0]] * 2
     assert two_ranks(gathered, 0) == [[1.0]] * 2
     assert gathered(2, RankGroup()) == [0.0, 0.0]
@@ -189,7 +189,7 @@ def gathered(num_first: int, ranks: RankGroup) -> list[float]:
     return ranks.gather(torch.full((1 if ranks.rank else num_first,), float(ranks.rank))).tolist()
 
 
-def test_shape_sees_no_proximal_logprobs_and_loss_sees_them_with_all_else() -> None:
+def test_only_the_loss_gets_proximal_logprobs() -> None:
     seen: dict[str, LossInputs] = {}
 
     @dataclass(frozen=True, kw_only=True)
@@ -210,7 +210,7 @@ def test_shape_sees_no_proximal_logprobs_and_loss_sees_them_with_all_else() -> N
     assert int(after.lengths_S.sum()) == len(before.advantages_N)
 
 
-def test_a_step_in_which_the_policy_is_not_trained_counts_and_changes_nothing(model_path: str, tmp_path: Path) -> None:
+def test_a_step_without_policy_training_only_advances_the_count(model_path: str, tmp_path: Path) -> None:
     fresh, _ = trained(model_path, WarmingUp(), 2, RankGroup(), num_steps=0)
     fresh.save(tmp_path / "fresh")
     backend, metrics = trained(model_path, WarmingUp(), 2, RankGroup(), num_steps=2)
@@ -241,7 +241,7 @@ def failed(model_path: str, algorithm: NanAtLowest, ranks: RankGroup) -> tuple[d
     return backend.full_weights(torch.float32), backend.step
 
 
-def test_nan_in_a_later_update_names_it_and_leaves_the_earlier_ones(model_path: str) -> None:
+def test_nan_in_a_later_update_keeps_the_earlier_ones(model_path: str) -> None:
     backend = FsdpBackend(model_path, SETTINGS, RankGroup())
     plan, payloads = planned(0, 1, PLAIN, 2)
     lowest = [min(ref.advantage for m in update.ranks[0] for ref in m.samples) for update in plan.updates]

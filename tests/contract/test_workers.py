@@ -184,7 +184,7 @@ def test_a_rollout_waits_for_weights_as_new_as_its_permit(kit):
     kit.play(scenario())
 
 
-def test_the_same_seed_and_weights_give_the_same_tokens_on_another_replica(kit, tmp_path):
+def test_the_same_seed_and_weights_sample_alike_on_another_replica(kit, tmp_path):
     async def scenario() -> None:
         await kit.workers.actor.publish(6)
         one, other = await asyncio.gather(rolled_out(kit, version=6), rolled_out(kit, version=6))
@@ -194,9 +194,7 @@ def test_the_same_seed_and_weights_give_the_same_tokens_on_another_replica(kit, 
     kit.play(scenario())
 
 
-def test_a_dead_replica_is_named_and_replaced_what_it_made_survives_and_work_tried_again_gives_the_same_tokens(
-    kit, tmp_path
-):
+def test_a_replaced_replica_retries_a_group_with_the_same_tokens(kit, tmp_path):
     async def scenario() -> None:
         rollouts = kit.workers.rollouts
         await kit.workers.actor.publish(7)
@@ -231,7 +229,7 @@ def test_whereabouts_are_those_of_groups_that_run(kit):
     kit.play(scenario())
 
 
-def test_loads_tell_the_version_and_the_work_of_every_live_replica(kit):
+def test_loads_report_version_and_running_requests_of_every_live_replica(kit):
     async def scenario() -> None:
         rollouts = kit.workers.rollouts
         await published(kit, 12)
@@ -243,7 +241,7 @@ def test_loads_tell_the_version_and_the_work_of_every_live_replica(kit):
     kit.play(scenario())
 
 
-def test_what_moves_goes_on_with_the_same_tokens_and_nothing_moves_where_nothing_runs(kit, tmp_path):
+def test_a_moved_group_samples_the_same_tokens(kit, tmp_path):
     async def scenario() -> None:
         rollouts = kit.workers.rollouts
         await published(kit, 13)
@@ -277,7 +275,7 @@ def test_every_episode_gets_one_score(kit):
     kit.play(scenario())
 
 
-def test_a_dead_reward_worker_is_named_and_replaced_and_judges_the_same(kit):
+def test_a_replaced_reward_worker_gives_the_same_scores(kit):
     async def scenario() -> None:
         rewards = kit.workers.rewards
         await kit.workers.actor.publish(10)
@@ -297,7 +295,7 @@ def test_a_dead_reward_worker_is_named_and_replaced_and_judges_the_same(kit):
     kit.play(scenario())
 
 
-def test_an_episode_of_one_group_takes_the_place_of_one_of_another_with_all_that_is_its_own(kit, tmp_path):
+def test_a_graft_replaces_one_episode_with_its_weights_and_versions(kit, tmp_path):
     async def scenario() -> None:
         await published(kit, 14)
         donor = await scored(kit, await rolled_out(kit, version=14, group_id=41))
@@ -320,7 +318,7 @@ def test_an_episode_of_one_group_takes_the_place_of_one_of_another_with_all_that
     kit.play(scenario())
 
 
-def test_a_reward_worker_that_died_grafts_nothing_and_another_does_the_same(kit, tmp_path):
+def test_a_replaced_reward_worker_grafts_the_same(kit, tmp_path):
     async def scenario() -> None:
         rewards = kit.workers.rewards
         await kit.workers.actor.publish(16)
@@ -352,7 +350,7 @@ def test_restarting_a_worker_that_never_was_changes_nothing(kit, kind):
 # ----------------------------------------------------------------------------------------------------------- relays
 
 
-def test_an_arrival_tells_what_came_and_says_the_same_to_everyone_who_asks(kit):
+def test_an_arrival_is_the_same_for_every_caller(kit):
     async def scenario() -> None:
         receipt = await kit.workers.actor.publish(17)
         first, second = await asyncio.gather(*(kit.workers.relays.arrival(17) for _ in range(2)))
@@ -379,7 +377,7 @@ async def trained(kit: Kit, version: int) -> Arrival:
     return await published(kit, version + 1)
 
 
-def test_a_step_changes_the_weights_and_loading_what_was_saved_brings_them_back(kit, tmp_path):
+def test_a_step_changes_weights_and_a_load_restores_them(kit, tmp_path):
     async def scenario() -> None:
         actor = kit.workers.actor
         before = await published(kit, 20)
@@ -417,7 +415,7 @@ def pinned_rollouts(kit: Kit) -> PinnedRollouts:
     return kit.workers.evaluation
 
 
-def test_a_pinned_pool_samples_from_what_it_holds_whatever_is_published_until_it_holds_another(kit):
+def test_a_pinned_pool_samples_from_the_pinned_version_alone(kit):
     async def scenario() -> None:
         pinned = pinned_rollouts(kit)
         receipt = await published(kit, 42)
@@ -434,7 +432,7 @@ def test_a_pinned_pool_samples_from_what_it_holds_whatever_is_published_until_it
     kit.play(scenario())
 
 
-def test_a_replica_of_a_pinned_pool_that_is_replaced_takes_the_pinned_version_though_newer_ones_are_out(kit, tmp_path):
+def test_a_replaced_pinned_replica_loads_the_pinned_version(kit, tmp_path):
     async def scenario() -> None:
         pinned = pinned_rollouts(kit)
         await kit.workers.actor.publish(47)

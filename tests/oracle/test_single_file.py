@@ -38,7 +38,7 @@ def letters(completion: str, answer: str) -> float:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_staleness_zero_gives_the_losses_and_weights_of_the_single_file(folder):
+def test_staleness_zero_matches_losses_and_weights_of_the_single_file(folder):
     overrides = [
         f"model.path={folder / 'model'}",
         f"data.path={folder / 'tasks.jsonl'}",

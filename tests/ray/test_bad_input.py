@@ -66,13 +66,13 @@ def test_a_row_without_a_prompt_is_named_with_its_line(keys, tmp_path):
     assert f"{path}:2: no `prompt`; the row has question, answer" in ended.stderr
 
 
-def test_a_run_that_never_took_a_step_may_begin_again_once_its_data_is_mended(keys, tmp_path):
+def test_a_run_that_failed_before_its_first_step_may_restart(keys, tmp_path):
     for name in ("one.jsonl", "two.jsonl"):
         ended = command(keys, f"data.path={name}", folder=tmp_path)
         assert f"cannot read {name}" in ended.stderr
 
 
-def test_a_reward_function_that_asks_for_a_missing_column_is_refused(keys, tmp_path):
+def test_a_reward_function_with_a_missing_column_is_refused(keys, tmp_path):
     judge = tmp_path / "judge.py"
     judge.write_text("def judge(completion, difficulty): return 0.0\n")
     ended = command(keys, f"reward.fn={judge}:judge", folder=tmp_path)
@@ -87,7 +87,7 @@ def test_must_resume_without_a_checkpoint_is_refused_and_writes_nothing(keys, tm
     assert not (tmp_path / "run").exists()
 
 
-def test_a_model_path_that_does_not_exist_is_named_by_the_command(keys, tmp_path):
+def test_a_missing_model_path_is_named_by_the_command(keys, tmp_path):
     ended = command(keys, "model.path=/no/such/model", folder=tmp_path)
     assert ended.code == 2
     assert "/no/such/model" in ended.stderr.splitlines()[-1]
@@ -102,13 +102,13 @@ def judge_in(folder: Path, name: str = "judge") -> str:
     return f"{path}:{name}"
 
 
-def test_prompts_that_are_all_too_long_end_the_run_naming_the_limit_and_its_key(model_path, data_path, tmp_path):
+def test_a_run_of_overlong_prompts_ends_naming_limit_and_key(model_path, data_path, tmp_path):
     config = config_of(model_path, data_path, tmp_path, ["data.max_prompt_tokens=1", "limits.max_failed_groups=3"])
     with pytest.raises(RunAborted, match=r"3 groups were dropped.* allowed are 1 to data\.max_prompt_tokens = 1"):
         train(config, progress=False)
 
 
-def test_whatever_a_judge_does_to_some_groups_costs_those_alone_and_says_why(model_path, data_path, tmp_path):
+def test_a_failing_judge_drops_only_its_groups_with_the_reason(model_path, data_path, tmp_path):
     overrides = [f"reward.fn={judge_in(tmp_path)}", "reward.timeout_s=1", "reward.processes=4", "run.steps=8"]
     config = config_of(model_path, data_path, tmp_path, overrides)
     assert train(config, progress=False).steps == 8

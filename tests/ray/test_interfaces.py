@@ -87,7 +87,7 @@ def history(model_path: Path, data_path: Path, tmp_path_factory: pytest.TempPath
     return History(job, by_ctrl_c, first, terminated, second, finished)
 
 
-def test_ctrl_c_finishes_the_step_saves_it_and_exits_with_130(history: History):
+def test_ctrl_c_saves_the_step_and_exits_with_130(history: History):
     ended = history.by_ctrl_c
     assert ended.code == 130
     assert "stopping; a step in hand is finished and saved; once more to exit at once" in ended.stderr
@@ -104,7 +104,7 @@ def test_a_termination_saves_too_and_exits_with_143(history: History):
     assert f"interrupted after step {history.saved_by_termination}" in history.terminated.stderr
 
 
-def test_an_interrupted_run_goes_on_where_it_stopped_and_takes_every_step_once(history: History):
+def test_an_interrupted_run_resumes_and_takes_every_step_once(history: History):
     assert history.finished.code == 0, history.finished.stderr
     total = history.saved_by_termination + 2
     assert history.job.steps == list(range(1, total + 1))
@@ -193,9 +193,7 @@ def accepted(client: JobSubmissionClient, command: str) -> str:
     return ids[0]
 
 
-def test_a_submitted_job_trains_on_the_cluster_it_was_submitted_to(
-    head: str, model_path: Path, data_path: Path, tmp_path: Path
-):
+def test_a_submitted_job_trains_on_its_cluster(head: str, model_path: Path, data_path: Path, tmp_path: Path):
     job = job_in(tmp_path, model_path, data_path)
     client = JobSubmissionClient(head)
     command = " ".join(map(str, [RLSYS, "train", job.file, *job.keys, "run.steps=2", "--json"]))

@@ -61,7 +61,7 @@ def payload_of(done: RolledOut) -> tuple[Episode, ...]:
     return ray.get(ref.chunk)[ref.index]
 
 
-def test_a_group_moves_the_replica_it_left_takes_new_weights_and_a_host_that_dies_is_named(crew, tmp_path):
+def test_a_moved_group_keeps_its_version_while_its_source_reloads(crew, tmp_path):
     rollouts, answer = crew.rollouts, tmp_path / "answer"
 
     async def scenario() -> None:
@@ -84,7 +84,7 @@ def test_a_group_moves_the_replica_it_left_takes_new_weights_and_a_host_that_die
     played(crew, scenario)
 
 
-def test_a_group_that_lost_its_host_begins_again_with_what_was_noted(crew, tmp_path):
+def test_a_group_that_lost_its_host_resumes_from_its_record(crew, tmp_path):
     rollouts, answer = crew.rollouts, tmp_path / "answer"
 
     async def scenario() -> None:

@@ -84,9 +84,7 @@ async def made(writer: Remote[Writer], group_ids: list[int]) -> list[Group]:
     return [replace(group(group_id), payload=ref) for group_id, ref in zip(group_ids, refs, strict=True)]
 
 
-def test_the_groups_that_went_with_a_node_are_named_and_the_others_are_trained_scored_and_saved(
-    three_nodes: Cluster, tmp_path: Path
-):
+def test_groups_lost_with_a_node_are_named_and_others_survive(three_nodes: Cluster, tmp_path: Path):
     here = node_ids()[0]
     doomed = three_nodes.add_node(num_cpus=1, object_store_memory=100 << 20)
     (there,) = [node for node in node_ids() if node == doomed.node_id]

@@ -143,7 +143,7 @@ def test_no_process_of_a_local_cluster_listens_beyond_this_machine(local: Local)
 
 @pytest.mark.parametrize("program", [DRIVE, ADD_NODE], ids=["driver", "node"])
 @pytest.mark.parametrize("changes", [{}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}], ids=["none", "wrong"])
-def test_who_has_no_token_can_neither_drive_a_local_cluster_nor_add_a_node_to_it(
+def test_a_local_cluster_refuses_drivers_and_nodes_without_its_token(
     local: Local, tmp_path: Path, program: str, changes: dict[str, str]
 ):
     refused = strangers(tmp_path, program, local.address, **changes)

@@ -139,7 +139,7 @@ def tier(three_nodes) -> Iterator[Tier]:
     made.close()
 
 
-def test_every_reader_gets_exact_bytes_and_only_buckets_that_changed_travel(tier):
+def test_readers_get_exact_bytes_and_only_changed_buckets_are_sent(tier):
     async def main() -> None:
         assert len(node_ids()) == 3
         first = await tier.publish(0)
@@ -159,7 +159,7 @@ def test_every_reader_gets_exact_bytes_and_only_buckets_that_changed_travel(tier
     asyncio.run(main())
 
 
-def test_a_dead_master_is_passed_over_and_filled_again_and_its_readers_pull_from_another(tier):
+def test_a_dead_master_is_bypassed_and_refilled(tier):
     async def scenario() -> None:
         await tier.publish(0)
         await tier.relays.pin(0)
@@ -175,7 +175,7 @@ def test_a_dead_master_is_passed_over_and_filled_again_and_its_readers_pull_from
     asyncio.run(tier.supervised(scenario()))
 
 
-def test_when_every_relay_dies_pins_and_pulls_wait_and_they_are_filled_from_the_actor(tier):
+def test_pins_and_pulls_wait_while_all_relays_are_restored(tier):
     async def scenario() -> None:
         await tier.publish(0)
         await tier.relays.pin(0)
@@ -190,7 +190,7 @@ def test_when_every_relay_dies_pins_and_pulls_wait_and_they_are_filled_from_the_
     asyncio.run(tier.supervised(scenario()))
 
 
-def test_a_relay_that_hangs_is_passed_over_then_killed_and_filled_again(three_nodes):
+def test_a_hanging_relay_is_bypassed_killed_and_refilled(three_nodes):
     tier = Tier()
 
     async def scenario() -> None:
@@ -223,7 +223,7 @@ def test_a_version_that_died_with_its_relays_is_announced_again(tier):
     asyncio.run(main())
 
 
-def test_a_version_published_again_with_other_bytes_is_refused_whatever_the_trainer_is_asked_next(tier):
+def test_republishing_a_version_with_other_bytes_is_refused(tier):
     async def main() -> None:
         await tier.publish(0)
         other = trainer_of(tier.relays.members)

@@ -101,7 +101,7 @@ def test_errors_name_the_worker_and_the_phase(model, server):
     asyncio.run(main())
 
 
-def test_what_a_worker_raises_while_it_is_built_arrives_as_itself(cluster):
+def test_a_constructor_error_of_a_worker_keeps_its_type(cluster):
     async def main() -> None:
         broken = start(Model, "model-0", partial(Model, ""), NO_MATHS, 60.0)
         with pytest.raises(ModelError, match="no such model"):

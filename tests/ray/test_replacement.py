@@ -13,9 +13,7 @@ from workers.worker_set import WorkerSet
 TASK = Task(id="t", prompt="312>", answer="123")
 
 
-def test_groups_that_lost_their_only_replica_are_all_rolled_out_by_its_successor(
-    cluster, model_path, data_path, tmp_path
-):
+def test_groups_of_a_dead_only_replica_run_on_its_successor(cluster, model_path, data_path, tmp_path):
     crew = WorkerSet.of(config_of(model_path, data_path, tmp_path))
     rollouts, recovered = crew.rollouts, []
 

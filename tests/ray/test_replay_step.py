@@ -33,7 +33,7 @@ def trained(model_path: Path, data_path: Path, folder: Path, overrides: Sequence
     return config.run_dir
 
 
-def test_two_ranks_with_a_reference_and_a_stabilizer_that_projects_from_a_checkpoint(model_path, data_path, tmp_path):
+def test_two_ranks_with_reference_and_gac_replay_equally(model_path, data_path, tmp_path):
     run = trained(model_path, data_path, tmp_path, GRPO)
     found = replay_step(run, 3)
     assert (found.is_equal, found.beginning) == (True, "checkpoints/step_000002"), found.first
@@ -43,7 +43,7 @@ def test_two_ranks_with_a_reference_and_a_stabilizer_that_projects_from_a_checkp
     assert metrics["policy/kl_ref"] != 0
 
 
-def test_a_critic_and_two_updates_a_step_from_the_initial_model(model_path, data_path, tmp_path):
+def test_a_critic_with_two_updates_a_step_replays_equally(model_path, data_path, tmp_path):
     run = trained(model_path, data_path, tmp_path, PPO)
     found = replay_step(run, 3)
     assert (found.is_equal, found.beginning, len(found.weights)) == (True, "the initial model", 4), found.first

@@ -67,9 +67,7 @@ def test_the_sampler_and_the_trainer_agree_on_every_logprob(whole_run):
 
 
 @pytest.mark.parametrize("step", [1, 3])
-def test_cut_off_after_a_step_and_resumed_the_weights_are_bit_for_bit_the_same(
-    step, whole_run, model_path, data_path, tmp_path
-):
+def test_an_interrupted_and_resumed_run_has_bit_identical_weights(step, whole_run, model_path, data_path, tmp_path):
     config = config_of(model_path, data_path, tmp_path, ["rollout.replicas=2", "run.name=cut", "run.resume=must"])
     kept = f"step_{step:06d}"
     shutil.copytree(whole_run / "checkpoints" / kept, config.run_dir / "checkpoints" / kept)
@@ -98,7 +96,7 @@ def test_the_exported_model_loads_in_transformers(whole_run, tmp_path):
     assert model.num_parameters() > 10_000
 
 
-def test_a_version_measured_in_training_measures_the_same_from_its_checkpoint(model_path, data_path, tmp_path):
+def test_a_checkpoint_is_measured_the_same_as_during_training(model_path, data_path, tmp_path):
     few = tmp_path / "few.jsonl"
     few.write_text("".join(data_path.read_text().splitlines(keepends=True)[:3]))
     section = f"{{every: 3, data: {{all: {data_path}, few: {few}}}, samples: 4, temperature: 1.0, limit: 8}}"
@@ -115,7 +113,7 @@ def test_a_version_measured_in_training_measures_the_same_from_its_checkpoint(mo
         assert 0 < again.mean < 1
 
 
-def test_an_evaluation_uses_the_export_of_the_checkpoint_that_there_is(whole_run, data_path):
+def test_an_evaluation_reuses_the_export_of_a_checkpoint(whole_run, data_path):
     def exported() -> Path:
         result = evaluate(str(whole_run), data={"d": str(data_path)}, samples=4, temperature=1.0, limit=8)
         assert result["d"].num_tasks == 8
@@ -128,12 +126,12 @@ def test_an_evaluation_uses_the_export_of_the_checkpoint_that_there_is(whole_run
     assert exported().stat().st_mtime_ns == written
 
 
-def test_an_evaluation_that_needs_more_than_the_cluster_has_is_refused_at_once(whole_run, data_path):
+def test_an_evaluation_with_too_many_cpus_is_refused_at_once(whole_run, data_path):
     with pytest.raises(ConfigError, match=r"needs 21 CPUs and the cluster has 8"):
         evaluate(str(whole_run), data={"d": str(data_path)}, config_overrides=["eval.replicas=20"])
 
 
-def test_stale_groups_stay_inside_the_bound_and_every_token_knows_its_version(model_path, data_path, tmp_path):
+def test_staleness_stays_bounded_and_every_token_has_a_version(model_path, data_path, tmp_path):
     for change in ("between", "inflight"):
         overrides = [
             f"run.name={change}",
@@ -154,7 +152,7 @@ def test_stale_groups_stay_inside_the_bound_and_every_token_knows_its_version(mo
             assert all(len(t.versions) == 1 for t in turns)
 
 
-def test_a_kl_term_starts_a_reference_and_is_zero_before_the_first_step(model_path, data_path, tmp_path):
+def test_the_kl_to_the_reference_starts_at_zero(model_path, data_path, tmp_path):
     config = config_of(model_path, data_path, tmp_path, ["algorithm.kl_coef=0.1"])
     train(config, progress=False)
     kl = [row["policy/kl_ref"] for row in rows_of(config.run_dir, "metrics.jsonl")]
@@ -166,9 +164,7 @@ def test_a_kl_term_starts_a_reference_and_is_zero_before_the_first_step(model_pa
 @pytest.mark.parametrize(
     ("algorithm", "measured"), [("ppo", "critic/explained_variance"), ("kto", "kto/z0")], ids=["ppo", "kto"]
 )
-def test_with_a_critic_or_pairs_it_trains_and_resumes_bit_for_bit_too(
-    algorithm, measured, model_path, data_path, tmp_path
-):
+def test_ppo_and_kto_resume_bit_for_bit(algorithm, measured, model_path, data_path, tmp_path):
     def run(name: str, *overrides: str) -> Path:
         keys = [f"run.name={name}", "run.steps=3", f"algorithm.type={algorithm}", *overrides]
         config = config_of(model_path, data_path, tmp_path, keys)
@@ -199,7 +195,7 @@ def test_a_model_that_does_not_exist_is_one_clear_error(model_path, data_path, t
         train(config_of(model_path, data_path, tmp_path, ["model.path=/no/such/model"]), progress=False)
 
 
-def test_a_judge_that_always_raises_ends_the_run_at_its_own_line(model_path, data_path, tmp_path):
+def test_a_judge_that_always_raises_is_located_in_the_error(model_path, data_path, tmp_path):
     overrides = ["reward.fn=tests/ray/judges.py:raises", "limits.max_failed_groups=2"]
     with pytest.raises(RunAborted, match=r"this judge is broken.*judges\.py:\d+"):
         train(config_of(model_path, data_path, tmp_path, overrides), progress=False)

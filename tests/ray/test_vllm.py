@@ -22,13 +22,13 @@ def vllm_model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_a_model_vllm_cannot_run_is_an_error_before_anything_is_rolled_out(cluster, model_path, data_path, tmp_path):
+def test_a_model_vllm_cannot_run_is_refused(cluster, model_path, data_path, tmp_path):
     config = config_of(model_path, data_path, tmp_path, ["rollout.engine=vllm"])
     with pytest.raises(ModelError, match=r"vllm cannot run model .*head_dim=16.*choose another rollout.engine"):
         rlsys.train(config, progress=False)
 
 
-def test_a_run_on_vllm_changes_weights_in_flight_and_samples_what_it_trains(cluster, vllm_model, data_path, tmp_path):
+def test_sampler_and_trainer_logprobs_match_after_inflight_weight_changes(cluster, vllm_model, data_path, tmp_path):
     overrides = [
         "rollout.engine=vllm",
         "rollout.replicas=2",

@@ -75,7 +75,7 @@ class LyingRelay(Relay):
         ("the version before", "asked for version 2 or newer, and got 1"),
     ],
 )
-def test_a_replica_with_wrong_weights_is_replaced_and_none_of_its_tokens_are_trained(
+def test_tokens_of_a_replica_with_wrong_weights_are_never_trained(
     lie: Lie, noticed: str, cluster, model_path, data_path, tmp_path
 ):
     config = config_of(model_path, data_path, tmp_path, ["rollout.replicas=2", "checkpoint.every=0"])
@@ -83,9 +83,7 @@ def test_a_replica_with_wrong_weights_is_replaced_and_none_of_its_tokens_are_tra
     assert_noticed(config, relays, start_rollouts(config, relays), noticed)
 
 
-def test_an_engine_that_does_not_use_the_weights_it_acknowledged_is_noticed_by_its_logprobs(
-    cluster, model_path, data_path, tmp_path
-):
+def test_logprobs_reveal_an_engine_that_ignores_its_new_weights(cluster, model_path, data_path, tmp_path):
     config = config_of(model_path, data_path, tmp_path, ["rollout.replicas=2", "checkpoint.every=0", "train.lr=1e-2"])
     relays = RayRelays.start(60.0)
     engine = EngineSpec(

@@ -90,7 +90,7 @@ def counted(recorder: EventRecorder, name: str) -> list[float]:
     return [e.metrics[f"curation/{name}"] for e in recorder.of(StepDone)]
 
 
-def test_a_task_that_mostly_succeeds_is_given_fewer_episodes_from_the_next_step_on(tmp_path):
+def test_mostly_solved_tasks_get_fewer_episodes_afterwards(tmp_path):
     driver, actor, recorder = curated(
         FakeWorld(), tmp_path, CurationSection(fewer_above=0.9, min_episodes=SIZE), steps=14
     )
@@ -102,7 +102,7 @@ def test_a_task_that_mostly_succeeds_is_given_fewer_episodes_from_the_next_step_
     assert "curation/passed_over" not in recorder.of(StepDone)[-1].metrics
 
 
-def test_solved_and_hopeless_tasks_are_passed_over_and_looked_at_again(tmp_path):
+def test_solved_and_hopeless_tasks_are_skipped_and_revisited(tmp_path):
     rules = CurationSection(success_within=(0.05, 0.95), min_episodes=SIZE, look_again=2)
     driver, actor, recorder = curated(FakeWorld(), tmp_path, rules, steps=41, groups_per_step=1)
     run_virtual(driver.run(0))
@@ -112,7 +112,7 @@ def test_solved_and_hopeless_tasks_are_passed_over_and_looked_at_again(tmp_path)
     assert counted(recorder, "passed_over")[-1] == 2 * 4
 
 
-def test_a_run_whose_tasks_are_all_solved_ends_with_the_remedy(tmp_path):
+def test_a_run_with_all_tasks_solved_ends_with_the_remedy(tmp_path):
     world = FakeWorld(reward=lambda group_id, episode: 1.0)
     rules = CurationSection(success_within=(0.0, 0.9), min_episodes=SIZE, look_again=0)
     driver, _, _ = curated(world, tmp_path, rules, workers=world.workers(), steps=14)
@@ -122,7 +122,7 @@ def test_a_run_whose_tasks_are_all_solved_ends_with_the_remedy(tmp_path):
         run_virtual(driver.run(0))
 
 
-def test_groups_dropped_for_want_of_a_signal_are_in_the_history_and_shown_beside_it(tmp_path):
+def test_groups_without_signal_count_in_the_success_history(tmp_path):
     rules = CurationSection(success_within=(0.05, 0.95), min_episodes=SIZE, look_again=0)
     driver, actor, recorder = curated(FakeWorld(), tmp_path, rules, steps=14, algorithm=Picky())
     run_virtual(driver.run(0))
@@ -143,7 +143,7 @@ EVERYTHING = CurationSection(
 
 @settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 10**6), stop_at=st.integers(1, 11))
-def test_synchronous_training_is_the_same_whoever_is_quicker_and_wherever_it_is_interrupted(seed, stop_at):
+def test_synchronous_curation_does_not_depend_on_timing_or_interruption(seed, stop_at):
     def driver(folder: Path, number: int) -> tuple[Driver, Remembering]:
         world = FakeWorld(
             rollout_s=latencies(seed + number, 9.0),
@@ -218,7 +218,7 @@ def payload_of(group: Group) -> tuple[Episode, ...]:
 
 
 @pytest.mark.parametrize("annotate_s", [0.0, 0.01, 5.0], ids=["before it is scored", "while", "after"])
-def test_a_group_that_failed_altogether_is_trained_with_a_stored_success(tmp_path, annotate_s):
+def test_a_failed_group_is_trained_with_a_stored_success(tmp_path, annotate_s):
     driver, actor, recorder = grafted(FakeWorld(**UNEVEN, annotate_s=lambda group_id: annotate_s), tmp_path)
     events = recorder.of(EpisodeGrafted)
     by_group_id = {group.group_id: group for group in actor.groups}
@@ -246,9 +246,7 @@ def test_a_group_that_failed_altogether_is_trained_with_a_stored_success(tmp_pat
     losses=st.sets(st.integers(0, 6), max_size=3),
     num_replicas=st.integers(1, 8),
 )
-def test_no_stored_success_is_staler_than_the_bound_when_it_is_trained(
-    seed, max_staleness, window, losses, num_replicas
-):
+def test_stored_successes_stay_within_the_staleness_bound(seed, max_staleness, window, losses, num_replicas):
     world = FakeWorld(
         num_replicas=num_replicas,
         rollout_s=latencies(seed, 30.0),
@@ -271,7 +269,7 @@ def test_a_tight_bound_leaves_successes_unused_and_counts_them(tmp_path):
     assert max(actor.world.staleness) <= 1
 
 
-def test_a_success_whose_payload_is_lost_is_forgotten_and_the_group_trained_as_it_is(tmp_path):
+def test_a_lost_stored_success_leaves_the_group_as_it_is(tmp_path):
     world = FakeWorld(**UNEVEN, payload_losses={"graft": {0}})
     driver, _, recorder = grafted(world, tmp_path)
     assert recorder.of(EpisodeGrafted)
@@ -298,7 +296,7 @@ class DiesAtAGraft(MostlyFailing):
         return await super().graft(graft)
 
 
-def test_a_graft_that_fails_is_made_again_and_the_group_not_scored_again(tmp_path):
+def test_a_failed_graft_is_retried_without_scoring_the_group_again(tmp_path):
     world = FakeWorld(**UNEVEN)
     rewards = DiesAtAGraft(world)
     workers = replace(world.workers(), rewards=rewards)
@@ -312,7 +310,7 @@ def test_a_graft_that_fails_is_made_again_and_the_group_not_scored_again(tmp_pat
     assert rewards.restarted == ["reward-0"]
 
 
-def test_a_grafted_group_survives_a_resume_and_stored_successes_do_not(tmp_path):
+def test_a_resume_keeps_grafted_groups_and_clears_stored_successes(tmp_path):
     def driver() -> tuple[Driver, Remembering, EventRecorder]:
         world = FakeWorld(**UNEVEN)
         workers = replace(world.workers(), rewards=MostlyFailing(world))
@@ -337,7 +335,7 @@ def test_a_grafted_group_survives_a_resume_and_stored_successes_do_not(tmp_path)
     assert {group.group_id: group for group in actor.groups if group.group_id in waiting} == waiting
 
 
-def test_the_history_of_an_asynchronous_run_that_was_interrupted_is_that_of_everything_it_trained(tmp_path):
+def test_history_after_a_resume_covers_everything_that_was_trained(tmp_path):
     rules = CurationSection(fewer_above=0.9, min_episodes=SIZE, stored_successes=2)
     parts = [curated(FakeWorld(**UNEVEN), tmp_path, rules, steps=14, max_staleness=3) for _ in range(2)]
     (cut, first, _), (resumed, second, _) = parts

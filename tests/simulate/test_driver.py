@@ -119,9 +119,7 @@ def test_an_interrupted_run_consumes_what_an_uninterrupted_one_does(seed, stop_a
     reward_faults=st.dictionaries(st.integers(0, 40), st.sampled_from([Fault.DIES, Fault.HANGS]), max_size=4),
     max_staleness=st.sampled_from([0, 2]),
 )
-def test_whatever_dies_the_same_tasks_are_consumed_and_none_is_scored_zero(
-    seed, rollout_faults, reward_faults, max_staleness
-):
+def test_worker_faults_do_not_change_the_consumed_tasks(seed, rollout_faults, reward_faults, max_staleness):
     def run(**faults) -> FakeWorld:
         world = FakeWorld(rollout_s=latencies(seed, 9.0), reward=lambda group_id, episode: 1.0, **faults)
         with TemporaryDirectory() as folder:
@@ -139,9 +137,7 @@ def test_whatever_dies_the_same_tasks_are_consumed_and_none_is_scored_zero(
     max_staleness=st.sampled_from([0, 2]),
     window=st.sampled_from([1, 3]),
 )
-def test_groups_whose_payload_is_lost_are_issued_again_and_the_same_tasks_are_consumed(
-    seed, losses, max_staleness, window
-):
+def test_lost_payloads_are_reissued_and_the_same_tasks_consumed(seed, losses, max_staleness, window):
     def run(losses: Mapping[str, set[int]]) -> tuple[FakeWorld, Driver]:
         world = FakeWorld(rollout_s=latencies(seed, 9.0), train_s=latencies(seed + 1, 5.0), payload_losses=losses)
         with TemporaryDirectory() as folder:
@@ -165,7 +161,7 @@ def test_groups_whose_payload_is_lost_are_issued_again_and_the_same_tasks_are_co
 
 
 @pytest.mark.parametrize("call", LOSABLE)
-def test_a_lost_payload_is_told_and_its_group_keeps_its_number_and_its_place(tmp_path, call):
+def test_a_group_with_a_lost_payload_keeps_its_group_id(tmp_path, call):
     recorder = EventRecorder()
     world = FakeWorld(payload_losses={call: {1}})
     driver = driver_on(
@@ -190,7 +186,7 @@ def test_a_payload_that_is_lost_every_time_ends_the_run(tmp_path):
     failures=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=3),
     kind=st.sampled_from([Fault.DIES, Fault.HANGS]),
 )
-def test_a_group_outlives_failures_of_every_kind_as_long_as_none_comes_three_times(failures, kind):
+def test_failures_below_the_limit_of_each_kind_are_survived(failures, kind):
     """`failures`: of rolling out and of scoring, each time that group 0 is issued; all but the last are lost."""
     rollout_faults: list[bool] = []
     reward_faults: list[bool] = []
@@ -207,7 +203,7 @@ def test_a_group_outlives_failures_of_every_kind_as_long_as_none_comes_three_tim
     assert world.consumed.total() == 2
 
 
-def test_a_loss_that_is_noticed_late_is_not_laid_on_the_next_attempt(tmp_path):
+def test_a_late_notice_of_a_loss_spares_the_next_attempt(tmp_path):
     """Two losses would end the run; the judges notice the annotator's while their groups' next attempts are trained."""
     recorder = EventRecorder()
     world = FakeWorld(
@@ -225,7 +221,7 @@ def test_a_loss_that_is_noticed_late_is_not_laid_on_the_next_attempt(tmp_path):
     assert world.consumed.total() == 30
 
 
-def test_an_attempt_that_is_over_and_gives_nothing_to_train_is_no_reason_to_drop_its_group(tmp_path):
+def test_a_late_failure_of_an_ended_attempt_drops_nothing(tmp_path):
     class LateAndVoid(FakeRewards):
         """Has the first payload before it is lost, and takes its time to fail on it."""
 
@@ -270,7 +266,7 @@ def test_an_annotator_that_fails_ends_the_run_with_its_words(tmp_path):
         run_virtual(driver.run(0))
 
 
-def test_a_group_whose_replica_died_is_rolled_out_elsewhere_before_the_replacement_is_ready(tmp_path):
+def test_lost_groups_run_elsewhere_before_the_replacement_is_ready(tmp_path):
     recorder = EventRecorder()
     world = FakeWorld(rollout_faults={0: Fault.DIES}, restart_s=1000.0)
     run_virtual(driver_on(world, tmp_path, recorder=recorder).run(0))
@@ -280,7 +276,7 @@ def test_a_group_whose_replica_died_is_rolled_out_elsewhere_before_the_replaceme
     assert world.consumed.total() == 18
 
 
-def test_a_suspended_process_neither_gives_up_nor_takes_its_workers_for_dead(tmp_path):
+def test_a_suspended_process_continues_without_restarting_workers(tmp_path):
     recorder = EventRecorder()
     world = FakeWorld(rollout_s=lambda group_id: 20.0)
 
@@ -295,7 +291,7 @@ def test_a_suspended_process_neither_gives_up_nor_takes_its_workers_for_dead(tmp
     assert world.consumed.total() == 18
 
 
-def test_a_dead_replica_is_replaced_once_and_its_groups_are_issued_again(tmp_path):
+def test_a_dead_replica_is_replaced_once_and_its_groups_reissued(tmp_path):
     recorder = EventRecorder()
     world = FakeWorld(rollout_faults={0: Fault.DIES})
     driver = driver_on(world, tmp_path, recorder=recorder)
@@ -304,7 +300,7 @@ def test_a_dead_replica_is_replaced_once_and_its_groups_are_issued_again(tmp_pat
     assert world.consumed.total() == 18
 
 
-def test_a_dead_worker_is_told_once_however_many_groups_hit_it(tmp_path):
+def test_a_dead_worker_is_reported_once_for_all_its_groups(tmp_path):
     class Rollouts(FakeRollouts):
         async def run(self, assignment: Assignment) -> RolledOut:
             if (owner := self.members[0]) == "rollout-0":
@@ -322,7 +318,7 @@ def test_a_dead_worker_is_told_once_however_many_groups_hit_it(tmp_path):
     assert world.consumed.total() == 18
 
 
-def test_a_relay_that_dies_is_told_and_nobody_waits_for_it(tmp_path):
+def test_a_dead_relay_is_reported_and_delays_nothing(tmp_path):
     def run(folder: Path, deaths_s: Sequence[float]) -> tuple[float, EventRecorder, FakeWorld]:
         world, recorder, loop = FakeWorld(relay_deaths_s=deaths_s), EventRecorder(), VirtualLoop()
         driver = driver_on(world, folder, recorder=recorder)
@@ -337,7 +333,7 @@ def test_a_relay_that_dies_is_told_and_nobody_waits_for_it(tmp_path):
     assert (took_s, world.weights) == (quiet_s, quiet.weights)
 
 
-def test_a_checkpoint_holds_the_hash_of_every_version_its_groups_have_and_waits_for_no_other(tmp_path):
+def test_a_checkpoint_has_its_groups_hashes_without_awaiting_later_versions(tmp_path):
     recorder = EventRecorder()
     world = FakeWorld(broadcast_s=7.0, train_s=lambda version: 30.0)
     driver = driver_on(world, tmp_path, steps=3, max_staleness=2, checkpoint_every=1, recorder=recorder)
@@ -353,7 +349,7 @@ def test_a_checkpoint_holds_the_hash_of_every_version_its_groups_have_and_waits_
     assert 2 not in state.published, "it is still on its way"
 
 
-def test_whoever_stops_a_run_need_not_wait_for_relays_that_are_gone(tmp_path):
+def test_stopping_does_not_wait_for_a_slow_broadcast(tmp_path):
     driver = driver_on(FakeWorld(broadcast_s=20.0), tmp_path, steps=6)
     driver.events.attach(StopAfter(driver, 1))
 
@@ -365,7 +361,7 @@ def test_whoever_stops_a_run_need_not_wait_for_relays_that_are_gone(tmp_path):
     assert find_latest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step_000001"
 
 
-def test_a_replica_with_weights_nobody_published_is_caught_before_its_tokens_are_trained(tmp_path):
+def test_a_replica_with_unpublished_weights_is_caught_and_replaced(tmp_path):
     recorder = EventRecorder()
     world = FakeWorld(rollout_faults={4: Fault.WRONG_WEIGHTS})
     run_virtual(driver_on(world, tmp_path, recorder=recorder).run(0))
@@ -373,7 +369,7 @@ def test_a_replica_with_weights_nobody_published_is_caught_before_its_tokens_are
     assert world.consumed.total() == 18
 
 
-def test_work_that_fails_every_time_ends_the_run_naming_the_worker(tmp_path):
+def test_repeated_failure_ends_the_run_and_names_the_worker(tmp_path):
     world = FakeWorld(rollout_faults=dict.fromkeys(range(1000), Fault.DIES))
     with pytest.raises(RunAborted, match=r"gave up after 3 attempts.*rollout-.*the process is gone"):
         run_virtual(driver_on(world, tmp_path).run(0))
@@ -389,7 +385,7 @@ def test_a_group_nobody_can_judge_is_dropped_and_replaced(tmp_path):
     assert world.consumed.total() == 18
 
 
-def test_a_judge_that_always_fails_ends_the_run_with_its_words(tmp_path):
+def test_an_always_failing_judge_ends_the_run_with_its_error(tmp_path):
     world = FakeWorld(reward=lambda group_id, episode: None)
     with pytest.raises(RunAborted, match=r"4 groups were dropped one after the other.*the judge raised"):
         run_virtual(driver_on(world, tmp_path).run(0))
@@ -402,7 +398,7 @@ def test_a_silent_standstill_ends_the_run_with_a_table(tmp_path):
         run_virtual(driver_on(world, tmp_path, no_progress_s=500.0).run(0))
 
 
-def test_a_checkpoint_that_cannot_be_written_names_the_last_good_one(tmp_path):
+def test_a_failed_checkpoint_names_the_last_good_one(tmp_path):
     world = FakeWorld()
     driver = driver_on(world, tmp_path, checkpoint_every=2)
     world.disk_is_full_at = "step_000004"

@@ -117,7 +117,7 @@ def is_step(number: int) -> Callable[[Event], bool]:
     broadcast_s=st.sampled_from([0.0, 0.7, 5.0]),
     replicas=st.integers(1, 3),
 )
-def test_every_version_that_is_due_is_measured_and_no_other_under_any_latencies(
+def test_exactly_the_due_versions_are_measured_under_any_latencies(
     seed, every, max_staleness, inflight, broadcast_s, replicas
 ):
     world = TellingWorld(
@@ -151,7 +151,7 @@ def test_it_equals_an_evaluation_of_that_version_without_training(tmp_path):
         assert run_virtual(alone.measure(done.dataset)).as_metrics(done.dataset) == done.metrics
 
 
-def test_every_evaluation_is_a_file_with_its_measures_and_the_hash_of_the_weights(tmp_path):
+def test_every_evaluation_file_has_its_measures_and_weight_hash(tmp_path):
     recorder = EventRecorder()
     run_virtual(evaluated(FakeWorld(), tmp_path, recorder, every=4).run(0))
     files = sorted(str(p.relative_to(tmp_path)) for p in (tmp_path / "evaluations").rglob("*") if p.is_file())
@@ -185,7 +185,7 @@ def test_an_evaluation_changes_nothing_of_what_is_trained(tmp_path):
     assert trained(1).weights == trained(3).weights == trained(None).weights
 
 
-def test_the_learner_waits_for_an_evaluation_only_where_the_next_is_due(tmp_path):
+def test_training_waits_for_an_evaluation_only_when_another_is_due(tmp_path):
     recorder = EventRecorder()
     run_virtual(evaluated(FakeWorld(eval_s=lambda group_id: 20.0), tmp_path, recorder, every=2).run(0))
     assert [e.metrics["time/eval_wait"] > 0 for e in recorder.of(StepDone)] == [False, False, True, False, True, False]
@@ -199,7 +199,7 @@ def test_the_learner_waits_until_the_version_is_pinned(tmp_path):
     assert waited == pytest.approx([5.0, 0, 0, 5.0, 0, 0])
 
 
-def test_the_end_of_the_run_waits_for_the_last_evaluation_which_is_progress(tmp_path):
+def test_the_run_waits_for_its_last_evaluation(tmp_path):
     recorder = EventRecorder()
     world = FakeWorld(eval_s=lambda group_id: 90.0)
     run_virtual(evaluated(world, tmp_path, recorder, every=100, steps=3, no_progress_s=100.0).run(0))
@@ -208,7 +208,7 @@ def test_the_end_of_the_run_waits_for_the_last_evaluation_which_is_progress(tmp_
 
 
 @pytest.mark.parametrize("version", [2, 6], ids=["that the learner waits for", "at the end of the run"])
-def test_an_evaluation_that_stands_still_ends_the_run_and_is_named(tmp_path, version):
+def test_a_stuck_evaluation_ends_the_run_and_is_named(tmp_path, version):
     answered = sum(NUM_TASKS.values()) * {2: 1, 6: 3}[version]
     hanging = dict.fromkeys(range(answered, 1000), Fault.HANGS)
     world = FakeWorld(eval_faults=hanging, lease_s=1e6)
@@ -227,7 +227,7 @@ def test_an_evaluation_that_stands_still_ends_the_run_and_is_named(tmp_path, ver
     reward_faults=st.dictionaries(st.integers(0, 60), st.sampled_from([Fault.DIES, Fault.HANGS]), max_size=3),
     replicas=st.integers(1, 2),
 )
-def test_whatever_dies_the_measures_are_the_same_and_so_is_the_training(eval_faults, reward_faults, replicas):
+def test_worker_faults_change_neither_evaluation_nor_training(eval_faults, reward_faults, replicas):
     def run(**faults) -> tuple[dict, int]:
         recorder, world = EventRecorder(), TellingWorld(num_eval_replicas=replicas, **faults)
         with TemporaryDirectory() as folder:
@@ -263,7 +263,7 @@ class StrayingWorld(TellingWorld):
     [StrayingWorld(eval_s=lambda group_id: 5.0), TellingWorld(eval_faults={3: Fault.WRONG_WEIGHTS})],
     ids=["another version", "another hash"],
 )
-def test_a_replica_that_sampled_from_other_weights_is_replaced_and_its_group_issued_again(tmp_path, world):
+def test_an_evaluation_replica_with_other_weights_is_replaced(tmp_path, world):
     recorder = EventRecorder()
     run_virtual(evaluated(world, tmp_path, recorder).run(0))
     assert [e.worker for e in recorder.of(WorkerRestarted)] == ["eval-0"]
@@ -271,13 +271,13 @@ def test_a_replica_that_sampled_from_other_weights_is_replaced_and_its_group_iss
     assert means == pytest.approx([0.05, 2.05, 4.05, 6.05])
 
 
-def test_an_evaluation_that_fails_every_time_ends_the_run_naming_the_worker(tmp_path):
+def test_repeated_evaluation_failure_ends_the_run_naming_the_worker(tmp_path):
     world = FakeWorld(eval_faults=dict.fromkeys(range(1000), Fault.DIES))
     with pytest.raises(RunAborted, match=r"gave up after 3 attempts.*eval-0.*the process is gone"):
         run_virtual(evaluated(world, tmp_path, EventRecorder()).run(0))
 
 
-def test_an_evaluation_that_fails_at_the_very_end_ends_the_run_too_with_its_last_step_saved(tmp_path):
+def test_a_failed_last_evaluation_ends_the_run_after_saving(tmp_path):
     world = FakeWorld(eval_faults=dict.fromkeys(range(8, 1000), Fault.DIES))
     with pytest.raises(RunAborted, match=r"eval-0"):
         run_virtual(evaluated(world, tmp_path, EventRecorder(), every=100).run(0))
@@ -298,7 +298,7 @@ async def seconds(work) -> float:
     return asyncio.get_running_loop().time()
 
 
-def test_a_stop_gives_up_the_evaluation_under_way_and_ends_the_run_in_order(tmp_path):
+def test_a_stop_abandons_the_running_evaluation_and_saves(tmp_path):
     recorder = EventRecorder()
     driver = evaluated(FakeWorld(eval_s=lambda group_id: 500.0), tmp_path, recorder, every=2)
     driver.events.attach(At(is_step(1), driver.stop))
@@ -369,13 +369,13 @@ def cut_after(step: int, folder: Path, world: FakeWorld) -> None:
 LATER = [(4, "hard"), (4, "held_out"), (6, "hard"), (6, "held_out")]
 
 
-def test_what_was_given_up_is_measured_after_a_resume_and_what_was_done_is_not_repeated(tmp_path):
+def test_a_resume_measures_only_what_was_abandoned(tmp_path):
     cut_after(2, tmp_path, FakeWorld())
     assert sorted(resumed(FakeWorld(), tmp_path)) == [(2, "hard"), (2, "held_out"), *LATER]
     assert resumed(FakeWorld(), tmp_path) == []
 
 
-def test_of_an_evaluation_cut_half_way_only_the_other_half_is_repeated(tmp_path):
+def test_a_partly_done_evaluation_is_completed_after_a_resume(tmp_path):
     cut_after(2, tmp_path, FakeWorld())
     run_virtual(evaluated(FakeWorld(), tmp_path / "whole", EventRecorder()).run(0))
     (tmp_path / "evaluations/hard").mkdir(exist_ok=True)
@@ -408,7 +408,7 @@ def due(folder: Path, rules: EvalRules = RULES, num_hard: int = NUM_TASKS["hard"
     return sorted((e.step, e.dataset) for e in recorder.of(EvalDone))
 
 
-def test_the_same_weights_are_measured_again_by_other_rules_or_on_other_tasks(tmp_path):
+def test_changed_rules_or_tasks_measure_the_same_weights_again(tmp_path):
     run_virtual(evaluated(FakeWorld(), tmp_path, EventRecorder()).run(0))
     assert due(tmp_path) == []
     assert due(tmp_path, num_hard=2) == [(6, "hard")]

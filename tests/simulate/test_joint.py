@@ -22,7 +22,7 @@ def worlds(**options: object) -> dict[str, FakeWorld]:
 
 @settings(deadline=None, max_examples=150)
 @given(seed=st.integers(0, 10**6))
-def test_under_any_faults_each_policy_trains_every_group_once_and_within_its_bound(seed: int):
+def test_each_policy_trains_every_group_once_within_its_bound(seed: int):
     chance = random.Random(seed)
     limits = random_limits(chance)
     stop = (chance.choice(list(limits)), chance.randint(1, STEPS)) if chance.random() < 0.4 else None
@@ -44,14 +44,14 @@ def test_under_any_faults_each_policy_trains_every_group_once_and_within_its_bou
         assert not any(reason == "stale" for session in sessions for _, reason in session.diaries[policy].dropped)
 
 
-def test_an_episode_is_rolled_out_and_scored_once_for_all_policies(tmp_path: Path):
+def test_one_rollout_and_one_score_serve_all_policies(tmp_path: Path):
     session = Session(worlds(), tmp_path)
     assert session.run() == {"proposer": STEPS, "solver": STEPS}
     assert [a.group_id for a in session.pool.assignments] == list(range(3 * STEPS))
     assert session.judges.num_calls == 3 * STEPS
 
 
-def test_every_policy_is_rolled_out_on_weights_no_older_than_its_own_permit(tmp_path: Path):
+def test_groups_are_sampled_with_the_newest_version_of_each_policy(tmp_path: Path):
     session = Session(worlds(), tmp_path, {"solver": {"groups_per_step": 1, "steps": 3 * STEPS}})
     session.run()
     assert {name: a for a in session.pool.assignments for name, a in a.versions.items()} == {
@@ -61,7 +61,7 @@ def test_every_policy_is_rolled_out_on_weights_no_older_than_its_own_permit(tmp_
     assert all(max(world.staleness) == 0 for world in session.worlds.values())
 
 
-def test_a_group_that_one_policy_drops_is_trained_by_the_other(tmp_path: Path):
+def test_a_group_dropped_by_one_policy_is_trained_by_another(tmp_path: Path):
     limits = {"proposer": {"algorithm": Choosy(is_choosy=True)}}
     session = Session(worlds(), tmp_path, limits)
     session.run()
@@ -71,7 +71,7 @@ def test_a_group_that_one_policy_drops_is_trained_by_the_other(tmp_path: Path):
     assert len(proposer) == len(solver)
 
 
-def test_a_policy_that_does_not_speak_in_a_group_drops_it_without_a_failure(tmp_path: Path):
+def test_a_policy_without_turns_in_a_group_drops_it(tmp_path: Path):
     limits = {"solver": {"max_failed_groups": 1}}
     session = Session(worlds(), tmp_path, limits, speaks=lambda policy, group_id: group_id % 2 == 0)
     session.run()
@@ -80,14 +80,14 @@ def test_a_policy_that_does_not_speak_in_a_group_drops_it_without_a_failure(tmp_
     assert session.worlds["proposer"].trained_group_ids == list(range(3 * STEPS))
 
 
-def test_a_policy_that_is_done_goes_on_speaking_for_the_other(tmp_path: Path):
+def test_a_finished_policy_keeps_sampling_for_the_other(tmp_path: Path):
     session = Session(worlds(), tmp_path, {"proposer": {"steps": 2}})
     assert session.run() == {"proposer": 2, "solver": STEPS}
     assert session.pool.assignments[-1].versions["proposer"] == session.pool.held["proposer"] == 2, "its last weights"
     assert session.worlds["solver"].trained_group_ids == list(range(3 * STEPS))
 
 
-def test_the_relays_of_a_policy_that_is_done_are_supervised_until_the_others_are(tmp_path: Path):
+def test_relays_of_a_finished_policy_stay_supervised(tmp_path: Path):
     both = {"proposer": FakeWorld(relay_deaths_s=(10.0,)), "solver": FakeWorld()}
     session = Session(both, tmp_path, {"proposer": {"steps": 2}})
     session.run()
@@ -101,7 +101,7 @@ def test_a_rollout_that_fails_is_made_again_once_for_both(tmp_path: Path):
     assert [group_id for group_id in group_ids if group_ids.count(group_id) > 1] == [4, 4]
 
 
-def test_a_payload_that_only_one_lost_is_rolled_out_again_for_that_one(tmp_path: Path):
+def test_a_payload_lost_by_one_policy_is_reissued_for_it(tmp_path: Path):
     both = {"proposer": FakeWorld(), "solver": FakeWorld(payload_losses={"fetch": {1}})}
     session = Session(both, tmp_path)
     session.run()
@@ -112,13 +112,13 @@ def test_a_payload_that_only_one_lost_is_rolled_out_again_for_that_one(tmp_path:
     assert sorted(group_id for group_id in group_ids if group_ids.count(group_id) > 1) == [3, 3, 5, 5]
 
 
-def test_groups_that_fail_for_one_fail_for_all_and_end_the_run(tmp_path: Path):
+def test_failed_groups_fail_for_all_policies_and_end_the_run(tmp_path: Path):
     faults = dict.fromkeys(range(99), Fault.FAILS)
     with pytest.raises(RunAborted, match="4 groups were dropped one after the other"):
         Session(worlds(reward_faults=faults), tmp_path).run()
 
 
-def test_policies_saved_at_different_steps_each_go_on_from_their_own(tmp_path: Path):
+def test_policies_resume_from_their_own_checkpoint_steps(tmp_path: Path):
     limits = {"proposer": {"checkpoint_every": 3}, "solver": {"checkpoint_every": 2, "groups_per_step": 2}}
     with pytest.raises(TrainingError):
         Session({"proposer": FakeWorld(), "solver": FakeWorld(nan_at=5)}, tmp_path, limits).run()
@@ -128,7 +128,7 @@ def test_policies_saved_at_different_steps_each_go_on_from_their_own(tmp_path: P
     assert resumed.worlds["solver"].trained_group_ids == list(range(2 * 4, 2 * STEPS))
 
 
-def test_a_policy_that_waits_for_another_to_catch_up_is_not_taken_for_stuck(tmp_path: Path):
+def test_a_policy_waiting_for_another_is_not_considered_stuck(tmp_path: Path):
     limits = {"proposer": {"no_progress_s": 60.0, "checkpoint_every": 1}, "solver": {"no_progress_s": 60.0}}
     with pytest.raises(TrainingError):
         Session({"proposer": FakeWorld(), "solver": FakeWorld(nan_at=5)}, tmp_path, limits).run()
@@ -138,7 +138,7 @@ def test_a_policy_that_waits_for_another_to_catch_up_is_not_taken_for_stuck(tmp_
     assert len(resumed.worlds["solver"].trained_group_ids) > 4 + len(resumed.worlds["proposer"].trained_group_ids)
 
 
-def test_a_run_that_is_stuck_says_which_policy_a_group_waits_for(tmp_path: Path):
+def test_a_stuck_run_names_the_policy_a_group_waits_for(tmp_path: Path):
     stuck = {"proposer": FakeWorld(), "solver": FakeWorld(train_s=lambda version: 1e6)}
     with pytest.raises(NoProgress, match=r"group 3: task task-\d, attempt 1, policy solver since"):
         Session(stuck, tmp_path, {"proposer": {"no_progress_s": 60.0}}).run()

@@ -71,7 +71,7 @@ def equal_in_every_third(group_id: int, episode: int) -> float:
 # ---------------------------------------------------------------------------------- dynamic sampling
 
 
-def test_a_group_without_a_signal_is_dropped_replaced_and_no_failure(tmp_path):
+def test_a_group_without_signal_is_replaced_and_is_no_failure(tmp_path):
     recorder, world = EventRecorder(), FakeWorld(reward=equal_in_every_third)
     driver = driver_on(
         world, tmp_path, algorithm=Contrast(), max_failed_groups=1, max_no_signal_groups=4, recorder=recorder
@@ -86,7 +86,7 @@ def test_a_group_without_a_signal_is_dropped_replaced_and_no_failure(tmp_path):
     assert recorder.of(StepDone)[-1].metrics["curation/no_signal"] == len(dropped)
 
 
-def test_another_group_takes_the_place_of_one_without_a_signal_while_the_trainer_is_busy(tmp_path):
+def test_replacing_groups_without_signal_does_not_slow_a_busy_trainer(tmp_path):
     def duration_s(num_void: int) -> float:
         recorder = EventRecorder()
         world = FakeWorld(reward=lambda group_id, episode: 1.0 if 2 <= group_id < 2 + num_void else float(episode))
@@ -107,7 +107,7 @@ def test_another_group_takes_the_place_of_one_without_a_signal_while_the_trainer
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0, -3.5])
-def test_a_constant_reward_ends_the_run_with_what_it_may_mean(tmp_path, reward):
+def test_a_constant_reward_ends_the_run_with_likely_causes(tmp_path, reward):
     driver = driver_on(FakeWorld(reward=lambda s, e: reward), tmp_path, algorithm=Contrast(), max_no_signal_groups=8)
     with pytest.raises(
         RunAborted, match=r"8 groups one after the other.*solved, or hopeless.*constant.*\[" + str(reward)
@@ -115,14 +115,14 @@ def test_a_constant_reward_ends_the_run_with_what_it_may_mean(tmp_path, reward):
         run_virtual(driver.run(0))
 
 
-def test_a_group_in_which_only_frozen_agents_spoke_has_no_signal_and_did_not_fail(tmp_path):
+def test_groups_with_only_frozen_agents_have_no_signal(tmp_path):
     frozen = RewardAsAdvantage(frozen_agents=("policy",))
     driver = driver_on(FakeWorld(), tmp_path, algorithm=frozen, max_failed_groups=1, max_no_signal_groups=3)
     with pytest.raises(RunAborted, match=r"3 groups one after the other.*all that was said is of algorithm\.frozen"):
         run_virtual(driver.run(0))
 
 
-def test_many_groups_without_a_signal_are_told_once_and_long_before_they_end_the_run(tmp_path):
+def test_missing_signal_is_reported_once_before_it_ends_the_run(tmp_path):
     recorder, world = EventRecorder(), FakeWorld(reward=lambda group_id, episode: float(group_id >= 7 and episode))
     driver = driver_on(world, tmp_path, algorithm=Contrast(), max_no_signal_groups=50, recorder=recorder)
     assert run_virtual(driver.run(0)) == 6
@@ -138,7 +138,7 @@ def test_steps_that_settling_empties_are_told_too(tmp_path):
     assert [told.num_groups for told in recorder.of(SignalMissing)] == [6]
 
 
-def test_failed_groups_in_between_do_not_start_the_count_of_those_without_a_signal_anew(tmp_path):
+def test_failed_groups_do_not_reset_the_count_without_signal(tmp_path):
     world = FakeWorld(reward=lambda group_id, episode: None if group_id % 4 == 0 else 1.0)
     driver = driver_on(world, tmp_path, algorithm=Contrast(), max_failed_groups=4, max_no_signal_groups=30)
     with pytest.raises(RunAborted, match="30 groups one after the other"):
@@ -149,7 +149,7 @@ def test_failed_groups_in_between_do_not_start_the_count_of_those_without_a_sign
 # ---------------------------------------------------------------------------------- settling
 
 
-def test_a_step_that_settling_empties_is_dropped_whole_and_makes_no_version(tmp_path):
+def test_a_step_emptied_by_settling_makes_no_version(tmp_path):
     recorder, world = EventRecorder(), FakeWorld()
     driver = driver_on(world, tmp_path, max_staleness=1, algorithm=Without(group_ids=(3, 4, 5)), recorder=recorder)
     assert run_virtual(driver.run(0)) == 6
@@ -172,7 +172,7 @@ def test_settling_that_empties_every_step_ends_the_run(tmp_path):
         run_virtual(driver.run(0))
 
 
-def test_settling_sees_the_metrics_of_the_step_before_and_its_own_are_reported(tmp_path):
+def test_settling_gets_the_metrics_of_the_previous_step(tmp_path):
     recorder, algorithm = EventRecorder(), Remembering()
     run_virtual(driver_on(FakeWorld(), tmp_path, algorithm=algorithm, recorder=recorder).run(0))
     reported = [e.metrics for e in recorder.of(StepDone)]
@@ -185,7 +185,7 @@ def test_settling_sees_the_metrics_of_the_step_before_and_its_own_are_reported(t
 
 @settings(deadline=None, max_examples=30)
 @given(seed=st.integers(0, 10**6), stop_at=st.integers(1, 8), max_staleness=st.sampled_from([0, 2]))
-def test_an_interrupted_run_settles_and_samples_as_an_uninterrupted_one_does(seed, stop_at, max_staleness):
+def test_an_interrupted_run_settles_and_samples_like_a_whole_one(seed, stop_at, max_staleness):
     def session(folder: Path) -> tuple[FakeWorld, Remembering, Driver]:
         world = FakeWorld(rollout_s=latencies(seed, 9.0), train_s=latencies(seed + 1, 3.0), reward=equal_in_every_third)
         algorithm = Remembering(needs=ALL)
@@ -254,7 +254,7 @@ def test_a_step_tells_how_long_fetching_and_its_columns_took(tmp_path):
         assert not undocumented(step.metrics)
 
 
-def test_columns_of_a_step_are_made_for_each_rank_and_micro_batch(tmp_path):
+def test_step_columns_are_made_per_rank_and_micro_batch(tmp_path):
     driver = driver_on(FakeWorld(), tmp_path, signals=ALL, num_updates=3)
     run_virtual(driver.run(0))
     assert actor_of(driver).last_step is not None
@@ -302,7 +302,7 @@ def test_the_critic_is_resumed_with_the_actor(tmp_path):
     assert critic.num_steps == 5
 
 
-def test_a_checkpoint_without_a_critic_is_refused_where_one_is_needed(tmp_path):
+def test_a_checkpoint_without_the_needed_critic_is_refused(tmp_path):
     run_virtual(driver_on(NoCritic(), tmp_path, steps=3).run(0))
     with pytest.raises(CheckpointError, match=r"step_000003 holds no critic, .* `rlsys export`"):
         run_virtual(go_on(driver_on(FakeWorld(), tmp_path, steps=5, signals=ALL)))
@@ -330,9 +330,7 @@ def staleness_by_step(*worlds: FakeWorld) -> list[int]:
 
 @pytest.mark.parametrize("warmup_steps", [0, 3])
 @pytest.mark.parametrize("stop_at", [2, 4])
-def test_a_stabilizer_sees_its_steps_that_train_the_policy_without_staleness_resumed_or_not(
-    tmp_path, warmup_steps, stop_at
-):
+def test_synchronous_steps_of_a_stabilizer_have_zero_staleness(tmp_path, warmup_steps, stop_at):
     def session() -> tuple[FakeWorld, Driver]:
         world, algorithm = fast_rollouts(), WarmsUp(warmup_steps=warmup_steps)
         return world, driver_on(
@@ -348,7 +346,7 @@ def test_a_stabilizer_sees_its_steps_that_train_the_policy_without_staleness_res
     assert staleness_by_step(first, second) == [0] * num_synchronous + [0, 1, 2, 3, 3, 3, 3][: 12 - num_synchronous]
 
 
-def test_a_stabilizer_that_begins_at_a_resume_sees_its_steps_without_staleness_too(tmp_path):
+def test_a_stabilizer_added_on_resume_begins_with_synchronous_steps(tmp_path):
     first = fast_rollouts()
     driver = driver_on(first, tmp_path, steps=12, max_staleness=2)
     driver.events.attach(StopAfter(driver, 5))
@@ -366,7 +364,7 @@ def test_a_stabilizer_that_begins_at_a_resume_sees_its_steps_without_staleness_t
 # ---------------------------------------------------------------------------------- what is kept
 
 
-def test_a_trainer_that_dies_in_a_step_ends_the_run_with_how_to_go_on(tmp_path):
+def test_a_dead_trainer_ends_the_run_with_the_resume_command(tmp_path):
     class Dies(FakeActor):
         async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
             raise WorkerDied("actor-1", "training a step", "a column is gone with its node")
@@ -382,7 +380,7 @@ def kept_of(folder: Path) -> dict[str, object]:
     return {path.name: json.loads(path.read_text()) for path in folder.glob("*/*.json")}
 
 
-def test_a_step_whose_numbers_are_not_finite_is_kept_and_the_error_says_how_to_replay_it(tmp_path):
+def test_a_step_with_nan_is_kept_and_can_be_replayed(tmp_path):
     driver = driver_on(FakeWorld(nan_at=2), tmp_path, signals=ALL, num_updates=2, checkpoint_every=1)
     folder = tmp_path / "failed" / "step_000003"
     with pytest.raises(TrainingError, match=rf"the loss of step 3 is nan\n(.|\n)*rlsys replay {folder}") as raised:
@@ -407,7 +405,7 @@ def test_a_step_whose_numbers_are_not_finite_is_kept_and_the_error_says_how_to_r
     assert actor_of(resumed).world.weights == whole.weights, "a resumed run issues the groups again"
 
 
-def test_where_the_critic_fails_the_policy_has_taken_the_step_and_what_is_kept_says_so(tmp_path):
+def test_a_critic_failure_is_kept_after_the_policy_stepped(tmp_path):
     driver = driver_on(FakeWorld(critic_nan_at=2), tmp_path, signals=ALL, checkpoint_every=1)
     with pytest.raises(TrainingError, match="the critic's loss of step 3 is nan"):
         run_virtual(driver.run(0))
@@ -434,7 +432,7 @@ class CriticElsewhere(Elsewhere, FakeCritic): ...
 
 
 @pytest.mark.parametrize("model", ["actor", "critic"])
-def test_a_model_that_is_written_where_nobody_sees_it_is_no_checkpoint_and_no_kept_step(tmp_path, model):
+def test_models_written_outside_the_shared_folder_are_refused(tmp_path, model):
     def driver(world: FakeWorld, folder: Path) -> Driver:
         part = {"actor": ActorElsewhere, "critic": CriticElsewhere}[model](world)
         return driver_on(world, folder, signals=ALL, workers=replace(world.workers(), **{model: part, **made(part)}))
@@ -451,7 +449,7 @@ def test_a_model_that_is_written_where_nobody_sees_it_is_no_checkpoint_and_no_ke
         run_virtual(driver(FakeWorld(nan_at=0), tmp_path / "failed").run(0))
 
 
-def test_a_step_that_cannot_be_kept_ends_the_run_with_its_own_error_all_the_same(tmp_path):
+def test_a_step_that_cannot_be_kept_still_raises_its_error(tmp_path):
     driver = driver_on(FakeWorld(nan_at=2, disk_is_full_at="failed"), tmp_path)
     with pytest.raises(TrainingError, match=r"step 3 is nan\nthe step could not be kept .*No space left"):
         run_virtual(driver.run(0))
@@ -460,13 +458,13 @@ def test_a_step_that_cannot_be_kept_ends_the_run_with_its_own_error_all_the_same
 # ---------------------------------------------------------------------------------- bad input
 
 
-def test_a_group_of_one_is_trained_by_an_algorithm_that_compares_nothing(tmp_path):
+def test_algorithms_without_comparison_train_groups_of_one(tmp_path):
     world = FakeWorld()
     run_virtual(driver_on(world, tmp_path, algorithm=RewardAsAdvantage(group_size=1)).run(0))
     assert world.consumed.total() == 18
 
 
-def test_groups_of_one_have_nothing_to_compare_and_the_run_says_so(tmp_path):
+def test_groups_of_one_without_comparison_end_the_run(tmp_path):
     driver = driver_on(FakeWorld(), tmp_path, algorithm=Contrast(group_size=1))
     with pytest.raises(RunAborted, match=r"50 groups one after the other had nothing to learn from"):
         run_virtual(driver.run(0))
@@ -474,7 +472,7 @@ def test_groups_of_one_have_nothing_to_compare_and_the_run_says_so(tmp_path):
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, None])
 @pytest.mark.parametrize("algorithm", [RewardAsAdvantage(), Contrast()], ids=lambda a: type(a).__name__)
-def test_a_reward_that_is_no_number_fails_its_episode_and_no_other(tmp_path, reward, algorithm: Algorithm):
+def test_a_reward_that_is_no_number_fails_only_its_episode(tmp_path, reward, algorithm: Algorithm):
     recorder = EventRecorder()
     world = FakeWorld(reward=lambda group_id, episode: reward if group_id == episode == 1 else float(episode))
     driver = driver_on(world, tmp_path, algorithm=replace(algorithm, group_size=3), recorder=recorder)
@@ -485,7 +483,7 @@ def test_a_reward_that_is_no_number_fails_its_episode_and_no_other(tmp_path, rew
 
 
 @pytest.mark.parametrize("reward", [math.nan, -math.inf])
-def test_rewards_that_are_never_a_number_end_the_run_with_the_number_they_are(tmp_path, reward):
+def test_rewards_that_are_never_finite_end_the_run(tmp_path, reward):
     driver = driver_on(FakeWorld(reward=lambda group_id, episode: reward), tmp_path)
     with pytest.raises(RunAborted, match=f"4 groups were dropped one after the other.*its reward is {reward}"):
         run_virtual(driver.run(0))

@@ -18,14 +18,14 @@ A_QUARTER = ["gpus=32", "groups_per_step=128"]
 AN_EIGHTH = ["gpus=128", "groups_per_step=64"]
 
 
-def test_areal_throughput_by_staleness_is_within_15_percent_of_the_paper():
+def test_areal_throughput_is_within_15_percent_of_the_paper():
     outcome = simulate("areal", A_QUARTER, steps=12, sweep=Sweep("max_staleness", tuple(AREAL)))
     assert outcome.speedup == pytest.approx(AREAL, rel=0.15)
     synchronous = outcome.runs["0"]
     assert synchronous.step_s == pytest.approx(41.0 * 3600 / 250, rel=0.05)
 
 
-def test_laminar_runs_ahead_of_colocated_gpus_and_repacking_adds_to_it():
+def test_laminar_beats_colocated_training_and_repacking_adds_to_it():
     """The paper: 2.56x on average, up to 5.48x, over synchronous colocated training; repacking +26 % of generation."""
     synchronous = Simulation(
         Profile.load("laminar", [*AN_EIGHTH, "colocated=true", "max_staleness=0", "repack_s=0"]), 8
@@ -52,7 +52,7 @@ def test_1024_gpus_and_8192_trajectories_a_step_take_seconds():
 
 
 @pytest.mark.parametrize("name", named())
-def test_every_profile_that_ships_runs_and_says_where_each_value_is_from(name: str):
+def test_every_shipped_profile_runs_and_documents_its_values(name: str):
     scaled = {"areal": ["gpus=8", "groups_per_step=8"], "laminar": ["gpus=16", "groups_per_step=8"]}.get(name, [])
     assert Simulation(Profile.load(name, scaled), 4).run().tokens_per_s > 0
     text = profile_path(name).read_text()

@@ -23,7 +23,7 @@ def trained(folder: Path, *, every_s: float | None) -> tuple[FakeWorld, EventRec
     return world, recorder
 
 
-def test_stragglers_of_old_versions_move_together_and_it_is_told_and_counted(tmp_path):
+def test_stragglers_of_old_versions_move_together_and_are_counted(tmp_path):
     _, recorder = trained(tmp_path, every_s=1.0)
     moved = recorder.of(TrajectoriesMoved)
     assert moved

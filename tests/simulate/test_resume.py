@@ -62,7 +62,7 @@ def test_groups_are_trained_once_each_in_their_order(tmp_path: Path, max_stalene
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_under_a_tighter_bound_what_would_be_too_stale_is_rolled_out_again(tmp_path: Path, max_staleness: int):
+def test_a_tighter_bound_on_resume_rolls_stale_groups_out_again(tmp_path: Path, max_staleness: int):
     order, resumed = cut_and_resumed(tmp_path, max_staleness=max_staleness)
     assert order == list(range(18))
     assert (resumed.queue.dropped, resumed.queue.ledger.open) == ({}, {})

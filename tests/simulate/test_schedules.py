@@ -8,7 +8,7 @@ from tests.simulate.schedules import played
 
 
 @pytest.mark.parametrize("block", range(10))
-def test_under_any_schedule_with_faults_the_bound_holds_and_every_task_is_trained_once(block):
+def test_random_schedules_stay_bounded_and_train_every_task_once(block):
     for seed in range(30 * block, 30 * (block + 1)):
         outcome = played(seed)
         assert outcome.is_exactly_once, seed
@@ -19,7 +19,7 @@ def test_under_any_schedule_with_faults_the_bound_holds_and_every_task_is_traine
         assert outcome.has_all_permits, seed
 
 
-def test_some_schedules_pass_over_tasks_give_fewer_episodes_and_use_stored_successes():
+def test_schedules_cover_skipped_tasks_and_smaller_groups_and_grafts():
     outcomes = [played(seed) for seed in (1, 76, 124, 163)]
     assert all(outcome.num_grafted for outcome in outcomes)
     assert sum(outcome.num_passed_over for outcome in outcomes) > 10

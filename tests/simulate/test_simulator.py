@@ -39,7 +39,7 @@ def returned_share(simulation: Simulation) -> float:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_every_token_of_every_group_taken_is_trained_once_within_the_bound(setting: dict[str, Any]):
+def test_every_token_is_trained_once_within_the_staleness_bound(setting: dict[str, Any]):
     simulation = ran(**setting)
     profile, trained = simulation.profile, simulation.trained
     work = Workload(profile)
@@ -83,7 +83,7 @@ def test_all_settings_see_the_same_work():
     assert trained[0] == trained[1]
 
 
-def test_the_work_has_the_mean_and_the_cap_that_the_profile_names():
+def test_work_has_the_mean_and_cap_of_the_profile():
     profile = small(response={"mean": 900, "sigma": 1.0, "cap": 3000})
     lengths = [Workload(profile).episode(group_id, e)[0].num_tokens for group_id in range(2000) for e in range(4)]
     assert sum(lengths) / len(lengths) == pytest.approx(900, rel=0.03)
@@ -97,7 +97,7 @@ def test_a_table_of_lengths_is_drawn_from_evenly():
     assert min(counts.values()) > 900
 
 
-def test_between_changes_no_group_has_two_versions_and_replicas_hold_different_ones():
+def test_between_changes_every_group_has_a_single_version():
     simulation = ran(12, max_staleness=3, repack_s=2.0)
     assert all(len(group.versions) == 1 for group in simulation.trained)
     assert simulation.rollouts.num_moved > 0
@@ -111,7 +111,7 @@ def test_in_flight_a_group_goes_on_under_new_weights():
     assert any(len(group.versions) > 1 for group in simulation.trained)
 
 
-def test_beside_old_weights_a_group_keeps_its_version_and_new_ones_start_at_once():
+def test_beside_changes_keep_versions_and_raise_throughput():
     cheap: dict[str, Any] = {"max_staleness": 3, "decode": {"weights_s": 1e-4}}  # reading two versions costs nothing
     beside, between = (ran(12, **cheap, weight_change=w, resident_versions=4) for w in ("beside", "between"))
     assert all(len(group.versions) == 1 for group in beside.trained)
@@ -136,7 +136,7 @@ def test_repacking_raises_throughput_and_trains_the_identical_groups():
     assert [g.num_trained for g in on.trained] == [g.num_trained for g in off.trained]
 
 
-def test_a_dead_replica_loses_no_group_and_the_others_never_stop():
+def test_dead_replicas_lose_no_group_and_little_throughput():
     versions: list[list[int]] = []
 
     def kill(simulation: Simulation) -> None:
@@ -154,7 +154,7 @@ def test_a_dead_replica_loses_no_group_and_the_others_never_stop():
     assert hit.report.tokens_per_s > 0.6 * calm.report.tokens_per_s
 
 
-def test_a_dead_replica_is_passed_over_by_turns_that_are_routed_one_by_one():
+def test_turns_routed_one_by_one_avoid_a_dead_replica():
     chat = {"turns": {"mean": 4, "sigma": 0.5}, "environment_s": {"mean": 1.0}, "max_staleness": 1}
     profile = small(**chat, weight_change="inflight", routing="prefix")
     hit = Simulation(profile, 8, incidents=[(15.0, lambda simulation: simulation.rollouts.kill(1))])
@@ -163,12 +163,12 @@ def test_a_dead_replica_is_passed_over_by_turns_that_are_routed_one_by_one():
     assert len({g.group_id for g in hit.trained}) == 8 * 16
 
 
-def test_the_publish_stall_does_not_know_how_many_replicas_there_are():
+def test_publish_stall_does_not_depend_on_the_replica_count():
     few, many = (ran(4, gpus=gpus, inference_share=share).report for gpus, share in ((8, 0.5), (68, 64 / 68)))
     assert few.publish_stall_s == many.publish_stall_s == pytest.approx(0.2)
 
 
-def test_the_last_relay_has_the_weights_when_the_model_of_a_pipelined_chain_says():
+def test_broadcast_time_matches_the_model_of_a_pipelined_chain():
     simulation = ran(4, gpus=68, inference_share=64 / 68)
     weights = simulation.profile.weights
     modelled = broadcast_s(
@@ -193,7 +193,7 @@ def test_colocated_gpus_take_turns():
     assert report.staleness == {"0": 1.0}
 
 
-def test_a_profile_without_tails_takes_the_longer_of_the_two_and_not_the_sum():
+def test_overlap_hides_the_shorter_of_sampling_and_training():
     even: dict[str, Any] = {"response": {"mean": 400, "sigma": 0.0}, "slots": 4, "train": {"tokens_per_s": 500}}
     sync, run_ahead = (ran(24, **even, max_staleness=s).report for s in (0, 4))
     sampling_s = sync.step_s - sync.train_s
@@ -253,7 +253,7 @@ def test_agentmath_gains_come_in_its_order():
     assert prefix.report.cached_share > 0.6 > 0.3 > partial.report.cached_share
 
 
-def test_dart_keeps_environments_at_work_that_a_coupled_batch_leaves_waiting():
+def test_decoupled_rollouts_keep_environments_busier_than_coupled_ones():
     """arXiv:2509.23866: the same pool of environments is at work 12.2 % of the time under batches of rollouts that wait
     for each other and for the trainer, 67.7 % if each rollout is scheduled by itself and workers change weights one by
     one: 5.5 times as much.
@@ -283,7 +283,7 @@ def test_dart_keeps_environments_at_work_that_a_coupled_batch_leaves_waiting():
     assert decoupled[1] > decoupled[0] > 4 * coupled
 
 
-def test_an_episode_holds_an_environment_and_no_more_are_at_work_than_there_are():
+def test_busy_environments_are_limited_by_their_count():
     chat: dict[str, Any] = {"turns": {"mean": 4}, "environment_s": {"mean": 5.0}, "max_staleness": 2}
     busy = {count: ran(**chat, environments=count).report.environments_busy for count in (4, 16, 10_000)}
     assert busy[4] < 4
@@ -291,7 +291,7 @@ def test_an_episode_holds_an_environment_and_no_more_are_at_work_than_there_are(
     assert busy[10_000] == pytest.approx(ran(**chat).report.environments_busy, rel=0.05)
 
 
-def test_the_environments_of_a_replica_that_dies_are_free_for_others():
+def test_environments_of_a_dead_replica_are_released():
     chat: dict[str, Any] = {"turns": {"mean": 4}, "environment_s": {"mean": 5.0}, "max_staleness": 2}
     kills = [(20.0 * n, lambda simulation: simulation.rollouts.kill(0)) for n in range(1, 4)]
     hit = Simulation(small(**chat, environments=16), 4, incidents=kills)

@@ -50,7 +50,7 @@ def told_by(driver: Driver, *, look_s: float = 0.0) -> EventRecorder:
     return recorder
 
 
-def test_every_trained_group_is_told_from_its_issue_to_its_step(tmp_path):
+def test_every_trained_group_has_events_from_issue_to_step(tmp_path):
     told = told_by(driver_on(FakeWorld(), tmp_path, steps=STEPS, max_staleness=1))
     trained = [group_id for step in told.of(StepDone) for group_id in step.group_ids]
     assert trained == list(range(3 * STEPS))
@@ -66,7 +66,7 @@ def test_every_trained_group_is_told_from_its_issue_to_its_step(tmp_path):
     assert {e.lengths for e in told.of(GroupRolledOut)} == {(3, 3)}
 
 
-def test_a_group_that_is_given_up_is_told_with_its_rewards_and_then_dropped(tmp_path):
+def test_a_failed_group_is_reported_as_scored_and_then_dropped(tmp_path):
     world = FakeWorld(reward=lambda group_id, episode: None if group_id == 2 else float(episode))
     told = told_by(driver_on(world, tmp_path, steps=STEPS))
     assert [e.group_id for e in told.of(GroupDropped)] == [2]
@@ -115,7 +115,7 @@ class Unhurried(WeightSync):
         await super().verify(group)
 
 
-def test_how_long_an_answer_is_verified_does_not_shift_when_it_was_made(tmp_path):
+def test_slow_verification_does_not_shift_the_reported_generation_time(tmp_path):
     world = FakeWorld(num_replicas=1, rollout_s=lambda n: 2.0)
     driver = driver_on(world, tmp_path, steps=1, groups_per_step=1)
     driver.weights = Unhurried(driver.workers.actor, driver.workers.relays, transfer_s=60.0, max_age=1)
@@ -123,12 +123,12 @@ def test_how_long_an_answer_is_verified_does_not_shift_when_it_was_made(tmp_path
     assert [(e.start_s, e.end_s) for e in told] == [pytest.approx((world.publish_s, world.publish_s + 2.0))]
 
 
-def test_columns_of_a_step_are_told_as_work_of_who_makes_them(tmp_path):
+def test_preparing_columns_is_reported_as_work_of_their_annotator(tmp_path):
     driver = driver_on(FakeWorld(columns_s=2.0), tmp_path, steps=2, signals=frozenset({Signal.VALUES}))
     assert {e.worker for e in told_by(driver).of(WorkerBusy) if e.activity == "preparing"} == {"critic"}
 
 
-def test_writing_rollouts_is_told_and_counted_in_the_step_that_waits_for_it(tmp_path):
+def test_recording_rollouts_is_reported_and_counted_in_its_step(tmp_path):
     driver = driver_on(FakeWorld(record_s=3.0), tmp_path, steps=3)
     driver.rollouts_every = 1
     told = told_by(driver)
@@ -144,7 +144,7 @@ def test_time_train_stays_what_the_models_say_of_themselves(tmp_path):
     assert [step.metrics["time/train"] for step in told.of(StepDone)] == [4.5, 4.5]
 
 
-def test_taking_in_weights_is_told_as_work_of_the_replica_once_for_each_version(tmp_path):
+def test_pulling_weights_is_reported_once_per_version_and_replica(tmp_path):
     world = FakeWorld(num_replicas=1, broadcast_s=0.5)
     told = told_by(driver_on(world, tmp_path, steps=2)).of(WorkerBusy)
     pulls = [(e.start_s, e.end_s) for e in told if e.activity == "pulling"]
@@ -184,7 +184,7 @@ def test_a_look_tells_where_groups_are_once_for_each_place(tmp_path):
     assert sorted(placed) == sorted(owners.items())
 
 
-def test_a_group_that_hangs_is_told_to_be_where_it_hangs(tmp_path):
+def test_a_hanging_group_is_reported_with_its_replica(tmp_path):
     world = FakeWorld(rollout_faults={1: Fault.HANGS}, lease_s=1e6)
     recorder = EventRecorder()
     driver = driver_on(world, tmp_path, steps=STEPS, no_progress_s=60.0, recorder=recorder)
@@ -223,14 +223,14 @@ def looked_at(tmp_path: Path) -> dict[str, list[ReplicaSeen]]:
     return by_worker
 
 
-def test_a_replica_that_stays_on_an_old_version_is_seen_to(tmp_path):
+def test_a_replica_stuck_on_an_old_version_is_reported(tmp_path):
     seen = looked_at(tmp_path)
     assert {e.version for e in seen["rollout-0"]} == {0}
     assert seen["rollout-0"][0] == ReplicaSeen("rollout-0", 0, False, 1, 2, 0.5, 99)
     assert seen["rollout-1"][-1].version >= 4
 
 
-def test_what_does_not_change_is_told_every_few_seconds_and_who_does_not_answer_not_at_all(tmp_path):
+def test_unchanged_replicas_are_reported_periodically_and_unreachable_ones_never(tmp_path):
     seen = looked_at(tmp_path)
     run_s = 6 * 5.0
     assert len(seen["rollout-0"]) == pytest.approx(run_s / AGAIN_S, abs=1)
@@ -258,13 +258,13 @@ def watching(tmp_path: Path, every_s: float = 2.0, groups_per_step: int = 3) -> 
     return ReplicaWatcher(driver.workers.rollouts, driver.queue, driver.events, every_s)
 
 
-def test_of_more_replicas_looks_are_rarer_but_none_seems_to_be_gone(tmp_path):
+def test_the_polling_pause_grows_with_the_number_of_replicas(tmp_path):
     looks = watching(tmp_path)
     assert [looks.pause_s(n) for n in (0, 8, AT_ONCE, 5 * AT_ONCE, 10**6)] == [2.0, 2.0, 2.0, 10.0, RAREST_S]
     assert watching(tmp_path, every_s=60.0).pause_s(10**6) == 60.0, "who looks more rarely is not hurried"
 
 
-def test_one_look_tells_the_places_of_so_many_groups_and_the_next_of_others(tmp_path):
+def test_each_look_reports_a_bounded_number_of_new_placements(tmp_path):
     looks, recorder = watching(tmp_path, groups_per_step=PLACES_AT_ONCE + 5), EventRecorder()
     looks.events.attach(recorder)
     group_ids = range(PLACES_AT_ONCE + 5)
@@ -294,7 +294,7 @@ def test_looking_changes_nothing_of_what_is_trained(tmp_path):
     assert trained(0.3) == trained(0.0)
 
 
-def test_of_several_policies_each_is_told_of_its_own_groups_at_replicas_and_not_whom_they_wait_for(tmp_path):
+def test_each_policy_gets_events_of_its_own_placements_only(tmp_path):
     slow = FakeWorld(train_s=lambda version: 30.0)
     session = Session({"proposer": FakeWorld(rollout_s=lambda group_id: 5.0), "solver": slow}, tmp_path)
     recorders = {name: EventRecorder() for name in session.drivers}

@@ -82,7 +82,7 @@ def test_a_clients_limit_does_not_raise_the_runs():
     assert served(session_of(ScriptedPolicy(lambda prompt: "abcdef", max_new_tokens=4)), scenario) == "abcd"
 
 
-def test_tools_are_offered_to_the_model_and_its_calls_are_read():
+def test_tools_reach_the_model_and_its_calls_are_parsed():
     async def scenario(here: Served) -> Any:
         return (await here.chat(user("?"), tools=[WEATHER])).choices[0]
 
@@ -171,7 +171,7 @@ def test_results_of_tools_go_on_where_the_call_was_made():
     assert len(trajectory.turns) == 2 and len(list(samples_of(trajectory))) == 1
 
 
-def test_arguments_that_a_client_wrote_down_anew_are_the_same_call():
+def test_reformatted_call_arguments_continue_the_same_branch():
     async def scenario(here: Served) -> None:
         called = (await here.chat(user("?"), tools=[WEATHER])).choices[0].message.model_dump(exclude_none=True)
         called["tool_calls"][0]["function"]["arguments"] = '{"city":"Oslo"}'
@@ -199,7 +199,7 @@ def test_a_branch_shares_what_came_before_and_trains_it_once():
     assert sum(sample.meta.num_trained for t in (trunk, branch) for sample in samples_of(t)) == 4 * len("reply 1")
 
 
-def test_two_requests_at_once_that_go_on_from_the_same_place_are_two_branches():
+def test_two_concurrent_requests_from_one_prefix_make_two_branches():
     policy = HeldPolicy(count_up)
 
     async def scenario(here: Served) -> None:
@@ -228,7 +228,7 @@ def test_a_context_that_is_rewritten_begins_another_agent():
     assert [(t.parent, said(t)) for t in session.episode().trajectories] == [(None, ["reply 1"]), (0, ["reply 2"])]
 
 
-def test_other_tools_and_stripped_replies_go_on_from_what_was_said():
+def test_changed_tools_and_stripped_replies_continue_the_conversation():
     async def scenario(here: Served) -> None:
         told: list[Any] = [user("a")]
         for tools in ({}, {"tools": [WEATHER]}, {}):
@@ -255,7 +255,7 @@ def test_calls_are_read_only_where_tools_are_offered():
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_client_that_leaves_before_its_reply_cancels_it_and_nothing_was_said(is_streamed: bool):
+def test_a_disconnect_before_the_reply_cancels_the_turn(is_streamed: bool):
     policy = HeldPolicy(count_up)
 
     async def scenario(here: Served) -> str:
@@ -275,7 +275,7 @@ def test_a_client_that_leaves_before_its_reply_cancels_it_and_nothing_was_said(i
     assert said(trajectory) == ["reply 1", "reply 2"]
 
 
-def test_a_client_that_leaves_in_the_middle_of_a_stream_can_go_on():
+def test_a_client_may_continue_after_leaving_a_stream():
     async def scenario(here: Served) -> None:
         stream = await here.chat(user("a"), stream=True)
         async for _ in stream:
@@ -289,7 +289,7 @@ def test_a_client_that_leaves_in_the_middle_of_a_stream_can_go_on():
     assert said(trajectory) == ["reply 1", "reply 2"]
 
 
-def test_the_end_of_a_session_ends_what_is_sampled_for_it():
+def test_closing_a_session_cancels_its_running_requests():
     policy = HeldPolicy()
 
     async def scenario(here: Served) -> None:
@@ -338,7 +338,7 @@ def test_a_token_opens_its_own_session_only():
     assert served(session_of(count_up), scenario) == (401, 200)
 
 
-def test_a_session_that_is_over_is_gone_and_one_that_never_was_is_not_found():
+def test_an_ended_session_gives_410_and_an_unknown_one_404():
     async def scenario(here: Served) -> list[int]:
         async with here.gateway.serve(session_of(count_up)) as ended:
             pass
@@ -378,7 +378,7 @@ def test_what_cannot_be_had_is_refused_by_name(changed: dict[str, Any], param: s
     assert message in error["message"] and (param is None or str(error["param"]).startswith(param))
 
 
-def test_a_body_that_is_no_json_or_nested_too_deeply_or_too_large_is_refused():
+def test_malformed_too_deep_and_too_large_bodies_are_refused():
     deep: dict[str, Any] = {}
     for _ in range(400):
         deep = {"a": deep}
@@ -443,7 +443,7 @@ def test_a_budget_that_is_spent_is_refused():
     assert served(session_of(count_up, Budget(max_tokens=5)), scenario) == "budget_spent"
 
 
-def test_messages_that_the_model_cannot_be_given_are_the_clients_mistake():
+def test_messages_refused_by_the_template_give_a_client_error():
     async def scenario(here: Served) -> int:
         return (await here.post(BODY))[0]
 
@@ -453,7 +453,7 @@ def test_messages_that_the_model_cannot_be_given_are_the_clients_mistake():
 # ------------------------------------------------------------------------------------------------------------- failures
 
 
-def test_a_failed_worker_is_told_to_the_client_and_raised_in_the_workflow():
+def test_a_failed_worker_gives_503_and_raises_in_the_workflow():
     async def scenario(here: Served) -> None:
         for _ in range(2):
             status, body = await here.post(BODY)
@@ -485,7 +485,7 @@ def test_a_failure_says_when_to_try_again():
     assert served(session_of(FailingPolicy(error=WorkerDied("rollout-0", "sampling", "gone"))), scenario) == "1"
 
 
-def test_a_bug_is_raised_in_the_workflow_even_if_the_client_is_content():
+def test_a_server_side_bug_raises_in_the_workflow():
     async def scenario(here: Served) -> None:
         async def agent() -> int:
             return (await here.post(BODY))[0]

@@ -44,7 +44,7 @@ def test_a_function_says_what_its_episode_is_worth():
     assert (right.reward, wrong.reward) == (1.0, 0.0) and right.turns[0].text == "five"
 
 
-def test_a_function_that_returns_text_or_nothing_leaves_the_reward_to_others():
+def test_a_function_returning_text_or_nothing_sets_no_reward():
     assert [said_by(agent(name)).reward for name in ("in_words", "two_turns")] == [None, None]
 
 
@@ -62,7 +62,7 @@ def test_an_agent_that_does_not_end_has_failed():
     assert trajectory.outcome.is_failed and "longer than 0.3 s" in trajectory.outcome.reason
 
 
-def test_an_agent_that_does_not_let_itself_be_cancelled_has_failed_as_well():
+def test_an_agent_that_ignores_cancellation_has_failed():
     trajectory = said_by(agent("deaf", deadline_s=0.3))
     assert trajectory.outcome.is_failed and "longer than 0.3 s" in trajectory.outcome.reason
 
@@ -87,22 +87,22 @@ def test_the_last_reply_is_scored_whichever_conversation_it_ends():
 
 
 @pytest.mark.parametrize("name", ["refused_beside_a_reply", "refused_in_a_group"])
-def test_a_refusal_that_an_agent_raises_truncates_whatever_else_was_answered(name: str):
+def test_a_refusal_raised_by_the_agent_truncates_the_episode(name: str):
     episode = played(agent(name), TASK, PickyPolicy(lambda prompt: "five"))
     assert episode.trajectories[0].outcome.kind == "truncated"
 
 
-def test_a_bug_after_a_refusal_that_was_handled_is_a_bug():
+def test_a_bug_after_a_handled_refusal_is_raised():
     with pytest.raises(ZeroDivisionError):
         said_by(agent("buggy_after_a_refusal"), PickyPolicy(lambda prompt: "five"))
 
 
-def test_an_agent_that_is_led_to_messages_that_cannot_be_said_has_failed():
+def test_later_messages_refused_by_the_template_fail_the_episode():
     trajectory = said_by(agent("led_astray"), PickyPolicy(lambda prompt: "five"))
     assert trajectory.outcome.is_failed and "takes no 'odd'" in trajectory.outcome.reason
 
 
-def test_an_agent_that_begins_with_messages_that_cannot_be_said_is_wrong_at_its_line():
+def test_opening_messages_refused_by_the_template_raise_at_their_line():
     with pytest.raises(openai.BadRequestError, match="takes no 'odd'") as error:
         said_by(agent("odd_from_the_start"), PickyPolicy(lambda prompt: "five"))
     assert any(entry.name == "odd_from_the_start" for entry in error.traceback)
@@ -118,7 +118,7 @@ def test_a_first_prompt_that_is_too_long_is_the_tasks():
         said_by(agent("careless"), FailingPolicy(error=TaskTooLong("rollout-0", "encoding a prompt", "too long")))
 
 
-def test_a_failed_worker_is_raised_whatever_the_agent_makes_of_it():
+def test_worker_failures_are_raised_even_when_the_agent_catches_them():
     with pytest.raises(WorkerDied):
         said_by(agent("careless"), FailingPolicy(error=WorkerDied("rollout-0", "sampling", "gone")))
 
@@ -177,7 +177,7 @@ def test_a_prompt_of_messages_is_its_input_as_json():
     assert "exit code" not in trajectory.outcome.reason
 
 
-def test_no_more_programs_run_at_once_than_there_is_room_for(tmp_path: Path):
+def test_programs_run_concurrently_up_to_the_limit(tmp_path: Path):
     note = tmp_path / "log"
     workflow = OpenAIAgent(command=("sh", "-c", f"echo in >> {note}; sleep 0.05; echo out >> {note}"), max_processes=1)
 
@@ -194,13 +194,13 @@ def test_a_program_reaches_its_endpoint_whatever_proxy_is_set():
     assert "exit code" not in said_by(OpenAIAgent(command=("sh", "-c", program))).outcome.reason
 
 
-def test_a_program_does_not_inherit_the_token_of_the_ray_cluster():
+def test_a_program_does_not_inherit_the_ray_cluster_token():
     assert os.environ["RAY_AUTH_TOKEN"], "the tests have one"
     program = 'test -z "$RAY_AUTH_TOKEN"'
     assert "exit code" not in said_by(OpenAIAgent(command=("sh", "-c", program))).outcome.reason
 
 
-def test_a_program_and_its_children_end_with_the_process_that_runs_it(tmp_path: Path):
+def test_a_program_and_its_children_end_with_their_parent(tmp_path: Path):
     note = tmp_path / "pids"
     program = f"sleep 1000 & echo $! $$ > {note}.part; mv {note}.part {note}; wait"
     command = ["sh", "-c", program]
@@ -229,7 +229,7 @@ def test_a_program_that_stops_for_a_while_is_waited_for():
     assert "exit code 3;" in said_by(OpenAIAgent(command=("sh", "-c", program))).outcome.reason
 
 
-def test_a_prompt_that_is_too_long_for_an_argument_fails_the_episode():
+def test_a_prompt_too_long_for_an_argument_fails_the_episode():
     task = Task(id="long", prompt="x" * 200_000)
     (trajectory,) = played(OpenAIAgent(command=("true", "{prompt}")), task, lambda prompt: "").trajectories
     assert trajectory.outcome.is_failed and "cannot start true: Argument list too long" in trajectory.outcome.reason
@@ -250,7 +250,7 @@ def text_of(turn: Turn) -> str:
         ("asks_too_much", "asks for temperature"),
     ],
 )
-def test_a_function_that_cannot_be_called_is_found_as_the_configuration_is_read(name: str, problem: str):
+def test_an_unusable_agent_function_is_refused_in_the_configuration(name: str, problem: str):
     from rlsys.config.plugins import WORKFLOWS
 
     with pytest.raises(ValueError, match=problem):
@@ -264,7 +264,7 @@ def test_it_is_a_function_or_a_program():
             OpenAIAgent(**wrong)
 
 
-def test_a_program_that_is_not_there_is_found_before_the_run_starts():
+def test_a_missing_program_is_found_before_the_run_starts():
     with pytest.raises(ConfigError, match=r"no program 'no-such-program'"):
         OpenAIAgent(command=("no-such-program",)).check([TASK], group_size=2, temperature=1.0)
     OpenAIAgent(command=("python", "agent.py")).check([TASK], group_size=2, temperature=1.0)

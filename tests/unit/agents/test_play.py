@@ -80,7 +80,7 @@ class Lookup(Environment):
 
 
 @pytest.mark.parametrize("system", [None, "Be brief."])
-def test_the_tools_of_a_world_are_offered_also_where_a_prompt_is_plain_text(system: str | None):
+def test_tools_of_an_environment_are_offered_with_plain_text_prompts(system: str | None):
     asked: list[str] = []
 
     def reply(prompt: str) -> str:
@@ -97,13 +97,13 @@ def test_a_system_message_of_the_run_comes_first():
     assert asked[0].startswith("<system>Be brief.\n<user>Guess.\n")
 
 
-def test_out_of_turns_before_any_reward_it_has_none_of_the_tasks():
+def test_running_out_of_turns_without_rewards_gives_zero():
     result = trajectory(play(f"{__name__}:Steps", args={"rewards": [None, None]}, max_turns=1), lambda prompt: "x")
     assert (result.outcome, result.reward) == (TRUNCATED, 0.0)
 
 
 @pytest.mark.parametrize("max_turns", [3, 64])
-def test_out_of_turns_or_cut_short_by_the_world_it_is_truncated_and_keeps_its_reward(max_turns: int):
+def test_truncated_episodes_keep_their_reward(max_turns: int):
     result = trajectory(play(args={"tries": 5}, max_turns=max_turns), lambda prompt: "no idea")
     assert (result.outcome, result.reward) == (TRUNCATED, 0.0)
     assert len(result.turns) == min(5, max_turns)
@@ -135,7 +135,7 @@ class Steps(Environment):
         ("task", [1.0, 0.5], None),
     ],
 )
-def test_its_reward_is_the_sum_or_the_last_or_left_to_the_task(reward: str, rewards: list[Json], total: float | None):
+def test_rewards_are_summed_taken_last_or_left_to_the_task(reward: str, rewards: list[Json], total: float | None):
     result = trajectory(play(f"{__name__}:Steps", args={"rewards": rewards}, reward=reward), lambda prompt: "x")
     assert result.reward == total
 
@@ -198,7 +198,7 @@ def test_what_cannot_be_made_is_said_before_anything_starts():
     play().check([TASK], group_size=8, temperature=1.0)
 
 
-def test_what_is_made_to_be_checked_is_closed_also_within_an_event_loop():
+def test_a_checked_environment_is_closed_inside_an_event_loop():
     async def within() -> None:
         play("tests.worlds:Broken", args={"what": "step"}).check([TASK], group_size=8, temperature=1.0)
 

@@ -86,14 +86,14 @@ def read(trajectory: Trajectory, turn: int = -1) -> str:
 # ------------------------------------------------------------------------------------------------------- opened, moves
 
 
-def test_a_conversation_opens_with_one_system_message_and_one_of_the_user():
+def test_a_conversation_opens_with_one_system_and_one_user_message():
     prompt = (Message(role="system", content="theirs"), Message(role="user", content="ask"))
     expected = [("system", "ours\n\ntheirs"), ("user", "ask\n\nmore")]
     assert [(m["role"], m["content"]) for m in opened("ours", prompt, "more")] == expected
     assert [m["content"] for m in opened("ours", "ask")] == ["ours", "ask"]
 
 
-def test_what_a_move_raises_is_raised_and_what_a_model_asks_wrongly_is_told():
+def test_bugs_in_moves_raise_and_wrong_arguments_reach_the_model():
     async def leap(far: int) -> str:
         """Leap."""
         return str(1 // far)
@@ -125,7 +125,7 @@ def moves_of(held: Held, word: str) -> Moves:
     return Moves(outer, others=Moves(inner))
 
 
-def test_moves_among_the_others_are_moves_too_and_those_of_this_session():
+def test_nested_moves_run_within_their_own_session():
     for word in ("one", "two"):
         moves = moves_of(Held(), word)
         assert [result.content for result in asyncio.run(moves.run([ToolCall("outer", {}, "")]))] == [word]
@@ -150,7 +150,7 @@ def test_what_moves_hold_on_to_ends_with_their_session():
     assert seen() is None
 
 
-def test_what_a_move_returns_is_bounded_and_holds_nothing_that_no_tokenizer_takes():
+def test_results_of_moves_are_bounded_and_valid_unicode():
     async def long() -> str:
         """Say much."""
         return "\ud800" + "x" * 1_000_000
@@ -192,7 +192,7 @@ NEEDED = ["run.steps=1", "model.path=m", "data.path=d"]
         (f"{{type: '{SelfPlay.__module__}:SelfPlay', judge: '{HERE}:TASK'}}", "is no function"),
     ],
 )
-def test_a_tool_or_judge_that_is_not_there_is_found_as_the_configuration_is_read(workflow: str, problem: str):
+def test_unusable_tools_and_judges_are_refused_in_the_configuration(workflow: str, problem: str):
     with pytest.raises(ConfigError, match=problem):
         Config.load([], [*NEEDED, f"rollout.workflow={workflow}"])
 
@@ -200,7 +200,7 @@ def test_a_tool_or_judge_that_is_not_there_is_found_as_the_configuration_is_read
 # ------------------------------------------------------------------------------------------------------------ tool use
 
 
-def test_an_agent_calls_tools_side_by_side_and_answers_from_their_results():
+def test_parallel_tool_calls_are_answered_from_their_results():
     def reply(prompt: str) -> str:
         if "<tool>" not in prompt:
             return calls("Let me see.", call("double", number=4), call("double", number=5))
@@ -233,7 +233,7 @@ def test_an_agent_that_never_stops_is_truncated():
 
 
 @pytest.mark.parametrize("kind", ["tools: ['broken_at_import:f']", "judge: 'broken_at_import:f'"])
-def test_what_a_users_module_raises_as_it_is_imported_is_told_with_the_key(kind, tmp_path):
+def test_import_errors_of_user_modules_name_the_tool_or_judge(kind, tmp_path):
     (tmp_path / "broken_at_import.py").write_text("limit = 1 / 0\n")
     name = f"{ToolUse.__module__}:ToolUse" if "tools" in kind else f"{SelfPlay.__module__}:SelfPlay"
     sys.path.insert(0, str(tmp_path))
@@ -258,7 +258,7 @@ def lead_of(*tasks: str) -> Callable[[str], str]:
     return reply
 
 
-def test_a_lead_sees_what_its_subagents_answer_and_nothing_else_of_them():
+def test_a_lead_reads_only_the_answers_of_its_subagents():
     def reply(prompt: str) -> str:
         if "You lead" in prompt or "<tool>" in prompt:
             return lead_of("a", "b")(prompt) if "You lead" in prompt else "eight"
@@ -286,12 +286,12 @@ class TogetherOnly(ScriptedPolicy):
 
 
 @pytest.mark.timeout(10)
-def test_subagents_run_side_by_side_so_that_their_time_is_the_longest_and_not_the_sum():
+def test_subagents_run_concurrently():
     episode = played(LeadSubagents(), TASK, TogetherOnly(lead_of("a", "b")))
     assert [said(t)[-1] for t in episode.trajectories] == ["done", "A", "B"]
 
 
-def test_a_lead_sees_no_thought_of_a_subagent_and_calls_within_thoughts_are_not_run():
+def test_thoughts_of_subagents_stay_hidden_and_run_no_calls():
     def reply(prompt: str) -> str:
         if "You lead" in prompt:
             return lead_of("a")(prompt)
@@ -314,7 +314,7 @@ def test_limits_of_subagents_are_told_to_the_lead():
     assert told == ["ok", "ok", "refused", "ok", "refused", "refused"]
 
 
-def test_a_subagent_whose_tools_break_fails_alone_and_the_lead_is_told():
+def test_a_subagent_with_broken_tools_fails_alone():
     def reply(prompt: str) -> str:
         if "You lead" not in prompt and "bad" in prompt:
             return call("breaks", why="unplugged")
@@ -329,7 +329,7 @@ def test_a_subagent_whose_tools_break_fails_alone_and_the_lead_is_told():
     assert [place for place, _ in scored.trajectories()] == [(0, 0), (0, 2)]
 
 
-def test_a_subagent_that_never_stops_is_truncated_and_the_lead_is_told():
+def test_an_endless_subagent_is_truncated_and_reported_to_the_lead():
     def reply(prompt: str) -> str:
         return lead_of("x")(prompt) if "You lead" in prompt else call("double", number=1)
 
@@ -356,7 +356,7 @@ class Overflows(ScriptedPolicy):
         return await super().sample(prompt_ids, seed, max_new_tokens)
 
 
-def test_a_task_over_the_context_limit_is_told_to_the_lead():
+def test_an_overlong_subtask_is_reported_to_the_lead():
     lead, long, _ = played(LeadSubagents(), TASK, Overflows(lead_of("long", "short"))).trajectories
     assert (lead.outcome, long.outcome.kind, long.turns) == (OK, TRUNCATED, ())
     assert last(read(lead)) == "Subagent 1: failed: it ran out of turns or room\n\nSubagent 2: SHORT"
@@ -368,7 +368,7 @@ class Buggy(LeadSubagents):
         raise KeyError("a bug of the author's")
 
 
-def test_a_bug_in_a_subclass_is_raised_and_not_told_to_the_model():
+def test_a_bug_in_a_subclass_is_raised():
     with pytest.raises(KeyError, match="a bug of the author's"):
         played(Buggy(), TASK, lead_of("a"))
 
@@ -389,14 +389,14 @@ def token_weights(*episodes: Episode) -> dict[tuple[int, int], float]:
     return weights
 
 
-def test_token_weights_of_every_episode_sum_to_one_share_and_every_agent_has_an_equal_one():
+def test_agents_of_an_episode_share_its_weight_equally():
     narrow, wide = (played(LeadSubagents(), TASK, lead_of(*tasks)) for tasks in ("a", ("bcd", "ef", "g")))
     weights = token_weights(narrow, wide)
     assert sum(share for (e, _), share in weights.items() if e == 0) == pytest.approx(1 / 2)
     assert [weights[1, t] for t in range(4)] == pytest.approx([1 / 8] * 4)
 
 
-def test_one_more_subagent_changes_the_weight_of_the_others_by_their_number_alone():
+def test_one_more_subagent_scales_the_other_weights_by_count():
     def one(*tasks: str) -> dict[tuple[int, int], float]:
         return token_weights(played(LeadSubagents(), TASK, lead_of(*tasks)))
 
@@ -421,7 +421,7 @@ def parent_of(*contexts: str) -> Callable[[str], str]:
     return reply
 
 
-def test_a_parent_has_its_own_words_and_what_was_joined_and_nothing_its_children_thought():
+def test_a_parent_reads_only_the_texts_its_children_join():
     parent, *children = played(SpawnJoin(), TASK, parent_of("x", "y")).trajectories
     assert [(child.agent, child.parent) for child in children] == [("child", 0), ("child", 0)]
     assert last(read(parent)) == "Child 1: found x\n\nChild 2: found y"
@@ -431,7 +431,7 @@ def test_a_parent_has_its_own_words_and_what_was_joined_and_nothing_its_children
     assert sum(sample.is_trained) == sum(map(len, said(parent)))
 
 
-def test_a_child_ends_as_it_joins_and_one_that_never_does_hands_over_nothing():
+def test_a_child_that_never_joins_returns_nothing():
     def reply(prompt: str) -> str:
         if "spawn a child" in prompt:
             return "answer" if "Child 1:" in prompt else call("spawn", contexts=["silent", "endless", "good"])
@@ -469,7 +469,7 @@ class Told(SpawnJoin):
         return await child.chat(f"C{context}=")
 
 
-def test_the_critical_path_is_the_parents_tokens_and_those_of_the_longest_child_of_every_spawn():
+def test_the_critical_path_counts_the_longest_child_per_spawn():
     script = {"P=": "a|bbb", "Ca=": "a", "Cbbb=": "bb", "Cbb=": "b"}
     episode = played(Told(), TASK, lambda prompt: script.get(prompt, "end"))
     parent, *children = episode.trajectories
@@ -492,7 +492,7 @@ def test_calls_of_all_agents_are_counted():
     assert meta_of((episode,))[0].num_tool_calls == 1 + 2 * 2
 
 
-def test_the_transcript_ends_with_the_sequential_tokens_even_of_an_episode_that_was_stopped():
+def test_the_transcript_of_a_stopped_episode_has_sequential_tokens():
     workflow = SpawnJoin(max_parent_turns=1)
     session = workflow.session(TASK, {"policy": ScriptedPolicy(parent_of("x", "y"))}, 1, 0, {})
     asyncio.run(workflow.play(session))
@@ -515,7 +515,7 @@ def rounds_of(number: int) -> Callable[[str], str]:
     return reply
 
 
-def test_every_round_starts_from_question_report_and_last_result_and_is_a_sample_of_its_own():
+def test_research_rounds_start_from_question_report_and_last_result():
     (trajectory,) = played(Research(tools=(f"{HERE}:double",)), TASK, rounds_of(3)).trajectories
     assert [len([*samples_of(trajectory)]), len(trajectory.turns)] == [3, 3]
     third = read(trajectory, 2)
@@ -546,7 +546,7 @@ def test_a_round_without_a_report_keeps_the_one_before():
     assert len(trajectory.turns) == 3 and "Your report so far:\nknown\n" in read(trajectory)
 
 
-def test_of_two_successes_the_first_round_of_the_shorter_one_is_worth_more():
+def test_first_rounds_of_shorter_successes_have_larger_advantages():
     def scored(number: int, reward: float) -> Episode:
         (trajectory,) = played(Research(tools=(f"{HERE}:double",)), TASK, rounds_of(number)).trajectories
         return Episode((Trajectory("policy", trajectory.turns, OK, reward),))
@@ -582,7 +582,7 @@ def test_the_next_stage_begins_with_the_new_configuration(mode: str, num_samples
     assert said(trajectory)[-1] == call("terminate", answer="42")
 
 
-def test_a_stage_is_offered_its_tools_also_where_the_context_goes_on():
+def test_a_stage_has_its_tools_in_new_and_continued_contexts():
     """Stage 1 has both, stage 2 begins anew with `double`, stage 3 goes on with `halve`."""
     asked: list[str] = []
 
@@ -601,7 +601,7 @@ def test_a_stage_is_offered_its_tools_also_where_the_context_goes_on():
     assert len([*samples_of(trajectory)]) == 2, "the third stage goes on from the tokens of the second"
 
 
-def test_a_tool_with_the_name_of_a_move_is_found_as_the_configuration_is_read():
+def test_a_tool_named_like_a_move_is_refused():
     with pytest.raises(ValueError, match="two tools are called 'terminate'"):
         Reconfiguring(tools=(f"{HERE}:terminate",))
 
@@ -613,7 +613,7 @@ def test_all_stages_share_one_label():
     assert (assigned.advantage, assigned.sample) == (1.0, None)
 
 
-def test_a_tool_that_a_stage_did_not_choose_is_not_there():
+def test_a_stage_runs_only_the_tools_it_chose():
     def reply(prompt: str) -> str:
         if "No tool is called `double`" in prompt:
             return "I see"
@@ -625,7 +625,7 @@ def test_a_tool_that_a_stage_did_not_choose_is_not_there():
     assert (said(trajectory)[-1], trajectory.outcome) == ("I see", OK)
 
 
-def test_a_configuration_with_a_tool_that_does_not_exist_is_refused_and_told():
+def test_reconfiguring_with_an_unknown_tool_is_refused():
     def reply(prompt: str) -> str:
         wrong = call("reconfigure", sub_goal="s", strategy="s", tools=["magic"], knowledge="k", mode="truncation")
         return "done" if "There are no tools magic; there are double" in last(prompt) else wrong
@@ -663,7 +663,7 @@ class Solvers(ScriptedPolicy):
 
 
 @pytest.mark.parametrize(("attempts", "learnable"), [(1, 0.0), (2, 1.0), (3, 2 / 3), (4, 1.0)])
-def test_solvers_are_rewarded_for_being_right_and_the_proposer_for_a_task_they_can_learn_from(attempts, learnable):
+def test_solvers_are_rewarded_for_correctness_and_proposers_for_learnability(attempts, learnable):
     proposer, *solvers = played(SelfPlay(judge=f"{HERE}:is_even", attempts=attempts), TASK, Solvers()).trajectories
     assert [solver.reward for solver in solvers] == [float(n % 2 == 0) for n in range(1, attempts + 1)]
     assert proposer.reward == pytest.approx(learnable)
@@ -671,7 +671,7 @@ def test_solvers_are_rewarded_for_being_right_and_the_proposer_for_a_task_they_c
 
 
 @pytest.mark.parametrize("proposal", ["no task at all", "<task> </task>", "<task>not closed"])
-def test_a_proposal_that_holds_no_task_is_worth_less_than_one_that_teaches_nothing(proposal: str):
+def test_a_proposal_without_a_task_earns_the_lowest_reward(proposal: str):
     episode = played(SelfPlay(judge=f"{HERE}:is_even"), TASK, Solvers(proposal=proposal))
     assert [t.reward for t in episode.trajectories] == [INVALID]
 
@@ -695,7 +695,7 @@ class SomeStop(SelfPlay):
         return await super().solve(solver, task)
 
 
-def test_a_solver_that_is_stopped_is_wrong_and_one_whose_tools_broke_counts_as_nothing():
+def test_stopped_solvers_are_wrong_and_broken_ones_count_for_nothing():
     workflow = SomeStop(judge=f"{HERE}:is_even", attempts=4)
     proposer, stopped, broken, *others = played(workflow, TASK, Solvers()).trajectories
     assert stopped.reward == 0.0 and broken.reward is None and broken.outcome.is_failed

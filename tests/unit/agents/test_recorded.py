@@ -54,7 +54,7 @@ def recorded(row: Task, policy: ScriptedPolicy) -> Episode:
 
 
 @pytest.mark.parametrize(("label", "reward"), [(True, 1.0), (False, 0.0), (1, 1.0), (0, 0.0)])
-def test_a_completion_is_the_policys_turn_and_its_label_the_reward(label: bool | int, reward: float) -> None:
+def test_a_recorded_completion_is_a_turn_rewarded_by_its_label(label: bool | int, reward: float) -> None:
     policy = ScriptedPolicy()
     (trajectory,) = recorded(task(completion="012", label=label), policy).trajectories
     (turn,) = trajectory.turns
@@ -63,7 +63,7 @@ def test_a_completion_is_the_policys_turn_and_its_label_the_reward(label: bool |
     assert policy.asked == []  # nothing was sampled
 
 
-def test_of_a_conversation_the_assistants_messages_are_trained_and_the_others_are_context() -> None:
+def test_only_assistant_messages_of_a_recorded_conversation_are_trained() -> None:
     turns: list[Json] = [
         {"role": "assistant", "content": "look up 3"},
         {"role": "tool", "content": "a fact"},
@@ -111,7 +111,7 @@ ASKED = (said("user", "go"),)
         (task(ASKED, completion=[{"role": "assistant", "content": ""}], label=True), "the `completion` is empty"),
     ],
 )
-def test_a_row_that_cannot_be_used_is_named_before_anything_starts(row: Task, problem: str) -> None:
+def test_unusable_rows_are_named_before_the_run_starts(row: Task, problem: str) -> None:
     good = task(completion="x", label=True)
     with pytest.raises(DataError) as raised:
         Offline().check([good, row, good], group_size=1, temperature=1.0)
@@ -164,7 +164,7 @@ def rolled_out(worker: RolloutWorker, *rows: Task) -> list[tuple[Group, tuple[Ep
     return played([worker], scenario)
 
 
-def test_tokens_have_the_logprobs_that_the_engine_gives_them_and_end_as_the_policy_ends() -> None:
+def test_recorded_tokens_have_engine_logprobs_and_the_stop_token() -> None:
     model = tiny_sorter()
     ((group, payload),) = rolled_out(replica(local_engine(model)), task(completion="021", label=False))
     (turn,) = payload[0].trajectories[0].turns
@@ -181,7 +181,7 @@ def test_a_completion_that_ends_already_is_not_ended_twice() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "completion"), [("12>", "0123456"), ("1" * 60, "012345")])
-def test_a_completion_that_is_too_long_is_dropped_like_a_prompt_that_is(prompt: str, completion: str) -> None:
+def test_an_overlong_recorded_completion_is_refused_as_too_long(prompt: str, completion: str) -> None:
     fits = task(prompt, completion=completion[:-1], label=True)
     ((group, _),) = rolled_out(replica(local_engine(tiny_sorter())), fits)
     assert group.num_trained == len(completion)
@@ -216,7 +216,7 @@ def test_versions_are_those_that_the_replica_vouches_for() -> None:
 # ------------------------------------------------------------------------------------------------------------ training
 
 
-def test_kto_learns_from_a_file_and_the_engine_agrees_with_the_trainer(tmp_path: Path) -> None:
+def test_kto_learns_offline_and_engine_logprobs_match_the_trainer(tmp_path: Path) -> None:
     model = tiny_sorter()
     model.save_pretrained(tmp_path)
     build_tokenizer().save_pretrained(tmp_path)

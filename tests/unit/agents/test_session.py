@@ -66,7 +66,7 @@ def test_more_text_goes_on_after_the_reply():
     assert [prompt for prompt, _ in policy.asked] == ["2+3=", "2+3=5, 1+1="]
 
 
-def test_messages_are_a_conversation_of_which_no_token_is_read_twice():
+def test_messages_extend_one_conversation_into_one_sample():
     policy = ScriptedPolicy(lambda prompt: f"reply {prompt.count('<user>')}")
     (trajectory,) = played(chats(user("a"), "b", user("c")), policy).trajectories
     assert policy.asked[-1][0].splitlines() == [
@@ -95,7 +95,7 @@ def test_plain_text_cannot_turn_into_a_conversation():
         played(chats("2+3=", user("and?")))
 
 
-def test_a_reply_may_be_made_shorter_and_the_turn_says_so():
+def test_a_shorter_token_limit_truncates_the_reply():
     async def play(session: Session) -> None:
         await session.agent("solver").chat("tell", max_new_tokens=2)
 
@@ -163,7 +163,7 @@ def test_a_message_of_several_lines_cannot_pass_for_somebody_elses():
     assert shown == "[helper] assistant: done\n    [lead] user: obey\\r\\ud800\\x1b[2J"
 
 
-def test_a_reply_that_is_given_is_recorded_like_any_other_and_the_conversation_goes_on_from_it():
+def test_a_recited_reply_is_trained_and_continues_the_conversation():
     async def play(session: Session) -> None:
         agent = session.agent("policy")
         await agent.recite(user("a"), "given")
@@ -200,13 +200,13 @@ def seeds(play: Plays, *, episode: int = 0, seed: int = 1) -> list[int]:
 
 
 @pytest.mark.parametrize("play", [chats("a", "b", "c"), team], ids=["turns", "agents"])
-def test_every_call_of_every_episode_has_a_seed_of_its_own_and_always_the_same(play: Plays):
+def test_every_call_has_a_distinct_and_reproducible_seed(play: Plays):
     first, second, other = seeds(play), seeds(play, episode=1), seeds(play, seed=2)
     assert len({*first, *second, *other}) == len(first) * 3
     assert first == seeds(play)
 
 
-def test_a_call_that_was_cancelled_does_not_lend_its_seed_to_the_next():
+def test_a_cancelled_call_uses_up_its_seed():
     policy = ScriptedPolicy()
 
     async def play(session: Session) -> None:
@@ -237,7 +237,7 @@ def test_a_workflow_may_judge_the_episode_or_one_agent():
 
 
 @pytest.mark.parametrize("opening", [user("think"), "think>"], ids=["messages", "text"])
-def test_a_fork_sees_all_that_was_said_token_for_token_and_only_the_first_trains_it(opening: Prompt):
+def test_a_fork_extends_its_parents_tokens_without_training_them_again(opening: Prompt):
     async def play(session: Session) -> None:
         agent = session.agent("main", system=None)
         await agent.chat(opening)
@@ -285,7 +285,7 @@ def test_plain_text_is_rewritten_to_plain_text():
     assert [prompt for prompt, _ in policy.asked] == ["a>", "b>c>"]
 
 
-def test_a_failed_subagent_is_left_out_and_the_episode_goes_on():
+def test_a_failed_subagent_does_not_fail_its_lead():
     async def play(session: Session) -> None:
         lead = session.agent("lead")
         helper = session.agent("helper", parent=lead)
@@ -298,7 +298,7 @@ def test_a_failed_subagent_is_left_out_and_the_episode_goes_on():
     assert (lead.outcome, helper.outcome) == (OK, failed("the index was empty"))
 
 
-def test_agents_speak_with_the_policy_they_are_bound_to_or_named_after():
+def test_an_agent_uses_its_bound_policy_or_its_namesake():
     async def ask(bindings: dict[str, str], *names: str) -> list[str]:
         policies = {name: ScriptedPolicy(lambda prompt, name=name: name) for name in ("big", "small")}
         session = Session(TASK, policies, 1, 0, bindings)
@@ -345,7 +345,7 @@ def test_an_agent_uses_tools_until_it_replies_without_a_call():
     assert sum(sample.is_trained) == sum(len(turn.output_ids) for turn in trajectory.turns), "results are not trained"
 
 
-def test_results_name_the_call_they_answer_and_bad_calls_are_told_to_the_model():
+def test_tool_results_name_their_call_and_errors_reach_the_model():
     async def play(session: Session) -> None:
         agent, tools = session.agent("policy", system=""), Toolbox(Counter().count)
         reply = await agent.act("go", tools)
@@ -374,7 +374,7 @@ def test_results_of_an_agent_of_plain_text_are_text():
 
 
 @pytest.mark.parametrize("num_before", [0, 1])
-def test_plain_text_which_has_no_place_for_tools_is_not_offered_any(num_before: int):
+def test_plain_text_conversations_refuse_tools(num_before: int):
     async def play(session: Session) -> None:
         agent = session.agent("policy")
         for _ in range(num_before):
@@ -385,7 +385,7 @@ def test_plain_text_which_has_no_place_for_tools_is_not_offered_any(num_before: 
         played(play)
 
 
-def test_tools_on_offer_later_or_others_are_described_where_they_are_offered_and_no_token_is_read_twice():
+def test_tools_are_described_where_first_offered_without_retokenizing():
     async def other() -> str:
         """Something else."""
         return ""
@@ -408,7 +408,7 @@ def test_tools_on_offer_later_or_others_are_described_where_they_are_offered_and
     assert all(continues(*pair) for pair in pairwise(turns))
 
 
-def test_a_rewritten_context_offers_the_tools_of_its_next_turn_in_its_first_message():
+def test_a_rewritten_context_offers_its_tools_in_the_first_message():
     async def play(session: Session) -> None:
         agent, tools = session.agent("policy", system="s"), Toolbox(Counter().count)
         await agent.act("a", tools)
@@ -420,7 +420,7 @@ def test_a_rewritten_context_offers_the_tools_of_its_next_turn_in_its_first_mess
     assert policy.asked[1][0].startswith("<tools># Tools") and policy.asked[1][0].endswith("<user>b\n<assistant>")
 
 
-def test_of_more_calls_than_a_turn_may_have_the_last_are_refused_and_told_so():
+def test_calls_beyond_the_limit_per_turn_are_refused():
     tools = Counter()
     session = Session(
         TASK, {"policy": scripted_calls(called(*["count"] * 10), "done")}, 1, 0, {}, Budget(max_calls_per_turn=3)
@@ -431,7 +431,7 @@ def test_of_more_calls_than_a_turn_may_have_the_last_are_refused_and_told_so():
 
 
 @pytest.mark.parametrize(("most", "num_turns"), [(1, 1), (3, 3)])
-def test_an_agent_that_calls_tools_for_ever_is_stopped_and_truncated(most: int, num_turns: int):
+def test_endless_tool_calls_truncate_the_agent_at_max_turns(most: int, num_turns: int):
     async def play(session: Session) -> None:
         with pytest.raises(BudgetSpent, match=f"still called tools in turn {most}, its last"):
             await session.agent("policy", system="").use("go", Toolbox(Counter().count), max_turns=most)
@@ -440,7 +440,7 @@ def test_an_agent_that_calls_tools_for_ever_is_stopped_and_truncated(most: int, 
     assert (len(trajectory.turns), trajectory.outcome) == (num_turns, TRUNCATED)
 
 
-def test_tool_calls_are_counted_over_the_episode_and_none_is_run_beyond_the_budget():
+def test_the_tool_call_budget_spans_the_whole_episode():
     tools = Counter()
 
     async def main() -> Session:
@@ -454,7 +454,7 @@ def test_tool_calls_are_counted_over_the_episode_and_none_is_run_beyond_the_budg
     assert (asyncio.run(main()).episode().trajectories[0].outcome, tools.num) == (TRUNCATED, 2)
 
 
-def test_a_tool_that_is_gone_fails_the_agent_that_called_it():
+def test_a_tool_error_fails_the_agent_that_called_it():
     def lookup() -> str:
         """Look it up."""
         raise ToolError("the index is gone")
@@ -497,13 +497,13 @@ def test_a_subagent_whose_context_is_full_ends_alone():
     assert outcomes == [OK, OK, TRUNCATED, OK]
 
 
-def test_a_task_that_does_not_fit_at_all_is_too_long():
+def test_a_task_longer_than_the_context_raises_task_too_long():
     with pytest.raises(TaskTooLong):
         played(chats("x" * 50), Narrow())
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("bug"), WorkerDied("rollout-0", "sampling", "gone")])
-def test_a_bug_or_a_dead_worker_in_a_subagent_ends_the_others_and_is_raised_as_it_is(error: Exception):
+def test_an_error_in_a_subagent_cancels_others_and_propagates(error: Exception):
     cancelled: list[int] = []
 
     async def waits() -> None:
@@ -606,7 +606,7 @@ DELAYS = st.fixed_dictionaries({name: st.integers(0, 9) for name in ("left", "ri
 
 @settings(deadline=None, max_examples=50)
 @given(DELAYS)
-def test_seeds_and_the_order_of_agents_do_not_depend_on_who_was_faster(delays: dict[str, int]):
+def test_seeds_and_agent_order_do_not_depend_on_timing(delays: dict[str, int]):
     def said(**delays: int) -> tuple[Episode, list[tuple[str, int]]]:
         session = paced(family, Budget(), **delays)
         policy = session.policies["policy"]
@@ -640,7 +640,7 @@ async def crowd(session: Session) -> None:
 
 @settings(deadline=None, max_examples=30)
 @given(DELAYS, st.integers(1, 250))
-def test_side_by_side_agents_spend_exactly_the_budget_and_the_same_at_any_speed(delays: dict[str, int], most: int):
+def test_concurrent_agents_spend_exactly_the_budget_at_any_speed(delays: dict[str, int], most: int):
     session = paced(crowd, Budget(max_tokens=most), **delays)
     assert session.num_sampled == most
     assert session.episode() == paced(crowd, Budget(max_tokens=most)).episode()
@@ -656,7 +656,7 @@ def test_what_subagents_leave_of_their_shares_is_common_again():
     assert [t.turns[0].sampling.max_new_tokens for t in (*helpers, lead)] == [30, 30, 40]
 
 
-def test_the_budget_holds_too_where_an_author_starts_tasks_of_his_own():
+def test_the_budget_covers_asyncio_tasks_started_by_a_workflow():
     async def play(session: Session) -> None:
         agents = [session.agent("policy") for _ in range(10)]
         await asyncio.gather(*(agent.chat("a") for agent in agents), return_exceptions=True)
@@ -666,7 +666,7 @@ def test_the_budget_holds_too_where_an_author_starts_tasks_of_his_own():
     assert [len(agent.turns[0].output_ids) for agent in session.agents if agent.turns] == [30, 30, 30, 10]
 
 
-def test_tool_calls_of_side_by_side_agents_hold_the_budget_and_are_the_same_at_any_speed():
+def test_concurrent_tool_calls_spend_the_budget_at_any_speed():
     async def play(session: Session) -> None:
         lead = session.agent("lead")
         helpers = [session.agent("helper", system="", parent=lead) for _ in range(2)]
@@ -683,7 +683,7 @@ def test_tool_calls_of_side_by_side_agents_hold_the_budget_and_are_the_same_at_a
     assert num_turns() == num_turns(left=9) == [0, 4, 3]
 
 
-def test_two_calls_of_one_reply_that_bring_in_agents_share_what_is_left():
+def test_two_delegating_calls_of_one_reply_share_the_budget():
     async def play(session: Session) -> None:
         lead = session.agent("lead", system="")
 
@@ -733,7 +733,7 @@ async def breaks(agent: Agent) -> None:
     ("works", "outcome"),
     [([speaks_twice], TRUNCATED), ([breaks], failed("broken")), ([speaks_twice, breaks], failed("broken"))],
 )
-def test_an_agent_that_is_stopped_in_a_task_group_ends_the_episode_as_anywhere(works: list, outcome: Outcome):
+def test_a_stopped_agent_in_a_task_group_settles_the_episode(works: list, outcome: Outcome):
     async def play(session: Session) -> None:
         lead = session.agent("lead")
         await lead.chat("plan")
@@ -745,7 +745,7 @@ def test_an_agent_that_is_stopped_in_a_task_group_ends_the_episode_as_anywhere(w
     assert settled(play).trajectories[0].outcome == outcome
 
 
-def test_a_bug_beside_an_agent_that_is_stopped_is_what_is_raised():
+def test_a_bug_beside_a_stopped_agent_is_raised():
     async def bug() -> None:
         for _ in range(3):
             with suppress(asyncio.CancelledError):
@@ -762,7 +762,7 @@ def test_a_bug_beside_an_agent_that_is_stopped_is_what_is_raised():
     assert isinstance(first_of(raised.value), ZeroDivisionError)
 
 
-def test_who_still_speaks_as_the_workflow_ends_is_cancelled_and_speaks_no_more():
+def test_agents_still_running_at_the_end_are_cancelled():
     policy = Paced(delays={"slow": 10**9})
     after: list[BaseException | str] = []
 
@@ -812,7 +812,7 @@ class Guess(Environment):
         self.events.append("closed")
 
 
-def test_an_environment_is_reset_with_the_groups_seed_and_always_closed():
+def test_an_environment_is_reset_with_the_group_seed_and_closed():
     worlds = [Guess() for _ in range(3)]
 
     async def play(session: Session) -> None:
@@ -861,7 +861,7 @@ ACTIONS = st.lists(st.sampled_from(["chat", "long", "fork", "rewrite", "system",
 
 @settings(deadline=None)
 @given(ACTIONS)
-def test_whatever_agents_do_every_token_they_said_is_trained_once_and_in_order(actions: list[str]):
+def test_every_generated_token_is_trained_once_and_in_order(actions: list[str]):
     spoken: dict[int, list[str]] = {}
 
     async def play(session: Session) -> None:

@@ -46,7 +46,7 @@ def test_tags_within_strings_are_part_of_them():
     assert read_calls(write_calls([call])) == ("", (call,))
 
 
-def test_arguments_may_be_json_in_a_string_as_openai_has_them():
+def test_call_arguments_may_be_a_json_string():
     assert read_calls(OPEN + '{"name": "add", "arguments": "{\\"a\\": 1}"}')[1] == (
         ToolCall("add", {"a": 1}, "call_0"),
     )
@@ -144,7 +144,7 @@ def test_whatever_a_model_says_is_read_and_never_raises(text: str):
     written_out(message_of(text))
 
 
-def test_a_reply_with_calls_is_a_message_of_openais_form_and_back():
+def test_tool_calls_round_trip_through_the_openai_message_format():
     message = message_of(f"Look.\n{SEARCH}", "c")
     assert message["content"] == "Look."
     (call,) = message.get("tool_calls", [])

@@ -233,7 +233,7 @@ def test_what_a_tool_raises_is_told_to_the_model(function: Callable[..., Any], c
 
 
 @pytest.mark.parametrize("error", [ToolError("the server is gone"), WorkerDied("judge-0", "scoring", "gone")])
-def test_what_is_not_the_policys_fault_passes_through_and_ends_the_other_calls(error: Exception):
+def test_infrastructure_errors_propagate_and_cancel_other_calls(error: Exception):
     ended: list[str] = []
 
     async def slow() -> None:
@@ -285,7 +285,7 @@ def test_text_that_no_tokenizer_takes_is_made_good():
 # ------------------------------------------------------------------------------------------------------------ deadlines
 
 
-def test_calls_run_in_parallel_sync_ones_too_and_keep_their_order():
+def test_sync_and_async_calls_run_concurrently_and_keep_order():
     barrier = threading.Barrier(3, timeout=10)
     gate = asyncio.Event()
 
@@ -310,7 +310,7 @@ def test_calls_run_in_parallel_sync_ones_too_and_keep_their_order():
     assert [result.content for result in results] == ["through", "0", "1", "2", "open"]
 
 
-def test_a_tool_that_hangs_is_a_timeout_whether_it_can_be_cancelled_or_not():
+def test_sync_and_async_tools_time_out():
     over, cancelled = threading.Event(), []
 
     def blocks() -> None:
@@ -333,7 +333,7 @@ def test_a_tool_that_hangs_is_a_timeout_whether_it_can_be_cancelled_or_not():
     assert cancelled == [1]
 
 
-def test_threads_that_hang_are_bounded_and_the_bound_says_what_to_do():
+def test_hanging_tool_threads_are_limited_in_number():
     over = threading.Event()
 
     def blocks() -> None:
@@ -402,7 +402,7 @@ def test_cancelling_the_episode_cancels_its_tools():
     assert cancelled == [1, 1]
 
 
-def test_a_sync_tool_does_not_hold_up_the_loop_and_sees_the_callers_context():
+def test_a_sync_tool_never_blocks_the_loop_and_keeps_context():
     whose: ContextVar[str] = ContextVar("whose", default="nobody")
     asked_by = threading.Event()
 

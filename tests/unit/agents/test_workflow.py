@@ -71,7 +71,7 @@ def test_a_workflow_without_a_run_says_so():
         played(Empty(), TASK, ScriptedPolicy())
 
 
-def test_an_episode_in_which_nobody_speaks_is_a_bug_of_the_workflow():
+def test_an_episode_without_agents_is_a_workflow_bug():
     class Silent(Workflow):
         async def run(self, session: Session) -> None:
             pass
@@ -89,7 +89,7 @@ def test_an_agent_that_never_stops_ends_the_episode_truncated(num: int, turns: i
     assert (len(episode.trajectories[0].turns), outcome_of(episode)) == (turns, outcome)
 
 
-def test_the_last_turn_of_an_episodes_tokens_is_cut_to_fit():
+def test_the_last_turn_is_cut_to_the_episode_token_budget():
     episode = played(Chatter(num=9, max_episode_tokens=10), TASK, lambda prompt: "four")
     turns = episode.trajectories[0].turns
     assert [turn.text for turn in turns] == ["four", "four", "fo"]
@@ -127,7 +127,7 @@ def test_a_workflow_may_go_on_after_a_budget_is_spent():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_reward_that_is_not_a_finite_number_fails_the_trajectory_it_was_given_to(value: float):
+def test_a_reward_that_is_not_finite_fails_its_trajectory(value: float):
     class GroupScores(Workflow):
         async def run(self, session: Session) -> None:
             lead, helper = session.agent("lead"), session.agent("helper")
@@ -141,7 +141,7 @@ def test_a_reward_that_is_not_a_finite_number_fails_the_trajectory_it_was_given_
 
 
 @pytest.mark.parametrize("speaks_before", [True, False])
-def test_an_environment_that_is_gone_fails_the_episode_and_nothing_else(speaks_before: bool):
+def test_a_lost_environment_fails_only_its_episode(speaks_before: bool):
     class Gone(Workflow):
         async def run(self, session: Session) -> None:
             if speaks_before:
@@ -151,7 +151,7 @@ def test_an_environment_that_is_gone_fails_the_episode_and_nothing_else(speaks_b
     assert outcome_of(played(Gone(), TASK, ScriptedPolicy())) == failed("the server is gone")
 
 
-def test_a_worker_that_dies_is_not_the_workflows_to_answer_for():
+def test_a_dead_worker_is_not_reported_as_a_workflow_bug():
     class Dies(Workflow):
         async def run(self, session: Session) -> None:
             session.agent("policy")
@@ -174,7 +174,7 @@ class Broken(Workflow):
         return int(said) // number
 
 
-def test_a_bug_is_told_from_the_authors_line_on_with_what_was_said():
+def test_a_bug_report_has_the_source_lines_and_the_transcript():
     session = Broken().session(TASK, {"policy": ScriptedPolicy(lambda prompt: "7")}, 1, 0, {})
     with pytest.raises(WorkflowError) as raised:
         asyncio.run(play(Broken(), session, "rollout-0"))

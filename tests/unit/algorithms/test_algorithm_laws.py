@@ -208,7 +208,7 @@ def trained(
 @every
 @settings(deadline=None, max_examples=5)
 @given(seed=st.integers(0, 1000), num_ranks=st.integers(1, 3), max_tokens=st.integers(1, 60))
-def test_no_split_into_micro_batches_or_ranks_changes_loss_gradient_or_metrics(
+def test_splits_into_micro_batches_and_ranks_change_no_result(
     algorithm: Algorithm, seed: int, num_ranks: int, max_tokens: int
 ) -> None:
     step = [some_group(1000 * seed + i) for i in range(3)]
@@ -257,7 +257,7 @@ def test_the_order_of_a_groups_members_does_not_matter(algorithm: Algorithm, gro
 @every_default
 @settings(deadline=None, max_examples=20)
 @given(group_id=st.integers(0, 10_000), frozen=st.sampled_from([("sub",), ("lead",), ("sub", "lead"), ("other",)]))
-def test_frozen_agents_are_not_trained_and_change_nothing_for_the_others(
+def test_frozen_agents_are_not_trained_and_change_nothing_for_others(
     algorithm: Algorithm, group_id: int, frozen: tuple[str, ...]
 ) -> None:
     scored = some_group(group_id)
@@ -358,7 +358,7 @@ class ToAll(Algorithm):
         yield from self.more
 
 
-def test_what_failed_or_is_another_policys_is_not_trained_whatever_an_algorithm_gives_it() -> None:
+def test_trajectories_of_failures_or_other_policies_are_never_trained() -> None:
     rng = random.Random(1)
     lead, broken, other = (trajectory(rng, name, OK, 1.0) for name in ("lead", "broken", "other"))
     members = EpisodeMeta((lead, replace(broken, outcome=failed("gone")), replace(other, policy="another")))
@@ -367,7 +367,7 @@ def test_what_failed_or_is_another_policys_is_not_trained_whatever_an_algorithm_
 
 
 @pytest.mark.parametrize(("e", "t"), [(0, 1), (2, 0), (-1, 0)])
-def test_an_advantage_for_a_trajectory_that_is_not_there_is_an_error_that_names_the_algorithm(e: int, t: int) -> None:
+def test_an_advantage_for_a_missing_trajectory_names_the_algorithm(e: int, t: int) -> None:
     with pytest.raises(ConfigError, match=f"ToAll .* trajectory {t} of episode {e}, which group 7"):
         ToAll(more=(TrajectoryAdvantage(e, t, 1.0),)).assign(group(7))
 
@@ -381,7 +381,7 @@ def assigned_to(algorithm: Algorithm, *members: EpisodeMeta) -> list[TrajectoryA
 
 
 @every_default
-def test_a_group_of_one_is_left_out_or_needs_no_peer(algorithm: Algorithm) -> None:
+def test_groups_of_one_train_only_algorithms_without_comparison(algorithm: Algorithm) -> None:
     assert len(assigned_to(algorithm, member(1.0))) == (0 if _compares(algorithm) else 1)
     assert len(assigned_to(algorithm, member(1.0), member(None, failed("timeout")))) == (
         0 if _compares(algorithm) else 1
@@ -397,7 +397,7 @@ def test_equal_rewards_give_no_advantage_to_any_of_those_compared(algorithm: Alg
 
 
 @every_default
-def test_a_group_in_which_all_failed_or_nobody_was_scored_assigns_nothing(algorithm: Algorithm) -> None:
+def test_a_group_of_failed_or_unscored_episodes_assigns_nothing(algorithm: Algorithm) -> None:
     broken = failed("judge hung")
     assert assigned_to(algorithm, member(1.0, broken), member(0.0, broken)) == []
     assert assigned_to(algorithm, member(None), member(None)) == []
@@ -418,7 +418,7 @@ def test_an_empty_completion_counts_and_trains_nothing(algorithm: Algorithm) -> 
 
 
 @every_default
-def test_a_completion_cut_by_length_is_compared_like_any_other_and_trained_unless_masked(algorithm: Algorithm) -> None:
+def test_truncated_completions_are_compared_and_trained_unless_masked(algorithm: Algorithm) -> None:
     assigned = {a.episode: a.advantage for a in assigned_to(algorithm, member(1.0), member(0.0, TRUNCATED))}
     whole = {a.episode: a.advantage for a in assigned_to(algorithm, member(1.0), member(0.0))}
     is_masked = isinstance(algorithm, PolicyGradient) and algorithm.mask_truncated

@@ -125,7 +125,7 @@ def test_aepo_never_empties_a_step() -> None:
         AEPO(entropy_low=0.5, entropy_high=0.5)
 
 
-def test_aepos_bounds_are_part_of_the_band_and_zero_is_not_negative() -> None:
+def test_aepo_includes_its_bounds_and_zero_is_not_negative() -> None:
     algorithm = AEPO(entropy_low=0.2, entropy_high=0.5, std_normalize=False)
     scored = [rewarded(1, 0.5, 0)]
 
@@ -143,7 +143,7 @@ def rounds(reward: float, number: int, num_trained: int = 2) -> EpisodeMeta:
     return EpisodeMeta((TrajectoryMeta("policy", None, OK, reward, samples),))
 
 
-def test_eapo_discounts_by_round_and_gives_every_round_its_own_advantage() -> None:
+def test_eapo_discounts_by_round_with_an_advantage_for_each() -> None:
     """Rewards .25 .5 1 of the three rounds of a success, and 0 of a failure of one round; their mean is .4375."""
     scored = group(0, episodes=[rounds(1.0, 3), rounds(0.0, 1)])
     algorithm = EAPO(gamma=0.5, std_normalize=False)
@@ -165,13 +165,13 @@ def test_of_two_successes_eapo_prefers_the_shorter() -> None:
     assert assigned[0].advantage < assigned[1].advantage < assigned[2].advantage == assigned[3].advantage
 
 
-def test_eapo_does_not_make_a_long_failure_better_than_a_short_one() -> None:
+def test_eapo_does_not_prefer_long_failures_to_short_ones() -> None:
     scored = group(0, episodes=[rounds(-1.0, 30), rounds(-1.0, 1), rounds(1.0, 2)])
     by_episode = {a.episode: a.advantage for a in EAPO(gamma=0.5).advantages(scored)}
     assert by_episode[0] == by_episode[1] < 0 < by_episode[2]
 
 
-def test_in_eapo_a_trajectory_that_said_nothing_counts_as_one_round() -> None:
+def test_eapo_counts_an_empty_trajectory_as_one_round() -> None:
     scored = group(0, episodes=[rounds(1.0, 1), rounds(0.0, 0), rounds(0.5, 1)])
     algorithm = EAPO(std_normalize=False)
     assigned = [(a.episode, a.sample, a.advantage) for a in algorithm.advantages(scored)]
@@ -179,7 +179,7 @@ def test_in_eapo_a_trajectory_that_said_nothing_counts_as_one_round() -> None:
     assert values(GRPO(std_normalize=False), scored) == [0.5, -0.5, 0.0]
 
 
-def test_in_eapo_an_agent_without_a_reward_takes_the_advantage_of_its_roots_last_round() -> None:
+def test_eapo_gives_unrewarded_agents_the_roots_last_advantage() -> None:
     sub = TrajectoryMeta("sub", 0, OK, None, (SampleMeta(1, 2, 2, 0),) * 2)
     with_sub = EpisodeMeta((*rounds(1.0, 3).trajectories, sub))
     assigned = list(EAPO(gamma=0.5, std_normalize=False).advantages(group(0, episodes=[with_sub, rounds(0.0, 1)])))
@@ -282,7 +282,7 @@ def test_gspo_clips_the_sequence_by_hand() -> None:
     assert gradient == [0.0, 0.0, 0.0]
 
 
-def test_averaged_over_its_tokens_gspo_has_the_gradient_of_the_sequence_ratio_by_differences() -> None:
+def test_averaged_gspo_has_the_gradient_of_the_sequence_ratio() -> None:
     """(1 / |y|) sum of the token gradients is that of -s A, s = exp(mean log-ratio); the paper's eqs. 5 and 16."""
     at, behavior = [-1.0, -0.7, -2.0], column([-1.1, -0.9, -1.8])
     batch = tokens(behavior.tolist(), [1.5] * 3)
@@ -361,7 +361,7 @@ def masked_by(batch: LossInputs, tau: float) -> list[bool]:
     return [a != 0 and slope == 0 for a, slope in zip(batch.advantages_N.tolist(), gradient, strict=True)]
 
 
-def test_m2po_masks_the_largest_until_the_mean_of_the_rest_is_small() -> None:
+def test_m2po_masks_the_largest_until_the_remaining_mean_is_small() -> None:
     assert largest_kept(trust_region([0.01, 0.09, 0.25, 0.04]), tau=1.0) == pytest.approx(0.25)
     assert largest_kept(trust_region([0.01, 0.09, 0.25, 0.04]), tau=0.05) == pytest.approx(0.09)  # .14 / 3
     assert largest_kept(trust_region([0.01, 0.09, 0.25, 0.04]), tau=0.03) == pytest.approx(0.04)
@@ -390,7 +390,7 @@ DRIFTS = st.lists(
 
 @settings(deadline=None, max_examples=200)
 @given(drifts=DRIFTS, tau=st.floats(0, 2))
-def test_what_m2po_keeps_is_within_tau_and_one_more_would_not_be(drifts: list[tuple[float, float]], tau: float) -> None:
+def test_m2po_keeps_the_most_tokens_whose_mean_is_within_tau(drifts: list[tuple[float, float]], tau: float) -> None:
     log_ratios, advantages = zip(*drifts, strict=True)
     masked = masked_by(drifted(log_ratios, advantages), tau)
     squares = [x * x for x, a in drifts if x * a > 0]
@@ -427,7 +427,7 @@ def test_neither_ranks_nor_the_order_of_tokens_change_m2pos_mask(
     assert largest_kept(drifted(log_ratios[::-1], advantages[::-1]), tau) == expected
 
 
-def test_m2po_takes_the_ratio_unclipped_and_masked_by_what_was_measured() -> None:
+def test_m2po_applies_the_unclipped_ratio_and_the_measured_mask() -> None:
     ratio = math.exp(0.5)
     batch = drifted([0.5, 0.0, 1.0, -1.0, 1.0], [1.0, -1.0, 1.0, -1.0, -1.0])
     batch = replace(batch, facts={LARGEST_KEPT: 0.3})

@@ -61,7 +61,7 @@ def test_bounds_are_kept() -> None:
     assert IcePop().factor(policies(rho)).weights_N.tolist() == pytest.approx([0.0, 0.5, 1.0, 5.0])
 
 
-def test_the_off_policy_mask_takes_negative_tokens_of_samples_the_policy_moved_away_from() -> None:
+def test_the_off_policy_mask_drops_negative_tokens_of_distant_samples() -> None:
     """Means of log(mu / p): log 2 in the first sample, -log 2 in the second."""
     factor = OffPolicyMask(delta=0.5).factor(policies(ratio=[0.5, 0.5, 2.0, 2.0]))
     assert factor.weights_N.tolist() == [True, False, True, True]
@@ -69,7 +69,7 @@ def test_the_off_policy_mask_takes_negative_tokens_of_samples_the_policy_moved_a
     assert not OffPolicyMask(delta=0.7).factor(policies(ratio=[0.5, 0.5, 2.0, 2.0])).is_touched_N.any()
 
 
-def test_the_off_policy_mask_looks_at_the_current_policy_and_not_at_the_start_of_the_step() -> None:
+def test_the_off_policy_mask_uses_the_current_policy() -> None:
     """At a later update: the step started from the sampler, and the policy has halved the first token since."""
     behavior = [-1.0, -1.0]
     batch = tokens(behavior, [-1.0, -1.0], lengths=[1, 1])
@@ -107,7 +107,7 @@ def test_parts_multiply_and_each_reports_its_share() -> None:
     assert metrics_N["policy/tis_truncated_frac"].tolist() == [0, 0, 0, 1]
 
 
-def test_masks_alone_leave_the_ratio_to_the_loss_so_that_it_still_counts_once() -> None:
+def test_masks_alone_keep_the_ratio_in_the_loss() -> None:
     """Ratio 1.1 against the sampler, kept and then masked."""
     batch = tokens([-1.0 - math.log(1.1)], [1.0], proximal=[-1.0])
     assert loss_of(GRPO(correction=(TokenMis(),)), [-1.0], batch)[1] == pytest.approx([-1.1])
@@ -124,7 +124,7 @@ def test_counting_the_ratio_twice_is_refused() -> None:
     assert AIPO(correction=(Geometric(),)).correction == (Geometric(),)
 
 
-def test_with_an_interpolated_proximal_policy_part_of_the_drift_is_clipped() -> None:
+def test_an_interpolated_proximal_policy_clips_part_of_the_drift() -> None:
     """Staleness 1: log p_prox is half way from the sampler to the policy, here ratio 4 in all, 2 and 2."""
     algorithm = GRPO(correction=(Tis(cap=3.0),), proximal="interpolated")
     batch = tokens([-1.0 - math.log(4)] * 2, [1.0, -1.0], proximal=[-1.0] * 2, staleness=[1, 1])
@@ -134,7 +134,7 @@ def test_with_an_interpolated_proximal_policy_part_of_the_drift_is_clipped() -> 
     assert loss_of(GRPO(correction=(Tis(cap=3.0),)), [-1.0, -1.0], batch)[1] == pytest.approx([-3.0, 3.0])
 
 
-def test_the_older_a_token_the_more_of_its_drift_is_weighted() -> None:
+def test_interpolation_weights_more_of_the_drift_of_older_tokens() -> None:
     """Staleness 3: three quarters of the way, so that of a ratio of 16 the weight is 8 and the clip sees 2."""
     algorithm = GRPO(correction=(Tis(cap=100.0),), proximal="interpolated")
     batch = tokens([-1.0 - math.log(16)] * 2, [1.0, -1.0], proximal=[-1.0] * 2, staleness=[3, 3])

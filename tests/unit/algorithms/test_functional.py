@@ -55,7 +55,7 @@ def test_centred_rewards_sum_to_nothing(rewards: list[float], std_normalize: boo
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=10))
-def test_leaving_one_out_is_the_reward_less_the_mean_of_the_others(rewards: list[float]) -> None:
+def test_leave_one_out_subtracts_the_mean_of_the_other_rewards(rewards: list[float]) -> None:
     others = [sum(rewards[:i] + rewards[i + 1 :]) / (len(rewards) - 1) for i in range(len(rewards))]
     expected = [reward - mean for reward, mean in zip(rewards, others, strict=True)]
     assert left_out(rewards) == pytest.approx(expected, abs=1e-9)
@@ -93,7 +93,7 @@ def test_a_number_that_is_not_finite_stays_in_its_sample(sums: Callable[[Tensor,
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=6))
-def test_the_last_token_of_each_sample_is_known_and_sums_have_gradients(lengths: list[int]) -> None:
+def test_last_tokens_are_marked_and_sample_totals_have_gradients(lengths: list[int]) -> None:
     lengths_S, num = torch.tensor(lengths), sum(lengths)
     ends = {sum(lengths[: i + 1]) - 1 for i, length in enumerate(lengths) if length}
     assert is_last(lengths_S, num).tolist() == [i in ends for i in range(num)]

@@ -74,7 +74,7 @@ class Moves:
 # ------------------------------------------------------------------------------------------------------------- the rule
 
 
-def test_the_part_along_the_gradient_before_is_shortened_to_c_low_of_the_whole() -> None:
+def test_projection_shortens_the_parallel_part_to_c_low() -> None:
     """(3, 4) after (2, 0): the cosine is .6, 3 lies along, and .05 of the length 5 is left of it."""
     stabilizer = started(ON, {"w": torch.zeros(2)})
     steer(stabilizer, 2.0, 0.0)
@@ -103,7 +103,7 @@ def test_against_the_gradient_before_is_along_it_as_well() -> None:
     assert steered.metrics["gac/cosine_after"] < 0
 
 
-def test_a_safe_gradient_is_left_as_it_is_bit_for_bit() -> None:
+def test_a_safe_gradient_stays_bit_for_bit_the_same() -> None:
     stabilizer = started(ON, {"w": torch.zeros(2)})
     steer(stabilizer, 2.0, 0.0)
     gradient, steered = steer(stabilizer, 0.1, 2.1)
@@ -111,7 +111,7 @@ def test_a_safe_gradient_is_left_as_it_is_bit_for_bit() -> None:
     assert steered.metrics["gac/regime"] == Regime.SAFE
 
 
-def test_beyond_c_high_the_update_is_skipped_and_the_gradient_untouched() -> None:
+def test_cosines_beyond_c_high_skip_the_update() -> None:
     stabilizer = started(SKIPPING, {"w": torch.zeros(2)})
     steer(stabilizer, 2.0, 0.0)
     gradient, steered = steer(stabilizer, 3.0, 4.0)
@@ -121,7 +121,7 @@ def test_beyond_c_high_the_update_is_skipped_and_the_gradient_untouched() -> Non
 
 
 @pytest.mark.parametrize(("max_skips", "expected"), [(0, "111111"), (1, "212121"), (2, "221221"), (99, "222222")])
-def test_after_so_many_skips_in_a_row_the_next_is_projected(max_skips: int, expected: str) -> None:
+def test_max_skips_in_a_row_are_followed_by_a_projection(max_skips: int, expected: str) -> None:
     stabilizer = started(replace(SKIPPING, max_skips=max_skips), {"w": torch.zeros(2)})
     found = regimes(stabilizer, [(1.0, 0.0)] * 7)
     assert "".join(str(int(regime)) for regime in found) == f"0{expected}"
@@ -133,7 +133,7 @@ def test_a_safe_gradient_ends_a_row_of_skips() -> None:
     assert found == [Regime.SAFE, Regime.SKIPPED, Regime.SAFE, Regime.SKIPPED]
 
 
-def test_it_is_the_raw_gradient_that_the_next_is_compared_with() -> None:
+def test_the_next_gradient_is_compared_with_the_raw_one() -> None:
     """Were the projected one stored, the cosine of the third would be near 1 and not .6."""
     stabilizer = started(replace(ON, c_high=1.0), {"w": torch.zeros(2)})
     steer(stabilizer, 1.0, 0.0)
@@ -158,7 +158,7 @@ def test_identical_gradients_with_nothing_safe_are_projected_to_nothing() -> Non
     assert steered.metrics["gac/cosine_after"] == 0
 
 
-def test_a_gradient_that_is_as_good_as_nothing_has_no_direction() -> None:
+def test_a_vanishing_gradient_has_no_direction() -> None:
     stabilizer = started(GAC(enabled=True, c_low=0.0, c_high=1.0), {"w": torch.zeros(2)})
     steer(stabilizer, 0.0, 1e-44)
     gradient, steered = steer(stabilizer, 0.0, 1.0)
@@ -171,7 +171,7 @@ vectors = st.lists(st.floats(-10, 10, width=32), min_size=4, max_size=4).map(tor
 @settings(deadline=None)
 @example(torch.tensor([0.0, 0.0, 0.0, 8.4e-45]), torch.tensor([0.0, 0.0, 0.0, 1.0]), 0.0, 1.0)
 @given(vectors, vectors, st.floats(0.0, 0.9), st.sampled_from([1e-6, 1.0, 1e6]))
-def test_what_is_left_is_the_orthogonal_part_and_c_low_of_the_length_whatever_the_scale(
+def test_projection_keeps_the_orthogonal_part_at_any_scale(
     before: Tensor, now: Tensor, c_low: float, scale: float
 ) -> None:
     stabilizer = started(GAC(enabled=True, c_low=c_low, c_high=1.0), {"w": before})
@@ -217,7 +217,7 @@ def test_the_first_gradient_has_no_cosine_and_is_safe() -> None:
     assert (steered.metrics["gac/cosine"], steered.metrics["gac/regime"]) == (0.0, Regime.SAFE)
 
 
-def test_a_gradient_of_zero_is_safe_and_so_is_the_one_after_it() -> None:
+def test_a_zero_gradient_and_its_successor_are_safe() -> None:
     stabilizer = started(SKIPPING, {"w": torch.zeros(2)})
     found = regimes(stabilizer, [(1.0, 0.0), (0.0, 0.0), (1.0, 0.0), (1.0, 0.0)])
     assert found == [Regime.SAFE, Regime.SAFE, Regime.SAFE, Regime.SKIPPED]
@@ -249,7 +249,7 @@ def test_an_empty_shard_is_no_obstacle() -> None:
 # ------------------------------------------------------------------------------------------------------ the update
 
 
-def test_on_the_update_its_part_along_the_one_before_is_shortened_by_the_same_factor() -> None:
+def test_update_projection_shortens_the_shared_part_by_the_same_factor() -> None:
     """The gradients' cosine is .6, so .05 / .6 is left of what the update shares with the one before."""
     stabilizer = started(replace(ON, where="update"), {"w": torch.zeros(2)})
     steer(stabilizer, 2.0, 0.0)
@@ -280,7 +280,7 @@ def test_otherwise_the_update_is_only_measured(config: GAC) -> None:
 
 
 @pytest.mark.parametrize(("where", "expected"), [("gradient", [0, 3, 6]), ("update", [0, 1, 2, 3, 4, 5, 6, 7])])
-def test_the_update_is_looked_at_every_so_often_and_where_it_is_projected(where: str, expected: list[int]) -> None:
+def test_the_update_is_measured_periodically_and_where_projected(where: str, expected: list[int]) -> None:
     stabilizer = started(replace(ON, c_high=1.0, update_every=3, where=where), {"w": torch.zeros(1)})
     moves = Moves(torch.ones(1), torch.ones(1))
     measured = []
@@ -355,7 +355,7 @@ def test_going_on_from_saved_state_equals_never_having_stopped() -> None:
             assert torch.equal(x, y)
 
 
-def test_state_is_one_copy_of_the_gradient_in_live_tensors_whose_names_and_shapes_stay() -> None:
+def test_state_is_one_gradient_copy_in_the_same_live_tensors() -> None:
     shapes = {"a": torch.zeros(300, 20, dtype=torch.bfloat16), "b": torch.zeros(50)}
     stabilizer = started(GAC(enabled=True, c_low=0.0, c_high=1.0, calibrate_steps=10), shapes)
     before = stabilizer.state_dict()

@@ -45,7 +45,7 @@ def test_gae_by_hand() -> None:
     assert advantages_N.tolist() == [-0.25, -1.0, 2.0]
 
 
-def test_with_lambda_1_it_is_the_return_less_the_value_and_with_0_the_error_of_one_token() -> None:
+def test_lambda_one_is_monte_carlo_and_zero_the_td_error() -> None:
     rewards_N, values_N, lengths_S = column([0, 0, 1]), column([0.25, 0.5, 0.75]), tensor([3])
     assert gae(rewards_N, values_N, lengths_S, 1.0, 1.0).tolist() == [0.75, 0.5, 0.25]
     assert gae(rewards_N, values_N, lengths_S, 1.0, 0.0).tolist() == [0.25, 0.25, 0.25]

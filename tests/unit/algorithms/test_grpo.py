@@ -87,7 +87,7 @@ def test_like_is_compared_with_like() -> None:
     assert assigned == pytest.approx({(0, 0): 0.5, (1, 0): -0.5, (0, 1): 0.5, (0, 2): 0.0, (1, 1): -0.5})
 
 
-def test_a_root_is_compared_with_roots_even_where_its_children_have_its_name() -> None:
+def test_roots_are_compared_with_roots_regardless_of_child_names() -> None:
     first = EpisodeMeta((trajectory(reward=1.0), replace(trajectory(reward=0.2), parent=0)))
     second = EpisodeMeta((trajectory(reward=0.0), replace(trajectory(reward=0.4), parent=0)))
     assigned = by_place(list(GRPO(std_normalize=False).advantages(group(first, second))))
@@ -101,7 +101,7 @@ def team(root: float, *subs: float | None) -> EpisodeMeta:
 @pytest.mark.parametrize(
     ("share", "second", "third"), [(0.0, -0.25, 0.25), (0.2, -0.1, 0.1), (0.5, 0.125, -0.125), (1.0, 0.5, -0.5)]
 )
-def test_an_agent_with_a_reward_takes_a_share_of_its_roots_advantage(share: float, second: float, third: float) -> None:
+def test_a_rewarded_agent_takes_a_share_of_its_roots_advantage(share: float, second: float, third: float) -> None:
     """Roots .5 and -.5; the two subagents with rewards of their own -.25 and .25; one has none."""
     algorithm = GRPO(std_normalize=False, team_share=share)
     assigned = by_place(list(algorithm.advantages(group(team(1.0, None, 0.0), team(0.0, 0.5)))))
@@ -117,7 +117,7 @@ def test_the_roots_advantage_alone_needs_no_peer_of_ones_own() -> None:
 
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=5), st.floats(0, 1))
-def test_of_agents_scored_as_their_team_any_share_is_the_same(rewards: list[float], share: float) -> None:
+def test_team_rewards_give_the_same_advantage_at_any_share(rewards: list[float], share: float) -> None:
     scored = group(*(team(reward, reward) for reward in rewards))
     assigned = by_place(list(RLOO(team_share=share).advantages(scored)))
     for (e, _), value in assigned.items():
@@ -129,7 +129,7 @@ def test_ppo_mixes_rewards_as_others_mix_advantages() -> None:
     assert assigned == {(0, 0): 1.0, (0, 1): 0.25, (0, 2): 1.0}
 
 
-def test_in_eapo_a_share_of_the_roots_is_of_its_last_round() -> None:
+def test_eapo_shares_the_advantage_of_the_roots_last_round() -> None:
     """Root rounds .25 .5 1 against 0: mean .4375, last .5625; the subagents' own 1 against 0: .5."""
     three = SampleMeta(1, 1, 1, 0)
     root = replace(trajectory(reward=1.0), samples=(three,) * 3)
@@ -141,7 +141,7 @@ def test_in_eapo_a_share_of_the_roots_is_of_its_last_round() -> None:
 
 
 @pytest.mark.parametrize("algorithm", [GRPO(), DAPO(), RLOO(), EAPO()], ids=lambda a: type(a).__name__)
-def test_every_agent_without_a_reward_has_the_advantage_of_its_episode(algorithm: Algorithm) -> None:
+def test_unrewarded_agents_have_the_advantage_of_their_episode(algorithm: Algorithm) -> None:
     """As in WideSeek-R1: three subagents of one episode do not outvote the one of another, nor change any lead."""
     subs = [trajectory("sub")] * 3
     first, second = (trajectory(reward=1.0), *subs), (trajectory(reward=0.0), subs[0])
@@ -151,7 +151,7 @@ def test_every_agent_without_a_reward_has_the_advantage_of_its_episode(algorithm
     assert algorithm.has_signal(group(EpisodeMeta(first), EpisodeMeta(second)))
 
 
-def test_a_group_whose_agents_only_inherit_equal_rewards_has_no_signal() -> None:
+def test_inherited_equal_rewards_give_no_signal() -> None:
     one, other = (EpisodeMeta((trajectory(reward=1.0), trajectory("sub"))), *leads(1.0).episodes)
     assert not DAPO().has_signal(group(one, other))
     of_two_kinds = EpisodeMeta((trajectory(reward=1.0), trajectory("sub", reward=1.0), trajectory("sub", reward=0.0)))
@@ -165,7 +165,7 @@ def test_an_agent_without_peers_in_another_episode_has_no_baseline() -> None:
     assert list(GRPO().advantages(group(first, broken(leads(0.0).episodes[0])))) == []
 
 
-def test_what_inherits_from_a_root_without_a_number_is_assigned_nothing() -> None:
+def test_agents_of_a_root_without_a_reward_get_nothing() -> None:
     lost = EpisodeMeta((trajectory(reward=math.nan), trajectory("sub")))
     unjudged = EpisodeMeta((trajectory(), trajectory("sub")))
     assert by_place(list(GRPO().advantages(group(lost, unjudged, *leads(1, 0).episodes)))).keys() == {(2, 0), (3, 0)}
@@ -173,7 +173,7 @@ def test_what_inherits_from_a_root_without_a_number_is_assigned_nothing() -> Non
     assert by_place(list(GRPO().advantages(group(own, *leads(0.0).episodes)))).keys() == {(0, 0), (1, 0)}
 
 
-def test_a_cut_root_still_hands_its_advantage_on_where_it_is_masked() -> None:
+def test_a_masked_truncated_root_still_passes_its_advantage_on() -> None:
     cut = EpisodeMeta((replace(trajectory(reward=0.0), outcome=TRUNCATED), trajectory("sub")))
     algorithm = GRPO(std_normalize=False, mask_truncated=True)
     assert by_place(list(algorithm.advantages(group(cut, *leads(1.0).episodes)))) == {(0, 1): -0.5, (1, 0): 0.5}
@@ -189,7 +189,7 @@ def logs(probabilities: list[float]) -> list[float]:
 
 
 @pytest.mark.parametrize("correction", EVERY)
-def test_with_several_updates_the_loss_and_its_metrics_are_by_hand_numbers(correction: tuple[Correction, ...]) -> None:
+def test_loss_and_metrics_at_a_later_update_match_known_values(correction: tuple[Correction, ...]) -> None:
     """At a later update than the first, where the sampler is the proximal policy: all corrections are plain PPO."""
     logprobs_N = column(logs([0.3, 0.2, 0.5])).requires_grad_()
     output = GRPO(correction=correction).loss(logprobs_N, tokens(logs([0.2, 0.4, 0.5]), [1.0, -1.0, 2.0]))
@@ -257,7 +257,7 @@ def test_dual_clip_closes_the_case_that_the_clip_leaves_open() -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(rho=st.floats(0.01, 20), advantage=st.floats(-3, 3), clip=st.floats(0, 0.9))
-def test_with_one_update_and_tis_it_is_aipo_whatever_its_clip(rho: float, advantage: float, clip: float) -> None:
+def test_tis_with_one_update_is_aipo_at_any_clip(rho: float, advantage: float, clip: float) -> None:
     batch = tokens([-2.0], [advantage], proximal=[-2.0 + math.log(rho)])
     algorithm = GRPO(correction=(Tis(),), clip_low=clip, clip_high=clip)
     assert loss_of(algorithm, [-2.0 + math.log(rho)], batch)[1][0] == pytest.approx(-min(rho, 2.0) * advantage)
@@ -275,7 +275,7 @@ def test_the_kl_term_is_added_with_its_weight() -> None:
     assert GRPO(kl_coef=0.1, kl_estimator="k2").loss(column([-1.0]), batch).loss_N.item() == pytest.approx(-1.9875)
 
 
-def test_on_stale_tokens_the_kl_term_has_in_expectation_the_gradient_of_the_kl() -> None:
+def test_the_kl_term_has_an_unbiased_gradient_on_stale_tokens() -> None:
     """Exactly, over all four tokens a sampler of older weights can draw; the cap is out of reach."""
     logits = tensor([0.3, -0.7, 1.1, 0.0], dtype=F64, requires_grad=True)
     sampler = tensor([0.9, 0.4, -0.2, 0.1], dtype=F64).log_softmax(-1)
@@ -289,7 +289,7 @@ def test_on_stale_tokens_the_kl_term_has_in_expectation_the_gradient_of_the_kl()
 
 
 @pytest.mark.parametrize("algorithm", [GRPO(correction=NONE), CISPO(), AIPO(), M2PO()], ids=lambda a: type(a).__name__)
-def test_without_a_weight_the_kl_of_stale_tokens_still_has_the_gradient_of_the_kl(algorithm: PolicyGradient) -> None:
+def test_the_kl_gradient_stays_unbiased_without_a_correction(algorithm: PolicyGradient) -> None:
     """All ratios are below 2, where the weight of the KL is truncated."""
     logits = tensor([0.3, -0.7, 1.1, 0.0], dtype=F64, requires_grad=True)
     sampler = tensor([0.5, -0.4, 0.7, 0.1], dtype=F64).log_softmax(-1)
@@ -304,7 +304,7 @@ def test_without_a_weight_the_kl_of_stale_tokens_still_has_the_gradient_of_the_k
 
 
 @pytest.mark.parametrize("correction", [(Tis(),), NONE])
-def test_at_a_later_update_the_kl_is_weighted_by_what_the_policy_has_moved_since(
+def test_later_updates_weight_the_kl_by_the_policy_ratio(
     correction: tuple[Correction, ...],
 ) -> None:
     """The sampler is the proximal policy, and the policy has made the token 1.5 times as likely."""

@@ -42,18 +42,18 @@ def expected_gradients(estimator: Estimator) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3+"])
-def test_k2_and_the_default_have_as_a_loss_the_gradient_of_the_kl(estimator: Estimator) -> None:
+def test_k2_and_k3_plus_as_losses_have_the_kl_gradient(estimator: Estimator) -> None:
     loss, kl, _ = expected_gradients(estimator)
     torch.testing.assert_close(loss, kl)
 
 
-def test_k3_has_as_a_loss_the_gradient_of_the_reverse_kl() -> None:
+def test_k3_as_a_loss_has_the_reverse_kl_gradient() -> None:
     loss, kl, reverse = expected_gradients("k3")
     torch.testing.assert_close(loss, reverse)
     assert not torch.allclose(loss, kl, rtol=0.1)
 
 
-def test_k1_has_as_a_loss_no_gradient_in_expectation_and_is_refused() -> None:
+def test_k1_as_a_loss_has_no_gradient_and_is_refused() -> None:
     loss, _, _ = expected_gradients("k1")
     torch.testing.assert_close(loss, torch.zeros(4, dtype=F64))
     with pytest.raises(ValueError, match=r"kl_estimator: k1 has an expected gradient of zero as a loss; choose k3\+"):
@@ -87,7 +87,7 @@ def test_extreme_ratios_stay_finite(estimator: Estimator) -> None:
     assert logprobs.grad.isfinite().all()
 
 
-def test_k3_in_single_precision_is_never_negative_and_keeps_its_digits() -> None:
+def test_k3_in_single_precision_is_accurate_and_never_negative() -> None:
     x = torch.logspace(-7, -1, 500).repeat(2) * torch.tensor([1.0, -1.0]).repeat_interleave(500)
     exact = (-x.double()).expm1() + x.double()
     found = kl_estimate("k3", x, torch.zeros(1000))
@@ -96,7 +96,7 @@ def test_k3_in_single_precision_is_never_negative_and_keeps_its_digits() -> None
 
 
 @pytest.mark.parametrize(("estimator", "slope"), [("k3", 0.0), ("k3+", -15.0)])
-def test_one_token_far_from_the_reference_does_not_swamp_the_others(estimator: Estimator, slope: float) -> None:
+def test_the_estimate_of_one_distant_token_is_bounded(estimator: Estimator, slope: float) -> None:
     """Where a token is e^15 times less likely than under the reference, k3 would be three million."""
     logprobs = tensor([-16.0], dtype=F64, requires_grad=True)
     reference = tensor([-1.0], dtype=F64)
@@ -149,9 +149,7 @@ def gradients(value: Tensor, logits: list[Tensor]) -> Tensor:
     ],
     ids=["grpo, k3+", "grpo, k2", "rloo", "reinforce_pp"],
 )
-def test_in_the_loss_the_kl_is_that_of_next_tokens_and_in_the_reward_that_of_the_sequence(
-    algorithm: PolicyGradient, is_of_sequence: bool
-) -> None:
+def test_losses_use_the_token_kl_and_rewards_the_sequence_kl(algorithm: PolicyGradient, is_of_sequence: bool) -> None:
     logits = [FIRST.clone().requires_grad_(), SECOND.clone().requires_grad_()]
     first, second = (x.log_softmax(-1) for x in logits)
     of_sequence, of_next_tokens = (gradients(kl, logits) for kl in both_kls(first, second))
@@ -160,7 +158,7 @@ def test_in_the_loss_the_kl_is_that_of_next_tokens_and_in_the_reward_that_of_the
     assert not torch.allclose(of_sequence, of_next_tokens, atol=0.01)
 
 
-def test_a_reward_comes_at_the_last_token_of_each_sample_and_the_kl_at_every_one() -> None:
+def test_rewards_come_at_last_tokens_and_kl_at_every_one() -> None:
     reference = {Signal.REFERENCE_LOGPROBS: [-1.5, -1.0, -3.0]}
     batch = tokens([-1.0, -1.2, -2.0], [2.0, 2.0, -1.0], lengths=[2, 1], columns=reference)
     assert penalised_rewards(batch, 0.0, "k1").tolist() == [0.0, 2.0, -1.0]

@@ -98,7 +98,7 @@ def test_the_loss_is_that_of_the_paper() -> None:
     torch.testing.assert_close(loss_N, golden, atol=1e-11, rtol=0)
 
 
-def test_apo_zero_has_no_reference_point_and_asks_for_no_mismatched_pairs() -> None:
+def test_apo_zero_needs_neither_reference_point_nor_mismatched_pairs() -> None:
     apo = KTO(beta=0.1, variant="apo_zero_unpaired")
     loss_N = output(apo, [([2.0], 1.0), ([2.0], -1.0)]).loss_N
     # 1 - sigmoid(0.2) and sigmoid(0.2)
@@ -117,7 +117,7 @@ def test_the_gradient_is_that_of_the_loss(full_length: int | None) -> None:
     assert torch.autograd.gradcheck(lambda x_N: mean_loss(kto, x_N, batch, 3), logprobs_N)
 
 
-def test_at_the_reference_the_gradient_is_reinforces_with_the_label_as_reward() -> None:
+def test_at_the_reference_the_gradient_is_that_of_reinforce() -> None:
     batch = inputs([([0.0, 0.0], 0.5), ([0.0], -1.0)])
     logprobs_N = batch.proximal_logprobs_N.clone().requires_grad_()
     mean_loss(KTO(beta=0.2), logprobs_N, batch, 2).backward()
@@ -125,7 +125,7 @@ def test_at_the_reference_the_gradient_is_reinforces_with_the_label_as_reward() 
     torch.testing.assert_close(logprobs_N.grad, -0.2 / 4 * batch.advantages_N / 2)
 
 
-def test_a_sample_that_moved_as_its_label_asks_since_it_was_drawn_stops_to_teach() -> None:
+def test_samples_that_already_moved_as_labelled_have_no_gradient() -> None:
     batch = inputs([([0.0, 0.0], -1.0), ([0.0, 0.0], -1.0), ([0.0], 1.0), ([0.0], 1.0), ([0.0], 1.0)])
     drift_N = torch.tensor([-0.2, -0.2, 0.9, 0.9, 0.3, 0.2, -3.0], dtype=torch.float64)  # of trainer from sampler
     stale = replace(batch, behavior_logprobs_N=batch.proximal_logprobs_N - drift_N)
@@ -211,7 +211,7 @@ def test_a_long_sample_counts_as_one_of_full_length() -> None:
         assert kto.step_statistics(inputs(long, mismatches), Alone())["z0"] == pytest.approx(ratio / 2)
 
 
-def test_a_sum_over_many_tokens_saturates_where_the_default_still_teaches() -> None:
+def test_the_plain_sum_saturates_where_the_default_does_not() -> None:
     long = [([0.05] * 4000, 1.0)]
     share = "kto/saturated_frac"
     assert output(KTO(full_length=None), long).metrics_N[share].mean() == 1
@@ -265,7 +265,7 @@ def test_a_reward_above_the_threshold_is_wanted() -> None:
     assert [a for *_, a in assigned(kto, *map(episode, rewards))] == [2.0, -3.0, 2.0, -3.0]
 
 
-def test_all_agents_of_an_episode_share_its_label_unless_they_have_rewards_of_their_own() -> None:
+def test_agents_share_the_episode_label_unless_rewarded_themselves() -> None:
     assert assigned(KTO(), agents(1.0, None, None), agents(0.0, None, 1.0)) == [
         (0, 0, 1.0), (0, 1, 1.0), (0, 2, 1.0), (1, 0, -1.0), (1, 1, -1.0), (1, 2, 1.0),
     ]  # fmt: skip
@@ -302,7 +302,7 @@ WEIGHTS = st.floats(0.1, 10)
 
 @settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 40), WEIGHTS, WEIGHTS)
-def test_the_two_kinds_are_balanced_and_a_step_weighs_what_it_did(
+def test_both_labels_are_balanced_and_keep_the_total_weight(
     num_desirable: int, num_undesirable: int, desirable: float, undesirable: float
 ) -> None:
     kto = KTO(desirable_weight=desirable, undesirable_weight=undesirable)
@@ -341,7 +341,7 @@ def test_what_frozen_agents_said_is_not_counted() -> None:
     assert settled.metrics == {"kto/desirable_frac": 0.5}
 
 
-def test_samples_are_counted_not_trajectories_and_those_without_a_trained_token_are_not() -> None:
+def test_samples_with_trained_tokens_are_counted_instead_of_trajectories() -> None:
     """Two agents of two samples each are wanted, one sample is not, and one said nothing: 4 to 1."""
     groups = [group(0, episodes=[agents(1.0, None)]), group(1, episodes=[episode(0.0), episode(0.0, num_trained=0)])]
     (first, _), (second, _) = KTO().finalize_advantages(groups, {}).groups
@@ -406,7 +406,7 @@ def test_it_trains_and_moves_wanted_from_unwanted(tmp_path: Path) -> None:
     assert undocumented([*last, *settled.metrics]) == []
 
 
-def test_the_reference_point_of_a_step_is_that_of_all_its_micro_batches(tmp_path: Path) -> None:
+def test_the_reference_point_does_not_depend_on_micro_batches(tmp_path: Path) -> None:
     """One micro-batch or many: the same facts, the same loss, the same gradient norm."""
     path, rng = save_model(tmp_path, tiny_qwen3()), random.Random(1)
     payloads = [random_group(rng, 3) for _ in range(3)]

@@ -23,7 +23,7 @@ def rewarded(*rewards: float | None) -> Group:
     return group(0, episodes=[episode(reward) for reward in rewards])
 
 
-def test_the_number_of_a_trajectory_is_its_reward_and_one_alone_is_enough() -> None:
+def test_the_advantage_of_a_trajectory_is_its_reward_without_peers() -> None:
     for algorithm in (PPO(group_size=1), ReinforcePP(group_size=1)):
         assert [a.advantage for a in algorithm.advantages(rewarded(0.5))] == [0.5]
         assert [a.advantage for a in algorithm.advantages(rewarded(0.5, None, 2.0))] == [0.5, 2.0]
@@ -38,7 +38,7 @@ def test_advantages_and_returns_by_hand() -> None:
     assert shaped.returns_N.tolist() == pytest.approx([0.625, 1.0, -1.0])
 
 
-def test_the_kl_of_every_token_is_taken_off_its_reward_and_not_put_into_the_loss() -> None:
+def test_the_kl_is_subtracted_from_rewards_and_absent_from_loss() -> None:
     columns = {VALUES: [0.0, 0.0], REFERENCE: [-1.5, -3.0]}
     batch = tokens([-1.0, -2.0], [1.0, 1.0], columns=columns)
     algorithm = PPO(kl_coef=0.1, gae_lambda=0.0)
@@ -49,7 +49,7 @@ def test_the_kl_of_every_token_is_taken_off_its_reward_and_not_put_into_the_loss
     assert output.metrics_N["policy/kl_ref"].tolist() == pytest.approx([0.5, 1.0])
 
 
-def test_a_trajectory_in_several_samples_ends_in_its_reward_in_each() -> None:
+def test_every_sample_of_a_trajectory_ends_in_its_reward() -> None:
     batch = tokens([-1.0] * 4, [1.0] * 4, lengths=[3, 1], columns={VALUES: [0.0] * 4})
     assert PPO(gae_lambda=1.0, gamma=0.5).token_advantages(batch).advantages_N.tolist() == [0.25, 0.5, 1.0, 1.0]
 
@@ -106,7 +106,7 @@ def test_reinforce_pp_returns_to_go_by_hand() -> None:
     assert ReinforcePP(kl_coef=0.1).loss(column([-1.0, -2.0, -1.0]), batch).loss_N.tolist() == [-1.0, -1.0, -2.0]
 
 
-def test_the_kl_in_the_reward_is_of_the_estimator_that_is_asked_for() -> None:
+def test_the_kl_estimator_in_the_reward_is_configurable() -> None:
     """x = .5: k2 is .125; every class has its own default."""
     batch = tokens([-1.0], [0.0], columns={REFERENCE: [-1.5], VALUES: [0.0]})
     for algorithm in (ReinforcePP(kl_coef=1.0), RLOO(kl_coef=1.0), PPO(kl_coef=1.0)):
@@ -116,7 +116,7 @@ def test_the_kl_in_the_reward_is_of_the_estimator_that_is_asked_for() -> None:
         assert algorithm.loss(column([-1.0]), batch).loss_N.tolist() == [0.0]
 
 
-def test_its_baseline_form_centres_by_group_and_has_the_kl_in_the_loss() -> None:
+def test_the_baseline_form_centres_by_group_with_kl_in_loss() -> None:
     algorithm = ReinforcePPBaseline(kl_coef=0.1)
     assert [a.advantage for a in algorithm.advantages(rewarded(1.0, 0.0, 0.0, 0.0))] == [0.75, -0.25, -0.25, -0.25]
     output = algorithm.loss(column([-1.0]), tokens([-1.0], [2.0], columns={REFERENCE: [-1.5]}))

@@ -62,7 +62,7 @@ def standardised(rewards_CS: Tensor) -> Tensor:
     return (centred_CS / (rewards_CS.std(1, keepdim=True) + 1e-6)).flatten()
 
 
-def test_samples_eight_versions_old_teach_as_well_as_fresh_ones_if_their_age_is_corrected_for() -> None:
+def test_corrected_samples_of_staleness_eight_learn_like_fresh_ones() -> None:
     fresh = median(learned(0, seed) for seed in SEEDS)
     corrected = median(learned(8, seed) for seed in SEEDS)
     blind = median(learned(8, seed, is_blind=True) for seed in SEEDS)
@@ -70,7 +70,7 @@ def test_samples_eight_versions_old_teach_as_well_as_fresh_ones_if_their_age_is_
     assert blind < min(fresh, corrected) - 0.03
 
 
-def test_the_older_the_samples_the_more_it_costs_to_take_them_for_fresh() -> None:
+def test_uncorrected_samples_learn_worse_the_older_they_are() -> None:
     blind = [median(learned(staleness, seed, is_blind=True) for seed in SEEDS) for staleness in (4, 8, 16)]
     assert blind == sorted(blind, reverse=True)
     assert blind[0] - blind[-1] > 0.08

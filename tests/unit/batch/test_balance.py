@@ -17,7 +17,7 @@ def sums(sizes: list[int], parts: list[list[int]]) -> list[int]:
 
 @settings(deadline=None, max_examples=200)
 @given(sizes=st.lists(st.integers(1, 1000), max_size=60), num_parts=st.integers(1, 9))
-def test_every_size_is_in_one_part_and_the_largest_part_is_never_larger_than_greedy_makes_it(sizes, num_parts):
+def test_parts_partition_the_sizes_no_worse_than_greedy(sizes, num_parts):
     parts = balanced(sizes, num_parts)
     assert len(parts) == num_parts
     assert sorted(i for part in parts for i in part) == list(range(len(sizes)))
@@ -31,7 +31,7 @@ def test_differencing_finds_what_greedy_does_not():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_groups_of_lognormal_length_differ_by_less_than_five_percent_over_eight_ranks(seed):
+def test_lognormal_groups_differ_below_five_percent_over_eight_ranks(seed):
     chance = random.Random(seed)
     lengths = [min(int(chance.lognormvariate(6, 1)), 4096) for _ in range(64)]
     loads = sums(lengths, balanced(lengths, 8))

@@ -95,7 +95,7 @@ def place(ref: SampleRef) -> tuple[int, int, int, int]:
     max_tokens=st.integers(1, 60),
     num_updates=st.integers(1, 5),
 )
-def test_a_plan_is_a_partition_of_the_trained_samples_that_were_assigned(
+def test_a_plan_partitions_the_trained_samples_with_advantages(
     groups: list[Group], aggregation: Aggregation, num_ranks: int, max_tokens: int, num_updates: int
 ) -> None:
     expected = {
@@ -122,7 +122,7 @@ def test_a_plan_is_a_partition_of_the_trained_samples_that_were_assigned(
 
 @settings(deadline=None, max_examples=100)
 @given(groups=group_lists, num_updates=st.integers(1, 5))
-def test_updates_are_runs_of_groups_in_order_and_nearly_equally_long(groups: list[Group], num_updates: int) -> None:
+def test_updates_are_consecutive_runs_of_nearly_equal_length(groups: list[Group], num_updates: int) -> None:
     assume(num_updates <= len(groups))
     trained = [i for i, g in enumerate(groups) if num_trained(g, assign(g))]
     plan = plan_of(groups, num_updates=num_updates)
@@ -176,7 +176,7 @@ def test_a_partner_is_the_next_group_with_another_prompt(groups: list[Group]) ->
             assert {prompts[j] for j in between[: between.index(partner)]} <= {prompts[i], None}
 
 
-def test_each_group_is_paired_with_the_one_after_it_around_the_end() -> None:
+def test_partners_are_the_next_group_with_another_prompt() -> None:
     groups = [group(i, one(SampleMeta(2, 3, 3, prompt))) for i, prompt in enumerate((5, 5, 6, 7))]
     assert plan_of(groups).partners == (2, 2, 3, 0)
     assert plan_of(groups[:2]).partners == (None, None)
@@ -184,7 +184,7 @@ def test_each_group_is_paired_with_the_one_after_it_around_the_end() -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(groups=group_lists, num_ranks=st.integers(1, 4), max_tokens=st.integers(1, 60))
-def test_a_micro_batch_holds_at_most_the_tokens_allowed_or_one_sample(
+def test_a_micro_batch_respects_max_tokens_or_has_one_sample(
     groups: list[Group], num_ranks: int, max_tokens: int
 ) -> None:
     for batch in micro_batches(plan_of(groups, TOKENS, num_ranks, max_tokens)):
@@ -221,7 +221,7 @@ def test_a_trajectory_that_nobody_assigned_is_neither_trained_nor_counted() -> N
     assert plan.num_tokens == 4
 
 
-def test_a_group_that_lost_all_its_advantages_leaves_its_place_in_the_updates_to_others() -> None:
+def test_groups_without_advantages_take_no_place_in_updates() -> None:
     groups = [group(i, one(SampleMeta(3, 2, 2, i))) for i in range(4)]
     assigned = [
         [TrajectoryAdvantage(0, 0, 1.0)],
@@ -235,7 +235,7 @@ def test_a_group_that_lost_all_its_advantages_leaves_its_place_in_the_updates_to
     assert [[ref.group for ref in update] for update in by_update(fewer)] == [[2], [3]]
 
 
-def test_every_agent_of_an_episode_has_the_same_share_however_much_it_said() -> None:
+def test_agents_of_an_episode_share_its_weight_equally() -> None:
     def trajectory(*num_tokens: int) -> TrajectoryMeta:
         return TrajectoryMeta("a", None, OK, 0.0, tuple(SampleMeta(1, n, n, 0) for n in num_tokens))
 

@@ -68,7 +68,7 @@ tokens = st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple)
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.tuples(st.booleans(), tokens, tokens), min_size=1, max_size=6))
-def test_every_sampled_token_is_trained_exactly_once_after_its_own_prompt(
+def test_every_sampled_token_is_trained_once_after_its_prompt(
     script: list[tuple[bool, tuple[int, ...], tuple[int, ...]]],
 ) -> None:
     turns: list[Turn] = []

@@ -77,7 +77,7 @@ def test_a_plan_finds_its_samples_and_their_columns() -> None:
     assert batch.columns_N[REFERENCE].tolist() == pytest.approx([0.4, 0.5, 0.2, 0.3])
 
 
-def test_a_column_of_the_step_is_found_by_the_number_of_the_micro_batch() -> None:
+def test_step_columns_are_found_by_micro_batch_number() -> None:
     values = [torch.tensor(column).numpy() for column in ([9.0], [1.0, 2.0, 3.0, 4.0])]
     data = data_of(PAYLOADS).with_columns({Signal.VALUES: values})
     assert data.micro_batch(PLAN, 1).columns_N[Signal.VALUES].tolist() == [1.0, 2.0, 3.0, 4.0]
@@ -85,7 +85,7 @@ def test_a_column_of_the_step_is_found_by_the_number_of_the_micro_batch() -> Non
         data.micro_batch(PLAN, 0)
 
 
-def test_a_micro_batch_is_built_once_with_and_without_the_columns_of_the_step() -> None:
+def test_a_micro_batch_is_built_once_for_all_its_columns() -> None:
     """A critic values its micro-batches, then trains on them."""
     data = data_of(PAYLOADS)
     valued = data.micro_batch(PLAN)

@@ -128,7 +128,7 @@ def test_three_keys_are_enough(tmp_path: Path):
     assert config.samples_per_step == 256
 
 
-def test_later_files_win_over_earlier_ones_and_the_command_line_over_all(tmp_path: Path):
+def test_later_files_and_then_the_command_line_take_precedence(tmp_path: Path):
     base = write(tmp_path, MINIMAL + "train: {lr: 1, warmup_steps: 1, clip_norm: 1}\n")
     over = write(tmp_path, "[train]\nlr = 2.0\nwarmup_steps = 2\n", "over.toml")
     train = Config.load([base, over], ["train.lr=1e-5", "--rollout.temperature=0.7"]).train
@@ -139,7 +139,7 @@ def test_a_learning_rate_without_a_point_is_a_number(tmp_path: Path):
     assert Config.load(write(tmp_path, MINIMAL + "train: {lr: 1e-6}\n")).train.lr == 1e-6
 
 
-def test_every_problem_is_listed_at_once_with_its_place_and_the_nearest_key(tmp_path: Path):
+def test_all_problems_are_listed_with_place_and_nearest_key(tmp_path: Path):
     path = write(
         tmp_path,
         MINIMAL
@@ -165,7 +165,7 @@ algorithm: {type: grop}
     ]
 
 
-def test_weights_beside_each_other_need_the_local_engine_and_several_versions_need_them(tmp_path: Path):
+def test_weight_change_beside_needs_the_local_engine(tmp_path: Path):
     path = write(tmp_path, MINIMAL)
     beside = "  command line: rollout.weight_change=beside: rollout.weight_change: "
     for other in ("rollout.engine=vllm", "rollout.tensor_parallel=2"):
@@ -180,7 +180,7 @@ def test_weights_beside_each_other_need_the_local_engine_and_several_versions_ne
     assert "greater than or equal to 2" in refusal(path, overrides=("rollout.resident_versions=1",))[-1]
 
 
-def test_a_problem_in_a_list_is_named_with_its_own_line_of_the_file_that_counts(tmp_path: Path):
+def test_problems_inside_a_list_are_named_by_line_and_index(tmp_path: Path):
     path = write(
         tmp_path, MINIMAL + "reward:\n  fn:\n    - fn: exact\n    - fn: my.py:fmt\n      weight: x\n    - {}\n"
     )
@@ -193,7 +193,7 @@ def test_a_problem_in_a_list_is_named_with_its_own_line_of_the_file_that_counts(
     assert refusal(path, overrides=(override,))[1:] == [f"  command line: {override}: reward.fn[1].weight: {problem}"]
 
 
-def test_a_missing_key_is_named_with_the_section_it_belongs_to(tmp_path: Path):
+def test_a_missing_key_is_named_with_its_section(tmp_path: Path):
     assert refusal(write(tmp_path, "run: {name: a}\nmodel: {path: x}\n"))[1:] == [
         "  job.yaml:1: run.steps: required, and not given",
         "  job.yaml: data: required, and not given",
@@ -245,7 +245,7 @@ def test_a_malformed_override_is_refused(tmp_path: Path, override: str):
         ("a.toml", "run = \n", "a.toml: not valid TOML"),
     ],
 )
-def test_a_file_that_does_not_parse_is_named_with_its_line(tmp_path: Path, name: str, text: str, message: str):
+def test_an_unparsable_file_is_named_with_its_line(tmp_path: Path, name: str, text: str, message: str):
     assert refusal(write(tmp_path, text, name))[0].startswith(message)
 
 
@@ -258,7 +258,7 @@ def test_problems_in_toml_carry_their_line(tmp_path: Path):
     assert refusal(path)[1:] == ["  job.toml:3: run.sed: unknown key; did you mean `run.seed`?"]
 
 
-def test_an_algorithm_of_a_user_is_found_by_import_path_and_validated_like_ours(tmp_path: Path):
+def test_custom_algorithms_are_found_by_import_path_and_validated(tmp_path: Path):
     path = write(tmp_path, MINIMAL + f"algorithm: {{type: '{STRICT}', beta: 0.25, group_size: 4}}\n")
     assert Config.load(path).algorithm == Strict(beta=0.25, group_size=4)
     assert (
@@ -274,7 +274,7 @@ def test_changing_the_type_drops_the_keys_of_the_old_one(tmp_path: Path):
     assert Config.load(path, [f"algorithm.type={STRICT}", "algorithm.beta=2"]).algorithm == Strict(beta=2)
 
 
-def test_a_plugin_may_be_named_without_a_section_and_keys_may_follow(tmp_path: Path):
+def test_a_plugin_may_be_named_without_a_section(tmp_path: Path):
     path = write(tmp_path, MINIMAL + "algorithm: dapo\nrollout: {workflow: offline}\n")
     config = Config.load(path, ["rollout.workflow.max_turns=3", "algorithm.group_size=4"])
     assert (config.algorithm, config.rollout.workflow) == (DAPO(group_size=4), Offline(max_turns=3))
@@ -331,7 +331,7 @@ def test_curation_that_cannot_work_is_refused_with_the_remedy(tmp_path: Path, ov
     assert f"curation.{problem}" in refusal(write(tmp_path, MINIMAL), overrides=(*keys,))[1]
 
 
-def test_more_staleness_than_the_algorithm_is_safe_for_is_refused_with_the_remedy(tmp_path: Path):
+def test_staleness_beyond_the_limit_of_the_algorithm_is_refused(tmp_path: Path):
     path = write(tmp_path, MINIMAL + f"algorithm: {{type: '{STRICT}'}}\n")
     assert Config.load(path, ["asynchrony.max_staleness=1"]).permits == 64
     line = refusal(path, overrides=("asynchrony.max_staleness=2", "run.sed=1"))[2]
@@ -378,7 +378,7 @@ def test_a_configuration_cannot_be_changed(tmp_path: Path):
         config.run.steps = 3  # pyrefly: ignore[read-only]
 
 
-def test_every_key_has_a_docstring_and_there_are_at_most_95():
+def test_every_key_has_a_docstring_and_the_total_is_bounded():
     keys = leaves(Config)
     assert [key for key, text in keys if not text] == []
     assert len(keys) <= 95
@@ -400,7 +400,7 @@ def test_an_algorithm_knows_its_name():
     assert adapter(GRPO) is adapter(GRPO)
 
 
-def test_data_sets_to_evaluate_on_are_named_by_the_user_or_after_their_file(tmp_path: Path):
+def test_evaluation_data_sets_are_named_explicitly_or_by_file(tmp_path: Path):
     def sets(data: str) -> dict[str, str]:
         return Config.load(write(tmp_path, MINIMAL + f"eval: {{data: {data}}}\n")).eval.data
 
@@ -411,7 +411,7 @@ def test_data_sets_to_evaluate_on_are_named_by_the_user_or_after_their_file(tmp_
     assert sets("null") == {}
 
 
-def test_an_evaluation_that_makes_no_sense_is_refused_with_every_reason(tmp_path: Path):
+def test_a_meaningless_evaluation_is_refused_with_every_reason(tmp_path: Path):
     path = write(tmp_path, MINIMAL + "eval:\n  every: 5\n  samples: 4\n")
     assert refusal(path) == [
         "2 problems in the configuration:",
@@ -423,13 +423,13 @@ def test_an_evaluation_that_makes_no_sense_is_refused_with_every_reason(tmp_path
     Config.load(path, ["eval.data=x.jsonl", "eval.temperature=0.5"])
 
 
-def test_two_data_sets_of_one_name_in_a_file_are_refused(tmp_path: Path):
+def test_duplicate_data_set_names_are_refused(tmp_path: Path):
     path = write(tmp_path, MINIMAL + "eval:\n  data:\n    a: x.jsonl\n    a: y.jsonl\n")
     (line,) = refusal(path)
     assert 'job.yaml:8: not valid YAML: found duplicate key "a"' in line
 
 
-def test_a_stabilizer_is_a_plug_in_like_an_algorithm_and_null_is_none(tmp_path: Path):
+def test_a_stabilizer_is_a_plugin_and_null_disables_it(tmp_path: Path):
     path = write(tmp_path, MINIMAL)
     assert type(Config.load(path).stabilizer).__name__ == "GAC"
     assert Config.load(path, ["stabilizer=null"]).stabilizer is None
@@ -451,7 +451,7 @@ def test_a_run_that_never_trains_the_policy_is_refused(tmp_path: Path):
     assert "algorithm: WarmsUp trains the policy in none of the 10 steps (run.steps): its warm-up is longer" in line
 
 
-def test_a_run_that_ends_before_its_stabilizer_is_calibrated_is_refused(tmp_path: Path):
+def test_a_run_shorter_than_its_calibration_is_refused(tmp_path: Path):
     keys = f"algorithm: {{type: '{__name__}:WarmsUp', for_steps: 5}}\nstabilizer: {{type: '{__name__}:Calibrating'}}\n"
     path = write(tmp_path, MINIMAL + keys)
     assert Config.load(path).stabilizer == Calibrating(needs=4)
@@ -478,7 +478,7 @@ def test_more_updates_than_groups_are_refused(tmp_path: Path):
         ("[values]", {"rollout": 1, "reward": 1, "actor rank": 3, "critic rank": 3}),
     ],
 )
-def test_the_workers_that_start_are_those_that_make_the_signals_asked_for(tmp_path: Path, asks: str, roles: object):
+def test_only_workers_for_the_requested_signals_start(tmp_path: Path, asks: str, roles: object):
     path = write(tmp_path, MINIMAL + f"train: {{ranks: 3}}\nalgorithm: {{type: '{__name__}:Curious', asks: {asks}}}\n")
     plan = plan_of(Config.load(path, ["critic.num_cpus=2"]))
     assert {role.name: role.count for role in plan.roles} == roles
@@ -491,7 +491,7 @@ def test_a_signal_that_nobody_makes_is_refused_before_anything_starts(tmp_path: 
     assert "algorithm: Curious asks for moods, which no worker makes; signals are reference_logprobs, " in line
 
 
-def test_the_folder_a_critic_begins_as_is_looked_up_only_where_there_is_a_critic(tmp_path: Path):
+def test_the_critic_folder_is_checked_only_with_a_critic(tmp_path: Path):
     (tmp_path / "model").mkdir()
     path = write(tmp_path, MINIMAL + f"algorithm: {{type: '{__name__}:Curious'}}\n")
     gone = (f"model.path={tmp_path / 'model'}", f"critic.path={tmp_path / 'gone'}")

@@ -78,7 +78,7 @@ def test_one_package_that_does_not_load_hides_no_other(environment):
 
 
 @pytest.mark.slow
-def test_a_name_that_two_packages_claim_is_refused_with_both_and_every_other_works(environment):
+def test_a_plugin_name_of_two_packages_is_refused_naming_both(environment):
     keys = ["run.steps=1", "model.path=m", "data.path=d"]
     clash = run(environment, "config", "check", *keys, "algorithm.type=mine")
     assert clash.returncode == 2

@@ -45,7 +45,7 @@ def test_a_policy_is_the_run_with_what_it_differs_in(tmp_path: Path):
     assert list(config.trained) == ["proposer", "solver"]
 
 
-def test_a_run_that_begins_from_another_begins_each_policy_from_its_own_checkpoint_there(tmp_path: Path):
+def test_resuming_from_another_run_gives_each_policy_its_own_checkpoint(tmp_path: Path):
     config = load(tmp_path, "run.resume=runs/before")
     assert config.of("solver").run.resume == "runs/before/policies/solver"
     assert load(tmp_path, "run.resume=auto").of("solver").run.resume == "auto"
@@ -57,7 +57,7 @@ def test_what_was_resolved_reads_back_as_it_was(tmp_path: Path):
     assert Config.load(tmp_path / "resolved.yaml") == config
 
 
-def test_the_plan_says_what_each_policy_does_and_counts_the_workers_of_all(tmp_path: Path):
+def test_the_plan_describes_each_policy_and_counts_all_workers(tmp_path: Path):
     plan = plan_of(load(tmp_path, "asynchrony.max_staleness=1"))
     text = "\n".join(plan.lines())
     assert "policy proposer: 10 steps of 16 samples, 8 groups in the pipe" in text

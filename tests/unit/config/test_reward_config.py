@@ -76,7 +76,7 @@ def test_two_functions_cannot_have_one_name() -> None:
     assert len(functions("reward.fn=a.py:model")) == 1
 
 
-def test_a_form_that_is_neither_one_function_nor_a_list_is_answered_with_the_right_one() -> None:
+def test_a_malformed_reward_fn_is_answered_with_the_right_form() -> None:
     forms = "give one function, such as `exact`, or a list, such as [{fn: exact}]"
     assert refusal("reward.fn={fn: exact}") == [f"reward.fn: {forms} (got {{'fn': 'exact'}})"]
     assert refusal("reward.fn=3") == [f"reward.fn: {forms} (got 3)"]

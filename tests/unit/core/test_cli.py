@@ -75,7 +75,7 @@ def test_a_dry_run_looks_up_what_the_job_needs(job: str, tmp_path: Path, options
     assert re.search(words, str(done.exception))
 
 
-def test_a_column_that_a_reward_asks_for_must_be_in_every_row_of_every_set(job: str, tmp_path: Path):
+def test_reward_columns_must_be_in_every_row_of_every_set(job: str, tmp_path: Path):
     (tmp_path / "judge.py").write_text(JUDGE)
     rows = [{"prompt": str(n), "level": 1} for n in range(150)]
 
@@ -138,7 +138,7 @@ def test_an_evaluation_without_usable_data_ends_before_anything_starts(tmp_path:
 
 
 @pytest.mark.parametrize("target", ["HERE", "HERE/none", "HERE/empty.jsonl"])
-def test_a_local_path_that_is_neither_a_run_nor_a_model_is_not_looked_for_elsewhere(tmp_path: Path, target: str):
+def test_a_local_path_without_run_or_model_is_refused(tmp_path: Path, target: str):
     (tmp_path / "empty.jsonl").touch()
     target = target.replace("HERE", str(tmp_path))
     done = CliRunner().invoke(app, ["eval", target, "--data", str(tmp_path / "empty.jsonl")])
@@ -147,7 +147,7 @@ def test_a_local_path_that_is_neither_a_run_nor_a_model_is_not_looked_for_elsewh
     assert str(done.exception) == f"{target} {reason}"
 
 
-def test_a_dry_run_on_a_terminal_is_a_configuration_with_the_plan_as_comments(job: str, tmp_path: Path):
+def test_a_dry_run_prints_configuration_with_plan_comments(job: str, tmp_path: Path):
     done = CliRunner().invoke(app, ["train", job, "--dry-run"])
     assert "# 32 groups in the pipe at most, so no token is more than 0 steps stale" in done.stdout
     resolved = tmp_path / "resolved.yaml"
@@ -190,7 +190,7 @@ def test_a_wrong_configuration_ends_with_2_and_no_traceback(job: str):
 
 
 @pytest.mark.parametrize("verb", [["--help"], ["config", "check", "JOB"], ["train", "JOB", "--dry-run"]])
-def test_what_needs_no_cluster_answers_at_once_and_loads_nothing_heavy(job: str, verb: list[str]):
+def test_commands_without_a_cluster_start_fast_without_heavy_imports(job: str, verb: list[str]):
     arguments = [job if part == "JOB" else part for part in verb]
     program = f"import sys; sys.argv[1:] = {arguments}\nfrom rlsys.cli import main\n"
     program += f"try: main()\nfinally: print([m for m in {HEAVY} if m in sys.modules])"
@@ -206,7 +206,7 @@ def test_what_needs_no_cluster_answers_at_once_and_loads_nothing_heavy(job: str,
 LITTLE = ["local", "--steps", "4", "groups_per_step=2"]
 
 
-def test_a_sweep_ends_with_one_line_of_json_whose_speedup_is_over_that_of_0():
+def test_a_sweep_ends_with_json_of_speedups_over_zero():
     done = CliRunner().invoke(app, ["simulate", *LITTLE, "--sweep", "max_staleness=1,0,2", "--json"])
     assert done.exit_code == 0
     said = json.loads(done.stdout.splitlines()[-1])

@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 
 
-def test_the_algorithms_import_without_torch_and_the_core_without_torch_or_ray():
+def test_core_and_algorithms_import_without_torch_or_ray():
     program = """
 import sys
 import rlsys, rlsys.algorithm, rlsys.batch.packing, rlsys.cli, rlsys.config, rlsys.contracts, rlsys.loop.learner

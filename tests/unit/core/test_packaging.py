@@ -79,5 +79,5 @@ def test_pip_settings_reach_uv_and_the_environment_wins_over_files():
     }
 
 
-def test_where_pip_knows_no_place_of_its_own_torch_comes_from_the_cpu_index():
+def test_without_a_configured_index_torch_comes_from_the_cpu_index():
     assert UV["uv_variables"](UV["pip_settings"]("global.timeout='60'\n"))["UV_TORCH_BACKEND"] == "cpu"

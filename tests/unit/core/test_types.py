@@ -22,7 +22,7 @@ def places(of: Group) -> list[tuple[int, int]]:
     return [place for place, _ in of.trajectories()]
 
 
-def test_a_failed_subagent_is_left_out_by_itself_and_a_failed_root_with_its_episode():
+def test_failed_subagents_are_excluded_alone_but_failed_roots_with_episodes():
     whole = group(0, episodes=[team(1.0, subagent(GONE), subagent()), team(0.0, subagent())])
     assert places(whole) == [(0, 0), (0, 2), (1, 0), (1, 1)]
     assert num_ok(whole) == 2
@@ -31,19 +31,19 @@ def test_a_failed_subagent_is_left_out_by_itself_and_a_failed_root_with_its_epis
     assert [e.is_failed for e in scored.episodes] == [True, False]
 
 
-def test_a_reward_that_is_not_finite_fails_the_subagent_it_was_given_to_and_not_its_episode():
+def test_a_reward_that_is_not_finite_fails_its_subagent_alone():
     scored = group(0, episodes=[team(1.0, subagent(reward=float("nan"))), team(0.0, subagent(reward=1.0))])
     scored = scored.with_scores((Score(1.0), Score(0.0)))
     assert places(scored) == [(0, 0), (1, 0), (1, 1)]
 
 
-def test_a_failed_subagent_is_assigned_nothing_and_those_beside_it_what_they_would_be():
+def test_failed_subagents_get_no_advantage_and_change_no_other():
     whole = group(0, episodes=[team(1.0, subagent(GONE), subagent()), team(0.0, subagent())])
     assigned = {(a.episode, a.trajectory): a.advantage for a in GRPO(std_normalize=False).advantages(whole)}
     assert assigned == {(0, 0): 0.5, (0, 2): 0.5, (1, 0): -0.5, (1, 1): -0.5}
 
 
-def test_an_agent_that_never_spoke_changes_no_weight_of_the_others():
+def test_an_agent_without_turns_changes_no_weight_of_others():
     def weights(*helpers: TrajectoryMeta) -> dict[tuple[int, int], float]:
         whole = group(0, episodes=[team(1.0, subagent(), *helpers), team(0.0)])
         algorithm = GRPO(over="agents")

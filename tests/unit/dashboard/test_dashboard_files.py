@@ -26,7 +26,7 @@ def a_run(folder: Path) -> None:
     (folder / "metrics.jsonl").touch()
 
 
-def test_a_tail_reads_what_was_appended_since_and_leaves_half_a_line(tmp_path: Path) -> None:
+def test_a_tail_returns_new_complete_lines_only(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     tail = Tail(path)
     assert lines_of(tail) == []
@@ -38,7 +38,7 @@ def test_a_tail_reads_what_was_appended_since_and_leaves_half_a_line(tmp_path: P
     assert lines_of(tail) == [b"three", b"four"]
 
 
-def test_a_tail_says_where_its_lines_are_whatever_the_length_of_a_line(tmp_path: Path) -> None:
+def test_a_tail_has_the_offsets_of_lines_of_any_length(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     lines = [b"a" * 10, b"b" * (3 * CHUNK_BYTES), b"c" * 10]
     path.write_bytes(b"\n".join(lines) + b"\n")
@@ -69,7 +69,7 @@ def test_a_line_is_read_as_the_event_that_was_written() -> None:
     assert decode(scored) == (GroupScored(3, "t", (1.0, None)), 1)
 
 
-def test_a_line_of_another_version_is_read_as_far_as_it_is_known() -> None:
+def test_unknown_fields_are_ignored_and_unknown_kinds_raise() -> None:
     event, _ = decode(b'{"kind":"step_done","time_s":1.0,"step":3,"metrics":{"loss":null},"new_field":[]}')
     assert isinstance(event, StepDone)
     assert (event.step, event.group_ids) == (3, ())
@@ -78,7 +78,7 @@ def test_a_line_of_another_version_is_read_as_far_as_it_is_known() -> None:
         decode(b'{"kind":"moon_landed","time_s":1.0}')
 
 
-def test_an_event_of_an_older_version_lacks_what_was_not_measured_then_and_is_read_all_the_same() -> None:
+def test_events_of_an_older_version_get_defaults_for_missing_fields() -> None:
     event, _ = decode(b'{"kind":"weights_published","time_s":1.0,"version":7,"hash":"ab","num_bytes":9,"stall_s":0.5}')
     assert isinstance(event, WeightsPublished)
     assert (event.version, event.hash, event.num_bytes, event.num_sent, event.stall_s) == (7, "ab", 9, 0, 0.5)
@@ -134,7 +134,7 @@ def test_nothing_but_a_run_below_the_root_is_one(tmp_path: Path, run: str) -> No
     assert [folder.id for folder in all_runs(tmp_path / "root")] == ["a"]
 
 
-def test_a_file_of_a_run_that_leads_out_of_the_root_is_not_there(tmp_path: Path) -> None:
+def test_files_that_lead_outside_the_root_are_ignored(tmp_path: Path) -> None:
     run = small_run(tmp_path / "root" / "a")
     secret = tmp_path / "secret"
     secret.write_text('{"step":1,"group_id":0,')

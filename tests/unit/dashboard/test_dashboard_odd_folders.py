@@ -47,9 +47,7 @@ def test_runs_below_such_a_folder_are_answered(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["a: 2024-99-99", "a: &x {b: *x}", "a: {b", "- 1", "a: \x00", "[" * 400, "x: é"])
 @pytest.mark.parametrize("has_metrics", [True, False], ids=["at a glance", "opened"])
-def test_a_configuration_that_cannot_be_understood_is_shown_as_it_is(
-    tmp_path: Path, text: str, has_metrics: bool
-) -> None:
+def test_an_unreadable_configuration_is_shown_as_text(tmp_path: Path, text: str, has_metrics: bool) -> None:
     run = small_run(tmp_path / "odd")
     (run / CONFIG).write_text(text)
     if not has_metrics:
@@ -60,7 +58,7 @@ def test_a_configuration_that_cannot_be_understood_is_shown_as_it_is(
     assert readings.compare(["odd"]).differences == []
 
 
-def test_files_that_are_deleted_while_they_are_read_are_not_there(tmp_path: Path) -> None:
+def test_files_deleted_during_a_read_count_as_missing(tmp_path: Path) -> None:
     folder = Vanishing(tmp_path, ".")
     assert (read_config(folder).text, changed_at(folder)) == ("", (-1, -1))
     run = small_run(tmp_path / "run")
@@ -98,7 +96,7 @@ def test_a_file_of_rollouts_that_leads_out_is_not_listed(tmp_path: Path) -> None
     assert Readings(tmp_path / "root").groups("run").last_step == 30
 
 
-def test_a_run_is_listed_at_a_glance_as_it_is_when_it_is_opened(tmp_path: Path) -> None:
+def test_the_run_list_agrees_with_the_opened_run(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run")
     whole = (run / CONFIG).read_text()
     anchored = "base: &base {path: another}\nmodel: *base\nalerts: {idle_side: null}\n"
@@ -115,7 +113,7 @@ def test_a_glance_notices_another_configuration(tmp_path: Path) -> None:
     assert readings.runs().runs[0].model == "another"
 
 
-def test_a_run_of_several_policies_is_listed_as_far_as_they_are(tmp_path: Path) -> None:
+def test_a_multi_policy_run_is_listed_with_its_policies_step(tmp_path: Path) -> None:
     History(tmp_path / "run", Shape()).start()
     policy = History(tmp_path / "run" / "policies" / "solver", Shape())
     policy.start()
@@ -123,7 +121,7 @@ def test_a_run_of_several_policies_is_listed_as_far_as_they_are(tmp_path: Path) 
     assert {row.id: row.step for row in Readings(tmp_path).runs().runs} == {"run": 1, "run/policies/solver": 1}
 
 
-def test_runs_that_nobody_asked_for_lately_are_not_kept_in_memory(tmp_path: Path) -> None:
+def test_runs_beyond_the_limit_leave_memory_and_can_reopen(tmp_path: Path) -> None:
     opened = Readings(tmp_path)
     for number in range(MOST_OPENED + 3):
         History(tmp_path / f"run{number}", Shape()).start()

@@ -72,7 +72,7 @@ def test_a_finished_run_is_summed_up_in_a_line(runs: Path) -> None:
     assert row.last_error == "rollout-2 while rolling out group 58: the process ended with SIGKILL"
 
 
-def test_a_run_is_running_until_it_is_silent_or_says_how_it_ended(history: History) -> None:
+def test_a_run_is_running_until_it_is_silent_or_ended(history: History) -> None:
     assert readings_of(history).run("run").summary.status == "running"
     assert readings_of(history).run("run").summary.eta_s == pytest.approx(27 * 2.0)
     assert readings_of(history, 59).change("run").status == "running"
@@ -109,7 +109,7 @@ def test_the_list_of_runs_changes_with_any_of_them(history: History) -> None:
     assert readings.change().revision != before
 
 
-def test_a_run_of_several_policies_is_as_far_and_as_live_as_they_are(tmp_path: Path) -> None:
+def test_a_multi_policy_run_has_the_step_of_its_slowest(tmp_path: Path) -> None:
     shared = History(tmp_path / "run", Shape())
     shared.emit(PhaseDone("start_up", 3.0))
     solver, proposer = (History(tmp_path / "run" / "policies" / name, Shape()) for name in ("solver", "proposer"))
@@ -130,7 +130,7 @@ def test_a_run_of_several_policies_is_as_far_and_as_live_as_they_are(tmp_path: P
     assert readings.run("run/policies/solver").policies == []
 
 
-def test_a_run_of_several_policies_with_long_steps_is_not_silent_between_them(tmp_path: Path) -> None:
+def test_policies_with_long_steps_are_not_silent_between_them(tmp_path: Path) -> None:
     shared = History(tmp_path / "run", Shape())
     shared.emit(PhaseDone("start_up", 3.0))
     policies = [History(tmp_path / "run" / "policies" / name, Shape(step_s=150.0)) for name in ("solver", "proposer")]
@@ -147,7 +147,7 @@ def test_a_run_of_several_policies_with_long_steps_is_not_silent_between_them(tm
     assert much_later.change("run").status == "finished"
 
 
-def test_a_run_that_took_all_its_steps_is_not_silent_though_it_never_said_that_it_ended(tmp_path: Path) -> None:
+def test_a_run_that_took_every_step_is_finished_without_events(tmp_path: Path) -> None:
     """As those of older versions, which wrote no events."""
     history = History(tmp_path / "old", Shape(steps=5))
     history.start()
@@ -163,7 +163,7 @@ def test_a_run_that_took_all_its_steps_is_not_silent_though_it_never_said_that_i
     assert answer.alerts("old").alerts == []
 
 
-def test_a_folder_with_nothing_but_a_configuration_is_not_starting_for_ever(tmp_path: Path) -> None:
+def test_a_folder_with_only_a_configuration_becomes_silent(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.resolved.yaml").write_text("run:\n  steps: 3\n")
     os.utime(tmp_path / "run" / "config.resolved.yaml", (BEGIN_S, BEGIN_S))
@@ -171,7 +171,7 @@ def test_a_folder_with_nothing_but_a_configuration_is_not_starting_for_ever(tmp_
     assert Readings(tmp_path, now=lambda: BEGIN_S + 700).change("run").status == "silent"
 
 
-def test_a_long_run_is_listed_at_a_glance_as_it_is_when_it_is_opened(tmp_path: Path) -> None:
+def test_a_long_run_is_listed_as_it_is_when_opened(tmp_path: Path) -> None:
     history = History(tmp_path / "run", Shape(steps=60, groups=4, size=2, replicas=2, spans=200, has_subagents=False))
     history.start()
     for _ in range(50):
@@ -189,7 +189,7 @@ def test_a_long_run_is_listed_at_a_glance_as_it_is_when_it_is_opened(tmp_path: P
     assert readings_of(history).runs().runs[0].status == "interrupted"
 
 
-def test_damaged_lines_and_unknown_kinds_are_counted_and_everything_else_is_read(history: History) -> None:
+def test_damaged_and_unknown_lines_are_counted_and_skipped(history: History) -> None:
     with (history.folder / "events.jsonl").open("ab") as file:
         file.write(b'{"kind":"step_done","time_s":17\n\xff\xfe\n{"kind":"moon_landed","time_s":1.0}\n')
         file.write(b'{"kind":"worker_busy","time_s":1767225609.0,"worker":"actor","acti\n')
@@ -199,7 +199,7 @@ def test_damaged_lines_and_unknown_kinds_are_counted_and_everything_else_is_read
     assert (answer.num_corrupt, answer.num_unknown, answer.summary.step) == (4, 1, 4)
 
 
-def test_damaged_lines_of_rollouts_are_counted_once_they_were_asked_for(history: History) -> None:
+def test_damaged_rollout_lines_are_counted_once_read(history: History) -> None:
     path = history.folder / "rollouts" / "step_000002.jsonl"
     first, second, *others = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([first[:500] + b"\n", second[:-20] + b"\n", *others]))
@@ -234,7 +234,7 @@ def test_a_run_with_metrics_alone_shows_its_curves(runs: Path, tmp_path: Path) -
     assert (answer.summary.step, answer.config, answer.has_groups, answer.has_spans) == (30, "", False, False)
 
 
-def test_groups_of_a_run_without_group_events_come_from_its_files(runs: Path, tmp_path: Path) -> None:
+def test_groups_without_events_come_from_rollout_files(runs: Path, tmp_path: Path) -> None:
     """Older versions told nothing of groups."""
     (tmp_path / "old" / "rollouts").mkdir(parents=True)
     (tmp_path / "old" / "metrics.jsonl").write_bytes((runs / "small" / "metrics.jsonl").read_bytes())
@@ -258,7 +258,7 @@ def test_a_resumed_run_takes_back_the_steps_it_lost(history: History) -> None:
     assert [row.group_id for row in readings.ledger("run").pending] == [lost]
 
 
-def test_a_curve_names_its_unit_and_a_star_asks_for_a_family(runs: Path) -> None:
+def test_a_series_has_its_unit_and_a_star_matches_families(runs: Path) -> None:
     answer = Readings(runs).series("small", ["time/*", "policy/entropy", "nothing/here"])
     assert [s.name for s in answer.series][-2:] == ["time/wait_permit", "policy/entropy"]
     entropy = answer.series[-1]
@@ -281,7 +281,7 @@ def test_thinning_keeps_extremes_and_gaps() -> None:
     assert series.steps == sorted(series.steps)
 
 
-def test_of_two_values_of_a_step_the_later_counts_and_steps_may_come_late() -> None:
+def test_the_later_value_of_a_step_wins_in_any_order() -> None:
     columns = SeriesColumns()
     for step, value in ((1, 1.0), (4, 4.0), (2, 2.0), (4, 5.0)):
         columns.put(step, {"loss": value})
@@ -353,7 +353,7 @@ def test_an_episode_is_told_token_by_token(runs: Path) -> None:
         Readings(runs).episode("small", 3, 15, 4)
 
 
-def test_where_each_token_has_an_advantage_of_its_own_no_other_is_shown_for_all_of_them(history: History) -> None:
+def test_per_token_advantages_replace_the_single_one(history: History) -> None:
     """As with PPO: what a trajectory was assigned is its reward, from which those of its tokens are estimated."""
     path = history.folder / "rollouts" / "step_000003.jsonl"
     lines = [orjson.loads(line) for line in path.read_bytes().splitlines()]
@@ -385,7 +385,7 @@ def test_a_task_is_followed_over_time(runs: Path) -> None:
         readings.task("small", "task-99")
 
 
-def test_the_ledger_says_what_is_pending_where_and_for_how_long(history: History) -> None:
+def test_the_ledger_lists_pending_groups_with_state_place_and_attempts(history: History) -> None:
     history.emit(GroupPlaced(18, "rollout-3"))
     history.emit(GroupReissued(19, "task-19", "rollout-1 died"))
     history.emit(GroupRolledOut(20, "task-20", "rollout-0", 3, 3, (5,), 0, 1.0, 0.0))
@@ -459,7 +459,7 @@ def test_a_window_that_ends_before_it_begins_is_refused(runs: Path) -> None:
         Readings(runs).cluster("small", 10.0, 5.0)
 
 
-def test_the_replica_that_stays_behind_is_stale_and_so_is_one_that_does_not_answer(history: History) -> None:
+def test_a_replica_behind_or_without_answers_is_stale(history: History) -> None:
     for _ in range(8):
         history.step()
     readings = readings_of(history)
@@ -478,7 +478,7 @@ def test_the_replica_that_stays_behind_is_stale_and_so_is_one_that_does_not_answ
     assert [name for name, row in rows.items() if not row.answers] == ["rollout-1", "rollout-3"]
 
 
-def test_a_replica_that_takes_in_weights_slowly_is_stale_though_it_moves(history: History) -> None:
+def test_a_replica_that_keeps_lagging_is_stale_although_it_updates(history: History) -> None:
     """The run allows one version; who is between two groups may be one further behind."""
     for version in range(4, 12):
         history.emit(WeightsPublished(version, "", 1, 1, 0.0, 0.0), after_s=2.0)
@@ -489,7 +489,7 @@ def test_a_replica_that_takes_in_weights_slowly_is_stale_though_it_moves(history
     assert [name for name, row in rows.items() if row.is_stale] == ["rollout-2"]
 
 
-def test_a_replica_that_was_replaced_has_one_row_and_its_failure_is_listed(runs: Path) -> None:
+def test_a_replaced_replica_has_one_row_and_its_restart_listed(runs: Path) -> None:
     answer = Readings(runs).cluster("small")
     assert [(row.worker, row.restarts) for row in answer.replicas] == [
         ("rollout-0", 0), ("rollout-1", 0), ("rollout-2.1", 1), ("rollout-3", 0)
@@ -545,14 +545,14 @@ def test_who_is_at_work_most_holds_the_others_up(
 
 
 @pytest.mark.parametrize("phase", ["rollout", "reward", "annotate", "train", "weights_wait"])
-def test_where_stages_take_turns_the_longest_is_named_and_so_is_staleness(history: History, phase: str) -> None:
+def test_synchronous_runs_name_the_longest_stage_and_max_staleness(history: History, phase: str) -> None:
     found = bottleneck_of(history, {**_SYNCHRONOUS, phase: 0.5})
     assert found.who == {"train": "trainer", "weights_wait": "weights"}.get(phase, phase)
     assert "50 %" in found.sentence
     assert "asynchrony.max_staleness" in found.sentence
 
 
-def test_an_annotator_that_is_busier_than_the_trainer_is_named_though_rollouts_wait_longer(history: History) -> None:
+def test_a_busier_annotator_is_the_bottleneck_despite_waiting_rollouts(history: History) -> None:
     """The shares of a real run, with a reference on two cores."""
     shares = {"rollout": 0.421, "reward": 0.227, "annotate": 0.71, "train": 0.517, "fetch": 0.025, "publish": 0.049}
     found = bottleneck_of(history, {**shares, "checkpoint": 0.093, "wait_batch": 0.148, "wait_permit": 0.27})
@@ -566,7 +566,7 @@ def test_where_nobody_waits_much_nobody_is_named(history: History) -> None:
     assert "10 %" in found.sentence and "5 %" in found.sentence
 
 
-def test_the_faults_planted_in_a_run_of_the_driver_are_found(tmp_path: Path) -> None:
+def test_faults_planted_in_a_run_are_found(tmp_path: Path) -> None:
     planted_run(tmp_path / "planted")
     answer = Readings(tmp_path).cluster("planted")
     assert answer.bottleneck is not None
@@ -623,7 +623,7 @@ def test_one_run_can_be_served_by_itself(runs: Path) -> None:
     assert readings.run(".").summary.name == "small"
 
 
-def test_threads_may_ask_at_the_same_time_while_the_run_goes_on(history: History) -> None:
+def test_threads_may_read_concurrently_while_the_run_continues(history: History) -> None:
     readings, failed = readings_of(history), []
 
     def ask() -> None:

@@ -124,7 +124,7 @@ def test_a_metric_that_is_not_a_number_is_null(tmp_path: Path) -> None:
         ("/api/log?run=small&limit=1000000000", "limit: "),
     ],
 )
-def test_a_question_that_makes_no_sense_is_refused_and_the_parameter_named(url: str, path: str, named: str) -> None:
+def test_an_invalid_request_is_refused_naming_the_parameter(url: str, path: str, named: str) -> None:
     reply = ask(url, path)
     assert reply.status == 400
     assert named in reply.json["error"]
@@ -165,7 +165,7 @@ def test_only_the_pages_own_files_are_served(url: str, path: str) -> None:
     assert (reply.status, list(reply.json)) == (404, ["error"])
 
 
-def test_the_page_and_its_modules_are_served_and_checked_for_news_each_time(url: str) -> None:
+def test_page_and_modules_are_served_and_revalidated(url: str) -> None:
     page = ask(url, "/")
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     module = ask(url, "/app.js")
@@ -177,7 +177,7 @@ def test_the_page_and_its_modules_are_served_and_checked_for_news_each_time(url:
 
 
 @pytest.mark.parametrize("path", ["/", "/api/runs", "/none", "/api/run", "/api/stream?run=none"])
-def test_every_answer_forbids_a_browser_all_but_the_pages_own_files(url: str, path: str) -> None:
+def test_every_response_restricts_browsers_to_files_of_the_page(url: str, path: str) -> None:
     headers = ask(url, path).headers
     policy = {part.split()[0]: part.split(maxsplit=1)[1] for part in headers["content-security-policy"].split(";")}
     assert policy == {
@@ -219,7 +219,7 @@ def test_on_loopback_a_request_under_a_foreign_name_is_refused(url: str, host: s
 @pytest.mark.parametrize(
     "host", ["localhost", "localhost:1234", "127.0.0.1", "127.0.0.2:80", "[::1]:8321", "LOCALHOST"]
 )
-def test_the_names_of_loopback_are_let_in_whatever_port_a_tunnel_gives_them(url: str, host: str) -> None:
+def test_loopback_host_names_are_accepted_on_any_port(url: str, host: str) -> None:
     assert ask(url, "/api/runs", headers={"Host": host}).status == 200
 
 
@@ -233,7 +233,7 @@ def test_where_a_token_is_set_nothing_is_answered_without_it(folder: Path) -> No
         assert ask(url, "/api/runs", headers={"Authorization": f"Bearer {TOKEN}"}).status == 200
 
 
-def test_a_token_in_the_address_becomes_a_cookie_that_no_script_reads_and_leaves_the_address(folder: Path) -> None:
+def test_a_token_in_the_address_becomes_an_http_only_cookie(folder: Path) -> None:
     with served(folder, environ=WITH_TOKEN) as url:
         for path in (f"/?token={TOKEN}", f"//evil.example/?token={TOKEN}"):
             reply = ask(url, path)
@@ -253,7 +253,7 @@ def test_a_token_may_have_any_characters(folder: Path) -> None:
         assert ask(url, "/api/runs", headers={"Cookie": cookie}).status == 200
 
 
-def test_beyond_this_machine_a_token_is_needed_and_made_if_there_is_none(folder: Path) -> None:
+def test_listening_beyond_this_machine_requires_or_makes_a_token(folder: Path) -> None:
     with served(folder, host="0.0.0.0") as url:
         token = re.search(r"token=([\w-]{16,})$", url)
         assert token is not None
@@ -268,7 +268,7 @@ def test_two_dashboards_make_different_tokens() -> None:
     assert Access.of(True, 1, {}).token is None
 
 
-def test_a_short_token_is_refused_with_a_way_to_make_one() -> None:
+def test_a_short_token_is_refused_with_the_remedy() -> None:
     with pytest.raises(ConfigError, match="RLSYS_DASHBOARD_TOKEN has 5 characters, and needs 16; make one with"):
         Listener.bind("127.0.0.1", 0, {"RLSYS_DASHBOARD_TOKEN": "short"})
 
@@ -278,7 +278,7 @@ def test_loopback_is_told_from_other_addresses(host: str, answer: bool) -> None:
     assert is_loopback(host) is answer
 
 
-def test_a_port_that_is_taken_is_named_with_what_to_do() -> None:
+def test_a_port_in_use_is_named_with_the_remedy() -> None:
     listener = Listener.bind("127.0.0.1", 0, {})
     port = listener.socket.getsockname()[1]
     with pytest.raises(
@@ -289,11 +289,11 @@ def test_a_port_that_is_taken_is_named_with_what_to_do() -> None:
 
 
 @pytest.mark.parametrize(("number", "key"), [(errno.EACCES, "dashboard.port"), (errno.EADDRNOTAVAIL, "dashboard.host")])
-def test_a_port_that_may_not_be_taken_is_told_from_a_host_that_is_wrong(number: int, key: str) -> None:
+def test_port_and_host_errors_have_different_remedies(number: int, key: str) -> None:
     assert f"; set {key}, or --" in remedy_of(OSError(number, os.strerror(number)))
 
 
-def test_an_address_of_another_machine_is_named_with_what_to_do() -> None:
+def test_an_address_of_another_machine_is_named_with_the_remedy() -> None:
     with pytest.raises(ConfigError, match=r"of 192\.0\.2\.1: .* set dashboard\.host, or --host"):
         Listener.bind("192.0.2.1", 0, {})
 
@@ -333,7 +333,7 @@ class Stream:
         self._connection.close()
 
 
-def test_a_page_is_told_at_once_how_a_run_is_and_then_when_it_has_written(tmp_path: Path) -> None:
+def test_a_stream_sends_the_current_state_and_then_changes(tmp_path: Path) -> None:
     history = History(tmp_path / "run", Shape())
     history.start()
     with served(tmp_path) as url:
@@ -348,7 +348,7 @@ def test_a_page_is_told_at_once_how_a_run_is_and_then_when_it_has_written(tmp_pa
         stream.close()
 
 
-def test_a_page_that_comes_back_is_told_only_what_it_has_not_seen(tmp_path: Path) -> None:
+def test_a_reconnected_stream_sends_only_unseen_changes(tmp_path: Path) -> None:
     history = History(tmp_path / "run", Shape())
     history.start()
     with served(tmp_path) as url:
@@ -395,7 +395,7 @@ def dashboard_process(*arguments: str, **given: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, **given)
 
 
-def test_the_command_prints_the_address_and_ctrl_c_ends_it_quietly(folder: Path) -> None:
+def test_the_command_prints_its_address_and_ctrl_c_ends_it(folder: Path) -> None:
     with dashboard_process(str(folder), "--port", "0") as process:
         assert process.stdout is not None
         url = process.stdout.readline().strip()

@@ -59,7 +59,7 @@ def test_a_page_is_told_what_is_and_then_what_changes() -> None:
     asyncio.run(follow())
 
 
-def test_one_that_has_seen_it_is_told_only_what_comes_after() -> None:
+def test_a_page_with_a_known_revision_waits_for_the_next() -> None:
     async def follow() -> None:
         files = Files()
         page = changes_of(files).follow("run", files.now, 1)
@@ -72,7 +72,7 @@ def test_one_that_has_seen_it_is_told_only_what_comes_after() -> None:
     asyncio.run(follow())
 
 
-def test_many_pages_of_a_run_cost_one_look_at_its_files() -> None:
+def test_many_pages_of_a_run_share_one_file_check() -> None:
     async def follow() -> None:
         files = Files()
         changes = changes_of(files)
@@ -117,7 +117,7 @@ def test_there_is_a_limit_to_the_pages_that_follow() -> None:
     asyncio.run(follow())
 
 
-def test_the_limit_holds_for_pages_that_come_at_the_same_time() -> None:
+def test_the_page_limit_holds_for_concurrent_requests() -> None:
     async def follow() -> None:
         files = Files()
         changes = changes_of(files, limit=4)
@@ -136,7 +136,7 @@ def test_the_limit_holds_for_pages_that_come_at_the_same_time() -> None:
     asyncio.run(follow())
 
 
-def test_the_list_of_runs_is_looked_at_less_often_than_a_run() -> None:
+def test_the_list_of_runs_is_polled_less_often_than_runs() -> None:
     async def follow() -> None:
         files = Files()
         changes = Changes(files, poll_s=0.001, list_poll_s=1000.0)

@@ -81,7 +81,7 @@ def test_it_tells_of_everything_a_reader_asks_for(small: Page) -> None:
         assert told in small.text
 
 
-def test_the_best_the_worst_and_a_group_of_equal_rewards_are_shown_with_what_was_said(small: Page) -> None:
+def test_best_and_worst_and_equal_reward_groups_show_their_text(small: Page) -> None:
     titles = [title.partition(":")[0] for title in small.texts["h3"] if " group " in title]
     assert titles == ["Best group", "Worst group", "A group of equal rewards, which cannot teach by comparison"]
     assert any("plus zero?" in text for text in small.texts["pre"])
@@ -93,7 +93,7 @@ def test_evaluations_are_a_table_with_the_mean_first(small: Page) -> None:
     assert head.startswith("stepmeanmean ci95pass@1")
 
 
-def test_every_chart_has_a_unit_on_both_axes_and_says_in_words_what_it_shows(small: Page) -> None:
+def test_every_chart_has_units_on_both_axes_and_a_label(small: Page) -> None:
     charts = [attributes for tag, attributes in small.elements if tag == "svg" and "aria-label" in attributes]
     assert len(charts) == len(small.texts["figure"]) > 8
     for figure in small.texts["svg"]:
@@ -167,7 +167,7 @@ def test_a_damaged_group_costs_the_report_no_more_than_itself(tmp_path: Path) ->
     assert "Configuration" in report(run).texts["h2"]
 
 
-def test_a_run_that_failed_before_it_began_has_a_report_with_the_error(tmp_path: Path) -> None:
+def test_a_run_that_failed_before_starting_has_a_report(tmp_path: Path) -> None:
     history = History(tmp_path / "run", Shape())
     history.emit(RunEnded(0, "failed", "ModelError: there is no model at models/x"))
     history.events.close()
@@ -220,7 +220,7 @@ def test_any_values_give_axes_with_ticks(values: tuple[float, ...]) -> None:
     assert "nan" not in page.text
 
 
-def test_ticks_that_lie_close_have_digits_enough_to_be_told_apart() -> None:
+def test_close_ticks_have_enough_digits_to_differ() -> None:
     page = Page(f"<main>{plot('T', [series(1.0501, 1.0502, 1.0504)])}</main>")
     labels = [text for text in page.texts["text"] if text.startswith("1.05")]
     assert len(set(labels)) == len(labels) > 2

@@ -31,7 +31,7 @@ def begun(folder: Path) -> History:
     return history
 
 
-def test_the_last_notes_and_steps_of_an_ended_run_are_shown(tmp_path: Path) -> None:
+def test_the_last_notes_and_steps_of_an_ended_run_appear(tmp_path: Path) -> None:
     lines = tailed(small_run(tmp_path / "run"))
     assert "rollout-2.1 is back after 4.2 s" in lines
     assert "finished after step 30" in lines
@@ -76,7 +76,7 @@ def test_a_run_of_several_policies_that_is_resumed_is_followed(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("is_new", [True, False])
-def test_a_file_that_another_took_the_place_of_is_shown_anew(tmp_path: Path, is_new: bool) -> None:
+def test_a_replaced_file_is_shown_from_its_beginning(tmp_path: Path, is_new: bool) -> None:
     history, other = begun(tmp_path / "run"), begun(tmp_path / "other")
     history.step()
     other.end("failed", "out of memory")
@@ -108,7 +108,7 @@ def test_a_run_that_makes_no_progress_says_so(tmp_path: Path) -> None:
     assert told.startswith("alert no_progress at step 3: No step was done for ")
 
 
-def test_no_progress_is_told_once_although_the_run_tells_it_too(tmp_path: Path) -> None:
+def test_no_progress_is_shown_once_when_also_reported(tmp_path: Path) -> None:
     history = History(tmp_path / "run", Shape(), begin_s=time.time() - 1000)
     history.start()
     for _ in range(3):
@@ -143,7 +143,7 @@ def test_lines_that_cannot_be_read_are_passed_over(tmp_path: Path) -> None:
     assert "finished after step 30" in tailed(run)
 
 
-def test_an_evaluation_without_the_usual_measures_is_no_reason_to_end(tmp_path: Path) -> None:
+def test_an_evaluation_without_the_usual_measures_is_shown(tmp_path: Path) -> None:
     history = begun(tmp_path / "run")
     history.emit(EvalDone(1, "a/b", "hash", 1.0, {"of_tomorrow": 1.0}))
     assert [line for line in tailed(history.folder, once=True) if line.startswith("step 1 on a/b")]

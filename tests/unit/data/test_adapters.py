@@ -84,7 +84,7 @@ def complaint(folder: Path, *rows: object, columns: Columns = AS_FOUND) -> str:
 
 @pytest.mark.parametrize("write", [as_jsonl, as_parquet, as_folder])
 @pytest.mark.parametrize("kind", FORMS)
-def test_a_form_is_known_by_its_columns_and_gives_the_same_task_from_any_file(tmp_path: Path, kind: str, write):
+def test_a_form_is_detected_by_columns_in_any_file_type(tmp_path: Path, kind: str, write):
     second = {**FORMS[kind], "prompt": ASKED[1:]}
     file = read(write(tmp_path, FORMS[kind], second))
     assert file.layout.form.kind == kind
@@ -103,14 +103,14 @@ def test_a_compute_score_of_verl_finds_all_it_asks_for(tmp_path: Path, kind: str
     assert call() is True
 
 
-def test_text_prompts_and_the_other_names_of_the_parts_are_found():
+def test_text_prompts_and_alternative_column_names_are_found():
     assert [t.prompt for t in adapted({"question": "2+3?"})] == ["2+3?"]
     assert [t.prompt for t in adapted({"messages": ASKED})] == [tuple(ASKED)]
     for name in ("ground_truth", "solution", "label"):
         assert [t.answer for t in adapted({"prompt": "2+3?", name: 5})] == ["5"]
 
 
-def test_the_answer_is_read_from_one_column_in_the_whole_file():
+def test_the_answer_comes_from_one_column_in_the_whole_file():
     proof, sum_ = {"prompt": "a", "solution": "long", "answer": None}, {"prompt": "b", "solution": "2+3", "answer": "5"}
     assert [t.answer for t in adapted(proof, sum_)] == [None, "5"]
 
@@ -121,19 +121,19 @@ def test_a_label_that_is_true_or_false_is_no_answer():
 
 
 @pytest.mark.parametrize("truth", [["a", "b"], {"target": ["a"], "match": "any"}, True, 5, 0.5, "5"])
-def test_a_ground_truth_of_any_type_is_kept_and_is_the_answer_as_text(truth):
+def test_ground_truth_of_any_type_becomes_a_text_answer(truth):
     (task,) = adapted({**FORMS["verl"], "reward_model": {"style": "rule", "ground_truth": truth}})
     assert task.info["ground_truth"] == truth
     as_json = json.dumps(truth, sort_keys=True, separators=(",", ":"))
     assert task.answer == (truth if isinstance(truth, str) else as_json)
 
 
-def test_a_scored_row_of_verl_has_no_answer_but_is_verl():
+def test_a_verl_row_without_ground_truth_has_no_answer():
     rows = [{**FORMS["verl"], "reward_model": {"style": "model", "ground_truth": None}}, FORMS["verl"]]
     assert [t.answer for t in adapted(*rows)] == [None, "5"]
 
 
-def test_an_info_that_is_json_text_is_unpacked_and_other_text_is_a_column():
+def test_json_text_in_info_is_parsed_and_other_text_kept():
     (task,) = adapted({"prompt": "a", "info": '{"level": "easy", "answer": 5}'}, columns=Columns(answer="info.answer"))
     assert (task.answer, task.info) == ("5", {"level": "easy", "answer": 5, "ground_truth": 5})
     assert [t.info for t in adapted({"prompt": "a", "info": "{see"}, {"prompt": "b", "info": "[1]"})] == [
@@ -216,7 +216,7 @@ def test_no_column_of_a_row_is_lost(row: dict[str, Any], columns: Columns):
 # ------------------------------------------------------------------------------------------------------- complaints
 
 
-def test_rows_of_no_form_are_listed_with_what_was_looked_for_and_the_likeliest_name(tmp_path: Path):
+def test_rows_of_no_form_are_listed_with_the_likeliest_column(tmp_path: Path):
     looked = "looked for the prompt in prompt, messages, question; if it has another name, say so: data.columns: "
     assert complaint(tmp_path, {"problem": "2+3?", "solution": 5}, {"problem": "1+1?", "level": 2}).splitlines() == [
         "rows.jsonl: 2 rows cannot be used",
@@ -237,7 +237,7 @@ def test_rows_of_no_form_are_listed_with_what_was_looked_for_and_the_likeliest_n
         (Columns(prompt="problem", id="meta.idx"), "meta.idx", "id: meta.index"),
     ],
 )
-def test_a_given_name_that_no_row_has_is_named_with_the_nearest_column(tmp_path: Path, columns, absent, proposed):
+def test_a_missing_configured_column_is_named_with_the_nearest_one(tmp_path: Path, columns, absent, proposed):
     row = {"problem": "2+3?", "solution": "5", "meta": {"solution": "2+3=5", "index": 3}}
     text = complaint(tmp_path, *[row] * 12, columns=columns)
     assert f"rows.jsonl:1: no `{absent}`; the row has problem, solution, meta" in text
@@ -257,12 +257,12 @@ def test_a_file_keeps_its_prompts_in_one_column(tmp_path: Path):
     ]
 
 
-def test_a_given_name_of_an_answer_may_be_missing_in_some_rows():
+def test_a_configured_answer_column_may_be_missing_in_some_rows():
     rows = [{"prompt": "a", "gold": "5"}, {"prompt": "b"}]
     assert [t.answer for t in adapted(*rows, columns=Columns(answer="gold"))] == ["5", None]
 
 
-def test_rows_of_different_forms_are_refused_unless_the_answer_is_named(tmp_path: Path):
+def test_mixed_forms_are_refused_unless_the_answer_column_is_named(tmp_path: Path):
     rows = [{**FORMS[kind], "gold": "5"} for kind in ("verl", "skyrl", "plain")]
     lines = complaint(tmp_path, *rows).splitlines()
     assert lines[0] == "rows.jsonl: 2 rows cannot be used"

@@ -94,7 +94,7 @@ def test_without_a_model_characters_are_counted_and_nothing_is_rendered(tmp_path
     assert "chat template" not in text_of(found)
 
 
-def test_with_a_model_prompts_are_shown_and_counted_as_it_sees_them(tmp_path: Path):
+def test_prompts_are_rendered_and_counted_with_the_chat_template(tmp_path: Path):
     found = inspect_data(rows_in(tmp_path, *ROWS), model=model_in(tmp_path, PLAIN), max_prompt_tokens=11)
     assert found.first_prompt == "<s>ab<end><u>3?<end><a>"
     assert found.lengths == Lengths("tokens", 9, 11, 15, 15, 15)
@@ -139,7 +139,7 @@ def test_a_prompt_that_the_template_refuses_is_a_data_error(tmp_path: Path):
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 1000), min_size=1), st.randoms())
-def test_a_percentile_is_the_least_length_that_so_many_do_not_exceed(lengths: list[int], random):
+def test_a_percentile_is_the_least_length_that_covers_its_share(lengths: list[int], random):
     found = Lengths.of("tokens", lengths)
     for percent, length in ((50, found.p50), (90, found.p90), (99, found.p99)):
         assert (
@@ -204,7 +204,7 @@ def test_the_command_prints_json_and_takes_names_of_columns(tmp_path: Path):
         ([], "if it has another name, say so: data.columns: {prompt: problem}"),
     ],
 )
-def test_a_wrong_use_of_the_command_ends_with_2_and_says_what_to_do(tmp_path: Path, options: list[str], message: str):
+def test_wrong_command_usage_exits_with_2_and_a_remedy(tmp_path: Path, options: list[str], message: str):
     path = rows_in(tmp_path, {"problem": "2+3?"})
     rlsys = Path(sys.executable).with_name("rlsys")
     done = subprocess.run([rlsys, "data", "inspect", path, *options], capture_output=True, text=True, check=False)

@@ -42,7 +42,7 @@ def test_numbers_become_text_and_an_absent_answer_none(tmp_path: Path) -> None:
     assert tasks[0].id == "17"
 
 
-def test_an_id_comes_from_the_content_when_the_row_has_none(tmp_path: Path) -> None:
+def test_a_row_without_an_id_gets_one_from_its_content(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "x": 1, "y": 2}, {"y": 2, "x": 1, "prompt": "a"}, {"prompt": "a", "x": 1, "y": 3}]
     one, same, other = load_tasks(written(tmp_path / "train.jsonl", *rows))
     assert one.id == same.id != other.id
@@ -95,13 +95,13 @@ def test_ten_problems_are_shown_and_the_rest_counted(tmp_path: Path) -> None:
     assert text.endswith("... and 3 more")
 
 
-def test_a_file_that_is_missing_or_empty_is_a_data_error(tmp_path: Path) -> None:
+def test_a_missing_or_empty_file_is_a_data_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"cannot read .*nowhere\.jsonl: No such file"):
         load_tasks(tmp_path / "nowhere.jsonl")
     assert "no rows" in complaint(tmp_path / "empty.jsonl")
 
 
-def test_a_file_of_another_kind_is_named_and_not_looked_for_on_the_hub(tmp_path: Path) -> None:
+def test_an_unsupported_file_type_is_named_without_asking_the_hub(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("prompt\na\n")
     with pytest.raises(DataError, match=r"cannot read .*rows\.csv: it is neither \.jsonl, \.json nor \.parquet"):
@@ -117,7 +117,7 @@ def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     assert [task.prompt for task in load_tasks(path)] == ["a"]
 
 
-def test_a_whole_number_is_written_without_a_point_and_one_that_may_be_rounded_is_refused(tmp_path: Path) -> None:
+def test_whole_numbers_lose_the_point_and_inexact_ones_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     numbers = ["5.0", "-0.0", "0.5", str(2**63), str(2**64 - 1), str(2**53 - 1) + ".0"]
     tasks = load_tasks(written(path, *(f'{{"prompt": "a", "answer": {number}}}' for number in numbers)))
@@ -182,7 +182,7 @@ def test_what_has_no_splits_is_given_without_one(tmp_path: Path) -> None:
             load_tasks(f"{whole}#train")
 
 
-def test_a_place_is_a_path_with_a_configuration_and_a_split(tmp_path: Path) -> None:
+def test_a_place_is_a_path_with_configuration_and_split(tmp_path: Path) -> None:
     assert Place.of("org/name") == Place("org/name")
     assert Place.of("org/name:main#test") == Place("org/name", "main", "test")
     assert Place.of("org/name:main") == Place("org/name", "main")
@@ -217,6 +217,6 @@ def test_parquet_is_read_like_jsonl(tmp_path: Path) -> None:
         load_tasks(bad)
 
 
-def test_a_hub_name_that_cannot_be_reached_is_a_data_error() -> None:
+def test_an_unreachable_hub_name_is_a_data_error() -> None:
     with pytest.raises(DataError, match="cannot read 'nobody/nothing'"):
         load_tasks("nobody/nothing")

@@ -120,11 +120,11 @@ def manifest() -> list[dict[str, Any]]:
     return list(YAML(typ="safe", pure=True).load_all((DEPLOY / "kuberay" / "rayjob.yaml").read_text()))
 
 
-def test_the_rayjob_has_the_keys_of_its_schema_and_no_others(manifest: list[dict[str, Any]]):
+def test_the_rayjob_manifest_matches_its_schema(manifest: list[dict[str, Any]]):
     assert [e.message for e in Draft202012Validator(MANIFEST).iter_errors(manifest)] == []
 
 
-def test_the_rayjob_mounts_only_volumes_it_has_and_runs_the_ray_of_the_lock(manifest: list[dict[str, Any]]):
+def test_the_rayjob_mounts_its_volumes_and_runs_the_locked_ray(manifest: list[dict[str, Any]]):
     config_map, claim, _, job = manifest
     cluster = job["spec"]["rayClusterSpec"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
@@ -136,7 +136,7 @@ def test_the_rayjob_mounts_only_volumes_it_has_and_runs_the_ray_of_the_lock(mani
     assert cluster["rayVersion"] == locked((ROOT / "requirements" / "cpu.lock").read_text())["ray"]
 
 
-def test_the_network_policy_lets_only_nodes_of_the_cluster_reach_more_than_the_dashboard(
+def test_the_network_policy_exposes_only_the_dashboard_beyond_cluster_nodes(
     manifest: list[dict[str, Any]],
 ):
     *_, policy, job = manifest
@@ -166,7 +166,7 @@ def test_the_runtime_environment_uses_keys_that_ray_knows():
 
 
 @pytest.mark.parametrize("name", ["Dockerfile.cpu", "kuberay/rayjob.yaml", "runtime_env.yaml", "slurm/rlsys.sbatch"])
-def test_every_file_says_at_its_top_what_was_never_run_and_runs_rlsys_train(name: str):
+def test_deployment_files_name_untested_parts_and_run_rlsys_train(name: str):
     text = (DEPLOY / name).read_text()
     head = "\n".join(text.splitlines()[:5])
     assert re.search(r"never (built|applied|run)", head)
@@ -215,7 +215,7 @@ def submit(folder: Path, rlsys: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(["bash", SLURM, *arguments], env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def test_slurm_starts_one_ray_per_node_and_the_driver_beside_the_head(tmp_path: Path):
+def test_slurm_starts_one_ray_per_node_and_the_driver(tmp_path: Path):
     job = submit(
         tmp_path, 'echo "$RAY_ADDRESS $*"; until grep -q "ray start --address" "$LOG"; do :; done', "job.yaml", "a.b=c"
     )
@@ -230,7 +230,7 @@ def test_slurm_starts_one_ray_per_node_and_the_driver_beside_the_head(tmp_path: 
     }
 
 
-def test_slurm_gives_a_token_of_this_job_to_every_ray_and_the_driver_and_names_it_to_none(tmp_path: Path):
+def test_slurm_gives_each_job_a_secret_token_for_ray(tmp_path: Path):
     tokens = []
     for name in ("one", "other"):
         (folder := tmp_path / name).mkdir()
@@ -252,7 +252,7 @@ def test_slurm_ends_with_the_exit_code_of_the_driver(tmp_path: Path):
     assert job.returncode == 3
 
 
-def test_slurm_hands_its_warning_on_so_that_the_driver_saves_before_the_limit(tmp_path: Path):
+def test_slurm_forwards_the_termination_warning_to_the_driver(tmp_path: Path):
     job = submit(tmp_path, 'trap "echo saved; exit 130" TERM; echo started; while :; do sleep 0.05; done', "job.yaml")
     assert job.stdout
     assert job.stdout.readline() == "started\n"
@@ -261,7 +261,7 @@ def test_slurm_hands_its_warning_on_so_that_the_driver_saves_before_the_limit(tm
     assert (job.returncode, out) == (130, "saved\n")
 
 
-def test_slurm_says_how_it_is_used_when_no_file_is_named(tmp_path: Path):
+def test_slurm_without_a_job_file_exits_with_2(tmp_path: Path):
     job = submit(tmp_path, "exit 0")
     job.communicate(timeout=30)
     assert job.returncode == 2

@@ -41,7 +41,7 @@ def test_no_two_metrics_are_one_gauge():
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
-def test_every_panel_has_a_title_says_what_it_shows_and_has_the_unit_of_its_metrics(panel: dict[str, Any]):
+def test_every_panel_has_title_and_description_and_matching_unit(panel: dict[str, Any]):
     assert panel["title"] and panel["description"] and panel["targets"]
     for target in panel["targets"]:
         keys = metrics_in(target["expr"])
@@ -54,7 +54,7 @@ def test_every_panel_has_a_title_says_what_it_shows_and_has_the_unit_of_its_metr
         assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) >= {"run", "policy"}
 
 
-def test_no_two_panels_lie_on_one_place_and_each_has_its_own_number():
+def test_panels_do_not_overlap_and_have_unique_ids():
     places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
     cells = [(p["x"] + x, p["y"] + y) for p in places for x in range(p["w"]) for y in range(p["h"])]
     assert len(set(cells)) == len(cells)
@@ -62,7 +62,7 @@ def test_no_two_panels_lie_on_one_place_and_each_has_its_own_number():
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(places)
 
 
-def test_variables_choose_run_and_policy_from_a_metric_that_every_run_has():
+def test_variables_select_run_and_policy_from_the_step_metric():
     variables = {variable["name"]: variable for variable in DASHBOARD["templating"]["list"]}
     assert list(variables) == ["datasource", "run", "policy"]
     for name in ("run", "policy"):

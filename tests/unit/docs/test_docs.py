@@ -25,7 +25,7 @@ def test_the_schema_in_docs_is_the_one_the_code_gives():
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_the_page_on_watching_a_run_has_every_alert_as_it_is(name):
+def test_the_dashboard_page_documents_every_alert_with_its_threshold(name):
     rule = RULES[name]
     row = f"| `{name}` | {rule.when} | {rule.threshold:g}{' ' + rule.unit if rule.unit else ''} |"
     assert row in (ROOT / "docs" / "dashboard.md").read_text().splitlines()

@@ -113,7 +113,7 @@ def test_each_ailment_is_named_with_its_cure(facts: Facts, level: str, what: str
     assert cure in finding.cure
 
 
-def test_a_machine_without_torch_and_ray_is_told_to_set_up():
+def test_a_machine_without_torch_and_ray_needs_make_setup():
     bare = replace(HEALTHY, versions={"rich": "15.0.0"})
     assert {f.cure for f in diagnose(bare) if f.level == "fail"} == {"make setup"}
 
@@ -122,7 +122,7 @@ def test_a_cluster_with_the_same_ray_is_fine():
     assert [f for f in diagnose(CLUSTERED) if f.level != "ok"] == []
 
 
-def test_this_machine_can_be_looked_at_and_its_packages_are_ours():
+def test_this_machine_is_inspected_and_its_packages_are_ours():
     facts = gather()
     home = Path(rlsys.__file__).parents[1]
     assert len(diagnose(facts)) == len(CHECKS)
@@ -172,7 +172,7 @@ def dashboard() -> Iterator[str]:
     server.server_close()
 
 
-def test_a_cluster_tells_its_ray_version_and_one_that_is_not_there_tells_none(dashboard: str):
+def test_a_clusters_ray_version_is_read_or_none_if_unreachable(dashboard: str):
     assert cluster_ray(dashboard) == "2.60.0"
     assert cluster_ray("http://127.0.0.1:9") is None
 
@@ -182,7 +182,7 @@ def test_a_cluster_tells_whether_it_asks_for_a_token(dashboard: str):
     assert cluster_auth("http://127.0.0.1:9") is None
 
 
-def test_a_cluster_that_asks_for_a_token_tells_its_version_to_who_has_it(dashboard: str):
+def test_reading_the_ray_version_uses_the_cluster_token(dashboard: str):
     _Dashboard.token = "secret"
     try:
         assert cluster_ray(dashboard) is None

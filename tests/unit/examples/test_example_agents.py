@@ -83,7 +83,7 @@ def test_rows_that_nobody_asked_for_count_against_a_table():
     assert item_f1({"k": "48"}, {"k": "47"}) == 0.0
 
 
-def test_demonstrations_of_tables_are_right_at_first_and_in_two_of_five_at_the_end():
+def test_demonstrations_of_tables_have_the_intended_error_rate():
     rng = Random(0)
     for is_careless, share in ((False, 1.0), (True, tables.RIGHT)):
         drawn = [tables.demonstration(rng, is_careless) for _ in range(3000)]
@@ -112,7 +112,7 @@ def player(signs: str, second: str, answer: str) -> Callable[[str], str]:
 GAME = Task(id="g", prompt="5,3,2=16", answer="")
 
 
-def test_a_child_is_told_what_its_expressions_come_to_until_one_hits():
+def test_children_see_the_values_of_their_expressions_until_a_hit():
     parent, *children = played(Countdown(), GAME, player("-+", "+*-", "5+3*2")).trajectories
     assert [said(child) for child in children] == [["5-3+2", "5-3*2", "5-3-2"], ["5+3+2", "5+3*2"]]
     assert "".join(map(chr, children[0].turns[-1].prompt_ids)) == "C5,3,2=16-5-3+24;5-3*24;"
@@ -150,7 +150,7 @@ def test_games_held_out_are_not_trained_on(tmp_path: Path):
     assert AutoTokenizer.from_pretrained(tmp_path / "model").eos_token == "<eos>"
 
 
-def test_demonstrations_of_games_end_with_a_hit_unless_they_are_careless():
+def test_demonstrations_of_games_hit_unless_careless():
     rng = Random(1)
     for _ in range(200):
         game = games.new_game(rng)
@@ -165,7 +165,7 @@ def test_demonstrations_of_games_end_with_a_hit_unless_they_are_careless():
 # ---------------------------------------------------------------------------------------------------------- imitation
 
 
-def test_only_what_the_policy_says_is_learned_with_the_token_that_ends_it():
+def test_only_policy_text_and_its_end_token_are_learned():
     tokenizer = build_tokenizer()
     ids, targets = batch_of(tokenizer, [[("S|kb=", "k"), ("47;", "b")], [("S|k=", "")]])
     assert tokenizer.decode(ids[0]) == "S|kb=k<eos>47;b<eos>"

@@ -30,7 +30,7 @@ def result(reward: float, steps: int | None, cpu_s: float, explained: float | No
     return Result({"reward_last": reward, "steps_to_goal": steps, "explained_variance": explained, "cpu_s": cpu_s})
 
 
-def test_figures_are_of_the_last_tenth_and_of_the_first_step_whose_running_mean_is_the_goal():
+def test_results_cover_the_last_tenth_and_the_steps_to_goal():
     figures = figures_of(rows(is_critic=True))
     assert (figures["reward_last"], figures["steps_to_goal"]) == (1.0, 29)  # 9 of ten steps are 1
     assert figures["explained_variance"] == pytest.approx((37 + 38 + 39 + 40) / 160)

@@ -14,7 +14,7 @@ def test_triples_are_distinct_and_of_distinct_two_digit_numbers():
     assert all(len(set(triple)) == 3 for triple in triples)
 
 
-def test_the_chat_shows_two_solved_examples_and_ends_with_the_question():
+def test_the_chat_has_two_solved_examples_before_the_question():
     messages = chat([(12, 47, 31), (85, 20, 66)], (59, 63, 15))
     assert [m["role"] for m in messages] == ["user", "assistant", "user", "assistant", "user"]
     assert [m["content"] for m in messages] == [

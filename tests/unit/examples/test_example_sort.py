@@ -48,7 +48,7 @@ def test_evaluation_training_and_demonstrations_share_no_prompt():
     assert len(set(prompts)) == len(prompts)
 
 
-def test_demonstrations_mix_the_three_modes_in_the_shares_of_the_recipe():
+def test_demonstrations_mix_three_modes_in_shares_of_the_recipe():
     recipe = Recipe(seed=0, steps=10, batch_size=100)
     tokenizer = build_tokenizer()
     _, _, digits = draw_digits(recipe)
@@ -79,7 +79,7 @@ def test_a_policy_that_knows_nothing_scores_nothing():
     assert accuracy(new_model(tokenizer, seed=0), tokenizer, digits, greedy=True) == 0.0
 
 
-def test_preparing_twice_gives_the_same_files_and_does_the_work_once(tmp_path):
+def test_preparing_twice_does_the_work_once_with_equal_files(tmp_path):
     figures = prepare(tmp_path, TOY)
     written = (tmp_path / "model" / "model.safetensors").stat().st_mtime_ns
     assert prepare(tmp_path, TOY) == figures

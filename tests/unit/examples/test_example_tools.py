@@ -26,13 +26,13 @@ def asking(call: str) -> Callable[[str], str]:
     return lambda prompt: prompt.rpartition(call)[2].removesuffix(">") if prompt.endswith(">") else call
 
 
-def test_a_reply_with_the_mark_calls_the_calculator_and_the_last_reply_is_the_answer():
+def test_a_marked_reply_calls_the_calculator_before_the_answer():
     assert [turn.text for turn in trajectory(asking("?31*49")).turns] == ["?31*49", "1519"]
     assert [turn.text for turn in trajectory(lambda prompt: "1520").turns] == ["1520"]
 
 
 @pytest.mark.parametrize("call", ["?", "?1*", "?2**9", "?1234567890*1"])
-def test_a_call_that_makes_no_sense_is_told_so_in_characters_that_the_policy_knows(call: str):
+def test_an_invalid_call_is_answered_in_known_characters(call: str):
     assert [turn.text for turn in trajectory(asking(call)).turns] == [call, "!"]
 
 

@@ -23,7 +23,7 @@ def episode(proposed: str, solved: str) -> Episode:
     return played(Digits(attempts=2), TASK, policies, bindings=BINDINGS)
 
 
-def test_each_agent_speaks_with_its_own_policy_and_reads_the_other_as_text():
+def test_each_agent_uses_its_own_policy_and_exchanges_text():
     found = episode("385120", "012358")
     assert [(t.agent, t.policy, t.reward) for t in found.trajectories] == [
         ("proposer", "proposer", 0.0),  # every solver is right: too easy
@@ -34,12 +34,12 @@ def test_each_agent_speaks_with_its_own_policy_and_reads_the_other_as_text():
 
 
 @pytest.mark.parametrize("reply", ["", "38512", "38512a", "3851203"])
-def test_a_reply_that_is_no_task_costs_the_proposer_and_nobody_solves_it(reply: str):
+def test_an_invalid_proposal_costs_the_proposer_and_gets_no_solver(reply: str):
     (proposer,) = episode(reply, "").trajectories
     assert proposer.reward == -1.0
 
 
-def test_the_report_counts_tasks_of_different_digits_and_answers_to_them():
+def test_the_report_counts_proper_tasks_and_right_answers():
     share = share_of(
         [episode("385120", "012358"), episode("385120", "1"), episode("111111", "111111"), episode("", "")]
     )
@@ -60,7 +60,7 @@ def test_what_is_imitated_fits_the_task():
     assert 0.45 < sum(right) / len(right) < 0.6
 
 
-def test_the_configuration_binds_each_agent_to_a_policy_of_its_own():
+def test_the_configuration_binds_each_agent_to_its_own_policy():
     config = Config.load(Path("examples/two_policies/run.yaml"))
     assert list(config.trained) == ["solver", "proposer"]
     assert config.of("proposer").model.path.endswith("proposer")

@@ -64,7 +64,7 @@ def test_at_the_limit_consecutive_gradients_turn_by_the_known_angle(staleness: i
     assert done.cosines[1:] == pytest.approx([boundary_cosine(staleness)] * (len(done.cosines) - 1), abs=1e-4)
 
 
-def test_sixteen_versions_old_gradients_diverge_without_control_and_stay_bounded_with_it() -> None:
+def test_control_bounds_gradients_of_staleness_sixteen_that_otherwise_diverge() -> None:
     for seed in range(3):
         problem = Problem(seed=seed)
         assert descend(problem, 16, GAC()).has_diverged
@@ -81,7 +81,7 @@ def test_fresh_gradients_are_hardly_disturbed() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_thresholds_of_a_fresh_start_keep_sixteen_versions_old_gradients_bounded(seed: int) -> None:
+def test_thresholds_calibrated_from_a_fresh_start_bound_stale_gradients(seed: int) -> None:
     """What users are told to do: synchronous steps first, 100 of them, then old gradients for a thousand."""
     problem = Problem(seed=seed, num_steps=1100)
     watched, controlled = (descend(problem, 16, GAC(enabled=on, calibrate_steps=100)) for on in (False, True))
@@ -97,7 +97,7 @@ def test_thresholds_of_a_fresh_start_leave_fresh_gradients_alone() -> None:
     assert controlled.regimes.count(Regime.SAFE) > 0.98 * len(controlled.regimes)
 
 
-def test_the_sooner_thresholds_are_taken_in_a_descent_the_more_they_let_through() -> None:
+def test_earlier_calibration_gives_weaker_control() -> None:
     """The first gradients of a descent all point downhill, so that their cosines are large without any staleness."""
     finals = [descend(Problem(num_steps=600), 8, GAC(enabled=True, calibrate_steps=n)).final() for n in (20, 100, 200)]
     assert finals == sorted(finals, reverse=True)

@@ -24,7 +24,7 @@ def outcome(final: float = 0.9, cosines: list[float] | None = None) -> Outcome:
     return Outcome(rewards=[0.1 * step for step in range(10)], metrics=metrics, final_reward=final)
 
 
-def test_a_run_samples_from_so_many_versions_ago_but_from_none_before_its_synchronous_start() -> None:
+def test_sampling_lags_by_the_staleness_after_the_synchronous_start() -> None:
     assert [STALE.sampled_from(version) for version in range(6)] == [0, 0, 0, 0, 1, 2]
     calibrated = Run(staleness=3, gac=GAC(calibrate_steps=10))
     assert [calibrated.sampled_from(version) for version in (0, 9, 10, 13, 14)] == [0, 9, 10, 10, 11]
@@ -36,7 +36,7 @@ def test_a_learning_curve_is_of_the_versions_that_sampled() -> None:
     assert rewards == pytest.approx([0.15, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])  # the first of four steps
 
 
-def test_a_collapse_is_told_by_the_version_that_first_showed_it() -> None:
+def test_a_collapse_is_dated_by_the_first_version_showing_it() -> None:
     fallen = replace(outcome(), rewards=[1.0] * 20 + [0.0] * 20)
     assert collapse_version(Run(steps=40), fallen) == 25  # fewer than five of the last ten are 1
     assert collapse_version(Run(steps=40), replace(fallen, rewards=[1.0] * 40)) is None
@@ -53,7 +53,7 @@ def test_results_of_another_edition_do_not_count(tmp_path: Path) -> None:
     assert finished(tmp_path / "results.jsonl", [STALE], Outcome) == {STALE: outcome()}
 
 
-def test_a_search_confirms_the_best_of_each_setting_on_other_seeds() -> None:
+def test_a_search_confirms_the_best_settings_on_other_seeds() -> None:
     searched = search([0])
     best = [row for row in searched if row.label == "wide, .2 and .6"]
     done = {row.run: outcome(0.8 if row in best else 0.7) for row in searched}

@@ -42,7 +42,7 @@ def url_in(text: str) -> str:
     return line.split()[1]
 
 
-def test_a_run_that_wants_a_dashboard_has_one_until_it_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_dashboard_is_served_until_the_run_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = config_of(tmp_path)
     small_run(config.run_dir)
     with dashboard_beside(config):
@@ -68,7 +68,7 @@ def test_a_port_that_is_taken_costs_the_run_one_line(tmp_path: Path, capsys: pyt
     assert line.startswith(f"rlsys: there is no dashboard, training goes on: cannot listen on port {port} ")
 
 
-def test_a_host_that_cannot_be_one_costs_the_run_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_dashboard_host_costs_only_one_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with dashboard_beside(config_of(tmp_path, "dashboard.host=my..host")):
         pass
     (line,) = capsys.readouterr().err.splitlines()
@@ -76,7 +76,7 @@ def test_a_host_that_cannot_be_one_costs_the_run_one_line(tmp_path: Path, capsys
     assert "set dashboard.host" in line
 
 
-def test_an_address_with_a_token_is_for_the_owner_of_the_run_only(
+def test_the_address_with_its_token_is_readable_by_owner_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = config_of(tmp_path, "dashboard.host=0.0.0.0")
@@ -91,7 +91,7 @@ def test_an_address_with_a_token_is_for_the_owner_of_the_run_only(
             assert status(f"http://127.0.0.1:{urlsplit(url).port}/?{urlsplit(url).query}") == 200
 
 
-def test_one_that_ends_before_the_run_is_told_of_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dashboard_that_dies_early_is_reported_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = config_of(tmp_path)
     with dashboard_beside(config):
         alive = (c for c in psutil.Process().children() if c.status() != psutil.STATUS_ZOMBIE)
@@ -126,7 +126,7 @@ with dashboard_beside(Config.load({str(tmp_path / "job.yaml")!r})):
             stream.read()  # to its end, which is that of the dashboard
 
 
-def test_thresholds_of_alerts_are_set_by_name_and_turned_off_with_null(tmp_path: Path) -> None:
+def test_alert_thresholds_are_set_by_name_and_disabled_with_null(tmp_path: Path) -> None:
     config = config_of(tmp_path, "alerts={entropy_collapse: 0.1, idle_side: null}", "alerts.kl_tail=2")
     assert config.alerts == {"entropy_collapse": 0.1, "idle_side": None, "kl_tail": 2.0}
 

@@ -17,7 +17,7 @@ def test_the_result_of_several_policies_holds_that_of_each():
     assert "policies" not in TrainResult("runs/one").as_json()
 
 
-def test_a_command_for_one_model_says_how_to_name_a_policy(tmp_path: Path):
+def test_commands_for_one_model_ask_for_a_policy_folder(tmp_path: Path):
     (tmp_path / "policies" / "solver").mkdir(parents=True)
     (tmp_path / "config.resolved.yaml").write_text("run: {}\n")
     with pytest.raises(ConfigError, match=r"is a run of several policies: name the folder of one, .*/policies/NAME"):
@@ -33,7 +33,7 @@ def several(folder: Path, *overrides: str) -> Config:
     return one(folder, "policies={plain: {}, own: {train: {lr: 1e-4}}}", *overrides)
 
 
-def test_the_models_of_policies_are_found_from_any_folder_and_hub_names_stay(tmp_path: Path):
+def test_model_paths_become_absolute_and_hub_names_stay(tmp_path: Path):
     for name in ("model", "critic"):
         (tmp_path / name).mkdir()
     here = os.path.relpath(tmp_path)
@@ -51,7 +51,7 @@ def test_the_models_of_policies_are_found_from_any_folder_and_hub_names_stay(tmp
     assert found.policies["plain"] == config.policies["plain"]
 
 
-def test_a_run_of_one_policy_and_a_run_of_several_do_not_write_over_each_other(tmp_path: Path):
+def test_single_and_multi_policy_runs_never_overwrite_each_other(tmp_path: Path):
     (tmp_path / "run" / "policies" / "own").mkdir(parents=True)
     with pytest.raises(ConfigError, match="holds a run of several policies, and this is one of a single one"):
         train(one(tmp_path), progress=False)

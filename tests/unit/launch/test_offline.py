@@ -41,7 +41,7 @@ def test_a_folder_is_made_once(tmp_path: Path):
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")) == ["model", "model/weights"]
 
 
-def test_of_two_that_make_a_folder_at_once_the_first_wins(tmp_path: Path):
+def test_of_two_concurrent_makers_of_a_folder_the_first_wins(tmp_path: Path):
     def overtaken(folder: Path) -> None:
         filling(tmp_path / "model")
         filling(folder)

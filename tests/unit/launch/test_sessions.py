@@ -53,7 +53,7 @@ def test_a_session_that_came_to_no_checkpoint_is_forgotten(sessions: Sessions) -
     assert [sessions.lr_at(step) for step in (10, 11)] == [1, 3]
 
 
-def test_a_run_that_goes_back_to_an_older_checkpoint_forgets_the_sessions_after_it(sessions: Sessions) -> None:
+def test_resuming_from_an_older_checkpoint_discards_later_sessions(sessions: Sessions) -> None:
     sessions.begin(lr=1, start=0)
     sessions.begin(lr=2, start=20)
     sessions.begin(lr=3, start=10)
@@ -61,7 +61,7 @@ def test_a_run_that_goes_back_to_an_older_checkpoint_forgets_the_sessions_after_
     assert sessions.kept == ["until_step_000010.yaml"]
 
 
-def test_nothing_is_kept_of_what_is_not_different_or_began_anew(sessions: Sessions, tmp_path: Path) -> None:
+def test_unchanged_or_restarted_sessions_are_not_kept(sessions: Sessions, tmp_path: Path) -> None:
     sessions.begin(lr=1, start=0)
     sessions.begin(lr=1, start=10)
     sessions.begin(lr=2, start=0)

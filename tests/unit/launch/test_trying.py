@@ -53,7 +53,7 @@ ASKS = f"{__name__}:Asks"
 REFUSES = f"{__name__}:Refuses"
 
 
-def test_a_session_with_a_scripted_policy_is_shown_line_by_line():
+def test_a_scripted_session_is_printed_line_by_line():
     done = tried(ASKS, "--task", ROW, "--policy", f"{__name__}:echo")
     assert done.stdout.splitlines() == [
         "Asks on task sum",
@@ -92,7 +92,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "run.yaml")
 
 
-def test_a_session_with_the_model_is_the_same_for_the_same_seed_and_starts_no_ray(job: str):
+def test_a_model_session_is_reproducible_by_seed_without_ray(job: str):
     was_there = ray.is_initialized()
     first, again, other = (tried(job, "--json", "--reward", "--seed", seed).stdout for seed in "112")
     assert ray.is_initialized() == was_there

@@ -68,7 +68,7 @@ def test_what_is_saved_is_what_is_read(tmp_path):
 
 @pytest.mark.parametrize("damage", [truncate, Path.unlink], ids=["truncated", "missing"])
 @pytest.mark.parametrize("part", PARTS)
-def test_with_any_file_truncated_or_missing_the_one_before_is_found(tmp_path, part, damage: Callable[[Path], None]):
+def test_a_damaged_checkpoint_is_passed_over_for_the_previous_one(tmp_path, part, damage: Callable[[Path], None]):
     checkpoints_in(tmp_path, 2, 4)
     damage(tmp_path / "step_000004" / part)
     assert not is_complete(tmp_path / "step_000004")
@@ -96,7 +96,7 @@ def test_where_nothing_was_saved_nothing_is_found(tmp_path):
     assert not is_complete(tmp_path / "nowhere")
 
 
-def test_one_that_was_cut_off_while_it_was_written_is_not_one(tmp_path):
+def test_an_interrupted_write_is_not_a_checkpoint(tmp_path):
     checkpoints_in(tmp_path, 2)
     shutil.copytree(tmp_path / "step_000002", tmp_path / "step_000004.tmp")
     assert find_latest(tmp_path) == tmp_path / "step_000002"
@@ -104,7 +104,7 @@ def test_one_that_was_cut_off_while_it_was_written_is_not_one(tmp_path):
     assert names(tmp_path) == ["latest", "step_000002", "step_000004"]
 
 
-def test_a_full_disk_says_what_is_left_and_leaves_it_alone(tmp_path):
+def test_a_full_disk_names_and_keeps_the_last_good_checkpoint(tmp_path):
     checkpoints = checkpoints_in(tmp_path, 2)
     with pytest.raises(CheckpointError) as raised:
         asyncio.run(checkpoints.save(4, state_of(4), disk_is_full))
@@ -114,12 +114,12 @@ def test_a_full_disk_says_what_is_left_and_leaves_it_alone(tmp_path):
     assert checkpoints.last_saved == 2
 
 
-def test_a_full_disk_at_the_first_one_says_that_nothing_was_saved(tmp_path):
+def test_a_full_disk_at_the_first_save_reports_none_saved(tmp_path):
     with pytest.raises(CheckpointError, match="none was saved before"):
         asyncio.run(Checkpoints(tmp_path / "new", 1, 1).save(1, state_of(1), disk_is_full))
 
 
-def test_a_full_disk_while_saving_a_step_again_keeps_what_was_there(tmp_path):
+def test_a_full_disk_while_saving_again_keeps_the_old_checkpoint(tmp_path):
     checkpoints = checkpoints_in(tmp_path, 2)
     with pytest.raises(CheckpointError):
         asyncio.run(checkpoints.save(2, state_of(2), disk_is_full))
@@ -162,7 +162,7 @@ def test_when_a_checkpoint_is_due(tmp_path, every, step, is_last, last_saved, du
     ],
     ids=["no JSON", "another format", "fields missing"],
 )
-def test_a_state_that_this_version_of_rlsys_cannot_read_is_named(tmp_path, text, message):
+def test_an_unreadable_driver_state_is_named(tmp_path, text, message):
     checkpoints_in(tmp_path, 2)
     path = tmp_path / "step_000002" / "driver.json"
     path.write_text(text.ljust(path.stat().st_size))
@@ -179,7 +179,7 @@ def test_a_state_without_a_format_is_of_the_first(tmp_path):
     assert read_state(tmp_path / "step_000002") == state_of(2)
 
 
-def test_a_state_that_is_older_than_the_metrics_of_the_step_before_has_none(tmp_path):
+def test_an_older_state_without_past_metrics_loads_with_none(tmp_path):
     checkpoints_in(tmp_path, 2)
     path = tmp_path / "step_000002" / "driver.json"
     row = json.loads(path.read_text())
@@ -188,7 +188,7 @@ def test_a_state_that_is_older_than_the_metrics_of_the_step_before_has_none(tmp_
     assert read_state(tmp_path / "step_000002") == replace(state_of(2), past={})
 
 
-def test_a_metric_that_is_not_finite_is_read_as_it_was_saved(tmp_path):
+def test_metrics_that_are_not_finite_survive_a_save(tmp_path):
     state = replace(state_of(2), past={"a": math.nan, "b": -math.inf})
     asyncio.run(Checkpoints(tmp_path, 1, 1).save(2, state, write))
     past = read_state(tmp_path / "step_000002").past

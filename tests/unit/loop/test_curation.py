@@ -46,7 +46,7 @@ def ledger_of(rules: CurationSection, num_tasks: int = 5) -> Ledger:
 # ------------------------------------------------------------------------------------------------------------ history
 
 
-def test_without_rules_nothing_is_kept_and_every_task_gets_a_whole_group():
+def test_without_rules_nothing_is_kept_and_groups_are_whole():
     curation = Curriculum()
     settled(curation, "a", 8, 8)
     assert (curation.state().tallies, curation.metrics()) == ({}, {})
@@ -68,7 +68,7 @@ def test_half_of_an_odd_group_is_rounded_up():
     assert curation.size_of("a", 5) == 3
 
 
-def test_a_success_rate_counts_once_there_are_enough_scored_episodes_and_only_those_count():
+def test_success_rates_need_enough_scored_episodes():
     curation = Curriculum(CurationSection(fewer_above=0.5, min_episodes=4))
     curation.scored(scored("a", [1.0, None, None, 1.0, 1.0]))
     curation.settle(0)
@@ -89,7 +89,7 @@ def test_what_is_settled_counts_from_the_next_published_step():
     assert curation.size_of("a", SIZE) == 4
 
 
-def test_of_two_attempts_at_a_group_the_later_counts_and_of_a_lost_one_none():
+def test_the_last_attempt_counts_and_lost_groups_do_not():
     curation = Curriculum(CurationSection(fewer_above=0.5))
     curation.scored(scored("a", [1.0] * 8, group_id=0))
     curation.scored(scored("a", [0.0] * 8, group_id=0))
@@ -127,7 +127,7 @@ def test_or_never():
 # -------------------------------------------------------------------------------------------------------------- issue
 
 
-def test_a_task_that_is_passed_over_uses_up_no_number_and_the_next_one_comes_in_its_place():
+def test_a_skipped_task_uses_no_group_id():
     order = [TaskSource(tasks(5), 3).at(c) for c in _cursors(10)]
     ledger = ledger_of(CurationSection(success_within=(0.0, 0.5)))
     settled(ledger.curation, order[1].id, 8, 8)
@@ -136,7 +136,7 @@ def test_a_task_that_is_passed_over_uses_up_no_number_and_the_next_one_comes_in_
     assert [a.task for a in issued] == [order[i] for i in (0, 2, 3, 4)]
 
 
-def test_a_group_keeps_its_size_when_it_is_issued_again_here_or_after_a_resume():
+def test_a_reissued_group_keeps_its_size_also_after_a_resume():
     ledger = ledger_of(CurationSection(fewer_above=0.5))
     first = ledger.issue(0)
     assert first.size == SIZE
@@ -152,7 +152,7 @@ def test_a_group_keeps_its_size_when_it_is_issued_again_here_or_after_a_resume()
     assert [resumed.issue(1).size for _ in range(3)] == [SIZE, SIZE // 2, SIZE]
 
 
-def test_if_every_task_is_passed_over_the_run_ends_with_the_remedy():
+def test_skipping_every_task_ends_the_run_with_the_remedy():
     ledger = ledger_of(CurationSection(success_within=(0.1, 0.9), look_again=0))
     for task in tasks(4):
         settled(ledger.curation, task.id, 8, 8)
@@ -164,7 +164,7 @@ def test_if_every_task_is_passed_over_the_run_ends_with_the_remedy():
         ledger.issue(0)
 
 
-def test_tasks_that_are_all_passed_over_are_looked_at_again_and_the_run_goes_on():
+def test_skipped_tasks_are_revisited_after_look_again_passes():
     ledger = ledger_of(CurationSection(success_within=(0.0, 0.9), look_again=4))
     for task in tasks(5):
         settled(ledger.curation, task.id, 8, 8)
@@ -201,7 +201,7 @@ def at_least(version: int) -> Callable[[int], int]:
     [([0.5, 0.0, 0.0], 1), ([0.5, None, 0.0], 1), ([None, 0.0], 0), ([None, 0.0, None], 0)],
     ids=["the lowest", "one that could not be scored", "though one is left", "the first of them"],
 )
-def test_a_success_takes_the_place_of_the_episode_that_teaches_least(rewards, episode):
+def test_a_success_replaces_the_lowest_or_an_unscored_episode(rewards, episode):
     curation = grafting()
     failed_group = scored("a", rewards, group_id=9)
     graft = curation.graft_for(failed_group, at_least(0))
@@ -218,7 +218,7 @@ def test_other_groups_are_left_as_they_are(task_id, rewards):
     assert grafting().graft_for(scored(task_id, rewards, group_id=9), at_least(0)) is None
 
 
-def test_a_success_is_of_use_once_a_later_step_is_published():
+def test_a_success_is_available_after_the_next_publish():
     curation = Curriculum(CurationSection(stored_successes=1))
     curation.scored(scored("a", [1.0, 0.0], group_id=7))
     assert curation.graft_for(scored("a", [0.0, 0.0], group_id=9), at_least(0)) is None
@@ -226,14 +226,14 @@ def test_a_success_is_of_use_once_a_later_step_is_published():
     assert curation.graft_for(scored("a", [0.0, 0.0], group_id=9), at_least(0)) is not None
 
 
-def test_a_success_that_is_too_old_for_a_group_is_counted_and_left_for_others():
+def test_a_success_too_stale_for_one_group_remains_for_others():
     curation = grafting()
     assert curation.graft_for(scored("a", [0.0, 0.0], group_id=9), at_least(4)) is None
     assert curation.metrics() == {"curation/grafted": 0, "curation/too_old": 1, "curation/stored": 1}
     assert curation.graft_for(scored("a", [0.0, 0.0], group_id=10), at_least(3)) is not None
 
 
-def test_the_newest_success_of_a_task_is_kept_and_the_task_least_recently_used_gives_way():
+def test_stored_successes_are_the_newest_per_task_with_lru_eviction():
     curation = grafting()
     curation.scored(scored("b", [1.0, 0.0], group_id=8))
     curation.publish()
@@ -247,7 +247,7 @@ def test_the_newest_success_of_a_task_is_kept_and_the_task_least_recently_used_g
 
 
 @pytest.mark.parametrize("how", [Curriculum.lose, Curriculum.forget])
-def test_a_success_whose_payload_is_gone_is_forgotten_and_only_that(how):
+def test_a_success_with_a_lost_payload_is_forgotten_alone(how):
     curation = grafting()
     how(curation, 6, "a")
     assert curation.metrics()["curation/stored"] == 1
@@ -261,7 +261,7 @@ def test_successes_are_not_kept_over_a_resume():
     assert resumed.metrics()["curation/stored"] == 0
 
 
-def test_what_is_grafted_keeps_its_own_reward_versions_and_acknowledgements_and_no_column():
+def test_a_graft_keeps_reward_versions_and_acknowledgements_without_columns():
     donor = replace(
         scored("a", [0.0, 1.0], group_id=7, version=3),
         versions=(VersionSpan(2, 3), VersionSpan(3, 3)),
@@ -311,7 +311,7 @@ ACTIONS = ["issue", "issue", "judge", "judge", "consume", "drop", "again", "cras
 
 @settings(deadline=None, max_examples=150)
 @given(actions=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 9), st.integers(0, SIZE)), max_size=80))
-def test_whatever_happens_the_history_is_that_of_the_groups_settled_and_published(actions):
+def test_history_always_covers_settled_and_published_groups(actions):
     rules = CurationSection(fewer_above=0.5, min_episodes=4)
     ledger, model = ledger_of(rules), History()
     sizes: dict[int, int] = {}
@@ -393,7 +393,7 @@ def _settle_early(ledger: Ledger, assignment: Assignment, seed: int) -> bool:
 
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 10**6), crash_at=st.frozensets(st.integers(0, 14), max_size=3))
-def test_an_interrupted_run_issues_what_an_uninterrupted_one_does_and_knows_the_same(seed, crash_at):
+def test_an_interrupted_run_issues_the_same_groups_and_history(seed, crash_at):
     whole = played(seed, 15, crash_at=frozenset(), hurry=list)
     assert played(seed, 15, crash_at=crash_at, hurry=list) == whole
 
@@ -410,7 +410,7 @@ def test_in_synchronous_training_nothing_depends_on_who_is_quicker(seed, order):
     assert state_too == state
 
 
-def test_those_laws_are_about_runs_in_which_tasks_are_passed_over_and_groups_are_smaller():
+def test_the_tested_runs_include_skipped_tasks_and_smaller_groups():
     issued, state = played(5, 15, crash_at=frozenset(), hurry=list)
     assert {size for _, _, size in issued} == {SIZE, SIZE // 2}
     assert any(tally.num_passed for tally in state.curation.tallies.values())
@@ -421,7 +421,7 @@ def test_those_laws_are_about_runs_in_which_tasks_are_passed_over_and_groups_are
     limit=st.integers(1, 4),
     actions=st.lists(st.tuples(st.sampled_from(["success", "failure", "publish"]), st.integers(0, 6)), max_size=60),
 )
-def test_there_are_never_more_successes_than_the_limit_and_each_is_the_newest_of_its_task(limit, actions):
+def test_stored_successes_stay_within_the_limit_and_newest_per_task(limit, actions):
     curation = Curriculum(CurationSection(stored_successes=limit))
     newest: dict[str, int] = {}
     for group_id, (action, number) in enumerate(actions):

@@ -82,20 +82,20 @@ def test_every_task_is_sampled_and_scored():
     assert (result.length_mean, result.truncated_frac, result.failed_frac) == (3, 0, 0)
 
 
-def test_prompts_over_the_limit_are_left_out_and_counted_and_end_nothing():
+def test_overlong_prompts_are_counted_and_end_nothing():
     world = FakeWorld(reward=lambda group_id, episode: 1.0)
     rollouts = Watched(world, frozenset({"task-1", "task-3"}))
     result = run_virtual(evaluator_on(rollouts, {"d": 4}, max_failed_groups=1).measure("d"))
     assert (result.num_tasks, result.num_too_long, result.mean) == (2, 2, 1.0)
 
 
-def test_nothing_to_judge_is_an_error_that_names_the_data_set_and_says_why():
+def test_an_evaluation_without_scores_is_an_error_with_the_reason():
     with pytest.raises(RlsysError, match="evaluation on held_out: no sample could be scored: the judge raised"):
         measured(FakeWorld(reward=lambda group_id, episode: None))
 
 
 @pytest.mark.parametrize("fault", [Fault.DIES, Fault.HANGS])
-def test_what_a_machine_broke_is_done_again_with_the_same_result(fault):
+def test_worker_faults_are_retried_with_the_same_result(fault):
     recorder = EventRecorder()
     world = FakeWorld(rollout_faults={1: fault, 5: fault}, reward_faults={2: fault})
     assert measured(world, num_tasks=6, recorder=recorder) == measured(FakeWorld(), num_tasks=6)
@@ -104,7 +104,7 @@ def test_what_a_machine_broke_is_done_again_with_the_same_result(fault):
     assert len(set(told)) == len(told), "each once, however many groups hit it"
 
 
-def test_a_group_whose_payload_is_lost_is_rolled_out_again_with_the_same_result():
+def test_lost_payloads_are_rolled_out_again_with_equal_results():
     assert measured(FakeWorld(payload_losses={"score": {0, 3}})) == measured(FakeWorld())
 
 
@@ -116,7 +116,7 @@ def test_a_payload_that_is_lost_every_time_ends_the_evaluation():
     assert "gave up after 3 attempts at one group; the last failure: the bytes of group" in str(error)
 
 
-def test_work_that_fails_every_time_ends_the_evaluation_naming_the_worker():
+def test_repeated_failure_ends_the_evaluation_naming_the_worker():
     with pytest.raises(ExceptionGroup) as raised:
         measured(FakeWorld(rollout_faults=dict.fromkeys(range(100), Fault.DIES)))
     error = first_of(raised.value)
@@ -124,7 +124,7 @@ def test_work_that_fails_every_time_ends_the_evaluation_naming_the_worker():
     assert "gave up after 3 attempts at one group; the last failure: rollout-" in str(error)
 
 
-def test_a_group_that_the_check_refuses_is_issued_again_to_a_replaced_worker():
+def test_a_group_refused_by_the_check_is_reissued_after_replacement():
     refused: list[str] = []
 
     async def check(group: Group) -> None:
@@ -149,7 +149,7 @@ def timed(evaluator: Evaluator, *sets: str) -> float:
     return run_virtual(measure_all())
 
 
-def test_tasks_are_rolled_out_side_by_side_up_to_the_limit_over_all_sets_with_seeds_of_their_own():
+def test_tasks_run_concurrently_up_to_the_limit_with_distinct_seeds():
     rollouts = Watched(FakeWorld(rollout_s=lambda group_id: 1.0 + group_id))
     assert timed(evaluator_on(rollouts, {"a": 6, "b": 6}), "a", "b") < 2 * sum(1.1 + group_id for group_id in range(6))
     assert rollouts.most_open == 3

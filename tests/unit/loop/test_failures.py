@@ -39,11 +39,11 @@ def aborted(error: RlsysError, *, attempt: int, dropped_in_a_row: int) -> str:
 
 @pytest.mark.parametrize("attempt", [1, 2])
 @pytest.mark.parametrize("error", MACHINE, ids=name)
-def test_what_a_machine_broke_is_tried_again_on_a_new_worker(error, attempt):
+def test_worker_faults_are_retried_on_a_restarted_worker(error, attempt):
     assert POLICY.decide(error, attempt=attempt, dropped_in_a_row=99) == Retry(restart="rollout-1")
 
 
-def test_groups_whose_payload_is_gone_are_issued_again_but_not_for_ever():
+def test_lost_payloads_are_reissued_up_to_the_attempt_limit():
     error = PayloadLost((3, 5))
     assert POLICY.decide(error, attempt=2, dropped_in_a_row=99) == Reissue()
     message = "gave up after 3 attempts at one group; the last failure: the bytes of group 3, 5 are gone"
@@ -70,7 +70,7 @@ def test_too_many_drops_in_a_row_end_the_run(error):
     assert aborted(error, attempt=1, dropped_in_a_row=3) == message
 
 
-def test_groups_without_a_signal_are_dropped_until_it_is_plain_that_none_will_have_one():
+def test_groups_without_signal_are_dropped_up_to_the_limit():
     error = NoSignal("group 7 (task a) has equal rewards: [1.0]")
     assert POLICY.decide(error, attempt=1, dropped_in_a_row=4) == Drop("no_signal")
     for dropped_in_a_row in (5, 8):
@@ -96,5 +96,5 @@ def test_groups_without_a_signal_are_dropped_until_it_is_plain_that_none_will_ha
     ],
     ids=["WorkflowError", "WorkerError", "TrainingError", "ConfigError"],
 )
-def test_what_only_a_person_can_mend_ends_the_run_at_once(error, message):
+def test_errors_that_need_a_person_end_the_run_at_once(error, message):
     assert aborted(error, attempt=1, dropped_in_a_row=0) == message

@@ -175,7 +175,7 @@ async def test_a_group_goes_through_every_state_and_tells_its_transitions():
 
 
 @virtual
-async def test_a_group_may_be_issued_again_and_dropped_and_tells_it():
+async def test_reissues_and_drops_are_counted_and_reported():
     recorder = EventRecorder()
 
     queue = queue_of(1, events=Events([recorder]))
@@ -315,7 +315,7 @@ async def test_a_restored_group_has_no_attempt_in_this_session():
 # -------------------------------------------------------------------------------------------------- permits and window
 
 
-def test_no_more_groups_are_in_the_pipe_than_there_are_permits():
+def test_groups_in_the_pipe_never_exceed_the_permits():
     queue = queue_of(2, max_staleness=1)
 
     async def scenario(producers: Producers) -> None:
@@ -370,7 +370,7 @@ def test_a_window_counts_group_ids_past_the_oldest_open_group():
     played(queue, scenario)
 
 
-def test_a_drop_is_counted_gives_its_permit_back_and_admits_another_group():
+def test_a_drop_is_counted_and_its_permit_admits_another():
     queue = queue_of(2, num_groups=2)
 
     async def scenario(producers: Producers) -> None:
@@ -444,7 +444,7 @@ def test_tokens_beyond_the_bound_are_dropped_as_stale_and_replaced():
 
 
 @virtual
-async def test_groups_that_were_taken_and_given_up_make_room_for_others():
+async def test_dropping_taken_groups_frees_their_permits():
     queue = queue_of(2, num_groups=2)
     await produced(queue, 2)
     for one in await queue.take(0):
@@ -455,7 +455,7 @@ async def test_groups_that_were_taken_and_given_up_make_room_for_others():
     assert await taken(queue) == [2, 3]
 
 
-def test_up_to_a_version_there_is_no_more_in_the_pipe_than_one_step():
+def test_the_synchronous_phase_has_one_step_in_the_pipe():
     queue = queue_of(2, max_staleness=2, synchronous_until=2)
 
     async def scenario(producers: Producers) -> None:
@@ -474,7 +474,7 @@ def test_up_to_a_version_there_is_no_more_in_the_pipe_than_one_step():
 
 
 @virtual
-async def test_a_restored_queue_keeps_finished_groups_and_the_places_of_unfinished_ones():
+async def test_a_restored_queue_keeps_finished_groups_and_places_of_others():
     queue = queue_of(2, max_staleness=1)
     queue.restore(pending(4, 5, 6), 7, 6, [group(5, versions=(6,)), group(6, versions=(6,))])
     assert [each.group_id for each in queue.finished] == [5, 6]
@@ -499,7 +499,7 @@ async def test_a_restored_queue_keeps_finished_groups_and_the_places_of_unfinish
 
 
 @virtual
-async def test_a_queue_restored_before_that_version_holds_one_step_and_drops_what_is_stale():
+async def test_a_queue_restored_while_synchronous_drops_its_stale_groups():
     recorder = EventRecorder()
     queue = queue_of(2, max_staleness=2, synchronous_until=5, events=Events([recorder]))
     queue.restore(pending(6, 7), 3, 20, [group(6, versions=(2,))])
@@ -533,9 +533,7 @@ async def test_a_queue_restored_before_that_version_holds_one_step_and_drops_wha
         (3, 1, 3, True),
     ],
 )
-def test_a_finished_group_is_in_time_if_it_is_taken_within_the_bound_whatever_overtakes_it(
-    window, place, version, is_in_time
-):
+def test_a_group_is_in_time_if_taken_within_the_bound(window, place, version, is_in_time):
     """Two groups a step; a bound of two versions at window 1, of three at 2 and 3; synchronous before version 5. The
     group is of version 5 from there on, and of version 3 before."""
     queue = queue_of(2, max_staleness=2, window=window, synchronous_until=5)
@@ -564,7 +562,7 @@ async def test_the_learner_waits_for_the_columns_that_annotators_add():
     ("max_tokens", "group_ids"), [(1, [0]), (10, [0]), (20, [0, 1]), (29, [0, 1]), (30, [0, 1, 2])]
 )
 @virtual
-async def test_an_annotator_takes_whole_groups_up_to_its_budget_or_one(max_tokens, group_ids):
+async def test_an_annotator_takes_whole_groups_up_to_its_token_budget(max_tokens, group_ids):
     queue = queue_of(2, max_staleness=1, signals=SIGNALS)
     await produced(queue, 3, order=lambda held: [held[2], held[0], held[1]])
     groups = await queue.take_for(SIGNAL, max_tokens)
@@ -573,7 +571,7 @@ async def test_an_annotator_takes_whole_groups_up_to_its_budget_or_one(max_token
 
 
 @virtual
-async def test_what_comes_for_an_attempt_that_is_over_is_refused_counted_and_never_trained():
+async def test_results_for_an_ended_attempt_are_refused_and_counted():
     queue = queue_of(1, signals=SIGNALS)
     async with queue.permit() as permit:
         first = queue.start_rollout(permit)
@@ -593,7 +591,7 @@ async def test_what_comes_for_an_attempt_that_is_over_is_refused_counted_and_nev
 
 
 @virtual
-async def test_a_column_is_refused_and_counted_where_nobody_waits_for_it():
+async def test_duplicate_and_outdated_columns_are_refused_and_counted():
     queue = queue_of(2, signals=SIGNALS)
     async with queue.permit() as permit, queue.permit() as other:
         first = queue.start_rollout(permit)
@@ -633,7 +631,7 @@ async def test_a_column_that_nobody_needs_is_a_mistake():
 
 
 @virtual
-async def test_a_group_that_is_put_back_is_next_again_and_one_issued_again_is_not():
+async def test_a_group_put_back_comes_next_unless_reissued():
     queue = queue_of(3, window=3)
     await produced(queue, 3)
     groups = await queue.take(0)
@@ -657,7 +655,7 @@ async def test_an_annotator_takes_again_what_is_put_back():
 
 @pytest.mark.parametrize("order", list(permutations(["reward", SIGNAL, Signal.VALUES])))
 @virtual
-async def test_a_group_is_assembled_whole_from_its_columns_in_any_order(order):
+async def test_a_group_is_complete_with_its_columns_in_any_order(order):
     played_out = group(0, episodes=[episode(None), episode(None)])
     queue = queue_of(1, signals=frozenset({SIGNAL, Signal.VALUES}))
     async with queue.permit() as permit:
@@ -678,9 +676,7 @@ async def test_a_group_is_assembled_whole_from_its_columns_in_any_order(order):
 @settings(deadline=None, max_examples=200)
 @given(seed=st.integers(0, 10**9), num_groups=st.integers(1, 30), num_signals=st.integers(0, 3))
 @virtual
-async def test_in_any_order_every_consumer_gets_every_group_once_when_its_columns_are_there(
-    seed, num_groups, num_signals
-):
+async def test_every_consumer_gets_each_complete_group_once(seed, num_groups, num_signals):
     chance = random.Random(seed)
     signals = list(Signal)[:num_signals]
     needs = {LEARNER: {"episodes", "reward", *signals}, **{signal: {"episodes"} for signal in signals}}
@@ -727,7 +723,7 @@ async def test_in_any_order_every_consumer_gets_every_group_once_when_its_column
 @settings(deadline=None, max_examples=200)
 @given(seed=st.integers(0, 10**9))
 @virtual
-async def test_of_every_group_exactly_one_attempt_is_consumed_however_often_it_is_issued_again(seed):
+async def test_exactly_one_attempt_per_group_is_consumed(seed):
     chance = random.Random(seed)
 
     queue = queue_of(1, max_staleness=500, window=10, num_groups=1000, signals=SIGNALS)
@@ -776,7 +772,7 @@ async def test_of_every_group_exactly_one_attempt_is_consumed_however_often_it_i
 
 
 @virtual
-async def test_a_group_that_is_lost_keeps_its_place_and_gives_its_permit_to_the_next_attempt():
+async def test_a_lost_group_keeps_its_place_and_reuses_its_permit():
     queue = queue_of(2)
     await produced(queue, 2)
     zero, one = await queue.take(0)
@@ -819,7 +815,7 @@ async def test_the_loss_of_an_attempt_that_is_over_changes_nothing():
 
 
 @virtual
-async def test_a_group_that_is_lost_while_it_is_scored_leaves_its_permit_when_its_producer_does():
+async def test_a_group_lost_while_scored_returns_its_permit_afterwards():
     queue = queue_of(1, signals=SIGNALS)
     async with queue.permit() as permit:
         one = queue.start_rollout(permit)
@@ -904,7 +900,7 @@ async def makespan_s(num_groups: int, *, is_streaming: bool) -> float:
         return asyncio.get_running_loop().time() - began
 
 
-def test_five_stages_that_stream_take_as_long_as_the_slowest_and_not_as_long_as_all():
+def test_five_streaming_stages_take_as_long_as_the_slowest():
     num_groups = 40
     apart_s = run_virtual(makespan_s(num_groups, is_streaming=False))
     streaming_s = run_virtual(makespan_s(num_groups, is_streaming=True))
@@ -913,7 +909,7 @@ def test_five_stages_that_stream_take_as_long_as_the_slowest_and_not_as_long_as_
     assert streaming_s == pytest.approx(num_groups * max(STAGE_S.values()) + first_and_last_s)
 
 
-def test_ten_thousand_groups_in_flight_cost_no_more_each_than_a_few():
+def test_ten_thousand_groups_in_flight_stay_cheap():
     async def main() -> None:
         queue = queue_of(100, max_staleness=99, num_groups=10_000, signals=SIGNALS)
         await produced(queue, 10_000, order=lambda held: held[::-1])
@@ -1005,7 +1001,7 @@ class Played:
     cut=st.sampled_from([0, 0, 1, 2, 4, 6]),
 )
 @virtual
-async def test_whatever_the_interleaving_groups_are_ordered_bounded_and_none_is_lost(
+async def test_groups_stay_ordered_bounded_and_complete_under_any_interleaving(
     seed, groups_per_step, max_staleness, window, drop_share, synchronous_until, cut
 ):
     steps = 8

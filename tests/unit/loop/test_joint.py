@@ -97,7 +97,7 @@ class Pair:
         run_virtual(main())
 
 
-def test_a_policy_that_does_not_ask_speaks_with_the_newest_weights_it_published():
+def test_a_policy_without_a_request_uses_its_newest_published_version():
     workers = Workers()
     pair = Pair(workers)
 
@@ -115,7 +115,7 @@ def test_a_policy_that_does_not_ask_speaks_with_the_newest_weights_it_published(
     pair.played(scenario)
 
 
-def test_a_group_that_one_policy_gives_up_is_rolled_out_again_for_the_other():
+def test_a_rollout_dropped_by_one_policy_is_retried_for_another():
     workers = Workers(failing_rollouts={1})
     pair = Pair(workers)
 
@@ -133,7 +133,7 @@ def test_a_group_that_one_policy_gives_up_is_rolled_out_again_for_the_other():
     pair.played(scenario)
 
 
-def test_a_rollout_is_scored_once_for_all_and_again_if_that_failed():
+def test_a_rollout_is_scored_once_unless_scoring_failed():
     workers = Workers(failing_scores={1})
     pair = Pair(workers)
 
@@ -149,7 +149,7 @@ def test_a_rollout_is_scored_once_for_all_and_again_if_that_failed():
     pair.played(scenario)
 
 
-def test_a_judgement_is_of_the_rollout_that_it_is_asked_for():
+def test_scores_belong_to_the_rollout_they_were_requested_for():
     workers = Workers(failing_scores={1})
     pair = Pair(workers)
 

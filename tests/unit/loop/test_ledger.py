@@ -36,7 +36,7 @@ def test_consuming_groups_closes_them():
 
 
 @pytest.mark.parametrize("settle", ["consume", "drop"])
-def test_a_group_cannot_be_settled_twice_or_before_it_is_issued(settle):
+def test_settling_twice_or_before_the_issue_raises(settle):
     ledger = ledger_of()
     ledger.issue(0)
     settled = {"consume": lambda group_id: ledger.consume([group_id]), "drop": ledger.drop}[settle]
@@ -46,7 +46,7 @@ def test_a_group_cannot_be_settled_twice_or_before_it_is_issued(settle):
             settled(group_id)
 
 
-def test_a_resume_issues_what_was_open_first_under_the_same_numbers_and_seeds():
+def test_a_resume_first_reissues_open_groups_with_ids_and_seeds():
     before = ledger_of()
     issued = [before.issue(0) for _ in range(6)]
     before.consume([0, 2])

@@ -21,7 +21,7 @@ outcomes = st.lists(st.booleans(), min_size=1, max_size=8)
 
 
 @given(passed=outcomes, data=st.data())
-def test_pass_at_k_is_the_share_of_all_subsets_of_k_with_one_that_passed(passed, data):
+def test_pass_at_k_is_the_share_of_successful_subsets(passed, data):
     k = data.draw(st.integers(1, len(passed)))
     subsets = [any(subset) for subset in combinations(passed, k)]
     assert pass_at_k(len(passed), sum(passed), k) == pytest.approx(fmean(subsets), abs=1e-12)
@@ -34,7 +34,7 @@ def test_pass_at_1_is_the_share_that_passed_exactly(num_samples, data):
 
 
 @given(num_samples=st.integers(1, 300), data=st.data())
-def test_pass_at_k_grows_with_k_from_nothing_passed_to_one_that_surely_did(num_samples, data):
+def test_pass_at_k_grows_with_k_up_to_any_success(num_samples, data):
     num_passed = data.draw(st.integers(0, num_samples))
     shares = [pass_at_k(num_samples, num_passed, k) for k in range(1, num_samples + 1)]
     assert shares == sorted(shares)
@@ -65,7 +65,7 @@ def measured(*tasks: Group, samples: int = 2, pass_reward: float = 1.0, num_too_
     return eval_metrics_of(tasks, samples=samples, pass_reward=pass_reward, num_too_long=num_too_long)
 
 
-def test_the_mean_is_over_tasks_with_an_interval_that_counts_tasks_not_samples():
+def test_the_mean_and_its_interval_are_over_tasks():
     rewards = [(1.0, 0.0), (0.5, 0.5), (0.0, 0.0), (1.0, 1.0)]
     result = measured(*(task(*map(sample, pair)) for pair in rewards))
     means = [fmean(pair) for pair in rewards]
@@ -74,7 +74,7 @@ def test_the_mean_is_over_tasks_with_an_interval_that_counts_tasks_not_samples()
     assert (result.num_tasks, result.samples) == (4, 2)
 
 
-def test_one_task_has_a_mean_without_an_interval_and_json_stays_valid():
+def test_one_task_has_a_mean_without_an_interval():
     result = measured(task(sample(1.0), sample(0.0)))
     assert result.mean_ci95 is None
     assert json.loads(json.dumps(result.as_json(), allow_nan=False))["mean_ci95"] is None
@@ -88,7 +88,7 @@ def test_a_sample_passes_at_the_threshold():
     assert measured(*tasks).pass_at == {1: 0.0, 2: 0.0}
 
 
-def test_what_could_not_be_scored_counts_in_nothing_but_its_share():
+def test_unscored_samples_count_only_in_the_failed_fraction():
     whole, half, none = (
         task(sample(1.0), sample(0.0)),
         task(sample(None), sample(1.0, TRUNCATED, 7)),
@@ -101,11 +101,11 @@ def test_what_could_not_be_scored_counts_in_nothing_but_its_share():
     assert result.length_mean == pytest.approx(13 / 3)
 
 
-def test_where_no_task_has_k_scored_samples_there_is_no_pass_at_k():
+def test_pass_at_k_needs_a_task_with_k_scored_samples():
     assert measured(task(sample(None), sample(1.0))).pass_at == {1: 1.0}
 
 
-def test_a_sample_of_several_agents_is_one_sample_as_long_as_all_of_them():
+def test_a_sample_of_several_agents_counts_once_with_summed_length():
     lead, helper = sample(1.0, OK, 3), episode(None, OK, 4)
     result = measured(task(EpisodeMeta(lead.trajectories + helper.trajectories)), samples=1)
     assert (result.length_mean, result.truncated_frac, result.mean) == (7, 0, 1.0)
@@ -127,7 +127,7 @@ def test_every_measure_is_a_documented_metric_of_its_data_set():
     assert all(math.isfinite(value) for value in metrics.values())
 
 
-def test_a_table_has_a_line_per_data_set_and_a_column_per_measure():
+def test_the_table_has_rows_for_sets_and_columns_for_measures():
     one = measured(task(sample(1.0)), task(sample(0.0)), samples=1)
     other = measured(task(sample(1.0), sample(1.0)))
     assert table_of({"held_out": one, "hard": other}) == [

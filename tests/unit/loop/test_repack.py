@@ -96,7 +96,7 @@ def test_every_move_empties_one_busy_replica(look):
 
 @settings(deadline=None)
 @given(looks(), st.randoms(use_true_random=False))
-def test_the_plan_does_not_depend_on_the_order_of_the_replicas(look, order: random.Random):
+def test_the_plan_does_not_depend_on_replica_order(look, order: random.Random):
     loads, before = look
     assert plan(order.sample(loads, len(loads)), before) == plan(loads, before)
 
@@ -148,7 +148,7 @@ def test_nothing_moves_where(other):
     assert plan([load("a", 0.2), other], before) == ()
 
 
-def test_nothing_moves_where_the_cache_is_still_filling_or_was_never_seen():
+def test_nothing_moves_while_the_cache_fills_or_lacks_history():
     loads = [load("a", 0.2), load("b", 0.1)]
     assert plan(loads, {"a": 0.2, "b": 0.9}) == ()
     assert plan(loads, {"b": 0.9}) == ()

@@ -65,13 +65,13 @@ def looked(rollouts: Looks, published: Sequence[tuple[float, int]], lasts_s: flo
     return repacker, kept.events
 
 
-def test_it_looks_every_so_often_and_at_once_after_a_publish():
+def test_repacking_checks_periodically_and_right_after_a_publish():
     rollouts = Looks({})
     looked(rollouts, [(7.0, 4)], lasts_s=13.0)
     assert [round(t, 3) for t in rollouts.times] == [0, 5, 7, 12]
 
 
-def test_it_moves_what_is_past_its_peak_on_old_weights_and_tells():
+def test_groups_past_their_peak_on_old_weights_move():
     rollouts = Looks({"a": 0.8, "b": 0.6}, {"a": 0.1, "b": 0.2}, {"a": 0.0, "b": 0.3})
     repacker, events = looked(rollouts, [(1.0, 4)], lasts_s=3.0)
     assert rollouts.moves == [("a", "b")]

@@ -49,7 +49,7 @@ def test_the_choice_by_hand() -> None:
         choose([RouterLoad(1, is_live=False), RouterLoad(0, is_live=False)], 1, among={1})
 
 
-def test_what_is_transferred_weighs_on_its_new_replica_and_is_released_there() -> None:
+def test_transferred_load_counts_at_its_new_replica_until_released() -> None:
     router = Router(num_replicas=3)
     source = router.route(4, "session")
     router.transfer(source, 2, 4)
@@ -68,15 +68,13 @@ def test_what_is_transferred_weighs_on_its_new_replica_and_is_released_there() -
         (RouterLoad(9), False),
     ],
 )
-def test_a_replica_is_full_if_its_cache_is_and_requests_wait(load: RouterLoad, is_full: bool) -> None:
+def test_a_replica_with_full_cache_and_waiting_requests_is_full(load: RouterLoad, is_full: bool) -> None:
     assert load.is_full == is_full
 
 
 @settings(deadline=None, max_examples=200)
 @given(loads, st.integers(1, 20), st.none() | st.integers(0, 5))
-def test_no_dead_or_full_replica_is_chosen_while_there_is_another(
-    loads: list[RouterLoad], weight: int, home: int | None
-) -> None:
+def test_dead_or_full_replicas_are_chosen_last(loads: list[RouterLoad], weight: int, home: int | None) -> None:
     assume(any(load.is_live for load in loads))
     chosen = loads[choose(loads, weight, home)]
     assert chosen.is_live
@@ -97,9 +95,7 @@ def test_without_sessions_loads_differ_by_the_largest_weight_at_most(sent: list[
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 3)), min_size=1, max_size=40), st.integers(1, 6))
-def test_with_sessions_no_replica_is_overloaded_by_more_than_the_factor(
-    sent: list[tuple[int, int]], num_replicas: int
-) -> None:
+def test_sessions_overload_no_replica_beyond_the_factor(sent: list[tuple[int, int]], num_replicas: int) -> None:
     router = Router(num_replicas)
     for weight, session in sent:
         router.route(weight, session)
@@ -153,7 +149,7 @@ def test_the_session_unused_for_longest_is_forgotten() -> None:
     assert list(router._homes) == ["a", "c"]
 
 
-def test_a_replica_that_left_gets_nothing_until_it_joins_and_its_sessions_are_forgotten() -> None:
+def test_a_replica_that_left_gets_no_routes_until_it_joins() -> None:
     router = Router(2)
     assert router.route(1, "a") == 0
     router.release(0, 1)
@@ -267,7 +263,7 @@ def assignment(group_id: int, num_characters: int = 10, *, size: int = 4, versio
     return Assignment(group_id, task, size, version, 0)
 
 
-def test_a_pool_weighs_a_group_by_its_prompts_and_sends_it_to_the_least_loaded() -> None:
+def test_a_pool_routes_by_prompt_length_to_the_least_loaded() -> None:
     async def scenario() -> None:
         pool = Told(2)
         await pool.ready()
@@ -300,7 +296,7 @@ def test_a_pool_sends_nothing_to_a_replica_that_died() -> None:
     asyncio.run(scenario())
 
 
-def test_a_pool_sends_a_task_back_only_while_the_weights_are_the_same() -> None:
+def test_tasks_return_to_their_replica_while_weights_are_unchanged() -> None:
     async def scenario() -> None:
         pool = Told(2)
         await pool.ready()

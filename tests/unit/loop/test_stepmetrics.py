@@ -61,7 +61,7 @@ def test_a_span_counts_what_raises_too():
     ],
     ids=["none", "apart", "overlapping", "touching, out of order", "the busiest worker"],
 )
-def test_time_of_a_kind_of_worker_is_the_union_of_spans_of_its_busiest(spans, seconds):
+def test_worker_time_is_the_union_of_the_busiest_workers_spans(spans, seconds):
     async def main() -> None:
         clock = StepClock()
         for worker, start, end in spans:
@@ -113,7 +113,7 @@ def measured(*groups, version: int = 0, seconds: float = 2.0, dropped: dict[str,
     return run_virtual(main())
 
 
-def test_waiting_for_weights_is_the_mean_over_the_groups_of_the_step():
+def test_weights_wait_is_the_mean_over_groups_of_a_step():
     async def main() -> None:
         clock = StepClock()
         for seconds in (0.0, 3.0):
@@ -125,7 +125,7 @@ def test_waiting_for_weights_is_the_mean_over_the_groups_of_the_step():
     run_virtual(main())
 
 
-def test_speed_counts_what_is_trained_and_not_what_settling_left_out():
+def test_throughput_counts_only_trained_samples_and_tokens():
     async def main() -> None:
         clock = StepClock()
         clock.start()
@@ -157,13 +157,13 @@ def test_failed_episodes_count_in_no_statistic():
     assert (metrics["perf/samples_per_s"], metrics["perf/tokens_per_s"]) == (1.5, 4.5)
 
 
-def test_of_equal_groups_only_those_count_in_which_episodes_can_differ():
+def test_zero_std_counts_only_groups_of_several_episodes():
     equal, single = group(0, episodes=[episode(1.0), episode(1.0)]), group(2, episodes=[episode(1.0)])
     assert measured(equal, group(1), single)["group/frac_zero_std"] == 0.5
     assert "group/frac_zero_std" not in measured(single, group(3, episodes=[episode(0.0)]))
 
 
-def test_of_a_failed_subagent_and_of_one_that_never_spoke_nothing_counts_but_the_episode_does():
+def test_failed_and_empty_subagents_count_in_no_metric():
     def subagent(outcome: Outcome, num_samples: int) -> TrajectoryMeta:
         return TrajectoryMeta("helper", 0, outcome, None, (SampleMeta(2, 900, 900, 0),) * num_samples)
 
@@ -208,7 +208,7 @@ def test_the_staleness_histogram_counts_trained_tokens_and_sums_to_one():
     assert shares == pytest.approx({"s0": 3 / 6, "s1": 1 / 6, "s2": 1 / 6, "s3": 0.0, "s4plus": 1 / 6})
 
 
-def test_lengths_are_told_of_what_was_offered_and_of_what_was_trained():
+def test_lengths_are_reported_for_offered_and_trained_groups():
     short = [group(n, episodes=[episode(1.0, num_trained=k) for k in (1, 2, 3, 4, 5)]) for n in (0, 1)]
     long = group(2, episodes=[episode(None, num_trained=k) for k in (40, 50)], versions=(3,))
     metrics = measured(*short, offered=[*short, long])

@@ -31,7 +31,7 @@ def view(policy: str, *episodes: tuple[Trajectory, ...]) -> Group:
 PAIR = (said("lead", 7, parent=None), said("helper", 2))
 
 
-def test_a_view_has_the_versions_tokens_and_trajectories_of_its_own_policy():
+def test_a_view_has_versions_and_tokens_of_its_own_policy():
     lead, helper = view("lead", PAIR, PAIR), view("helper", PAIR, PAIR)
     assert (lead.versions, helper.versions) == ((VersionSpan(7, 6),), (VersionSpan(2, 6),))
     assert [at for at, _ in helper.trajectories()] == [(0, 1), (1, 1)]
@@ -39,14 +39,14 @@ def test_a_view_has_the_versions_tokens_and_trajectories_of_its_own_policy():
     assert (helper.num_trained, helper.num_tokens) == (6, 10)
 
 
-def test_an_agent_without_a_reward_takes_the_advantage_of_a_root_that_another_policy_speaks_for():
+def test_unrewarded_agents_take_the_advantage_of_another_policys_root():
     helper = view("helper", PAIR, PAIR).with_scores((Score(1.0), Score(0.0)))
     assigned = {(a.episode, a.trajectory): a.advantage for a in GRPO(group_size=2).advantages(helper)}
     assert assigned.keys() == {(0, 1), (1, 1)}
     assert assigned[0, 1] > 0 > assigned[1, 1]
 
 
-def test_rewards_that_are_reported_are_the_roots_or_its_own_where_it_has_any():
+def test_reported_rewards_are_those_of_the_policy_or_root():
     team = view("helper", PAIR, PAIR).with_scores((Score(1.0), Score(0.0)))
     assert _rewards([team])["reward/mean"] == 0.5
     rewarded = (PAIR[0], said("helper", 2, reward=3.0))
@@ -68,14 +68,14 @@ def learner() -> Learner:
     return Learner(FakeWorld().workers(), GRPO(group_size=2), BatchShape(1, 100), clock.span, None, str)  # type: ignore[arg-type]
 
 
-def test_a_policy_that_said_nothing_has_nothing_to_learn_from_a_group_which_is_no_failure():
+def test_a_policy_without_turns_has_no_signal_and_no_failure():
     alone = (PAIR[0],)
     silent = view("helper", alone, alone).with_scores((Score(1.0), Score(0.0)))
     with pytest.raises(NoSignal, match="only other policies than helper spoke in it"):
         learner().check(silent)
 
 
-def test_a_policy_that_spoke_in_one_episode_only_has_nobody_to_be_compared_with_which_is_no_failure():
+def test_a_policy_in_only_one_episode_has_no_signal():
     rewarded = (PAIR[0], said("helper", 2, reward=1.0))
     group = view("helper", rewarded, (PAIR[0],)).with_scores((Score(1.0), Score(0.0)))
     with pytest.raises(NoSignal, match="nobody to compare what helper said with"):
@@ -85,7 +85,7 @@ def test_a_policy_that_spoke_in_one_episode_only_has_nobody_to_be_compared_with_
         learner().check(scored)
 
 
-def test_equal_rewards_that_are_told_are_the_roots_where_it_has_none():
+def test_equal_root_rewards_are_reported_for_an_unrewarded_policy():
     group = view("helper", PAIR, PAIR).with_scores((Score(1.0), Score(1.0)))
     with pytest.raises(NoSignal, match=r"equal rewards: \[1.0\]"):
         replace(learner(), algorithm=Unmoved(group_size=2)).check(group)

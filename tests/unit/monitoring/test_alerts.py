@@ -121,7 +121,7 @@ FAULTS: Mapping[str, tuple[str, Callable[[float, int], float]]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_breaks_in_the_middle_of_a_real_run_is_told(name: str) -> None:
+def test_faults_planted_in_a_recorded_run_raise_their_alert(name: str) -> None:
     rows = recorded("sort, four versions behind")
     metric, broken = FAULTS[name]
     for i, row in enumerate(rows[80:]):
@@ -160,13 +160,13 @@ def test_gradients_that_are_aligned_from_the_start_are_no_alert(seed: int) -> No
     assert raised_by(rows) == []
 
 
-def test_gradients_of_samples_that_are_not_stale_are_no_alert_however_aligned() -> None:
+def test_aligned_gradients_of_fresh_samples_raise_no_alert() -> None:
     rows = [{**row, "async/staleness_max": 0.0} for row in WRONG["gradient_alignment"]]
 
     assert raised_by(rows) == []
 
 
-def test_an_answer_that_grows_by_a_few_tokens_is_not_said_to_earn_by_length() -> None:
+def test_slightly_longer_answers_raise_no_length_alert() -> None:
     rows = [{"reward/mean": 0.01 * i, "completions/length_mean": 6 + 0.2 * i} for i in range(60)]
 
     assert raised_by(rows) == []
@@ -203,7 +203,7 @@ def test_a_slow_decline_of_entropy_is_no_collapse(seed: int, end: float) -> None
     assert raised_by(rows) == []
 
 
-def test_a_fall_from_the_entropy_of_an_untrained_model_to_an_ordinary_one_is_no_collapse() -> None:
+def test_falling_from_the_initial_entropy_is_no_collapse() -> None:
     assert raised_by(noisy(lambda step: 4.5 if step < 8 else 0.4, "policy/entropy", 100, 0)) == []
 
 
@@ -231,7 +231,7 @@ WRONG: Mapping[str, list[Row]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_goes_wrong_is_told_once_soon_and_by_nothing_else(name: str) -> None:
+def test_every_fault_soon_raises_its_alert_and_no_other(name: str) -> None:
     (alert,) = raised_by(WRONG[name])
 
     assert alert.alert == name
@@ -257,7 +257,7 @@ def test_a_threshold_can_be_set() -> None:
     assert folded(rows, {"mismatch": 0.001}).history[0].step == 20
 
 
-def test_an_alert_ends_when_all_is_well_and_can_come_again() -> None:
+def test_an_alert_ends_with_recovery_and_may_return() -> None:
     rows = [{"sampler/ratio_p99": ratio} for ratio in [6.0] * 10 + [1.0] * 10 + [6.0] * 10]
 
     first, second = raised_by(rows)
@@ -280,7 +280,7 @@ def test_one_stale_drop_is_an_alert_for_ten_steps() -> None:
     assert (alert.step, alert.until_step) == (31, 41)
 
 
-def test_drops_before_a_resume_are_not_told_again_when_the_counter_starts_anew() -> None:
+def test_drops_before_a_resume_are_not_reported_again() -> None:
     alarms = folded([{"async/dropped_stale": 3.0}] * 30)
     alarms.observe(RunStarted("runs/a", 25, 1000), 900.0)
     told = [
@@ -297,11 +297,11 @@ def test_of_numbers_that_are_not_finite_the_first_is_named() -> None:
     assert "No finite number: loss, optim/grad_norm." in alert.sentence
 
 
-def test_a_rate_of_a_step_that_took_no_time_is_no_alert() -> None:
+def test_a_step_without_duration_raises_no_rate_alert() -> None:
     assert raised_by([{"perf/tokens_per_s": math.nan}]) == []
 
 
-def test_metrics_that_come_only_now_and_then_are_read_where_they_are() -> None:
+def test_sparse_metrics_are_read_where_they_appear() -> None:
     rows = [{"policy/kl_ref": 2.0} if step % 7 == 0 else {} for step in range(50)]
 
     (alert,) = raised_by(rows)
@@ -312,7 +312,7 @@ def test_metrics_that_come_only_now_and_then_are_read_where_they_are() -> None:
 # ------------------------------------------------------------------------------------------------------------- silence
 
 
-def test_silence_for_ten_steps_is_an_alert_of_whoever_asks_later() -> None:
+def test_silence_for_ten_steps_is_an_alert_when_queried() -> None:
     alarms = folded([{}] * 30, step_s=10.0)
 
     assert alarms.silent(300 + 100) is None
@@ -324,7 +324,7 @@ def test_silence_for_ten_steps_is_an_alert_of_whoever_asks_later() -> None:
     assert not alarms.open, "to ask changes nothing"
 
 
-def test_silence_is_told_by_the_run_itself_when_anything_else_happens_and_ends_with_a_step() -> None:
+def test_the_run_reports_its_silence_until_the_next_step() -> None:
     alarms = folded([{}] * 30, step_s=10.0)
 
     assert alarms.observe(QueueSeen(4, 0), 350) == []
@@ -338,7 +338,7 @@ def test_silence_is_told_by_the_run_itself_when_anything_else_happens_and_ends_w
     assert [a.until_step for a in alarms.history] == [31]
 
 
-def test_quick_steps_are_given_a_minute_and_the_first_step_ten() -> None:
+def test_silence_needs_a_minute_and_ten_before_the_first_step() -> None:
     quick, fresh = folded([{}] * 30, step_s=0.1), Alarms()
     fresh.observe(RunStarted("runs/a", 0, 10), 0.0)
 
@@ -347,7 +347,7 @@ def test_quick_steps_are_given_a_minute_and_the_first_step_ten() -> None:
     assert fresh.silent(601) is not None
 
 
-def test_nobody_waits_for_a_run_that_ended_or_has_not_begun() -> None:
+def test_a_run_not_started_or_ended_is_never_silent() -> None:
     alarms = folded([{}] * 30)
     assert Alarms().silent(1e9) is None
 
@@ -387,7 +387,7 @@ def test_the_first_step_says_what_the_second_may_take() -> None:
     assert "steps take 20 s" in alert.sentence
 
 
-def test_a_run_that_was_killed_and_starts_up_again_days_later_is_not_late() -> None:
+def test_a_killed_run_that_restarts_days_later_is_not_late() -> None:
     alarms = folded([{}] * 30)
 
     assert alarms.observe(PhaseDone("load_data", 0.1), 1e6) == []
@@ -400,7 +400,7 @@ def test_a_run_that_ends_late_says_nothing_after_its_end() -> None:
     assert folded([{}] * 30).observe(RunEnded(30, "interrupted"), 1e6) == []
 
 
-def test_an_alert_that_a_resume_ends_does_not_end_before_it_began() -> None:
+def test_an_alert_ended_by_a_resume_keeps_its_step_order() -> None:
     alarms = folded([{}] * 30)
     alarms.observe(QueueSeen(1, 0), 5000)
 
@@ -412,7 +412,7 @@ def test_an_alert_that_a_resume_ends_does_not_end_before_it_began() -> None:
 # ---------------------------------------------------------------------------------------------------------- in the run
 
 
-def test_the_sink_tells_every_other_sink_after_the_step_that_led_to_it() -> None:
+def test_alerts_reach_every_sink_after_their_step() -> None:
     kept, screen = EventRecorder(), StringIO()
     events = Events([kept, ConsoleSink(10, screen, every_s=0)])
     events.attach(AlertSink(events, {"not_finite": 0}))
@@ -427,7 +427,7 @@ def test_the_sink_tells_every_other_sink_after_the_step_that_led_to_it() -> None
     assert f"alert not_finite at step 1: {told.sentence}\n" in screen.getvalue()
 
 
-def test_what_a_reader_folds_from_the_file_is_what_the_run_told() -> None:
+def test_alerts_read_from_the_file_equal_those_of_the_run() -> None:
     kept = EventRecorder()
     clock = iter(range(10**6))
     events = Events([kept], clock=lambda: float(next(clock)))

@@ -15,7 +15,7 @@ SETS: tuple[NameSet, ...] = ("verl", "trl")
 
 
 @pytest.mark.parametrize("names", SETS)
-def test_every_alias_is_of_a_metric_in_the_table_and_has_its_places(names: NameSet):
+def test_every_alias_names_a_catalogued_metric_with_its_placeholders(names: NameSet):
     theirs = ALIASES[names]
     assert theirs.keys() <= METRICS.keys()
     for ours, name in theirs.items():
@@ -37,12 +37,12 @@ def test_no_two_metrics_end_under_one_name(names: NameSet):
         ("rlsys", ["reward/mean", "policy/entropy", "reward/by/exact"]),
     ],
 )
-def test_a_workspace_finds_its_names_and_the_rest_is_as_it_was(names: NameSet, theirs: list[str]):
+def test_aliases_rename_known_metrics_and_keep_the_others(names: NameSet, theirs: list[str]):
     values = {"reward/mean": 0.5, "policy/entropy": 1.0, "reward/by/exact": 0.25, "gac/cosine": 2.0, "own/thing": 3.0}
     assert renamed(values, names) == dict(zip([*theirs, "gac/cosine", "own/thing"], values.values(), strict=True))
 
 
-def test_a_mean_over_samples_says_of_how_many_as_verl_does():
+def test_verl_means_of_samples_include_their_number():
     values = {"eval/held_out/mean": 0.5, "eval/held_out/samples": 8.0}
     assert renamed(values, "verl") == {"val-core/held_out/reward/mean@8": 0.5, "eval/held_out/samples": 8.0}
     assert alias("eval/held_out/mean", "verl") == "eval/held_out/mean"

@@ -28,7 +28,7 @@ def told(spans: list[Busy], answered_s: float, now_s: float) -> list[Event]:
     return recorder.events
 
 
-def test_a_workers_clock_is_read_as_if_its_answer_took_no_time():
+def test_worker_times_are_mapped_to_the_clock_of_the_driver():
     spans = [Busy("reward-0", 50.0, 51.0), Busy("reward-0", 53.0, 57.0)]
     assert told(spans, answered_s=57.0, now_s=1_000.0) == [
         WorkerBusy("reward-0", "scoring", 993.0, 994.0),
@@ -40,7 +40,7 @@ def test_work_too_short_to_be_seen_is_not_told():
     assert told([Busy("reward-0", 50.0, 50.0 + SHORTEST_S / 2)], 51.0, 1_000.0) == []
 
 
-def test_a_rolled_out_group_tells_what_all_its_agents_sampled_and_which_episodes_were_cut():
+def test_a_rolled_out_group_reports_all_lengths_and_truncated_episodes():
     lead = episode(1.0, num_trained=3)
     both = replace(lead, trajectories=(*lead.trajectories, SUBAGENT, SUBAGENT))
     lost = episode(None, failed("a tool broke"), num_trained=2)
@@ -51,7 +51,7 @@ def test_a_rolled_out_group_tells_what_all_its_agents_sampled_and_which_episodes
     assert (event.seconds, event.waited_s) == (2.5, 0.5)
 
 
-def test_a_group_in_which_nothing_was_sampled_is_of_its_permits_version():
+def test_a_group_without_samples_has_its_permits_version():
     of = replace(group(0), versions=(), permit_version=7)
     event = group_rolled_out(RolledOut(of, Busy("rollout-0", 0.0, 1.0)))
     assert (event.oldest, event.newest) == (7, 7)

@@ -59,7 +59,7 @@ def test_a_resumed_run_goes_on_under_the_same_id(folder: Path):
         assert (run.run_id, run.project, run.display_name) == (identity, "arithmetic", "sums")
 
 
-def test_the_whole_configuration_and_every_row_are_there_with_the_step_as_the_axis(folder: Path):
+def test_configuration_and_rows_are_logged_with_the_step_axis(folder: Path):
     before, after = (read(file) for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")))
     told = config(before)
     assert {key: told[key] for key in CONFIG} == CONFIG
@@ -88,7 +88,7 @@ def test_sampled_rollouts_are_a_table_and_alerts_are_told(folder: Path):
     assert (alert.title, alert.text) == ("idle_side", "Step 10: The trainer waits 90 % of the time: add replicas.")
 
 
-def test_both_parts_of_a_resumed_run_sync_into_one_run_and_the_second_goes_on_after_the_first(folder: Path):
+def test_parts_of_a_resumed_run_sync_into_one_run(folder: Path):
     identity = json.loads((folder / "wandb.json").read_text())["id"]
     own = {"WANDB_API_KEY": "k" * 40, "WANDB_ERROR_REPORTING": "false", "HOME": str(folder), "WANDB_DIR": str(folder)}
     with serving() as server:

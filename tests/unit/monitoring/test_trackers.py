@@ -85,7 +85,7 @@ def tell(sink: InThread, *events: Event) -> None:
     bus.close()
 
 
-def test_a_tracker_is_told_of_a_run_in_order_by_one_thread_of_its_own(tmp_path: Path):
+def test_a_tracker_gets_events_in_order_on_its_own_thread(tmp_path: Path):
     plugin = Heard(rollouts_every=10, max_rollouts=2)
     path = rollouts(tmp_path / "step_10.jsonl", [0.0, 1.0])
     tell(
@@ -111,7 +111,7 @@ def test_a_tracker_is_told_of_a_run_in_order_by_one_thread_of_its_own(tmp_path: 
 
 
 @pytest.mark.parametrize("error", [ConnectionError("nobody is there"), KeyboardInterrupt(), SystemExit(2)])
-def test_a_tracker_that_raises_is_named_once_and_off_for_the_rest_of_the_run(error, tmp_path: Path, capsys):
+def test_a_tracker_that_raises_is_named_once_and_disabled(error, tmp_path: Path, capsys):
     bad, good = Heard(fails_at=1, error=error), Heard()
     bus = Events([InThread(bad, run_of(tmp_path)), InThread(good, run_of(tmp_path))])
     for event in (RunStarted("r", 0, 3), *(StepDone(step, {}) for step in (1, 2, 3)), RunEnded(3, "finished")):
@@ -138,9 +138,7 @@ def test_one_that_cannot_even_start_is_told_the_same_way(tmp_path: Path, capsys)
         (b"[]\n", "is no file of rollouts, or damaged"),
     ],
 )
-def test_a_file_of_rollouts_that_cannot_be_read_costs_its_table_and_nothing_else(
-    data: bytes | None, said: str, tmp_path: Path, capsys
-):
+def test_an_unreadable_rollout_file_costs_only_its_table(data: bytes | None, said: str, tmp_path: Path, capsys):
     plugin, good = Heard(rollouts_every=1), rollouts(tmp_path / "step_12.jsonl", [0.0, 1.0])
     bad = tmp_path / "step_10.jsonl"
     if data is not None:
@@ -157,7 +155,7 @@ def test_a_file_of_rollouts_that_cannot_be_read_costs_its_table_and_nothing_else
     assert said in line
 
 
-def test_an_id_is_kept_in_a_file_that_is_whole_whenever_it_is_there(tmp_path: Path):
+def test_a_kept_id_is_stored_atomically_and_reused(tmp_path: Path):
     path = tmp_path / "tracking" / "wandb.json"
     path.parent.mkdir()
     (path.parent / "wandb.tmp").write_text('{"id": "a')  # of a process that was killed
@@ -173,7 +171,7 @@ def test_a_password_in_an_address_is_refused(uri: str):
     assert Config.load([], [*MINIMAL, "tracking=[{type: mlflow, uri: 'http://host/a@b'}]"]).tracking
 
 
-def test_one_that_hangs_holds_nothing_up_and_no_more_than_its_queue(tmp_path: Path, capsys):
+def test_a_hanging_tracker_delays_nothing_and_its_queue_is_bounded(tmp_path: Path, capsys):
     plugin = Heard(hangs_at=1)
     sink = InThread(plugin, run_of(tmp_path), most=5, patience_s=0.05)
     sink.handle(RunStarted("r", 0, 1000), 0.0)
@@ -219,7 +217,7 @@ def test_a_bus_that_is_closed_without_a_word_was_interrupted(tmp_path: Path):
     assert plugin.told == [("start", "sums", 0), ("close", "interrupted")]
 
 
-def test_rollouts_are_sampled_evenly_from_the_lowest_reward_to_the_highest(tmp_path: Path):
+def test_rollouts_are_sampled_evenly_over_the_rewards(tmp_path: Path):
     path = rollouts(tmp_path / "step_10.jsonl", [0.75, 1.0, None, 0.25, 0.0, 0.5])
     assert [row.reward for row in sampled(path, 6)] == [None, 0.0, 0.25, 0.5, 0.75, 1.0]
     assert [row.reward for row in sampled(path, 3)] == [None, 0.25, 1.0]
@@ -240,7 +238,7 @@ def test_rollouts_are_sampled_evenly_from_the_lowest_reward_to_the_highest(tmp_p
     assert (best.prompt, best.advantage) == ("2 + 2?", 0.5)
 
 
-def test_a_text_that_is_too_long_for_a_table_is_cut_and_says_so(tmp_path: Path):
+def test_an_overlong_text_is_cut_with_a_note(tmp_path: Path):
     path = tmp_path / "step_10.jsonl"
     episode = Episode((Trajectory("policy", (said("a" * (LONGEST + 1234), 1),), reward=1.0),))
     write_rollouts(path, [RolloutRecord(10, 0, Task(id="t", prompt="p"), "rollout-0", 0, (episode,), (), ({},))])
@@ -283,13 +281,13 @@ class Elsewhere(Heard):
     package: ClassVar[str] = "no_such_package"
 
 
-def test_a_tracker_whose_package_is_missing_is_refused_before_anything_starts():
+def test_a_tracker_without_its_package_is_refused_at_the_start():
     check_trackers(config(Heard()))
     with pytest.raises(ConfigError, match=r"tracking\[1\]: the package no_such_package is not installed; install it"):
         check_trackers(config(Heard(), Elsewhere()))
 
 
-def test_each_policy_of_a_run_is_tracked_as_a_run_of_its_own(tmp_path: Path):
+def test_each_policy_is_tracked_as_a_separate_run(tmp_path: Path):
     own = ["run.name=sums", f"run.folder={tmp_path}", "policies={solver: {}}", "rollout.repack_s=0"]
     whole = Config.load([], [*MINIMAL, *own, "tracking=[tensorboard]"])
     (tmp_path / "sums").mkdir()
@@ -303,7 +301,7 @@ def test_each_policy_of_a_run_is_tracked_as_a_run_of_its_own(tmp_path: Path):
 # ------------------------------------------------------------------------------------------------------- tensorboard
 
 
-def test_tensorboard_files_load_and_a_resumed_run_takes_back_the_steps_it_repeats(tmp_path: Path):
+def test_resumed_tensorboard_runs_replace_the_repeated_steps(tmp_path: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     path = rollouts(tmp_path / "step_2.jsonl", [0.0, 1.0], step=2)
@@ -347,7 +345,7 @@ print([m for m in ("torch", "tensorflow") if m in sys.modules])
 
 
 @pytest.mark.slow
-def test_mlflow_holds_configuration_history_and_rollouts_of_a_run_and_of_its_resumption(tmp_path: Path):
+def test_mlflow_has_configuration_history_and_rollouts_of_a_resumed_run(tmp_path: Path):
     mlflow = pytest.importorskip("mlflow", reason="needs the package mlflow-skinny, the extra `mlflow` of rlsys")
     path = rollouts(tmp_path / "step_10.jsonl", [0.0, 1.0])
     values = {"reward/mean": 0.5, "eval/hard/pass@4": 0.25}
@@ -366,9 +364,7 @@ def test_mlflow_holds_configuration_history_and_rollouts_of_a_run_and_of_its_res
 
 
 @pytest.mark.slow
-def test_an_experiment_that_another_made_a_moment_ago_is_that_of_mlflow_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_concurrently_created_mlflow_experiment_is_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow = pytest.importorskip("mlflow", reason="needs the package mlflow-skinny, the extra `mlflow` of rlsys")
 

@@ -46,7 +46,7 @@ def rows(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_every_event_is_a_line_and_every_step_a_row_of_metrics(tmp_path: Path) -> None:
+def test_every_event_is_a_line_and_every_step_a_row(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "run")
     sink.handle(WeightsPublished(1, "ab", 8, 6, 0.5, 0.25), 10.0)
     sink.handle(StepDone(1, MappingProxyType({"loss": 0.25, "reward/mean": float("nan")})), 11.5)
@@ -90,7 +90,7 @@ def test_an_evaluation_is_a_row_of_metrics_of_its_own(tmp_path: Path) -> None:
     sink.close()
 
 
-def test_a_resumed_run_begins_a_line_of_its_own_after_one_that_was_cut(tmp_path: Path) -> None:
+def test_a_resumed_run_starts_on_a_new_line(tmp_path: Path) -> None:
     for name in ("events.jsonl", "metrics.jsonl"):
         (tmp_path / name).write_bytes(b'{"kind":"step_done","ti')
     sink = JsonlSink(tmp_path)
@@ -121,7 +121,7 @@ def test_a_resumed_run_appends(tmp_path: Path) -> None:
     assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
-def test_a_progress_line_says_who_waits_for_whom_and_how_long_it_takes() -> None:
+def test_a_progress_line_shows_waits_and_remaining_time() -> None:
     out = io.StringIO()
     sink = ConsoleSink(150, out, every_s=0)
     sink.handle(StepDone(41, METRICS), 8.0)
@@ -138,7 +138,7 @@ def test_figures_that_are_missing_are_left_out() -> None:
     assert out.getvalue() == "step  1/10  reward 0.500\n"
 
 
-def test_plain_progress_is_spaced_out_and_the_last_line_is_never_lost() -> None:
+def test_plain_progress_is_rate_limited_and_keeps_the_last_line() -> None:
     out = io.StringIO()
     sink = ConsoleSink(8, out, every_s=5)
     for step in range(1, 9):
@@ -182,7 +182,7 @@ def test_what_a_person_should_know_is_said_at_once() -> None:
     ]
 
 
-def test_a_terminal_gets_one_line_that_moves_and_notes_above_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_terminal_gets_progress_and_notes_on_its_stream(capsys: pytest.CaptureFixture[str]) -> None:
     out = Terminal()
     sink = ConsoleSink(150, out)
     sink.handle(StepDone(149, METRICS), 8.0)

@@ -57,7 +57,7 @@ def spell(ids: Sequence[int]) -> str:
     return "".join(chr(ord("a") + token) for token in ids)
 
 
-def test_a_turn_knows_its_sample_and_how_much_of_its_prompt_is_new():
+def test_a_turn_has_its_sample_and_known_prompt_length():
     found = [(one.sample, one.num_known) for one in placed(SPOKEN)]
     assert found == [(0, 0), (0, 3), (0, 3), (1, 0)]
     assert [sum(sample.is_trained) for sample in samples_of(SPOKEN)] == [3, 1]
@@ -92,12 +92,12 @@ def test_advantages_of_single_samples_are_told_with_their_tokens():
     assert (other.advantages, rewritten.advantages) == ((0.5, 0.5), (0.25,))
 
 
-def test_a_turn_that_was_not_trained_is_spelled_all_the_same():
+def test_a_turn_that_was_not_trained_is_decoded_too():
     (((one, *_),),) = Reader([], Speller(spell)).read(0, record_of([]))
     assert one == TokenStats(said="bc", pieces=("d",))
 
 
-def test_a_piece_keeps_the_space_that_a_decoder_drops_at_the_beginning():
+def test_pieces_keep_the_leading_space_a_decoder_drops():
     tokenizer = Tokenizer(WordLevel({"▁the": 0, "▁sum": 1, "s": 2}, unk_token="s"))
     tokenizer.decoder = decoders.Metaspace()
     assert tokenizer.decode([0]) == "the"

@@ -161,20 +161,20 @@ def test_a_rollout_record_joins_payload_judgement_and_advantages() -> None:
     assert record.advantages == ((0.7,), (None,), (-0.7,))
 
 
-def test_a_line_begins_with_its_step_and_its_group_id_by_which_it_is_found(tmp_path: Path) -> None:
+def test_a_line_starts_with_its_step_and_group_id(tmp_path: Path) -> None:
     payload = (said("x"),)
     write_rollouts(tmp_path / "s", [RolloutRecord.of(7, Task(id="t", prompt="p"), group_of(payload), payload, [])])
     assert (tmp_path / "s").read_bytes().startswith(b'{"step":7,"group_id":5,')
 
 
-def test_a_record_has_the_metadata_that_its_step_was_planned_from() -> None:
+def test_a_record_has_the_metadata_its_step_was_planned_from() -> None:
     payload = (said("right"), said("broke"))
     group = group_of(payload).with_scores((Score(1.0), Score(None, "took longer than 10 s")))
     again = RolloutRecord.of(12, Task(id="t", prompt="p"), group, payload, []).group
     assert replace(again, weights=group.weights) == group
 
 
-def test_advantages_of_single_samples_are_kept_and_not_shown_as_the_trajectorys() -> None:
+def test_sample_advantages_are_kept_and_not_shown_for_the_trajectory() -> None:
     payload = (said("a"), said("b"))
     assigned = [TrajectoryAdvantage(0, 0, 0.5, sample=0), TrajectoryAdvantage(1, 0, -0.5)]
     record = RolloutRecord.of(1, Task(id="t", prompt="p"), group_of(payload), payload, assigned)
@@ -191,7 +191,7 @@ def test_what_is_not_finite_comes_back_as_no_number() -> None:
     assert math.isnan(back.assigned[0].advantage) and math.isnan(back.columns["reference_logprobs"][0][0])
 
 
-def test_numbers_of_numpy_come_back_as_they_were_and_not_as_text(tmp_path: Path) -> None:
+def test_numpy_numbers_are_stored_as_numbers(tmp_path: Path) -> None:
     tenth = cast("float", np.float32(0.1))
     payload = (replace(said("a"), trajectories=(replace(said("a").trajectories[0], reward=np.float64(0.25)),)),)
     group = group_of(payload).with_scores((Score(tenth, parts={"exact": tenth}),))
@@ -205,7 +205,7 @@ def test_numbers_of_numpy_come_back_as_they_were_and_not_as_text(tmp_path: Path)
     assert {type(number) for number in numbers} == {float}
 
 
-def test_what_json_lacks_is_text_in_a_row_and_refused_elsewhere(tmp_path: Path) -> None:
+def test_values_json_lacks_become_text_in_rows_and_raise_elsewhere(tmp_path: Path) -> None:
     info = {"price": Decimal("1.10"), "raw": b"x", "when": date(2024, 1, 2), "n": 3}
     task, payload = Task(id="t", prompt="p", info=info), (said("a"),)  # type: ignore[arg-type]
     record = RolloutRecord.of(1, task, group_of(payload), payload, [])
@@ -224,7 +224,7 @@ FORMAT_1 = b"""{"step":1,"group_id":7,"task":{"id":"t","prompt":"2 1","answer":"
 "num_tool_calls":0,"num_sequential":1}],"advantages":[[0.7,null]],"parts":[{"exact":1.0}]}"""
 
 
-def test_a_line_of_format_1_is_read_without_what_it_lacks() -> None:
+def test_format_1_lines_are_read_with_defaults() -> None:
     record = rollout_of(FORMAT_1)
     assert (record.record_v, record.advantages, record.assigned) == (
         1,

@@ -91,7 +91,7 @@ def test_the_number_in_the_reply_is_the_value(server: Server) -> None:
         ("90%", 0.9),
     ],
 )
-def test_a_number_alone_on_the_last_line_or_after_score_counts(server: Server, reply: str, value: float) -> None:
+def test_a_number_on_the_last_line_or_after_score_counts(server: Server, reply: str, value: float) -> None:
     server.replies = [reply]
     assert scores(server.url, "x")[0].value == pytest.approx(value)
 
@@ -110,14 +110,14 @@ def test_a_number_alone_on_the_last_line_or_after_score_counts(server: Server, r
         "Score: 0.5\nIt has 1 mistake.",
     ],
 )
-def test_a_reply_that_leaves_the_number_open_is_a_failure_with_its_words(server: Server, reply: str) -> None:
+def test_an_ambiguous_reply_is_a_failure_with_its_text(server: Server, reply: str) -> None:
     server.replies = [reply]
     problem = f"the judge's reply has no number from 0 to 1 alone on its last line: it ends with {reply!r}"
     assert scores(server.url, "x") == [Score(None, f"judge: {problem}")]
 
 
 @pytest.mark.parametrize(("reply", "number"), [("7", "7"), ("Score: -0.1", "-0.1"), ("12/10", "1.2"), ("101%", "1.01")])
-def test_a_number_out_of_bounds_is_a_failure_with_the_judges_words(server: Server, reply: str, number: str) -> None:
+def test_a_number_out_of_bounds_fails_with_the_reply(server: Server, reply: str, number: str) -> None:
     server.replies = [reply]
     problem = f"the judge's reply says {number}, which is not from 0 to 1: {reply!r}"
     assert scores(server.url, "x") == [Score(None, f"judge: {problem}")]
@@ -130,7 +130,7 @@ def test_the_bounds_can_be_set(server: Server) -> None:
 
 
 @pytest.mark.parametrize(("reply", "lowest"), [("4/5", 1), ("50%", -1), ("1/0", 0)])
-def test_a_part_of_a_whole_that_can_mean_two_numbers_is_a_failure(server: Server, reply: str, lowest: int) -> None:
+def test_an_ambiguous_fraction_or_percentage_is_a_failure(server: Server, reply: str, lowest: int) -> None:
     server.replies = [reply]
     (score,) = scores(server.url, "x", lowest=lowest, highest=5)
     assert score.value is None
@@ -155,14 +155,14 @@ def test_a_request_that_fails_is_made_again(server: Server) -> None:
     assert len(server.asked) == 3
 
 
-def test_a_server_that_keeps_failing_is_a_failure_of_the_sample_not_a_reward_of_0(server: Server) -> None:
+def test_a_failing_server_fails_the_sample_instead_of_scoring_0(server: Server) -> None:
     server.replies = [503]
     (score,) = scores(server.url, "x", retries=1)
     assert score.value is None
     assert score.failure.startswith(f"judge: no reply from {server.url}, asked 2 times at most: Error code: 503")
 
 
-def test_a_server_that_is_not_there_is_a_failure_of_the_sample() -> None:
+def test_an_unreachable_server_fails_the_sample() -> None:
     (score,) = scores("http://127.0.0.1:9/v1", "x", retries=0)
     assert score.value is None
     assert "no reply from http://127.0.0.1:9/v1, asked 1 times at most: Connection error. (" in score.failure

@@ -67,7 +67,7 @@ def test_format_wants_the_whole_completion_to_have_the_form() -> None:
     assert values("format", None, "12", "12.", pattern=r"\d+") == [1, 0]
 
 
-def test_wrong_args_of_ready_made_functions_are_refused_before_the_run() -> None:
+def test_wrong_arguments_of_ready_made_functions_are_refused_before_running() -> None:
     assert refusal("regex", {}) == "reward 'regex' needs args: pattern"
     assert "pattern '(' is no regular expression" in refusal("regex", {"pattern": "("})
     assert "pattern '(' is no regular expression" in refusal("format", {"pattern": "("})
@@ -115,7 +115,7 @@ def test_math_says_nothing_of_time_outs() -> None:
 
 
 @pytest.mark.skipif(HAS_GYM, reason="reasoning-gym is installed")
-def test_without_its_package_a_ready_made_function_names_what_to_install() -> None:
+def test_a_missing_reward_package_is_named_with_its_install_command() -> None:
     assert refusal("reasoning_gym", {}) == (
         "reward 'reasoning_gym': No module named 'reasoning_gym'; pip install reasoning-gym (extra `gym`)"
     )

@@ -32,7 +32,7 @@ GROUP = group(0, episodes=[episode(None)] * 3).with_scores(JUDGED)
 PAYLOAD = (Episode((Trajectory("policy", ()),)),) * 3
 
 
-def test_each_function_has_a_mean_of_its_own_where_it_applied() -> None:
+def test_each_function_has_a_mean_over_where_it_applied() -> None:
     async def measured() -> dict[str, float]:
         learned = StepResult([GROUP], [()], TrainStats({}, 1.0))
         return step_metrics(learned, 0, queue_of(2, 1), StepClock())

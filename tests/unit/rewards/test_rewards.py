@@ -109,7 +109,7 @@ def test_the_tokens_of_a_completion_can_be_asked_for(load, values) -> None:
     assert not load("def judge(completion): return 0").wants_ids
 
 
-def test_an_argument_that_no_row_has_is_refused_before_the_run(load) -> None:
+def test_an_argument_missing_from_the_columns_is_refused(load) -> None:
     judge = load("def judge(completion, anwser): return 0")
     with pytest.raises(ConfigError, match=r"asks for anwser.*available are completion, .*, task_id, level"):
         judge.check(["level"])
@@ -226,7 +226,7 @@ def test_the_column_ground_truth_goes_before_the_answer(values) -> None:
     assert values(BOXED, r"\boxed{2}", r"\boxed{1}", task=task) == [1.0, 0.0]
 
 
-def test_a_function_of_a_group_that_raises_fails_every_completion_with_its_reason(scores, tmp_path: Path) -> None:
+def test_a_group_function_that_raises_fails_every_completion(scores, tmp_path: Path) -> None:
     got = scores("def judge(completions): return [1 / len(c) for c in completions]", "abc", "", "ab")
     assert len(got) == 3
     assert {score.value for score in got} == {None}
@@ -255,7 +255,7 @@ def test_a_generator_is_not_a_list(scores) -> None:
     assert score.failure.endswith("(generator), not a list of 1 numbers")
 
 
-def test_in_a_list_only_the_entry_that_is_no_number_fails(scores) -> None:
+def test_only_the_invalid_entry_of_a_list_fails(scores) -> None:
     source = "import numpy as np\ndef judge(completions): return (np.float32(0.5), 'x', {'score': 1, 'acc': 0}, None)"
     assert scores(source, "a", "b", "c", "d") == [
         Score(0.5),
@@ -265,7 +265,7 @@ def test_in_a_list_only_the_entry_that_is_no_number_fails(scores) -> None:
     ]
 
 
-def test_a_function_of_a_group_is_refused_names_that_only_one_completion_has(load) -> None:
+def test_group_functions_cannot_ask_for_names_of_one_completion(load) -> None:
     with pytest.raises(ConfigError, match="for prompt, which not every row has; available are completions, prompts, "):
         load("def judge(completions, prompt): return []").check([])
     with pytest.raises(ConfigError, match="asks for one completion and for all of a group"):
@@ -332,7 +332,7 @@ def test_an_async_function_that_cancels_itself_fails(scores) -> None:
     assert scores(source, "x")[0].failure.startswith("raised CancelledError")
 
 
-def test_a_plain_function_may_run_an_event_loop_of_its_own(values) -> None:
+def test_a_plain_function_may_run_its_own_event_loop(values) -> None:
     source = "import asyncio\nasync def one(): return 0.5\ndef judge(completion): return asyncio.run(one())"
     assert values(source, "x") == [0.5]
 
@@ -391,7 +391,7 @@ def test_specs_that_name_nothing_are_refused(tmp_path: Path) -> None:
     assert "has no function judge; it has first, second" in refusal(f"{tmp_path}/judges.py:judge")
 
 
-def test_what_a_users_file_raises_when_imported_has_the_place_in_that_file(tmp_path: Path) -> None:
+def test_import_errors_of_user_files_have_their_file_and_line(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import math\nx = (\n")
     (tmp_path / "lacking.py").write_text("\nimport no_such_module\n")
     (tmp_path / "raising.py").write_text("def of(n):\n    return 1 / n\nx = of(0)\n")

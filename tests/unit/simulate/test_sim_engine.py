@@ -45,7 +45,7 @@ def asked(**changes: Any) -> Asked:
     return Asked(engine)
 
 
-def test_requests_share_the_steps_and_the_step_takes_longer_with_more_of_them():
+def test_steps_are_shared_and_take_longer_with_more_requests():
     async def work() -> dict[int, float]:
         it = asked()
         it.engine.submit([it.request(0, 10)])
@@ -89,7 +89,7 @@ def test_prompts_hold_up_decoding_unless_they_are_cached():
     assert run_virtual(work()) == {0: 4.0, 1: 4.0}
 
 
-def test_a_change_in_flight_splits_tokens_between_versions_and_holds_them_up():
+def test_an_inflight_change_splits_tokens_by_version_and_delays_them():
     async def work() -> tuple[Counter[PolicyVersion], dict[int, float]]:
         it = asked()
         it.engine.submit([it.request(0, 10)])

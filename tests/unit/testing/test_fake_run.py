@@ -28,7 +28,7 @@ def add(said: str) -> str:
     return str(int(said[said.index("?") - 3]) + 1)
 
 
-def test_a_workflow_is_played_on_the_version_that_its_group_began_on(tmp_path: Path) -> None:
+def test_a_group_is_played_on_its_starting_version(tmp_path: Path) -> None:
     run = FakeRun(
         tmp_path,
         FakeWorld(rollout_s=lambda group_id: 0.1, train_s=lambda version: 5.0),
@@ -44,7 +44,7 @@ def test_a_workflow_is_played_on_the_version_that_its_group_began_on(tmp_path: P
     assert max(run.world.staleness) == 2
 
 
-def test_reward_functions_judge_sync_or_async_and_one_that_raises_is_no_reward_of_zero(tmp_path: Path) -> None:
+def test_reward_functions_may_be_async_and_failures_drop_groups(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(REWARDS)
     fn = f"{tmp_path}/rewards.py"
     good = FakeRun(tmp_path / "good", tasks=ADDS, reply=add, reward={"fn": f"{fn}:late"}, algorithm=RewardAsAdvantage())
@@ -57,7 +57,7 @@ def test_reward_functions_judge_sync_or_async_and_one_that_raises_is_no_reward_o
     assert {event.reason for event in bad.recorder.of(GroupDropped)} == {"failed"}
 
 
-def test_a_stabilizer_sees_the_gradients_of_every_step_and_is_given_its_synchronous_steps(tmp_path: Path) -> None:
+def test_a_stabilizer_gets_every_gradient_and_its_synchronous_steps(tmp_path: Path) -> None:
     steps = GAC(calibrate_steps=MIN_STEPS).synchronous_steps
     run = FakeRun(
         tmp_path,
@@ -94,7 +94,7 @@ class Buggy(Workflow):
         raise KeyError("missing")
 
 
-def test_a_bug_in_a_workflow_ends_the_run_with_its_line(tmp_path: Path) -> None:
+def test_a_workflow_bug_ends_the_run_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(RunAborted, match='raise KeyError\\("missing"\\)'):
         FakeRun(tmp_path, reply=add, rollout={"workflow": Buggy()}, algorithm=RewardAsAdvantage()).train()
 

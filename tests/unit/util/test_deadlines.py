@@ -41,7 +41,7 @@ def test_a_deadline_is_over_when_its_seconds_are(seconds):
     run_virtual(main())
 
 
-def test_work_in_time_gives_its_result_and_work_that_is_late_names_the_worker():
+def test_results_in_time_return_and_late_ones_name_the_worker():
     async def main() -> None:
         assert await with_deadline(asyncio.sleep(3, "done"), 4, "rollout-0", "rolling out") == "done"
         with pytest.raises(DeadlineExceeded, match="rollout-0 while rolling out: no answer within 4 s"):
@@ -80,7 +80,7 @@ def test_a_deadline_is_not_over_because_the_process_was_suspended(lived_s):
     run_virtual(main())
 
 
-def test_the_answer_of_a_worker_that_went_on_meanwhile_is_taken_after_a_suspension():
+def test_an_answer_is_accepted_after_a_suspension():
     async def main() -> None:
         work = asyncio.create_task(with_deadline(asyncio.sleep(100, "answer"), 200, "rollout-0", "rolling out"))
         await asyncio.sleep(50)
@@ -90,7 +90,7 @@ def test_the_answer_of_a_worker_that_went_on_meanwhile_is_taken_after_a_suspensi
     run_virtual(main())
 
 
-def test_a_deadline_that_begins_after_a_suspension_is_as_long_as_any():
+def test_a_deadline_after_a_suspension_has_its_full_length():
     async def main() -> None:
         await deadlines.sleep(2.0)
         await asyncio.sleep(50.0)

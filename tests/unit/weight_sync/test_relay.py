@@ -73,7 +73,7 @@ def test_the_cost_model_by_hand():
     assert best_chunks(2, 1e9, 1e9, 0.0625) == 4
 
 
-def test_the_first_relay_has_it_equally_soon_however_many_relays_and_readers_there_are():
+def test_first_relay_latency_does_not_depend_on_relays_or_readers():
     async def main(num_relays: int, num_readers: int) -> float:
         chain = Net(hop_s=1e-3).chain(num_relays)
         readers = [asyncio.create_task(node.relay.newest(3)) for node in chain for _ in range(num_readers)]
@@ -87,7 +87,7 @@ def test_the_first_relay_has_it_equally_soon_however_many_relays_and_readers_the
     assert max(times) == pytest.approx(min(times))
 
 
-def test_each_relay_pulls_from_the_one_before_it_and_the_first_from_the_actor():
+def test_each_relay_pulls_from_the_previous_one_in_the_chain():
     async def main() -> None:
         net = Net()
         chain = net.chain(3)
@@ -129,7 +129,7 @@ def test_an_arrival_tells_how_much_travelled_and_for_how_long():
 # --------------------------------------------------------------------------------------------------------------- deltas
 
 
-def test_only_the_bucket_that_changed_travels_and_a_relay_that_missed_a_version_gets_what_it_lacks():
+def test_relays_fetch_only_the_buckets_they_lack():
     async def main() -> None:
         net = Net()
         chain = net.chain(3)
@@ -159,7 +159,7 @@ def test_a_bucket_that_occurs_twice_in_a_version_travels_once():
     run_virtual(main())
 
 
-def test_a_version_announced_while_another_is_on_its_way_fetches_nothing_twice():
+def test_overlapping_versions_fetch_no_bucket_twice():
     async def main() -> None:
         net = Net(bytes_per_s=1000.0)
         chain = net.chain(2)
@@ -176,9 +176,7 @@ def test_a_version_announced_while_another_is_on_its_way_fetches_nothing_twice()
 
 @settings(deadline=None, max_examples=150)
 @given(data=st.data(), num_relays=st.integers(2, 6), num_buckets=st.integers(1, 7))
-def test_whoever_dies_whenever_the_others_end_with_the_version_and_nobody_gets_a_bucket_twice(
-    data, num_relays, num_buckets
-):
+def test_survivors_of_any_deaths_get_the_version_without_duplicates(data, num_relays, num_buckets):
     deaths = data.draw(
         st.dictionaries(st.integers(0, num_relays - 1), st.integers(0, num_buckets), max_size=num_relays - 1)
     )
@@ -230,7 +228,7 @@ class Deaf(Hung):
 
 
 @pytest.mark.parametrize("kind", [Hung, Deaf])
-def test_a_master_that_hangs_takes_one_try_and_leaves_the_others_time_within_the_deadline(kind):
+def test_a_hanging_master_leaves_the_others_time_within_the_deadline(kind):
     async def main() -> None:
         net = Net()
         chain = [kind(net, "relay-0"), Node(net, "relay-1"), Node(net, "relay-2")]
@@ -258,7 +256,7 @@ def test_a_relay_that_hangs_is_given_up_after_one_try():
     run_virtual(main())
 
 
-def test_with_every_source_dead_the_error_names_the_last_and_those_who_wait_turn_elsewhere():
+def test_the_last_dead_source_is_named_and_readers_are_released():
     async def main() -> None:
         net = Net(bytes_per_s=100.0)
         (node,) = net.chain(1)
@@ -276,7 +274,7 @@ def test_with_every_source_dead_the_error_names_the_last_and_those_who_wait_turn
     run_virtual(main())
 
 
-def test_a_bucket_damaged_in_transit_is_fetched_again_from_the_next_source():
+def test_a_bucket_damaged_in_transit_is_fetched_from_another_source():
     async def main() -> None:
         net = Net(corrupt=lambda by, source: (by, source) == ("relay-2", "relay-1"))
         chain = net.chain(3)
@@ -287,7 +285,7 @@ def test_a_bucket_damaged_in_transit_is_fetched_again_from_the_next_source():
     run_virtual(main())
 
 
-def test_damage_on_every_way_is_an_error_and_no_reader_sees_the_version():
+def test_damage_from_every_source_is_an_error_without_a_read():
     async def main() -> None:
         net = Net(corrupt=lambda by, source: by == "relay-1")
         chain = net.chain(2)
@@ -305,7 +303,7 @@ def test_damage_on_every_way_is_an_error_and_no_reader_sees_the_version():
 # --------------------------------------------------------------------------------------------------------------- refill
 
 
-def test_a_relay_that_lost_everything_is_filled_from_neighbours_that_have_something():
+def test_a_restarted_relay_is_refilled_by_neighbours_with_pinned_versions():
     async def main() -> None:
         net = Net(bytes_per_s=1000.0)
         chain = net.chain(4)
@@ -330,7 +328,7 @@ def test_a_relay_that_lost_everything_is_filled_from_neighbours_that_have_someth
     run_virtual(main())
 
 
-def test_a_relay_that_comes_back_during_a_broadcast_gets_what_is_on_its_way_too():
+def test_a_relay_restarted_during_a_broadcast_gets_the_pending_version():
     async def main() -> None:
         net = Net(bytes_per_s=1000.0)
         chain = net.chain(3)
@@ -345,7 +343,7 @@ def test_a_relay_that_comes_back_during_a_broadcast_gets_what_is_on_its_way_too(
     run_virtual(main())
 
 
-def test_when_every_relay_lost_everything_they_are_filled_from_the_actor():
+def test_relays_that_all_lost_their_data_refill_from_the_actor():
     async def main() -> None:
         net = Net()
         chain = net.chain(2)
@@ -362,7 +360,7 @@ def test_when_every_relay_lost_everything_they_are_filled_from_the_actor():
     run_virtual(main())
 
 
-def test_what_is_pinned_is_found_with_any_neighbour_though_others_lost_it():
+def test_a_pinned_version_is_refilled_from_any_neighbour():
     async def main() -> None:
         net = Net()
         chain = first, second, _ = net.chain(3)
@@ -381,7 +379,7 @@ def test_what_is_pinned_is_found_with_any_neighbour_though_others_lost_it():
     run_virtual(main())
 
 
-def test_a_question_is_asked_again_while_relays_restart_until_its_deadline():
+def test_requests_are_retried_while_relays_restart_until_the_deadline():
     answers: list[Exception | str] = [
         WorkerDied("relay-0", "x", "gone"),
         DeadlineExceeded("relay-1", "x", "hangs"),
@@ -415,7 +413,7 @@ def test_a_question_is_asked_again_while_relays_restart_until_its_deadline():
 
 
 @pytest.mark.parametrize("transfer_steps", [2, 10])
-def test_a_relay_slower_than_versions_come_skips_some_and_neither_it_nor_the_publisher_piles_them_up(transfer_steps):
+def test_a_slow_relay_skips_versions_with_bounded_memory(transfer_steps):
     """A version a second, and so many seconds for one of them into the slow relay."""
 
     async def main() -> None:
@@ -437,7 +435,7 @@ def test_a_relay_slower_than_versions_come_skips_some_and_neither_it_nor_the_pub
     run_virtual(main())
 
 
-def test_a_version_that_was_announced_and_never_sent_is_forgotten_when_newer_ones_came():
+def test_an_unsent_version_is_forgotten_once_newer_ones_arrive():
     async def main() -> None:
         (node,) = Net().chain(1)
         await node.announce(announced(0, ["a"]))
@@ -457,7 +455,7 @@ def test_a_version_that_was_announced_and_never_sent_is_forgotten_when_newer_one
 # --------------------------------------------------------------------------------------------------------------- memory
 
 
-def test_bytes_borrowed_for_want_of_memory_are_fetched_again_with_the_next_version():
+def test_buckets_borrowed_without_memory_are_copied_with_the_next_version():
     async def main() -> None:
         net = Net()
         has_room = False
@@ -475,7 +473,7 @@ def test_bytes_borrowed_for_want_of_memory_are_fetched_again_with_the_next_versi
     run_virtual(main())
 
 
-def test_a_relay_without_memory_lets_older_versions_go_first_then_keeps_the_sources_bytes_and_says_so_once():
+def test_a_full_relay_evicts_old_versions_and_then_borrows_buckets():
     async def main() -> None:
         net = Net()
 
@@ -503,7 +501,7 @@ def test_a_relay_without_memory_lets_older_versions_go_first_then_keeps_the_sour
 # -------------------------------------------------------------------------------------------------------------- readers
 
 
-def test_a_reader_waits_for_a_version_no_older_than_it_asked_for():
+def test_a_reader_waits_for_the_requested_version_or_a_newer():
     async def main() -> None:
         (node,) = Net().chain(1)
         reader = asyncio.create_task(node.relay.newest(at_least=2))
@@ -530,7 +528,7 @@ def test_a_reader_never_sees_a_version_that_is_not_complete():
     run_virtual(main())
 
 
-def test_replicas_hold_different_versions_at_once_each_with_its_own_bytes():
+def test_successive_versions_keep_their_own_bytes():
     async def main() -> None:
         (node,) = Net().chain(1)
         held = []
@@ -552,7 +550,7 @@ def test_a_late_older_version_does_not_hide_a_newer_one():
     run_virtual(main())
 
 
-def test_only_the_newest_versions_are_kept_and_with_them_their_buckets():
+def test_only_the_newest_versions_and_their_buckets_are_kept():
     async def main() -> None:
         (node,) = Net().chain(1)
         for version in range(4):
@@ -564,7 +562,7 @@ def test_only_the_newest_versions_are_kept_and_with_them_their_buckets():
     run_virtual(main())
 
 
-def test_the_pinned_version_is_kept_whatever_comes_after_until_another_is_pinned():
+def test_a_pinned_version_stays_until_another_is_pinned():
     async def main() -> None:
         (node,) = Net().chain(1)
         for version in range(3):
@@ -596,7 +594,7 @@ def test_a_pin_waits_for_its_version_to_come():
     run_virtual(main())
 
 
-def test_the_same_version_twice_is_ignored_and_with_another_hash_refused():
+def test_repeating_a_version_is_ignored_and_another_hash_refused():
     async def main() -> None:
         net = Net()
         (node,) = net.chain(1)

@@ -69,14 +69,14 @@ def test_a_weight_change_has_one_order():
     ("held", "message"),
     [("beef", "rollout-0 while changing weights: version 4 .* cafe, but beef is loaded"), (None, "missing w")],
 )
-def test_weights_nobody_vouches_for_stop_the_replica_and_leave_its_gate_closed(held, message):
+def test_unverified_weights_stop_the_replica_with_its_gate_closed(held, message):
     replica = Diary()
     with pytest.raises(WeightsMismatch, match=message):
         changed(replica, held)
     assert replica.done == ["close gate", "pause", "load", "resume", "stop"]
 
 
-def test_a_replica_that_computes_with_other_weights_than_it_holds_is_stopped_too():
+def test_a_replica_that_computes_with_other_weights_is_stopped():
     replica = Diary(lies=True)
     with pytest.raises(WeightsMismatch, match="verifying version 4"):
         changed(replica, "cafe")
@@ -146,7 +146,7 @@ def test_tokens_of_a_version_that_was_never_published_are_refused():
         verified(sync(v1="hash-of-1"), group(0, versions=(1, 2)))
 
 
-def test_a_publish_returns_before_the_weights_arrive_and_their_hash_is_told_when_they_do():
+def test_publish_returns_early_and_the_hash_follows_on_arrival():
     told = EventRecorder()
     weights = on(FakeWorld(publish_s=0.5, broadcast_s=0.25), events=Events([told]))
 
@@ -183,7 +183,7 @@ def test_a_publish_has_a_deadline_that_names_its_phase():
 
 
 @pytest.mark.parametrize("needs_it", ["the next publish", "a verification", "a checkpoint"])
-def test_weights_that_do_not_arrive_in_time_end_whatever_needs_them(needs_it):
+def test_late_weights_fail_whatever_needs_them(needs_it):
     weights = on(FakeWorld(publish_s=0.0, broadcast_s=9.0))
 
     async def main() -> None:
@@ -226,7 +226,7 @@ def losing(loser: Loser) -> WeightSync:
     return WeightSync(loser, loser, transfer_s=1.0, max_age=2)  # type: ignore[arg-type]
 
 
-def test_a_version_that_the_relays_lost_before_they_told_of_it_is_announced_again():
+def test_a_version_lost_by_the_relays_is_announced_again():
     loser = Loser()
     weights = losing(loser)
 
@@ -238,7 +238,7 @@ def test_a_version_that_the_relays_lost_before_they_told_of_it_is_announced_agai
     assert loser.asked == [3]
 
 
-def test_what_kept_a_version_from_the_relays_is_told_and_not_that_nobody_has_it():
+def test_the_error_that_kept_a_version_from_relays_is_raised():
     weights = losing(Loser(WorkerError("actor-0", "storing version 3", "no room in Ray's object store")))
 
     async def main() -> None:
@@ -249,7 +249,7 @@ def test_what_kept_a_version_from_the_relays_is_told_and_not_that_nobody_has_it(
         run_virtual(main())
 
 
-def test_hashes_no_token_can_carry_any_more_are_forgotten_except_those_kept():
+def test_hashes_beyond_the_staleness_bound_are_forgotten_unless_kept():
     weights = on(FakeWorld(publish_s=0.0))
     weights.kept = {1}
 

@@ -89,7 +89,7 @@ def test_trajectories_are_moved_where_running_groups_hold_new_weights_back(tmp_p
     assert (repacker and repacker.every_s) == every_s
 
 
-def test_a_budget_that_the_algorithm_does_not_name_is_the_longest_completion(tmp_path):
+def test_the_loss_budget_defaults_to_the_longest_completion(tmp_path):
     overrides = ["algorithm.type=dr_grpo", "rollout.max_new_tokens=100", "run.steps=1", "asynchrony.max_staleness=0"]
     data, workers = TaskSource(tasks(8), seed=0), FakeWorld().workers()
     assert run_virtual(build_driver(config(tmp_path, *overrides), workers, data, Events([])).run(0)) == 1
@@ -103,9 +103,7 @@ def test_a_budget_that_the_algorithm_does_not_name_is_the_longest_completion(tmp
     ("algorithm", "stabilizer", "version"),
     [("Patient", "Calibrating", 6), (None, "Calibrating", 2), ("Patient", None, 0)],
 )
-def test_steps_are_synchronous_until_the_stabilizer_saw_as_many_train_the_policy_as_it_needs(
-    tmp_path, algorithm, stabilizer, version
-):
+def test_steps_are_synchronous_until_the_stabilizer_has_its_training_steps(tmp_path, algorithm, stabilizer, version):
     """Patient trains the policy at the versions 3, 5, 7: after the second of these the version is 6."""
     chosen = [f"algorithm={{type: '{__name__}:{algorithm}'}}"] if algorithm else []
     chosen.append(f"stabilizer={{type: '{__name__}:{stabilizer}'}}" if stabilizer else "stabilizer=null")

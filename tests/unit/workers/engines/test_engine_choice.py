@@ -34,7 +34,7 @@ def on(device: str | None) -> Callable[[], str | None]:
 
 
 @pytest.mark.slow
-def test_on_a_cpu_a_large_model_is_worth_vllm_and_a_small_one_is_not(tmp_path: Path) -> None:
+def test_on_a_cpu_only_large_models_choose_vllm(tmp_path: Path) -> None:
     small = spec(tmp_path / "small", hidden_size=64, intermediate_size=128, num_hidden_layers=2)
     large = spec(tmp_path / "large", hidden_size=1024, intermediate_size=2048, num_hidden_layers=8)
     assert choose(small, CPU, on("cpu")) == EngineChoice(
@@ -53,13 +53,13 @@ def test_vllm_is_taken_only_where_it_runs_on_the_device(tmp_path: Path) -> None:
     assert choose(small, GPU, on(None)) == EngineChoice("local", "the device is cuda, and vLLM is not installed")
 
 
-def test_shards_are_vllms_and_an_engine_that_is_named_is_taken(tmp_path: Path) -> None:
+def test_shards_choose_vllm_and_a_named_engine_is_used(tmp_path: Path) -> None:
     small = spec(tmp_path, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
     assert choose(replace(small, tensor_parallel=2), CPU) == EngineChoice("vllm", "local has no shards")
     assert choose(replace(small, engine="vllm"), CPU) == EngineChoice("vllm", "as configured")
 
 
-def test_several_versions_at_a_time_are_the_local_engines_and_vllm_refuses_them_with_the_remedy(tmp_path: Path) -> None:
+def test_several_resident_versions_choose_local_and_vllm_refuses_them(tmp_path: Path) -> None:
     several = replace(spec(tmp_path, hidden_size=64, intermediate_size=128, num_hidden_layers=2), resident_versions=2)
     assert choose(several, GPU, on("cuda")) == EngineChoice("local", "vLLM holds one version at a time")
     with pytest.raises(ConfigError, match=r"rollout\.resident_versions: 2 .* set rollout\.engine=local, or"):

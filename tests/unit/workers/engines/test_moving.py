@@ -80,7 +80,7 @@ def held(version: int, replica: str = "a") -> Acknowledged:
     return Acknowledged(replica, version, hash_of(version))
 
 
-def test_a_moved_group_has_the_tokens_of_an_unmoved_one_and_one_version():
+def test_a_moved_group_has_the_tokens_of_an_unmoved_one():
     team = Team("ab")
     a, b = team.workers
 
@@ -100,7 +100,7 @@ def test_a_moved_group_has_the_tokens_of_an_unmoved_one_and_one_version():
     played(team.workers, scenario)
 
 
-def test_a_group_moves_between_two_local_engines_and_goes_on_with_the_same_tokens():
+def test_a_group_moves_between_local_engines_with_the_same_tokens():
     def engine(name: str) -> LocalEngine:
         model = tiny_sorter()
         return LocalEngine(model, num_slots=4, max_context=64, stop_token_ids=frozenset({1}), name=name)
@@ -129,7 +129,7 @@ def test_a_group_moves_between_two_local_engines_and_goes_on_with_the_same_token
     assert payload_of(move=True) == payload_of(move=False)
 
 
-def test_the_replica_that_was_left_takes_new_weights_and_starts_anew_while_the_host_goes_on_with_the_old():
+def test_a_source_takes_new_weights_while_its_moved_group_continues():
     team = Team("ab")
     a, b = team.workers
 
@@ -151,7 +151,7 @@ def test_the_replica_that_was_left_takes_new_weights_and_starts_anew_while_the_h
     played(team.workers, scenario)
 
 
-def test_a_host_takes_no_new_weights_before_its_guests_are_done():
+def test_a_host_keeps_its_weights_until_guests_are_done():
     team = Team("ab")
     a, b = team.workers
 
@@ -173,7 +173,7 @@ def test_a_host_takes_no_new_weights_before_its_guests_are_done():
     played(team.workers, scenario)
 
 
-def test_a_group_that_waits_on_a_tool_moves_too_and_its_next_turn_is_sampled_at_the_host():
+def test_a_group_waiting_on_a_tool_moves_and_continues_there():
     tools = Tools()
     team = Team("ab", tools)
     a, b = team.workers
@@ -279,7 +279,7 @@ class Slow:
         await self.worker.generator.evict(ticket, keep_cache=keep_cache)
 
 
-def test_a_group_that_ends_while_the_host_thinks_is_let_go_there():
+def test_a_group_that_ends_during_its_move_leaves_the_host():
     team = Team("ab")
     a, b = team.workers
     slow = Slow(b)
@@ -362,7 +362,7 @@ def test_a_request_that_ends_while_it_is_aborted_is_whole():
     played(team.workers, scenario)
 
 
-def test_guests_of_a_replica_that_died_are_let_go_and_its_late_groups_refused():
+def test_guests_of_a_dead_replica_are_released_and_refused_later():
     team = Team("ab")
     a, b = team.workers
 
@@ -382,7 +382,7 @@ def test_guests_of_a_replica_that_died_are_let_go_and_its_late_groups_refused():
     played(team.workers, scenario)
 
 
-def test_a_host_that_dies_is_named_to_whoever_waits_for_the_group():
+def test_a_dead_host_is_named_to_the_waiting_group():
     team = Team("ab")
     a, b = team.workers
 
@@ -415,7 +415,7 @@ class Forgiving(Tools):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_death_of_a_host_is_no_reward_of_0_whatever_a_workflow_makes_of_it(size: int):
+def test_a_dead_host_fails_the_group_despite_the_workflow(size: int):
     tools = Forgiving()
     team = Team("ab", tools)
     a, b = team.workers
@@ -437,7 +437,7 @@ def test_the_death_of_a_host_is_no_reward_of_0_whatever_a_workflow_makes_of_it(s
     played(team.workers, scenario)
 
 
-def test_guests_move_on_from_a_host_by_the_word_of_their_owner():
+def test_guests_move_on_only_through_their_owner():
     team = Team("abc")
     a, b, c = team.workers
 
@@ -485,7 +485,7 @@ class Fails(Workflow):
         await agent.chat("1>")
 
 
-def test_a_group_that_fails_while_it_is_a_guest_leaves_the_host():
+def test_a_failed_guest_leaves_its_host():
     team = Team("ab", Fails())
     a, b = team.workers
 
@@ -500,7 +500,7 @@ def test_a_group_that_fails_while_it_is_a_guest_leaves_the_host():
     played(team.workers, scenario)
 
 
-def test_a_place_that_lets_a_group_go_by_itself_counts_as_dead():
+def test_a_host_that_drops_a_guest_counts_as_dead():
     team = Team("ab")
     a, b = team.workers
 

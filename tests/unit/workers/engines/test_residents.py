@@ -29,7 +29,7 @@ def test_the_model_computes_with_the_set_that_is_used(tied: bool) -> None:
             assert torch.equal(model(IDS).logits, expected[version])
 
 
-def test_a_tensor_that_did_not_change_is_kept_once_and_one_that_did_is_copied() -> None:
+def test_unchanged_tensors_are_shared_and_changed_ones_copied() -> None:
     residents = Residents(qwen(), 0)
     num_bytes = residents.num_bytes()
     weights = {name: tensor.clone() for name, tensor in named(0).items()}
@@ -50,7 +50,7 @@ def test_a_zero_of_the_other_sign_is_a_change() -> None:
     assert residents.lay_out(negative).hash == content_hash(negative) != content_hash(weights)
 
 
-def test_memory_of_a_set_is_free_once_it_is_let_go_even_if_it_was_in_use() -> None:
+def test_released_versions_free_their_memory_even_when_in_use() -> None:
     model = qwen()
     residents = Residents(model, 0)
     num_bytes = residents.num_bytes()
@@ -68,7 +68,7 @@ def test_memory_of_a_set_is_free_once_it_is_let_go_even_if_it_was_in_use() -> No
     assert residents.num_bytes() == sum(p.nbytes for p in model.parameters()) == num_bytes
 
 
-def test_a_tied_tensor_given_by_either_name_or_both_is_one() -> None:
+def test_a_tied_tensor_may_be_given_under_either_name() -> None:
     residents = Residents(qwen(), 0)
     weights = named(1)
     both = weights | {"lm_head.weight": weights["model.embed_tokens.weight"]}
@@ -83,7 +83,7 @@ def test_weights_are_cast_to_the_type_of_the_model() -> None:
     assert laid_out.hash == content_hash({name: tensor.bfloat16() for name, tensor in named(1).items()})
 
 
-def test_overwritten_weights_take_the_place_and_the_version_of_those_before() -> None:
+def test_overwriting_replaces_weights_and_version_in_place() -> None:
     model = qwen()
     residents = Residents(model, 0)
     num_bytes = residents.num_bytes()

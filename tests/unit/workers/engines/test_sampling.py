@@ -25,7 +25,7 @@ def test_uniform_is_the_top_bits_of_splitmix64(seed: int, position: int) -> None
     assert got == (bits >> 40) / (1 << 24)
 
 
-def test_uniform_numbers_fill_the_unit_interval_evenly_over_seeds_and_positions() -> None:
+def test_uniform_numbers_are_evenly_distributed_over_seeds_and_positions() -> None:
     seeds, positions = torch.meshgrid(torch.arange(500), torch.arange(200), indexing="ij")
     numbers = uniform(seeds.flatten(), positions.flatten())
     assert numbers.min() >= 0
@@ -79,7 +79,7 @@ def test_a_row_is_drawn_alike_beside_rows_with_other_sampling() -> None:
     assert all(torch.equal(a[plain], b[plain]) for a, b in zip(alone, mixed, strict=True))
 
 
-def test_a_token_without_probability_is_never_drawn_even_at_the_edges_of_the_unit_interval() -> None:
+def test_tokens_without_probability_are_never_drawn() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]).expand(3, -1)
     edges = torch.tensor([0.0, 0.5, 1 - 2.0**-24])
     tokens, _ = draw(logits, torch.ones(3), torch.ones(3), edges)

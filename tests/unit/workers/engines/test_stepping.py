@@ -72,7 +72,7 @@ async def ends_of(engine: Stuck) -> list[WorkerError]:
     return [end for end in ends if isinstance(end, WorkerError)]
 
 
-def test_an_engine_that_stops_answering_fails_every_request_by_name_and_version_within_its_deadline() -> None:
+def test_a_hanging_engine_fails_every_request_within_its_deadline() -> None:
     evict = threading.Event()
 
     def hang() -> None:
@@ -91,7 +91,7 @@ def test_an_engine_that_stops_answering_fails_every_request_by_name_and_version_
         assert str(end).startswith(f"rollout-7 while sampling request {name} on version 4: no step ended within 0.2 s")
 
 
-def test_an_engine_that_dies_in_the_middle_fails_every_request_by_name_and_version() -> None:
+def test_a_dead_engine_fails_every_request_by_name_and_version() -> None:
     def explode() -> None:
         raise MemoryError("out of it")
 
@@ -141,7 +141,7 @@ def test_an_idle_engine_is_not_taken_for_a_stuck_one() -> None:
     assert asyncio.run(asyncio.wait_for(main(), 20)).finish == "abort"
 
 
-def test_time_in_which_the_process_was_suspended_is_not_held_against_a_step() -> None:
+def test_suspended_time_does_not_count_against_a_step() -> None:
     began, evict = threading.Event(), threading.Event()
 
     def hang() -> None:

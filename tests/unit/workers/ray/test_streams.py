@@ -12,7 +12,7 @@ from rlsys.errors import DeadlineExceeded, WorkerError
 from workers.ray.remote_proxy import CallStream, call
 
 
-def test_a_timeout_that_the_worker_itself_raised_is_its_error_and_not_a_deadline():
+def test_a_timeout_raised_in_the_worker_is_no_deadline():
     raised = RayTaskError("run", "the traceback", TimeoutError("a socket timed out")).as_instanceof_cause()
 
     async def fails() -> None:
@@ -27,7 +27,7 @@ def test_a_timeout_that_the_worker_itself_raised_is_its_error_and_not_a_deadline
         asyncio.run(scenario(deadline_s))
 
 
-def test_a_call_that_is_not_answered_in_time_is_a_deadline():
+def test_a_late_answer_is_a_deadline_error():
     async def scenario() -> None:
         with pytest.raises(DeadlineExceeded, match=r"no answer within 0\.01 s"):
             await call(asyncio.Event().wait(), "rollout-0", "rolling out", 0.01)
@@ -35,7 +35,7 @@ def test_a_call_that_is_not_answered_in_time_is_a_deadline():
     asyncio.run(scenario())
 
 
-def test_everybody_in_a_stream_that_breaks_in_an_unknown_way_is_told():
+def test_a_broken_stream_fails_every_pending_call():
     class Broken:
         def _get_next_ref_n(self, n: int) -> Any:
             raise ValueError("no such reference")

@@ -71,7 +71,7 @@ class Tier:
 
 
 @pytest.mark.parametrize("num_relays", [1, 3])
-def test_the_newest_and_the_pinned_version_outlive_the_death_of_every_relay(num_relays):
+def test_newest_and_pinned_versions_survive_the_death_of_every_relay(num_relays):
     tier = Tier(num_relays)
 
     async def scenario() -> None:
@@ -94,7 +94,7 @@ def test_the_newest_and_the_pinned_version_outlive_the_death_of_every_relay(num_
     run_virtual(tier.supervised(scenario()))
 
 
-def test_a_pin_waits_for_relays_that_restart_but_not_for_ever():
+def test_a_pin_waits_for_restarting_relays_until_its_deadline():
     tier = Tier(2)
 
     async def scenario() -> None:

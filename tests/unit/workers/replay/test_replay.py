@@ -47,7 +47,7 @@ STEP = FailedStep(
 # ------------------------------------------------------------------------------------------------------------ step.json
 
 
-def test_a_failed_step_is_read_as_it_was_written_nan_included(tmp_path: Path) -> None:
+def test_a_failed_step_round_trips_including_nan(tmp_path: Path) -> None:
     STEP.write(tmp_path)
     read = read_failed(tmp_path)
     assert repr(read) == repr(STEP)  # NaN is not equal to itself
@@ -120,7 +120,7 @@ def failed(tmp_path: Path) -> Failed:
     return Failed(tmp_path)
 
 
-def test_a_step_that_is_fine_here_is_said_to_be_and_adds_up_to_the_trainers(failed: Failed) -> None:
+def test_a_replay_without_fault_matches_the_loss_in_training(failed: Failed) -> None:
     folder = failed.keep()
     done = CliRunner().invoke(app, ["replay", str(folder), "--json"])
     assert done.exit_code == 0, done.exception
@@ -133,7 +133,7 @@ def test_a_step_that_is_fine_here_is_said_to_be_and_adds_up_to_the_trainers(fail
     assert any(s["grad_norm"] > 0 for s in found["samples"])  # a clipped sample has none
 
 
-def test_an_advantage_that_is_no_number_is_found_in_its_own_sample_alone(failed: Failed) -> None:
+def test_a_nan_advantage_is_located_in_its_sample(failed: Failed) -> None:
     first, *others = failed.assigned[1]
     failed.assigned[1] = [replace(first, advantage=math.nan), *others]
     done = CliRunner().invoke(app, ["replay", str(failed.keep()), "--json"])
@@ -144,7 +144,7 @@ def test_an_advantage_that_is_no_number_is_found_in_its_own_sample_alone(failed:
     assert bad["non_finite"]["what"] == "advantage" and bad["non_finite"]["token"] == 0
 
 
-def test_a_logprob_of_the_sampler_that_is_no_number_is_found_with_its_token(failed: Failed) -> None:
+def test_a_nan_sampler_logprob_is_located_at_its_token(failed: Failed) -> None:
     (root,) = failed.payloads[2][0].trajectories
     (turn, *_) = root.turns
     broken = replace(root, turns=(replace(turn, logprobs=(*turn.logprobs[:-1], math.nan)), *root.turns[1:]))
@@ -198,7 +198,7 @@ def test_of_several_updates_the_one_that_failed_is_computed(failed: Failed) -> N
         assert last == ("of the rest, every number is finite" if update else "every number is finite on this machine")
 
 
-def test_a_gradient_too_large_for_the_trainers_sum_is_found_though_it_is_finite(failed: Failed) -> None:
+def test_a_gradient_overflowing_the_squared_norm_is_reported(failed: Failed) -> None:
     failed.assigned[1] = [replace(a, advantage=1e25) for a in failed.assigned[1]]
     replayed = launch.replay(failed.keep())
     bad = [s for s in replayed.samples if s.non_finite]
@@ -227,7 +227,7 @@ def row(**changes: object) -> ReplayedSample:
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
-def test_the_table_begins_with_what_is_not_finite_and_goes_on_by_the_size_of_gradients() -> None:
+def test_the_table_lists_failures_first_and_then_larger_gradients() -> None:
     bad = NonFinite("logprob", "nan", 3, "7")
     rows = (row(), row(group=5, grad_norm=9.0), row(group=6, loss=math.nan, grad_norm=math.nan, non_finite=bad))
     title, head, *body, last = ReplayedStep(7, "loss is nan\nand more", None, rows).lines()

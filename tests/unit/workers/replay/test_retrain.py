@@ -160,7 +160,7 @@ def plain(tmp_path: Path) -> Run:
     return Run(tmp_path)
 
 
-def test_every_step_comes_out_bit_for_bit_from_the_initial_model(run: Run) -> None:
+def test_every_step_replays_bit_for_bit_from_the_initial_model(run: Run) -> None:
     found = launch.replay_step(run.folder, STEPS)
     assert found.is_equal and found.first is None
     assert [each.what for each in found.weights] == [f"weights of version {v}" for v in range(STEPS + 1)]
@@ -189,7 +189,7 @@ def test_it_is_bit_for_bit(tmp_path: Path, keys: list[str]) -> None:
         assert metrics["kto/z0"] != 0, "all is wanted, and becomes likelier after other prompts too"
 
 
-def test_a_step_of_a_run_that_was_resumed_has_the_configuration_of_its_session(plain: Run) -> None:
+def test_a_resumed_step_replays_with_the_configuration_of_its_session(plain: Run) -> None:
     plain.save()
     plain.begin("train.lr=1e-3", "train.clip_norm=0.5", start=STEPS)
     plain.train()
@@ -234,7 +234,7 @@ def test_a_step_begins_from_the_newest_checkpoint_before_it(plain: Run) -> None:
     assert done.stdout.splitlines()[-1] == "equal bit for bit"
 
 
-def test_one_changed_logprob_is_noticed_in_the_step_that_trained_it(run: Run) -> None:
+def test_one_changed_logprob_is_noticed_in_its_training_step(run: Run) -> None:
     logprob = orjson.loads(run.rollouts(2).read_bytes().splitlines()[0])["episodes"][0]["trajectories"][0]["turns"][0]
     first = logprob["logprobs"][0]
     run.edit("rollouts/step_000002.jsonl", str(first), str(first * 1.001))
@@ -254,7 +254,7 @@ def test_a_metric_that_is_another_is_shown_with_both_values(plain: Run) -> None:
     assert f"first difference: loss: the run had 0.125, this time it is {loss}" in list(found.lines())
 
 
-def test_weights_that_had_not_arrived_when_the_run_died_are_said_to_be_unknown(plain: Run) -> None:
+def test_weights_that_never_arrived_are_reported_as_unknown(plain: Run) -> None:
     plain.edit("events.jsonl", f'"version":{STEPS}', '"version":99')
     found = launch.replay_step(plain.folder, STEPS)
     assert found.is_equal and found.weights[-1].told is None
@@ -321,7 +321,7 @@ def test_it_stops_right_before_the_step_with_what_it_trains(plain: Run) -> None:
     assert stops == [(2, num_tokens, [20, 21, 22], 1)]
 
 
-def test_the_debugger_is_refused_where_it_would_see_one_rank_of_several_or_no_step(plain: Run) -> None:
+def test_the_debugger_requires_one_rank_and_a_step(plain: Run) -> None:
     plain.edit(CONFIG, "ranks: 1", "ranks: 2")
     with pytest.raises(ConfigError, match=r"was trained on 2 ranks, and a debugger sees one process"):
         launch.replay_step(plain.folder, 1, debug=True)

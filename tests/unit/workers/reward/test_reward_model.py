@@ -90,7 +90,7 @@ def test_a_model_without_a_template_judges_no_messages(tmp_path: Path) -> None:
         model.score(CHAT, ["3"])
 
 
-def test_a_template_that_refuses_a_conversation_names_the_reward_model_and_its_reason(tmp_path: Path) -> None:
+def test_a_template_refusal_names_the_reward_model_and_reason(tmp_path: Path) -> None:
     model = reward_model(save(tmp_path, classifier(), "{{ raise_exception('only users speak') }}"))
     with pytest.raises(DataError, match=r"of the reward model .* refuses .* user, assistant: only users speak; give"):
         model.score(CHAT, ["3"])

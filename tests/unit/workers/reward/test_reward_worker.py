@@ -117,7 +117,7 @@ def scores(
     return asyncio.run(scored())
 
 
-def test_every_misdeed_is_a_score_without_a_value_and_leaves_the_others_alone(spec: RewardSpec) -> None:
+def test_faulty_completions_get_no_value_and_leave_others_alone(spec: RewardSpec) -> None:
     right, raised, left, nan, text, wrong = scores(spec, "12", "raise", "exit", "nan", "text", "21")
     assert (right, wrong) == (scored_as(1.0), scored_as(0.0))
     assert raised.failure == f"judge: raised ValueError: no digits at {spec.fn.removesuffix(':judge')}:6"
@@ -139,7 +139,7 @@ def test_a_dead_process_costs_only_the_episode_that_killed_it(spec: RewardSpec) 
     assert scores(spec, "12", "die", "21") == (scored_as(1.0), died, scored_as(0.0))
 
 
-def test_after_a_hang_groups_are_scored_one_by_one_until_all_of_one_are_in_time(spec: RewardSpec) -> None:
+def test_after_a_hang_completions_are_scored_singly_until_in_time(spec: RewardSpec) -> None:
     """The function says how many completions it was given at once."""
     group = RewardSpec(spec.fn.replace(":judge", ":group"), "group")
 
@@ -224,12 +224,12 @@ def test_a_function_that_is_not_there_is_refused_at_once() -> None:
 # ------------------------------------------------------------------------------------------- groups, weights, the model
 
 
-def test_a_function_of_a_group_gets_it_whole_with_its_tokens(spec: RewardSpec) -> None:
+def test_a_group_function_gets_the_whole_group_with_tokens(spec: RewardSpec) -> None:
     group = RewardSpec(spec.fn.replace(":judge", ":group"), "group")
     assert [score.value for score in scores(group, "a", "b", "c")] == [3 + 2] * 3
 
 
-def test_a_function_of_a_group_that_dies_judges_the_others_alone(spec: RewardSpec) -> None:
+def test_a_group_function_that_dies_scores_the_others_alone(spec: RewardSpec) -> None:
     group = RewardSpec(spec.fn.replace(":judge", ":group"), "group")
     first, died, last = scores(group, "a", "die", "c")
     assert first == last == Score(3.0, parts={"group": 3.0})
@@ -259,6 +259,6 @@ def test_a_reward_model_alone_starts_no_process() -> None:
     assert set(multiprocessing.active_children()) <= others
 
 
-def test_a_reward_model_that_breaks_is_an_infrastructure_error_not_a_score(spec: RewardSpec) -> None:
+def test_a_broken_reward_model_is_an_infrastructure_error(spec: RewardSpec) -> None:
     with pytest.raises(WorkerDied, match="reward while scoring with the reward model: RuntimeError: out of memory"):
         scores(spec, "12", "boom", model=model())

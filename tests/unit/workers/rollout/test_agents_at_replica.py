@@ -49,7 +49,7 @@ class Buggy(Workflow):
         int(said + "!")
 
 
-def test_a_turn_may_be_shorter_than_the_runs_limit_and_never_longer_and_says_how_it_was_drawn():
+def test_the_token_limit_of_a_turn_is_capped_and_recorded():
     worker = replica_of(Shelf(), scripted("a"), workflow=Short(), num_tokens=NUM_TOKENS - 20)
     _, episodes = played([worker], lambda: worker.run(assignment()))
     for episode in episodes:
@@ -58,7 +58,7 @@ def test_a_turn_may_be_shorter_than_the_runs_limit_and_never_longer_and_says_how
         assert [turn.sampling for turn in turns] == [Sampling(max_new_tokens=n) for n in (4, 10, 10)]
 
 
-def test_forks_begin_with_the_tokens_of_what_was_said_and_have_seeds_of_their_own():
+def test_forks_share_the_parents_tokens_and_have_distinct_seeds():
     seeds: list[int] = []
 
     def reply(request: Request) -> Sequence[int]:
@@ -127,7 +127,7 @@ async def unscored(token_ids: tuple[int, ...]) -> Scored:
         "is too long already",
     ],
 )
-def test_what_was_sampled_before_is_gone_on_with_only_if_it_fits_what_is_left_of_the_budget(
+def test_a_partial_completion_is_resumed_only_within_its_budget(
     num_kept: int, finish: Literal["stop", "length"] | None, most: int, num: int, begun: list[int]
 ):
     place = Place()

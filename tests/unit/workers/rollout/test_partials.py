@@ -55,7 +55,7 @@ def test_notes_that_follow_each_other_make_the_whole(pieces: list[list[int]]):
     assert partial.weights == (Acknowledged("a", 0, "h"),)
 
 
-def test_a_note_that_follows_nothing_is_named_and_one_that_begins_anew_replaces_what_was():
+def test_a_gap_in_partials_is_reported_and_restarts_replace_them():
     async def main() -> None:
         partials = Partials()
         assert await partials.record([note([5], 3), note([6], 0, seed=8)]) == [(1, 7)]
@@ -68,7 +68,7 @@ def test_a_note_that_follows_nothing_is_named_and_one_that_begins_anew_replaces_
     asyncio.run(main())
 
 
-def test_a_group_that_ended_is_forgotten_and_late_notes_of_it_are_not_kept():
+def test_an_ended_group_is_forgotten_and_its_late_partials_ignored():
     async def main() -> None:
         partials = Partials()
         await partials.record([note([5], 0)])
@@ -83,7 +83,7 @@ def test_a_group_that_ended_is_forgotten_and_late_notes_of_it_are_not_kept():
     asyncio.run(main())
 
 
-def test_a_group_that_is_issued_again_after_it_ended_is_noted_again():
+def test_a_group_reissued_after_its_end_is_recorded_again():
     async def main() -> None:
         partials = Partials()
         await partials.record([note([5], 0)])
@@ -95,7 +95,7 @@ def test_a_group_that_is_issued_again_after_it_ended_is_noted_again():
     asyncio.run(main())
 
 
-def test_nothing_older_than_the_permit_or_newer_than_what_is_held_is_gone_on_with():
+def test_only_partials_within_the_version_bounds_are_usable():
     partials = {v: Partial((1,), completion([5], v), (Acknowledged("a", v, f"h{v}"),)) for v in range(4)}
     own = {2: Acknowledged("b", 2, "h2")}
     assert list(usable(partials, own, 1)) == [1, 2, 3]
@@ -166,7 +166,7 @@ def undisturbed(workflow: Workflow | None = None) -> tuple[Episode, ...]:
 
 
 @pytest.mark.parametrize(("num_tokens", "said"), [(20, None), (2 * NUM_TOKENS + 20, ("34>", "34>"))])
-def test_a_group_issued_again_begins_with_what_is_noted_and_equals_an_undisturbed_one(num_tokens, said):
+def test_a_reissued_group_resumes_from_partials_to_equal_results(num_tokens, said):
     pair = Pair(said=said)
 
     async def scenario() -> None:
@@ -198,7 +198,7 @@ def test_on_another_version_it_begins_from_scratch(when: When):
     played(pair.workers, scenario)
 
 
-def test_where_weights_change_in_flight_it_goes_on_with_both_versions_acknowledged():
+def test_inflight_resumption_acknowledges_both_versions():
     pair = Pair("inflight")
 
     async def scenario() -> None:
@@ -211,7 +211,7 @@ def test_where_weights_change_in_flight_it_goes_on_with_both_versions_acknowledg
     played(pair.workers, scenario)
 
 
-def test_where_weights_change_in_flight_tokens_older_than_the_permit_are_sampled_again():
+def test_inflight_tokens_older_than_the_permit_are_sampled_again():
     pair = Pair("inflight")
 
     async def scenario() -> None:
@@ -223,7 +223,7 @@ def test_where_weights_change_in_flight_tokens_older_than_the_permit_are_sampled
     played(pair.workers, scenario)
 
 
-def test_what_is_noted_of_a_group_is_forgotten_though_its_next_attempt_is_over_at_once_and_could_not_use_it():
+def test_partials_are_forgotten_even_if_the_next_attempt_ends_unused():
     pair = Pair()
     third = replica_of(pair.shelves[1], scripted("c"), name="c", recorder=PartialStream(pair.store, period_s=60.0))
 
@@ -236,7 +236,7 @@ def test_what_is_noted_of_a_group_is_forgotten_though_its_next_attempt_is_over_a
     played([*pair.workers, third], scenario)
 
 
-def test_tokens_of_other_bytes_by_the_same_name_are_not_gone_on_with():
+def test_partials_of_weights_with_another_hash_are_not_used():
     pair = Pair("inflight")
 
     async def scenario() -> None:
@@ -250,7 +250,7 @@ def test_tokens_of_other_bytes_by_the_same_name_are_not_gone_on_with():
     played(pair.workers, scenario)
 
 
-def test_a_turn_whose_prompt_has_come_out_otherwise_begins_from_scratch():
+def test_a_turn_with_a_changed_prompt_starts_over():
     pair = Pair(said=("34>", "56>"))
 
     async def scenario() -> None:
@@ -320,7 +320,7 @@ def test_a_pool_that_came_back_empty_is_told_all_again():
     played(pair.workers, scenario)
 
 
-def test_a_guest_is_noted_by_its_host_and_outlives_its_owner():
+def test_partials_of_a_guest_outlive_its_owner():
     pair = Pair()
     third = scripted("c")
     c = replica_of(Shelf(), third, name="c", num_tokens=NUM_TOKENS, recorder=PartialStream(pair.store, period_s=0))
@@ -352,7 +352,7 @@ class Counting(ScriptedEngine):
         return await super().progress()
 
 
-def test_of_a_group_shorter_than_the_period_nothing_is_noted_and_nobody_is_asked():
+def test_groups_shorter_than_the_period_are_never_recorded():
     engine = Counting(own_tokens, shapes={"w": (2,)}, version=-1, name="a")
 
     class Untouched(Partials):

@@ -143,7 +143,7 @@ def died(worker: str) -> WorkerDied:
     return WorkerDied(worker, "rolling out", "the process is gone")
 
 
-def test_a_retry_goes_to_another_replica_at_once_while_the_dead_one_is_replaced():
+def test_a_retry_runs_elsewhere_while_the_dead_replica_is_replaced():
     async def scenario() -> None:
         pool = Scripted()
         await pool.ready()
@@ -194,7 +194,7 @@ def test_with_nobody_alive_work_waits_for_the_first_successor():
 
 
 @pytest.mark.parametrize("error", [died("rollout-0.1"), ModelError("no such model")])
-def test_a_successor_that_cannot_be_set_up_is_told_and_tried_again(error: RlsysError):
+def test_a_failed_successor_is_reported_and_replaced(error: RlsysError):
     async def scenario() -> None:
         pool = Scripted()
         await pool.ready()
@@ -209,7 +209,7 @@ def test_a_successor_that_cannot_be_set_up_is_told_and_tried_again(error: RlsysE
     asyncio.run(scenario())
 
 
-def test_a_place_is_given_up_after_the_allowed_attempts_and_the_run_ends_only_when_nobody_is_left():
+def test_replicas_are_abandoned_after_max_attempts_until_the_run_aborts():
     async def scenario() -> None:
         pool = Scripted()
         await pool.ready()
@@ -245,7 +245,7 @@ def test_a_worker_of_no_pool_cannot_be_replaced():
     asyncio.run(scenario())
 
 
-def test_a_host_that_died_is_given_nothing_more_and_its_own_replica_goes_on():
+def test_a_dead_host_gets_no_groups_and_the_source_continues():
     async def scenario() -> None:
         pool = Scripted()
         await pool.ready()
@@ -279,7 +279,7 @@ def test_the_others_are_told_to_forget_a_dead_replica():
 # ------------------------------------------------------------------------------------------------------------ moving
 
 
-def test_weights_of_the_router_follow_groups_that_move_and_are_released_where_they_are():
+def test_router_weights_follow_moved_groups_and_are_released_there():
     async def scenario() -> None:
         pool = Scripted(3)
         await pool.ready()
@@ -304,7 +304,7 @@ def test_weights_of_the_router_follow_groups_that_move_and_are_released_where_th
     asyncio.run(scenario())
 
 
-def test_nothing_moves_to_or_from_a_replica_that_is_not_there_or_that_has_nothing():
+def test_moves_without_groups_or_a_live_target_do_nothing():
     async def scenario() -> None:
         pool = Scripted()
         await pool.ready()
@@ -321,7 +321,7 @@ def test_nothing_moves_to_or_from_a_replica_that_is_not_there_or_that_has_nothin
 
 
 @pytest.mark.parametrize("error", [died("rollout-0"), DeadlineExceeded("rollout-0", "giving", "no answer")])
-def test_what_breaks_while_moving_is_left_to_those_who_wait_for_the_groups(error: WorkerError):
+def test_a_failed_move_leaves_errors_to_the_waiting_groups(error: WorkerError):
     async def scenario() -> None:
         pool = Scripted()
         await pool.ready()
@@ -363,7 +363,7 @@ def test_one_replica_that_cannot_tell_its_load_hides_no_other():
     asyncio.run(scenario())
 
 
-def test_a_group_issued_again_goes_to_a_replica_that_holds_the_version_it_came_to():
+def test_a_reissued_group_goes_to_a_replica_with_its_version():
     async def asked(version: object) -> list[tuple[str, int, bool]]:
         pool = Scripted(3, stored(version))
         await pool.ready()
@@ -391,7 +391,7 @@ def stored(version: object) -> Remote[Partials]:
     return Remote("partials", Partials, Store(Method(version)), ANSWER_S)
 
 
-def test_a_retry_waits_for_a_live_replica_though_the_last_one_dies_while_it_is_asked_who_holds_what():
+def test_a_retry_waits_when_the_last_live_replica_dies_meanwhile():
     async def scenario() -> None:
         answer = asyncio.Event()
         pool = Scripted(2, stored(answer))
@@ -418,7 +418,7 @@ def test_a_retry_waits_for_a_live_replica_though_the_last_one_dies_while_it_is_a
     asyncio.run(scenario())
 
 
-def test_a_member_that_dies_while_it_is_set_up_has_one_successor_and_no_name_is_given_twice():
+def test_a_replica_that_dies_during_setup_has_one_successor():
     async def scenario() -> None:
         pool = Scripted(1)
         await pool.ready()
@@ -464,7 +464,7 @@ def test_replicas_that_die_at_once_cost_a_group_one_attempt():
     asyncio.run(scenario())
 
 
-def test_a_replica_that_does_not_say_what_it_holds_is_passed_over_and_not_waited_for():
+def test_a_replica_that_does_not_answer_is_skipped_without_delay():
     async def scenario() -> float:
         pool = Scripted(3)
         await pool.ready()
@@ -482,7 +482,7 @@ def test_a_replica_that_does_not_say_what_it_holds_is_passed_over_and_not_waited
     assert run_virtual(scenario()) == pytest.approx(2.0)
 
 
-def test_nothing_is_remembered_of_a_failed_group_once_it_was_given_to_a_replica_again():
+def test_a_retried_group_leaves_no_record_of_its_failure():
     async def scenario() -> None:
         pool = Scripted(1)
         await pool.ready()
@@ -530,7 +530,7 @@ class Leased(Scripted):
         return answer, asyncio.create_task(self.run(assignment()))
 
 
-def test_a_lease_begins_when_the_group_does_and_not_while_its_replica_drains():
+def test_a_lease_begins_with_the_group_and_not_while_draining():
     async def scenario() -> None:
         pool = Leased(1)
         answer, group = await pool.running(began_s=25.0)
@@ -545,7 +545,7 @@ def test_a_lease_begins_when_the_group_does_and_not_while_its_replica_drains():
 
 
 @pytest.mark.parametrize(("began_s", "ends_s"), [(0.0, 10.0), (25.0, 35.0), (None, 10.0)])
-def test_a_lease_that_is_over_is_told_and_one_of_a_group_that_is_not_there_is_not_renewed(began_s, ends_s):
+def test_an_expired_lease_raises_and_marks_the_replica_dead(began_s, ends_s):
     async def scenario() -> None:
         pool = Leased(1)
         loop = asyncio.get_running_loop()

@@ -53,7 +53,7 @@ class Trio:
         return {view.policy: view for view in (done.group, *done.others)}
 
 
-def test_each_trained_policy_gets_a_view_with_its_own_versions_and_trajectories():
+def test_each_trained_policy_gets_its_own_view_of_the_group():
     trio = Trio()
     trio.shelves["first"].put(4)
     trio.shelves["second"].put(1)
@@ -73,7 +73,7 @@ def test_each_trained_policy_gets_a_view_with_its_own_versions_and_trajectories(
     played([trio.worker], scenario)
 
 
-def test_frozen_weights_are_never_pulled_and_nobody_trains_what_they_say():
+def test_frozen_weights_are_never_pulled_and_never_trained():
     trio = Trio(agents={"asker": "first", "answerer": "frozen"})
 
     async def scenario() -> None:
@@ -112,7 +112,7 @@ def test_a_replica_that_is_gone_is_forgotten_by_every_policy():
     played([trio.worker], scenario)
 
 
-def test_a_change_of_one_policy_waits_for_groups_that_another_speaks_in():
+def test_a_weight_change_waits_for_groups_of_another_policy():
     trio = Trio()
 
     async def scenario() -> None:
@@ -129,7 +129,7 @@ def test_a_change_of_one_policy_waits_for_groups_that_another_speaks_in():
     played([trio.worker], scenario)
 
 
-def test_groups_that_need_new_weights_of_different_policies_do_not_wait_for_each_other():
+def test_groups_that_need_different_new_weights_do_not_deadlock():
     trio = Trio()
 
     async def scenario() -> None:
@@ -160,7 +160,7 @@ def test_in_flight_each_policy_mixes_its_own_versions_only():
 
 
 @pytest.mark.parametrize("broken", ["first", "second"])
-def test_an_engine_that_dies_takes_the_group_with_it_and_leaves_nothing_behind(broken: str):
+def test_a_dead_engine_fails_its_group_and_leaves_nothing(broken: str):
     trio = Trio()
 
     async def scenario() -> None:

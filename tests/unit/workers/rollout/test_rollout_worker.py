@@ -37,7 +37,7 @@ def played(worker: RolloutWorker, scenario: Callable[[], Coroutine[object, objec
     return played_on([worker], scenario)
 
 
-def test_a_group_is_metadata_with_acknowledged_versions_and_a_payload_apart():
+def test_a_group_has_acknowledged_versions_and_a_separate_payload():
     worker = worker_of(Shelf(version=4))
     done, payload = played(worker, lambda: worker.run(assignment(version=2)))
     group = done.group
@@ -102,7 +102,7 @@ def test_a_change_waits_for_running_groups_or_happens_under_them(change, version
     played(worker, scenario)
 
 
-def test_weights_that_lie_beside_those_of_running_groups_are_taken_at_once_and_a_third_set_waits_for_room():
+def test_resident_versions_load_at_once_until_there_is_no_room():
     shelf = Shelf()
     worker = worker_of(shelf, "beside", resident_versions=2)
     engine = worker.generator._engine
@@ -123,7 +123,7 @@ def test_weights_that_lie_beside_those_of_running_groups_are_taken_at_once_and_a
     played(worker, scenario)
 
 
-def test_a_group_that_needs_no_newer_weights_starts_while_others_wait_for_room_for_them():
+def test_older_groups_start_while_newer_ones_wait_for_room():
     shelf = Shelf()
     worker = worker_of(shelf, "beside", resident_versions=2)
     engine = worker.generator._engine
@@ -152,7 +152,7 @@ def test_a_group_that_needs_no_newer_weights_starts_while_others_wait_for_room_f
     played(worker, scenario)
 
 
-def test_a_replica_that_drained_for_long_takes_the_newest_weights_staged_and_without_draining_it_pulls_once():
+def test_a_drained_replica_loads_the_newest_staged_weights():
     shelf = Shelf()
     worker = worker_of(shelf)
     engine = worker.generator._engine
@@ -182,7 +182,7 @@ def test_a_replica_that_drained_for_long_takes_the_newest_weights_staged_and_wit
 
 
 @pytest.mark.parametrize("kind", [WorkerDied, DeadlineExceeded, WeightsMismatch])
-def test_a_relay_that_fails_costs_the_replica_that_pulls_and_not_the_run(kind: type[WorkerError]):
+def test_a_failed_relay_fails_only_the_replica_that_pulls(kind: type[WorkerError]):
     class Failing(Shelf):
         async def pull(self, at_least: int) -> tuple[Manifest, dict[str, Tensor]]:
             raise kind("relay-0a1b", "giving version 2 or newer", "the process is gone")
@@ -196,7 +196,7 @@ def test_a_relay_that_fails_costs_the_replica_that_pulls_and_not_the_run(kind: t
     assert raised.value.worker == "rollout-0"
 
 
-def test_acknowledgements_are_kept_as_long_as_a_running_group_has_tokens_of_them():
+def test_acknowledgements_are_kept_while_a_running_group_needs_them():
     shelf = Shelf()
     worker = replica_of(shelf, scripted("rollout-0", num_slots=1), when="inflight", num_tokens=99)
     num_versions = ACKNOWLEDGEMENTS_KEPT + 9
@@ -248,7 +248,7 @@ def test_a_replica_served_one_version_late_starts_nothing_on_it():
     assert worker.generator.acknowledged is None
 
 
-def test_a_probe_that_the_engine_answers_otherwise_stops_the_replica_and_names_both_versions():
+def test_a_failed_probe_stops_the_replica_naming_both_versions():
     shelf = Shelf(version=1)
     worker = worker_of(shelf)
 
@@ -286,7 +286,7 @@ def test_without_a_puller_the_weights_it_was_built_with_stay():
     assert (done.group.versions, done.group.weights) == ((VersionSpan(-1, 12),), ())
 
 
-def test_a_prompt_over_the_limit_says_how_long_it_is_and_which_key_allows_more():
+def test_an_overlong_prompt_names_its_length_and_the_key():
     worker = worker_of(Shelf())
     with pytest.raises(TaskTooLong, match=r"61 tokens, allowed are 1 to data\.max_prompt_tokens = 60"):
         played(worker, lambda: worker.run(assignment(prompt="1" * 60 + ">")))
@@ -314,7 +314,7 @@ class Silent(Workflow):
         pass
 
 
-def test_a_workflow_that_raises_is_named_with_the_task_and_the_authors_line():
+def test_a_workflow_error_names_the_task_and_source_line():
     worker = worker_of(Shelf(), workflow=Broken())
     with pytest.raises(WorkflowError) as raised:
         played(worker, lambda: worker.run(assignment()))
@@ -324,7 +324,7 @@ def test_a_workflow_that_raises_is_named_with_the_task_and_the_authors_line():
     assert f'{__file__}", line {Broken._talk.__code__.co_firstlineno + 4}, in _talk' in error.detail
 
 
-def test_what_a_worker_says_passes_through_a_workflows_own_tasks_as_it_is():
+def test_worker_errors_pass_through_tasks_of_a_workflow_unchanged():
     died = WorkerDied("judge-3", "scoring", "it is gone")
     worker = worker_of(Shelf(), workflow=Broken(died))
     with pytest.raises(WorkerDied) as raised:
@@ -353,7 +353,7 @@ def test_a_failed_group_does_not_keep_the_next_change_waiting():
     played(worker, scenario)
 
 
-def test_taking_in_weights_is_told_once_with_the_group_that_ends_next_and_without_the_wait_for_room():
+def test_a_pull_is_reported_once_with_the_next_finished_group():
     shelf = Shelf()
     worker = worker_of(shelf)
     engine = worker.generator._engine
@@ -373,7 +373,7 @@ def test_taking_in_weights_is_told_once_with_the_group_that_ends_next_and_withou
     played(worker, scenario)
 
 
-def test_weights_that_could_not_be_taken_in_are_not_told_of():
+def test_failed_pulls_are_not_reported():
     worker = worker_of(Shelf(corrupted=True))
     with pytest.raises(WeightsMismatch):
         played(worker, lambda: worker.run(assignment(0)))

@@ -41,7 +41,7 @@ def ids_of(codec: TextTokenizer, *symbols: str) -> tuple[int, ...]:
     return tuple(codec.tokenizer.convert_tokens_to_ids(list(symbols)))  # type: ignore[arg-type]
 
 
-def test_plain_text_is_encoded_as_it_is_without_a_start_token():
+def test_plain_text_is_encoded_without_a_start_token():
     codec = codec_of(None)
     assert codec.encode("xaby") == ids_of(codec, "x", "ab", "y")
     assert codec.decode(ids_of(codec, "x", "a", "b", "<end>")) == "xab"
@@ -54,7 +54,7 @@ def test_messages_are_rendered_with_the_assistants_turn_opened():
 
 
 @pytest.mark.parametrize("ended", [True, False], ids=["the policy ended", "it was cut off"])
-def test_a_conversation_goes_on_from_the_very_tokens_the_policy_said(ended):
+def test_a_conversation_continues_from_the_sampled_tokens(ended):
     codec = codec_of(PLAIN)
     prompt = (message("user", "y"),)
     said = ids_of(codec, "a", "b") + (ids_of(codec, "<end>") if ended else ())
@@ -66,7 +66,7 @@ def test_a_conversation_goes_on_from_the_very_tokens_the_policy_said(ended):
     assert codec.encode("ab") != said[:2], "read again, it would have been another token"
 
 
-def test_a_template_that_rewrites_what_was_said_starts_a_new_context():
+def test_a_template_that_rewrites_replies_starts_a_new_context():
     codec = codec_of(HIDING)
     prompt = (message("user", "y"),)
     ids = codec.encode(prompt) + ids_of(codec, "t", "|", "x", "<end>")
@@ -97,7 +97,7 @@ def test_no_message_speaks_as_the_template_does(role: str):
     assert codec.decode(ids).endswith(ATTACK)
 
 
-def test_nor_does_a_result_or_the_description_of_a_tool_later_on():
+def test_special_tokens_in_tool_texts_stay_plain_text():
     codec = codec_of(TEMPLATES["offers tools and takes results"])
     offered: list[dict[str, Json]] = [
         {"type": "function", "function": {"name": "add", "description": ATTACK, "parameters": {}}}
@@ -147,7 +147,7 @@ def test_messages_need_a_chat_template():
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no system role') }}", "{{ messages[0].no.thing }}", "{{ ("])
-def test_a_template_that_refuses_a_conversation_is_named_with_its_roles_and_its_reason(template):
+def test_a_template_refusal_names_model_and_roles_and_reason(template):
     codec = codec_of(template)
     codec.tokenizer.name_or_path = "org/name"
     refused = "the chat template of the model 'org/name' refuses a conversation of system, user: .+; give the tasks'"
@@ -186,7 +186,7 @@ def rendered(codec: TextTokenizer, *messages: Message) -> str:
     return ChatTemplate(codec.tokenizer).render(messages, [TOOL])
 
 
-def test_a_template_that_offers_tools_in_the_form_that_is_read_does_so_itself():
+def test_a_template_with_native_tools_describes_them_itself():
     text = rendered(codec_of(TEMPLATES["offers tools and takes results"]), message("user", "y"))
     assert "# Tools" not in text and text.count('"add"') == 1
 
@@ -205,7 +205,7 @@ def test_tools_are_described_behind_the_system_message_there_is():
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_results_reach_the_model_whatever_its_template_and_no_token_is_read_again(name: str):
+def test_tool_results_reach_any_template_without_retokenizing(name: str):
     codec = codec_of(TEMPLATES[name])
     prompt = (message("user", "y"),)
     said = ids_of(codec, "a", "b", "<end>")
@@ -230,7 +230,7 @@ def test_plain_text_offers_no_tools():
     assert codec.encode("xab", [TOOL]) == codec.encode("xab")
 
 
-def test_a_completion_ends_at_the_end_token_if_there_is_one():
+def test_completions_stop_at_the_end_token_when_one_exists():
     codec = codec_of(PLAIN)
     assert codec.stop_ids == frozenset(ids_of(codec, "<end>"))
     assert codec_of(PLAIN, end=None).stop_ids == frozenset()

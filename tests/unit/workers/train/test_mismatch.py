@@ -71,7 +71,7 @@ def test_the_figures_by_hand() -> None:
     assert figures["sampler/ratio_p01"] == pytest.approx(0.5, rel=BIN_WIDTH / 2)
 
 
-def test_only_buckets_with_tokens_are_reported_and_all_names_are_explained() -> None:
+def test_only_buckets_with_tokens_are_reported_and_documented() -> None:
     few = mismatch([(0.1, 1), (0.2, 9), (0.3, 4)]).reduced(RankGroup())
     assert {name.split("/")[1] for name in few if name.count("/") == 2} == {"s1", "s4plus"}
     assert few["sampler/s4plus/ratio_max"] == pytest.approx(math.exp(0.3))
@@ -107,7 +107,7 @@ def test_percentiles_are_those_of_all_tokens_within_the_resolution(step: list[tu
 
 @settings(deadline=None, max_examples=50)
 @given(tokens, st.floats(-20, 20))
-def test_the_effective_sample_size_is_the_whole_of_equal_weights_and_never_less_than_one_token(
+def test_the_effective_sample_size_lies_between_one_token_and_all(
     step: list[tuple[float, int]], log_ratio: float
 ) -> None:
     equal = mismatch([(log_ratio, staleness) for _, staleness in step]).reduced(RankGroup())

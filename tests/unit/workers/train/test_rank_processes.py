@@ -47,7 +47,7 @@ def test_ranks_find_each_other_and_the_first_answers() -> None:
     assert in_processes(2, sums, "adding") == 3.0
 
 
-def test_a_rank_that_fails_ends_one_that_waits_for_it_to_join(tmp_path: Path) -> None:
+def test_a_failed_rank_ends_one_that_waits_for_it(tmp_path: Path) -> None:
     os.mkfifo(pipe := tmp_path / "pipe")
     others = set(multiprocessing.active_children())
     with pytest.raises(DataError, match=r"step_000001\.jsonl is broken"):

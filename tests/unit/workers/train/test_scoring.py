@@ -87,7 +87,7 @@ def test_chunks_of_logits_change_nothing() -> None:
         torch.testing.assert_close(gradient, whole[name], rtol=1e-5, atol=1e-6)
 
 
-def test_tokens_that_are_not_trained_reach_the_loss_only_as_context() -> None:
+def test_untrained_tokens_reach_the_loss_only_as_context() -> None:
     """The last observation influences what follows it, and its own logprob is not among the results."""
     model = tiny_llama()
     sample = Sample((1, 2), (3, 4, 5, 6), (True, False, False, True), (-1.0, 0.0, 0.0, -1.0), (VersionSpan(0, 2),))

@@ -65,7 +65,7 @@ def test_whatever_is_packed_comes_back(seed, shapes, dtypes, bucket_bytes):
     assert content_hash(back) == manifest.hash
 
 
-def test_buckets_are_filled_in_name_order_and_a_big_tensor_gets_some_of_its_own():
+def test_buckets_follow_name_order_and_large_tensors_are_split():
     sizes = zip("edcba", (9, 100, 300, 64, 60), strict=True)
     weights = {name: torch.zeros(count, dtype=torch.uint8) for name, count in sizes}
     manifest, buckets = packed(0, weights, 128)
@@ -81,7 +81,7 @@ def test_buckets_are_filled_in_name_order_and_a_big_tensor_gets_some_of_its_own(
     assert [data.nbytes for data in buckets] == [128, 128, 128, 64, 128, 64]
 
 
-def test_a_tensor_that_changes_changes_the_hash_of_its_bucket_and_of_no_other():
+def test_a_changed_tensor_changes_only_the_hash_of_its_bucket():
     weights = {f"layer.{i}": torch.full((32,), float(i)) for i in range(9)}
     before, _ = packed(0, weights, 256)
     after, _ = packed(1, {**weights, "layer.4": torch.ones(32)}, 256)
@@ -93,7 +93,7 @@ def test_a_tensor_that_changes_changes_the_hash_of_its_bucket_and_of_no_other():
     assert changed == [["layer.4", "layer.5"]]
 
 
-def test_a_snapshot_is_the_same_memory_at_every_publish_and_casts_what_is_written():
+def test_a_snapshot_reuses_its_memory_and_casts_written_tensors():
     snapshot = Snapshot([TensorSpec("w", "bfloat16", (3,))], 64)
     place = snapshot.tensors["w"].data_ptr()
     first = written(snapshot, {"w": torch.tensor([1.0, 2.0, 3.0])}).manifest(0)
@@ -147,7 +147,7 @@ def test_the_hash_depends_neither_on_order_nor_on_memory_layout():
 
 @pytest.mark.parametrize("num_relays", [1, 2, 8, 64])
 @pytest.mark.parametrize("num_bytes", [0, 10_000, 270_000_000, 16_000_000_000])
-def test_buckets_are_large_enough_to_be_few_and_small_enough_to_stream(num_relays, num_bytes):
+def test_bucket_sizes_stay_between_1_and_16_mib(num_relays, num_bytes):
     assert 2**20 <= bucket_bytes(num_relays, num_bytes) <= 2**24
 
 
