@@ -308,7 +308,7 @@ async def talk_openai(num_conversations: int, base_url: str, api_key: str) -> li
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
 
         async def ask(messages: Sequence[Message]) -> str:
-            reply = await client.chat.completions.create(model=POLICY, messages=[*messages])  # pyright: ignore
+            reply = await client.chat.completions.create(model=POLICY, messages=[*messages])
             return reply.choices[0].message.content or ""
 
         return await converse(ask, num_conversations)

@@ -8,8 +8,6 @@ put, get_meta, get_data, clear_samples. The controller polls: where it may block
 batch is not complete.
 """
 
-# pyright: reportMissingImports=false, reportFunctionMemberAccess=false
-
 from __future__ import annotations
 
 import time

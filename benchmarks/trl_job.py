@@ -3,8 +3,6 @@
 Reads a job as JSON from its only argument and appends one row to the job's `metrics` file after every optimizer step.
 """
 
-# pyright: reportMissingImports=false
-
 from __future__ import annotations
 
 import json

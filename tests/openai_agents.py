@@ -139,7 +139,7 @@ async def concluding(base_url: str, api_key: str) -> None:
     look = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}}}
     async with client_of(base_url, api_key) as client:
         messages: list[Any] = [{"role": "user", "content": "find"}]
-        reply = await client.chat.completions.create(model="policy", messages=messages, tools=[look])  # pyright: ignore
+        reply = await client.chat.completions.create(model="policy", messages=messages, tools=[look])
         messages += [reply.choices[0].message, {"role": "user", "content": "conclude"}]
         await ask(base_url, api_key, "aside")
         await client.chat.completions.create(model="policy", messages=messages)

@@ -87,7 +87,7 @@ class GuessEnv(gymnasium.Env):
         assert isinstance(step.observation, str)
         return step.observation, step.reward or 0.0, step.is_done, step.is_truncated, {}
 
-    def render(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def render(self) -> str:
         return f"[{10 - self.world.tries % 10}]"
 
 

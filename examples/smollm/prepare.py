@@ -116,7 +116,7 @@ def greedy_accuracy(model_dir: Path, rows_path: Path) -> float:
             return_tensors="pt",
             padding=True,
         )
-        ids = model.generate(**inputs, max_new_tokens=6, do_sample=False)  # pyright: ignore[reportAttributeAccessIssue]
+        ids = model.generate(**inputs, max_new_tokens=6, do_sample=False)
         said = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         total += sum(exact(text, row["answer"]) for text, row in zip(said, batch, strict=True))
     return total / len(rows)

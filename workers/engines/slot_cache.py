@@ -116,7 +116,7 @@ class SlotCache(Cache):
     def __init__(self, num_slots: int, max_context: int) -> None:
         self.window = SlotWindow()
         layer = partial(SlotLayer, num_slots, max_context, self.window)
-        super().__init__(layer_class_to_replicate=layer)  # pyright: ignore[reportArgumentType]  (any maker of layers will do)
+        super().__init__(layer_class_to_replicate=layer)  # any maker of layers will do
 
     def look(self, first: int, num_slots: int, positions: Tensor, num_keys: int) -> None:
         """Point the window at `num_slots` slots from `first`; `positions` is (num_slots or 1, tokens).

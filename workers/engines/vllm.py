@@ -164,7 +164,7 @@ class VllmEngine(SteppingEngine):
 
     @property
     def _core(self) -> Any:  # noqa: ANN401  (vLLM's own type)
-        return self._llm.engine_core.engine_core  # pyright: ignore[reportAttributeAccessIssue]
+        return self._llm.engine_core.engine_core
 
     def _running(self) -> Sequence[EngineJob]:
         return list(self._jobs.values())
@@ -218,7 +218,7 @@ class VllmEngine(SteppingEngine):
             prompt,
             params,
             supported_tasks=self._llm.get_supported_tasks(),
-            priority=priority,  # pyright: ignore[reportArgumentType]
+            priority=priority,
         )
         self._llm.engine_core.add_request(request)
         return name
@@ -334,7 +334,7 @@ def _start(device: torch.device, ours: Mapping[str, Any], users: Mapping[str, An
         llm = LLMEngine.from_engine_args(engine_args)
     except (ValueError, OSError, NotImplementedError, KeyError) as error:
         raise ModelError(f"vLLM cannot serve {arguments['model']!r}: {error}; try rollout.engine=local") from error
-    if llm.engine_core.engine_core.batch_queue is not None:  # pyright: ignore[reportAttributeAccessIssue]
+    if llm.engine_core.engine_core.batch_queue is not None:
         # After a weight change, tokens of the old weights would arrive and count as tokens of the new ones.
         raise ConfigError("rollout.vllm_args: these let steps overlap (pipeline stages, asynchronous scheduling)")
     return llm

@@ -50,7 +50,7 @@ class WeightLoading:
         if self.rlsys_shadow is not None:
             self.rlsys_shadow.swap()
         else:
-            self.reload_weights(weights_iterator=iter(self.rlsys_staged.items()))  # pyright: ignore[reportAttributeAccessIssue]
+            self.reload_weights(weights_iterator=iter(self.rlsys_staged.items()))
         self.rlsys_staged = {}
 
 
@@ -82,11 +82,11 @@ class Shadow:
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
         with set_current_vllm_config(self._config), torch.no_grad():
-            self._shadow.load_weights(iter(weights.items()))  # pyright: ignore[reportCallIssue]
+            self._shadow.load_weights(iter(weights.items()))
             self._packed = []
             for live, twin in self._packed_pairs:
                 packing = SimpleNamespace(weight=twin.weight, bias=getattr(twin, "bias", None))
-                dispatch_cpu_unquantized_gemm(packing, remove_weight=False)  # pyright: ignore[reportArgumentType]
+                dispatch_cpu_unquantized_gemm(packing, remove_weight=False)
                 self._packed.append((live, packing.cpu_linear))
 
     def swap(self) -> None:

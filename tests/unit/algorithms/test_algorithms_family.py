@@ -247,7 +247,7 @@ def test_a_preset_is_what_its_paper_says(
     std_normalize: bool | None,
 ) -> None:
     """None: it has no such key."""
-    assert algorithm.aggregation == Aggregation(over, None)  # pyright: ignore[reportArgumentType]
+    assert algorithm.aggregation == Aggregation(over, None)
     low, high = getattr(algorithm, "clip_low", None), getattr(algorithm, "clip_high", None)
     assert (low, high) == (clips or (None, None))
     assert getattr(algorithm, "dual_clip", None) == dual_clip

@@ -84,7 +84,7 @@ def test_the_off_policy_mask_uses_the_current_policy() -> None:
 def test_on_policy_every_correction_leaves_the_loss_alone(kind: type[Correction]) -> None:
     batch = tokens([-1.0, -2.0], [1.0, -1.0])
     plain = loss_of(GRPO(correction=()), [-1.0, -2.0], batch)
-    assert loss_of(GRPO(correction=(kind(),)), [-1.0, -2.0], batch) == plain  # pyright: ignore[reportCallIssue]
+    assert loss_of(GRPO(correction=(kind(),)), [-1.0, -2.0], batch) == plain
 
 
 def test_weights_have_no_gradient() -> None:

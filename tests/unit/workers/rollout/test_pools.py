@@ -518,7 +518,7 @@ class Leased(Scripted):
         await self.ready()
         (member,) = self.members
         answer = loop.create_future()
-        member.calls = Leased.Calls(answer)  # pyright: ignore[reportAttributeAccessIssue]
+        member.calls = Leased.Calls(answer)
         sent_s = loop.time()
 
         class Age:
