@@ -62,6 +62,7 @@ def test_an_agent_that_does_not_end_has_failed():
     assert trajectory.outcome.is_failed and "longer than 0.3 s" in trajectory.outcome.reason
 
 
+@pytest.mark.slow
 def test_an_agent_that_ignores_cancellation_has_failed():
     trajectory = said_by(agent("deaf", deadline_s=0.3))
     assert trajectory.outcome.is_failed and "longer than 0.3 s" in trajectory.outcome.reason
@@ -149,6 +150,7 @@ def test_a_program_that_fails_has_no_reward_but_a_reason():
     assert "exit code 1" in trajectory.outcome.reason and "cannot use 'no'" in trajectory.outcome.reason
 
 
+@pytest.mark.slow
 def test_a_program_that_hangs_is_ended_with_its_children(tmp_path: Path):
     note = tmp_path / "pid"
     program = f"sleep 1000 & echo $! > {note}; wait"

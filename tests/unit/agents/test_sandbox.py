@@ -96,12 +96,14 @@ def test_the_tool_answers_with_the_output_whatever_the_program_does():
 # ------------------------------------------------------------------------------------------------------------- limits
 
 
+@pytest.mark.slow
 def test_an_endless_loop_is_killed_and_its_output_kept():
     result = ran(f"print('begun')\n{FOREVER}", limits=ProgramLimits(wall_s=1.0))
     assert (result.output, result.is_timeout, result.exit_code) == ("begun\n", True, -9)
     assert 1.0 <= result.seconds < 10
 
 
+@pytest.mark.slow
 def test_processor_time_is_limited():
     result = ran(FOREVER, limits=ProgramLimits(wall_s=30, cpu_s=1))
     assert not result.is_timeout and str(result) == "[killed by SIGXCPU]"
@@ -382,6 +384,7 @@ def test_threads_without_end_are_killed_long_before_the_deadline():
     assert (result.exit_code, result.is_timeout) == (-9, False) and result.seconds < 30
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("setarch") is None, reason="no setarch, which shows programs another machine")
 @pytest.mark.parametrize("is_apart", [False, True])
 def test_without_seccomp_a_child_does_not_stretch_the_deadline(is_apart: bool):
@@ -404,6 +407,7 @@ print(asyncio.run(run_python(child + "\\nwhile True: pass", limits=limits)).is_t
     assert is_gone(int(pid))
 
 
+@pytest.mark.slow
 def test_folders_nested_deeper_than_any_stack_are_removed(tmp_path: Path):
     top = tmp_path / "top"
     (top / "home").mkdir(parents=True)

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
+import pytest
 import torch
 from torch import Tensor
 
 from algorithms.grpo import GRPO
 from rlsys.algorithm import LossInputs
+
+pytestmark = pytest.mark.slow
 
 SEEDS = range(5)
 STEPS, CONTEXTS, ACTIONS, FEATURES, SAMPLES = 150, 32, 12, 6, 8

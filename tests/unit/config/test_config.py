@@ -339,6 +339,7 @@ def test_staleness_beyond_the_limit_of_the_algorithm_is_refused(tmp_path: Path):
     assert "set it to 1 or less" in line
 
 
+@pytest.mark.slow
 @given(
     lr=st.floats(1e-12, 1, exclude_min=True),
     seed=st.integers(0, 2**63),

@@ -364,6 +364,7 @@ def test_a_reconnected_stream_sends_only_unseen_changes(tmp_path: Path) -> None:
         again.close()
 
 
+@pytest.mark.slow
 def test_the_list_of_runs_is_followed_too(tmp_path: Path) -> None:
     with served(tmp_path) as url:
         stream = Stream(url, None)
@@ -395,6 +396,7 @@ def dashboard_process(*arguments: str, **given: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, **given)
 
 
+@pytest.mark.slow
 def test_the_command_prints_its_address_and_ctrl_c_ends_it(folder: Path) -> None:
     with dashboard_process(str(folder), "--port", "0") as process:
         assert process.stdout is not None
@@ -418,6 +420,7 @@ def test_the_command_says_what_is_wrong_without_a_traceback(folder: Path) -> Non
     assert err.startswith(f"rlsys: cannot listen on port {port} of 127.0.0.1")
 
 
+@pytest.mark.slow
 def test_a_dashboard_beside_a_run_ends_when_the_run_does(folder: Path) -> None:
     listener = Listener.bind("127.0.0.1", 0, {})
     fd, url = listener.socket.fileno(), listener.url

@@ -59,6 +59,7 @@ def test_the_table_has_seeds_side_by_side():
     ]
 
 
+@pytest.mark.slow
 def test_recorded_answers_are_rows_that_the_offline_example_trains_on(tmp_path: Path):
     prepare(tmp_path, Recipe(seed=3, steps=40, batch_size=64, num_train=64, num_eval=4))
     path = label(tmp_path)

@@ -22,6 +22,8 @@ from examples.stability.quadratic import (
     stability_limit,
 )
 
+pytestmark = pytest.mark.slow
+
 AGES = (0, 1, 2, 4, 8, 16, 32)
 
 

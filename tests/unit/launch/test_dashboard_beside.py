@@ -109,6 +109,8 @@ def test_a_run_that_is_killed_takes_its_dashboard_with_it(tmp_path: Path) -> Non
 import sys
 from rlsys.config import Config
 from rlsys.launch.dashboard_process import dashboard_beside
+
+pytestmark = pytest.mark.slow
 with dashboard_beside(Config.load({str(tmp_path / "job.yaml")!r})):
     sys.stdin.read()
 """

@@ -391,6 +391,7 @@ def _settle_early(ledger: Ledger, assignment: Assignment, seed: int) -> bool:
     return is_equal
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 10**6), crash_at=st.frozensets(st.integers(0, 14), max_size=3))
 def test_an_interrupted_run_issues_the_same_groups_and_history(seed, crash_at):
@@ -398,6 +399,7 @@ def test_an_interrupted_run_issues_the_same_groups_and_history(seed, crash_at):
     assert played(seed, 15, crash_at=crash_at, hurry=list) == whole
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 10**6), order=st.randoms(use_true_random=False))
 def test_in_synchronous_training_nothing_depends_on_who_is_quicker(seed, order):

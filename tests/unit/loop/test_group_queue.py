@@ -909,6 +909,7 @@ def test_five_streaming_stages_take_as_long_as_the_slowest():
     assert streaming_s == pytest.approx(num_groups * max(STAGE_S.values()) + first_and_last_s)
 
 
+@pytest.mark.slow
 def test_ten_thousand_groups_in_flight_stay_cheap():
     async def main() -> None:
         queue = queue_of(100, max_staleness=99, num_groups=10_000, signals=SIGNALS)

@@ -101,6 +101,7 @@ def test_a_deadline_after_a_suspension_has_its_full_length():
     run_virtual(main())
 
 
+@pytest.mark.slow
 def test_thousands_of_deadlines_cost_one_timer():
     async def main() -> None:
         loop = asyncio.get_running_loop()

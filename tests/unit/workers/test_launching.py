@@ -85,7 +85,9 @@ def test_several_engines_share_the_memory_of_a_gpu(tmp_path, num_engines, overri
 )
 def test_trajectories_are_moved_where_running_groups_hold_new_weights_back(tmp_path, overrides, every_s):
     data = TaskSource(tasks(3), seed=0)
-    repacker = build_driver(config(tmp_path, *overrides), FakeWorld().workers(), data, Events([])).repacker
+    repacker = build_driver(
+        config(tmp_path, "rollout.replicas=2", *overrides), FakeWorld().workers(), data, Events([])
+    ).repacker
     assert (repacker and repacker.every_s) == every_s
 
 

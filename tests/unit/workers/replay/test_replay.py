@@ -35,6 +35,8 @@ from workers.train.optimizer import OptimizerSettings
 from workers.train.rank_group import RankGroup
 from workers.train.value_model import CriticBackend
 
+pytestmark = pytest.mark.slow
+
 STEP = FailedStep(
     6,
     (Signal.REFERENCE_LOGPROBS,),

@@ -42,6 +42,8 @@ from workers.train.reference_worker import ReferenceWorker
 from workers.train.value_model import CriticBackend
 from workers.transport.buckets import content_hash
 
+pytestmark = pytest.mark.slow
+
 if TYPE_CHECKING:
     from rlsys.batch.tensors import StepColumn
 
