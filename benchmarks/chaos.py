@@ -77,7 +77,7 @@ def main() -> None:
     parser = parser_of(__doc__, quick="40 steps instead of 5 minutes")
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
     arguments = parser.parse_args()
-    steps, nodes, every_s = {"full": (200, 3, 6.0), "quick": (40, 3, 6.0), "short": (3, 1, 1.0)}[arguments.size]
+    steps, nodes, every_s = {"full": (200, 3, 6.0), "quick": (40, 3, 6.0), "short": (2, 1, 4.0)}[arguments.size]
     prepared = sorter(arguments.size)
     calm = run(prepared, steps, nodes, None)
     progress(f"undisturbed: {steps} steps in {calm.seconds:.0f} s")

@@ -19,8 +19,8 @@ from statistics import median
 from benchmarks.measure import Size, in_turn, parser_of, print_result, sorter, spreads, train
 
 SIZES = (8, 32)
-SKIPPED_STEPS = 10
-"""Steps at the start that do not count: first calls, first allocations."""
+STEPS: Mapping[Size, tuple[int, int]] = {"full": (10, 80), "quick": (10, 40), "short": (1, 2)}
+"""Steps at the start that do not count (first calls, first allocations), and all steps."""
 WORK = ("time/rollout", "time/reward", "time/train")
 PHASES = ("load_data", "start_ray", "start_workers")
 
@@ -28,8 +28,8 @@ PHASES = ("load_data", "start_ray", "start_workers")
 def main() -> None:
     """Measure both sizes in turn and print the result line."""
     size: Size = parser_of(__doc__, quick="fewer steps and repeats; under 5 minutes").parse_args().size
-    repeats, steps = {"full": (5, 80), "quick": (2, 40), "short": (1, SKIPPED_STEPS + 1)}[size]
-    runs = in_turn(repeats, SIZES, lambda _, groups: run(size, groups, steps))
+    repeats = {"full": 5, "quick": 2, "short": 1}[size]
+    runs = in_turn(repeats, SIZES, lambda _, groups: run(size, groups))
     small, large = (spreads(runs[groups]) for groups in SIZES)
     per_group = (large["overhead_ms"]["median"] - small["overhead_ms"]["median"]) / (SIZES[1] - SIZES[0])
     print_result(
@@ -46,13 +46,14 @@ def main() -> None:
     )
 
 
-def run(size: Size, groups_per_step: int, steps: int) -> Mapping[str, float]:
-    """Train the tiny policy for `steps` steps; return medians over its steps, and its start-up by phase."""
+def run(size: Size, groups_per_step: int) -> Mapping[str, float]:
+    """Train the tiny policy; return medians over its steps, and its start-up by phase."""
+    num_skipped, steps = STEPS[size]
     rows, result = train(
         sorter(size), f"run.steps={steps}", f"train.groups_per_step={groups_per_step}", "rollout.replicas=1",
         "rollout.slots=256",
     )  # fmt: skip
-    seconds, steady = result["seconds"], rows[SKIPPED_STEPS:]
+    seconds, steady = result["seconds"], rows[num_skipped:]
     phases = {phase: seconds[phase] for phase in PHASES}
     return {
         "overhead_ms": 1000 * median(row["time/step"] - sum(row[worked] for worked in WORK) for row in steady),
