@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean, quantiles
 from string import printable
-from typing import Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -308,7 +308,8 @@ async def talk_openai(num_conversations: int, base_url: str, api_key: str) -> li
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
 
         async def ask(messages: Sequence[Message]) -> str:
-            reply = await client.chat.completions.create(model=POLICY, messages=[*messages])
+            sent: list[Any] = [*messages]
+            reply = await client.chat.completions.create(model=POLICY, messages=sent)
             return reply.choices[0].message.content or ""
 
         return await converse(ask, num_conversations)

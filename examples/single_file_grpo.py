@@ -177,7 +177,7 @@ def run(
     """Load a model and train it; return the report of each step and the final weights by their Hugging Face names."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(model_path)
-    steps = list(train(model, tokenizer, tasks, settings, reward))
+    steps = list(train(model, tokenizer, tasks, settings, reward))  # pyrefly: ignore[bad-argument-type]
     return steps, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -194,7 +194,8 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     settings = Settings(steps=arguments.steps)
-    for number, step in enumerate(train(model, tokenizer, tasks, settings, lambda c, a: float(c == a)), 1):
+    steps = train(model, tokenizer, tasks, settings, lambda c, a: float(c == a))  # pyrefly: ignore[bad-argument-type]
+    for number, step in enumerate(steps, 1):
         print(f"step {number:4}  reward {step.reward:.3f}  loss {step.loss:+.4f}", flush=True)
 
 

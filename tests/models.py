@@ -30,8 +30,8 @@ SIZES: dict[str, Any] = {
 def tiny_qwen3(**changes: Any) -> Qwen3ForCausalLM:
     """Tied embeddings, normalised queries and keys."""
     torch.manual_seed(0)
-    config = Qwen3Config(**{**SIZES, "num_key_value_heads": 4, "tie_word_embeddings": True, **changes})
-    return Qwen3ForCausalLM(config).eval()
+    sizes: dict[str, Any] = {**SIZES, "num_key_value_heads": 4, "tie_word_embeddings": True, **changes}
+    return Qwen3ForCausalLM(Qwen3Config(**sizes)).eval()
 
 
 def tiny_llama() -> LlamaForCausalLM:

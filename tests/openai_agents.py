@@ -136,7 +136,7 @@ async def buggy_after_a_refusal(base_url: str, api_key: str) -> int:
 
 async def concluding(base_url: str, api_key: str) -> None:
     """Offers tools first, then none; and asks something else in between."""
-    look = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}}}
+    look: Any = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}}}
     async with client_of(base_url, api_key) as client:
         messages: list[Any] = [{"role": "user", "content": "find"}]
         reply = await client.chat.completions.create(model="policy", messages=messages, tools=[look])

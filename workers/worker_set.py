@@ -309,7 +309,7 @@ def _generator_spec(
 def start_rewards(config: Config) -> RewardPool:
     """Start the reward workers."""
     reward, model, limits = config.reward, config.reward.model, config.limits
-    judge = model and RewardModelSpec(model.path, model.dtype, model.max_tokens, model.weight)
+    judge = RewardModelSpec(model.path, model.dtype, model.max_tokens, model.weight) if model else None
     resources = Resources(reward.worker_cpus, reward.worker_gpus, model.threads if model else 1)
     arguments = reward.functions, reward.processes, reward.timeout_s, judge, resources
 

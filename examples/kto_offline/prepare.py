@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, Qwen3ForCausalLM
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from benchmarks.measure import rows_of
 from examples.sort.prepare import Recipe, prepare, said
@@ -26,7 +26,7 @@ def label(folder: Path) -> Path:
     torch.set_num_threads(1)
     rows = rows_of(folder / "train.jsonl")
     model = Qwen3ForCausalLM.from_pretrained(folder / "model")
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(folder / "model")  # pyrefly: ignore[bad-assignment]
     labelled = []
     for row, answer in zip(rows, said(model, tokenizer, [row["prompt"] for row in rows], greedy=False), strict=True):
         completion, end, _ = answer.partition(EOS)

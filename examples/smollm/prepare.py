@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -66,7 +66,7 @@ def convert(source: Path, model_dir: Path, dtype: str) -> None:
         source, gguf_file=GGUF, dtype=getattr(torch, dtype), quantization_config=GgufConfig(dequantize=True)
     )
     model.save_pretrained(model_dir)
-    AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(model_dir)
+    AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(model_dir)  # pyrefly: ignore[missing-attribute]
 
 
 def draw_triples(recipe: Recipe) -> list[Triple]:
@@ -103,7 +103,7 @@ def draw_tasks(recipe: Recipe) -> list[dict[str, object]]:
 
 def greedy_accuracy(model_dir: Path, rows_path: Path) -> float:
     """Return the mean reward of the greedy answers to the rows of a file."""
-    tokenizer = AutoTokenizer.from_pretrained(model_dir, padding_side="left")
+    tokenizer: Any = AutoTokenizer.from_pretrained(model_dir, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(model_dir).eval()
     rows = rows_of(rows_path)
     total = 0.0

@@ -68,7 +68,9 @@ def main() -> None:
     parser.add_argument("--staleness", default="0,4", help="values of asynchrony.max_staleness")
     options = parser.parse_args()
     cases = product(options.algorithms.split(","), options.staleness.split(","))
-    overrides = {(a, s): (f"algorithm.type={a}", f"asynchrony.max_staleness={s}") for a, s in cases}
+    overrides: dict[tuple[str, ...], tuple[str, ...]] = {
+        (a, s): (f"algorithm.type={a}", f"asynchrony.max_staleness={s}") for a, s in cases
+    }
     COMPARISON.show(overrides, options)
 
 

@@ -77,8 +77,10 @@ class Tool:
     @property
     def schema(self) -> ToolSchema:
         """The tool in the OpenAI form."""
-        about = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
-        return {"type": "function", "function": about}
+        return {
+            "type": "function",
+            "function": {"name": self.name, "description": self.description, "parameters": dict(self.parameters)},
+        }
 
     def validated(self, arguments: Mapping[str, Json]) -> Mapping[str, object]:
         """Validate the arguments of a call. Raises pydantic's `ValidationError` if they do not fit."""

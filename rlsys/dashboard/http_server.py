@@ -156,7 +156,7 @@ def _unreadable(request: Request, error: Exception) -> Response:
 
 
 def _refused_by_reader(request: Request, error: RlsysError) -> Response:
-    statuses = {NoSuch: 404, TooManyPages: 503}
+    statuses: dict[type[RlsysError], int] = {NoSuch: 404, TooManyPages: 503}
     return refused(statuses.get(type(error), 400), str(error))
 
 

@@ -262,7 +262,7 @@ def _as_text(source: str, value: Json) -> str | None:
         return orjson.dumps(value, option=orjson.OPT_SORT_KEYS).decode()
     if isinstance(value, float) and abs(value) >= _EXACT:
         raise RowProblem(f"`{source}` is {value}, too large a number to be exact; give it as text")
-    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
+    return str(int(value) if isinstance(value, float) and float.is_integer(value) else value)
 
 
 def named(value: object) -> str:

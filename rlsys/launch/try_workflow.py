@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rlsys.agents.agent import Policy
 from rlsys.agents.session import Said, shown_line
@@ -57,8 +58,8 @@ class Tried:
 
     def as_json(self) -> dict[str, Json]:
         """Session as JSON, with complete texts."""
-        said: list[Json] = [asdict(each) for each in self.said]
-        score: Json = None if self.score is None else {**asdict(self.score), "parts": dict(self.score.parts)}
+        said: list[Json] = [{**asdict(each)} for each in self.said]
+        score: Any = None if self.score is None else {**asdict(self.score), "parts": dict(self.score.parts)}
         return {
             "workflow": self.workflow, "task_id": self.task.id, "said": said, "agents": [*self._agents()],
             "reward": score,

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, fields
 from itertools import count
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from rlsys.contracts import PinnedRollouts, Rewards, Rollouts
 from rlsys.data.task_source import content_hash
@@ -330,7 +330,7 @@ class EvaluationLane:
 
     def _measured(self, dataset: str, version: PolicyVersion) -> dict[str, str | float]:
         """Return all that determines a result: the weights, the tasks (after `eval.limit`) and the rules."""
-        rules = asdict(self.evaluator.rules)
+        rules: dict[str, Any] = asdict(self.evaluator.rules)
         del rules["max_open"]
         tasks = content_hash(self.evaluator.sets[dataset])
         return {"hash": self.weights.published[version], "tasks": tasks, **rules}

@@ -211,7 +211,7 @@ def named(name: str) -> Named | None:
 def metric_of(name: str) -> Metric | None:
     """Look up a name, e.g. `reward/by/exact`, in `METRICS`; None if the catalog lacks it."""
     found = named(name)
-    return found and METRICS[found.key]
+    return METRICS[found.key] if found else None
 
 
 def undocumented(names: Iterable[str]) -> list[str]:

@@ -89,7 +89,7 @@ class ReplayedStep:
         if self.weights is not None:
             return f"before the step: {self.weights}"
         found = next((sample for sample in self.samples if sample.non_finite), None)
-        return found and f"{found.model}, {found.place} (task {found.task_id}): {found.non_finite}"
+        return f"{found.model}, {found.place} (task {found.task_id}): {found.non_finite}" if found else None
 
     def as_json(self) -> dict[str, Json]:
         """Return the step as JSON, where a number that is not finite is null."""
@@ -176,7 +176,7 @@ class RetrainedSteps:
         return self.first is None
 
     def as_json(self) -> dict[str, Json]:
-        first: Json = None if self.first is None else asdict(self.first)
+        first: Json = None if self.first is None else {**asdict(self.first)}
         fields: dict[str, Json] = asdict(self)
         return {**fields, "is_equal": self.is_equal, "first": first}
 

@@ -19,7 +19,7 @@ from rlsys.types import Assignment, PolicyVersion, ReplicaLoad
 class SimReplica(FakeReplica):
     """Replica that plays groups and pulls weights when a group requires newer ones."""
 
-    pool: SimRollouts
+    pool: SimRollouts  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def __init__(self, pool: SimRollouts, name: str, node: int) -> None:
         """Pull from the relay of `node`."""
@@ -147,7 +147,7 @@ class SimReplica(FakeReplica):
 class SimRollouts(FakeRollouts):
     """Replicas of one profile."""
 
-    replicas: list[SimReplica]
+    replicas: list[SimReplica]  # pyrefly: ignore[bad-override-mutable-attribute]
     turns: TurnRouter | None = None
     """Router of single turns, unless all turns of a group go to its replica."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,7 +61,7 @@ def test_a_column_has_an_array_per_micro_batch_in_order(kit, max_tokens, num_upd
             [3 * len(micro_batch.samples) for update in plan.of_rank(rank).updates for micro_batch in update]
             for rank in range(2)
         ]
-        made = [
+        made: list[Sequence[Any]] = [
             await values(kit, plan),
             await kit.reference.annotate_step(kit.groups, plan, Signal.REFERENCE_MISMATCHED),
         ]

@@ -434,7 +434,7 @@ class CriticElsewhere(Elsewhere, FakeCritic): ...
 @pytest.mark.parametrize("model", ["actor", "critic"])
 def test_models_written_outside_the_shared_folder_are_refused(tmp_path, model):
     def driver(world: FakeWorld, folder: Path) -> Driver:
-        part = {"actor": ActorElsewhere, "critic": CriticElsewhere}[model](world)
+        part: Any = {"actor": ActorElsewhere, "critic": CriticElsewhere}[model](world)
         return driver_on(world, folder, signals=ALL, workers=replace(world.workers(), **{model: part, **made(part)}))
 
     def made(part: FakeActor | FakeCritic) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -115,7 +115,7 @@ class SlotCache(Cache):
 
     def __init__(self, num_slots: int, max_context: int) -> None:
         self.window = SlotWindow()
-        layer = partial(SlotLayer, num_slots, max_context, self.window)
+        layer: Any = partial(SlotLayer, num_slots, max_context, self.window)
         super().__init__(layer_class_to_replicate=layer)  # any maker of layers will do
 
     def look(self, first: int, num_slots: int, positions: Tensor, num_keys: int) -> None:

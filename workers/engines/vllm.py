@@ -164,7 +164,7 @@ class VllmEngine(SteppingEngine):
 
     @property
     def _core(self) -> Any:  # noqa: ANN401  (vLLM's own type)
-        return self._llm.engine_core.engine_core
+        return self._llm.engine_core.engine_core  # pyrefly: ignore[missing-attribute]
 
     def _running(self) -> Sequence[EngineJob]:
         return list(self._jobs.values())
@@ -334,7 +334,7 @@ def _start(device: torch.device, ours: Mapping[str, Any], users: Mapping[str, An
         llm = LLMEngine.from_engine_args(engine_args)
     except (ValueError, OSError, NotImplementedError, KeyError) as error:
         raise ModelError(f"vLLM cannot serve {arguments['model']!r}: {error}; try rollout.engine=local") from error
-    if llm.engine_core.engine_core.batch_queue is not None:
+    if llm.engine_core.engine_core.batch_queue is not None:  # pyrefly: ignore[missing-attribute]
         # After a weight change, tokens of the old weights would arrive and count as tokens of the new ones.
         raise ConfigError("rollout.vllm_args: these let steps overlap (pipeline stages, asynchronous scheduling)")
     return llm

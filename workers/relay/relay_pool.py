@@ -76,7 +76,7 @@ class RayRelays:
         members = []
         for node in node_ids():
             name = f"relay-{node[:8]}"
-            build = partial(kind, name, node, ObjectStore(), transfer_s, *args)
+            build = partial(kind, name, node, ObjectStore(), transfer_s, *args)  # pyrefly: ignore[bad-argument-type]
             members.append(start(kind, name, build, NO_MATHS, transfer_s / TRIES, place=node, restarts=True))
         return cls(members, transfer_s)
 

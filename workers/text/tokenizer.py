@@ -39,7 +39,7 @@ class TextTokenizer:
         from transformers import AutoTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
+            tokenizer: Any = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ModelError(f"model.path: no tokenizer at {str(model_path)!r}: {error}") from error
         if not tokenizer.is_fast:

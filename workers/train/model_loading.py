@@ -84,7 +84,7 @@ def load_tokenizer(path: str, key: str = "model") -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model. Raises `ModelError`, which calls the path `key`."""
     check_exists(path, key)
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # pyrefly: ignore[bad-return]
     except (OSError, ValueError) as error:
         raise ModelError(f"{key} {path!r} has no tokenizer that loads: {error}") from error
 

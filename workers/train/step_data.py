@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -119,7 +119,7 @@ def joined(parts: Sequence[Part]) -> LossInputs:
         return torch.cat([tensor_of(p.inputs) if p.weight else tensor_of(p.inputs)[:0] for p in parts])
 
     names = [f.name for f in fields(LossInputs) if isinstance(getattr(first, f.name), Tensor)]
-    tensors = {name: cat(lambda inputs, n=name: getattr(inputs, n)) for name in names}
+    tensors: dict[str, Any] = {name: cat(lambda inputs, n=name: getattr(inputs, n)) for name in names}
     columns_N = {signal: cat(lambda inputs, s=signal: inputs.columns_N[s]) for signal in first.columns_N}
     return replace(first, **tensors, columns_N=columns_N)
 

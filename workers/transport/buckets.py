@@ -129,10 +129,10 @@ def content_hash(weights: Mapping[str, Tensor]) -> str:
     for name in sorted(weights):
         tensor = weights[name].detach().cpu().contiguous()
         total.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        total.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+        total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 
 def bucket_hash(data: np.ndarray) -> str:
     """128-bit xxh3 of the bytes of a bucket; 32 hex digits."""
-    return xxhash.xxh3_128_hexdigest(memoryview(data))
+    return xxhash.xxh3_128_hexdigest(data.data)

@@ -9,7 +9,7 @@ them.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -96,7 +96,7 @@ class ChatReply:
 
     def whole(self) -> bytes:
         """Return the body of a reply that is not streamed."""
-        told = {"role": "assistant", "content": self.message["content"] or None, "refusal": None}
+        told: dict[str, Json] = {"role": "assistant", "content": self.message["content"] or None, "refusal": None}
         if calls := self.message.get("tool_calls"):
             told["tool_calls"] = calls
         choice = {"index": 0, "message": told, "finish_reason": self.finish, "logprobs": self._logprobs()}
@@ -128,7 +128,9 @@ class ChatReply:
         if wants_usage:
             yield orjson.dumps(self._named("chat.completion.chunk", [], {"usage": self._usage()}))
 
-    def _named(self, kind: str, choices: list[dict[str, object]], more: Mapping[str, object]) -> dict[str, object]:
+    def _named(
+        self, kind: str, choices: Sequence[Mapping[str, object]], more: Mapping[str, object]
+    ) -> dict[str, object]:
         head = {"id": self.id, "object": kind, "created": int(time.time()), "model": self.model}
         return {**head, "choices": choices, **more}
 

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import pytest
 import torch
@@ -240,7 +241,7 @@ def test_eapo_trains_a_multiple_of_samples() -> None:
 )
 def test_a_preset_is_what_its_paper_says(
     algorithm: PolicyGradient,
-    over: str,
+    over: Literal["tokens", "sequences", "budget"],
     clips: tuple[float, float] | None,
     dual_clip: float | None,
     correction: list[str],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,7 @@ def test_the_off_policy_mask_uses_the_current_policy() -> None:
 
 
 @pytest.mark.parametrize("kind", [Tis, SequenceTis, IcePop, Geometric, SequenceMis, TokenMis, OffPolicyMask])
-def test_on_policy_every_correction_leaves_the_loss_alone(kind: type[Correction]) -> None:
+def test_on_policy_every_correction_leaves_the_loss_alone(kind: Callable[[], Correction]) -> None:
     batch = tokens([-1.0, -2.0], [1.0, -1.0])
     plain = loss_of(GRPO(correction=()), [-1.0, -2.0], batch)
     assert loss_of(GRPO(correction=(kind(),)), [-1.0, -2.0], batch) == plain

@@ -23,7 +23,7 @@ from rlsys.rewards.reward_function import RewardFunction, RewardInput
 from rlsys.types import Task
 
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3?"}]
-EXTRA = {"split": "train", "index": 7}
+EXTRA: dict[str, Any] = {"split": "train", "index": 7}
 
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {"prompt": ASKED, "answer": "5", "level": "easy"},

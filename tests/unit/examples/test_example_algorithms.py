@@ -48,7 +48,7 @@ def test_finished_runs_are_read_again_and_so_not_run_again(tmp_path: Path):
 
 
 def test_the_table_has_seeds_side_by_side():
-    runs = {
+    runs: dict[tuple[str, ...], dict[int, Result]] = {
         ("kto", "4"): {0: result(0.5, None, 60, None)},
         ("ppo", "0"): {0: result(0.91, 40, 69.6, 0.5), 1: result(0.95, 41, 70.4, 0.25)},
     }

@@ -87,7 +87,9 @@ def test_preparing_twice_does_the_work_once_with_equal_files(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     assert len(rows) == TOY.num_train
     assert set(rows[0]) == {"prompt", "answer"}
-    assert AutoTokenizer.from_pretrained(tmp_path / "model")("385120>").input_ids == [5, 10, 7, 3, 4, 2, 85]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer is not None
+    assert tokenizer("385120>").input_ids == [5, 10, 7, 3, 4, 2, 85]
 
 
 def test_a_running_mean_covers_what_there_is_so_far():

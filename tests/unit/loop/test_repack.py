@@ -127,7 +127,7 @@ def test_what_the_plan_leaves_apart_does_not_fit_together(look):
 
 def test_the_emptiest_goes_into_the_fullest_that_has_room():
     loads = [load("a", 0.1), load("b", 0.3), load("c", 0.5), load("d", 0.85), load("e", 0.2, version=4)]
-    before = dict.fromkeys(list("abcde"), 1.0)
+    before: dict[str, float] = dict.fromkeys(list("abcde"), 1.0)
     assert plan(loads, before) == (Move("a", "c", 3), Move("b", "c", 3))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 
@@ -104,7 +105,7 @@ def test_a_deadline_after_a_suspension_has_its_full_length():
 @pytest.mark.slow
 def test_thousands_of_deadlines_cost_one_timer():
     async def main() -> None:
-        loop = asyncio.get_running_loop()
+        loop: Any = asyncio.get_running_loop()
         waiting = [asyncio.create_task(overdue(600.0)) for _ in range(10_000)]
         await asyncio.sleep(0)
         assert len(loop._scheduled) == 1

@@ -398,7 +398,7 @@ def test_a_retry_waits_when_the_last_live_replica_dies_meanwhile():
         await pool.ready()
         groups = [asyncio.create_task(pool.run(assignment(group_id))) for group_id in range(2)]
         await settle()
-        pool.set_ups = {name: asyncio.Event() for name in ("rollout-0.1", "rollout-1.1")}
+        pool.set_ups = set_ups = {name: asyncio.Event() for name in ("rollout-0.1", "rollout-1.1")}
         pool.end("rollout-0", died("rollout-0"))
         await asyncio.gather(groups[0], return_exceptions=True)
         await pool.replaced("rollout-0")
@@ -409,7 +409,7 @@ def test_a_retry_waits_when_the_last_live_replica_dies_meanwhile():
         answer.set()
         await settle()
         assert [name for name, _, _ in pool.asked] == ["rollout-0", "rollout-1"], "nobody is live"
-        pool.set_ups["rollout-0.1"].set()
+        set_ups["rollout-0.1"].set()
         await settle()
         assert pool.asked[-1] == ("rollout-0.1", 0, True)
         pool.end("rollout-0.1")
@@ -518,7 +518,7 @@ class Leased(Scripted):
         await self.ready()
         (member,) = self.members
         answer = loop.create_future()
-        member.calls = Leased.Calls(answer)
+        member.calls = Leased.Calls(answer)  # pyrefly: ignore[bad-assignment]
         sent_s = loop.time()
 
         class Age:
