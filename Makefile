@@ -43,7 +43,7 @@ lint:
 	$(VENV)/bin/ruff format --check .
 
 types:
-	$(VENV)/bin/pyrefly check --python-interpreter-path $(PY) --min-severity error --summary none
+	$(VENV)/bin/pyrefly check --python-interpreter-path $(PY) --min-severity error --summary=none
 
 imports:
 	$(VENV)/bin/lint-imports

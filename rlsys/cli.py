@@ -113,7 +113,10 @@ def export(
 @app.command()
 def replay(
     folder: Annotated[
-        Path, typer.Argument(metavar="RUN|FOLDER", help="A run, with --step; or RUN/failed/step_N, as its error says.")
+        Path,
+        typer.Argument(
+            metavar="RUN|FOLDER", help="A run, with --step; or the folder RUN/failed/step_N that its error names."
+        ),
     ],
     step: Annotated[int | None, typer.Option(min=1, help="Train this step of the run again.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Open the debugger before --step; one rank only.")] = False,
@@ -286,7 +289,7 @@ def try_workflow(
     ],
     task: Annotated[str, typer.Option(help="Number of a row of data.path from 0, its id, or a row as JSON.")] = "0",
     policy: Annotated[
-        str | None, typer.Option(metavar="scripted:REPLY|MODULE:FUNCTION", help="Who speaks, instead of the model.")
+        str | None, typer.Option(metavar="scripted:REPLY|MODULE:FUNCTION", help="A policy to use instead of the model.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Instead of run.seed.")] = None,
     reward: Annotated[bool, typer.Option("--reward", help="Judge it with the reward functions.")] = False,

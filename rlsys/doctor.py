@@ -201,7 +201,7 @@ def python_version(facts: Facts) -> Finding:
     """Check that Python is new enough."""
     version = ".".join(map(str, facts.python))
     if facts.python[:2] < MIN_PYTHON:
-        return Finding("fail", f"Python {version} is too old", "make the environment anew with Python 3.11 or newer")
+        return Finding("fail", f"Python {version} is too old", "create the environment again with Python 3.11 or newer")
     return Finding("ok", f"Python {version}")
 
 
@@ -233,7 +233,7 @@ def torch_build(facts: Facts) -> Finding:
         return Finding("fail", "torch is not installed", SETUP)
     is_cuda_build = "+cu" in version or any(name.startswith("nvidia-cu") for name in facts.versions)
     if facts.has_nvidia_driver and _is_cpu_build(version):
-        cure = "to use it, install a CUDA build of torch in an environment of its own"
+        cure = "to use it, install a CUDA build of torch in a separate environment"
         return Finding("warn", f"torch {version} is a CPU build, and this machine has an NVIDIA driver", cure)
     if is_cuda_build and not facts.has_nvidia_driver:
         return Finding("warn", f"torch {version} is a CUDA build, and this machine has no NVIDIA driver", SETUP)
@@ -270,7 +270,7 @@ def cluster_guard(facts: Facts) -> Finding:
     """Check that Ray clusters require a token. Without it, anyone who reaches their ports can run code as the user."""
     address, mode = facts.cluster_address, (facts.auth_mode or "").lower()
     if mode == "disabled" and facts.cluster_auth != "token":
-        what = "RAY_AUTH_MODE=disabled: clusters started here let in whoever reaches their ports, to run code as you"
+        what = "RAY_AUTH_MODE=disabled: anyone who reaches the ports of a cluster started here can run code as you"
         return Finding("warn", what, "unset RAY_AUTH_MODE, or set it to token")
     if address is None:
         return Finding("ok", "a cluster that rlsys starts listens on 127.0.0.1 alone, and asks for a token")
@@ -278,13 +278,13 @@ def cluster_guard(facts: Facts) -> Finding:
         cure = "name its dashboard: rlsys doctor --address http://HEAD:8265"
         return Finding("warn", f"the cluster at {address} did not say whether it asks for a token", cure)
     if facts.cluster_auth != "token":
-        what = f"the cluster at {address} asks for no token: whoever reaches its ports runs code on it"
+        what = f"the cluster at {address} asks for no token: anyone who reaches its ports can run code on it"
         return Finding(
             "fail", what, "start every node with RAY_AUTH_MODE=token and one RAY_AUTH_TOKEN; docs/security.md"
         )
     if not facts.has_token:
         cure = "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's token"
-        return Finding("fail", f"the cluster at {address} asks for a token, and there is none here", cure)
+        return Finding("fail", f"the cluster at {address} asks for a token, and none is set here", cure)
     if mode != "token":
         cure = "export RAY_AUTH_MODE=token"
         return Finding("fail", f"the cluster at {address} asks for a token, which Ray here does not send", cure)

@@ -238,7 +238,9 @@ class Agent:
 
     def _check_silent(self) -> None:
         if self._is_speaking:
-            raise RuntimeError(f"agent {self.name!r} is asked while it speaks: await its reply, or make another agent")
+            raise RuntimeError(
+                f"agent {self.name!r} is called while its reply is pending: await the reply, or make another agent"
+            )
 
     async def _exchange(
         self,

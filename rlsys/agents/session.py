@@ -158,7 +158,7 @@ class Session:
         """Set the reward of the episode, or of one agent, instead of the reward functions. Raises `ValueError` before
         the first agent is created."""
         if agent is None and not self.agents:
-            raise ValueError("nobody is there to be rewarded: call session.agent(...) first")
+            raise ValueError("there is no agent to reward: call session.agent(...) first")
         (agent or self.agents[0]).reward = float(value)
 
     async def gather(self, *work: Awaitable[T]) -> list[T | AgentStopped | ToolError]:

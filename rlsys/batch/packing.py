@@ -189,7 +189,7 @@ def _token_weights(samples: Sequence[_Sample], aggregation: Aggregation) -> list
             return [1 / (len(samples) * sample.meta.num_trained) for sample in samples]
         case "budget":
             if aggregation.budget is None:
-                raise ValueError("the loss is averaged over a budget of tokens, and nothing says how many")
+                raise ValueError("the loss is averaged over a budget of tokens, and no budget is set")
             return [1 / (len(samples) * aggregation.budget)] * len(samples)
         case "agents":
             num_tokens: Counter[tuple[int, int, int]] = Counter()

@@ -47,7 +47,7 @@ def _text_of(detail: ErrorDetails) -> str:
     if detail["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
         return "required, and not given"
     if detail["type"] in ("model_type", "dataclass_type"):
-        return f"should be a section with keys of its own (got {_shown(detail['input'])})"
+        return f"should be a section with keys (got {_shown(detail['input'])})"
     text = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "value_error":
         return text

@@ -94,7 +94,7 @@ class PluginKind(Generic[P]):
         if isinstance(section, str):
             section = {"type": section}
         if not isinstance(section, Mapping):
-            raise nested([((), f"should be a name, or a section with a `type` and keys of its own (got {section!r})")])
+            raise nested([((), f"should be a name, or a section with a `type` and its keys (got {section!r})")])
         fields = {str(key): value for key, value in section.items() if key != "type"}
         chosen = section.get("type", self.default)
         if chosen is None:

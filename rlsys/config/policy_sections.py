@@ -66,7 +66,7 @@ def problems_of(
             continue
         if policy.is_frozen:
             for key in sorted(policy.model_fields_set - {"is_frozen", "model"}):
-                yield (name, key), "a frozen policy is not trained: it has no more than a model of its own"
+                yield (name, key), "a frozen policy is not trained: only its model can be set"
         else:
             trained[name] = whole.algorithm
     if policies:

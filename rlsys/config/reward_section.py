@@ -167,7 +167,7 @@ class RewardSection(Section):
         if has_model:
             taken[MODEL] += 1
         problems: list[Problem] = [
-            ((index, "name"), f"{item.label!r} is the name of another one too; give each a `name` of its own")
+            ((index, "name"), f"{item.label!r} is the name of another function too; give each a different `name`")
             for index, item in enumerate(fn)
             if taken[item.label] > 1
         ]

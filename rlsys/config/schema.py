@@ -443,9 +443,9 @@ class Config(Section):
         if rollout.num_gpus and rollout.num_gpus < shards:
             problems.append((("num_gpus",), f"should be {shards}, one for each shard (rollout.tensor_parallel)"))
         if is_beside and (rollout.engine == "vllm" or shards > 1):
-            problems.append((("weight_change",), "beside needs the engine local: vllm holds one version at a time"))
+            problems.append((("weight_change",), "beside needs the engine local: vllm keeps one version at a time"))
         if rollout.resident_versions is not None and not is_beside:
-            text = f"needs weight_change beside: with {change} a replica holds one version at a time"
+            text = f"needs weight_change beside: with {change} a replica keeps one version at a time"
             problems.append((("resident_versions",), text))
         if problems:
             raise nested(problems)

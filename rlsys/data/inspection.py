@@ -207,7 +207,7 @@ def _template_line(template: TemplateReport | None) -> str:
     if template is None:
         return "chat template: none; prompts must be plain text"
     if not template.keeps_turns:
-        kept = "rewrites earlier turns, so every turn of a conversation is a sample of its own"
+        kept = "rewrites earlier turns, so every turn of a conversation is a separate sample"
     elif not template.keeps_reasoning:
         kept = "keeps earlier turns but for their <think> part, so turns that think are samples of their own"
     else:

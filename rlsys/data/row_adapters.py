@@ -288,7 +288,7 @@ def remedies(lacking: Mapping[Part, Sequence[Row]], layout: Layout, rows: Sequen
     """Yield proposals for missing columns. `lacking` are the rows without each part."""
     yield from (_remedy(part, layout, lacking[part], len(rows)) for part in PARTS if lacking[part])
     if any(lacking.values()):
-        yield "data.columns holds for training and for every set of eval.data: keep to one name for each part"
+        yield "data.columns applies to training and to every set of eval.data: use one name for each part"
         yield f"the columns of all rows: {', '.join(dict.fromkeys(column for row in rows for column in row))}"
 
 

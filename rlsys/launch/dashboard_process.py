@@ -27,7 +27,7 @@ def dashboard_beside(config: Config) -> Iterator[None]:
     try:
         child = _started(config) if config.dashboard.enabled else None
     except (ConfigError, OSError) as error:
-        sys.stderr.write(f"rlsys: there is no dashboard, training goes on: {error}\n")
+        sys.stderr.write(f"rlsys: the dashboard did not start, training continues: {error}\n")
         child = None
     try:
         yield

@@ -137,9 +137,9 @@ def check_run_dir(config: Config) -> None:
     if (whole := whole_of(run)) is not None:
         raise ConfigError(f"run.name: {run} is one policy of the run {whole}, which trains all of them: train {whole}")
     if not config.policies and (run / POLICIES).is_dir():
-        raise ConfigError(f"run.name: {run} holds a run of several policies, and this is one of a single one; {remedy}")
+        raise ConfigError(f"run.name: {run} contains a run of several policies, and this run has one; {remedy}")
     if config.policies and _holds_run(run):
-        raise ConfigError(f"run.name: {run} holds a run of one policy, and this is one of several; {remedy}")
+        raise ConfigError(f"run.name: {run} contains a run of one policy, and this run has several; {remedy}")
 
 
 def whole_of(run: Path) -> Path | None:

@@ -231,8 +231,8 @@ class RunState:
         critic, folder = self.workers.critic, checkpoint / CRITIC
         if critic is not None and not folder.is_dir():
             raise CheckpointError(
-                f"{checkpoint} holds no critic, and the algorithm needs one: resume with the algorithm that saved it, "
-                "or start a new run from its weights, as `rlsys export` writes them"
+                f"{checkpoint} contains no critic, and the algorithm needs one: resume with the algorithm that saved "
+                "it, or start a new run from its weights, as `rlsys export` writes them"
             )
         num_synchronous = await self.workers.actor.load(checkpoint / ACTOR)
         if critic is not None:
@@ -281,7 +281,7 @@ def read_failed(folder: Path) -> FailedStep:
         return TypeAdapter(FailedStep).validate_python(json.loads(path.read_bytes()))
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(
-            f"{folder} holds no failed step: there is no {path.name} in it; "
+            f"{folder} contains no failed step: there is no {path.name} in it; "
             "give the folder that the error of the run names, RUN/failed/step_N; or, for a step that was trained, the "
             "run and the number of the step: rlsys replay RUN --step N"
         ) from None

@@ -366,7 +366,7 @@ class GroupQueue:
     def put(self, group: InFlightGroup, signal: Signal, column: Ref) -> bool:
         """Hand in a column. Returns False, and counts it, if it exists already or the attempt is over."""
         if signal not in self.signals:
-            raise ValueError(f"group {group.group_id}: nobody needs a column {signal!r}")
+            raise ValueError(f"group {group.group_id}: no worker needs a column {signal!r}")
         if group.episodes is None and not group.is_over:
             raise RuntimeError(f"group {group.group_id} is {group.state.name} and cannot be annotated")
         if is_new := self._accepts(group, group.group_id, is_new=signal not in group.columns):

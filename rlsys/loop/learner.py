@@ -116,7 +116,7 @@ class Learner:
             raise NoSignal(f"{name}: only other policies than {group.policy} spoke in it")
         if not num_trained(group, self.algorithm.assign(group)):
             if num_trained(group, tuple(self.algorithm.advantages(group))):
-                raise NoSignal(f"{name}: all that was said is of algorithm.frozen_agents")
+                raise NoSignal(f"{name}: every trajectory belongs to algorithm.frozen_agents")
             if group.num_trained and not _own_failures(group):
                 raise NoSignal(f"{name}: there is nobody to compare what {group.policy} said with")
             failures = [t.outcome.reason for e in group.episodes for t in e.trajectories if t.outcome.is_failed]

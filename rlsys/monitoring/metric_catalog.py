@@ -161,7 +161,7 @@ METRICS: Mapping[str, Metric] = {
         "", "cosine of an update's gradient with that of the update before, both raw; 0 for the first"
     ),
     "gac/parallel_share": Metric("share", "length of the part along the gradient before, of the whole: |gac/cosine|"),
-    "gac/cosine_after": Metric("", "the same cosine, of the gradient as it goes on to clipping and the optimizer"),
+    "gac/cosine_after": Metric("", "the same cosine, of the gradient that is passed on to clipping and the optimizer"),
     "gac/regime": Metric(
         "",
         "what it called for: 0 nothing, 1 projection, 2 skipping; only done if stabilizer.enabled, mean over updates",

@@ -204,7 +204,7 @@ class RetrainedSteps:
 
 def _verdict(each: Comparison) -> str:
     if each.told is None:
-        return "was not told: the run ended before it arrived"
+        return "is not recorded: the run ended before it arrived"
     return "equal" if each.is_equal else f"differs: it was {each.told}"
 
 

@@ -106,7 +106,7 @@ class RecordedSteps:
         found = tuple(record.group_id for record in records)
         if not records or any(record.step != step for record in records) or (group_ids and group_ids != found):
             raise DataError(
-                f"{path} holds groups {_listed(found)}, and step {step} trained {_listed(group_ids)}: the file "
+                f"{path} contains groups {_listed(found)}, and step {step} trained {_listed(group_ids)}: the file "
                 "is of another session of the run, or was changed"
             )
         return records
@@ -125,7 +125,9 @@ def read_history(run: Path) -> RunHistory:
                     with suppress(orjson.JSONDecodeError):  # cut off by a kill; a resumed run emits it again
                         history.add(orjson.loads(line))
     except OSError as error:
-        raise DataError(f"cannot read {path}, which holds the hashes of weights: {error.strerror or error}") from error
+        raise DataError(
+            f"cannot read {path}, which contains the hashes of weights: {error.strerror or error}"
+        ) from error
     except (KeyError, TypeError) as error:
         raise DataError(f"{path}: an event is not of this version of rlsys: {error!r}") from error
     return history

@@ -103,7 +103,7 @@ class LlmJudge:
         number, whole = float(said["number"]), 100.0 if said["percent"] else float(said["whole"] or 0)
         if said["percent"] or said["whole"]:
             if self.lowest != 0 or whole == 0:
-                raise CannotScore(f"the judge's reply says no number {bounds}, but a part of a whole: {end!r}")
+                raise CannotScore(f"the judge's reply contains no number {bounds}, but a part of a whole: {end!r}")
             number *= self.highest / whole
         if not self.lowest <= number <= self.highest:
             raise CannotScore(f"the judge's reply says {number:g}, which is not {bounds}: {end!r}")

@@ -39,5 +39,5 @@ class Interruptible:
         if self.signal is not None:
             os._exit(128 + number)
         self.signal = number
-        sys.stderr.write("\nrlsys: stopping; a step in hand is finished and saved; once more to exit at once\n")
+        sys.stderr.write("\nrlsys: stopping; the current step is finished and saved; press again to exit at once\n")
         self._loop.call_soon_threadsafe(self.stop)

@@ -90,7 +90,7 @@ def history(model_path: Path, data_path: Path, tmp_path_factory: pytest.TempPath
 def test_ctrl_c_saves_the_step_and_exits_with_130(history: History):
     ended = history.by_ctrl_c
     assert ended.code == 130
-    assert "stopping; a step in hand is finished and saved; once more to exit at once" in ended.stderr
+    assert "stopping; the current step is finished and saved; press again to exit at once" in ended.stderr
     last_line = ended.stderr.strip().splitlines()[-1]
     assert last_line == (
         f"rlsys: interrupted after step {history.saved_by_ctrl_c}, which is saved; go on with run.resume=auto"

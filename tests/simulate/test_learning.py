@@ -118,7 +118,9 @@ def test_a_constant_reward_ends_the_run_with_likely_causes(tmp_path, reward):
 def test_groups_with_only_frozen_agents_have_no_signal(tmp_path):
     frozen = RewardAsAdvantage(frozen_agents=("policy",))
     driver = driver_on(FakeWorld(), tmp_path, algorithm=frozen, max_failed_groups=1, max_no_signal_groups=3)
-    with pytest.raises(RunAborted, match=r"3 groups one after the other.*all that was said is of algorithm\.frozen"):
+    with pytest.raises(
+        RunAborted, match=r"3 groups one after the other.*every trajectory belongs to algorithm\.frozen"
+    ):
         run_virtual(driver.run(0))
 
 
@@ -304,7 +306,7 @@ def test_the_critic_is_resumed_with_the_actor(tmp_path):
 
 def test_a_checkpoint_without_the_needed_critic_is_refused(tmp_path):
     run_virtual(driver_on(NoCritic(), tmp_path, steps=3).run(0))
-    with pytest.raises(CheckpointError, match=r"step_000003 holds no critic, .* `rlsys export`"):
+    with pytest.raises(CheckpointError, match=r"step_000003 contains no critic, .* `rlsys export`"):
         run_virtual(go_on(driver_on(FakeWorld(), tmp_path, steps=5, signals=ALL)))
 
 

@@ -42,7 +42,7 @@ def choose(
     if spec.tensor_parallel > 1:
         return EngineChoice("vllm", "local has no shards")
     if spec.resident_versions > 1:
-        return EngineChoice("local", "vLLM holds one version at a time")
+        return EngineChoice("local", "vLLM keeps one version at a time")
     reason = f"the device is {device.type}"
     if device.type == "cpu":
         size = outline(spec.model_path).num_parameters()

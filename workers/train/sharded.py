@@ -177,7 +177,7 @@ class Sharded:
             live = stabilizer.state_dict()
             if differing := saved.symmetric_difference(live):
                 raise CheckpointError(
-                    f"{folder} holds the state of another stabilizer, they differ in {len(differing)} tensors, as "
+                    f"{folder} contains the state of another stabilizer; they differ in {len(differing)} tensors, as "
                     f"{min(differing)!r}: go on with the one it was saved with, or with `stabilizer: null`"
                 )
             state["stabilizer"] = _as_sharded(live, self.parameters())

@@ -30,7 +30,7 @@ NOT_HERE: Mapping[str, str] = {
     "functions": "give `tools`",
     "function_call": "give `tool_choice`",
     "audio": "the policy reads and writes text",
-    "web_search_options": "the policy knows no search but your tools",
+    "web_search_options": "the policy can search only with your tools",
 }
 """Fields of OpenAI and vLLM that are refused unless null or empty, and the reason."""
 

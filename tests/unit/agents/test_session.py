@@ -137,7 +137,7 @@ def test_an_agent_cannot_be_asked_or_changed_while_it_speaks(meanwhile: Callable
         agent = session.agent("solver", system="s")
         first = asyncio.create_task(agent.chat("a"))
         await asyncio.sleep(0)
-        with pytest.raises(RuntimeError, match="agent 'solver' is asked while it speaks"):
+        with pytest.raises(RuntimeError, match="agent 'solver' is called while its reply is pending"):
             await meanwhile(agent)
         await first
         await agent.chat("c")
@@ -154,7 +154,7 @@ def test_a_session_cannot_be_scored_before_anybody_is_there():
     async def play(session: Session) -> None:
         session.reward(1.0)
 
-    with pytest.raises(ValueError, match="nobody is there to be rewarded"):
+    with pytest.raises(ValueError, match="there is no agent to reward"):
         played(play)
 
 

@@ -263,7 +263,7 @@ def test_a_budget_that_is_not_named_is_the_longest_completion() -> None:
     assert DrGRPO(budget=100).aggregation.with_budget(512) == Aggregation("budget", 100)
     scored = rewarded(1, 0)
     assigned = [*GRPO().advantages(scored)]
-    with pytest.raises(ValueError, match="budget of tokens, and nothing says how many"):
+    with pytest.raises(ValueError, match="budget of tokens, and no budget is set"):
         plan_batch([scored], [assigned], DrGRPO().aggregation, num_ranks=1, max_tokens=100)
 
 

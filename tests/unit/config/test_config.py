@@ -170,12 +170,12 @@ def test_weight_change_beside_needs_the_local_engine(tmp_path: Path):
     beside = "  command line: rollout.weight_change=beside: rollout.weight_change: "
     for other in ("rollout.engine=vllm", "rollout.tensor_parallel=2"):
         assert refusal(path, overrides=("rollout.weight_change=beside", other))[1:] == [
-            f"{beside}beside needs the engine local: vllm holds one version at a time"
+            f"{beside}beside needs the engine local: vllm keeps one version at a time"
         ]
     both = refusal(path, overrides=("rollout.resident_versions=3", "rollout.num_gpus=1", "rollout.tensor_parallel=2"))
     assert [line.split(": rollout.")[-1] for line in both[1:]] == [
         "num_gpus: should be 2, one for each shard (rollout.tensor_parallel)",
-        "resident_versions: needs weight_change beside: with between a replica holds one version at a time",
+        "resident_versions: needs weight_change beside: with between a replica keeps one version at a time",
     ]
     assert "greater than or equal to 2" in refusal(path, overrides=("rollout.resident_versions=1",))[-1]
 
@@ -213,8 +213,8 @@ def test_a_missing_key_is_named_with_its_section(tmp_path: Path):
         ("reward.fn=mine.py", "mine.py is a file; say what in it is meant, as in `mine.py:name`"),
         ("reward.fn=exat", "reward.fn: no reward function is named 'exat'; did you mean `exact`?"),
         ("reward.fn=[{fn: judge}]", "reward.fn[0].fn: no reward function is named 'judge'; "),
-        ("rollout=", "should be a section with keys of its own (got None)"),
-        ("algorithm=3", "should be a name, or a section with a `type` and keys of its own"),
+        ("rollout=", "should be a section with keys (got None)"),
+        ("algorithm=3", "should be a name, or a section with a `type` and its keys"),
         ("algorithm=grop", "no algorithm is named 'grop'; did you mean `grpo`?"),
         ("rollout.workflow.type=nowhere:Name", "rollout.workflow.type: cannot import workflow 'nowhere:Name'"),
         ("rollout.workflow=singel_turn", "no workflow is named 'singel_turn'; did you mean `single_turn`?"),

@@ -63,7 +63,7 @@ def test_every_problem_of_a_list_is_named_with_its_place() -> None:
 
 
 def test_two_functions_cannot_have_one_name() -> None:
-    taken = "is the name of another one too; give each a `name` of its own"
+    taken = "is the name of another function too; give each a different `name`"
     assert refusal("reward.fn=[{fn: a.py:x}, {fn: b.py:x}, {fn: exact}]") == [
         f"reward.fn[0].name: 'x' {taken}",
         f"reward.fn[1].name: 'x' {taken}",

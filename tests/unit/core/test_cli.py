@@ -263,4 +263,4 @@ def test_simulate_knows_its_options():
 def test_a_folder_without_a_failed_step_ends_with_2(tmp_path: Path):
     done = subprocess.run([RLSYS, "replay", str(tmp_path)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"rlsys: {tmp_path} holds no failed step")
+    assert done.stderr.startswith(f"rlsys: {tmp_path} contains no failed step")

@@ -112,7 +112,7 @@ def test_a_text_prompt_is_shown_without_a_template(tmp_path: Path):
     [
         (PLAIN, True, True, "keeps earlier turns, so a conversation is one sample"),
         (FORGETTING, True, False, "keeps earlier turns but for their <think> part, so turns that think are samples of"),
-        (REWRITING, False, False, "rewrites earlier turns, so every turn of a conversation is a sample of its own"),
+        (REWRITING, False, False, "rewrites earlier turns, so every turn of a conversation is a separate sample"),
     ],
 )
 def test_a_template_is_tried_for_keeping_what_came_before(tmp_path: Path, template, keeps_turns, keeps_reasoning, says):

@@ -94,7 +94,7 @@ def test_a_healthy_machine_has_nothing_to_mend():
         (replace(CLUSTERED, cluster_ray=None), "warn", "did not say which ray it runs", "http://HEAD:8265"),
         (replace(CLUSTERED, cluster_auth=None), "warn", "did not say whether it asks for a token", "http://HEAD:8265"),
         (replace(CLUSTERED, cluster_auth="disabled"), "fail", "asks for no token", "RAY_AUTH_TOKEN"),
-        (replace(CLUSTERED, has_token=False), "fail", "there is none here", "RAY_AUTH_TOKEN_PATH"),
+        (replace(CLUSTERED, has_token=False), "fail", "none is set here", "RAY_AUTH_TOKEN_PATH"),
         (replace(CLUSTERED, auth_mode=None), "fail", "Ray here does not send", "export RAY_AUTH_MODE=token"),
         (replace(HEALTHY, auth_mode="disabled"), "warn", "RAY_AUTH_MODE=disabled", "unset RAY_AUTH_MODE"),
         (replace(HEALTHY, shm_bytes=64 * 2**20), "fail", "/dev/shm has only 0.1 GiB", "--shm-size"),

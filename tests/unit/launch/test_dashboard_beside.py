@@ -19,6 +19,8 @@ from rlsys.errors import ConfigError
 from rlsys.launch.dashboard_process import dashboard_beside
 from tests.histories import small_run
 
+pytestmark = pytest.mark.slow
+
 
 def config_of(folder: Path, *overrides: str) -> Config:
     file = folder / "job.yaml"
@@ -65,14 +67,16 @@ def test_a_port_that_is_taken_costs_the_run_one_line(tmp_path: Path, capsys: pyt
         pass
     taken.socket.close()
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"rlsys: there is no dashboard, training goes on: cannot listen on port {port} ")
+    assert line.startswith(f"rlsys: the dashboard did not start, training continues: cannot listen on port {port} ")
 
 
 def test_an_invalid_dashboard_host_costs_only_one_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with dashboard_beside(config_of(tmp_path, "dashboard.host=my..host")):
         pass
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("rlsys: there is no dashboard, training goes on: cannot listen on port 0 of my..host: ")
+    assert line.startswith(
+        "rlsys: the dashboard did not start, training continues: cannot listen on port 0 of my..host: "
+    )
     assert "set dashboard.host" in line
 
 
@@ -110,7 +114,6 @@ import sys
 from rlsys.config import Config
 from rlsys.launch.dashboard_process import dashboard_beside
 
-pytestmark = pytest.mark.slow
 with dashboard_beside(Config.load({str(tmp_path / "job.yaml")!r})):
     sys.stdin.read()
 """

@@ -53,11 +53,11 @@ def test_model_paths_become_absolute_and_hub_names_stay(tmp_path: Path):
 
 def test_single_and_multi_policy_runs_never_overwrite_each_other(tmp_path: Path):
     (tmp_path / "run" / "policies" / "own").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="holds a run of several policies, and this is one of a single one"):
+    with pytest.raises(ConfigError, match="contains a run of several policies, and this run has one"):
         train(one(tmp_path), progress=False)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(ConfigError, match="holds a run of one policy, and this is one of several"):
+    with pytest.raises(ConfigError, match="contains a run of one policy, and this run has several"):
         train(several(tmp_path, "run.name=other", "run.resume=auto"), progress=False)
 
 

@@ -626,7 +626,7 @@ async def test_a_renewed_group_keeps_its_attempt_and_is_annotated_again():
 async def test_a_column_that_nobody_needs_is_a_mistake():
     queue = queue_of(signals=SIGNALS)
     async with queue.permit() as permit:
-        with pytest.raises(ValueError, match=r"group 0: nobody needs a column .*values"):
+        with pytest.raises(ValueError, match=r"group 0: no worker needs a column .*values"):
             queue.put(permit.group, Signal.VALUES, 1)
 
 

@@ -135,7 +135,8 @@ def test_an_ambiguous_fraction_or_percentage_is_a_failure(server: Server, reply:
     (score,) = scores(server.url, "x", lowest=lowest, highest=5)
     assert score.value is None
     assert (
-        score.failure == f"judge: the judge's reply says no number from {lowest} to 5, but a part of a whole: {reply!r}"
+        score.failure
+        == f"judge: the judge's reply contains no number from {lowest} to 5, but a part of a whole: {reply!r}"
     )
 
 

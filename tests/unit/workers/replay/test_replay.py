@@ -56,7 +56,7 @@ def test_a_failed_step_round_trips_including_nan(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_holds_no_failed_step_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"holds no failed step: there is no step\.json in it; give the folder that"):
+    with pytest.raises(DataError, match=r"contains no failed step: there is no step\.json in it; give the folder that"):
         read_failed(tmp_path)
     (tmp_path / "step.json").write_text('{"version": 1}')
     with pytest.raises(DataError, match=r"step\.json cannot be read: (.|\n)*another version of rlsys, or is damaged"):

@@ -260,7 +260,7 @@ def test_weights_that_never_arrived_are_reported_as_unknown(plain: Run) -> None:
     plain.edit("events.jsonl", f'"version":{STEPS}', '"version":99')
     found = launch.replay_step(plain.folder, STEPS)
     assert found.is_equal and found.weights[-1].told is None
-    assert any("was not told: the run ended before it arrived" in line for line in found.lines())
+    assert any("is not recorded: the run ended before it arrived" in line for line in found.lines())
 
 
 def test_what_is_missing_is_named_with_the_remedy(plain: Run) -> None:
@@ -281,7 +281,7 @@ def test_rollouts_of_another_format_or_session_are_refused(plain: Run) -> None:
         RecordedSteps.of(plain.folder, 1).rollouts(1)
     plain.edit("rollouts/step_000002.jsonl", '"group_id":20', '"group_id":7')
     with pytest.raises(
-        DataError, match=r"holds groups 7, 21, 22, and step 2 trained 20, 21, 22: the file is of another"
+        DataError, match=r"contains groups 7, 21, 22, and step 2 trained 20, 21, 22: the file is of another"
     ):
         RecordedSteps.of(plain.folder, 2).rollouts(2)
 
@@ -306,7 +306,7 @@ def test_a_resumed_run_forgets_what_it_takes_again(tmp_path: Path) -> None:
 
 def test_a_folder_without_events_is_named(tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=r"cannot read .*events\.jsonl, which holds the hashes of weights: No such file"
+        DataError, match=r"cannot read .*events\.jsonl, which contains the hashes of weights: No such file"
     ):
         RecordedSteps.of(tmp_path, 1)
 

@@ -21,6 +21,8 @@ from rlsys.rewards.reward_function import RewardSpec
 from rlsys.types import OK, Episode, Outcome, Score, Task, Trajectory, Turn, VersionSpan, failed
 from workers.reward.reward_worker import RewardWorker
 
+pytestmark = pytest.mark.slow
+
 if TYPE_CHECKING:
     from workers.reward.reward_model import RewardModel
 
@@ -126,7 +128,6 @@ def test_faulty_completions_get_no_value_and_leave_others_alone(spec: RewardSpec
     assert text == Score(None, "judge: returned 'good' (str), not a number")
 
 
-@pytest.mark.slow
 def test_a_hang_costs_only_the_episode_that_hung(spec: RewardSpec) -> None:
     assert scores(spec, "12", "hang", "21", timeout_s=0.3) == (
         scored_as(1.0),
@@ -135,13 +136,11 @@ def test_a_hang_costs_only_the_episode_that_hung(spec: RewardSpec) -> None:
     )
 
 
-@pytest.mark.slow
 def test_a_dead_process_costs_only_the_episode_that_killed_it(spec: RewardSpec) -> None:
     died = Score(None, "process died: exit code 3")
     assert scores(spec, "12", "die", "21") == (scored_as(1.0), died, scored_as(0.0))
 
 
-@pytest.mark.slow
 def test_after_a_hang_completions_are_scored_singly_until_in_time(spec: RewardSpec) -> None:
     """The function says how many completions it was given at once."""
     group = RewardSpec(spec.fn.replace(":judge", ":group"), "group")
@@ -183,7 +182,6 @@ def test_what_the_workflow_decided_is_kept(spec: RewardSpec) -> None:
     )
 
 
-@pytest.mark.slow
 def test_groups_are_scored_in_parallel_and_come_back_in_order(spec: RewardSpec) -> None:
     async def scored() -> list[tuple[Score, ...]]:
         async with worker(spec, processes=2) as judge:
@@ -233,7 +231,6 @@ def test_a_group_function_gets_the_whole_group_with_tokens(spec: RewardSpec) -> 
     assert [score.value for score in scores(group, "a", "b", "c")] == [3 + 2] * 3
 
 
-@pytest.mark.slow
 def test_a_group_function_that_dies_scores_the_others_alone(spec: RewardSpec) -> None:
     group = RewardSpec(spec.fn.replace(":judge", ":group"), "group")
     first, died, last = scores(group, "a", "die", "c")
@@ -248,7 +245,6 @@ def test_several_functions_make_one_reward(spec: RewardSpec) -> None:
     assert raised.value is None and raised.failure.startswith("judge: raised ValueError")
 
 
-@pytest.mark.slow
 def test_a_reward_model_is_one_more_part(spec: RewardSpec) -> None:
     right, nan, died = scores(spec, "12", "nan", "die", model=model())
     assert right == Score(2.0, parts={"judge": 1.0, "model": 2.0})
