@@ -37,9 +37,9 @@ class PolicySection(Section):
     stabilizer: Differences | None = Field(default={})
     """Keys of `stabilizer` that differ; null: none."""
     train: Differences = Field(default={})
-    """Keys of `train` that differ, `lr` or `groups_per_step` for instance."""
-    critic: Differences = Field(default={})
     """Keys of `train` that differ, such as `lr` or `groups_per_step`."""
+    critic: Differences = Field(default={})
+    """Keys of `critic` that differ."""
     reference: Differences = Field(default={})
     """Keys of `reference` that differ."""
 

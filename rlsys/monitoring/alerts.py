@@ -251,7 +251,7 @@ class Alarms:
         silence_s = now_s - self._moved_s
         if silence_s <= LEAST_SILENCE_S:
             return None
-        typical_s, usual = self._typical(FIRST_STEP_S / threshold)
+        typical_s, usual = self._typical(FIRST_STEP_S / threshold if threshold else FIRST_STEP_S)
         num_steps = silence_s / typical_s if typical_s > 0 else float("inf")
         if num_steps <= threshold:
             return None

@@ -200,7 +200,7 @@ def test_a_loss_that_is_not_finite_leaves_the_critic_unchanged(model_path: str) 
 
 
 def test_an_algorithm_without_returns_is_named(model_path: str) -> None:
-    with pytest.raises(ValueError, match=r"Aimless\.shape gives no returns"):
+    with pytest.raises(ValueError, match=r"Aimless\.token_advantages returns no targets"):
         train_step(CriticBackend(model_path, SETTINGS, RankGroup()), RankGroup(), Aimless())
 
 

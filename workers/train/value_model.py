@@ -105,7 +105,7 @@ class CriticBackend(Sharded):
         def accumulate(part: Part) -> Tensor:
             returns_N = part.inputs.returns_N
             if returns_N is None:
-                raise ValueError(f"{type(algorithm).__name__}.shape gives no returns: the critic has no target")
+                raise ValueError(f"{type(algorithm).__name__}.token_advantages returns no targets for the critic")
             output = algorithm.value_loss(self._model(part.batch), part.inputs)
             share = part.loss(output)
             share.backward()

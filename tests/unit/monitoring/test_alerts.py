@@ -347,6 +347,14 @@ def test_silence_needs_a_minute_and_ten_before_the_first_step() -> None:
     assert fresh.silent(601) is not None
 
 
+def test_a_threshold_of_no_steps_alerts_after_a_minute() -> None:
+    alarms = Alarms({"no_progress": 0.0})
+    alarms.observe(RunStarted("runs/a", 0, 10), 0.0)
+
+    assert alarms.silent(60) is None
+    assert alarms.silent(61) is not None
+
+
 def test_a_run_not_started_or_ended_is_never_silent() -> None:
     alarms = folded([{}] * 30)
     assert Alarms().silent(1e9) is None
