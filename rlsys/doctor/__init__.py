@@ -29,7 +29,7 @@ MIN_FREE_BYTES = 5 * GIB
 SETUP = "make setup"
 PACKAGES = ("rlsys", "workers", "algorithms")
 DASHBOARD_PORT = 8265
-LOCK = Path(__file__).parents[1] / "requirements" / "cpu.lock"
+LOCK = Path(__file__).parents[2] / "requirements" / "cpu.lock"
 """Present in a checkout, not in an installed wheel."""
 
 
@@ -218,7 +218,7 @@ def packages(facts: Facts) -> Finding:
 
 def shadowing(found: Mapping[str, Path | None]) -> Finding:
     """Check that all our packages are imported from the folder of the running `rlsys`."""
-    home = (found["rlsys"] or Path(__file__)).parent.parent
+    home = (found["rlsys"] or Path(__file__).parent).parent.parent
     foreign = [f"`{n}` is {p or 'not found'}" for n, p in found.items() if p != home / n / "__init__.py"]
     if foreign:
         cure = f"rename that package or take it off the path, or put {home} first on PYTHONPATH"
