@@ -30,6 +30,15 @@ FIRST = ("ray", "ranks", "benchmarks")
 """Groups of tests that take longest, in their order."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fuzz-cases", type=int, default=3, help="Seeds that each test with made-up damage runs with.")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "fuzz_case" in metafunc.fixturenames:
+        metafunc.parametrize("fuzz_case", range(metafunc.config.getoption("fuzz_cases")))
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups, and pytest for marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests with Ray come first; those with vLLM, and then those with a browser, come last.

@@ -7,15 +7,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from rlsys.dashboard.connections import DEFAULT_LIMITS, ConnectionLimits
 from rlsys.dashboard.listener import Listener
 from rlsys.dashboard.serve import Dashboard
 
 
 @contextmanager
-def served(folder: Path, host: str = "127.0.0.1", environ: Mapping[str, str] | None = None) -> Iterator[str]:
+def served(
+    folder: Path,
+    host: str = "127.0.0.1",
+    environ: Mapping[str, str] | None = None,
+    limits: ConnectionLimits = DEFAULT_LIMITS,
+) -> Iterator[str]:
     """Its address, at a free port; it ends with the block."""
     listener = Listener.bind(host, 0, environ or {})
-    dashboard = Dashboard(folder, listener)
+    dashboard = Dashboard(folder, listener, limits)
     thread = threading.Thread(target=dashboard.serve)
     thread.start()
     try:

@@ -9,12 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from math import nan
-from typing import Any, TypeAlias, get_type_hints
+from typing import Any, TypeAlias, TypeGuard, get_type_hints
 
 import orjson
 
 from rlsys.monitoring.events import EVENT_TYPES, EvalDone, Event, StepDone
 from rlsys.types import Json
+
+WHOLE = 2**53
+"""Whole numbers are smaller than this: JavaScript cannot represent larger ones."""
+_END_S = 1e11
+"""No event is later: the year 5138, in Unix seconds."""
 
 
 class Unreadable(ValueError):
@@ -29,7 +34,7 @@ def decode(line: bytes) -> tuple[Event, float]:
     """Decode a line of `events.jsonl` to its event and time. Raises `Unreadable` or `UnknownKind`."""
     row = _row(line)
     kind, time_s = row.get("kind"), row.get("time_s")
-    if not isinstance(kind, str) or not isinstance(time_s, float | int):
+    if not isinstance(kind, str) or not _is_time(time_s):
         raise Unreadable("it has no kind or no time")
     if kind not in _READERS:
         raise UnknownKind(kind)
@@ -50,8 +55,8 @@ def decode_metrics(line: bytes) -> tuple[StepDone | EvalDone, float]:
     """Decode a line of `metrics.jsonl`, for runs without other files. Raises `Unreadable`."""
     row = _row(line)
     step, time_s = row.pop("step", None), row.pop("time_s", 0.0)
-    if not isinstance(step, int) or not isinstance(time_s, float | int):
-        raise Unreadable("it has no step")
+    if not isinstance(step, int) or abs(step) >= WHOLE or not _is_time(time_s):
+        raise Unreadable("it has no step or no time")
     metrics = _metrics(row)
     if metrics and all(name.startswith("eval/") for name in metrics):
         return EvalDone(step, next(iter(metrics)).split("/")[1], "", 0.0, metrics), time_s
@@ -68,9 +73,13 @@ def _row(line: bytes) -> dict[str, Any]:
     return row
 
 
+def _is_time(value: Json) -> TypeGuard[float]:
+    return isinstance(value, float | int) and 0 <= value < _END_S
+
+
 def _int(value: Json) -> int:
-    if not isinstance(value, int):
-        raise TypeError(f"{value!r:.50} is no whole number")
+    if not isinstance(value, int) or abs(value) >= WHOLE:
+        raise TypeError(f"{value!r:.50} is no whole number below 2**53")
     return value
 
 
@@ -112,7 +121,7 @@ _Reader: TypeAlias = tuple[str, type | None, Callable[[Json], object]]
 """Field, the type of values that need no conversion, and a function that converts or rejects others."""
 
 _BY_TYPE: Mapping[Any, tuple[type | None, Callable[[Json], object]]] = {
-    int: (int, _int),
+    int: (None, _int),
     float: (float, _float),
     str: (str, _str),
     bool: (bool, bool),

@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 
+from rlsys.dashboard.event_decoding import WHOLE
 from rlsys.dashboard.http_problems import NoSuch
 from rlsys.dashboard.queries import MOST_OPENED, Readings
 from rlsys.dashboard.security import refused
@@ -29,8 +30,7 @@ _HEARTBEAT_S = 15
 
 Run = Annotated[str, Query(max_length=4096)]
 Name = Annotated[str, Query(max_length=4096)]
-Whole = Annotated[int, Query(ge=0, lt=2**53)]
-"""Integer that JavaScript can represent."""
+Whole = Annotated[int, Query(ge=0, lt=WHOLE)]
 
 
 class Answer(Response):

@@ -9,6 +9,7 @@ It listens from the first line on; earlier requests wait until `serve`.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -19,6 +20,7 @@ from typing import BinaryIO
 import uvicorn
 from sse_starlette.sse import AppStatus
 
+from rlsys.dashboard.connections import DEFAULT_LIMITS, BoundedLog, ConnectionLimits, protocol_of
 from rlsys.dashboard.http_problems import NoSuch
 from rlsys.dashboard.http_server import app_of
 from rlsys.dashboard.listener import Listener
@@ -35,7 +37,7 @@ _NICE = 10
 class Dashboard:
     """Server of a folder of runs, or of one run, at a listener."""
 
-    def __init__(self, folder: Path, listener: Listener) -> None:
+    def __init__(self, folder: Path, listener: Listener, limits: ConnectionLimits = DEFAULT_LIMITS) -> None:
         """Raises `NoSuch` if the folder does not exist."""
         if not folder.is_dir():
             raise NoSuch(f"{folder} is no folder: give the directory of a run, or a folder of them")
@@ -44,14 +46,17 @@ class Dashboard:
         config = uvicorn.Config(
             Guard(app_of(readings, changes), listener.access),
             loop="asyncio",
-            http="h11",
+            http=protocol_of(limits),
             ws="none",
             lifespan="off",
-            log_level="warning",
+            log_level="error",
             access_log=False,  # it would contain the token
             server_header=False,
+            limit_concurrency=limits.most,
+            timeout_keep_alive=limits.idle_s,
             timeout_graceful_shutdown=_GOODBYE_S,
         )
+        logging.getLogger("uvicorn.error").addFilter(BoundedLog())
         self._server, self._socket = _Server(config, changes), listener.socket
 
     def serve(self) -> None:

@@ -120,7 +120,7 @@ class Rise:
         if len(self._recent) < RISE_STEPS:
             return None
         mean = fmean(self._recent)
-        error_2 = fmean((each - mean) ** 2 for each in self._recent) / RISE_STEPS
+        error_2 = fmean((each - mean) * (each - mean) for each in self._recent) / RISE_STEPS
         self._lowest = min(self._lowest, (mean, error_2))
         if self._where and not metrics.get(self._where):
             return None

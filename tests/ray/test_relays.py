@@ -27,6 +27,8 @@ from workers.transport.object_store import ObjectStorePublisher, ObjectStorePull
 
 TRANSFER_S = 20.0
 CALL_S = 60.0
+VERSIONS = 100
+"""Versions that a test may publish. The first has nothing in common with those of the test before."""
 
 
 class KillableRelay(Relay):
@@ -60,6 +62,8 @@ class Trainer:
 
 
 class Reader:
+    """Pulls versions in a process of its own, and keeps all that it pulled."""
+
     def __init__(self, relays: list[Remote[Relay]]) -> None:
         self._relays = relays
         self._kept: dict[int, Mapping[str, Tensor]] = {}
@@ -70,16 +74,16 @@ class Reader:
         self._kept[manifest.version] = weights
         return manifest.version, manifest.hash, content_hash(weights)
 
-    async def held(self) -> dict[int, str]:
-        """What the bytes of all versions ever pulled hash to at this moment."""
-        return {version: content_hash(weights) for version, weights in self._kept.items()}
+    async def held(self, since: int) -> dict[int, str]:
+        """What the bytes of all versions pulled from `since` on hash to at this moment."""
+        return {version: content_hash(weights) for version, weights in self._kept.items() if version >= since}
 
     async def _pull(self, at_least: int, is_pinned: bool) -> tuple[Manifest, Mapping[str, Tensor]]:
         return await ObjectStorePuller(self._relays, TRANSFER_S, is_pinned=is_pinned).pull(at_least)
 
 
 def weights_of(version: int) -> dict[str, Tensor]:
-    frozen = torch.arange(4 << 20, dtype=torch.float32)
+    frozen = torch.arange(4 << 20, dtype=torch.float32) + version // VERSIONS
     return {"body": torch.full((1 << 20,), float(version)), "frozen": frozen, "head": torch.full((1000,), -version / 2)}
 
 
@@ -88,14 +92,20 @@ def trainer_of(members: list[Remote[Relay]]) -> Remote[Trainer]:
 
 
 class Tier:
-    """The relays, a trainer on the first node and a reader on each."""
+    """The relays, a trainer on the first node and a reader on each. All tests share their processes."""
 
-    def __init__(self, transfer_s: float = TRANSFER_S) -> None:
-        self.relays = RayRelays.start(transfer_s, KillableRelay)
+    def __init__(self) -> None:
+        self.relays = RayRelays.start(TRANSFER_S, KillableRelay)
         members = self.relays.members
         self.trainer = trainer_of(members)
         read = partial(Reader, members)
         self.readers = [start(Reader, "reader", read, NO_MATHS, CALL_S, place=member.place) for member in members]
+        self.first = -VERSIONS
+        """The first version of this test."""
+
+    def begin(self) -> None:
+        """Begin a test."""
+        self.first += VERSIONS
         self.failures: list[WorkerError] = []
         self.recovered: asyncio.Queue[str] = asyncio.Queue()
 
@@ -132,107 +142,121 @@ class Tier:
             process.kill()
 
 
-@pytest.fixture
-def tier(three_nodes) -> Iterator[Tier]:
+@pytest.fixture(scope="module")
+def processes(three_nodes) -> Iterator[Tier]:
     made = Tier()
     yield made
     made.close()
 
 
+@pytest.fixture
+def tier(processes) -> Tier:
+    processes.begin()
+    return processes
+
+
 def test_readers_get_exact_bytes_and_only_changed_buckets_are_sent(tier):
+    v = tier.first
+
     async def main() -> None:
         assert len(node_ids()) == 3
-        first = await tier.publish(0)
-        assert first.num_sent == first.num_bytes and first.hash == content_hash(weights_of(0))
-        assert await asyncio.gather(*(tier.read(i, 0) for i in range(3))) == [0, 0, 0]
-        second = await tier.publish(1)
+        first = await tier.publish(v)
+        assert first.num_sent == first.num_bytes and first.hash == content_hash(weights_of(v))
+        assert await asyncio.gather(*(tier.read(i, v) for i in range(3))) == [v, v, v]
+        second = await tier.publish(v + 1)
         assert 4 << 20 < second.num_sent < 5 << 20, "body and head, not frozen"
-        assert await tier.read(1, 1) == 1
-        for version in range(2, 5):
+        assert await tier.read(1, v + 1) == v + 1
+        for version in range(v + 2, v + 5):
             await tier.publish(version)
-        assert await tier.read(2, 4) == 4
-        kept = [await reader.call(Reader.held) for reader in tier.readers]
+        assert await tier.read(2, v + 4) == v + 4
+        kept = [await reader.call(Reader.held, v) for reader in tier.readers]
         assert kept == [
-            {version: content_hash(weights_of(version)) for version in versions} for versions in ([0], [0, 1], [0, 4])
+            {version: content_hash(weights_of(version)) for version in versions}
+            for versions in ([v], [v, v + 1], [v, v + 4])
         ], "each keeps what it pulled, long after its relay let go of it"
 
     asyncio.run(main())
 
 
 def test_a_dead_master_is_bypassed_and_refilled(tier):
+    v = tier.first
+
     async def scenario() -> None:
-        await tier.publish(0)
-        await tier.relays.pin(0)
+        await tier.publish(v)
+        await tier.relays.pin(v)
         await tier.kill(0)
-        await tier.publish(1)
-        assert await asyncio.gather(*(tier.read(i, 1) for i in range(3))) == [1, 1, 1]
+        await tier.publish(v + 1)
+        assert await asyncio.gather(*(tier.read(i, v + 1) for i in range(3))) == [v + 1] * 3
         assert await asyncio.wait_for(tier.recovered.get(), 30) == tier.relays.members[0].name
         held = await tier.relays.members[0].proxy.held()
-        assert 1 in {known.manifest.version for known in held.announcements} and held.pinned == 0
-        assert await tier.read(0, 0, is_pinned=True) == 0
+        assert v + 1 in {known.manifest.version for known in held.announcements} and held.pinned == v
+        assert await tier.read(0, v, is_pinned=True) == v
         assert [(e.worker, e.phase) for e in tier.failures] == [(tier.relays.members[0].name, "keeping weights")]
 
     asyncio.run(tier.supervised(scenario()))
 
 
 def test_pins_and_pulls_wait_while_all_relays_are_restored(tier):
+    v = tier.first
+
     async def scenario() -> None:
-        await tier.publish(0)
-        await tier.relays.pin(0)
-        for version in (1, 2, 3):
+        await tier.publish(v)
+        await tier.relays.pin(v)
+        for version in (v + 1, v + 2, v + 3):
             await tier.publish(version)
         await asyncio.gather(*(tier.kill(i) for i in range(3)))
-        pinned, newest = tier.read(0, 0, is_pinned=True), [tier.read(i, 3) for i in range(3)]
-        assert await asyncio.gather(tier.relays.pin(0), pinned, *newest) == [None, 0, 3, 3, 3]
+        pinned, newest = tier.read(0, v, is_pinned=True), [tier.read(i, v + 3) for i in range(3)]
+        assert await asyncio.gather(tier.relays.pin(v), pinned, *newest) == [None, v, v + 3, v + 3, v + 3]
         recovered = {await asyncio.wait_for(tier.recovered.get(), 60) for _ in range(3)}
         assert recovered == {member.name for member in tier.relays.members}
 
     asyncio.run(tier.supervised(scenario()))
 
 
-def test_a_hanging_relay_is_bypassed_killed_and_refilled(three_nodes):
-    tier = Tier()
+def test_a_hanging_relay_is_bypassed_killed_and_refilled(tier):
+    v = tier.first
 
     async def scenario() -> None:
-        await tier.publish(0)
+        await tier.publish(v)
         master = tier.relays.members[0]
         hanging = asyncio.ensure_future(cast("Remote[KillableRelay]", master).call(KillableRelay.hang))
-        await tier.publish(1)
-        assert await asyncio.gather(*(tier.read(i, 1) for i in range(3))) == [1, 1, 1]
+        await tier.publish(v + 1)
+        assert await asyncio.gather(*(tier.read(i, v + 1) for i in range(3))) == [v + 1] * 3
         while await asyncio.wait_for(tier.recovered.get(), 60) != master.name:
             pass
-        assert 1 in {known.manifest.version for known in (await master.proxy.held()).announcements}
+        assert v + 1 in {known.manifest.version for known in (await master.proxy.held()).announcements}
         assert master.name in {failure.worker for failure in tier.failures}
         with pytest.raises((DeadlineExceeded, WorkerDied)):
             await hanging
 
-    try:
-        asyncio.run(tier.supervised(scenario()))
-    finally:
-        tier.close()
+    asyncio.run(tier.supervised(scenario()))
 
 
 def test_a_version_that_died_with_its_relays_is_announced_again(tier):
+    v = tier.first
+
     async def main() -> None:
-        await tier.publish(0)
+        await tier.publish(v)
         await asyncio.gather(*(tier.kill(i) for i in range(3)))
-        await tier.trainer.call(Trainer.announce_again, 0)
-        assert (await asyncio.wait_for(tier.relays.arrival(0), 60)).version == 0
-        assert await tier.read(1, 0) == 0
+        await tier.trainer.call(Trainer.announce_again, v)
+        assert (await asyncio.wait_for(tier.relays.arrival(v), 60)).version == v
+        assert await tier.read(1, v) == v
 
     asyncio.run(main())
 
 
 def test_republishing_a_version_with_other_bytes_is_refused(tier):
+    v = tier.first
+
     async def main() -> None:
-        await tier.publish(0)
+        await tier.publish(v)
         other = trainer_of(tier.relays.members)
-        await other.call(Trainer.publish, 0)  # the same bytes: ignored
-        await other.call(Trainer.publish, 1)
-        await tier.relays.arrival(1)
-        await other.call(Trainer.lie, 1)
-        for ask in (other.call(Trainer.announce_again, 1), other.call(Trainer.publish, 2)):
-            with pytest.raises(WeightsMismatch, match="hearing of version 1: it was published as"):
+        await other.call(Trainer.publish, v)  # the same bytes: ignored
+        await other.call(Trainer.publish, v + 1)
+        await tier.relays.arrival(v + 1)
+        await other.call(Trainer.lie, v + 1)
+        for ask in (other.call(Trainer.announce_again, v + 1), other.call(Trainer.publish, v + 2)):
+            with pytest.raises(WeightsMismatch, match=f"hearing of version {v + 1}: it was published as"):
                 await ask
         other.kill()
 

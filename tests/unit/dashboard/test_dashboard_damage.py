@@ -1,0 +1,71 @@
+"""Run folders with damaged files: every question is answered, or refused in words."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from rlsys.dashboard.html_report import report_of
+from rlsys.dashboard.http_server import Answer
+from rlsys.dashboard.queries import Readings
+from rlsys.dashboard.tail import tail
+from rlsys.errors import RlsysError
+from tests.damage import damage
+from tests.histories import small_run
+
+FOLDERS_PER_CASE = 10
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_run(tmp_path_factory.mktemp("whole") / "run")
+
+
+def answers(readings: Readings) -> Iterator[object]:
+    """Ask every question about the run, and those whose answers lie in its first, middle and last step."""
+    for question in (readings.run, readings.log, readings.metrics, readings.alerts, readings.cluster, readings.ledger):
+        with suppress(RlsysError):
+            yield question("run")
+    for ask in (
+        readings.runs,
+        lambda: readings.series("run", ["reward/mean", "*", "eval/*"]),
+        lambda: readings.cluster("run", -1e300, 1e300),
+        lambda: readings.compare(["run", "run"]),
+        lambda: readings.groups("run"),
+        lambda: readings.tasks("run"),
+        lambda: readings.task("run", "task-1"),
+        lambda: readings.change("run"),
+    ):
+        with suppress(RlsysError):
+            yield ask()
+    for step in (1, 15, 30):
+        for group_id in (0, 4 * step - 4):
+            for about in (
+                lambda step=step: readings.groups("run", step),
+                lambda step=step, group_id=group_id: readings.group("run", step, group_id),
+                lambda step=step, group_id=group_id: readings.episode("run", step, group_id, 1),
+            ):
+                with suppress(RlsysError):
+                    yield about()
+
+
+def test_questions_about_damaged_runs_are_answered_or_refused(whole: Path, tmp_path: Path, fuzz_case: int) -> None:
+    random = Random(fuzz_case)
+    for i in range(FOLDERS_PER_CASE):
+        run = tmp_path / str(i) / "run"
+        shutil.copytree(whole, run)
+        files = sorted(path for path in run.rglob("*") if path.is_file())
+        for _ in range(random.choice([1, 1, 2, 4])):
+            damage(random.choice([*3 * [path for path in files if path.parent == run], *files]), random)
+        readings = Readings(run.parent)
+        assert all(Answer(answer).body for answer in answers(readings))
+        with suppress(RlsysError):
+            report_of(Readings(run))
+        with suppress(RlsysError):
+            tail(run, io.StringIO(), once=True)
