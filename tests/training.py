@@ -15,7 +15,8 @@ from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from rlsys.algorithm import Aggregation, Algorithm, LossInputs, LossOutput, TrajectoryAdvantage
 from rlsys.algorithm import Ranks as Collectives
@@ -175,9 +176,11 @@ def _leave() -> None:
 
 def everything_in(folder: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint by their path in it."""
-    file = folder.with_suffix(".pt")
-    dcp_to_torch_save(folder, file)
-    return {f"{part}.{name}": t for part, tensors in torch.load(file).items() for name, t in tensors.items()}
+    reader = HuggingFaceStorageReader(str(folder))
+    saved = reader.read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in saved.items()}
+    load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
 
 
 def differing(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[str]:

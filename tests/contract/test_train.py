@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -257,6 +258,30 @@ def test_what_cannot_be_saved_or_loaded_says_where(model_path: str, tmp_path: Pa
         backend.save(tmp_path / "file")
     with pytest.raises(CheckpointError, match=r"cannot read .*nowhere"):
         backend.load(tmp_path / "nowhere")
+
+
+class Planted:
+    """A pickle that writes a file when it is loaded."""
+
+    def __init__(self, proof: Path) -> None:
+        self._proof = proof
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self._proof,)
+
+
+def test_a_planted_pickle_in_a_checkpoint_is_never_run(model_path: str, tmp_path: Path) -> None:
+    folder, proof = tmp_path / "saved", tmp_path / "ran"
+    backend = FsdpBackend(model_path, SETTINGS, RankGroup())
+    backend.save(folder)
+    for name in (".metadata", "__0_0.distcp", "state.pt", "model.bin"):
+        (folder / name).write_bytes(pickle.dumps(Planted(proof)))
+    backend.load(folder)
+    for file in folder.glob("*.safetensors"):
+        file.write_bytes(pickle.dumps(Planted(proof)))
+    with pytest.raises(CheckpointError, match="cannot read training state from .*saved"):
+        backend.load(folder)
+    assert not proof.exists()
 
 
 @pytest.mark.parametrize("path", ["/no/such/model", "./nowhere", "no-such-org/no-such-model"])

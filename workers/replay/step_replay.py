@@ -38,7 +38,7 @@ from workers.train.model_loading import CPU, load_model, load_tokenizer
 from workers.train.optimizer import critic_optimizer_settings, local_gradients, optimizer_settings, squared_norm
 from workers.train.rank_group import RankGroup, in_processes
 from workers.train.reference_worker import ReferenceWorker
-from workers.train.sharded import load_state
+from workers.train.state_files import load_state
 from workers.train.step_data import Part, RankStep, mismatched
 from workers.train.value_model import CriticBackend, load_value_model
 from workers.transport.buckets import content_hash

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -13,10 +11,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -34,6 +28,7 @@ from workers.train.optimizer import (
     squared_norm,
 )
 from workers.train.rank_group import RankGroup
+from workers.train.state_files import load_state, save_state, saved_names
 from workers.train.step_data import Part, RankStep
 
 
@@ -160,11 +155,7 @@ class Sharded:
         state = self._state()
         if stabilizer:
             state["stabilizer"] = _as_sharded(stabilizer.state_dict(), self.parameters())
-        try:
-            with _knowingly_alone():
-                dcp_save(state, checkpoint_id=folder, no_dist=self._ranks.num_ranks == 1)
-        except (OSError, CheckpointException) as error:
-            raise CheckpointError(f"cannot write training state to {folder}: {_cause(error)}") from error
+        save_state(state, folder, num_ranks=self._ranks.num_ranks)
 
     def load(self, folder: Path, stabilizer: Stabilizer | None = None) -> None:
         """Restore a checkpoint from any number of ranks, bit for bit.
@@ -173,7 +164,7 @@ class Sharded:
         `CheckpointError`, also for another stabilizer's state.
         """
         state = self._state()
-        if stabilizer and (saved := _names_in(folder, "stabilizer")):
+        if stabilizer and (saved := saved_names(folder, "stabilizer")):
             live = stabilizer.state_dict()
             if differing := saved.symmetric_difference(live):
                 raise CheckpointError(
@@ -255,39 +246,3 @@ def _like(tensor: Tensor, parameter: Tensor | None) -> Tensor:
         return tensor
     mesh, placements = parameter.device_mesh, parameter.placements
     return DTensor.from_local(tensor, mesh, placements, shape=parameter.shape, stride=parameter.stride())
-
-
-def load_state(state: dict[str, dict[str, Tensor]], folder: Path, *, num_ranks: int) -> None:
-    """Read into live tensors, in place."""
-    with _readable(folder), _knowingly_alone():
-        dcp_load(state, checkpoint_id=folder, no_dist=num_ranks == 1)
-
-
-def _names_in(folder: Path, part: str) -> set[str]:
-    """Names of the tensors in one part of the saved state; empty if it was not saved."""
-    with _readable(folder):
-        saved = FileSystemReader(folder).read_metadata().state_dict_metadata
-    return {name.removeprefix(f"{part}.") for name in saved if name.startswith(f"{part}.")}
-
-
-@contextmanager
-def _readable(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, CheckpointException) as error:
-        raise CheckpointError(f"cannot read training state from {folder}: {_cause(error)}") from error
-
-
-@contextmanager
-def _knowingly_alone() -> Iterator[None]:
-    """Suppress the warning that a rank has no process group: a single rank needs none."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
-def _cause(error: BaseException) -> str:
-    """Message of the first rank's error, without the checkpoint library's wrapping."""
-    if isinstance(error, CheckpointException) and error.failures:
-        return str(next(iter(error.failures.values()))[0])
-    return str(error)
