@@ -6,7 +6,7 @@
         groups.jsonl     finished groups that are not trained yet
         driver.json      policy version, task cursor, pending groups, hashes of published weights,
                          metrics of the previous step
-        manifest.json    size of every file above; without it, or with other sizes, the checkpoint is incomplete
+        manifest.json    size and content hash of every file above; a checkpoint with others is damaged
     checkpoints/latest   name of the newest complete checkpoint: a text file, since object stores have no links
 
 A checkpoint is first written as `step_N.tmp`, then flushed to disk, renamed, and named in `latest`. After an
@@ -27,14 +27,18 @@ the policy has taken the step. Columns of the step are not saved: `rlsys replay`
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from xxhash import xxh3_128
 
 from rlsys.algorithm import Algorithm, Signal, TrajectoryAdvantage, version_after
 from rlsys.contracts import Workers
@@ -45,7 +49,7 @@ from rlsys.types import PolicyVersion
 from rlsys.util.files import flush, write_atomically
 from rlsys.weight_sync.sync import WeightSync
 
-GROUPS, ACTOR, CRITIC, CONFIG = "groups.jsonl", "actor", "critic", "config.resolved.yaml"
+GROUPS, STATE, ACTOR, CRITIC, CONFIG = "groups.jsonl", "driver.json", "actor", "critic", "config.resolved.yaml"
 """File names in the folders."""
 STEP = "step_{:06d}"
 STATE_FORMAT = 1
@@ -68,6 +72,16 @@ class DriverState:
     """Format of the file; a file without this key has format 1."""
 
 
+@dataclass(frozen=True, slots=True)
+class SavedFile:
+    """A file as it was saved."""
+
+    num_bytes: int
+    xxh3_128: str
+
+
+_MANIFEST = TypeAdapter(dict[str, SavedFile])
+_HASHED_AT_ONCE = 8
 _STATE = TypeAdapter(with_config(ConfigDict(ser_json_inf_nan="constants"))(DriverState))
 """A metric may be NaN."""
 _OTHERWISE = "go on with the version of rlsys that wrote it, or name another checkpoint with run.resume=PATH"
@@ -95,10 +109,9 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             await write(partial)
-            (partial / "driver.json").write_bytes(_STATE.dump_json(state, indent=1))
-            files = sorted(path for path in partial.rglob("*") if path.is_file())
-            sizes = {str(path.relative_to(partial)): path.stat().st_size for path in files}
-            (partial / "manifest.json").write_text(json.dumps(sizes, indent=1))
+            (partial / STATE).write_bytes(_STATE.dump_json(state, indent=1))
+            manifest = await asyncio.to_thread(_manifest_of, partial)
+            (partial / "manifest.json").write_bytes(_MANIFEST.dump_json(manifest, indent=1))
             flush(partial, partial.iterdir())
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
@@ -134,29 +147,93 @@ def step_of(checkpoint: Path) -> PolicyVersion:
 
 
 def find_latest(folder: Path) -> Path | None:
-    """Return the checkpoint that `latest` names if it is complete, else the newest complete one under `folder`."""
-    latest = folder / "latest"
-    named = [folder / latest.read_text().strip()] if latest.is_file() else []
-    candidates = [*named, *sorted(folder.glob("step_*[0-9]"), reverse=True)]
-    return next((c for c in candidates if is_complete(c)), None)
+    """Return the checkpoint that `latest` names if it is complete, else the newest complete one under `folder`.
+
+    Sizes are compared, not contents: see `find_intact`.
+    """
+    return next((c for c in _candidates(folder) if is_complete(c)), None)
+
+
+def find_intact(folder: Path) -> tuple[Path | None, list[str]]:
+    """Return the checkpoint to go on from, and what is wrong with those that were passed over for it.
+
+    That is the one which `latest` names, or else the newest whose files have the sizes and contents they were saved
+    with. Reads all of its files.
+    """
+    problems: list[str] = []
+    for checkpoint in _candidates(folder):
+        if (problem := problem_of(checkpoint)) is None:
+            return checkpoint, problems
+        problems.append(problem)
+    return None, problems
+
+
+def _candidates(folder: Path) -> list[Path]:
+    """The checkpoint that `latest` names, then all others, newest first. Names alone; any may be damaged."""
+    newest_first = sorted((c for c in folder.glob("step_*") if c.name[5:].isdecimal()), key=step_of, reverse=True)
+    try:
+        named = (folder / "latest").read_text().strip()
+    except (OSError, ValueError):
+        return newest_first
+    return sorted(newest_first, key=lambda checkpoint: checkpoint.name != named)
 
 
 def is_complete(checkpoint: Path) -> bool:
     """Return True if every file exists and has the size in the manifest."""
+    return problem_of(checkpoint, sizes_only=True) is None
+
+
+def problem_of(checkpoint: Path, *, sizes_only: bool = False) -> str | None:
+    """Return what differs between a checkpoint's files and its manifest, naming the first such file; None if nothing.
+
+    `sizes_only`: do not read their contents.
+    """
     try:
-        sizes: dict[str, int] = json.loads((checkpoint / "manifest.json").read_bytes())
-        return all((checkpoint / name).stat().st_size == size for name, size in sizes.items())
-    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
-        return False
+        manifest = _MANIFEST.validate_json((checkpoint / "manifest.json").read_bytes())
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is damaged"
+        return f"{checkpoint / 'manifest.json'} cannot be read: {reason}"
+    missing = {GROUPS, STATE} - manifest.keys()
+    if missing:
+        return f"{checkpoint / 'manifest.json'} does not list {min(missing)}"
+
+    def differs(name: str) -> str | None:
+        path, saved = checkpoint / name, manifest[name]
+        try:
+            if (size := path.stat().st_size) != saved.num_bytes:
+                return f"{path} has {size} bytes, and was saved with {saved.num_bytes}"
+            if not sizes_only and content_hash(path) != saved.xxh3_128:
+                return f"{path} has other contents than were saved"
+        except OSError as error:
+            return f"{path} cannot be read: {error.strerror}"
+        return None
+
+    if sizes_only:
+        return next(filter(None, map(differs, manifest)), None)
+    with ThreadPoolExecutor(_HASHED_AT_ONCE) as threads:
+        return next(filter(None, threads.map(differs, manifest)), None)
+
+
+def content_hash(path: Path) -> str:
+    """Hash a file's bytes: 128 bits of XXH3, in hexadecimal. It finds damage, not forgery. Raises `OSError`."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxh3_128).hexdigest()  # pyrefly: ignore[bad-argument-type]
+
+
+def _manifest_of(folder: Path) -> dict[str, SavedFile]:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    with ThreadPoolExecutor(_HASHED_AT_ONCE) as threads:
+        saved = threads.map(lambda path: SavedFile(path.stat().st_size, content_hash(path)), paths)
+    return {path.relative_to(folder).as_posix(): each for path, each in zip(paths, saved, strict=True)}
 
 
 def read_state(checkpoint: Path) -> DriverState:
     """Read the driver's part. Raises `CheckpointError` if the checkpoint is incomplete or unreadable."""
-    if not is_complete(checkpoint):
+    if problem := problem_of(checkpoint, sizes_only=True):
         raise CheckpointError(
-            f"{checkpoint} is not a complete checkpoint; remove it, or name another with run.resume=PATH"
+            f"{checkpoint} is not a complete checkpoint: {problem}; remove it, or name another with run.resume=PATH"
         )
-    path = checkpoint / "driver.json"
+    path = checkpoint / STATE
     try:
         row = json.loads(path.read_bytes())
         state_v = row.get("state_v", 1) if isinstance(row, dict) else None

@@ -11,12 +11,15 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rlsys.data.task_source import Cursor
 from rlsys.errors import CheckpointError
-from rlsys.loop.checkpoint import Checkpoints, DriverState, find_latest, is_complete, read_state
+from rlsys.loop.checkpoint import Checkpoints, DriverState, find_intact, find_latest, is_complete, read_state
 from rlsys.loop.task_ledger import IssuedTask, LedgerState
 
 PARTS = ["actor/weights.bin", "actor/optimizer.bin", "groups.jsonl", "driver.json", "manifest.json"]
@@ -75,6 +78,38 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_previous_one(tmp_path, part
     assert find_latest(tmp_path) == tmp_path / "step_000002"
     with pytest.raises(CheckpointError, match="step_000004 is not a complete checkpoint"):
         read_state(tmp_path / "step_000004")
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_damage_is_passed_over_and_named(data):
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        checkpoints_in(folder, 2, 4)
+        whole, newest = folder / "step_000002", folder / "step_000004"
+        path = newest / data.draw(st.sampled_from(PARTS))
+        content = path.read_bytes()
+        place = data.draw(st.integers(0, len(content) - 1))
+        if data.draw(st.booleans()):
+            path.write_bytes(content[:place])
+        else:
+            other = data.draw(st.integers(0, 255).filter(lambda byte: byte != content[place]))
+            path.write_bytes(content[:place] + bytes([other]) + content[place + 1 :])
+        found, problems = find_intact(folder)
+        if found == newest:  # white space between two words of the manifest
+            assert path.name == "manifest.json" and json.loads(path.read_bytes()) == json.loads(content)
+            return
+        assert found == whole
+        (problem,) = problems
+        assert str(newest) in problem
+
+
+def test_a_file_with_other_contents_is_named(tmp_path):
+    checkpoints_in(tmp_path, 2)
+    weights = tmp_path / "step_000002" / "actor" / "weights.bin"
+    weights.write_bytes(b"w" * 50 + b"x" + b"w" * 49)
+    assert find_latest(tmp_path) is not None
+    assert find_intact(tmp_path) == (None, [f"{weights} has other contents than were saved"])
 
 
 @pytest.mark.parametrize("named", ["step_000009", "", "step_0000", None])
