@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, dataclass_transform
 
 from rlsys.types import Group, OutcomeKind, PolicyVersion
 
@@ -22,13 +22,15 @@ if TYPE_CHECKING:
     from rlsys.contracts import Busy, RolledOut
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass_transform(frozen_default=True)
+@dataclass(frozen=True)
 class Event:
-    """Base of all events. A subclass is in `EVENT_TYPES` under its `kind`, the snake case of its name."""
+    """Base of all events. A subclass becomes a frozen dataclass, in `EVENT_TYPES` under the snake case of its name."""
 
     kind: ClassVar[str]
 
     def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
         cls.kind = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
         EVENT_TYPES[cls.kind] = cls
 
@@ -37,7 +39,6 @@ EVENT_TYPES: dict[str, type[Event]] = {}
 """Every event by its kind."""
 
 
-@dataclass(frozen=True, slots=True)
 class RunStarted(Event):
     """All workers are ready and training begins."""
 
@@ -47,7 +48,6 @@ class RunStarted(Event):
     total_steps: int
 
 
-@dataclass(frozen=True, slots=True)
 class PhaseDone(Event):
     """One phase of start-up or shutdown ended, e.g. `load_data` after 0.4 s. Phases may overlap."""
 
@@ -55,7 +55,6 @@ class PhaseDone(Event):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
 class EngineChosen(Event):
     """Inference engine of a replica, with the reason for the choice."""
 
@@ -64,7 +63,6 @@ class EngineChosen(Event):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
 class StepDone(Event):
     """An optimizer step is done and its weights are published."""
 
@@ -76,7 +74,6 @@ class StepDone(Event):
     """Trained groups in the order of the batch."""
 
 
-@dataclass(frozen=True, slots=True)
 class GroupIssued(Event):
     """A group has a permit and a task, and is to be rolled out. Emitted again when the group is reissued."""
 
@@ -88,7 +85,6 @@ class GroupIssued(Event):
     """Number of its episodes."""
 
 
-@dataclass(frozen=True, slots=True)
 class GroupPlaced(Event):
     """A replica is rolling out a group. Found by polling every few seconds, so shorter rollouts are not reported."""
 
@@ -96,7 +92,6 @@ class GroupPlaced(Event):
     worker: str
 
 
-@dataclass(frozen=True, slots=True)
 class GroupRolledOut(Event):
     """All episodes of a group are rolled out."""
 
@@ -117,7 +112,6 @@ class GroupRolledOut(Event):
     """Seconds that the group waited for weights before it started."""
 
 
-@dataclass(frozen=True, slots=True)
 class GroupScored(Event):
     """Every episode of a group has its reward, or the reason why it has none.
 
@@ -130,7 +124,6 @@ class GroupScored(Event):
     """Reward of each episode's root; None: the episode failed, or has no reward."""
 
 
-@dataclass(frozen=True, slots=True)
 class GroupDropped(Event):
     """A group left the pipe untrained. The drop is counted under `reason`; `detail` explains it."""
 
@@ -140,7 +133,6 @@ class GroupDropped(Event):
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
 class GroupReissued(Event):
     """The rollouts of a group are lost: the group is issued again, with the same group id and so the same seeds."""
 
@@ -149,7 +141,6 @@ class GroupReissued(Event):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
 class EpisodeGrafted(Event):
     """All episodes of a group failed: a stored success of the same task replaced one of them."""
 
@@ -161,7 +152,6 @@ class EpisodeGrafted(Event):
     """Group id of the stored success."""
 
 
-@dataclass(frozen=True, slots=True)
 class SignalMissing(Event):
     """`num_groups` groups in a row had no signal, a tenth of the `limit` that ends the run."""
 
@@ -172,7 +162,6 @@ class SignalMissing(Event):
     """Detail of the last such group."""
 
 
-@dataclass(frozen=True, slots=True)
 class WeightsPublished(Event):
     """A version published by the actor is in the relay tier."""
 
@@ -187,7 +176,6 @@ class WeightsPublished(Event):
     """Seconds from the end of the publish until the first relay has the whole version."""
 
 
-@dataclass(frozen=True, slots=True)
 class WorkerFailed(Event):
     """A worker died, did not answer, or had the wrong weights."""
 
@@ -196,7 +184,6 @@ class WorkerFailed(Event):
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
 class WorkerRestarted(Event):
     """A failed worker was replaced and is ready again."""
 
@@ -204,7 +191,6 @@ class WorkerRestarted(Event):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
 class TrajectoriesMoved(Event):
     """Replica `to` continues groups that `source` was sampling, so that `source` can load newer weights."""
 
@@ -215,7 +201,6 @@ class TrajectoriesMoved(Event):
     """Version that the groups are sampled from, on both replicas."""
 
 
-@dataclass(frozen=True, slots=True)
 class CheckpointSaved(Event):
     """A checkpoint is complete on disk."""
 
@@ -224,7 +209,6 @@ class CheckpointSaved(Event):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
 class EvalDone(Event):
     """A version was evaluated on a data set."""
 
@@ -239,7 +223,6 @@ class EvalDone(Event):
     """Metric name -> value, e.g. `eval/held_out/pass@4`; see `rlsys.loop.evaluation.EvalMetrics`."""
 
 
-@dataclass(frozen=True, slots=True)
 class WorkerBusy(Event):
     """A worker worked on one activity. The time between two such events is idle time."""
 
@@ -251,7 +234,6 @@ class WorkerBusy(Event):
     """`start_s` and `end_s`: Unix seconds on the driver's clock, accurate to the delay of one message."""
 
 
-@dataclass(frozen=True, slots=True)
 class ReplicaSeen(Event):
     """State of a replica, polled every few seconds; emitted when it changes, and at intervals."""
 
@@ -268,7 +250,6 @@ class ReplicaSeen(Event):
     """Tokens sampled since it started."""
 
 
-@dataclass(frozen=True, slots=True)
 class QueueSeen(Event):
     """State of the pipe, polled every few seconds; emitted when it changes."""
 
@@ -278,7 +259,6 @@ class QueueSeen(Event):
     """Open groups that wait to be trained."""
 
 
-@dataclass(frozen=True, slots=True)
 class RolloutsWritten(Event):
     """The groups of a step are written as text for people; see `rlsys.replay.rollout_log.read_rollouts`."""
 
@@ -286,7 +266,6 @@ class RolloutsWritten(Event):
     path: str
 
 
-@dataclass(frozen=True, slots=True)
 class AlertRaised(Event):
     """A problem of the run with its remedy; see `rlsys.monitoring.alerts`."""
 
@@ -298,7 +277,6 @@ class AlertRaised(Event):
     sentence: str
 
 
-@dataclass(frozen=True, slots=True)
 class RunEnded(Event):
     """The last event of a run. `reason`: `finished`, `interrupted` or `failed`; `detail` is the error's text."""
 

@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
 from pydantic import NonNegativeInt, PositiveInt
 
@@ -60,8 +60,7 @@ class RunFacts:
         return json.loads(path.read_text())["id"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutRow:
+class RolloutRow(NamedTuple):
     """One episode in a table of rollouts."""
 
     step: int

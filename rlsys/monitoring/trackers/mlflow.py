@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Annotated, Any, ClassVar, TypeAlias
 
@@ -78,7 +78,7 @@ class MLflowRun:
 
     def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
         """Write the file `rollouts/step_N.json`."""
-        table = {"columns": [f.name for f in fields(RolloutRow)], "data": [list(astuple(row)) for row in rows]}
+        table = {"columns": RolloutRow._fields, "data": rows}
         self._client.log_dict(self._id, table, f"rollouts/step_{step}.json")
 
     def alert(self, alert: AlertRaised) -> None:

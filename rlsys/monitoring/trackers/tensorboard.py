@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -52,18 +52,12 @@ class EventFile:
         """Write one scalar per metric; the first of a name carries its description."""
         meanings = {name: _meaning(name) for name in values if name not in self._names}
         self._names |= meanings.keys()
-        self._summarise(
-            step,
-            [
-                self._summary.Value(tag=name, simple_value=value, metadata=meanings.get(name))
-                for name, value in values.items()
-            ],
-        )
+        made = self._summary.Value
+        self._summarise(step, [made(tag=n, simple_value=v, metadata=meanings.get(n)) for n, v in values.items()])
 
     def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
         """Write a table under Text."""
-        header = [f.name for f in fields(RolloutRow)]
-        self.text("rollouts", step, [header, *([str(value) for value in astuple(row)] for row in rows)])
+        self.text("rollouts", step, [RolloutRow._fields, *([str(value) for value in row] for row in rows)])
 
     def alert(self, alert: AlertRaised) -> None:
         """Write a line under Text."""

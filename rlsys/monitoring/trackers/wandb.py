@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 from secrets import token_hex
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -70,7 +70,7 @@ class WandBRun:
         """Log a table, `rollouts`."""
         import wandb
 
-        table = wandb.Table(columns=[f.name for f in fields(RolloutRow)], data=[list(astuple(row)) for row in rows])
+        table = wandb.Table(columns=[*RolloutRow._fields], data=[list(row) for row in rows])
         self._run.log({"rollouts": table, self._step_name: step})
 
     def alert(self, alert: AlertRaised) -> None:
