@@ -55,7 +55,9 @@ class Gauges:
 
         if found.key not in self._gauges:
             labels = (*self._labels, *found.labels)
-            self._gauges[found.key] = Gauge(gauge_name(found.key), _help(found.key), labels)
+            metric = METRICS.get(found.key)
+            meaning = metric.meaning if metric else "not in the table of metrics of rlsys"
+            self._gauges[found.key] = Gauge(gauge_name(found.key), meaning, labels)
         return self._gauges[found.key]
 
 
@@ -64,10 +66,3 @@ def gauge_name(key: str) -> str:
     prefix `ray_`."""
     words = re.findall(r"[A-Za-z0-9]+(?:_[A-Za-z0-9]+)*", re.sub(r"\{\w+\}", "", key))
     return "_".join(["rlsys", *words])
-
-
-def _help(key: str) -> str:
-    metric = METRICS.get(key)
-    if metric is None:
-        return "not in the table of metrics of rlsys"
-    return f"{metric.help} [{metric.unit}]" if metric.unit else metric.help

@@ -207,9 +207,8 @@ def _staleness(groups: Sequence[Group], version: PolicyVersion, queue: GroupQueu
     tokens = [(version - span.version, span.num_tokens) for g in groups for span in g.versions]
     total = sum(n for _, n in tokens) or 1
     by_bucket = dict.fromkeys(STALENESS_BUCKETS, 0)
-    names = list(STALENESS_BUCKETS)
     for staleness, count in tokens:
-        by_bucket[names[min(staleness, len(names) - 1)]] += count
+        by_bucket[STALENESS_BUCKETS[min(staleness, len(STALENESS_BUCKETS) - 1)]] += count
     return {
         **{f"async/staleness/{name}": count / total for name, count in by_bucket.items()},
         "async/staleness_mean": sum(s * n for s, n in tokens) / total,

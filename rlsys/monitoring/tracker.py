@@ -20,10 +20,10 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 from pydantic import NonNegativeInt, PositiveInt
 
 from rlsys.monitoring.events import AlertRaised
+from rlsys.monitoring.metric_catalog import NameSet
 from rlsys.util.files import write_atomically
 
 EndReason: TypeAlias = Literal["finished", "interrupted", "failed"]
-NameSet: TypeAlias = Literal["rlsys", "verl", "trl"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +127,8 @@ class StepTracker(TrackerPlugin):
     """Base of trackers that show metrics by step, with rollouts."""
 
     names: NameSet = "rlsys"
-    """Names of metrics: those of `docs/metrics.md`, or those of verl or TRL for identical metrics, so that dashboards
-    made for their runs still work."""
+    """Names of metrics: those of `rlsys/monitoring/metrics.md`, or those of verl or TRL for identical metrics, so that
+    dashboards made for their runs still work."""
     rollouts_every: NonNegativeInt = 10
     """Steps between two tables of rollouts, out of the steps that `record.rollouts_every` writes; 0: none."""
     max_rollouts: PositiveInt = 64

@@ -91,8 +91,7 @@ def _meaning(name: str) -> _Message:
     from tensorboard.plugins.scalar.metadata import create_summary_metadata
 
     metric = metric_of(name)  # None for the name of another framework
-    unit = f" [{metric.unit}]" if metric and metric.unit else ""
-    return create_summary_metadata(display_name="", description=f"{metric.help}{unit}" if metric else "")
+    return create_summary_metadata(display_name="", description=metric.meaning if metric else "")
 
 
 def _generated(name: str) -> ModuleType:

@@ -18,8 +18,8 @@ import orjson
 
 from rlsys.errors import DataError
 from rlsys.monitoring.events import AlertRaised, EvalDone, Event, RolloutsWritten, RunEnded, RunStarted, StepDone
+from rlsys.monitoring.metric_catalog import renamed
 from rlsys.monitoring.tracker import EndReason, RolloutRow, RunFacts, Tracker, TrackerPlugin
-from rlsys.monitoring.trackers.metric_aliases import renamed
 
 LONGEST = 10_000
 """Most characters of a prompt or a text in a table; the file has the rest."""

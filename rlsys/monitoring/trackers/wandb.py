@@ -8,8 +8,8 @@ from secrets import token_hex
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from rlsys.monitoring.events import AlertRaised
+from rlsys.monitoring.metric_catalog import alias
 from rlsys.monitoring.tracker import EndReason, RolloutRow, RunFacts, StepTracker
-from rlsys.monitoring.trackers.metric_aliases import alias
 
 if TYPE_CHECKING:
     import wandb

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[3]
 PAGES = [
     *sorted(ROOT.glob("*.md")),
     *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "rlsys" / "monitoring" / "metrics.md",
     *sorted(ROOT.glob("examples/*/README.md")),
 ]
 
