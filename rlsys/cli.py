@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -44,6 +44,7 @@ Job = Annotated[
     list[str],
     typer.Argument(metavar="FILE... [SECTION.KEY=VALUE]...", help="Configuration files, then overrides; later wins."),
 ]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Overrides.")]
 AsJson = Annotated[bool, typer.Option("--json", help="End with one line of JSON on stdout.")]
 
@@ -60,11 +61,16 @@ def train(
     config = _load(job)
     from rlsys import launch
 
-    if dry_run:
-        launch.look_up(config)
-        _show_plan(config, as_json=as_json)
+    if not dry_run:
+        result = launch.train(config).as_json()
+        _echo(result, _table(result), as_json=as_json)
         return
-    _show(launch.train(config).as_json(), as_json=as_json)
+    from rlsys.config.resource_plan import plan_of
+
+    launch.look_up(config)
+    plan = plan_of(config)
+    found = {"config": config.model_dump(mode="json"), "plan": asdict(plan)}
+    _echo(found, [config.to_yaml(), *(f"# {line}" for line in plan.lines())], as_json=as_json)
 
 
 @app.command("eval", context_settings=OVERRIDES)
@@ -92,15 +98,12 @@ def evaluate(
         temperature=temperature,
         limit=limit,
     )
-    if as_json:
-        typer.echo(json.dumps({name: measures.as_json() for name, measures in results.items()}))
-    else:
-        typer.echo("\n".join(table_of(results)))
+    _echo({name: measures.as_json() for name, measures in results.items()}, table_of(results), as_json=as_json)
 
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    run: Run,
     to: Annotated[Path, typer.Option(help="Folder to write: safetensors, config and tokenizer.")],
     step: Annotated[str, typer.Option(help="Number of the checkpoint's step, or latest.")] = "latest",
 ) -> None:
@@ -139,7 +142,7 @@ def replay(
     else:
         found = launch.replay_step(folder, step, debug=debug)
         is_fine = found.is_equal
-    typer.echo(json.dumps(found.as_json()) if as_json else "\n".join(found.lines()))
+    _echo(found.as_json(), found.lines(), as_json=as_json)
     raise typer.Exit(not is_fine)
 
 
@@ -171,7 +174,7 @@ def dashboard(
 
 @app.command()
 def tail(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    run: Run,
     once: Annotated[bool, typer.Option("--once", help="Show what there is, and do not wait for more.")] = False,
 ) -> None:
     """Follow a run in this terminal.
@@ -188,7 +191,7 @@ def tail(
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    run: Run,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="To write.")] = Path("report.html"),
 ) -> None:
     """Write a run as one HTML file.
@@ -274,11 +277,11 @@ def inspect_data(
     from rlsys import launch
     from rlsys.config.loader import load
     from rlsys.config.schema import ColumnsSection
-    from rlsys.data.inspection import text_of
+    from rlsys.data.inspection import lines_of
 
     names = load(ColumnsSection, [], columns or []).names()
     found = launch.inspect_data(path, columns=names, model=model, max_prompt_tokens=max_prompt_tokens)
-    typer.echo(json.dumps(asdict(found)) if as_json else text_of(found))
+    _echo(asdict(found), lines_of(found), as_json=as_json)
 
 
 @workflow_app.command("try", context_settings=OVERRIDES)
@@ -296,12 +299,11 @@ def try_workflow(
     as_json: AsJson = False,
 ) -> None:
     """Play one session of a workflow and print it, in this process: with the configuration's model, or a script."""
-    _refuse_unknown_options(job)
     from rlsys import launch
 
-    config = launch.config_to_try([j for j in job if "=" not in j], [j for j in job if "=" in j])
+    config = launch.config_to_try(*_split(job))
     tried = launch.try_workflow(config, task, policy=policy, seed=seed, with_reward=reward)
-    typer.echo(json.dumps(tried.as_json()) if as_json else "\n".join(tried.lines()))
+    _echo(tried.as_json(), tried.lines(), as_json=as_json)
 
 
 @app.command()
@@ -335,11 +337,7 @@ def doctor(
     from rlsys.doctor import diagnose, gather
 
     findings = diagnose(gather(address))
-    if as_json:
-        typer.echo(json.dumps([asdict(f) for f in findings]))
-    else:
-        for finding in findings:
-            typer.echo(str(finding))
+    _echo([asdict(f) for f in findings], map(str, findings), as_json=as_json)
     raise typer.Exit(any(f.level == "fail" for f in findings))
 
 
@@ -353,11 +351,15 @@ def main() -> None:
 
 
 def _load(job: list[str]) -> Config:
-    """Load the files, the arguments without `=`; the rest are overrides."""
     from rlsys.config import Config
 
+    return Config.load(*_split(job))
+
+
+def _split(job: list[str]) -> tuple[list[str], list[str]]:
+    """Files, the arguments without `=`, and overrides."""
     _refuse_unknown_options(job)
-    return Config.load([j for j in job if "=" not in j], [j for j in job if "=" in j])
+    return [j for j in job if "=" not in j], [j for j in job if "=" in j]
 
 
 def _refuse_unknown_options(arguments: list[str]) -> None:
@@ -365,28 +367,14 @@ def _refuse_unknown_options(arguments: list[str]) -> None:
         raise typer.BadParameter(f"no such option: {unknown}")
 
 
-def _show_plan(config: Config, *, as_json: bool) -> None:
-    from rlsys.config.resource_plan import plan_of
-
-    plan = plan_of(config)
-    if as_json:
-        typer.echo(json.dumps({"config": config.model_dump(mode="json"), "plan": asdict(plan)}))
-        return
-    typer.echo(config.to_yaml())
-    for line in plan.lines():
-        typer.echo(f"# {line}")
+def _echo(found: object, lines: Iterable[str], *, as_json: bool) -> None:
+    typer.echo(json.dumps(found) if as_json else "\n".join(lines))
 
 
-def _show(result: Mapping[str, Any], *, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(result))
-        return
-    for key, value in result.items():
-        if key != "policies":
-            typer.echo(f"{key:<16} {value}")
+def _table(result: Mapping[str, Any]) -> Iterator[str]:
+    yield from (f"{key:<16} {value}" for key, value in result.items() if key != "policies")
     for policy, own in result.get("policies", {}).items():
-        typer.echo(f"policy {policy}:")
-        _show(own, as_json=False)
+        yield from (f"policy {policy}:", *_table(own))
 
 
 if __name__ == "__main__":

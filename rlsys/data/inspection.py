@@ -163,12 +163,8 @@ def _is_kept(rendering: Rendering, answer: str) -> bool:
 # --------------------------------------------------------------------------------------------------------------- text
 
 
-def text_of(inspection: Inspection) -> str:
-    """Format the inspection as text for a terminal."""
-    return "\n".join(_lines(inspection))
-
-
-def _lines(found: Inspection) -> Iterator[str]:
+def lines_of(found: Inspection) -> Iterator[str]:
+    """Format the inspection as lines for a terminal."""
     split = f"split {found.split}, " if found.split else ""
     yield f"{found.path}: {split}{found.kind}, {found.num_rows} rows, {found.num_answers} with an answer"
     yield ""

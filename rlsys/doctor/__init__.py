@@ -72,7 +72,8 @@ def gather(address: str | None = None) -> Facts:
     """Inspect this machine, and the version and authentication of the Ray cluster at `address` (else RAY_ADDRESS)."""
     address = address or os.environ.get("RAY_ADDRESS")
     token = ray_token(os.environ, Path("~/.ray/auth_token").expanduser())
-    auth = cluster_auth(address) if address else None
+    auth = ask_cluster(address, "authentication_mode", "authentication_mode") if address else None
+    ray = ask_cluster(address, "version", "ray_version", token if auth == "token" else None) if address else None
     return Facts(
         python=sys.version_info[:3],
         num_cpus=len(os.sched_getaffinity(0)),
@@ -86,7 +87,7 @@ def gather(address: str | None = None) -> Facts:
         locked=locked(LOCK.read_text()) if LOCK.exists() else {},
         origins=origins(),
         cluster_address=address,
-        cluster_ray=cluster_ray(address, token if auth == "token" else None) if address else None,
+        cluster_ray=ray,
         cluster_auth=auth,
         auth_mode=os.environ.get("RAY_AUTH_MODE"),
         has_token=token is not None,
@@ -128,19 +129,6 @@ def locked(text: str) -> dict[str, str]:
     return {normalised(name): version for name, version in re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE)}
 
 
-def cluster_ray(address: str, token: str | None = None) -> str | None:
-    """Ray's version as reported by the dashboard of the head node; None if it does not answer.
-
-    `address`: as for `ray.init` (`auto`, `host:6379`, `ray://host:10001`), or of the dashboard (`http://host:port`).
-    """
-    return _told(address, "version", "ray_version", token)
-
-
-def cluster_auth(address: str) -> str | None:
-    """Authentication of the cluster, `token` or `disabled`, as its dashboard reports; None if it does not answer."""
-    return _told(address, "authentication_mode", "authentication_mode")
-
-
 def ray_token(environ: Mapping[str, str], default: Path) -> str | None:
     """Token that Ray would find in this environment or in the file `default`."""
     if token := environ.get("RAY_AUTH_TOKEN"):
@@ -151,7 +139,11 @@ def ray_token(environ: Mapping[str, str], default: Path) -> str | None:
         return None
 
 
-def _told(address: str, question: str, key: str, token: str | None = None) -> str | None:
+def ask_cluster(address: str, question: str, key: str, token: str | None = None) -> str | None:
+    """Value of `key` in the answer of the head node's dashboard; None if it does not answer.
+
+    `address`: as for `ray.init` (`auto`, `host:6379`, `ray://host:10001`), or of the dashboard (`http://host:port`).
+    """
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     request = urllib.request.Request(f"{_dashboard_of(address)}/api/{question}", headers=headers)
     try:

@@ -240,17 +240,9 @@ def inspect_data(
     if model is None:
         return inspect(path, columns)
     prepare_imports()
-    return inspect(path, columns, _rendering(model), max_prompt_tokens)
-
-
-def _rendering(model: str) -> Rendering:
     from workers.text.tokenizer import TextTokenizer
 
     codec = TextTokenizer.load(model)
-    tokenizer = codec.tokenizer
-    return Rendering(
-        encode=codec.encode,
-        extend=codec.extend,
-        spell=codec.spell,
-        template=tokenizer.get_chat_template() if tokenizer.chat_template else None,
-    )
+    template = codec.tokenizer.get_chat_template() if codec.tokenizer.chat_template else None
+    rendering = Rendering(codec.encode, codec.extend, codec.spell, template)
+    return inspect(path, columns, rendering, max_prompt_tokens)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from rlsys.cli import app
-from rlsys.data.inspection import ColumnReport, Lengths, TemplateReport, inspect, text_of
+from rlsys.data.inspection import ColumnReport, Inspection, Lengths, TemplateReport, inspect, lines_of
 from rlsys.data.row_adapters import Columns
 from rlsys.errors import DataError, ModelError
 from rlsys.launch import inspect_data
@@ -37,6 +37,10 @@ ROWS = [
     }
     for n in range(4)
 ]
+
+
+def text_of(found: Inspection) -> str:
+    return "\n".join(lines_of(found))
 
 
 def rows_in(folder: Path, *rows: object) -> Path:

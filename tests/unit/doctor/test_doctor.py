@@ -15,8 +15,7 @@ from rlsys.doctor import (
     CHECKS,
     GIB,
     Facts,
-    cluster_auth,
-    cluster_ray,
+    ask_cluster,
     diagnose,
     ensure_not_shadowed,
     gather,
@@ -141,6 +140,14 @@ def test_a_lock_is_read_with_normalised_names():
     }
 
 
+def ray_of(address: str, token: str | None = None) -> str | None:
+    return ask_cluster(address, "version", "ray_version", token)
+
+
+def auth_of(address: str) -> str | None:
+    return ask_cluster(address, "authentication_mode", "authentication_mode")
+
+
 class _Dashboard(BaseHTTPRequestHandler):
     token: str | None = None
     """What must be shown to be told the version."""
@@ -173,20 +180,20 @@ def dashboard() -> Iterator[str]:
 
 
 def test_a_clusters_ray_version_is_read_or_none_if_unreachable(dashboard: str):
-    assert cluster_ray(dashboard) == "2.60.0"
-    assert cluster_ray("http://127.0.0.1:9") is None
+    assert ray_of(dashboard) == "2.60.0"
+    assert ray_of("http://127.0.0.1:9") is None
 
 
 def test_a_cluster_tells_whether_it_asks_for_a_token(dashboard: str):
-    assert cluster_auth(dashboard) == "token"
-    assert cluster_auth("http://127.0.0.1:9") is None
+    assert auth_of(dashboard) == "token"
+    assert auth_of("http://127.0.0.1:9") is None
 
 
 def test_reading_the_ray_version_uses_the_cluster_token(dashboard: str):
     _Dashboard.token = "secret"
     try:
-        assert cluster_ray(dashboard) is None
-        assert cluster_ray(dashboard, "secret") == "2.60.0"
+        assert ray_of(dashboard) is None
+        assert ray_of(dashboard, "secret") == "2.60.0"
     finally:
         _Dashboard.token = None
 
