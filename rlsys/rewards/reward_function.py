@@ -25,7 +25,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from typing import Self, SupportsFloat
 
@@ -84,10 +83,10 @@ class RewardSum:
         """Score completions of one task, in order. An exception of a function becomes a score without a value."""
         if not completions:
             return []
-        calls = [function.calls(task, completions) for _, function in self._functions]
-        results = iter(results_of([call for one in calls for call in one], self._runner))
+        begun = [function.begin(task, completions) for _, function in self._functions]
+        results = iter(results_of([result for own in begun for result in own], self._runner))
         contributions: list[list[Score]] = []
-        for (spec, function), own in zip(self._functions, calls, strict=True):
+        for (spec, function), own in zip(self._functions, begun, strict=True):
             scores = function.scores(list(islice(results, len(own))), len(completions))
             contributions.append([weighted(score, spec.name, spec.weight) for score in scores])
         return [total(scores) for scores in zip(*contributions, strict=True)]
@@ -143,7 +142,8 @@ class RewardFunction:
     """Arguments of every call."""
     required: tuple[str, ...]
     """Requested names without a default, except `args`."""
-    optional: tuple[str, ...]
+    requested: tuple[str, ...]
+    """All requested names, except `args`."""
     takes_all: bool
     """True if the function has `**columns` and gets all arguments."""
 
@@ -166,14 +166,9 @@ class RewardFunction:
             _check_known(spec, args, [p.name for p in named])
         if {"completion", "solution_str"} & {p.name for p in named} and "completions" in {p.name for p in named}:
             raise ConfigError(f"reward {spec!r} asks for one completion and for all of a group: it can have only one")
-        return cls(
-            spec=spec,
-            function=function,
-            args=args,
-            required=tuple(p.name for p in named if p.default is p.empty and p.name not in args),
-            optional=tuple(p.name for p in named if p.default is not p.empty and p.name not in args),
-            takes_all=takes_all,
-        )
+        requested = [p for p in named if p.name not in args]
+        required = tuple(p.name for p in requested if p.default is p.empty)
+        return cls(spec, function, args, required, tuple(p.name for p in requested), takes_all)
 
     def check(self, columns: Iterable[str]) -> None:
         """Raise `ConfigError` if an argument without a default is neither always available nor one of these columns."""
@@ -188,35 +183,35 @@ class RewardFunction:
     @property
     def is_batched(self) -> bool:
         """True if one call scores a whole group."""
-        return not {"completions", "prompts"}.isdisjoint(self._requested)
+        return not {"completions", "prompts"}.isdisjoint(self.requested)
 
     @property
     def wants_ids(self) -> bool:
         """True if the function requests the tokens of completions."""
-        return self.takes_all or "completion_ids" in self._requested
+        return self.takes_all or "completion_ids" in self.requested
 
-    def calls(self, task: Task, completions: Sequence[RewardInput]) -> list[Callable[[], object]]:
-        """Prepare the calls that score these completions of one task: one per completion, or one for all."""
+    def begin(self, task: Task, completions: Sequence[RewardInput]) -> list[object]:
+        """Call the function for these completions of one task: once per completion, or once for all.
+
+        Returns what the calls return, awaitables of an async function; an exception becomes a `Score` without a value.
+        Plain functions run here, outside the event loop, so that they may start a loop.
+        """
         if self.is_batched:
-            return [self._call(task, _of_group(task, completions))]
-        return [self._call(task, {**task.info, **self._of_one(task, c)}) for c in completions]
+            return [self._called(task, _of_group(task, completions))]
+        return [self._called(task, {**task.info, **self._of_one(task, c)}) for c in completions]
 
     def scores(self, results: Sequence[object], num_completions: int) -> list[Score]:
-        """Convert the results of the calls to one score per completion."""
+        """Convert the results of the calls, see `results_of`, to one score per completion."""
         if not self.is_batched:
             return [score_of(result) for result in results]
         (result,) = results
         return [result] * num_completions if isinstance(result, Score) else scores_of_list(result, num_completions)
 
     @property
-    def _requested(self) -> tuple[str, ...]:
-        return (*self.required, *self.optional)
-
-    @property
     def _names(self) -> tuple[str, ...]:
         if self.is_batched:
             return (*TRL, *(name for name in ALWAYS if name not in ("completion", "prompt")))
-        return (*ALWAYS, *VERL) if "solution_str" in self._requested else ALWAYS
+        return (*ALWAYS, *VERL) if "solution_str" in self.requested else ALWAYS
 
     def _of_one(self, task: Task, completion: RewardInput) -> dict[str, object]:
         given: dict[str, object] = {
@@ -225,18 +220,21 @@ class RewardFunction:
             "completion_ids": list(completion.ids),
             "prompt": task.prompt,
         }
-        if "solution_str" in self._requested:
+        if "solution_str" in self.requested:
             given["solution_str"] = completion.text
             given["data_source"] = task.info.get("data_source", "")
             given["extra_info"] = task.info.get("extra_info", {})
         return given
 
-    def _call(self, task: Task, given: Mapping[str, object]) -> Callable[[], object]:
+    def _called(self, task: Task, given: Mapping[str, object]) -> object:
         if missing := [name for name in self.required if name not in given]:
-            return partial(_refuse, f"the row of task {task.id} has no {', '.join(missing)}")
+            return Score(None, f"the row of task {task.id} has no {', '.join(missing)}")
         if not self.takes_all:
-            given = {name: given[name] for name in self._requested if name in given}
-        return partial(self.function, **{**given, **self.args})
+            given = {name: given[name] for name in self.requested if name in given}
+        try:
+            return self.function(**{**given, **self.args})
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (the boundary to user code)
+            return _failure(error)
 
 
 # ---------------------------------------------------------------------------------------------------------- arguments
@@ -303,23 +301,12 @@ def _log_nothing(name: str, value: object) -> None:
     """Placeholder for TRL's `log_extra(column, values)` and `log_metric(name, value)`."""
 
 
-def _refuse(reason: str) -> object:
-    raise CannotScore(reason)
-
-
 # ------------------------------------------------------------------------------------------------------------ results
 
 
-def results_of(calls: Sequence[Callable[[], object]], runner: asyncio.Runner) -> list[object]:
-    """Run each call, and return the results in order; an exception becomes a `Score` without a value.
-
-    Plain functions run first, one after the other and outside the event loop, so that they may start a loop. Then all
-    async functions run concurrently.
-    """
-    results = [_called(call) for call in calls]
-    if any(map(inspect.isawaitable, results)):
-        return runner.run(_all(results))
-    return results
+def results_of(begun: list[object], runner: asyncio.Runner) -> list[object]:
+    """Await the awaitables of `RewardFunction.begin`, all concurrently; an exception becomes a `Score`, as there."""
+    return runner.run(_all(begun)) if any(map(inspect.isawaitable, begun)) else begun
 
 
 def known_score(episode: Episode) -> Score | None:
@@ -370,13 +357,6 @@ def scores_of_list(result: object, num_completions: int) -> list[Score]:
     else:
         return [score_of(value) for value in values]
     return [Score(None, problem)] * num_completions
-
-
-def _called(call: Callable[[], object]) -> object:
-    try:
-        return call()
-    except (Exception, SystemExit) as error:  # noqa: BLE001  (the boundary to user code)
-        return _failure(error)
 
 
 async def _all(results: Sequence[object]) -> list[object]:

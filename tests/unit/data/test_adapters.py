@@ -99,8 +99,8 @@ def test_a_compute_score_of_verl_finds_all_it_asks_for(tmp_path: Path, kind: str
         f"    return (data_source, solution_str, ground_truth, extra_info) == ('sums', 'so 5', '5', {EXTRA})\n"
     )
     (task,) = load_tasks(write(tmp_path, FORMS[kind]))
-    (call,) = RewardFunction.load(f"{tmp_path}/verl.py:compute_score").calls(task, [RewardInput("so 5")])
-    assert call() is True
+    (said,) = RewardFunction.load(f"{tmp_path}/verl.py:compute_score").begin(task, [RewardInput("so 5")])
+    assert said is True
 
 
 def test_text_prompts_and_alternative_column_names_are_found():

@@ -23,7 +23,7 @@ def scores(name: str, answer: str | None, *completions: str, **args: Json) -> li
     said = [RewardInput(text) for text in completions]
     with asyncio.Runner() as runner:
         return function.scores(
-            results_of(function.calls(Task(id="t", prompt="p", answer=answer), said), runner), len(said)
+            results_of(function.begin(Task(id="t", prompt="p", answer=answer), said), runner), len(said)
         )
 
 
@@ -137,9 +137,9 @@ def test_reasoning_gym_scores_by_the_data_set_of_the_row() -> None:
         RewardInput("<answer>x</answer>"),
     ]
     with asyncio.Runner() as runner:
-        right, plain, wrong = function.scores(results_of(function.calls(task, said), runner), 3)
+        right, plain, wrong = function.scores(results_of(function.begin(task, said), runner), 3)
         unknown = Task(id="t", prompt="p", answer="1", info={"metadata": {}})
-        (refused,) = function.scores(results_of(function.calls(unknown, said[:1]), runner), 1)
+        (refused,) = function.scores(results_of(function.begin(unknown, said[:1]), runner), 1)
     assert right.value == plain.value == 1.0
     assert wrong.value is not None and wrong.value < 1.0
     assert refused.failure == "the row's `metadata` has no `source_dataset`"

@@ -61,7 +61,7 @@ def scores(load, runner: asyncio.Runner) -> Judge:
     ) -> list[Score]:
         function = load(source, args)
         said = [RewardInput(text, tuple(map(ord, text))) for text in completions]
-        return function.scores(results_of(function.calls(task, said), runner), len(said))
+        return function.scores(results_of(function.begin(task, said), runner), len(said))
 
     return scores
 
