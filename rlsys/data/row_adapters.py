@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
-from functools import partial
 from typing import Literal, TypeAlias
 
 import orjson
@@ -303,14 +302,10 @@ def _remedy(part: Part, layout: Layout, lacking: Sequence[Row], num_rows: int) -
             "or name a column that all rows have: data.columns: {answer: NAME}"
         )
     candidates = list(dict.fromkeys(column for row in lacking for column in _candidates(row, part)))
-    nearest = max(candidates, key=partial(_likeness, part), default="NAME")
-    near = get_close_matches(name or "", candidates, n=1) or [nearest]
+    likeness = {c: max(SequenceMatcher(None, c, word).ratio() for word in _LIKELY[part]) for c in candidates}
+    near = get_close_matches(name or "", candidates, n=1) or [max(likeness, key=likeness.__getitem__, default="NAME")]
     looked = name or ", ".join(PROMPTS)
     return f"looked for the {part} in {looked}; if it has another name, say so: data.columns: {{{part}: {near[0]}}}"
-
-
-def _likeness(part: Part, column: str) -> float:
-    return max(SequenceMatcher(None, column, word).ratio() for word in _LIKELY[part])
 
 
 def _candidates(row: Row, part: Part) -> list[str]:

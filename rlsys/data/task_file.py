@@ -20,20 +20,8 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from rlsys.data.row_adapters import (
-    AS_FOUND,
-    PARTS,
-    Columns,
-    Layout,
-    Part,
-    Row,
-    RowProblem,
-    listed,
-    remedies,
-    sniff,
-    task_of,
-    with_info_parsed,
-)
+from rlsys.data import row_adapters
+from rlsys.data.row_adapters import AS_FOUND, PARTS, Columns, Layout, Part, Row, RowProblem, with_info_parsed
 from rlsys.errors import DataError
 from rlsys.types import Task
 
@@ -106,7 +94,7 @@ def read(path: str | os.PathLike[str], columns: Columns = AS_FOUND) -> TaskFile:
     opened, split = _opened(name)
     found = list(opened)
     rows = [row for _, row in found if isinstance(row, dict)]
-    layout = sniff(rows, columns)
+    layout = row_adapters.sniff(rows, columns)
     tasks: list[Task] = []
     problems: list[str] = []
     lacking: dict[Part, list[Row]] = {part: [] for part in PARTS}
@@ -114,13 +102,14 @@ def read(path: str | os.PathLike[str], columns: Columns = AS_FOUND) -> TaskFile:
         try:
             if isinstance(row, RowProblem):
                 raise row
-            tasks.append(task_of(row, layout))
+            tasks.append(row_adapters.task_of(row, layout))
         except RowProblem as problem:
             problems.append(f"{where}: {problem}")
             if problem.lacks and isinstance(row, dict):
                 lacking[problem.lacks].append(row)
     if problems:
-        raise DataError("\n  ".join([*listed(name, problems), *remedies(lacking, layout, rows)]))
+        remedies = row_adapters.remedies(lacking, layout, rows)
+        raise DataError("\n  ".join([*row_adapters.listed(name, problems), *remedies]))
     if not tasks:
         raise DataError(f"{name}: no rows")
     return TaskFile(layout, rows, tasks, split)
@@ -141,7 +130,8 @@ def _opened(text: str) -> tuple[Iterable[tuple[str, object]], str | None]:
     if Path(place.path).is_file() and not place.path.endswith(_FILES):
         raise DataError(f"cannot read {place.path}: it is neither .jsonl, .json nor .parquet; convert or rename it")
     rows, split = _set(place)
-    return _rows(text, rows), split
+    plain = ((f"{text}: row {number}", _plain(row)) for number, row in enumerate(rows.with_format(None), 1))
+    return plain, split
 
 
 def _has_no_splits(place: Place) -> None:
@@ -205,10 +195,6 @@ def _split_of(place: Place, splits: Sequence[str]) -> str:
     if place.split is not None and place.split not in splits:
         raise DataError(f"{place}: there is no split {place.split}; there are: {listed}")
     return place.split or splits[0]
-
-
-def _rows(name: str, rows: Dataset) -> Iterator[tuple[str, object]]:
-    return ((f"{name}: row {number}", _plain(row)) for number, row in enumerate(rows.with_format(None), 1))
 
 
 def _plain(row: object) -> object:

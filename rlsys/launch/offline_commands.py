@@ -18,18 +18,8 @@ from rlsys.config.resource_plan import evaluation_roles, needs
 from rlsys.data.inspection import Inspection, Rendering, inspect
 from rlsys.data.row_adapters import AS_FOUND, Columns
 from rlsys.errors import CheckpointError, ConfigError, first_of
+from rlsys.launch import preflight
 from rlsys.launch.config_history import changed_keys, path_at
-from rlsys.launch.preflight import (
-    POLICIES,
-    check_is_run,
-    check_model,
-    checkpoint_of,
-    eval_sets,
-    local_cpus,
-    prepare_imports,
-    rooted,
-    whole_of,
-)
 from rlsys.loop.build_driver import evaluator_of, shape_of
 from rlsys.loop.checkpoint import CONFIG, read_failed
 from rlsys.loop.evaluation import EvalMetrics
@@ -59,7 +49,7 @@ def evaluate(
     replace the keys of `eval`: `data` maps names to files, and replaces all data sets. Raises `ConfigError` or
     `DataError`, before anything starts, if there is no data set or one cannot be read.
     """
-    prepare_imports()
+    preflight.prepare_imports()
     run = Path(target)
     is_run = (run / CONFIG).is_file()
     keys = {"eval.samples": samples, "eval.temperature": temperature, "eval.limit": limit}
@@ -73,12 +63,12 @@ def evaluate(
         needed = {"run.steps": 1, "model.path": target, "data.path": "none is read"}
         config = Config.load([], [*(_override(key, value) for key, value in needed.items()), *overrides])
         _check_target(config)
-        check_model(config)
+        preflight.check_model(config)
     if not config.eval.data:
         raise ConfigError("eval.data: there is nothing to evaluate on; give a file with --data [NAME=]PATH")
-    config = rooted(config)
-    sets = eval_sets(config)
-    checkpoint = checkpoint_of(run.absolute(), "latest") if is_run else None
+    config = preflight.rooted(config)
+    sets = preflight.eval_sets(config)
+    checkpoint = preflight.checkpoint_of(run.absolute(), "latest") if is_run else None
     try:
         return asyncio.run(_evaluate(config, checkpoint, sets))
     except BaseExceptionGroup as errors:
@@ -87,12 +77,12 @@ def evaluate(
 
 def _check_has_one_policy(run: Path) -> None:
     """Raise `ConfigError` for a run of several policies, or one of them: alone it would play both sides of a game."""
-    whole = run if (run / POLICIES).is_dir() else whole_of(run)
+    whole = run if (run / preflight.POLICIES).is_dir() else preflight.whole_of(run)
     if whole is not None:
         policy = "NAME" if whole is run else run.name
         raise ConfigError(
             f"{run}: the episodes of the run {whole} need all of its policies, and one is measured at a time; write "
-            f"its model with `rlsys export {whole / POLICIES / policy} --to FOLDER`, and evaluate FOLDER"
+            f"its model with `rlsys export {whole / preflight.POLICIES / policy} --to FOLDER`, and evaluate FOLDER"
         )
 
 
@@ -117,7 +107,7 @@ async def _evaluate(
     from workers.worker_set import start_fixed_rollouts, start_rewards
 
     num_cpus, num_gpus = needs(evaluation_roles(config))
-    cluster = ray_cluster.connect(config.ray.address, local_cpus(config, num_cpus))
+    cluster = ray_cluster.connect(config.ray.address, preflight.local_cpus(config, num_cpus))
     try:
         ray_cluster.check_capacity(num_cpus, num_gpus)
         model_path = config.model.path if checkpoint is None else str(exported(checkpoint))
@@ -171,7 +161,7 @@ def export(run: Path, to: Path, step: str = "latest") -> Path:
 
     Raises `CheckpointError` if the run has no such complete checkpoint.
     """
-    checkpoint = checkpoint_of(run, step)
+    checkpoint = preflight.checkpoint_of(run, step)
     from workers.worker_set import export_checkpoint
 
     export_checkpoint(Config.load(run / CONFIG), checkpoint / "actor", to)
@@ -186,9 +176,9 @@ def replay(folder: Path) -> ReplayedStep:
     not a failed step, `CheckpointError` or `ModelError` if a checkpoint or model does not load.
     """
     failed = read_failed(folder)
-    prepare_imports()
+    preflight.prepare_imports()
     config = Config.load(folder / CONFIG)
-    check_model(config)
+    preflight.check_model(config)
     from workers.replay.step_replay import replay as compute
 
     return compute(config, folder, failed)
@@ -204,11 +194,11 @@ def replay_step(run: Path, step: int, *, debug: bool = False) -> RetrainedSteps:
     Raises `ConfigError` for an invalid run, `DataError` if records are missing, `CheckpointError` or `ModelError` if a
     checkpoint or model does not load.
     """
-    check_is_run(run)
+    preflight.check_is_run(run)
     recording = RecordedSteps.of(run, step)
-    prepare_imports()
+    preflight.prepare_imports()
     config, changed = Config.load(path_at(run, step)), changed_keys(run, recording.steps)
-    check_model(config)
+    preflight.check_model(config)
     if debug and config.train.ranks > 1:
         raise ConfigError(f"--debug: {run} was trained on {config.train.ranks} ranks, and a debugger sees one process")
     from workers.replay.step_replay import retrain
@@ -239,7 +229,7 @@ def inspect_data(
     """
     if model is None:
         return inspect(path, columns)
-    prepare_imports()
+    preflight.prepare_imports()
     from workers.text.tokenizer import TextTokenizer
 
     codec = TextTokenizer.load(model)

@@ -21,18 +21,8 @@ from typing import TYPE_CHECKING, Literal
 from rlsys.config import Config
 from rlsys.config.resource_plan import plan_of
 from rlsys.errors import ConfigError, Interrupted
+from rlsys.launch import preflight
 from rlsys.launch.dashboard_process import dashboard_beside
-from rlsys.launch.preflight import (
-    Data,
-    check_run_dir,
-    checkpoint_to_resume,
-    local_cpus,
-    look_up,
-    prepare_imports,
-    rooted,
-    whole_of,
-    write_run_dir,
-)
 from rlsys.loop.build_driver import build_driver
 from rlsys.loop.driver import Driver
 from rlsys.loop.multi_policy import Joint, JointRewards, JointRollouts, train_jointly
@@ -129,16 +119,17 @@ def train(config: Config, *, progress: bool = True) -> TrainResult:
     Raises the `RlsysError` that ended the run, after writing it to the run directory.
     """
     began = time.monotonic()
-    prepare_imports()
-    config = rooted(config)
-    check_run_dir(config)
+    preflight.prepare_imports()
+    config = preflight.rooted(config)
+    preflight.check_run_dir(config)
     check_trackers(config)
     owns = config.trained if config.policies else {POLICY: config}
-    checkpoints = {name: checkpoint_to_resume(own) for name, own in owns.items()}  # before anything is written
+    # Read before anything is written.
+    checkpoints = {name: preflight.checkpoint_to_resume(own) for name, own in owns.items()}
     if config.policies:
-        write_run_dir(config)
+        preflight.write_run_dir(config)
     for name, own in owns.items():
-        write_run_dir(own, checkpoints[name])
+        preflight.write_run_dir(own, checkpoints[name])
     with dashboard_beside(config):
         job = TrainingJob.of(config, owns, checkpoints, began, progress=progress)
         with job.end_emitted():
@@ -156,7 +147,7 @@ def check_trackers(config: Config) -> None:
 
 def facts_of(config: Config) -> RunFacts:
     """Description for trackers of this run, or of this policy of a run of several."""
-    whole = whole_of(config.run_dir)
+    whole = preflight.whole_of(config.run_dir)
     name, policy = (whole.name, config.run.name) if whole else (config.run.name, "")
     return RunFacts(config.run_dir, name, policy, config.model_dump(mode="json"))
 
@@ -208,13 +199,12 @@ class TrainingJob:
         progress: bool,
     ) -> TrainingJob:
         """Open the run of every trained policy; `owns` and `checkpoints` are by its name."""
-        if not config.policies:
-            run = PolicyRun.of(config, checkpoints[POLICY], began, progress=progress)
-            return cls(config, {POLICY: run}, run.events, run.result, began)
         runs = {
-            name: PolicyRun.of(own, checkpoints[name], began, progress=progress, policy=name)
+            name: PolicyRun.of(own, checkpoints[name], began, progress=progress, policy=name if config.policies else "")
             for name, own in owns.items()
         }
+        if not config.policies:
+            return cls(config, runs, runs[POLICY].events, runs[POLICY].result, began)
         result = TrainResult(str(config.run_dir), policies={name: run.result for name, run in runs.items()})
         shared = Events([JsonlSink(config.run_dir), *([ConsoleSink(0)] if progress else [])])
         shared.attach(Summary(result, shared, began))
@@ -252,10 +242,10 @@ class TrainingJob:
         from workers.ray import cluster as ray_cluster
 
         with phase(self.events, "load_data"):
-            data = look_up(self.config)
+            data = preflight.look_up(self.config)
         plan = plan_of(self.config)
         with phase(self.events, "start_ray"):
-            cluster = ray_cluster.connect(self.config.ray.address, local_cpus(self.config, plan.num_cpus))
+            cluster = ray_cluster.connect(self.config.ray.address, preflight.local_cpus(self.config, plan.num_cpus))
         this = asyncio.current_task()
         assert this is not None
         with Interruptible(this.cancel) as interruptible:
@@ -271,7 +261,7 @@ class TrainingJob:
             finally:
                 cluster.close()
 
-    async def _train(self, data: Data, interruptible: Interruptible) -> None:
+    async def _train(self, data: preflight.Data, interruptible: Interruptible) -> None:
         """Start the workers, train, end them. Raises `Interrupted` if the user stopped any of it."""
         from workers.worker_set import WorkerSet
 
@@ -313,7 +303,7 @@ class TrainingJob:
             lambda worker, seconds: events.emit(WorkerRestarted(worker, seconds)),
         )
 
-    def _drivers(self, workers: WorkerSet, joint: Joint | None, data: Data) -> dict[str, Driver]:
+    def _drivers(self, workers: WorkerSet, joint: Joint | None, data: preflight.Data) -> dict[str, Driver]:
         progress = Progress()
         drivers: dict[str, Driver] = {}
         for name, run in self.runs.items():

@@ -10,22 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TextIO
 
-from rlsys.monitoring.events import (
-    AlertRaised,
-    CheckpointSaved,
-    EngineChosen,
-    EvalDone,
-    Event,
-    GroupDropped,
-    GroupReissued,
-    PhaseDone,
-    RunEnded,
-    RunStarted,
-    SignalMissing,
-    StepDone,
-    WorkerFailed,
-    WorkerRestarted,
-)
+from rlsys.monitoring import events
 
 _STEPS_FOR_ETA = 20
 
@@ -46,8 +31,8 @@ class ConsoleSink:
         self._screen = LiveScreen(shown, total_steps) if is_live else PlainScreen(shown, every_s, prefix)
         self._step_times_s: deque[float] = deque(maxlen=_STEPS_FOR_ETA + 1)
 
-    def handle(self, event: Event, time_s: float) -> None:
-        if isinstance(event, StepDone):
+    def handle(self, event: events.Event, time_s: float) -> None:
+        if isinstance(event, events.StepDone):
             self._step_times_s.append(time_s)
             self._screen.progress(printable(self._progress(event)), event.step, time_s)
         elif (line := note_of(event)) is not None:
@@ -56,7 +41,7 @@ class ConsoleSink:
     def close(self) -> None:
         self._screen.close()
 
-    def _progress(self, done: StepDone) -> str:
+    def _progress(self, done: events.StepDone) -> str:
         parts = [f"step {done.step:>{len(str(self._total))}}/{self._total}", *figures(done.metrics)]
         times_s = self._step_times_s
         if len(times_s) > 1:
@@ -89,33 +74,33 @@ def figures(metrics: Mapping[str, float]) -> list[str]:
     return [*shown, ", ".join(waits)] if waits else shown
 
 
-def note_of(event: Event) -> str | None:
+def note_of(event: events.Event) -> str | None:
     """Line that describes an event; None for an event that the console does not show."""
     match event:
-        case RunStarted(run_dir=run_dir, first_step=first):
+        case events.RunStarted(run_dir=run_dir, first_step=first):
             return f"run directory: {run_dir}" + (f", resuming after step {first}" if first else "")
-        case PhaseDone(phase=phase, seconds=seconds):
+        case events.PhaseDone(phase=phase, seconds=seconds):
             return f"{seconds:6.1f} s  {phase.replace('_', ' ')}"
-        case EngineChosen(worker=worker, engine=engine, reason=reason):
+        case events.EngineChosen(worker=worker, engine=engine, reason=reason):
             return f"{worker} generates with {engine}: {reason}"
-        case GroupDropped(group_id=group_id, task_id=task_id, reason=reason, detail=detail):
+        case events.GroupDropped(group_id=group_id, task_id=task_id, reason=reason, detail=detail):
             return f"dropped group {group_id} (task {task_id}): {reason}" + (f": {detail}" if detail else "")
-        case GroupReissued(group_id=group_id, task_id=task_id, reason=reason):
+        case events.GroupReissued(group_id=group_id, task_id=task_id, reason=reason):
             return f"group {group_id} (task {task_id}) is issued again: {reason}"
-        case SignalMissing(num_groups=count, limit=limit, detail=detail):
+        case events.SignalMissing(num_groups=count, limit=limit, detail=detail):
             what = f"{count} groups one after the other had nothing to learn in them, and {limit} end the run"
             return f"{what}; look at rewards and tasks. The last: {detail}"
-        case WorkerFailed(worker=worker, phase=phase, detail=detail):
+        case events.WorkerFailed(worker=worker, phase=phase, detail=detail):
             return f"{worker} failed while {phase}: {detail}"
-        case WorkerRestarted(worker=worker, seconds=seconds):
+        case events.WorkerRestarted(worker=worker, seconds=seconds):
             return f"{worker} is back after {seconds:.1f} s"
-        case CheckpointSaved(step=step, path=path):
+        case events.CheckpointSaved(step=step, path=path):
             return f"checkpoint of step {step}: {path}"
-        case EvalDone(step=step, dataset=dataset, seconds=seconds, metrics=metrics):
+        case events.EvalDone(step=step, dataset=dataset, seconds=seconds, metrics=metrics):
             return f"step {step} on {dataset}: {_measured(dataset, metrics)} ({seconds:.1f} s)"
-        case AlertRaised(alert=alert, step=step, sentence=sentence):
+        case events.AlertRaised(alert=alert, step=step, sentence=sentence):
             return f"alert {alert} at step {step}: {sentence}"
-        case RunEnded(step=step, reason=reason, detail=detail):
+        case events.RunEnded(step=step, reason=reason, detail=detail):
             return f"{reason} after step {step}" + (f": {detail}" if detail else "")
         case _:
             return None
