@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from io import SEEK_END, FileIO
 from pathlib import Path
 
@@ -31,8 +30,7 @@ class JsonlSink:
 
     def handle(self, event: Event, time_s: float) -> None:
         """Write one event, and its metrics if it has any. NaN is written as null."""
-        columns = {f.name: getattr(event, f.name) for f in fields(event)}
-        self._events.write(_line({"kind": event.kind, "time_s": time_s, **columns}))
+        self._events.write(_line({"kind": event.kind, "time_s": time_s, **vars(event)}))
         if isinstance(event, StepDone | EvalDone):
             self._metrics.write(_line({"step": event.step, "time_s": time_s, **event.metrics}))
 
