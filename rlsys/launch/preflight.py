@@ -18,7 +18,7 @@ from rlsys.data.task_source import TaskSource
 from rlsys.doctor import ensure_not_shadowed
 from rlsys.errors import CheckpointError, ConfigError, DataError, ModelError
 from rlsys.launch.config_history import keep_earlier
-from rlsys.loop.checkpoint import CONFIG, STEP, find_latest, is_complete, step_of
+from rlsys.loop.checkpoint import CONFIG, STEP, find_intact, find_latest, newest_first, problem_of, step_of
 from rlsys.rewards.reward_function import RewardSum
 from rlsys.types import Task
 from rlsys.util.files import can_be_hub_name, write_atomically
@@ -109,24 +109,50 @@ def _check_rewards(key: str, tasks: Sequence[Task], config: Config) -> None:
         raise ConfigError(f"{key}: {error}") from error
 
 
-def checkpoint_to_resume(config: Config) -> Path | None:
-    """Checkpoint to start from, by `run.resume`; None: the initial model. A run without steps may start again."""
-    own = find_latest(config.run_dir / "checkpoints")
-    if config.run.resume == "never":
-        if _holds_run(config.run_dir):
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts from."""
+
+    checkpoint: Path | None
+    """None: the initial model."""
+    passed_over: Sequence[str] = ()
+    """What is wrong with the newer checkpoints that were passed over for it."""
+
+
+def start_of(config: Config) -> Start:
+    """Find where to start from, by `run.resume`. A run without steps may start again.
+
+    Raises `ConfigError` if the run exists and is not to be resumed, `CheckpointError` if a checkpoint is asked for and
+    there is none, or if there are checkpoints and all are damaged.
+    """
+    resume, run = config.run.resume, config.run_dir
+    if resume == "never":
+        if _holds_run(run):
             raise ConfigError(
-                f"run.name: {config.run_dir} holds a run already; choose another run.name, "
+                f"run.name: {run} holds a run already; choose another run.name, "
                 "go on with run.resume=auto, or remove the folder"
             )
-        return None
-    if config.run.resume in ("auto", "must"):
-        if own is None and config.run.resume == "must":
-            raise CheckpointError(f"run.resume is must, and {config.run_dir} has no complete checkpoint")
+        return Start(None)
+    own = _newest_in(run)
+    if own.checkpoint is not None or resume == "auto":
         return own
-    other = find_latest(Path(config.run.resume) / "checkpoints")
-    if other is None:
-        raise CheckpointError(f"run.resume: {config.run.resume} has no complete checkpoint")
-    return own or other
+    if resume == "must":
+        raise CheckpointError(f"run.resume is must, and {run} has no complete checkpoint")
+    other = _newest_in(Path(resume))
+    if other.checkpoint is None:
+        raise CheckpointError(f"run.resume: {resume} has no complete checkpoint")
+    return other
+
+
+def _newest_in(run: Path) -> Start:
+    checkpoint, problems = find_intact(run / "checkpoints")
+    if checkpoint is None and problems:
+        raise CheckpointError(
+            f"every checkpoint of {run} is damaged, and nothing was started:\n"
+            + "\n".join(f"  {problem}" for problem in problems)
+            + "\nrestore these files from a copy, or start a new run with another run.name"
+        )
+    return Start(checkpoint, problems)
 
 
 def check_run_dir(config: Config) -> None:
@@ -154,6 +180,14 @@ def _holds_run(run: Path) -> bool:
     metrics = run / "metrics.jsonl"
     has_metrics = metrics.is_file() and metrics.stat().st_size > 0
     return has_metrics or find_latest(run / "checkpoints") is not None
+
+
+def make_run_dir(config: Config) -> None:
+    """Create the run directory. Raises `ConfigError` if that fails."""
+    try:
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.folder: cannot write to {config.run_dir}: {error.strerror or error}") from error
 
 
 def write_run_dir(config: Config, checkpoint: Path | None = None) -> None:
@@ -225,7 +259,9 @@ def checkpoint_of(run: Path, step: str) -> Path:
     checkpoints = run / "checkpoints"
     if not (step == "latest" or step.isdigit()):
         raise ConfigError(f"step {step!r} is neither a number nor `latest`")
-    checkpoint = find_latest(checkpoints) if step == "latest" else checkpoints / STEP.format(int(step))
-    if checkpoint is None or not is_complete(checkpoint):
+    checkpoint = next(newest_first(checkpoints), None) if step == "latest" else checkpoints / STEP.format(int(step))
+    if checkpoint is None or not checkpoint.is_dir():
         raise CheckpointError(f"{run} has no complete checkpoint of step {step}")
+    if problem := problem_of(checkpoint):
+        raise CheckpointError(f"{problem}; restore it from a copy, or remove {checkpoint} to use an older checkpoint")
     return checkpoint

@@ -23,11 +23,13 @@ from rlsys.config.resource_plan import plan_of
 from rlsys.errors import ConfigError, Interrupted
 from rlsys.launch import preflight
 from rlsys.launch.dashboard_process import dashboard_beside
+from rlsys.launch.run_lock import locked
 from rlsys.loop.build_driver import build_driver
 from rlsys.loop.driver import Driver
 from rlsys.loop.multi_policy import Joint, JointRewards, JointRollouts, train_jointly
 from rlsys.monitoring.alerts import AlertSink
 from rlsys.monitoring.events import (
+    CheckpointPassedOver,
     EngineChosen,
     Event,
     Events,
@@ -124,16 +126,20 @@ def train(config: Config, *, progress: bool = True) -> TrainResult:
     preflight.check_run_dir(config)
     check_trackers(config)
     owns = config.trained if config.policies else {POLICY: config}
-    # Read before anything is written.
-    checkpoints = {name: preflight.checkpoint_to_resume(own) for name, own in owns.items()}
-    if config.policies:
-        preflight.write_run_dir(config)
-    for name, own in owns.items():
-        preflight.write_run_dir(own, checkpoints[name])
-    with dashboard_beside(config):
-        job = TrainingJob.of(config, owns, checkpoints, began, progress=progress)
-        with job.end_emitted():
-            asyncio.run(job.train_in_cluster())
+    if not config.run_dir.is_dir():
+        for own in owns.values():
+            preflight.start_of(own)  # a run that is refused leaves no folder
+        preflight.make_run_dir(config)
+    with locked(config.run_dir):
+        starts = {name: preflight.start_of(own) for name, own in owns.items()}
+        if config.policies:
+            preflight.write_run_dir(config)
+        for name, own in owns.items():
+            preflight.write_run_dir(own, starts[name].checkpoint)
+        with dashboard_beside(config):
+            job = TrainingJob.of(config, owns, starts, began, progress=progress)
+            with job.end_emitted():
+                asyncio.run(job.train_in_cluster())
     return job.result
 
 
@@ -163,9 +169,7 @@ class PolicyRun:
     result: TrainResult
 
     @classmethod
-    def of(
-        cls, config: Config, checkpoint: Path | None, began: float, *, progress: bool, policy: str = ""
-    ) -> PolicyRun:
+    def of(cls, config: Config, start: preflight.Start, began: float, *, progress: bool, policy: str = "") -> PolicyRun:
         """Open all that writes to its run directory, which must exist. `policy`: its name, if there are several."""
         result, events = TrainResult(str(config.run_dir)), Events([JsonlSink(config.run_dir)])
         if progress:
@@ -174,7 +178,9 @@ class PolicyRun:
         for plugin in config.tracking:
             events.attach(InThread(plugin, facts_of(config)))
         events.attach(AlertSink(events, config.alerts))
-        return cls(config, checkpoint, events, result)
+        for problem in start.passed_over:
+            events.emit(CheckpointPassedOver(problem))
+        return cls(config, start.checkpoint, events, result)
 
 
 @dataclass(frozen=True)
@@ -193,14 +199,14 @@ class TrainingJob:
         cls,
         config: Config,
         owns: Mapping[str, Config],
-        checkpoints: Mapping[str, Path | None],
+        starts: Mapping[str, preflight.Start],
         began: float,
         *,
         progress: bool,
     ) -> TrainingJob:
-        """Open the run of every trained policy; `owns` and `checkpoints` are by its name."""
+        """Open the run of every trained policy; `owns` and `starts` are by its name."""
         runs = {
-            name: PolicyRun.of(own, checkpoints[name], began, progress=progress, policy=name if config.policies else "")
+            name: PolicyRun.of(own, starts[name], began, progress=progress, policy=name if config.policies else "")
             for name, own in owns.items()
         }
         if not config.policies:

@@ -31,7 +31,7 @@ import asyncio
 import hashlib
 import json
 import shutil
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -151,7 +151,7 @@ def find_latest(folder: Path) -> Path | None:
 
     Sizes are compared, not contents: see `find_intact`.
     """
-    return next((c for c in _candidates(folder) if is_complete(c)), None)
+    return next((c for c in newest_first(folder) if is_complete(c)), None)
 
 
 def find_intact(folder: Path) -> tuple[Path | None, list[str]]:
@@ -161,21 +161,21 @@ def find_intact(folder: Path) -> tuple[Path | None, list[str]]:
     with. Reads all of its files.
     """
     problems: list[str] = []
-    for checkpoint in _candidates(folder):
+    for checkpoint in newest_first(folder):
         if (problem := problem_of(checkpoint)) is None:
             return checkpoint, problems
         problems.append(problem)
     return None, problems
 
 
-def _candidates(folder: Path) -> list[Path]:
-    """The checkpoint that `latest` names, then all others, newest first. Names alone; any may be damaged."""
-    newest_first = sorted((c for c in folder.glob("step_*") if c.name[5:].isdecimal()), key=step_of, reverse=True)
+def newest_first(folder: Path) -> Iterator[Path]:
+    """Yield the checkpoint that `latest` names, then all others, newest first. Any of them may be damaged."""
+    found = sorted((c for c in folder.glob("step_*") if c.name[5:].isdecimal()), key=step_of, reverse=True)
     try:
         named = (folder / "latest").read_text().strip()
     except (OSError, ValueError):
-        return newest_first
-    return sorted(newest_first, key=lambda checkpoint: checkpoint.name != named)
+        named = ""
+    yield from sorted(found, key=lambda checkpoint: checkpoint.name != named)
 
 
 def is_complete(checkpoint: Path) -> bool:

@@ -209,6 +209,13 @@ class CheckpointSaved(Event):
     seconds: float
 
 
+class CheckpointPassedOver(Event):
+    """A checkpoint is damaged, and the run starts from an older one."""
+
+    problem: str
+    """The file, and what is wrong with it."""
+
+
 class EvalDone(Event):
     """A version was evaluated on a data set."""
 

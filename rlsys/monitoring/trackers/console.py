@@ -96,6 +96,8 @@ def note_of(event: events.Event) -> str | None:
             return f"{worker} is back after {seconds:.1f} s"
         case events.CheckpointSaved(step=step, path=path):
             return f"checkpoint of step {step}: {path}"
+        case events.CheckpointPassedOver(problem=problem):
+            return f"a newer checkpoint is passed over: {problem}"
         case events.EvalDone(step=step, dataset=dataset, seconds=seconds, metrics=metrics):
             return f"step {step} on {dataset}: {_measured(dataset, metrics)} ({seconds:.1f} s)"
         case events.AlertRaised(alert=alert, step=step, sentence=sentence):

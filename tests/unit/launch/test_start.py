@@ -1,0 +1,100 @@
+"""Where a run starts: damaged checkpoints are passed over and named, and a folder has one run at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlsys.config import Config
+from rlsys.errors import CheckpointError, ConfigError
+from rlsys.launch.preflight import checkpoint_of, start_of
+from rlsys.launch.run_lock import LOCK, locked
+from rlsys.loop.checkpoint import Checkpoints
+from tests.unit.loop.test_checkpoint import state_of, write
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run directory with checkpoints of steps 2 and 4."""
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", every=2, keep_last=2)
+    for step in (2, 4):
+        asyncio.run(checkpoints.save(step, state_of(step), write))
+    return tmp_path / "run"
+
+
+def config_of(run: Path, resume: str) -> Config:
+    keys = ["model.path=m", "data.path=d", f"run.folder={run.parent}", f"run.name={run.name}", "run.steps=9"]
+    return Config.load([], [*keys, f"run.resume={resume}"])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("resume", ["auto", "must"])
+def test_a_flipped_bit_passes_the_checkpoint_over(run: Path, resume: str) -> None:
+    weights = run / "checkpoints" / "step_000004" / "actor" / "weights.bin"
+    flip(weights)
+    start = start_of(config_of(run, resume))
+    assert start.checkpoint == run / "checkpoints" / "step_000002"
+    assert list(start.passed_over) == [f"{weights} has other contents than were saved"]
+
+
+@pytest.mark.parametrize("resume", ["auto", "must", "other"])
+def test_a_run_with_damaged_checkpoints_alone_never_restarts(run: Path, resume: str) -> None:
+    for step in (2, 4):
+        flip(run / "checkpoints" / f"step_{step:06d}" / "groups.jsonl")
+    config = config_of(run.parent / "new", str(run)) if resume == "other" else config_of(run, resume)
+    with pytest.raises(CheckpointError) as raised:
+        start_of(config)
+    assert str(raised.value).count("groups.jsonl has other contents") == 2
+    assert "restore these files" in str(raised.value)
+
+
+def test_a_damaged_checkpoint_is_never_exported(run: Path) -> None:
+    (run / "config.resolved.yaml").touch()
+    flip(run / "checkpoints" / "step_000004" / "actor" / "weights.bin")
+    assert checkpoint_of(run, "2").name == "step_000002"
+    for step in ("4", "latest"):
+        with pytest.raises(CheckpointError, match=r"weights\.bin has other contents"):
+            checkpoint_of(run, step)
+
+
+def test_a_second_run_in_a_folder_is_refused_with_its_owner(run: Path) -> None:
+    with (
+        locked(run),
+        pytest.raises(ConfigError, match=f"another run writes to .*: process {os.getpid()} on"),
+        locked(run),
+    ):
+        pass
+    with locked(run):
+        assert json.loads((run / LOCK).read_text())["pid"] == os.getpid()
+
+
+def test_the_lock_of_a_killed_run_is_free(run: Path) -> None:
+    program = f"""
+from pathlib import Path
+from rlsys.launch.run_lock import locked
+with locked(Path({str(run)!r})):
+    print("locked", flush=True)
+    input()
+"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"locked\n"
+        with pytest.raises(ConfigError, match=f"process {process.pid} on"), locked(run):
+            pass
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    with locked(run):
+        pass
