@@ -8,17 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeAlias
 
 from rlsys.algorithm import Signal, StepAdvantages
 from rlsys.config.sections import CurationSection
 from rlsys.data.task_source import TaskSource
+from rlsys.loop.checkpoint import read_state
 from rlsys.loop.driver import Driver
-from rlsys.loop.task_ledger import Curriculum
-from rlsys.monitoring.events import Event, GroupDropped, GroupReissued
+from rlsys.loop.task_ledger import Curriculum, LedgerState
+from rlsys.monitoring.events import CheckpointSaved, Event, GroupDropped, GroupReissued
 from rlsys.testing import FakeWorld, Fault, RewardAsAdvantage, run_virtual, tasks
 from rlsys.testing.fake_run import go_on
 from rlsys.types import Group
+from rlsys.util.deadlines import ROUNDING_S
 from tests.simulate.world import NUM_TASKS, StopAfter, driver_on
 
 STALENESS = (0, 1, 2, 4, 8)
@@ -62,7 +64,7 @@ class Outcome:
     """Groups that were issued again although their payload was there."""
     is_exactly_once: bool
     """Was every group that was issued either trained or dropped, once; and were the tasks trained, of a schedule that
-    drops none, those that an undisturbed run trains, each as often?"""
+    drops none, those that an undisturbed run trains, each as often? A drop that a resume undoes does not count."""
     is_calibrated: bool
     """Were the steps that the stabilizer must see without staleness trained without any?"""
     has_all_permits: bool
@@ -72,8 +74,17 @@ class Outcome:
     num_smaller: int
 
 
+Session: TypeAlias = "tuple[FakeWorld, Driver, Witness]"
+
+
 def played(seed: int) -> Outcome:
-    """One run under the schedule of this seed; every fourth is interrupted, and resumed by another driver.
+    """One run under the schedule of this seed."""
+    return outcome_of(*sessions_of(seed))
+
+
+def sessions_of(seed: int) -> tuple[list[Session], Mapping[str, Any]]:
+    """The parts of the run under the schedule of this seed, and its limits; every fourth run is interrupted, and
+    resumed by another driver.
 
     No group may fail as often as a schedule could make it fail in one way: then the run has to survive.
     """
@@ -95,15 +106,16 @@ def played(seed: int) -> Outcome:
     limits["rules"] = rules_of(seed)
     stop_at = chance.randint(1, STEPS - 1) if chance.random() < 0.25 else STEPS
     with TemporaryDirectory() as folder:
-        sessions = [_session(chance, Path(folder), limits, stop) for stop in sorted({stop_at, STEPS})]
-    return _outcome(sessions, limits)
+        return [_session(chance, Path(folder), limits, stop) for stop in sorted({stop_at, STEPS})], limits
 
 
-def _outcome(sessions: Sequence[tuple[FakeWorld, Driver, Witness]], limits: Mapping[str, Any]) -> Outcome:
-    world, driver, _ = sessions[-1]
+def outcome_of(sessions: Sequence[Session], limits: Mapping[str, Any]) -> Outcome:
+    """What the sessions of one run came to."""
+    world, driver, witness = sessions[-1]
     num_groups = driver.queue.groups_per_step * STEPS
     trained = [group_id for world, _, _ in sessions for group_id in world.trained_group_ids]
-    dropped = [group_id for _, _, told in sessions for group_id in told.dropped]
+    dropped = [group_id for _, _, told in sessions[:-1] for group_id in told.lasting_drops()]
+    dropped += [group_id for group_id, _ in witness.dropped]
     source = TaskSource(tasks(NUM_TASKS), seed=0)
     expected = Counter(source.next().id for _ in range(num_groups))
     is_undisturbed = (
@@ -132,9 +144,7 @@ def _outcome(sessions: Sequence[tuple[FakeWorld, Driver, Witness]], limits: Mapp
     )
 
 
-def _session(
-    chance: random.Random, folder: Path, limits: Mapping[str, Any], stop: int
-) -> tuple[FakeWorld, Driver, Witness]:
+def _session(chance: random.Random, folder: Path, limits: Mapping[str, Any], stop: int) -> Session:
     """One driver's part of a run, from the newest checkpoint until step `stop`."""
     limits, world = dict(limits), world_of(chance)
     rules: CurationSection = limits.pop("rules")
@@ -207,15 +217,30 @@ class Witness:
     wrong_counts: list[int] = field(default_factory=list)
     """Of permits, too many or too few."""
     num_reissued: int = 0
-    dropped: list[int] = field(default_factory=list)
-    """Serials, in order."""
+    dropped: list[tuple[int, float]] = field(default_factory=list)
+    """Group id and time of each drop, in order."""
+    saved: tuple[LedgerState, float] | None = None
+    """Ledger in the newest checkpoint, and the time from which it is."""
 
     def handle(self, event: Event, time_s: float) -> None:
         self.num_reissued += isinstance(event, GroupReissued)
+        if isinstance(event, CheckpointSaved):
+            self.saved = read_state(Path(event.path)).ledger, time_s - event.seconds
         if isinstance(event, GroupDropped):
-            self.dropped.append(event.group_id)
+            self.dropped.append((event.group_id, time_s))
         else:  # of several groups that are dropped at once, each has its event
             self.count_permits()
+
+    def lasting_drops(self) -> list[int]:
+        """Dropped groups that a resume from the newest checkpoint does not roll out again, in order.
+
+        It does so with a group that was dropped after the state was captured, and is open or not yet issued in it.
+        """
+        assert self.saved is not None
+        ledger, captured_s = self.saved
+        pending = {issued.group_id for issued in ledger.pending}
+        undone = {group_id for group_id, _ in self.dropped if group_id in pending or group_id >= ledger.next_group_id}
+        return [n for n, dropped_s in self.dropped if n not in undone or dropped_s < captured_s - ROUNDING_S]
 
     def count_permits(self) -> None:
         queue = self.driver.queue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulate.schedules import played
+from tests.simulate.schedules import outcome_of, played, sessions_of
 
 
 @pytest.mark.parametrize("block", range(10))
@@ -24,3 +24,27 @@ def test_schedules_cover_skipped_tasks_and_smaller_groups_and_grafts():
     assert all(outcome.num_grafted for outcome in outcomes)
     assert sum(outcome.num_passed_over for outcome in outcomes) > 10
     assert sum(outcome.num_smaller for outcome in outcomes) > 5
+
+
+@pytest.mark.parametrize("seed", [6094, 8652])
+def test_drops_after_the_last_checkpoint_are_undone_by_a_resume(seed):
+    (_, _, before), (_, _, after) = sessions_of(seed)[0]
+    undone = {group_id for group_id, _ in before.dropped} - set(before.lasting_drops())
+    assert undone & {group_id for group_id, _ in after.dropped}
+    assert played(seed).is_exactly_once
+
+
+def test_groups_dropped_twice_or_lost_in_an_interrupted_run_are_found():
+    sessions, limits = sessions_of(6094)
+    before, after = (witness.dropped for _, _, witness in sessions)
+    assert outcome_of(sessions, limits).is_exactly_once
+    for dropped in (before, after):
+        group_id, dropped_s = lasting = dropped[0]
+        for second in (before, after):
+            second.insert(0, (group_id, dropped_s))
+            assert not outcome_of(sessions, limits).is_exactly_once
+            del second[0]
+        dropped.remove(lasting)
+        assert not outcome_of(sessions, limits).is_exactly_once
+        dropped.insert(0, lasting)
+    assert outcome_of(sessions, limits).is_exactly_once
