@@ -117,7 +117,6 @@ class Rollouts(Protocol):
 
         Raises `WorkflowError` (a bug in the workflow), `TaskTooLong`, `WeightsMismatch`.
         """
-        ...
 
     async def restart(self, worker: str, on_recovery: Callable[[str, float], None]) -> None:
         """Replace a dead replica in the background; return once any replica can serve.
@@ -125,16 +124,13 @@ class Rollouts(Protocol):
         The replacement pulls from its relay before it runs any group. `on_recovery` receives the dead replica's name
         and the seconds until the replacement was ready, once for any number of calls.
         """
-        ...
 
     async def versions(self) -> Sequence[Acknowledged]:
         """Return the loaded weights of each live replica."""
-        ...
 
     async def loads(self) -> Sequence[ReplicaLoad]:
         """Return the load of each live replica; a replica that is dead, or does not answer, is left out. Changes no
         state."""
-        ...
 
     async def move(self, source: str, to: str) -> int:
         """Continue all running requests of `source` on `to`, from their current tokens, on the same version.
@@ -142,11 +138,9 @@ class Rollouts(Protocol):
         Returns the number of groups moved: 0 if `to` has another version loaded, or no room. A failure during the move
         is raised to the callers waiting for the groups, not here.
         """
-        ...
 
     def placements(self) -> Mapping[int, str]:
         """Return the replica of each group being rolled out, by group id."""
-        ...
 
 
 class PinnedRollouts(Rollouts, Protocol):
@@ -158,7 +152,6 @@ class PinnedRollouts(Rollouts, Protocol):
         From then on `run` samples from exactly `version` until the next `pin`, also on replaced replicas and after
         further publishes. Raises `WeightsMismatch` if the version is no longer available.
         """
-        ...
 
 
 class Rewards(Protocol):
@@ -167,16 +160,13 @@ class Rewards(Protocol):
     async def score(self, task: Task, group: Group) -> GroupScores:
         """Score each episode. A reward function that raises or hangs gives a Score without a value. Raises
         `PayloadLost`."""
-        ...
 
     async def graft(self, graft: Graft) -> Group:
         """Return `graft.group` with the donated episode, see `Graft.applied`; workers compose it because they have
         payloads. Raises `PayloadLost` with the id of the lost group."""
-        ...
 
     async def restart(self, worker: str, on_recovery: Callable[[str, float], None]) -> None:
         """Replace a dead reward worker in the background; see `Rollouts.restart`."""
-        ...
 
 
 class Reference(Protocol):
@@ -184,7 +174,6 @@ class Reference(Protocol):
 
     async def annotate(self, groups: Sequence[Group], signal: Signal) -> list[Group]:
         """Return the groups with a reference to the new column in `columns[signal]`. Raises `PayloadLost`."""
-        ...
 
 
 class StepAnnotator(Protocol):
@@ -193,7 +182,6 @@ class StepAnnotator(Protocol):
     async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
         """Return one reference per rank, to the columns of its micro-batches, updates in order. Each column is one
         array of floats, one per trained token. Raises `PayloadLost`."""
-        ...
 
 
 class TrainedModel(Protocol):
@@ -201,7 +189,6 @@ class TrainedModel(Protocol):
 
     async def fetch(self, groups: Sequence[Group], plan: BatchPlan) -> None:
         """Fetch the data of the next step to every rank. Raises `PayloadLost` before any rank is stepped."""
-        ...
 
     async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
         """Train one step on the fetched data: every update of the plan, in order.
@@ -209,11 +196,9 @@ class TrainedModel(Protocol):
         `columns[signal][r]` is the result of `StepAnnotator.annotate_step` for rank r. Raises `TrainingError` on NaN
         before the failed update is stepped; never `PayloadLost`.
         """
-        ...
 
     async def save(self, folder: Path) -> None:
         """Write weights and optimizer into `folder`."""
-        ...
 
 
 class Critic(TrainedModel, StepAnnotator, Protocol):
@@ -222,7 +207,6 @@ class Critic(TrainedModel, StepAnnotator, Protocol):
 
     async def load(self, folder: Path) -> None:
         """Restore the files of `save`, onto any number of ranks."""
-        ...
 
 
 class Actor(TrainedModel, Protocol):
@@ -230,14 +214,12 @@ class Actor(TrainedModel, Protocol):
 
     async def publish(self, version: PolicyVersion) -> Published:
         """Publish the weights to the relays; return once the bytes have left the actor."""
-        ...
 
     async def announce_again(self, version: PolicyVersion) -> None:
         """Announce `version` to the relays again, because those that had it may have died. Returns once a relay has it.
 
         Does nothing if a newer version was published. Raises the error that kept `version` from the relays.
         """
-        ...
 
     async def load(self, folder: Path) -> int:
         """Restore the files of `save`, onto any number of ranks.
@@ -245,7 +227,6 @@ class Actor(TrainedModel, Protocol):
         Returns the number of further policy steps that the stabilizer needs without staleness: all it needs if `folder`
         has no state of it, and 0 without a stabilizer.
         """
-        ...
 
     async def record(
         self,
@@ -257,15 +238,12 @@ class Actor(TrainedModel, Protocol):
     ) -> None:
         """Write the groups of the last trained step, for people and for `rlsys replay`. The file contains prompts,
         completions, scores and advantages. Raises `PayloadLost`."""
-        ...
 
     async def save_groups(self, path: Path, groups: Sequence[Group]) -> None:
         """Write finished groups with their payloads, for `load_groups`. Raises `PayloadLost` before writing."""
-        ...
 
     async def load_groups(self, path: Path) -> list[Group]:
         """Read the file of `save_groups`; payloads go back into the object store."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +265,6 @@ class Relays(Protocol):
 
     async def arrival(self, version: PolicyVersion) -> Arrival:
         """Return once a relay has `version` complete, as the actor published it."""
-        ...
 
     async def supervise(
         self, on_failure: Callable[[WorkerError], None], on_recovery: Callable[[str, float], None]
@@ -297,7 +274,6 @@ class Relays(Protocol):
         Waits for a relay to die; no other loop waits for this one. `on_failure` receives each death. `on_recovery`
         receives the relay's name and the seconds until it had the newest version again.
         """
-        ...
 
 
 @dataclass(frozen=True)
