@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 from rlsys.contracts import PinnedRollouts, Rewards, Rollouts
 from rlsys.data.task_source import content_hash
 from rlsys.errors import PayloadLost, RlsysError, TaskTooLong, WeightsMismatch
-from rlsys.loop.failure_policy import Decision, FailurePolicy, Retries
+from rlsys.loop.failure_policy import FailurePolicy, Retries
 from rlsys.monitoring.events import EvalDone, Events, emit_busy
 from rlsys.types import Assignment, Group, OutcomeKind, PolicyVersion, Task
 from rlsys.util.files import write_atomically
@@ -167,7 +167,7 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         self._room = asyncio.Semaphore(self.rules.max_open)
-        self._retries = Retries(self.events, self._decide)
+        self._retries = Retries(self.events, self.failures.decide)
 
     async def measure(self, dataset: str, version: PolicyVersion = 0, check: GroupCheck | None = None) -> EvalMetrics:
         """Evaluate one data set on weights no older than `version`.
@@ -201,7 +201,7 @@ class Evaluator:
                 try:
                     return await self._attempt(assignment, check)
                 except PayloadLost as error:
-                    self._decide(error, attempt)
+                    self.failures.decide(error, attempt)
         raise AssertionError("unreachable")
 
     async def _attempt(self, assignment: Assignment, check: GroupCheck | None) -> Group | None:
@@ -224,9 +224,6 @@ class Evaluator:
         scored = await persist(self.rewards, lambda: self.rewards.score(task, group))
         emit_busy(self.events, "scoring", [scored.busy], answered_s=scored.busy.end_s)
         return group.with_scores(scored.scores)
-
-    def _decide(self, error: RlsysError, attempt: int) -> Decision:
-        return self.failures.decide(error, attempt=attempt, dropped_in_a_row=0)
 
 
 @dataclass

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from math import ceil
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 from rlsys.contracts import Rewards, Rollouts
 from rlsys.errors import (
@@ -33,28 +33,6 @@ _NO_SIGNAL = (
 
 
 @dataclass(frozen=True, slots=True)
-class Retry:
-    """Attempt the same work again, after the worker `restart` is replaced."""
-
-    restart: str
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """Drop this group, counted under `reason`; the run goes on."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reissue:
-    """Reissue the lost groups."""
-
-
-Decision: TypeAlias = Retry | Drop | Reissue
-
-
-@dataclass(frozen=True, slots=True)
 class FailurePolicy:
     """Retries failures of machines, drops groups whose task failed, and aborts on everything else."""
 
@@ -66,25 +44,25 @@ class FailurePolicy:
     max_no_signal_groups: int
     """Consecutive groups without a signal after which the run ends: then further groups do not help."""
 
-    def decide(self, error: RlsysError, *, attempt: int, dropped_in_a_row: int) -> Decision:
-        """Decide on `error`; raise `RunAborted` to end the run.
+    def decide(self, error: RlsysError, attempt: int, dropped_in_a_row: int = 0) -> str | None:
+        """Return None to attempt the same work again, or the reason under which to drop its group.
 
-        `attempt` counts from 1, for this piece of work or the losses of its group. `dropped_in_a_row` counts
-        consecutive groups dropped for the same kind of reason.
+        Raises `RunAborted` to end the run. `attempt` counts from 1, for this piece of work or the losses of its group.
+        `dropped_in_a_row` counts consecutive groups dropped for the same kind of reason.
         """
         if isinstance(error, WorkerDied | DeadlineExceeded | WeightsMismatch | PayloadLost):
             if attempt >= self.max_attempts:
                 raise RunAborted(f"gave up after {attempt} attempts at one group; the last failure: {error}")
-            return Reissue() if isinstance(error, PayloadLost) else Retry(restart=error.worker)
+            return None
         if isinstance(error, TaskTooLong | NothingToTrain):
             if dropped_in_a_row + 1 < self.max_failed_groups:
-                return Drop("too_long" if isinstance(error, TaskTooLong) else "failed")
+                return "too_long" if isinstance(error, TaskTooLong) else "failed"
             raise RunAborted(
                 f"{self.max_failed_groups} groups were dropped one after the other; the last failure: {error}"
             )
         if isinstance(error, NoSignal):
             if dropped_in_a_row + 1 < self.max_no_signal_groups:
-                return Drop("no_signal")
+                return "no_signal"
             raise RunAborted(_NO_SIGNAL.format(count=dropped_in_a_row + 1, error=error))
         raise RunAborted(str(error))
 
@@ -103,7 +81,7 @@ class Retries:
 
     events: Events
     """Receives one event per failed worker, even if several pieces of work fail on it."""
-    decide: Callable[[RlsysError, int], Decision]
+    decide: Callable[[RlsysError, int], str | None]
     """Decides on the failure of attempt n at one piece of work, counted from 1; see `FailurePolicy.decide`."""
     _failed: set[str] = field(default_factory=set)
     """Names of workers. A replacement has a new name."""
@@ -115,26 +93,23 @@ class Retries:
         is alive. Raises `RunAborted`, or `GivenUp` if the decision is to drop. Passes on `PayloadLost` and errors of
         data or configuration.
         """
-        dead: tuple[str, RlsysError] | None = None
+        death: WorkerError | None = None
         for attempt in count(1):
             try:
-                if dead:
-                    await self._replace(pool, *dead)
+                if death is not None:
+                    await self._replace(pool, death)
                 return await attempt_once()
             except (WorkerError, NothingToTrain, NoSignal) as error:
-                decision = self.decide(error, attempt)
-                if isinstance(decision, Drop):
-                    raise GivenUp(decision.reason, error) from error
-                if isinstance(decision, Retry):
-                    dead = (decision.restart, error)
+                if reason := self.decide(error, attempt):
+                    raise GivenUp(reason, error) from error
+                death = error if isinstance(error, WorkerError) else None
         raise AssertionError("unreachable")
 
-    async def _replace(self, pool: Rollouts | Rewards, worker: str, error: RlsysError) -> None:
-        if worker not in self._failed:
-            self._failed.add(worker)
-            phase = error.phase if isinstance(error, WorkerError) else ""
-            self.events.emit(WorkerFailed(worker, phase, str(error)))
-        await pool.restart(worker, lambda replaced, seconds: self.events.emit(WorkerRestarted(replaced, seconds)))
+    async def _replace(self, pool: Rollouts | Rewards, death: WorkerError) -> None:
+        if death.worker not in self._failed:
+            self._failed.add(death.worker)
+            self.events.emit(WorkerFailed(death.worker, death.phase, str(death)))
+        await pool.restart(death.worker, lambda worker, seconds: self.events.emit(WorkerRestarted(worker, seconds)))
 
 
 @dataclass
@@ -150,10 +125,10 @@ class DroppedGroups:
     num_settled_away: int = 0
     """Groups in steps that had nothing to train after `finalize_advantages`, since the last trained step."""
 
-    def decide(self, error: RlsysError, attempt: int) -> Decision:
-        """Decide on the failure of attempt number `attempt`, counted from 1. Raises `RunAborted`."""
+    def decide(self, error: RlsysError, attempt: int) -> str | None:
+        """Decide on the failure of attempt number `attempt`, see `FailurePolicy.decide`."""
         in_a_row = self.num_no_signal if isinstance(error, NoSignal) else self.num_failed
-        return self.failures.decide(error, attempt=attempt, dropped_in_a_row=in_a_row)
+        return self.failures.decide(error, attempt, in_a_row)
 
     def scored(self) -> None:
         """Reset the counters after a scored group that can be trained."""
@@ -179,11 +154,11 @@ class DroppedGroups:
         Raises `RunAborted` if the failure policy ends the run.
         """
         self.num_settled_away += len(groups)
-        decision = self.failures.decide(error, attempt=1, dropped_in_a_row=self.num_settled_away - 1)
-        assert isinstance(decision, Drop)
+        reason = self.failures.decide(error, 1, self.num_settled_away - 1)
+        assert reason is not None
         self._warn(self.num_settled_away, len(groups), error)
         for group in groups:
-            self.queue.drop(group, decision.reason, str(error))
+            self.queue.drop(group, reason, str(error))
 
     def _warn(self, in_a_row: int, num_more: int, error: NoSignal) -> None:
         """Warn once, at a tenth of the limit on groups without a signal; `num_more` of them are new."""
