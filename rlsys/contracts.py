@@ -15,7 +15,6 @@ from rlsys.algorithm import Signal, TrajectoryAdvantage
 from rlsys.batch.packing import BatchPlan
 from rlsys.errors import WorkerError
 from rlsys.types import (
-    Acknowledged,
     Assignment,
     EngineStats,
     Group,
@@ -124,9 +123,6 @@ class Rollouts(Protocol):
         The replacement pulls from its relay before it runs any group. `on_recovery` receives the dead replica's name
         and the seconds until the replacement was ready, once for any number of calls.
         """
-
-    async def versions(self) -> Sequence[Acknowledged]:
-        """Return the loaded weights of each live replica."""
 
     async def loads(self) -> Sequence[ReplicaLoad]:
         """Return the load of each live replica; a replica that is dead, or does not answer, is left out. Changes no

@@ -31,7 +31,7 @@ from rlsys.contracts import Graft, GroupScores, Rewards, RolledOut, Rollouts
 from rlsys.errors import RunAborted, first_of
 from rlsys.loop.driver import Driver
 from rlsys.loop.group_queue import GroupQueue, State
-from rlsys.types import Acknowledged, Assignment, Group, PolicyVersion, Ref, ReplicaLoad, Task
+from rlsys.types import Assignment, Group, PolicyVersion, Ref, ReplicaLoad, Task
 
 
 @dataclass(eq=False)
@@ -75,8 +75,6 @@ class _Member:
 
 class SharedRollouts(Rollouts, Protocol):
     """Pool of replicas for several policies. `run` returns a view for every policy in `Assignment.versions`."""
-
-    async def versions(self, policy: str = ...) -> Sequence[Acknowledged]: ...
 
     async def loads(self, policy: str = ...) -> Sequence[ReplicaLoad]: ...
 
@@ -221,9 +219,6 @@ class JointRollouts:
 
     async def restart(self, worker: str, on_recovery: Callable[[str, float], None]) -> None:
         await self.joint.pool.restart(worker, on_recovery)
-
-    async def versions(self) -> Sequence[Acknowledged]:
-        return await self.joint.pool.versions(self.policy)
 
     async def loads(self) -> Sequence[ReplicaLoad]:
         return await self.joint.pool.loads(self.policy)

@@ -267,10 +267,6 @@ class FakeRollouts(FakePool):
         self._router.report(routed.place, done.stats)
         return done
 
-    async def versions(self) -> Sequence[Acknowledged]:
-        live = [r for r in self._live() if r.version >= 0]
-        return [Acknowledged(r.name, r.version, self.world.hash(r.version)) for r in live]
-
     async def loads(self) -> Sequence[ReplicaLoad]:
         return [replica.load() for replica in self._live()]
 
@@ -362,10 +358,6 @@ class FakeJointRollouts(FakeRollouts):
         self.worlds, self.held, self.speaks = worlds, dict.fromkeys(worlds, -1), speaks
         self.assignments: list[Assignment] = []
         """All assignments, in order."""
-
-    async def versions(self, policy: str = POLICY) -> Sequence[Acknowledged]:
-        held = self.held[policy]
-        return [Acknowledged(m, held, self.worlds[policy].hash(held)) for m in self.members]
 
     async def loads(self, policy: str = POLICY) -> Sequence[ReplicaLoad]:
         return [replace(load, version=self.held[policy]) for load in await super().loads()]

@@ -179,7 +179,7 @@ def test_a_rollout_waits_for_weights_as_new_as_its_permit(kit):
         receipt = await published(kit, 5)
         group = await waiting
         assert group.oldest_version == 5
-        assert (5, receipt.hash) in {(a.version, a.hash) for a in await kit.workers.rollouts.versions()}
+        assert (5, receipt.hash) in {(a.version, a.hash) for a in group.weights}
 
     kit.play(scenario())
 
@@ -209,9 +209,11 @@ def test_a_replaced_replica_retries_a_group_with_the_same_tokens(kit, tmp_path):
         assert dead not in {group.replica for group in again}
         for group in again:
             assert await turns_of(kit, group, tmp_path) == await turns_of(kit, first, tmp_path)
-        holding = {a.replica for a in await rollouts.versions()}
+        holding = {load.replica for load in await rollouts.loads()}
         await rollouts.restart(dead, unheard)
-        assert {a.replica for a in await rollouts.versions()} == holding, "a name that is gone is not restarted again"
+        assert {load.replica for load in await rollouts.loads()} == holding, (
+            "a name that is gone is not restarted again"
+        )
 
     kit.play(scenario())
 
@@ -233,9 +235,9 @@ def test_loads_report_version_and_running_requests_of_every_live_replica(kit):
     async def scenario() -> None:
         rollouts = kit.workers.rollouts
         await published(kit, 12)
-        await asyncio.gather(*(rolled_out(kit, version=12, group_id=s) for s in (21, 22)))
+        groups = await asyncio.gather(*(rolled_out(kit, version=12, group_id=s) for s in (21, 22)))
         loads = await rollouts.loads()
-        assert {load.replica for load in loads} == {a.replica for a in await rollouts.versions()}
+        assert {load.replica for load in loads} == {group.replica for group in groups}
         assert {(load.version, load.stats.num_running, load.is_loading) for load in loads} == {(12, 0, False)}
 
     kit.play(scenario())

@@ -93,7 +93,7 @@ def test_groups_of_several_policies_survive_a_dead_replica(cluster, model_path, 
         ends = await asyncio.gather(*(group(group_id) for group_id in range(4)))
         await recovered.wait()
         await group(4)
-        assert {held.version for policy in crew.lines for held in await rollouts.versions(policy)} == {0}
+        assert {load.version for policy in crew.lines for load in await rollouts.loads(policy)} == {0}
         assert {load.replica for load in await rollouts.loads("second")} == {"rollout-0.1", "rollout-1"}
         await crew.close()
         return ends

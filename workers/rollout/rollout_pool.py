@@ -15,7 +15,7 @@ from typing import TypeVar, cast
 from rlsys.contracts import RolledOut
 from rlsys.errors import DeadlineExceeded, RlsysError, WeightsMismatch, WorkerDied, WorkerError
 from rlsys.loop.router import Router, request_weight
-from rlsys.types import POLICY, Acknowledged, Assignment, PolicyVersion, Prompt, ReplicaLoad
+from rlsys.types import POLICY, Assignment, PolicyVersion, Prompt, ReplicaLoad
 from rlsys.util.deadlines import timeout
 from workers.ray.pool import Pool, PoolMember, PoolSpec
 from workers.ray.remote_proxy import Chunks, PayloadRef, Remote
@@ -110,17 +110,10 @@ class RolloutPool(Pool[RolloutWorker]):
         if self._partials is not None:
             with suppress(WorkerError):  # without the pool, the group starts from scratch on any replica
                 version = await self._partials.within(QUESTION_S).call(Partials.version, group_id)
-        told = await self._held(QUESTION_S)
+        live = self._live()
+        told = await self._heard(live, [m.worker.within(QUESTION_S).call(RolloutWorker.held) for m in live])
         fitting = {member.index for member, held in told if POLICY in held and held[POLICY].version == version}
         return fitting or {member.index for member, _ in told}
-
-    async def versions(self, policy: str = POLICY) -> Sequence[Acknowledged]:
-        """See `Rollouts.versions`; `policy` selects one of several."""
-        return [held[policy] for _, held in await self._held(ANSWER_S) if policy in held]
-
-    async def _held(self, deadline_s: float) -> list[tuple[PoolMember[RolloutWorker], dict[str, Acknowledged]]]:
-        live = self._live()
-        return await self._heard(live, [m.worker.within(deadline_s).call(RolloutWorker.held) for m in live])
 
     async def loads(self, policy: str = POLICY) -> Sequence[ReplicaLoad]:
         """See `Rollouts.loads`; `policy` selects one of several."""

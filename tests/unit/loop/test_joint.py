@@ -16,7 +16,7 @@ from rlsys.loop.group_queue import Permit
 from rlsys.loop.multi_policy import Joint
 from rlsys.simulate.virtual_clock import run_virtual
 from rlsys.testing import tasks
-from rlsys.types import Acknowledged, Assignment, Group, ReplicaLoad, Score, Task
+from rlsys.types import Assignment, Group, ReplicaLoad, Score, Task
 from tests.groups import group as group_of
 from tests.groups import hand_in, queue_of
 
@@ -53,9 +53,6 @@ class Workers:
         return graft.group
 
     async def restart(self, worker: str, on_recovery: Callable[[str, float], None]) -> None: ...
-
-    async def versions(self, policy: str = "policy") -> list[Acknowledged]:
-        return []
 
     async def loads(self, policy: str = "policy") -> list[ReplicaLoad]:
         return []

@@ -10,7 +10,7 @@ from rlsys.errors import WorkerDied
 from rlsys.loop.repack import Repacker
 from rlsys.monitoring.events import Event, Events, TrajectoriesMoved
 from rlsys.testing import EventRecorder, run_virtual
-from rlsys.types import Acknowledged, Assignment, EngineStats, ReplicaLoad
+from rlsys.types import Assignment, EngineStats, ReplicaLoad
 
 
 class Looks:
@@ -40,9 +40,6 @@ class Looks:
 
     async def restart(self, worker: str, on_recovery: object) -> None:
         raise NotImplementedError
-
-    async def versions(self) -> Sequence[Acknowledged]:
-        return []
 
     def placements(self) -> Mapping[int, str]:
         return {}
