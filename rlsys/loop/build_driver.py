@@ -13,7 +13,7 @@ from rlsys.contracts import Rewards, Rollouts, Workers
 from rlsys.data.task_source import TaskSource
 from rlsys.loop.checkpoint import Checkpoints
 from rlsys.loop.driver import Driver
-from rlsys.loop.evaluation import EvalRules, EvaluationLane, Evaluator
+from rlsys.loop.evaluation import EvaluationLane, Evaluator
 from rlsys.loop.failure_policy import FailurePolicy
 from rlsys.loop.group_queue import GroupQueue
 from rlsys.loop.learner import BatchShape
@@ -68,8 +68,7 @@ def evaluator_of(
     """Build the evaluator of `sets` from the section `eval`."""
     section = config.eval
     max_open = max(1, 2 * section.replicas * config.rollout.slots // section.samples)
-    rules = EvalRules(section.samples, section.temperature, config.run.seed, section.pass_reward, max_open)
-    return Evaluator(rollouts, rewards, failures_of(config), events, sets, rules)
+    return Evaluator(rollouts, rewards, failures_of(config), events, sets, section, config.run.seed, max_open)
 
 
 def shape_of(config: Config) -> BatchShape:

@@ -11,12 +11,13 @@ import asyncio
 import json
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from itertools import count
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
+from rlsys.config.sections import EvalSection
 from rlsys.contracts import PinnedRollouts, Rewards, Rollouts
 from rlsys.data.task_source import content_hash
 from rlsys.errors import PayloadLost, RlsysError, TaskTooLong, WeightsMismatch
@@ -109,7 +110,7 @@ def ks_up_to(samples: int) -> list[int]:
     return sorted({*(1 << i for i in range(samples.bit_length())), samples})
 
 
-def eval_metrics_of(groups: Sequence[Group], *, samples: int, pass_reward: float, num_too_long: int) -> EvalMetrics:
+def eval_metrics_of(groups: Sequence[Group], samples: int, pass_reward: float, num_too_long: int) -> EvalMetrics:
     """Return the metrics of scored groups, one per task. A sample passes with a reward of at least `pass_reward`.
 
     Raises `RlsysError` if no sample was scored.
@@ -138,22 +139,6 @@ def eval_metrics_of(groups: Sequence[Group], *, samples: int, pass_reward: float
     )
 
 
-@dataclass(frozen=True, slots=True)
-class EvalRules:
-    """Sampling and scoring rules of an evaluation."""
-
-    samples: int
-    """Samples per task."""
-    temperature: float
-    """Temperature of `rollouts`; only recorded here."""
-    seed: int
-    """The same for every evaluation, so that two evaluations differ only by their weights."""
-    pass_reward: float
-    """Lowest reward of a sample that passes."""
-    max_open: int
-    """Tasks rolled out or scored concurrently, over all data sets."""
-
-
 @dataclass
 class Evaluator:
     """Samples and scores every task of every data set, on the weights loaded in `rollouts`."""
@@ -163,10 +148,15 @@ class Evaluator:
     failures: FailurePolicy
     events: Events
     sets: Mapping[str, Sequence[Task]]
-    rules: EvalRules
+    rules: EvalSection
+    """Samples of a task, and the reward of one that passes. `rollouts` have its temperature, which is only recorded."""
+    seed: int
+    """The same for every evaluation, so that two evaluations differ only by their weights."""
+    max_open: int
+    """Tasks rolled out or scored concurrently, over all data sets."""
 
     def __post_init__(self) -> None:
-        self._room = asyncio.Semaphore(self.rules.max_open)
+        self._room = asyncio.Semaphore(self.max_open)
         self._retries = Retries(self.events, self.failures.decide)
 
     async def measure(self, dataset: str, version: PolicyVersion = 0, check: GroupCheck | None = None) -> EvalMetrics:
@@ -183,11 +173,8 @@ class Evaluator:
             ]
         scored = [done.result() for done in scoring]
         groups = [group for group in scored if group is not None]
-        rules, num_too_long = self.rules, len(scored) - len(groups)
         try:
-            return eval_metrics_of(
-                groups, samples=rules.samples, pass_reward=rules.pass_reward, num_too_long=num_too_long
-            )
+            return eval_metrics_of(groups, self.rules.samples, self.rules.pass_reward, len(scored) - len(groups))
         except RlsysError as error:
             raise RlsysError(f"evaluation on {dataset}: {error}") from error
 
@@ -195,7 +182,7 @@ class Evaluator:
         self, group_id: int, task: Task, version: PolicyVersion, check: GroupCheck | None
     ) -> Group | None:
         """Return the scored group of one task; None if its prompt exceeds the limit."""
-        assignment = Assignment(group_id, task, self.rules.samples, version, group_seed(self.rules.seed, group_id))
+        assignment = Assignment(group_id, task, self.rules.samples, version, group_seed(self.seed, group_id))
         async with self._room:
             for attempt in count(1):
                 try:
@@ -327,10 +314,15 @@ class EvaluationLane:
 
     def _measured(self, dataset: str, version: PolicyVersion) -> dict[str, str | float]:
         """Return all that determines a result: the weights, the tasks (after `eval.limit`) and the rules."""
-        rules: dict[str, Any] = asdict(self.evaluator.rules)
-        del rules["max_open"]
-        tasks = content_hash(self.evaluator.sets[dataset])
-        return {"hash": self.weights.published[version], "tasks": tasks, **rules}
+        rules = self.evaluator.rules
+        return {
+            "hash": self.weights.published[version],
+            "tasks": content_hash(self.evaluator.sets[dataset]),
+            "samples": rules.samples,
+            "temperature": rules.temperature,
+            "seed": self.evaluator.seed,
+            "pass_reward": rules.pass_reward,
+        }
 
     def _write(self, dataset: str, version: PolicyVersion, measures: EvalMetrics) -> None:
         path = self._path(dataset, version)

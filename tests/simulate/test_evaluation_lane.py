@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlsys.config.sections import EvalSection
 from rlsys.contracts import GroupScores, RolledOut, Workers
 from rlsys.errors import NoProgress, RlsysError, RunAborted
 from rlsys.loop.checkpoint import find_latest
 from rlsys.loop.driver import Driver
-from rlsys.loop.evaluation import EvalRules, EvaluationLane, Evaluator
+from rlsys.loop.evaluation import EvaluationLane, Evaluator
 from rlsys.monitoring.events import EvalDone, Event, StepDone, WorkerRestarted
 from rlsys.testing import (
     EventRecorder,
@@ -33,7 +34,7 @@ from rlsys.types import Acknowledged, Assignment, Group, Score, Task, VersionSpa
 from tests.simulate.world import driver_on, go_on, latencies
 
 NUM_TASKS = {"held_out": 5, "hard": 3}
-RULES = EvalRules(samples=2, temperature=1.0, seed=0, pass_reward=0.5, max_open=4)
+RULES = EvalSection(samples=2, temperature=1.0, pass_reward=0.5)
 
 
 class TellingRewards(FakeRewards):
@@ -74,7 +75,7 @@ def evaluated(
     rollouts = driver.workers.evaluation
     assert rollouts is not None
     sets = {name: tasks(count) for name, count in NUM_TASKS.items()}
-    evaluator = Evaluator(rollouts, driver.workers.rewards, driver.failures, driver.events, sets, RULES)
+    evaluator = Evaluator(rollouts, driver.workers.rewards, driver.failures, driver.events, sets, RULES, 0, 4)
     driver.evaluation = EvaluationLane(evaluator, rollouts, driver.weights, every, steps, folder / "evaluations")
     return driver
 
@@ -147,7 +148,7 @@ def test_it_equals_an_evaluation_of_that_version_without_training(tmp_path):
         world.relay = done.step
         driver = driver_on(world, tmp_path)
         sets = {done.dataset: tasks(NUM_TASKS[done.dataset])}
-        alone = Evaluator(FakeRollouts(world), TellingRewards(world), driver.failures, driver.events, sets, RULES)
+        alone = Evaluator(FakeRollouts(world), TellingRewards(world), driver.failures, driver.events, sets, RULES, 0, 4)
         assert run_virtual(alone.measure(done.dataset)).as_metrics(done.dataset) == done.metrics
 
 
@@ -396,13 +397,14 @@ def test_other_weights_of_the_same_step_are_measured_again(tmp_path):
     assert sorted(resumed(OtherWorld(), tmp_path)) == [(6, "hard"), (6, "held_out")]
 
 
-def due(folder: Path, rules: EvalRules = RULES, num_hard: int = NUM_TASKS["hard"]) -> list[tuple[int, str]]:
+def due(folder: Path, num_hard: int = NUM_TASKS["hard"], max_open: int = 4, **rules: float) -> list[tuple[int, str]]:
     """What is measured where a run goes on from its last checkpoint with these rules and tasks."""
     recorder = EventRecorder()
     driver = evaluated(FakeWorld(), folder, recorder)
     lane = driver.evaluation
     assert isinstance(lane, EvaluationLane)
-    lane.evaluator.rules = rules
+    lane.evaluator.rules = RULES.model_copy(update=rules)
+    lane.evaluator.max_open = max_open
     lane.evaluator.sets = {**lane.evaluator.sets, "hard": tasks(num_hard)}
     run_virtual(go_on(driver))
     return sorted((e.step, e.dataset) for e in recorder.of(EvalDone))
@@ -413,9 +415,9 @@ def test_changed_rules_or_tasks_measure_the_same_weights_again(tmp_path):
     assert due(tmp_path) == []
     assert due(tmp_path, num_hard=2) == [(6, "hard")]
     both = [(6, "hard"), (6, "held_out")]
-    assert due(tmp_path, replace(RULES, samples=3)) == both
-    assert due(tmp_path, replace(RULES, temperature=0.5)) == both
-    assert due(tmp_path, replace(RULES, pass_reward=1.0)) == both
+    assert due(tmp_path, samples=3) == both
+    assert due(tmp_path, temperature=0.5) == both
+    assert due(tmp_path, pass_reward=1.0) == both
     row = json.loads((tmp_path / "evaluations/hard/step_000006.json").read_text())
     assert (row["samples"], row["temperature"], row["seed"], row["pass_reward"]) == (2, 1.0, 0, 1.0)
-    assert due(tmp_path, replace(RULES, pass_reward=1.0, max_open=2)) == []
+    assert due(tmp_path, pass_reward=1.0, max_open=2) == []

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from rlsys.config.sections import EvalSection
 from rlsys.contracts import RolledOut
 from rlsys.errors import RlsysError, RunAborted, TaskTooLong, WeightsMismatch, first_of
-from rlsys.loop.evaluation import EvalMetrics, EvalRules, Evaluator
+from rlsys.loop.evaluation import EvalMetrics, Evaluator
 from rlsys.loop.failure_policy import FailurePolicy
 from rlsys.monitoring.events import Events, WorkerFailed
 from rlsys.testing import EventRecorder, FakeRewards, FakeRollouts, FakeWorld, Fault, run_virtual, tasks
@@ -31,7 +32,7 @@ class Watched:
         self.world.relay = 0
         self._rollouts = FakeRollouts(self.world)
         fake = self._rollouts
-        self.restart, self.versions, self.loads = fake.restart, fake.versions, fake.loads
+        self.restart, self.loads = fake.restart, fake.loads
         self.move, self.placements = fake.move, fake.placements
 
     async def run(self, assignment: Assignment) -> RolledOut:
@@ -61,7 +62,9 @@ def evaluator_on(
         FailurePolicy(max_attempts=3, max_failed_groups=max_failed_groups, max_no_signal_groups=4),
         Events([recorder] if recorder else []),
         {name: tasks(count) for name, count in sets.items()},
-        EvalRules(samples, temperature=1.0, seed=0, pass_reward=1.0, max_open=3),
+        EvalSection(samples=samples, temperature=1.0, pass_reward=1.0),
+        seed=0,
+        max_open=3,
     )
 
 
