@@ -297,7 +297,7 @@ class RunState:
         places = {entry.group_id: place for place, entry in enumerate(state.ledger.pending[:room])}
         groups = await self.workers.actor.load_groups(checkpoint / GROUPS)
         finished = [group for group in groups if group.group_id in places]
-        finished = [group for group in finished if queue.is_in_time(group, places[group.group_id], version)]
+        finished = [g for g in finished if g.oldest_version >= queue.oldest_at(places[g.group_id], version)]
         self.weights.published |= state.published
         queue.restore(state.ledger, version, num_groups, finished)
         self.checkpoints.last_saved = version

@@ -65,12 +65,10 @@ class InFlightGroup:
     num_losses: int = 0
     """Losses of the group's payload in this session."""
     state: State = State.ISSUED
-    reason: str = ""
-    """Reason of a drop: `stale`, `failed`, `too_long` or `no_signal`."""
     replica: str = ""
     """Replica of the last observed placement."""
-    entered_s: dict[State, float] = field(default_factory=dict)
-    """Time of each transition, by new state, in seconds of `rlsys.util.deadlines.now`."""
+    began_s: float | None = None
+    """Start of its rollout, in seconds of `rlsys.util.deadlines.now`."""
     episodes: Group | None = None
     """The rolled-out group, with its scores once it is SCORED."""
     columns: dict[str, Ref] = field(default_factory=dict)
@@ -106,7 +104,6 @@ class InFlightGroup:
         if state not in _NEXT.get(self.state, ()):
             raise RuntimeError(f"group {self.group_id} is {self.state.name} and cannot become {state.name}")
         self.state = state
-        self.entered_s[state] = deadlines.now()
 
     def check(self, state: State) -> None:
         """Raise `RuntimeError` unless the attempt is in this state."""
@@ -150,8 +147,6 @@ class GroupQueue:
     """Attempts beyond the first of each group."""
     num_refused: int = 0
     """Results that were handed in twice, or for an attempt that is over."""
-    num_finished: int = field(default=0, init=False)
-    """Groups in state READY, waiting for the learner."""
 
     def __post_init__(self) -> None:
         self._arrivals = {consumer: asyncio.Event() for consumer in (LEARNER, *self.signals)}
@@ -175,16 +170,13 @@ class GroupQueue:
         """Return the maximum staleness of tokens trained by the step of `version`."""
         return 0 if version < self.synchronous_until else self.staleness_bound
 
-    def is_in_time(self, group: Group, place: int, version: PolicyVersion) -> bool:
-        """Return True if a finished group stays within the bound, with `place` older groups before it from `version`
-        on. As many younger groups as the window allows may overtake it."""
-        return group.oldest_version >= self._oldest_in_time(place, version)
-
     def oldest_in_time(self, group_id: int) -> PolicyVersion:
         """Return the oldest version allowed for tokens of this group in flight, whenever the learner takes it."""
-        return self._oldest_in_time(sum(other < group_id for other in self.groups), self.version)
+        return self.oldest_at(sum(other < group_id for other in self.groups), self.version)
 
-    def _oldest_in_time(self, place: int, version: PolicyVersion) -> PolicyVersion:
+    def oldest_at(self, place: int, version: PolicyVersion) -> PolicyVersion:
+        """Return the same for a group with `place` older groups before it from `version` on. As many younger groups as
+        the window allows may overtake it."""
         num_before = place if version < self.synchronous_until else place + self.window - 1
         return version + num_before // self.groups_per_step - self.bound_at(version)
 
@@ -194,6 +186,11 @@ class GroupQueue:
     def num_permits(self) -> int:
         """Permits that are free, held, or of a finished group: `permits_at`, or fewer only near the end."""
         return self._free.qsize() + self._num_held + sum(g.is_offered and not g.is_over for g in self.groups.values())
+
+    @property
+    def num_finished(self) -> int:
+        """Groups in state READY, waiting for the learner."""
+        return sum(group.state is State.READY for group in self.groups.values())
 
     @property
     def finished(self) -> list[InFlightGroup]:
@@ -215,7 +212,7 @@ class GroupQueue:
         said = f"task {group.assignment.task.id}"
         if group.state is State.REISSUED:
             return f"{said}, waits to be issued again"
-        lasts_s = deadlines.now() - group.entered_s.get(State.ROLLING_OUT, deadlines.now())
+        lasts_s = 0.0 if group.began_s is None else deadlines.now() - group.began_s
         if replica is not None and group.state is State.ROLLING_OUT:
             lease = f"lease ends in {self.lease_s - lasts_s:.0f} s"
             return f"{said}, attempt {group.attempt}, {replica} since {lasts_s:.0f} s, {lease}"
@@ -296,7 +293,7 @@ class GroupQueue:
             self.offer(group)
 
     def _start_over(self, version: PolicyVersion, num_groups: int, num_finished: int = 0) -> None:
-        self.version, self.num_groups, self.num_finished = version, num_groups, 0
+        self.version, self.num_groups = version, num_groups
         self.groups: dict[int, InFlightGroup] = {}
         """By group id, oldest first: the latest attempt at every group that is issued or waits to be reissued."""
         self._ready: dict[str, list[int]] = {consumer: [] for consumer in self._arrivals}
@@ -336,8 +333,7 @@ class GroupQueue:
     def renew(self, permit: Permit, episodes: Group) -> None:
         """Replace the episodes by `episodes` of another payload; columns of the old ones are refused."""
         (before := permit.group).check(State.ROLLED_OUT)
-        entered_s = {**before.entered_s}
-        permit.group = replace(before, state=State.ROLLING_OUT, columns={}, annotators=set(), entered_s=entered_s)
+        permit.group = replace(before, state=State.ROLLING_OUT, columns={}, annotators=set())
         self._enter(before, State.REISSUED)
         self.groups[before.group_id] = permit.group
         self._fill(permit.group, episodes)
@@ -399,7 +395,6 @@ class GroupQueue:
     def drop(self, group: InFlightGroup, reason: str, detail: str) -> None:
         """Drop a group, counted under `reason`. Its permit is free for another group, at the newest version."""
         self._enter(group, State.DROPPED)
-        group.reason = reason
         self.dropped[reason] += 1
         self.ledger.drop(group.group_id)
         self.events.emit(GroupDropped(group.group_id, group.assignment.task.id, reason, detail))
@@ -407,7 +402,8 @@ class GroupQueue:
     def _enter(self, group: InFlightGroup, state: State) -> None:
         before = group.state
         group.enter(state)
-        self.num_finished += (state is State.READY) - (before is State.READY)
+        if state is State.ROLLING_OUT:
+            group.began_s = deadlines.now()
         if state is State.READY:
             heapq.heappush(self._ready[LEARNER], group.group_id)
         if before is State.TAKEN:
