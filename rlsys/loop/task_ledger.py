@@ -23,6 +23,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
 from rlsys.config.sections import CurationSection, fewer
@@ -60,7 +61,7 @@ class TallyUpdate:
 
 @dataclass(frozen=True, slots=True)
 class CurriculumState:
-    """Curriculum state in a checkpoint."""
+    """Task histories of the curriculum, as in a checkpoint."""
 
     tallies: dict[str, Tally] = field(default_factory=dict)
     """By task id."""
@@ -94,9 +95,7 @@ class Curriculum:
         """Groups that received a stored success."""
         self.num_too_old = 0
         """Groups without a success whose stored success is older than the staleness bound allows."""
-        self._tallies: dict[str, Tally] = {}
-        self._scored: dict[int, TallyUpdate] = {}
-        self._settled: list[TallyUpdate] = []
+        self._history = CurriculumState()
         self._successes: OrderedDict[str, _Success] = OrderedDict()
         """By task id, the least recently stored or used first."""
         self._moment = 0
@@ -106,14 +105,14 @@ class Curriculum:
 
     def passes_over(self, task_id: str) -> bool:
         """Return True if the next task is to be skipped this time, and count it."""
-        rules, tally = self.rules, self._known(task_id)
+        rules, tally, tallies = self.rules, self._known(task_id), self._history.tallies
         low, high = rules.success_within
         if tally is None or low <= tally.rate <= high:
             return False
         if rules.look_again and tally.num_passed >= rules.look_again:
-            del self._tallies[task_id]
+            del tallies[task_id]
             return False
-        self._tallies[task_id] = replace(tally, num_passed=tally.num_passed + 1)
+        tallies[task_id] = replace(tally, num_passed=tally.num_passed + 1)
         self.num_passed_over += 1
         return True
 
@@ -127,7 +126,7 @@ class Curriculum:
 
     def _known(self, task_id: str) -> Tally | None:
         """Return the tally of a task if it has enough episodes, else None."""
-        tally = self._tallies.get(task_id)
+        tally = self._history.tallies.get(task_id)
         return tally if tally is not None and tally.num_episodes >= self.rules.min_episodes else None
 
     # ----------------------------------------------------------------------------------------------------------- score
@@ -137,7 +136,7 @@ class Curriculum:
         rewards = group.rewards()
         if self.rules.needs_history:
             num_successes = sum(self._is_success(reward) for reward in rewards.values())
-            self._scored[group.group_id] = TallyUpdate(group.task_id, num_successes, len(rewards))
+            self._history.scored[group.group_id] = TallyUpdate(group.task_id, num_successes, len(rewards))
         if self.rules.stored_successes and rewards:
             best = max(rewards, key=lambda episode: rewards[episode])
             if self._is_success(rewards[best]):
@@ -169,7 +168,7 @@ class Curriculum:
 
     def lose(self, group_id: int, task_id: str) -> None:
         """Discard the scores of an open group whose payload is lost; the group is reissued."""
-        self._scored.pop(group_id, None)
+        self._history.scored.pop(group_id, None)
         self.forget(group_id, task_id)
 
     def forget(self, group_id: int, task_id: str) -> None:
@@ -185,17 +184,17 @@ class Curriculum:
 
     def settle(self, group_id: int) -> None:
         """Settle a trained or dropped group: its scores count once the next step is published."""
-        if (tally_update := self._scored.pop(group_id, None)) is not None:
-            self._settled.append(tally_update)
+        if (tally_update := self._history.scored.pop(group_id, None)) is not None:
+            self._history.settled.append(tally_update)
 
     def publish(self) -> None:
         """Add the scores of all settled groups to the tallies, when a step is published."""
-        for tally_update in self._settled:
-            before = self._tallies.get(tally_update.task_id, Tally(0, 0))
-            self._tallies[tally_update.task_id] = Tally(
-                before.num_successes + tally_update.num_successes, before.num_episodes + tally_update.num_episodes
-            )
-        self._settled.clear()
+        tallies = self._history.tallies
+        for new in self._history.settled:
+            before = tallies.get(new.task_id, Tally(0, 0))
+            num_successes = before.num_successes + new.num_successes
+            tallies[new.task_id] = Tally(num_successes, before.num_episodes + new.num_episodes)
+        self._history.settled.clear()
         self._moment += 1
 
     # ----------------------------------------------------------------------------------------------- metrics and state
@@ -215,16 +214,13 @@ class Curriculum:
 
     def state(self) -> CurriculumState:
         """Return the state for a checkpoint."""
-        return CurriculumState(dict(self._tallies), dict(self._scored), list(self._settled))
+        return deepcopy(self._history)
 
     def restore(self, state: CurriculumState, finished: Collection[int]) -> None:
         """Restore `state`. Scores of groups outside `finished` are discarded, since those are rolled out again."""
-        if not self.rules.needs_history:
-            state = CurriculumState()
-        self._tallies, self._settled = dict(state.tallies), list(state.settled)
-        self._scored = {
-            group_id: tally_update for group_id, tally_update in state.scored.items() if group_id in finished
-        }
+        self._history = deepcopy(state) if self.rules.needs_history else CurriculumState()
+        for group_id in self._history.scored.keys() - set(finished):
+            del self._history.scored[group_id]
 
 
 @dataclass(frozen=True, slots=True)
