@@ -276,10 +276,10 @@ def inspect_data(
         raise typer.BadParameter(f"--columns {unpaired}: give OURS=THEIRS, as in prompt=problem")
     from rlsys import launch
     from rlsys.config.loader import load
-    from rlsys.config.schema import ColumnsSection
     from rlsys.data.inspection import lines_of
+    from rlsys.data.row_adapters import Columns
 
-    names = load(ColumnsSection, [], columns or []).names()
+    names = load(Columns, [], columns or [])
     found = launch.inspect_data(path, columns=names, model=model, max_prompt_tokens=max_prompt_tokens)
     _echo(asdict(found), lines_of(found), as_json=as_json)
 

@@ -76,32 +76,13 @@ class ModelSection(Section):
     """Type of the weights for generation and gradients; the optimizer always keeps a float32 copy."""
 
 
-ColumnName = Annotated[str, Field(min_length=1)]
-
-
-class ColumnsSection(Section):
-    """Column names of the parts of a task; `a.b` addresses a key inside an object."""
-
-    prompt: ColumnName | None = None
-    """Text or messages; None: `prompt`, `messages` or `question`."""
-    answer: ColumnName | None = None
-    """Correct answer; None: the first with a value of `reward_model.ground_truth` (verl), `reward_spec.ground_truth`
-    (SkyRL), `answer`, `ground_truth`, `solution` and `label`."""
-    id: ColumnName | None = None
-    """Stable id of the row; None: `id`, or else a hash of the content."""
-
-    def names(self) -> Columns:
-        """The same names in the form that `load_tasks` takes."""
-        return Columns(prompt=self.prompt, answer=self.answer, id=self.id)
-
-
 class DataSection(Section):
     """The training tasks."""
 
     path: str = Field(min_length=1)
     """JSONL or parquet file, folder or hub data set, of plain, TRL prompt-only, verl or SkyRL rows. `#split` at the end
     selects one of several splits, and `org/name:config` a configuration of a hub data set."""
-    columns: ColumnsSection = ColumnsSection()
+    columns: Columns = Columns()
     """Column names that differ from those of the supported forms, in evaluation data too."""
     max_prompt_tokens: PositiveInt = 1024
     """A longer prompt is dropped and counted as `too_long`."""

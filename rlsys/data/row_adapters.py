@@ -22,9 +22,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import orjson
+from pydantic import BaseModel, ConfigDict, Field
 from xxhash import xxh3_64_hexdigest
 
 from rlsys.types import Json, Message, Prompt, Task
@@ -46,13 +47,20 @@ _LIKELY: Mapping[Part, tuple[str, ...]] = {
 """Common names of each part. They only choose the name that a message proposes; no data is read by them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Columns:
-    """Column names of the parts of a task; None: searched by the rules above. `a.b` looks inside objects."""
+ColumnName = Annotated[str, Field(min_length=1)]
 
-    prompt: str | None = None
-    answer: str | None = None
-    id: str | None = None
+
+class Columns(BaseModel):
+    """Column names of the parts of a task; `a.b` addresses a key inside an object."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    prompt: ColumnName | None = None
+    """Text or messages; None: `prompt`, `messages` or `question`."""
+    answer: ColumnName | None = None
+    """Correct answer; None: the first with a value of `reward_model.ground_truth` (verl), `reward_spec.ground_truth`
+    (SkyRL), `answer`, `ground_truth`, `solution` and `label`."""
+    id: ColumnName | None = None
+    """Stable id of the row; None: `id`, or else a hash of the content."""
 
     def name(self, part: Part) -> str | None:
         """Return the configured column of `part`."""

@@ -95,7 +95,7 @@ def eval_sets(config: Config) -> dict[str, Sequence[Task]]:
 def _tasks(key: str, path: str, config: Config) -> Sequence[Task]:
     """Load the tasks at `path`, the value of `key`. A `DataError` begins with `key`."""
     try:
-        return load_tasks(path, config.data.columns.names())
+        return load_tasks(path, config.data.columns)
     except DataError as error:
         raise DataError(f"{key}: {error}") from error
 

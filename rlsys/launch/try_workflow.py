@@ -157,12 +157,12 @@ def _task_of(config: Config, text: str) -> Task:
     if text.lstrip().startswith("{"):
         try:
             row = json.loads(text)
-            return task_of(row, sniff([row], config.data.columns.names()))
+            return task_of(row, sniff([row], config.data.columns))
         except (ValueError, RowProblem) as problem:
             raise DataError(f"--task: not a row of data: {problem}") from None
     if config.data.path == _NONE:
         raise DataError(f'--task {text}: there is no data to find it in; give a row, as in \'{{"prompt": "2+3?"}}\'')
-    tasks = load_tasks(config.data.path, config.data.columns.names())
+    tasks = load_tasks(config.data.path, config.data.columns)
     named = next((task for task in tasks if task.id == text), None)
     if named is None and text.isdecimal() and int(text) < len(tasks):
         return tasks[int(text)]

@@ -282,7 +282,7 @@ def test_a_conversation_that_ends_with_an_answer_is_no_prompt(tmp_path: Path):
 def test_the_configuration_names_columns_and_refuses_parts_there_are_not():
     needed = ["run.steps=1", "model.path=m", "data.path=d"]
     columns = Config.load([], [*needed, "data.columns.prompt=problem", "data.columns.answer=meta.gold"]).data.columns
-    assert columns.names() == Columns(prompt="problem", answer="meta.gold")
+    assert columns == Columns(prompt="problem", answer="meta.gold")
     with pytest.raises(ConfigError) as caught:
         Config.load([], [*needed, "data.columns.promt=problem", "data.columns.answer="])
     assert "data.columns.promt: unknown key; did you mean `data.columns.prompt`?" in str(caught.value)
