@@ -24,6 +24,12 @@ def nested(problems: Iterable[Problem]) -> PydanticCustomError:
     return PydanticCustomError(NESTED, "{text}", {"text": text, "problems": listed})
 
 
+def refuse(problems: Iterable[Problem]) -> None:
+    """Raise these problems as one error, see `nested`, if there are any."""
+    if listed := list(problems):
+        raise nested(listed)
+
+
 def union_tag(name: str) -> str:
     """Tag for one form of a key that has several. Pydantic adds it to locations, although the user did not type it."""
     return f"<{name}>"

@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from rlsys.config.config_problems import Problem, nearest, nested, union_tag
+from rlsys.config.config_problems import nearest, nested, refuse, union_tag
 from rlsys.config.sections import Section
 from rlsys.rewards.reward_function import MODEL, RewardSpec
 from rlsys.rewards.reward_registry import BUILTIN, JUDGE, JUDGE_TIMEOUT_S
@@ -146,9 +146,7 @@ class RewardSection(Section):
         if not isinstance(fn, str | list | tuple | None):
             raise ValueError(f"give one function, such as `exact`, or a list, such as [{{fn: exact}}] (got {fn!r})")
         items = [] if fn is None or isinstance(fn, str) else fn
-        names = [((index,), f"write it as {{fn: {item}}}") for index, item in enumerate(items) if isinstance(item, str)]
-        if names:
-            raise nested(names)
+        refuse(((i,), f"write it as {{fn: {item}}}") for i, item in enumerate(items) if isinstance(item, str))
         return fn
 
     @field_validator("fn")
@@ -166,13 +164,11 @@ class RewardSection(Section):
         taken = Counter(item.label for item in fn)
         if has_model:
             taken[MODEL] += 1
-        problems: list[Problem] = [
+        refuse(
             ((index, "name"), f"{item.label!r} is the name of another function too; give each a different `name`")
             for index, item in enumerate(fn)
             if taken[item.label] > 1
-        ]
-        if problems:
-            raise nested(problems)
+        )
         return fn
 
     @model_validator(mode="after")

@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from rlsys.algorithm import Algorithm, Signal, version_after
-from rlsys.config.config_problems import nested
+from rlsys.config.config_problems import nested, refuse
 from rlsys.config.plugins import (
     ALGORITHMS,
     STABILIZERS,
@@ -403,15 +403,13 @@ class Config(Section):
         sections = {name: info.data[name] for name in info.data if name not in ("policies", "agents")}
         if len(sections) + 2 < len(cls.model_fields):  # another section is invalid, which is reported
             return policies
-        if problems := list(problems_of(cls, policies, sections)):
-            raise nested(problems)
+        refuse(problems_of(cls, policies, sections))
         return policies
 
     @field_validator("agents")
     @classmethod
     def _are_bound(cls, agents: dict[str, str], info: ValidationInfo) -> dict[str, str]:
-        if problems := list(unbound(agents, info.data.get("policies", dict.fromkeys(agents.values())))):
-            raise nested(problems)
+        refuse(unbound(agents, info.data.get("policies", dict.fromkeys(agents.values()))))
         return agents
 
     @field_validator("rollout")
@@ -428,18 +426,15 @@ class Config(Section):
         if rollout.resident_versions is not None and not is_beside:
             text = f"needs weight_change beside: with {change} a replica keeps one version at a time"
             problems.append((("resident_versions",), text))
-        if problems:
-            raise nested(problems)
+        refuse(problems)
         return rollout
 
     @field_validator("curation")
     @classmethod
     def _goes_with_the_rest(cls, curation: CurationSection, info: ValidationInfo) -> CurationSection:
         algorithm, asynchrony = info.data.get("algorithm"), info.data.get("asynchrony")
-        if algorithm is None:
-            return curation
-        if problems := curation.problems(algorithm, asynchrony and asynchrony.max_staleness):
-            raise nested(problems)
+        if algorithm is not None:
+            refuse(curation.problems(algorithm, asynchrony and asynchrony.max_staleness))
         return curation
 
     @field_validator("asynchrony")

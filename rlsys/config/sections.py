@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from rlsys.algorithm import Algorithm
-from rlsys.config.config_problems import Problem, nearest, nested
+from rlsys.config.config_problems import Problem, nearest, refuse
 from rlsys.errors import ConfigError
 from rlsys.monitoring.alerts import RULES
 
@@ -132,8 +132,7 @@ def _named(data: object) -> object:
 
 def _well_named(data: dict[str, str]) -> dict[str, str]:
     text = "the name of a data set is letters, digits, `_`, `-` and `.`; give another, as in {NAME: PATH}"
-    if problems := [((name,), text) for name in data if not _is_name(name)]:
-        raise nested(problems)
+    refuse(((name,), text) for name in data if not _is_name(name))
     return data
 
 
@@ -174,8 +173,7 @@ class EvalSection(Section):
             problems.append((("samples",), text))
         if 0 < self.temperature < 0.01:
             problems.append((("temperature",), "engines cannot tell it from 0.01; set 0 for greedy, or 0.01 or more"))
-        if problems:
-            raise nested(problems)
+        refuse(problems)
         return self
 
 
@@ -192,9 +190,8 @@ class DashboardSection(Section):
 
 
 def _known(thresholds: dict[str, float | None]) -> dict[str, float | None]:
-    if unknown := [name for name in thresholds if name not in RULES]:
-        there = f"there are: {', '.join(RULES)}"
-        raise nested(((name,), f"no such alert; {nearest(name, RULES, there)}") for name in unknown)
+    there = f"there are: {', '.join(RULES)}"
+    refuse(((name,), f"no such alert; {nearest(name, RULES, there)}") for name in thresholds if name not in RULES)
     return thresholds
 
 

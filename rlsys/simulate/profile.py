@@ -28,7 +28,7 @@ from pydantic import (
 )
 
 from rlsys.config import Config
-from rlsys.config.config_problems import nested
+from rlsys.config.config_problems import refuse
 from rlsys.config.loader import load
 from rlsys.config.sections import Section
 from rlsys.errors import ConfigError
@@ -308,8 +308,7 @@ class Profile(Section):
         if longest is not None and longest > self.cache_tokens:
             text = f"an episode may hold {longest:.0f} tokens (prompt and response caps): one would not fit"
             problems.append((("cache_tokens",), text))
-        if problems:
-            raise nested(problems)
+        refuse(problems)
         return self
 
     @property
