@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from rlsys.errors import ConfigError
 from rlsys.types import Group, PolicyVersion
@@ -73,6 +73,10 @@ class TrajectoryAdvantage:
     advantage: float
     sample: int | None = None
     """Index of the sample in the trajectory; None for all samples."""
+
+
+Assigned: TypeAlias = Sequence[Sequence[TrajectoryAdvantage]]
+"""Advantages assigned in a step: for each of its groups those of trajectories."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from rlsys.algorithm import Signal, TrajectoryAdvantage
+from rlsys.algorithm import Assigned, Signal
 from rlsys.batch.packing import BatchPlan
 from rlsys.errors import WorkerError
 from rlsys.types import (
@@ -225,12 +225,7 @@ class Actor(TrainedModel, Protocol):
         """
 
     async def record(
-        self,
-        path: Path,
-        step: int,
-        tasks: Sequence[Task],
-        groups: Sequence[Group],
-        assigned: Sequence[Sequence[TrajectoryAdvantage]],
+        self, path: Path, step: int, tasks: Sequence[Task], groups: Sequence[Group], assigned: Assigned
     ) -> None:
         """Write the groups of the last trained step, for people and for `rlsys replay`. The file contains prompts,
         completions, scores and advantages. Raises `PayloadLost`."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
-from rlsys.algorithm import Algorithm, Signal, StepAdvantages, TrajectoryAdvantage
+from rlsys.algorithm import Algorithm, Assigned, Signal, StepAdvantages
 from rlsys.batch.packing import BatchPlan, num_trained, plan_batch
 from rlsys.contracts import TrainedModel, TrainStats, Workers
 from rlsys.errors import ConfigError, NoSignal, NothingToTrain, PayloadLost, RlsysError, TrainingError
@@ -28,7 +28,6 @@ from rlsys.types import Group, PolicyVersion
 T = TypeVar("T")
 REFERENCE = "reference"
 """Name of the worker that computes columns of a frozen model."""
-_Advantages: TypeAlias = Sequence[Sequence[TrajectoryAdvantage]]
 _Model: TypeAlias = Literal["actor", "critic"]
 
 
@@ -44,7 +43,7 @@ class BatchShape:
     budget: int | None = None
     """Divisor, in tokens, of a sample's loss sum for an algorithm that averages over a budget and sets none."""
 
-    def plan(self, groups: Sequence[Group], assigned: _Advantages, algorithm: Algorithm) -> BatchPlan:
+    def plan(self, groups: Sequence[Group], assigned: Assigned, algorithm: Algorithm) -> BatchPlan:
         """Plan the micro-batches of a step, given the advantages `assigned` to its groups: see `plan_batch`."""
         return plan_batch(
             groups,
@@ -62,7 +61,7 @@ class StepResult:
     """Groups and advantages of a trained step, with the metrics of actor, critic and `finalize_advantages`."""
 
     groups: Sequence[Group]
-    assigned: _Advantages
+    assigned: Assigned
     stats: TrainStats
 
     @property
@@ -117,7 +116,7 @@ class Learner:
         if not num_trained(group, self.algorithm.assign(group)):
             if num_trained(group, tuple(self.algorithm.advantages(group))):
                 raise NoSignal(f"{name}: every trajectory belongs to algorithm.frozen_agents")
-            if group.num_trained and not _own_failures(group):
+            if group.num_trained and not _has_own_failure(group):
                 raise NoSignal(f"{name}: there is nobody to compare what {group.policy} said with")
             failures = [t.outcome.reason for e in group.episodes for t in e.trajectories if t.outcome.is_failed]
             why = failures[0] if failures else "no trained token was given an advantage"
@@ -168,12 +167,7 @@ class Learner:
         return {"actor": actor} if critic is None else {"actor": actor, "critic": critic}
 
     async def _keep(
-        self,
-        groups: Sequence[Group],
-        assigned: _Advantages,
-        version: PolicyVersion,
-        failed: _Model,
-        error: TrainingError,
+        self, groups: Sequence[Group], assigned: Assigned, version: PolicyVersion, failed: _Model, error: TrainingError
     ) -> str:
         """Save the step to `failed_folder` (see `FailedStep`); return the message for the user."""
         folder = self.failed_folder / STEP.format(version + 1)
@@ -232,7 +226,7 @@ def _is_silent(group: Group) -> bool:
     return bool(spoke) and group.policy not in spoke
 
 
-def _own_failures(group: Group) -> list[str]:
-    """Return the failure reasons that exclude trajectories of the group's policy from training."""
+def _has_own_failure(group: Group) -> bool:
+    """Return True if a failure excludes a trajectory of the group's policy from training."""
     own = [(e.trajectories[0], t) for e in group.episodes for t in e.trajectories if t.policy == group.policy]
-    return [each.outcome.reason for both in own for each in both if each.outcome.is_failed]
+    return any(root.outcome.is_failed or t.outcome.is_failed for root, t in own)

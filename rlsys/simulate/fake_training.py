@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlsys.algorithm import Signal, TrajectoryAdvantage
+from rlsys.algorithm import Assigned, Signal
 from rlsys.batch.packing import BatchPlan
 from rlsys.contracts import Arrival, Published, TrainStats
 from rlsys.errors import TrainingError, WorkerDied, WorkerError
@@ -106,12 +106,7 @@ class FakeActor(_FakeModel):
         return max(0, self.world.synchronous_steps - self.num_seen)
 
     async def record(
-        self,
-        path: Path,
-        step: int,
-        tasks: Sequence[Task],
-        groups: Sequence[Group],
-        assigned: Sequence[Sequence[TrajectoryAdvantage]],
+        self, path: Path, step: int, tasks: Sequence[Task], groups: Sequence[Group], assigned: Assigned
     ) -> None:
         if self.world.record_s:
             await asyncio.sleep(self.world.record_s)

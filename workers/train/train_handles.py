@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
-from rlsys.algorithm import Signal, TrajectoryAdvantage
+from rlsys.algorithm import Assigned, Signal
 from rlsys.batch.packing import BatchPlan, RankPlan
 from rlsys.contracts import Published, TrainStats
 from rlsys.errors import PayloadLost
@@ -103,12 +103,7 @@ class ActorHandle(RanksHandle[ActorRank]):
         await self._all(ActorRank.export, folder)
 
     async def record(
-        self,
-        path: Path,
-        step: int,
-        tasks: Sequence[Task],
-        groups: Sequence[Group],
-        assigned: Sequence[Sequence[TrajectoryAdvantage]],
+        self, path: Path, step: int, tasks: Sequence[Task], groups: Sequence[Group], assigned: Assigned
     ) -> None:
         signals = tuple(sorted(map(str, groups[0].columns)))  # JSON accepts no `Signal` as a key
         trained = Trained(step, tasks, _bare(groups), assigned, signals)
