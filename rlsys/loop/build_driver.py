@@ -47,7 +47,7 @@ def build_driver(
         algorithm=config.algorithm,
         queue=_queue_of(config, tasks, events, progress or Progress()),
         weights=weights,
-        failures=failures_of(config),
+        failures=FailurePolicy(config.limits),
         checkpoints=Checkpoints(config.run_dir / "checkpoints", config.checkpoint.every, config.checkpoint.keep_last),
         events=events,
         shape=shape_of(config),
@@ -68,19 +68,13 @@ def evaluator_of(
     """Build the evaluator of `sets` from the section `eval`."""
     section = config.eval
     max_open = max(1, 2 * section.replicas * config.rollout.slots // section.samples)
-    return Evaluator(rollouts, rewards, failures_of(config), events, sets, section, config.run.seed, max_open)
+    return Evaluator(rollouts, rewards, FailurePolicy(config.limits), events, sets, section, config.run.seed, max_open)
 
 
 def shape_of(config: Config) -> BatchShape:
     """Return the layout of a step over ranks, updates and micro-batches."""
     train = config.train
     return BatchShape(train.ranks, train.micro_batch_tokens, train.updates_per_step, config.rollout.max_new_tokens)
-
-
-def failures_of(config: Config) -> FailurePolicy:
-    """Build the failure policy from the section `limits`."""
-    limits = config.limits
-    return FailurePolicy(limits.max_attempts, limits.max_failed_groups, limits.max_no_signal_groups)
 
 
 def _queue_of(config: Config, tasks: TaskSource, events: Events, progress: Progress) -> GroupQueue:

@@ -1,9 +1,4 @@
-"""Evaluation of a policy on separate data sets: the rollouts and rewards of training, without a learner.
-
-`EvalMetrics` are pass@k, mean reward with its confidence interval, lengths and failures. `Evaluator` evaluates the
-weights loaded on its replicas. `EvaluationLane` evaluates the policy during training: it pins each version that is due
-and evaluates it in parallel to training.
-"""
+"""Evaluation of a policy on separate data sets: the rollouts and rewards of training, without a learner."""
 
 from __future__ import annotations
 
@@ -215,7 +210,7 @@ class Evaluator:
 
 @dataclass
 class EvaluationLane:
-    """Evaluates every version that is due on dedicated replicas, which keep exactly that version meanwhile.
+    """Evaluates every version that is due, in parallel to training, on replicas that keep exactly that version.
 
     Results are written to `folder/DATASET/step_000010.json` with the rules and the hashes of weights and tasks. A
     resumed run skips an evaluation for which all of these are equal.

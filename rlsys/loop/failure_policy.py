@@ -8,6 +8,7 @@ from itertools import count
 from math import ceil
 from typing import TypeVar
 
+from rlsys.config.schema import LimitsSection
 from rlsys.contracts import Rewards, Rollouts
 from rlsys.errors import (
     DeadlineExceeded,
@@ -34,15 +35,13 @@ _NO_SIGNAL = (
 
 @dataclass(frozen=True, slots=True)
 class FailurePolicy:
-    """Retries failures of machines, drops groups whose task failed, and aborts on everything else."""
+    """Retries failures of machines, drops groups whose task failed, and aborts on everything else.
 
-    max_attempts: int
-    """Failures after which the run ends: of rolling out one group, of scoring it, or losses of its payload, each
-    counted separately."""
-    max_failed_groups: int
-    """Consecutive failed groups after which the run ends: then the tasks are not the cause."""
-    max_no_signal_groups: int
-    """Consecutive groups without a signal after which the run ends: then further groups do not help."""
+    It also aborts after too many drops in a row: of failed groups, because then the tasks are not the cause, or of
+    groups without a signal, because then further groups do not help.
+    """
+
+    limits: LimitsSection
 
     def decide(self, error: RlsysError, attempt: int, dropped_in_a_row: int = 0) -> str | None:
         """Return None to attempt the same work again, or the reason under which to drop its group.
@@ -51,17 +50,17 @@ class FailurePolicy:
         `dropped_in_a_row` counts consecutive groups dropped for the same kind of reason.
         """
         if isinstance(error, WorkerDied | DeadlineExceeded | WeightsMismatch | PayloadLost):
-            if attempt >= self.max_attempts:
+            if attempt >= self.limits.max_attempts:
                 raise RunAborted(f"gave up after {attempt} attempts at one group; the last failure: {error}")
             return None
         if isinstance(error, TaskTooLong | NothingToTrain):
-            if dropped_in_a_row + 1 < self.max_failed_groups:
+            if dropped_in_a_row + 1 < self.limits.max_failed_groups:
                 return "too_long" if isinstance(error, TaskTooLong) else "failed"
             raise RunAborted(
-                f"{self.max_failed_groups} groups were dropped one after the other; the last failure: {error}"
+                f"{self.limits.max_failed_groups} groups were dropped one after the other; the last failure: {error}"
             )
         if isinstance(error, NoSignal):
-            if dropped_in_a_row + 1 < self.max_no_signal_groups:
+            if dropped_in_a_row + 1 < self.limits.max_no_signal_groups:
                 return "no_signal"
             raise RunAborted(_NO_SIGNAL.format(count=dropped_in_a_row + 1, error=error))
         raise RunAborted(str(error))
@@ -162,7 +161,7 @@ class DroppedGroups:
 
     def _warn(self, in_a_row: int, num_more: int, error: NoSignal) -> None:
         """Warn once, at a tenth of the limit on groups without a signal; `num_more` of them are new."""
-        limit = self.failures.max_no_signal_groups
+        limit = self.failures.limits.max_no_signal_groups
         if in_a_row - num_more < ceil(limit / 10) <= in_a_row:
             self.queue.events.emit(SignalMissing(in_a_row, limit, str(error)))
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from rlsys.config.schema import LimitsSection
 from rlsys.config.sections import EvalSection
 from rlsys.contracts import RolledOut
 from rlsys.errors import RlsysError, RunAborted, TaskTooLong, WeightsMismatch, first_of
@@ -59,7 +60,7 @@ def evaluator_on(
     return Evaluator(
         rollouts,
         FakeRewards(rollouts.world),
-        FailurePolicy(max_attempts=3, max_failed_groups=max_failed_groups, max_no_signal_groups=4),
+        FailurePolicy(LimitsSection(max_attempts=3, max_failed_groups=max_failed_groups, max_no_signal_groups=4)),
         Events([recorder] if recorder else []),
         {name: tasks(count) for name, count in sets.items()},
         EvalSection(samples=samples, temperature=1.0, pass_reward=1.0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rlsys.config.schema import LimitsSection
 from rlsys.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -21,7 +22,7 @@ from rlsys.errors import (
 )
 from rlsys.loop.failure_policy import FailurePolicy
 
-POLICY = FailurePolicy(max_attempts=3, max_failed_groups=4, max_no_signal_groups=6)
+POLICY = FailurePolicy(LimitsSection(max_attempts=3, max_failed_groups=4, max_no_signal_groups=6))
 MACHINE = [kind("rollout-1", "rolling out", "it broke") for kind in (WorkerDied, DeadlineExceeded, WeightsMismatch)]
 TASK = [TaskTooLong("rollout-1", "encoding", "it is long"), NothingToTrain("it is void")]
 

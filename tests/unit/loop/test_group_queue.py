@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.algorithm import Signal
+from rlsys.config.schema import LimitsSection
 from rlsys.errors import PayloadLost
 from rlsys.loop.failure_policy import DroppedGroups, FailurePolicy
 from rlsys.loop.group_queue import LEARNER, GroupQueue, InFlightGroup, Permit, State
@@ -795,7 +796,7 @@ async def test_a_lost_group_keeps_its_place_and_reuses_its_permit():
 @virtual
 async def test_the_loss_of_an_attempt_that_is_over_changes_nothing():
     queue = queue_of(1, max_staleness=1)
-    losses = DroppedGroups(queue, FailurePolicy(9, 9, 9))
+    losses = DroppedGroups(queue, FailurePolicy(LimitsSection()))
 
     def lose(one: InFlightGroup) -> bool:
         num_losses = one.num_losses
