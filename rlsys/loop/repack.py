@@ -4,7 +4,7 @@ Most of a batch finishes long before its longest trajectories. Until those end, 
 its speed and keeps old weights. Packed on a few replicas they take no longer, and the emptied replicas load new weights
 and start again.
 
-    moves = plan_repack(loads, before={"rollout-0": 0.9, "rollout-1": 0.8}, newest=7, kv_max=0.9, max_requests=64)
+    moves = plan_repack(loads, before={"rollout-0": 0.9, "rollout-1": 0.8}, newest=7, max_requests=64)
     assert moves == (Move(source="rollout-1", to="rollout-0", version=6),)
 """
 
@@ -69,7 +69,7 @@ class Repacker:
         loads = await self.rollouts.loads()
         held = {load.replica: load.version for load in loads}
         before = {name: peak for name, (version, peak) in self._peaks.items() if held.get(name) == version}
-        moves = plan_repack(loads, before, self._newest, KV_MAX, self.max_requests)
+        moves = plan_repack(loads, before, self._newest, self.max_requests)
         self._peaks = {
             load.replica: (load.version, max(load.stats.kv_used, before.get(load.replica, 0.0))) for load in loads
         }
@@ -89,38 +89,32 @@ class Move:
 
 
 def plan_repack(
-    loads: Sequence[ReplicaLoad],
-    before: Mapping[str, float],
-    newest: PolicyVersion,
-    kv_max: float,
-    max_requests: int,
+    loads: Sequence[ReplicaLoad], before: Mapping[str, float], newest: PolicyVersion, max_requests: int
 ) -> tuple[Move, ...]:
     """Plan the moves that empty replicas, best fit first: each source goes into the fullest bin with room for it.
 
-    A replica is a candidate if all of these are true. Its cache use is below `kv_max` and below its use `before` (by
+    A replica is a candidate if all of these are true. Its cache use is below `KV_MAX` and below its use `before` (by
     replica; a new replica is no candidate). No request waits, and 1 to `max_requests` - 1 requests run. It is not
     loading weights, and its version is older than `newest`, so it starts nothing new until it is empty. No bin exceeds
-    `kv_max` or `max_requests`. A replica is source or destination, never both.
+    `KV_MAX` or `max_requests`. A replica is source or destination, never both.
     """
-    candidates = [load for load in loads if _is_candidate(load, before, newest, kv_max, max_requests)]
+    candidates = [load for load in loads if _is_candidate(load, before, newest, max_requests)]
     candidates.sort(key=lambda load: (load.version, load.stats.kv_used, load.replica))
     return tuple(
         Move(source, to, version)
         for version, group in groupby(candidates, key=lambda load: load.version)
-        for source, to in _consolidated(list(group), kv_max, max_requests).items()
+        for source, to in _consolidated(list(group), max_requests).items()
     )
 
 
-def _is_candidate(
-    load: ReplicaLoad, before: Mapping[str, float], newest: PolicyVersion, kv_max: float, max_requests: int
-) -> bool:
+def _is_candidate(load: ReplicaLoad, before: Mapping[str, float], newest: PolicyVersion, max_requests: int) -> bool:
     stats = load.stats
-    is_emptying = stats.kv_used < min(kv_max, before.get(load.replica, 0.0))
+    is_emptying = stats.kv_used < min(KV_MAX, before.get(load.replica, 0.0))
     has_work = 0 < stats.num_running < max_requests and stats.num_waiting == 0
     return is_emptying and has_work and not load.is_loading and load.version < newest
 
 
-def _consolidated(loads: Sequence[ReplicaLoad], kv_max: float, max_requests: int) -> dict[str, str]:
+def _consolidated(loads: Sequence[ReplicaLoad], max_requests: int) -> dict[str, str]:
     """Return source -> destination among replicas of one version, given by ascending cache use."""
     kv_used = {load.replica: load.stats.kv_used for load in loads}
     num_requests = {load.replica: load.stats.num_running for load in loads}
@@ -133,7 +127,7 @@ def _consolidated(loads: Sequence[ReplicaLoad], kv_max: float, max_requests: int
             for to in kv_used
             if to != source
             and to not in destinations
-            and kv_used[to] + kv_used[source] <= kv_max
+            and kv_used[to] + kv_used[source] <= KV_MAX
             and num_requests[to] + num_requests[source] <= max_requests
         ]
         if fitting:

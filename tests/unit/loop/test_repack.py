@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.loop.repack import Move, plan_repack
+from rlsys.loop.repack import KV_MAX, Move, plan_repack
 from rlsys.types import EngineStats, ReplicaLoad
 
-KV_MAX, MAX_REQUESTS, NEWEST = 0.9, 16, 5
+MAX_REQUESTS, NEWEST = 16, 5
 
 
 def load(
@@ -42,7 +42,7 @@ def looks(draw: st.DrawFn) -> tuple[list[ReplicaLoad], dict[str, float]]:
 
 
 def plan(loads: list[ReplicaLoad], before: dict[str, float]) -> tuple[Move, ...]:
-    return plan_repack(loads, before, NEWEST, KV_MAX, MAX_REQUESTS)
+    return plan_repack(loads, before, NEWEST, MAX_REQUESTS)
 
 
 @settings(deadline=None)
