@@ -21,10 +21,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlsys.algorithm import Algorithm, Signal
+from rlsys.algorithm import Algorithm, Signal, version_after
 from rlsys.contracts import Busy, Graft, Workers
 from rlsys.errors import DeadlineExceeded, NoProgress, NoSignal, PayloadLost, RunAborted, WorkerDied, first_of
-from rlsys.loop.checkpoint import Checkpoints, RunState
+from rlsys.loop.checkpoint import GROUPS, Checkpoints, DriverState, load_models, read_state, save_models
 from rlsys.loop.evaluation import EvaluationLane
 from rlsys.loop.failure_policy import DroppedGroups, FailurePolicy, GivenUp, Retries
 from rlsys.loop.group_queue import LEARNER, GroupQueue, InFlightGroup, Permit
@@ -120,13 +120,27 @@ class Driver:
         return version
 
     async def restore(self, checkpoint: Path) -> PolicyVersion:
-        """Load a checkpoint; return its version, which `run` publishes before it admits any group.
+        """Load a checkpoint into all parts; return its version, which `run` publishes before it admits any group.
 
-        Raises `CheckpointError`, or `DataError` if the tasks have changed.
+        Finished groups are rolled out again if they do not fit a smaller queue or shorter run, or would be too stale at
+        their turn. Steps are synchronous as long as the restored stabilizer needs it. Raises `CheckpointError`, or
+        `DataError` if the tasks have changed.
         """
-        state = await self._run_state.restore(checkpoint, self.steps)
+        state = read_state(checkpoint)
+        queue, version = self.queue, state.version
+        num_synchronous = await load_models(self.workers, checkpoint)
+        queue.synchronous_until = version_after(self.algorithm, num_synchronous, start=version, end=self.steps)
+        num_groups = max(0, self.steps - version) * queue.groups_per_step
+        room = min(queue.permits_at(version), num_groups)
+        places = {entry.group_id: place for place, entry in enumerate(state.ledger.pending[:room])}
+        groups = await self.workers.actor.load_groups(checkpoint / GROUPS)
+        finished = [group for group in groups if group.group_id in places]
+        finished = [g for g in finished if g.oldest_version >= queue.oldest_at(places[g.group_id], version)]
+        self.weights.published |= state.published
+        queue.restore(state.ledger, version, num_groups, finished)
+        self.checkpoints.last_saved = version
         self._learner.past = state.past
-        return state.version
+        return version
 
     def stop(self) -> None:
         """Finish the current step, save, and return from `run`; a running evaluation is cancelled."""
@@ -304,12 +318,26 @@ class Driver:
             return
         began = asyncio.get_running_loop().time()
         with self._clock.span("checkpoint"):
-            path = await self._run_state.save(step, self._learner.past, self._dropped_groups.reissue_lost)
+            path = await self._save(step)
         self.events.emit(CheckpointSaved(step, str(path), asyncio.get_running_loop().time() - began))
 
-    @property
-    def _run_state(self) -> RunState:
-        return RunState(self.workers, self.algorithm, self.queue, self.weights, self.checkpoints)
+    async def _save(self, step: int) -> Path:
+        """Write the checkpoint of `step`, without finished groups whose payload is lost; return its folder."""
+        finished = self.queue.finished  # the hashes of all their versions have arrived: they were verified
+        past = dict(self._learner.past)
+        state = DriverState(step, dict(self.weights.published), self.queue.ledger.state(), past)
+
+        async def write(folder: Path) -> None:
+            await save_models(self.workers, folder)
+            await self._save_groups(folder / GROUPS, finished)
+
+        return await self.checkpoints.save(step, state, write)
+
+    async def _save_groups(self, path: Path, finished: Sequence[InFlightGroup]) -> None:
+        try:
+            await self.workers.actor.save_groups(path, [each.group for each in finished])
+        except PayloadLost as error:
+            await self._save_groups(path, self._dropped_groups.reissue_lost(error, finished))
 
     # --------------------------------------------------------------------------------------------------------- relays
 
