@@ -12,7 +12,7 @@ session, whose requests share a prefix, returns to the replica that caches it, u
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rlsys.types import EngineStats
 
@@ -33,7 +33,7 @@ def request_weight(num_tokens: int) -> int:
     return num_tokens // PREFIX_TOKENS + BASE_WEIGHT
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RouterLoad:
     """Load of one replica."""
 
@@ -75,45 +75,37 @@ class Router:
     """State between two choices: the load of each replica, and the last replica of each session."""
 
     def __init__(self, num_replicas: int, max_sessions: int = MAX_SESSIONS) -> None:
-        self._loads = [RouterLoad() for _ in range(num_replicas)]
+        self.loads = [RouterLoad() for _ in range(num_replicas)]
         self._homes: dict[Hashable, int] = {}
         self._max_sessions = max_sessions
 
-    @property
-    def loads(self) -> tuple[RouterLoad, ...]:
-        return tuple(self._loads)
-
     def route(self, weight: int, session: Hashable, among: Collection[int] | None = None) -> int:
         """Choose a replica, preferably of `among`, and count the request there until `release`."""
-        replica = choose(self._loads, weight, self._homes.pop(session, None), among)
+        replica = choose(self.loads, weight, self._homes.pop(session, None), among)
         self._homes[session] = replica
         if len(self._homes) > self._max_sessions:
             del self._homes[next(iter(self._homes))]
-        self._add(replica, weight)
+        self.loads[replica].weight += weight
         return replica
 
     def release(self, replica: int, weight: int) -> None:
         """End a request routed to `replica`: it is answered, or never will be."""
-        self._add(replica, -weight)
+        self.loads[replica].weight -= weight
 
     def transfer(self, source: int, to: int, weight: int) -> None:
         """Move a request from `source` to the replica `to`, where it is released later."""
-        self._add(source, -weight)
-        self._add(to, weight)
+        self.loads[source].weight -= weight
+        self.loads[to].weight += weight
 
     def report(self, replica: int, stats: EngineStats | None) -> None:
         """Record the latest statistics of a replica."""
-        self._loads[replica] = replace(self._loads[replica], stats=stats)
+        self.loads[replica].stats = stats
 
     def leave(self, replica: int) -> None:
         """Mark a replica as gone, with its cache: no request goes there until `join`."""
-        self._loads[replica] = replace(self._loads[replica], is_live=False, stats=None)
+        self.loads[replica] = RouterLoad(self.loads[replica].weight, is_live=False)
         self._homes = {session: home for session, home in self._homes.items() if home != replica}
 
     def join(self, replica: int) -> None:
         """Mark a replica as ready for requests."""
-        self._loads[replica] = replace(self._loads[replica], is_live=True)
-
-    def _add(self, replica: int, weight: int) -> None:
-        load = self._loads[replica]
-        self._loads[replica] = replace(load, weight=load.weight + weight)
+        self.loads[replica].is_live = True
