@@ -100,18 +100,16 @@ def _yaml(path: Path, text: str) -> Layer:
     return Layer(tree, {at: f"{path}:{line}" for at, line in _yaml_lines(node)})
 
 
-def _yaml_lines(node: Node, at: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], int]]:
+def _yaml_lines(node: Node, at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
     """Line of every key and of every list entry; an entry is named by its index from 0."""
     entries: list[tuple[str, Node, Node]] = []
     if isinstance(node, MappingNode):
         entries = [(str(key.value), key, value) for key, value in node.value]
     elif isinstance(node, SequenceNode):
         entries = [(str(index), value, value) for index, value in enumerate(node.value)]
-    lines = []
     for name, start, value in entries:
-        here = (*at, name)
-        lines += [(here, start.start_mark.line + 1), *_yaml_lines(value, here)]
-    return lines
+        yield (*at, name), start.start_mark.line + 1
+        yield from _yaml_lines(value, (*at, name))
 
 
 def _toml(path: Path, text: str) -> Layer:
@@ -198,25 +196,20 @@ def _source(location: Location, sources: Sources) -> str | None:
 
 def _keys(config: type[BaseModel], tree: Tree) -> dict[tuple[str, ...], Sequence[str]]:
     """Keys of every section, including those of the chosen plug-ins."""
-    keys: dict[tuple[str, ...], Sequence[str]] = {}
-    for at, section in _sections_under(config):
-        keys[at] = list(section.model_fields)
-    for at, kind in _plugins_under(config):
+    keys: dict[tuple[str, ...], Sequence[str]] = {at: [*s.model_fields] for at, s in _sections_under(config)}
+    plugins, policies = list(_plugins_under(config)), _at(tree, ("policies",))
+    for at, kind in plugins:
         with suppress(ConfigError):  # already reported as a problem of its `type`
             keys[at] = kind.keys(_at(tree, at))
-    for policy in _names(_at(tree, ("policies",))):
+    for policy in map(str, policies) if isinstance(policies, dict) else ():
         keys["policies", policy] = tuple(PolicySection.model_fields)
         keys |= {("policies", policy, name): keys[name,] for name in OWN if (name,) in keys}
-        for at, kind in _plugins_under(config):
+        for at, kind in plugins:
             own = _at(tree, ("policies", policy, *at))
             with suppress(ConfigError):
                 if isinstance(own, dict) and "type" in own:
                     keys["policies", policy, *at] = kind.keys(own)
     return keys
-
-
-def _names(tree: object) -> list[str]:
-    return [str(name) for name in tree] if isinstance(tree, dict) else []
 
 
 def _plugins_under(section: type[BaseModel]) -> Iterator[tuple[tuple[str, ...], Plugin]]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
-from rlsys.algorithm import Algorithm, Assigned, Signal, StepAdvantages
+from rlsys.algorithm import Algorithm, Assigned, Signal
 from rlsys.batch.packing import BatchPlan, num_trained, plan_batch
 from rlsys.contracts import TrainedModel, TrainStats, Workers
 from rlsys.errors import ConfigError, NoSignal, NothingToTrain, PayloadLost, RlsysError, TrainingError
@@ -135,7 +135,9 @@ class Learner:
         `TrainingError` if numbers are not finite, with the step saved for `rlsys replay`. Raises `ConfigError` if the
         algorithm reports a metric under a name already in use.
         """
-        settled = self._settled(groups)
+        settled = self.algorithm.finalize_advantages(groups, self.past)
+        if not any(num_trained(*pair) for pair in zip(groups, settled.groups, strict=True)):
+            raise NoSignal(f"of a step of {len(groups)} groups nothing is left to train once advantages are settled")
         plan = self.shape.plan(groups, settled.groups, self.algorithm)
         with self.span("fetch", self._models):
             await _all(model.fetch(groups, plan) for model in self._models.values())
@@ -153,12 +155,6 @@ class Learner:
                 raise TrainingError(f"{error}\n{kept}", error.update) from error
         self.past = metrics = merge_metrics(*(of_model.metrics for of_model in stats), settled.metrics)
         return StepResult(groups, settled.groups, TrainStats(metrics, sum(of_model.train_s for of_model in stats)))
-
-    def _settled(self, groups: Sequence[Group]) -> StepAdvantages:
-        settled = self.algorithm.finalize_advantages(groups, self.past)
-        if not any(num_trained(*pair) for pair in zip(groups, settled.groups, strict=True)):
-            raise NoSignal(f"of a step of {len(groups)} groups nothing is left to train once advantages are settled")
-        return settled
 
     @property
     def _models(self) -> dict[_Model, TrainedModel]:
