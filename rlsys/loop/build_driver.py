@@ -102,7 +102,7 @@ def _evaluation_of(
         return None
     evaluator = evaluator_of(config, workers.evaluation, workers.rewards, sets, events)
     folder = config.run_dir / "evaluations"
-    return EvaluationLane(evaluator, workers.evaluation, weights, config.eval.every, config.run.steps, folder)
+    return EvaluationLane(evaluator, workers.evaluation, weights, config.run.steps, folder)
 
 
 def _repacker_of(config: Config, rollouts: Rollouts, events: Events) -> Repacker | None:

@@ -144,7 +144,7 @@ class Evaluator:
     events: Events
     sets: Mapping[str, Sequence[Task]]
     rules: EvalSection
-    """Samples of a task, and the reward of one that passes. `rollouts` have its temperature, which is only recorded."""
+    """Its temperature is that of `rollouts`, and only recorded here."""
     seed: int
     """The same for every evaluation, so that two evaluations differ only by their weights."""
     max_open: int
@@ -220,10 +220,8 @@ class EvaluationLane:
     """Samples from `rollouts`."""
     rollouts: PinnedRollouts
     weights: WeightSync
-    every: int
-    """Steps between two evaluations; version 0 is evaluated too."""
     last: PolicyVersion
-    """Version at which the run ends; evaluated for any value of `every`."""
+    """Version at which the run ends; evaluated for any value of `eval.every`."""
     folder: Path
     was_given_up: bool = field(default=False, init=False)
     """True if `stop` cancelled an evaluation that was due."""
@@ -243,7 +241,7 @@ class EvaluationLane:
         Returns once its weights are pinned; the evaluation goes on meanwhile. Waits for the previous evaluation to end
         and for `version` to arrive at the relays; unblocked by both, or by `stop`.
         """
-        if not (version % self.every == 0 or version == self.last):
+        if not (version % self.evaluator.rules.every == 0 or version == self.last):
             return
         await self.weights.arrived(version)
         datasets = [name for name in self.evaluator.sets if not self._is_done(name, version)]

@@ -75,8 +75,9 @@ def evaluated(
     rollouts = driver.workers.evaluation
     assert rollouts is not None
     sets = {name: tasks(count) for name, count in NUM_TASKS.items()}
-    evaluator = Evaluator(rollouts, driver.workers.rewards, driver.failures, driver.events, sets, RULES, 0, 4)
-    driver.evaluation = EvaluationLane(evaluator, rollouts, driver.weights, every, steps, folder / "evaluations")
+    rules = RULES.model_copy(update={"every": every})
+    evaluator = Evaluator(rollouts, driver.workers.rewards, driver.failures, driver.events, sets, rules, 0, 4)
+    driver.evaluation = EvaluationLane(evaluator, rollouts, driver.weights, steps, folder / "evaluations")
     return driver
 
 
@@ -403,7 +404,7 @@ def due(folder: Path, num_hard: int = NUM_TASKS["hard"], max_open: int = 4, **ru
     driver = evaluated(FakeWorld(), folder, recorder)
     lane = driver.evaluation
     assert isinstance(lane, EvaluationLane)
-    lane.evaluator.rules = RULES.model_copy(update=rules)
+    lane.evaluator.rules = lane.evaluator.rules.model_copy(update=rules)
     lane.evaluator.max_open = max_open
     lane.evaluator.sets = {**lane.evaluator.sets, "hard": tasks(num_hard)}
     run_virtual(go_on(driver))
