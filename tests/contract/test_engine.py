@@ -147,19 +147,6 @@ def test_close_ends_every_call_and_leaves_no_thread_behind(kit: Kit) -> None:
     assert psutil.Process().children(recursive=True) == processes
 
 
-def test_a_stream_put_together_is_what_generate_returns(kit: Kit) -> None:
-    async def scenario(engine: Engine) -> None:
-        whole = await engine.generate(ask(new=20))
-        pieces = [piece async for piece in engine.stream(ask(new=20))]
-        assert len(pieces) > 10
-        assert [piece.finish for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
-        assert tuple(token for piece in pieces for token in piece.output_ids) == whole.output_ids
-        assert tuple(logprob for piece in pieces for logprob in piece.logprobs) == whole.logprobs
-        assert {span.version for piece in pieces for span in piece.versions} == {3}
-
-    run(kit, scenario)
-
-
 def test_progress_contains_prefix_and_sampled_tokens_of_running_requests(kit: Kit) -> None:
     async def scenario(engine: Engine) -> None:
         assert await engine.progress() == {}
@@ -201,20 +188,6 @@ def test_progress_marks_the_versions_of_its_tokens(kit: Kit) -> None:
         assert after.versions == (before.versions[0], VersionSpan(4, len(after.output_ids) - len(before.output_ids)))
         await engine.resume()
         assert (await task).output_ids[: len(after.output_ids)] == after.output_ids
-
-    run(kit, scenario)
-
-
-def test_leaving_a_stream_early_aborts_its_request(kit: Kit) -> None:
-    async def scenario(engine: Engine) -> None:
-        stream = engine.stream(ask(new=200))
-        async for piece in stream:
-            assert piece.finish is None
-            break
-        await stream.aclose()
-        await engine.pause()
-        assert engine.stats().num_running == 0
-        await engine.resume()
 
     run(kit, scenario)
 

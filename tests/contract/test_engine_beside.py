@@ -187,14 +187,3 @@ def test_scores_use_the_newest_version_and_disturb_no_older_request(kit: Kit) ->
         assert await asyncio.gather(*old) == whole
 
     run(kit, scenario)
-
-
-def test_every_piece_of_a_stream_has_its_starting_version(kit: Kit) -> None:
-    async def scenario(engine: Engine) -> None:
-        pieces = engine.stream(ask(new=100))
-        versions = {span.version for span in (await anext(pieces)).versions}
-        await change(engine, 4, kit.weights(1))
-        versions |= {span.version async for piece in pieces for span in piece.versions}
-        assert versions == {3}
-
-    run(kit, scenario)

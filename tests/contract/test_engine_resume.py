@@ -103,19 +103,6 @@ def test_resumed_tokens_are_sampled_from_the_model_after_the_prefix(kit: Kit) ->
         assert done.logprobs == pytest.approx(logprobs_by_hand(kit.model(), ask(), done.output_ids), abs=1e-4)
 
 
-def test_a_stream_gives_only_what_follows(kit: Kit) -> None:
-    async def scenario(engine: Engine) -> None:
-        request = steady(kit, new=20)
-        whole = await engine.generate(request)
-        begun = head(whole, 8)
-        pieces = [piece async for piece in engine.stream(replace(request, begun=begun))]
-        assert tuple(token for piece in pieces for token in piece.output_ids) == whole.output_ids[8:]
-        assert tuple(logprob for piece in pieces for logprob in piece.logprobs) == whole.logprobs[8:]
-        assert [piece.finish for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
-
-    run(kit, scenario)
-
-
 def test_an_aborted_request_without_a_slot_returns_its_prefix(kit: Kit) -> None:
     async def scenario(engine: Engine) -> None:
         begun = head(await engine.generate(ask(new=20)), 8)

@@ -143,9 +143,6 @@ class Decoder:
         counts = self._counts_S[: len(self.jobs)].tolist()
         return [count - job.request.num_begun for count, job in zip(counts, self.jobs, strict=True)]
 
-    def newest(self, slot: int) -> tuple[int, float]:
-        return int(self._inputs_S[slot]), float(self._logprobs[slot, self._counts_S[slot] - 1])
-
     @torch.inference_mode()
     def recompute(self, max_tokens: int) -> None:
         """Recompute the keys and values of all running jobs, in forwards of at most `max_tokens` (or one job)."""

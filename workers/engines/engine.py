@@ -5,7 +5,7 @@ One contract suite (`tests/contract/test_engine*.py`) runs against every engine.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
@@ -33,8 +33,8 @@ class Request:
     begun: Completion | None = None
     """Tokens sampled so far, here or on another engine, until an `abort` or a smaller `max_new_tokens`.
 
-    `generate` returns them with the new tokens, `stream` returns only new tokens; `max_new_tokens` counts them. They
-    must not end with a stop token. With a matching `cache`, no key or value is computed again.
+    `generate` returns them with the new tokens, and `max_new_tokens` counts them. They must not end with a stop token.
+    With a matching `cache`, no key or value is computed again.
     """
 
     @property
@@ -63,7 +63,7 @@ class Completion:
     """Under the sampling distribution: after temperature and top-p. Greedy tokens have logprob 0."""
     versions: tuple[VersionSpan, ...]
     finish: Literal["stop", "length", "abort"] | None
-    """Reason for the end; None in all but the last piece of a stream."""
+    """Reason for the end; None while the request runs."""
     cache: object | None = field(default=None, compare=False, repr=False)
     """Keys and values of the sampled tokens, in the format of this kind of engine; picklable. Set only for requests
     aborted with `keep_cache`, and only by engines that support it."""
@@ -139,13 +139,6 @@ class Engine(Protocol):
         A request with `begun` tokens continues under the version of the last one if it is loaded, else under the
         newest. Raises `TaskTooLong` if prompt and new tokens exceed the context; `ValueError` if the request is invalid
         or its `begun` has ended; `WorkerDied` after `close` or if the engine broke.
-        """
-        ...
-
-    def stream(self, request: Request) -> AsyncGenerator[Completion]:
-        """Sample one completion in pieces; joined, they equal the result of `generate`.
-
-        Only the last piece, which may be empty, has a `finish`. Leaving the loop early aborts the request.
         """
         ...
 

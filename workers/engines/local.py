@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from rlsys.errors import WorkerError
-from rlsys.types import EngineStats, PolicyVersion, VersionSpan
+from rlsys.types import EngineStats, PolicyVersion
 from workers.engines.decoder import Decoder
-from workers.engines.engine import Completion, ModelShapes, check_weights
+from workers.engines.engine import ModelShapes, check_weights
 from workers.engines.stepping import EngineJob, RequestLimits, SteppingEngine
 from workers.transport.buckets import content_hash
 
@@ -101,16 +101,12 @@ class LocalEngine(SteppingEngine):
     def _advance(self) -> None:
         """Admit arrivals, then step every version in turn."""
         if arrivals := self._arrivals():
-            num_before = len(self._decoder.jobs)
             self._residents.use(arrivals[0].version)
             self._decoder.admit(arrivals)
-            jobs = enumerate(self._decoder.jobs)
-            self._stream(slot for slot, job in jobs if slot >= num_before and not job.request.num_begun)
             self._release(self._decoder.ended())
         for run in self._decoder.runs():
             self._residents.use(self._decoder.jobs[run.start].version)
             self._decoder.step(run)
-        self._stream(range(len(self._decoder.jobs)))
         self._release(self._decoder.ended())
 
     def _arrivals(self) -> list[EngineJob]:
@@ -129,14 +125,6 @@ class LocalEngine(SteppingEngine):
             job.marks.append((0, version))
             jobs.append(self._waiting.popleft())
         return jobs
-
-    def _stream(self, slots: Iterable[int]) -> None:
-        """Send the newest token of the streamed jobs in `slots`."""
-        for slot in slots:
-            job = self._decoder.jobs[slot]
-            if job.stream is not None:
-                token, logprob = self._decoder.newest(slot)
-                self._emit(job, Completion((token,), (logprob,), (VersionSpan(job.version, 1),), None))
 
     def _release(self, slots: Sequence[int], *, is_aborted: bool = False, keep_cache: bool = False) -> None:
         for job, completion in self._decoder.release(slots, is_aborted=is_aborted, keep_cache=keep_cache):

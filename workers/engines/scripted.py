@@ -6,16 +6,16 @@ For tests of workflows and workers: it fulfils the whole contract of `Engine` (v
 from __future__ import annotations
 
 import sys
-from asyncio import Event, Queue, TimerHandle, get_running_loop
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from asyncio import Event, TimerHandle, get_running_loop
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 from rlsys.errors import WorkerDied, WorkerError
-from rlsys.types import EngineStats, PolicyVersion, VersionSpan
+from rlsys.types import EngineStats, PolicyVersion
 from workers.engines.engine import Completion, ModelShapes, Request, check_weights
-from workers.engines.stepping import EngineJob, RequestLimits, as_sampled
+from workers.engines.stepping import EngineJob, RequestLimits
 from workers.transport.buckets import content_hash
 
 if TYPE_CHECKING:
@@ -69,30 +69,17 @@ class ScriptedEngine:
         return tuple(sorted({self.version, *(job.version for job in self._jobs if job.marks)}))
 
     async def generate(self, request: Request) -> Completion:
-        job = self._enter(request)
-        try:
-            return await job.future
-        finally:
-            self._withdraw(job)
-
-    async def stream(self, request: Request) -> AsyncGenerator[Completion]:
-        pieces: Queue[Completion | None] = Queue()
-        job = self._enter(request, pieces)
-        try:
-            async for piece in as_sampled(job.future, pieces, request.num_begun):
-                yield piece
-        finally:
-            self._withdraw(job)
-
-    def _enter(self, request: Request, stream: Queue[Completion | None] | None = None) -> _Job:
         self._check_open()
         self._limits.check(self._name, request)
         reply = self._reply(request)
         script = islice(map(ord, reply) if isinstance(reply, str) else reply, request.num_begun, None)
-        job = _Job(request, get_running_loop().create_future(), stream=stream, script=script)
+        job = _Job(request, get_running_loop().create_future(), script=script)
         self._jobs.append(job)
         self._schedule()
-        return job
+        try:
+            return await job.future
+        finally:
+            self._withdraw(job)
 
     def _withdraw(self, job: _Job) -> None:
         if job in self._jobs:
@@ -181,8 +168,6 @@ class ScriptedEngine:
                 continue
             job.output_ids.append(token)
             self._num_tokens += 1
-            if job.stream is not None:
-                job.stream.put_nowait(Completion((token,), (0.0,), (VersionSpan(job.version, 1),), None))
             if job.request.num_begun + len(job.output_ids) == job.request.sampling.max_new_tokens:
                 self._finish(job, "length")
         self._schedule()

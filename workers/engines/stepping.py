@@ -3,16 +3,16 @@
     step thread    consumes: waiting jobs, commands      produces: tokens, completions, answers to commands
                    waits for: a job or a command, when idle or paused       unblocked by: `generate`, `_post`
 
-Subclasses define a step. Admission, pausing, abortion, streaming, deadlines and shutdown are common.
+Subclasses define a step. Admission, pausing, abortion, deadlines and shutdown are common.
 """
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from asyncio import AbstractEventLoop, CancelledError, Future, Queue, get_running_loop, to_thread
+from asyncio import AbstractEventLoop, CancelledError, Future, get_running_loop, to_thread
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,8 +36,6 @@ class EngineJob:
     future: Future[Completion]
     marks: list[tuple[int, PolicyVersion]] = field(default_factory=list)
     """(tokens sampled here before it, version), one entry for every version that the job ran under here."""
-    stream: Queue[Completion | None] | None = None
-    """Queue of the sampled pieces, with None at the end."""
 
     @property
     def version(self) -> PolicyVersion:
@@ -92,7 +90,8 @@ class SteppingEngine(ABC):
         self._waiting: deque[EngineJob] = deque()
         self._commands: deque[Callable[[], None]] = deque()
         self._pending: dict[Future, str] = {}
-        self._outbox: list[tuple[AbstractEventLoop, Callable[[], object]]] = []
+        self._outbox: list[tuple[Future, object]] = []
+        """Answers of this turn: futures, and what resolves them."""
         self._is_paused = self._is_closing = False
         self._turn: _Turn | None = None
         """The current turn of the step thread; None while it waits."""
@@ -145,23 +144,17 @@ class SteppingEngine(ABC):
 
     async def generate(self, request: Request) -> Completion:
         """See `Engine.generate`. Requests made in one turn of the event loop are admitted together."""
-        job = self._enter(request)
+        self._limits.check(self._name, request)
+        loop = get_running_loop()
+        job = EngineJob(request, loop.create_future())
+        self._submit(self._waiting, job, job.future, f"sampling request {request.id}")
+        loop.call_soon(self._wake.set)
         try:
             return await job.future
         except CancelledError:
-            self._withdraw(job)
+            with suppress(WorkerError):
+                self._post(partial(self._abort, lambda other: other.future is job.future))
             raise
-
-    async def stream(self, request: Request) -> AsyncGenerator[Completion]:
-        pieces: Queue[Completion | None] = Queue()
-        job = self._enter(request, pieces)
-        try:
-            async for piece in as_sampled(job.future, pieces, request.num_begun):
-                yield piece
-        finally:
-            if not job.future.done():
-                job.future.cancel()
-                self._withdraw(job)
 
     def abort(self, request_id: str, *, keep_cache: bool = False) -> None:
         with suppress(WorkerError):
@@ -181,18 +174,6 @@ class SteppingEngine(ABC):
             await self._ask("closing", self._set_closing)
         if self._end is None or self._end.kind is WorkerDied:
             await to_thread(self._thread.join)
-
-    def _enter(self, request: Request, stream: Queue[Completion | None] | None = None) -> EngineJob:
-        self._limits.check(self._name, request)
-        loop = get_running_loop()
-        job = EngineJob(request, loop.create_future(), stream=stream)
-        self._submit(self._waiting, job, job.future, f"sampling request {request.id}")
-        loop.call_soon(self._wake.set)
-        return job
-
-    def _withdraw(self, job: EngineJob) -> None:
-        with suppress(WorkerError):
-            self._post(partial(self._abort, lambda other: other.future is job.future))
 
     async def _ask(self, what: str, work: Callable[[], T], deadline_s: float | None = None) -> T:
         """Run `work` on the step thread between two steps, within `deadline_s` or the deadline of a step."""
@@ -300,23 +281,11 @@ class SteppingEngine(ABC):
     def _answer(self, future: Future, outcome: object) -> None:
         """Resolve `future` at the end of this turn: with a value, or an exception to raise."""
         self._pending.pop(future, None)
-        self._outbox.append((future.get_loop(), partial(_settle, future, outcome)))
-
-    def _emit(self, job: EngineJob, piece: Completion) -> None:
-        """Send a piece of a streamed job at the end of this turn."""
-        assert job.stream is not None
-        self._outbox.append((job.future.get_loop(), partial(job.stream.put_nowait, piece)))
+        self._outbox.append((future, outcome))
 
     def _flush(self) -> None:
-        if not self._outbox:
-            return
-        answers: dict[AbstractEventLoop, list[Callable[[], object]]] = {}
-        for loop, answer in self._outbox:
-            answers.setdefault(loop, []).append(answer)
-        self._outbox.clear()
-        for loop, batch in answers.items():
-            with suppress(RuntimeError):  # the loop is closed: no caller is left
-                loop.call_soon_threadsafe(_run_all, batch)
+        answers, self._outbox = self._outbox, []
+        _deliver(answers)
 
     # ------------------------------------------------------------------------------------------- on either
 
@@ -326,9 +295,7 @@ class SteppingEngine(ABC):
             self._end = self._end or end
             pending = dict(self._pending)
             self._pending.clear()
-        for future, what in pending.items():
-            with suppress(RuntimeError):  # the loop is closed: no caller is left
-                future.get_loop().call_soon_threadsafe(_settle, future, self._error(end, what))
+        _deliver([(future, self._error(end, what)) for future, what in pending.items()])
 
     def _error(self, end: _End, what: str) -> WorkerError:
         error = end.kind(self._name, f"{what} on version {self._version}", end.detail)
@@ -336,18 +303,24 @@ class SteppingEngine(ABC):
         return error
 
 
-def _run_all(answers: Sequence[Callable[[], object]]) -> None:
-    for answer in answers:
-        answer()
+def _deliver(answers: Iterable[tuple[Future, object]]) -> None:
+    """Resolve futures from any thread, all of one event loop in one turn of that loop."""
+    batches: dict[AbstractEventLoop, list[tuple[Future, object]]] = {}
+    for future, outcome in answers:
+        batches.setdefault(future.get_loop(), []).append((future, outcome))
+    for loop, batch in batches.items():
+        with suppress(RuntimeError):  # the loop is closed: no caller is left
+            loop.call_soon_threadsafe(_settle, batch)
 
 
-def _settle(future: Future, outcome: object) -> None:
-    if future.done():  # cancelled
-        return
-    if isinstance(outcome, BaseException):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)
+def _settle(answers: Iterable[tuple[Future, object]]) -> None:
+    for future, outcome in answers:
+        if future.done():  # cancelled
+            continue
+        if isinstance(outcome, BaseException):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
 
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
@@ -409,19 +382,3 @@ class RequestLimits:
 
     def _are_known(self, ids: tuple[int, ...]) -> bool:
         return min(ids) >= 0 and max(ids) < self.num_vocab
-
-
-async def as_sampled(
-    done: Future[Completion], pieces: Queue[Completion | None], num_begun: int
-) -> AsyncGenerator[Completion]:
-    """Yield the pieces of the queue, then the rest of the completion that no piece contained. The first `num_begun`
-    tokens are left out.
-
-    Waits for a piece or the end; unblocked by the engine's steps. Raises the error of `done`.
-    """
-    done.add_done_callback(lambda _: pieces.put_nowait(None))
-    num_sent = num_begun
-    while (piece := await pieces.get()) is not None:
-        num_sent += len(piece.output_ids)
-        yield piece
-    yield done.result().since(num_sent)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from rlsys.errors import ConfigError, ModelError, RlsysError, WorkerDied
-from rlsys.types import EngineStats, PolicyVersion, VersionSpan
+from rlsys.types import EngineStats, PolicyVersion
 from rlsys.util.seeds import continuation_seed
 from workers.engines.engine import Completion, ModelShapes, check_weights
 from workers.engines.stepping import EngineJob, RequestLimits, SteppingEngine
@@ -197,7 +197,7 @@ class VllmEngine(SteppingEngine):
             detokenize=False,
         )
         name = self._send(request.prompt_ids + request.begun_ids, params)
-        self._jobs[name] = _VllmJob(request, job.future, [(0, self._version)], job.stream)
+        self._jobs[name] = _VllmJob(request, job.future, [(0, self._version)])
 
     def _add_scoring(self, token_ids: tuple[int, ...], future: Future[tuple[float, ...]]) -> None:
         from vllm import SamplingParams
@@ -233,13 +233,9 @@ class VllmEngine(SteppingEngine):
             assert output.new_logprobs is not None
             # The sampled token comes first. Greedy tokens are certain.
             sampled = output.new_logprobs.logprobs[:, 0].tolist()
-            logprobs = [0.0] * len(ids) if job.request.sampling.temperature == 0 else sampled
             job.output_ids += ids
-            job.logprobs += logprobs
+            job.logprobs += [0.0] * len(ids) if job.request.sampling.temperature == 0 else sampled
             self._num_tokens += len(ids)
-            if job.stream is not None and output.finish_reason is None:
-                spans = (VersionSpan(self._version, len(ids)),)
-                self._emit(job, Completion(tuple(ids), tuple(logprobs), spans, None))
         if output.prefill_stats is not None:
             self._num_cached += output.prefill_stats.num_cached_tokens
         if output.finish_reason is not None:
