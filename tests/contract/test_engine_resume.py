@@ -205,15 +205,15 @@ def test_keys_and_values_that_do_not_fit_are_computed_anew(misfit: str) -> None:
         begun = await cut(engine, request, 20, keep_cache=True)
         kept = begun.cache
         assert isinstance(kept, KeptCache)
-        keys, values = kept.layers[0]
+        keys, values, *others = kept.tensors
         wrong = {
             "version": replace(kept, version=2),
             "tokens": replace(kept, token_ids=(9, *kept.token_ids[1:])),
-            "shape": replace(kept, layers=((keys[:, :, :8], values[:, :, :8]), *kept.layers[1:])),
-            "type": replace(kept, layers=tuple((k.bfloat16(), v.bfloat16()) for k, v in kept.layers)),
-            "layers": replace(kept, layers=kept.layers[:1]),
+            "shape": replace(kept, tensors=(keys[:, :, :8], values[:, :, :8], *others)),
+            "type": replace(kept, tensors=tuple(tensor.bfloat16() for tensor in kept.tensors)),
+            "layers": replace(kept, tensors=(keys, values)),
         }
-        zeroed = replace(wrong[misfit], layers=tuple((0 * k, 0 * v) for k, v in wrong[misfit].layers))
+        zeroed = replace(wrong[misfit], tensors=tuple(0 * tensor for tensor in wrong[misfit].tensors))
         for cache in (wrong[misfit], zeroed):
             assert await engine.generate(replace(request, begun=replace(begun, cache=cache))) == whole
 

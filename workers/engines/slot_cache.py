@@ -6,7 +6,7 @@ that attention sees. Used slots are contiguous from the front, so a window is a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,17 +22,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@dataclass(slots=True)
 class SlotWindow:
-    """Slots and positions that the current forward reads and writes."""
+    """Slots and positions that the current forward reads and writes; see `SlotCache.look`."""
 
-    slots: slice = field(default_factory=lambda: slice(0, 0))
+    slots: slice
     """One per row of the forward, or one for all."""
-    rows: Tensor = field(default_factory=lambda: torch.empty(0, 1, 1))
+    rows: Tensor
     """The slots as an index, (slots, 1, 1)."""
-    positions: Tensor = field(default_factory=lambda: torch.empty(0, 1, 1))
+    positions: Tensor
     """Position of each token, (rows or 1, 1, tokens)."""
-    num_keys: int = 0
+    num_keys = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +42,8 @@ class KeptCache:
     """Version of the request's last token."""
     token_ids: tuple[int, ...]
     """Tokens of these keys and values: the prompt, and the sampled tokens except the newest."""
-    layers: tuple[tuple[Tensor, Tensor], ...]
-    """Keys and values of each layer, (heads, tokens, head size), on the host."""
+    tensors: tuple[Tensor, ...]
+    """Keys, then values, of each layer, (heads, tokens, head size), on the host."""
 
 
 class SlotLayer(CacheLayerMixin):
@@ -66,39 +65,14 @@ class SlotLayer(CacheLayerMixin):
         """Write each row at its positions. Returns views of the window."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        (keys, values), window = self._tensors, self.window
+        keys, values, window = self.keys, self.values, self.window
+        assert keys is not None
+        assert values is not None
         at = (window.rows, self.heads, window.positions)
         keys[at], values[at] = key_states, value_states
         seen = (window.slots, slice(None), slice(window.num_keys))
         rows = (len(key_states), -1, -1, -1)
         return keys[seen].expand(rows), values[seen].expand(rows)
-
-    @property
-    def _tensors(self) -> tuple[Tensor, Tensor]:
-        assert self.keys is not None
-        assert self.values is not None
-        return self.keys, self.values
-
-    def copy(self, source: Tensor, target: Tensor, num_keys: int) -> None:
-        for tensor in self._tensors:
-            tensor[target, :, :num_keys] = tensor[source, :, :num_keys]
-
-    def read(self, slot: int, num_keys: int) -> tuple[Tensor, Tensor]:
-        """Copy the first entries of a slot to the host."""
-        keys, values = (tensor[slot, :, :num_keys].to("cpu", copy=True).contiguous() for tensor in self._tensors)
-        return keys, values
-
-    def write(self, slot: int, keys: Tensor, values: Tensor) -> None:
-        """Write the result of `read` to the front of a slot."""
-        for tensor, states in zip(self._tensors, (keys, values), strict=True):
-            tensor[slot, :, : states.shape[1]] = states
-
-    def fits(self, states: Tensor, num_keys: int) -> bool:
-        """True if the tensor has the shape and dtype of the first `num_keys` entries of a slot."""
-        keys = self.keys
-        if keys is None:
-            return False
-        return states.shape == (keys.shape[1], num_keys, keys.shape[3]) and states.dtype == keys.dtype
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.window.num_keys, 0
@@ -130,28 +104,28 @@ class SlotCache(Cache):
 
     def copy(self, source: Tensor, target: Tensor, num_keys: int) -> None:
         """Copy the first `num_keys` entries of the source slots over those of the target slots; both are indices."""
-        for layer in self._slot_layers():
-            layer.copy(source, target, num_keys)
+        for tensor in self._tensors():
+            tensor[target, :, :num_keys] = tensor[source, :, :num_keys]
 
     def keep(self, slot: int, version: PolicyVersion, token_ids: tuple[int, ...]) -> KeptCache:
-        """Copy the keys and values of `token_ids` out of a slot."""
-        layers = tuple(layer.read(slot, len(token_ids)) for layer in self._slot_layers())
-        return KeptCache(version, token_ids, layers)
+        """Copy the keys and values of `token_ids` out of a slot, to the host."""
+        own = [tensor[slot, :, : len(token_ids)] for tensor in self._tensors()]
+        return KeptCache(version, token_ids, tuple(tensor.to("cpu", copy=True).contiguous() for tensor in own))
 
     def can_take(self, kept: KeptCache) -> bool:
         """True if these keys and values match the shape and dtype of this cache."""
-        layers, num_keys = self._slot_layers(), len(kept.token_ids)
-        return len(layers) == len(kept.layers) and all(
-            layer.fits(states, num_keys) for layer, pair in zip(layers, kept.layers, strict=True) for states in pair
-        )
+        own = [(tensor[0, :, : len(kept.token_ids)].shape, tensor.dtype) for tensor in self._tensors()]
+        return own == [(tensor.shape, tensor.dtype) for tensor in kept.tensors]
 
     def take(self, slot: int, kept: KeptCache) -> None:
         """Put a copy into a slot; requires `can_take`."""
-        for layer, (keys, values) in zip(self._slot_layers(), kept.layers, strict=True):
-            layer.write(slot, keys, values)
+        for tensor, states in zip(self._tensors(), kept.tensors, strict=True):
+            tensor[slot, :, : states.shape[1]] = states
 
-    def _slot_layers(self) -> list[SlotLayer]:
-        return [layer for layer in self.layers if isinstance(layer, SlotLayer)]
+    def _tensors(self) -> list[Tensor]:
+        """Keys, then values, of each layer that has been updated."""
+        layers = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
+        return [tensor for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None]
 
 
 def check_cacheable(model: PreTrainedModel) -> None:
