@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -200,14 +200,9 @@ def _ranks(config: Config, name: str, kind: type[W], resources: Resources, *argu
     ]
 
 
-def _max_context(config: Config) -> int:
-    """Maximum tokens of prompt and completion together."""
-    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
-
-
 def _probe_length(config: Config) -> int:
     """Tokens of the probe: less than the context, because a scoring request needs one token. 0 means no probe."""
-    length = min(PROBE_TOKENS, _max_context(config) - 1)
+    length = min(PROBE_TOKENS, EngineSpec.of(config).max_context - 1)
     return length if length > 1 else 0
 
 
@@ -289,16 +284,9 @@ def _generator_spec(
     is_trained = pulls == "newest"
     # By default, each of several engines on a GPU would use nearly all of its memory.
     share_of_memory = {"gpu_memory_utilization": VLLM_MEMORY / num_engines} if num_engines > 1 else {}
-    engine = EngineSpec(
-        engine=rollout.engine,
+    engine = replace(
+        EngineSpec.of(config),
         model_path=model_path,
-        dtype=config.model.dtype,
-        slots=rollout.slots,
-        max_context=_max_context(config),
-        kv_cache=rollout.kv_cache,
-        tensor_parallel=rollout.tensor_parallel,
-        step_s=config.limits.step_s,
-        load_s=config.limits.transfer_s,
         resident_versions=config.resident_versions if is_trained else 1,
         vllm_args=share_of_memory | rollout.vllm_args,
     )

@@ -35,7 +35,7 @@ from rlsys.batch.packing import plan_batch
 from rlsys.batch.tensors import StepData
 from rlsys.types import Episode, Group, PolicyVersion, Sampling, Trajectory, Turn
 from rlsys.util.seeds import group_seed, request_seed
-from workers.engines.engine import Request
+from workers.engines.engine import EngineSpec, Request
 from workers.engines.local import LocalEngine
 from workers.train.fsdp import FsdpBackend
 from workers.train.model_loading import load_model, load_tokenizer
@@ -189,8 +189,7 @@ class Sampler:
         assert isinstance(stop, int)
         self.engine = LocalEngine(
             load_model(str(folder / "model"), torch.float32),
-            num_slots=run.groups * run.group_size,
-            max_context=MAX_CONTEXT,
+            EngineSpec(model_path=str(folder / "model"), slots=run.groups * run.group_size, max_context=MAX_CONTEXT),
             stop_token_ids=frozenset({stop}),
             name="sampler",
         )

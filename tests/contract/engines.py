@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from rlsys.types import PolicyVersion, Sampling
-from workers.engines.engine import Completion, Engine, Request, spans_of
+from workers.engines.engine import Completion, Engine, EngineSpec, Request, spans_of
 from workers.engines.local import LocalEngine
 from workers.engines.scripted import ScriptedEngine
 
@@ -53,10 +53,8 @@ def llama(*, seed: int = 0) -> PreTrainedModel:
 def local(
     model: PreTrainedModel | None = None, *, num_slots: int = 8, stop: frozenset[int] = frozenset(), **choices: Any
 ) -> LocalEngine:
-    return LocalEngine(
-        model or qwen(), num_slots=num_slots, max_context=CONTEXT, stop_token_ids=stop, name="rollout-0", version=3,
-        **choices,
-    )  # fmt: skip
+    spec = EngineSpec(model_path="", slots=num_slots, max_context=CONTEXT, **choices)
+    return LocalEngine(model or qwen(), spec, stop_token_ids=stop, name="rollout-0", version=3)
 
 
 def scripted(**choices: Any) -> ScriptedEngine:
@@ -130,8 +128,8 @@ def vllm(*, tied: bool, **choices: Any) -> Engine:
     with tempfile.TemporaryDirectory() as folder:
         qwen(tied=tied).save_pretrained(folder)
         return VllmEngine(
-            folder, dtype="float32", num_slots=8, max_context=CONTEXT, stop_token_ids=frozenset(), version=3,
-            device=torch.device("cpu"), name="rollout-0", **choices,
+            EngineSpec(model_path=folder, slots=8, max_context=CONTEXT, **choices),
+            stop_token_ids=frozenset(), version=3, device=torch.device("cpu"), name="rollout-0",
         )  # fmt: skip
 
 

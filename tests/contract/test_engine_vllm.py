@@ -21,7 +21,7 @@ from tests.contract.engines import (
     run,
     vllm,
 )
-from workers.engines.engine import Engine
+from workers.engines.engine import Engine, EngineSpec
 from workers.transport.buckets import content_hash
 
 
@@ -112,6 +112,6 @@ def test_a_model_unknown_to_vllm_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
     with pytest.raises(ModelError, match=str(tmp_path)):
         VllmEngine(
-            str(tmp_path), dtype="float32", num_slots=1, max_context=8, stop_token_ids=frozenset(),
-            device=torch.device("cpu"), name="rollout-0",
+            EngineSpec(model_path=str(tmp_path), slots=1, max_context=8),
+            stop_token_ids=frozenset(), device=torch.device("cpu"), name="rollout-0",
         )  # fmt: skip

@@ -138,11 +138,6 @@ class Decoder:
         is_last_S = self._is_stop_V[self._inputs_S[jobs]] | (self._counts_S[jobs] >= self._limits_S[jobs])
         return is_last_S.nonzero().flatten().tolist()
 
-    def counts(self) -> list[int]:
-        """Tokens sampled here so far, by job."""
-        counts = self._counts_S[: len(self.jobs)].tolist()
-        return [count - job.request.num_begun for count, job in zip(counts, self.jobs, strict=True)]
-
     @torch.inference_mode()
     def recompute(self, max_tokens: int) -> None:
         """Recompute the keys and values of all running jobs, in forwards of at most `max_tokens` (or one job)."""
@@ -161,37 +156,30 @@ class Decoder:
         logprobs_LV = logits_BLV[0, :-1].float().log_softmax(-1)
         return tuple(logprobs_LV.gather(1, ids_BL[0, 1:, None])[:, 0].tolist())
 
-    def progress(self) -> list[tuple[EngineJob, list[int], list[float]]]:
-        """Every job with the ids and logprobs sampled here."""
-        return self._sampled(range(len(self.jobs)))
-
     @torch.inference_mode()
     def release(
         self, slots: Sequence[int], *, is_aborted: bool = False, keep_cache: bool = False
     ) -> list[tuple[EngineJob, Completion]]:
         """Remove the jobs in these slots and return their completions. The last jobs of their run fill the holes."""
-        if not slots:
-            return []
         done: list[tuple[EngineJob, Completion]] = []
-        for slot, (job, ids, logprobs) in zip(slots, self._sampled(slots), strict=True):
-            ended = "stop" if ids and ids[-1] in self._stop_token_ids else "length"
+        for slot, job in zip(slots, self.read(slots), strict=True):
+            ended = "stop" if job.output_ids and job.output_ids[-1] in self._stop_token_ids else "length"
             cache = self._cache.keep(slot, job.version, self._context(slot)) if keep_cache else None
-            done.append((job, job.completion(ids, logprobs, "abort" if is_aborted else ended, cache)))
+            done.append((job, job.completion("abort" if is_aborted else ended, cache)))
         self._close_ranks(frozenset(slots))
         return done
 
-    def _sampled(self, slots: Sequence[int]) -> list[tuple[EngineJob, list[int], list[float]]]:
-        if not slots:
-            return []
+    def read(self, slots: Sequence[int]) -> list[EngineJob]:
+        """The jobs in these slots, with all tokens sampled here."""
         slots_S = self._tensor(slots)
         counts = self._counts_S[slots_S].tolist()
-        rows_of_ids = self._output_ids[slots_S, : max(counts)].tolist()
-        rows_of_logprobs = self._logprobs[slots_S, : max(counts)].tolist()
+        rows_of_ids = self._output_ids[slots_S, : max(counts, default=0)].tolist()
+        rows_of_logprobs = self._logprobs[slots_S, : max(counts, default=0)].tolist()
         jobs = [self.jobs[slot] for slot in slots]
-        return [
-            (job, ids[job.request.num_begun : count], logprobs[job.request.num_begun : count])
-            for job, count, ids, logprobs in zip(jobs, counts, rows_of_ids, rows_of_logprobs, strict=True)
-        ]
+        for job, count, ids, logprobs in zip(jobs, counts, rows_of_ids, rows_of_logprobs, strict=True):
+            here = slice(job.request.num_begun, count)
+            job.output_ids, job.logprobs = ids[here], logprobs[here]
+        return jobs
 
     def _context(self, slot: int) -> tuple[int, ...]:
         """The tokens whose keys and values are in a slot: all except the newest."""

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from rlsys.config import Config
+
 EngineName: TypeAlias = Literal["local", "vllm"]
 
 
@@ -92,21 +94,42 @@ def spans_of(versions: Sequence[PolicyVersion]) -> tuple[VersionSpan, ...]:
 class EngineSpec:
     """Arguments of an engine; the keys of `rollout` in the configuration."""
 
-    engine: Literal["auto", "local", "vllm"]
+    engine: Literal["auto", "local", "vllm"] = "auto"
     model_path: str
-    dtype: Literal["float32", "bfloat16"]
+    dtype: Literal["float32", "bfloat16"] = "float32"
     slots: int
+    """Maximum requests that run at a time; others wait."""
     max_context: int
-    kv_cache: Literal["keep", "recompute"]
-    tensor_parallel: int
-    step_s: float
+    kv_cache: Literal["keep", "recompute"] = "keep"
+    """Keep or recompute the cache of running requests when new weights replace the old; no effect with several
+    `resident_versions`."""
+    tensor_parallel: int = 1
+    step_s: float = 600.0
     """Deadline of one step."""
-    load_s: float
+    load_s: float = 600.0
     """Deadline of loading weights."""
     resident_versions: int = 1
     """Maximum sets of weights in memory. With several, requests end on the version they began with; with 1, new weights
     replace the old."""
     vllm_args: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM."""
+
+    @classmethod
+    def of(cls, config: Config) -> EngineSpec:
+        """An engine for the model of a configuration, with one set of weights."""
+        rollout, limits = config.rollout, config.limits
+        return cls(
+            engine=rollout.engine,
+            model_path=config.model.path,
+            dtype=config.model.dtype,
+            slots=rollout.slots,
+            max_context=config.data.max_prompt_tokens + rollout.max_new_tokens,
+            kv_cache=rollout.kv_cache,
+            tensor_parallel=rollout.tensor_parallel,
+            step_s=limits.step_s,
+            load_s=limits.transfer_s,
+            vllm_args=rollout.vllm_args,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +149,10 @@ class Engine(Protocol):
     @property
     def version(self) -> PolicyVersion:
         """The newest loaded version: new requests are sampled from it."""
-        ...
 
     @property
     def versions(self) -> tuple[PolicyVersion, ...]:
         """The loaded versions, oldest first; several only with several `resident_versions`."""
-        ...
 
     async def generate(self, request: Request) -> Completion:
         """Sample one completion. Cancelling the call aborts the request.
@@ -140,25 +161,21 @@ class Engine(Protocol):
         newest. Raises `TaskTooLong` if prompt and new tokens exceed the context; `ValueError` if the request is invalid
         or its `begun` has ended; `WorkerDied` after `close` or if the engine broke.
         """
-        ...
 
     def abort(self, request_id: str, *, keep_cache: bool = False) -> None:
         """End a request now; its `generate` returns the tokens so far, with finish `abort`. Unknown ids are ignored.
 
         With `keep_cache`, `Completion.cache` has the keys and values, if the engine supports it.
         """
-        ...
 
     async def progress(self) -> Mapping[str, Completion]:
         """All tokens so far of every running request (with its `begun` tokens), by request id; finish None.
 
         A consistent snapshot between two steps. Excludes requests that wait or have sampled nothing here.
         """
-        ...
 
     async def pause(self) -> None:
         """Return once no decoding step is running; none starts until `resume`. Requests and their cache are kept."""
-        ...
 
     async def stage(self, weights: Mapping[str, Tensor]) -> None:
         """Prepare `load` while decoding continues. Optional.
@@ -167,7 +184,6 @@ class Engine(Protocol):
         ending, so never call it while paused. That wait has no deadline: requests may be long. Raises `WeightsMismatch`
         as `load` does.
         """
-        ...
 
     async def load(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> str:
         """Load all weights while paused. Returns their content hash.
@@ -179,24 +195,20 @@ class Engine(Protocol):
         `WeightsMismatch` naming every missing, unknown or misshapen tensor, and `WorkerError` if there is no room
         because the set was not staged. In both cases nothing changes.
         """
-        ...
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         """Logprobs of `token_ids[1:]`, each given those before it, at temperature 1 under the newest weights.
 
         Do not call it while paused: it may need a step.
         """
-        ...
 
     async def resume(self) -> None:
         """Continue decoding."""
-        ...
 
     def stats(self) -> EngineStats: ...
 
     async def close(self) -> None:
         """End every request with `WorkerDied` and free the engine; idempotent."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -63,20 +63,7 @@ async def start_engine(
 
     Raises `ModelError` if it cannot run the model, `ConfigError` if it cannot load several versions.
     """
-    engine = _built(spec, name, stop_token_ids=stop_token_ids, device=device, worker=worker)
-    try:
-        await engine.score((0, 0))
-    except WorkerError as error:
-        await engine.close()
-        raise ModelError(
-            f"{name} cannot run model {spec.model_path!r}: {error.detail}; choose another rollout.engine"
-        ) from error
-    return engine
-
-
-def _built(
-    spec: EngineSpec, name: EngineName, *, stop_token_ids: frozenset[int], device: torch.device, worker: str
-) -> Engine:
+    engine: Engine
     if name == "vllm":
         if spec.resident_versions > 1:
             raise ConfigError(
@@ -85,30 +72,17 @@ def _built(
             )
         from workers.engines.vllm import VllmEngine
 
-        return VllmEngine(
-            spec.model_path,
-            dtype=spec.dtype,
-            num_slots=spec.slots,
-            max_context=spec.max_context,
-            stop_token_ids=stop_token_ids,
-            device=device,
-            kv_cache=spec.kv_cache,
-            tensor_parallel=spec.tensor_parallel,
-            step_s=spec.step_s,
-            load_s=spec.load_s,
-            vllm_args=spec.vllm_args,
-            name=worker,
-        )
-    from workers.engines.local import LocalEngine
+        engine = VllmEngine(spec, stop_token_ids=stop_token_ids, device=device, name=worker)
+    else:
+        from workers.engines.local import LocalEngine
 
-    return LocalEngine(
-        load_model(spec.model_path, getattr(torch, spec.dtype), device),
-        num_slots=spec.slots,
-        max_context=spec.max_context,
-        stop_token_ids=stop_token_ids,
-        kv_cache=spec.kv_cache,
-        resident_versions=spec.resident_versions,
-        step_s=spec.step_s,
-        load_s=spec.load_s,
-        name=worker,
-    )
+        model = load_model(spec.model_path, getattr(torch, spec.dtype), device)
+        engine = LocalEngine(model, spec, stop_token_ids=stop_token_ids, name=worker)
+    try:
+        await engine.score((0, 0))
+    except WorkerError as error:
+        await engine.close()
+        raise ModelError(
+            f"{name} cannot run model {spec.model_path!r}: {error.detail}; choose another rollout.engine"
+        ) from error
+    return engine

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from asyncio import Future, get_running_loop, to_thread
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,8 +13,8 @@ from torch import Tensor
 from rlsys.errors import WorkerError
 from rlsys.types import EngineStats, PolicyVersion
 from workers.engines.decoder import Decoder
-from workers.engines.engine import ModelShapes, check_weights
-from workers.engines.stepping import EngineJob, RequestLimits, SteppingEngine
+from workers.engines.engine import EngineSpec, ModelShapes, check_weights
+from workers.engines.stepping import EngineJob, SteppingEngine
 from workers.transport.buckets import content_hash
 
 if TYPE_CHECKING:
@@ -26,34 +25,25 @@ PREFILL_TOKENS = 4096
 
 
 class LocalEngine(SteppingEngine):
-    """Samples from `model`, up to `num_slots` requests at a time, on the device of the model.
-
-    The engine owns the model; its thread runs until `close`.
-    """
+    """Samples from a model on the device of the model. The engine owns the model; its thread runs until `close`."""
 
     def __init__(
         self,
         model: PreTrainedModel,
+        spec: EngineSpec,
         *,
-        num_slots: int,
-        max_context: int,
         stop_token_ids: frozenset[int],
-        kv_cache: Literal["keep", "recompute"] = "keep",
-        resident_versions: int = 1,
-        step_s: float = 600.0,
-        load_s: float = 600.0,
         version: PolicyVersion = 0,
         name: str,
     ) -> None:
-        """`kv_cache`: keep or recompute the cache of running requests when new weights replace the old; no effect with
-        several `resident_versions`. `step_s` and `load_s` are the deadlines of a step and of a load, in seconds."""
-        self._kv_cache, self._resident_versions, self._load_s = kv_cache, resident_versions, load_s
         self._shapes, self._residents = ModelShapes.of(model), Residents(model, version)
-        self._staged: tuple[Mapping[str, Tensor], LaidOut] | None = None
+        self._staged: tuple[Mapping[str, Tensor], tuple[Mapping[str, Tensor], str]] | None = None
+        """Weights as given to `stage`, and what `Residents.lay_out` made of them."""
         self._seeking_room: list[Future[None]] = []
-        self._decoder = Decoder(model, num_slots=num_slots, max_context=max_context, stop_token_ids=stop_token_ids)
-        limits = RequestLimits(max_context, self._decoder.num_vocab, stop_token_ids)
-        super().__init__(name, version=version, num_slots=num_slots, limits=limits, step_s=step_s)
+        self._decoder = Decoder(
+            model, num_slots=spec.slots, max_context=spec.max_context, stop_token_ids=stop_token_ids
+        )
+        super().__init__(name, spec, version=version, num_vocab=self._decoder.num_vocab, stop_token_ids=stop_token_ids)
 
     @property
     def versions(self) -> tuple[PolicyVersion, ...]:
@@ -62,7 +52,7 @@ class LocalEngine(SteppingEngine):
     async def stage(self, weights: Mapping[str, Tensor]) -> None:
         """See `Engine.stage`: with several resident versions, lays out the new set in a separate thread."""
         check_weights(self._name, weights, self._shapes)
-        if self._resident_versions == 1 or (self._staged is not None and self._staged[0] is weights):
+        if self._spec.resident_versions == 1 or (self._staged is not None and self._staged[0] is weights):
             return
         self._staged = None
         future: Future[None] = get_running_loop().create_future()
@@ -72,8 +62,8 @@ class LocalEngine(SteppingEngine):
 
     async def load(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> str:
         """See `Engine.load`. The hash is that of the model's parameters after the change."""
-        load = self._replace if self._resident_versions == 1 else self._add
-        return await self._ask(f"loading version {version}", partial(load, version, weights), self._load_s)
+        load = self._replace if self._spec.resident_versions == 1 else self._add
+        return await self._ask(f"loading version {version}", partial(load, version, weights), self._spec.load_s)
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         return await self._ask("scoring", partial(self._score, token_ids))
@@ -83,7 +73,7 @@ class LocalEngine(SteppingEngine):
         return EngineStats(
             num_running=num_running,
             num_waiting=len(self._waiting),
-            kv_used=num_running / self._num_slots,
+            kv_used=num_running / self._spec.slots,
             num_tokens=self._decoder.num_tokens,
         )
 
@@ -92,11 +82,11 @@ class LocalEngine(SteppingEngine):
     def _start_up(self) -> None:
         self._decoder.warm_up()
 
-    def _running(self) -> Sequence[EngineJob]:
-        return self._decoder.jobs
+    def _is_busy(self) -> bool:
+        return bool(self._decoder.jobs)
 
-    def _progress(self) -> Iterable[tuple[EngineJob, Sequence[int], Sequence[float]]]:
-        return self._decoder.progress()
+    def _running(self) -> Iterable[EngineJob]:
+        return self._decoder.read(range(len(self._decoder.jobs)))
 
     def _advance(self) -> None:
         """Admit arrivals, then step every version in turn."""
@@ -114,7 +104,7 @@ class LocalEngine(SteppingEngine):
         jobs: list[EngineJob] = []
         prompts: set[tuple[int, ...]] = set()
         longest = 0
-        while self._waiting and len(self._decoder.jobs) + len(jobs) < self._num_slots:
+        while self._waiting and len(self._decoder.jobs) + len(jobs) < self._spec.slots:
             job = self._waiting[0]
             version = job.request.version_among(self.versions, self._version)
             prompt = job.request.prompt_ids
@@ -127,9 +117,9 @@ class LocalEngine(SteppingEngine):
         return jobs
 
     def _release(self, slots: Sequence[int], *, is_aborted: bool = False, keep_cache: bool = False) -> None:
-        for job, completion in self._decoder.release(slots, is_aborted=is_aborted, keep_cache=keep_cache):
-            self._answer(job.future, completion)
         if slots:
+            for job, completion in self._decoder.release(slots, is_aborted=is_aborted, keep_cache=keep_cache):
+                self._answer(job.future, completion)
             self._evict()
 
     def _cut(self, is_meant: Callable[[EngineJob], bool], *, keep_cache: bool) -> None:
@@ -144,9 +134,9 @@ class LocalEngine(SteppingEngine):
         """Replace the weights; running jobs continue under the new ones."""
         check_weights(self._name, weights, self._shapes)
         held = self._residents.overwrite(version, weights)
-        if self._kv_cache == "recompute" and self._decoder.jobs:
+        if self._spec.kv_cache == "recompute" and self._decoder.jobs:
             self._decoder.recompute(PREFILL_TOKENS)
-        self._become(version, self._decoder.counts())
+        self._become(version)
         return held
 
     def _add(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> str:
@@ -157,17 +147,15 @@ class LocalEngine(SteppingEngine):
             held = ", ".join(map(str, self.versions))
             detail = f"requests run on each of the versions held: {held}; wait in `stage`, or raise resident_versions"
             raise WorkerError(self._name, f"loading version {version}", detail)
-        if staged is not None and staged[0] is weights:
-            laid_out = staged[1]
-        else:
-            laid_out = self._residents.lay_out(weights)
-        self._residents.add(version, laid_out.tensors)
+        laid_out = staged[1] if staged and staged[0] is weights else self._residents.lay_out(weights)
+        tensors, content = laid_out
+        self._residents.add(version, tensors)
         self._version = version
         self._evict()
-        return laid_out.hash
+        return content
 
     def _has_room(self) -> bool:
-        return len(self.versions) < self._resident_versions
+        return len(self.versions) < self._spec.resident_versions
 
     def _seek_room(self, future: Future[None]) -> None:
         self._seeking_room.append(future)
@@ -178,14 +166,6 @@ class LocalEngine(SteppingEngine):
         self._residents.evict_all_but({job.version for job in self._decoder.jobs})
         while self._seeking_room and self._has_room():
             self._answer(self._seeking_room.pop(), None)
-
-
-@dataclass(frozen=True, slots=True)
-class LaidOut:
-    """A complete set of weights in the model's layout, with the hash of the given tensors."""
-
-    tensors: Mapping[str, Tensor]
-    hash: str
 
 
 class Residents:
@@ -203,42 +183,40 @@ class Residents:
         self._name_of = {alias: names[id(parameter)] for alias, parameter in every}  # tied tensors have several
         own = {name: p.data for name, p in self._parameters.items()}
         self._sets: dict[PolicyVersion, Mapping[str, Tensor]] = {version: own}  # replaced, not mutated: threads read it
-        self._newest = self._used = version
+        self._used = version
 
     @property
     def versions(self) -> tuple[PolicyVersion, ...]:
         """The loaded versions, in order of loading."""
         return tuple(self._sets)
 
-    def num_bytes(self) -> int:
-        tensors = {tensor.data_ptr(): tensor for tensors in self._sets.values() for tensor in tensors.values()}
-        return sum(tensor.nbytes for tensor in tensors.values())
-
     @torch.no_grad()
     def overwrite(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> str:
         """Copy weights over the only set and assign it `version`. Returns the hash of the set's content."""
-        tensors = self._sets[self._newest]
+        (tensors,) = self._sets.values()
         for name, tensor in weights.items():
             tensors[self._name_of[name]].copy_(tensor)
         self._sets = {version: tensors}
-        self._newest = self._used = version
+        self._used = version
         return content_hash({name: tensors[self._name_of[name]] for name in weights})
 
     @torch.no_grad()
-    def lay_out(self, weights: Mapping[str, Tensor]) -> LaidOut:
-        """Lay out weights as a new set, which shares equal tensors with the newest set. Thread-safe."""
-        newest = self._sets[self._newest]
+    def lay_out(self, weights: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], str]:
+        """Lay out weights as a new set, which shares equal tensors with the newest set. Thread-safe.
+
+        Returns the set in the model's layout, and the hash of the given tensors after their cast.
+        """
+        newest = list(self._sets.values())[-1]
         tensors = {
             self._name_of[name]: _shared_or_copied(tensor, newest[self._name_of[name]])
             for name, tensor in weights.items()
         }
-        return LaidOut(tensors, content_hash({name: tensors[self._name_of[name]] for name in weights}))
+        return tensors, content_hash({name: tensors[self._name_of[name]] for name in weights})
 
     def add(self, version: PolicyVersion, tensors: Mapping[str, Tensor]) -> None:
         """Add a set from `lay_out` as the newest."""
         others = {held: tensors for held, tensors in self._sets.items() if held != version}
         self._sets = {**others, version: tensors}
-        self._newest = version
         if version == self._used:
             self._point_at(version)
 
@@ -249,9 +227,10 @@ class Residents:
 
     def evict_all_but(self, versions: Collection[PolicyVersion]) -> None:
         """Evict every set except the newest and those of `versions`."""
-        kept = {self._newest, *versions}
+        newest = self.versions[-1]
+        kept = {newest, *versions}
         if self._used not in kept:
-            self._point_at(self._newest)
+            self._point_at(newest)
         self._sets = {version: tensors for version, tensors in self._sets.items() if version in kept}
 
     def _point_at(self, version: PolicyVersion) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from asyncio import Event, TimerHandle, get_running_loop
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
@@ -25,13 +25,6 @@ if TYPE_CHECKING:
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Job(EngineJob):
     script: Iterator[int]
-    output_ids: list[int] = field(default_factory=list)
-    """Sampled here."""
-
-    def so_far(self, finish: Literal["stop", "length", "abort"] | None) -> Completion:
-        if not self.marks:
-            return self.withdrawn(keep_cache=False)
-        return self.completion(self.output_ids, [0.0] * len(self.output_ids), finish)
 
 
 class ScriptedEngine:
@@ -92,7 +85,7 @@ class ScriptedEngine:
 
     async def progress(self) -> Mapping[str, Completion]:
         self._check_open()
-        return {job.request.id: job.so_far(None) for job in self._jobs if job.output_ids}
+        return {job.request.id: job.completion(None) for job in self._jobs if job.output_ids}
 
     async def pause(self) -> None:
         self._check_open()
@@ -167,6 +160,7 @@ class ScriptedEngine:
                 self._finish(job, "stop")
                 continue
             job.output_ids.append(token)
+            job.logprobs.append(0.0)
             self._num_tokens += 1
             if job.request.num_begun + len(job.output_ids) == job.request.sampling.max_new_tokens:
                 self._finish(job, "length")
@@ -184,7 +178,7 @@ class ScriptedEngine:
     def _finish(self, job: _Job, finish: Literal["stop", "length", "abort"]) -> None:
         self._withdraw(job)
         if not job.future.done():
-            job.future.set_result(job.so_far(finish))
+            job.future.set_result(job.completion(finish))
 
     def _check_open(self) -> None:
         if self._is_closed:

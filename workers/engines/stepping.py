@@ -12,16 +12,17 @@ import threading
 from abc import ABC, abstractmethod
 from asyncio import AbstractEventLoop, CancelledError, Future, get_running_loop, to_thread
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Literal, TypeVar
 
 from rlsys.errors import DeadlineExceeded, RlsysError, TaskTooLong, WorkerDied, WorkerError
 from rlsys.types import EngineStats, PolicyVersion, VersionSpan
 from rlsys.util import deadlines
-from workers.engines.engine import Completion, Request
+from workers.engines.engine import Completion, EngineSpec, Request
 
 T = TypeVar("T")
 LOOKS = 4
@@ -36,30 +37,22 @@ class EngineJob:
     future: Future[Completion]
     marks: list[tuple[int, PolicyVersion]] = field(default_factory=list)
     """(tokens sampled here before it, version), one entry for every version that the job ran under here."""
+    output_ids: list[int] = field(default_factory=list)
+    """Sampled here."""
+    logprobs: list[float] = field(default_factory=list)
 
     @property
     def version(self) -> PolicyVersion:
         """Version of its next token, once the job has a slot."""
         return self.marks[-1][1]
 
-    def completion(
-        self,
-        output_ids: Sequence[int],
-        logprobs: Sequence[float],
-        finish: Literal["stop", "length", "abort"] | None,
-        cache: object | None = None,
-    ) -> Completion:
-        """The `begun` tokens followed by these tokens, which were sampled here."""
-        ends = [start for start, _ in self.marks[1:]] + [len(output_ids)]
-        spans = (VersionSpan(version, end - start) for (start, version), end in zip(self.marks, ends, strict=True))
+    def completion(self, finish: Literal["stop", "length", "abort"] | None, cache: object | None = None) -> Completion:
+        """The `begun` tokens followed by those sampled here."""
+        marks = [*self.marks, (len(self.output_ids), 0)]
+        spans = (VersionSpan(version, end - start) for (start, version), (end, _) in pairwise(marks))
         here = tuple(span for span in spans if span.num_tokens)
-        sampled = Completion(tuple(output_ids), tuple(logprobs), here, finish, cache)
+        sampled = Completion(tuple(self.output_ids), tuple(self.logprobs), here, finish, cache)
         return self.request.begun.then(sampled) if self.request.begun else sampled
-
-    def withdrawn(self, *, keep_cache: bool) -> Completion:
-        """The completion of a job that never gets a slot."""
-        begun = self.request.begun or Completion((), (), (), None)
-        return replace(begun, finish="abort", cache=begun.cache if keep_cache else None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,24 +62,15 @@ class _Turn:
     deadline_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _End:
-    """Reason why the engine has ended."""
-
-    kind: type[WorkerError]
-    detail: str
-    cause: Exception | None = None
-
-
 class SteppingEngine(ABC):
     """Implements `Engine` except `load`, `stage` and `score`. `version` is that of the model's initial weights."""
 
     def __init__(
-        self, name: str, *, version: PolicyVersion, num_slots: int, limits: RequestLimits, step_s: float
+        self, name: str, spec: EngineSpec, *, version: PolicyVersion, num_vocab: int, stop_token_ids: frozenset[int]
     ) -> None:
-        """`name` is the worker's name in errors; `step_s` is the deadline of one step, in seconds."""
-        self._name, self._version, self._step_s = name, version, step_s
-        self._num_slots, self._limits = num_slots, limits
+        """`name` is the worker's name in errors."""
+        self._name, self._spec, self._version = name, spec, version
+        self._limits = RequestLimits(spec.max_context, num_vocab, stop_token_ids)
         self._waiting: deque[EngineJob] = deque()
         self._commands: deque[Callable[[], None]] = deque()
         self._pending: dict[Future, str] = {}
@@ -99,7 +83,8 @@ class SteppingEngine(ABC):
         """The turn at the last check, and the time of the first check that saw it, on the clock of `deadlines.now`."""
         self._watched: AbstractEventLoop | None = None
         self._lock = threading.Lock()
-        self._end: _End | None = None
+        self._end: WorkerError | None = None
+        """Reason why the engine has ended; callers get a copy that names their phase."""
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._main, name=f"{name} steps", daemon=True)
         self._thread.start()
@@ -107,8 +92,8 @@ class SteppingEngine(ABC):
     # ------------------------------------------------------------------------------------------- what a step is
 
     @abstractmethod
-    def _running(self) -> Sequence[EngineJob]:
-        """The jobs that have a slot."""
+    def _is_busy(self) -> bool:
+        """True if there is anything to step."""
 
     @abstractmethod
     def _advance(self) -> None:
@@ -119,8 +104,8 @@ class SteppingEngine(ABC):
         """End the selected running jobs with their tokens so far, finish `abort`."""
 
     @abstractmethod
-    def _progress(self) -> Iterable[tuple[EngineJob, Sequence[int], Sequence[float]]]:
-        """The running jobs with the ids and logprobs sampled here."""
+    def _running(self) -> Iterable[EngineJob]:
+        """The jobs that have a slot, with all tokens sampled so far."""
 
     @abstractmethod
     def stats(self) -> EngineStats:
@@ -153,7 +138,7 @@ class SteppingEngine(ABC):
             return await job.future
         except CancelledError:
             with suppress(WorkerError):
-                self._post(partial(self._abort, lambda other: other.future is job.future))
+                self._post(partial(self._abort, lambda other: other is job))
             raise
 
     def abort(self, request_id: str, *, keep_cache: bool = False) -> None:
@@ -172,13 +157,13 @@ class SteppingEngine(ABC):
     async def close(self) -> None:
         with suppress(WorkerError):  # the end of the thread is the answer
             await self._ask("closing", self._set_closing)
-        if self._end is None or self._end.kind is WorkerDied:
+        if not isinstance(self._end, DeadlineExceeded):
             await to_thread(self._thread.join)
 
     async def _ask(self, what: str, work: Callable[[], T], deadline_s: float | None = None) -> T:
         """Run `work` on the step thread between two steps, within `deadline_s` or the deadline of a step."""
         future: Future[T] = get_running_loop().create_future()
-        self._post(partial(self._obey, work, future, deadline_s or self._step_s), future, what)
+        self._post(partial(self._obey, work, future, deadline_s or self._spec.step_s), future, what)
         return await future
 
     def _post(self, command: Callable[[], None], future: Future | None = None, what: str = "") -> None:
@@ -195,7 +180,7 @@ class SteppingEngine(ABC):
             queue.append(item)
         if future and self._watched is not (loop := future.get_loop()):
             self._watched = loop
-            deadlines.ticker().call_later(self._step_s / LOOKS, self._watch)
+            deadlines.ticker().call_later(self._spec.step_s / LOOKS, self._watch)
 
     def _watch(self) -> None:
         """End the engine if its thread has been in one turn for longer than the deadline.
@@ -207,21 +192,24 @@ class SteppingEngine(ABC):
         if self._seen[0] is not turn:
             self._seen = (turn, now_s)
         if turn is not None and now_s - self._seen[1] >= turn.deadline_s:
-            self._finish(_End(DeadlineExceeded, f"no step ended within {turn.deadline_s:g} s; restart the worker"))
+            detail = f"no step ended within {turn.deadline_s:g} s; restart the worker"
+            self._finish(DeadlineExceeded(self._name, "stepping", detail))
         elif self._pending:
-            deadlines.ticker().call_later(self._step_s / LOOKS, self._watch)
+            deadlines.ticker().call_later(self._spec.step_s / LOOKS, self._watch)
         else:
             self._watched, self._seen = None, (None, 0.0)
 
     # ------------------------------------------------------------------------------------------- on the step thread
 
     def _main(self) -> None:
-        end = _End(WorkerDied, "the engine was closed")
+        end = WorkerDied(self._name, "stepping", "the engine was closed")
         try:
             self._start_up()
             self._serve()
         except Exception as error:  # noqa: BLE001  (the thread's boundary: all callers get the error)
-            end = _End(WorkerDied, f"a step raised {type(error).__name__}: {error}; restart the worker", error)
+            detail = f"a step raised {type(error).__name__}: {error}; restart the worker"
+            end = WorkerDied(self._name, "stepping", detail)
+            end.__cause__ = error
         self._flush()
         self._finish(end)
         self._shut_down()
@@ -236,7 +224,7 @@ class SteppingEngine(ABC):
             if self._is_paused or not (self._waiting or self._is_busy()):
                 self._turn = None
                 self._wake.wait()
-            self._turn = _Turn(self._step_s)
+            self._turn = _Turn(self._spec.step_s)
             self._wake.clear()
             while self._commands:
                 self._commands.popleft()()
@@ -245,18 +233,15 @@ class SteppingEngine(ABC):
                 self._advance()
             self._flush()
 
-    def _is_busy(self) -> bool:
-        """True if there is anything to step."""
-        return bool(self._running())
-
     def _abort(self, is_meant: Callable[[EngineJob], bool], *, keep_cache: bool = False) -> None:
         for job in [job for job in tuple(self._waiting) if is_meant(job)]:
             self._waiting.remove(job)
-            self._answer(job.future, job.withdrawn(keep_cache=keep_cache))
+            begun = job.request.begun
+            self._answer(job.future, job.completion("abort", begun.cache if begun and keep_cache else None))
         self._cut(is_meant, keep_cache=keep_cache)
 
     def _report(self) -> Mapping[str, Completion]:
-        return {job.request.id: job.completion(ids, logprobs, None) for job, ids, logprobs in self._progress() if ids}
+        return {job.request.id: job.completion(None) for job in self._running() if job.output_ids}
 
     def _set_paused(self, is_paused: bool) -> None:
         self._is_paused = is_paused
@@ -264,10 +249,10 @@ class SteppingEngine(ABC):
     def _set_closing(self) -> None:
         self._is_closing = True
 
-    def _become(self, version: PolicyVersion, counts: Iterable[int]) -> None:
-        """Switch to `version` for all new tokens; `counts` are the tokens that each running job has sampled here."""
-        for job, count in zip(self._running(), counts, strict=True):
-            job.marks.append((count, version))
+    def _become(self, version: PolicyVersion) -> None:
+        """Switch to `version` for all new tokens."""
+        for job in self._running():
+            job.marks.append((len(job.output_ids), version))
         self._version = version
 
     def _obey(self, work: Callable[[], object], future: Future, deadline_s: float) -> None:
@@ -276,7 +261,7 @@ class SteppingEngine(ABC):
             self._answer(future, work())
         except RlsysError as refusal:
             self._answer(future, refusal)
-        self._turn = _Turn(self._step_s)
+        self._turn = _Turn(self._spec.step_s)
 
     def _answer(self, future: Future, outcome: object) -> None:
         """Resolve `future` at the end of this turn: with a value, or an exception to raise."""
@@ -289,7 +274,7 @@ class SteppingEngine(ABC):
 
     # ------------------------------------------------------------------------------------------- on either
 
-    def _finish(self, end: _End) -> None:
+    def _finish(self, end: WorkerError) -> None:
         """End the engine: answer all pending calls, and refuse later ones."""
         with self._lock:
             self._end = self._end or end
@@ -297,9 +282,9 @@ class SteppingEngine(ABC):
             self._pending.clear()
         _deliver([(future, self._error(end, what)) for future, what in pending.items()])
 
-    def _error(self, end: _End, what: str) -> WorkerError:
-        error = end.kind(self._name, f"{what} on version {self._version}", end.detail)
-        error.__cause__ = end.cause
+    def _error(self, end: WorkerError, what: str) -> WorkerError:
+        error = type(end)(self._name, f"{what} on version {self._version}", end.detail)
+        error.__cause__ = end.__cause__
         return error
 
 

@@ -11,19 +11,18 @@ import shutil
 import tempfile
 import threading
 from asyncio import Future, get_running_loop, to_thread
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rlsys.errors import ConfigError, ModelError, RlsysError, WorkerDied
 from rlsys.types import EngineStats, PolicyVersion
 from rlsys.util.seeds import continuation_seed
-from workers.engines.engine import Completion, ModelShapes, check_weights
-from workers.engines.stepping import EngineJob, RequestLimits, SteppingEngine
+from workers.engines.engine import EngineSpec, ModelShapes, check_weights
+from workers.engines.stepping import EngineJob, SteppingEngine
 from workers.train.model_loading import outline
 from workers.transport.buckets import content_hash
 
@@ -62,18 +61,8 @@ SCORING_FIRST = -1
 """vLLM's priority of scoring requests; others have 0, and the lowest goes first."""
 
 
-@dataclass(slots=True, eq=False)
-class _VllmJob(EngineJob):
-    output_ids: list[int] = field(default_factory=list)
-    """Sampled here."""
-    logprobs: list[float] = field(default_factory=list)
-
-    def so_far(self, finish: Literal["stop", "length", "abort"]) -> Completion:
-        return self.completion(self.output_ids, self.logprobs, finish)
-
-
 class VllmEngine(SteppingEngine):
-    """Samples from the model at `model_path`, up to `num_slots` requests at a time.
+    """Samples from the model at `model_path`.
 
     A continued request gets a new generator, seeded with its seed and position. Its tokens differ from those of an
     uninterrupted request, but have the same distribution. Greedy tokens are equal.
@@ -81,57 +70,42 @@ class VllmEngine(SteppingEngine):
 
     def __init__(
         self,
-        model_path: str,
+        spec: EngineSpec,
         *,
-        dtype: Literal["float32", "bfloat16"],
-        num_slots: int,
-        max_context: int,
         stop_token_ids: frozenset[int],
         device: torch.device,
-        kv_cache: Literal["keep", "recompute"] = "keep",
-        tensor_parallel: int = 1,
-        vllm_args: Mapping[str, Any] | None = None,
-        step_s: float = 600.0,
-        load_s: float = 600.0,
         version: PolicyVersion = 0,
         name: str,
     ) -> None:
-        """See `LocalEngine` for the arguments. `vllm_args` are further arguments of vLLM.
-
-        Raises `ModelError` if vLLM does not support the model, `ConfigError` if it does not support an argument.
-        """
-        model = outline(model_path)
-        sequences = num_slots + 1  # one more, for scoring
-        kv_bytes = _kv_bytes(model.config.get_text_config(), dtype, sequences, max_context) // tensor_parallel
-        prefill = {"max_num_batched_tokens": max(CPU_PREFILL_TOKENS, max_context)}
-        self._llm = _start(
-            device,
-            {
-                "model": model_path,
-                "dtype": dtype,
-                "max_model_len": max_context,
-                "max_num_seqs": sequences,
-                "tensor_parallel_size": tensor_parallel,
-                "distributed_executor_backend": "uni" if tensor_parallel == 1 else "mp",
-                **({**ON_CPU, **prefill, "kv_cache_memory_bytes": kv_bytes} if device.type == "cpu" else {}),
-            },
-            vllm_args or {},
-        )
-        self._shapes, self._kv_cache, self._tensor_parallel = ModelShapes.of(model), kv_cache, tensor_parallel
-        self._load_s = load_s
-        self._jobs: dict[str, _VllmJob] = {}
+        """Raises `ModelError` if vLLM does not support the model, `ConfigError` if it does not support an argument."""
+        model = outline(spec.model_path)
+        sequences = spec.slots + 1  # one more, for scoring
+        ours: dict[str, Any] = {
+            "model": spec.model_path,
+            "dtype": spec.dtype,
+            "max_model_len": spec.max_context,
+            "max_num_seqs": sequences,
+            "tensor_parallel_size": spec.tensor_parallel,
+            "distributed_executor_backend": "uni" if spec.tensor_parallel == 1 else "mp",
+        }
+        if device.type == "cpu":
+            ours |= ON_CPU
+            ours["max_num_batched_tokens"] = max(CPU_PREFILL_TOKENS, spec.max_context)
+            ours["kv_cache_memory_bytes"] = _kv_bytes(model.config.get_text_config(), spec, sequences)
+        self._llm = _start(device, ours, spec.vllm_args)
+        self._shapes = ModelShapes.of(model)
+        self._jobs: dict[str, EngineJob] = {}
         self._scoring: dict[str, Future[tuple[float, ...]]] = {}
         self._num_requests = self._num_tokens = self._num_cached = 0
         self._staged: tuple[Mapping[str, Tensor], str] | None = None
         self._staging = threading.Lock()
         num_vocab = model.get_input_embeddings().get_parameter("weight").shape[0]
-        limits = RequestLimits(max_context, num_vocab, stop_token_ids)
-        super().__init__(name, version=version, num_slots=num_slots, limits=limits, step_s=step_s)
+        super().__init__(name, spec, version=version, num_vocab=num_vocab, stop_token_ids=stop_token_ids)
 
     async def stage(self, weights: Mapping[str, Tensor]) -> None:
         """See `Engine.stage`: checks, hashes and, on a CPU, lays out a second set of weights, in a separate thread."""
         check_weights(self._name, weights, self._shapes)
-        await self._ask("preparing for weights", partial(self._llm.collective_rpc, "rlsys_prepare"), self._load_s)
+        await self._ask("preparing for weights", partial(self._llm.collective_rpc, "rlsys_prepare"), self._spec.load_s)
         try:
             held = await to_thread(self._stage, weights)
         except RlsysError:
@@ -142,7 +116,7 @@ class VllmEngine(SteppingEngine):
 
     async def load(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> str:
         """See `Engine.load`. The hash is that of the given tensors, before casting and sharding."""
-        return await self._ask(f"loading version {version}", partial(self._load, version, weights), self._load_s)
+        return await self._ask(f"loading version {version}", partial(self._load, version, weights), self._spec.load_s)
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         future: Future[tuple[float, ...]] = get_running_loop().create_future()
@@ -166,17 +140,14 @@ class VllmEngine(SteppingEngine):
     def _core(self) -> Any:  # noqa: ANN401  (vLLM's own type)
         return self._llm.engine_core.engine_core  # pyrefly: ignore[missing-attribute]
 
-    def _running(self) -> Sequence[EngineJob]:
-        return list(self._jobs.values())
-
-    def _progress(self) -> Iterable[tuple[EngineJob, Sequence[int], Sequence[float]]]:
-        return [(job, job.output_ids, job.logprobs) for job in self._jobs.values()]
+    def _running(self) -> Iterable[EngineJob]:
+        return self._jobs.values()
 
     def _is_busy(self) -> bool:
         return bool(self._jobs or self._scoring)
 
     def _advance(self) -> None:
-        while self._waiting and len(self._jobs) < self._num_slots:
+        while self._waiting and len(self._jobs) < self._spec.slots:
             self._add(self._waiting.popleft())
         if self._is_busy():
             for output in self._llm.engine_core.get_output().outputs:
@@ -197,7 +168,8 @@ class VllmEngine(SteppingEngine):
             detokenize=False,
         )
         name = self._send(request.prompt_ids + request.begun_ids, params)
-        self._jobs[name] = _VllmJob(request, job.future, [(0, self._version)])
+        job.marks.append((0, self._version))
+        self._jobs[name] = job
 
     def _add_scoring(self, token_ids: tuple[int, ...], future: Future[tuple[float, ...]]) -> None:
         from vllm import SamplingParams
@@ -240,7 +212,12 @@ class VllmEngine(SteppingEngine):
             self._num_cached += output.prefill_stats.num_cached_tokens
         if output.finish_reason is not None:
             del self._jobs[output.request_id]
-            self._answer(job.future, self._ended(job, str(output.finish_reason)))
+            reason = str(output.finish_reason)
+            if reason == "stop" or reason == "length":
+                self._answer(job.future, job.completion(reason))
+            else:
+                phase = f"sampling request {job.request.id} on version {self._version}"
+                self._answer(job.future, WorkerDied(self._name, phase, f"vLLM ended it: {reason}"))
 
     def _take_score(self, output: EngineCoreOutput, future: Future[tuple[float, ...]]) -> None:
         if (tensors := output.new_prompt_logprobs_tensors) is not None:
@@ -248,18 +225,12 @@ class VllmEngine(SteppingEngine):
         if output.finish_reason is not None:
             del self._scoring[output.request_id]
 
-    def _ended(self, job: _VllmJob, reason: str | None) -> Completion | WorkerDied:
-        if reason == "stop" or reason == "length":
-            return job.so_far(reason)
-        phase = f"sampling request {job.request.id} on version {self._version}"
-        return WorkerDied(self._name, phase, f"vLLM ended it: {reason}")
-
     def _cut(self, is_meant: Callable[[EngineJob], bool], *, keep_cache: bool) -> None:
         names = [name for name, job in self._jobs.items() if is_meant(job)]
         self._llm.engine_core.abort_requests(names)
         for name in names:
             job = self._jobs.pop(name)
-            self._answer(job.future, job.so_far("abort"))
+            self._answer(job.future, job.completion("abort"))
 
     def _load(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> str:
         staged, self._staged = self._staged, None
@@ -269,17 +240,17 @@ class VllmEngine(SteppingEngine):
             check_weights(self._name, weights, self._shapes)
             self._llm.collective_rpc("rlsys_prepare")
             held = self._stage(weights)
-        if self._tensor_parallel > 1:
+        if self._spec.tensor_parallel > 1:
             self._share(weights)
         self._llm.collective_rpc("rlsys_swap")
-        if self._kv_cache == "recompute":
+        if self._spec.kv_cache == "recompute":
             self._llm.reset_prefix_cache(reset_running_requests=True)
-        self._become(version, [len(job.output_ids) for job in self._jobs.values()])
+        self._become(version)
         return held
 
     def _stage(self, weights: Mapping[str, Tensor]) -> str:
         """Stage the weights. With several shards, only hash them: the shards are busy, and load them in `_load`."""
-        if self._tensor_parallel == 1:
+        if self._spec.tensor_parallel == 1:
             with self._staging:  # the thread of a cancelled call may still run
                 self._llm.collective_rpc("rlsys_stage", args=(weights,))
         return content_hash(weights)
@@ -336,12 +307,11 @@ def _start(device: torch.device, ours: Mapping[str, Any], users: Mapping[str, An
     return llm
 
 
-def _kv_bytes(
-    config: PreTrainedConfig, dtype: Literal["float32", "bfloat16"], num_sequences: int, max_context: int
-) -> int:
-    """Memory for the keys and values of this many sequences of full length, so that none waits for cache blocks."""
+def _kv_bytes(config: PreTrainedConfig, spec: EngineSpec, num_sequences: int) -> int:
+    """Memory of one shard for the keys and values of this many sequences of full length, so that none waits for cache
+    blocks."""
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * num_heads * head_size * getattr(torch, dtype).itemsize
-    num_blocks = num_sequences * -(-max_context // CPU_BLOCK_TOKENS) + 1
-    return per_token * num_blocks * CPU_BLOCK_TOKENS
+    per_token = 2 * config.num_hidden_layers * num_heads * head_size * getattr(torch, spec.dtype).itemsize
+    num_blocks = num_sequences * -(-spec.max_context // CPU_BLOCK_TOKENS) + 1
+    return per_token * num_blocks * CPU_BLOCK_TOKENS // spec.tensor_parallel

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlsys.types import POLICY, Sampling
@@ -37,21 +38,10 @@ async def _generator(config: Config) -> Generator:
 
     from workers.engines.engine_choice import start_engine
 
-    rollout, data = config.rollout, config.data
-    codec = TextTokenizer.load(config.model.path)
-    spec = EngineSpec(
-        engine="local",
-        model_path=config.model.path,
-        dtype=config.model.dtype,
-        slots=rollout.slots,
-        max_context=data.max_prompt_tokens + rollout.max_new_tokens,
-        kv_cache=rollout.kv_cache,
-        tensor_parallel=1,
-        step_s=config.limits.step_s,
-        load_s=config.limits.transfer_s,
-    )
+    rollout, codec = config.rollout, TextTokenizer.load(config.model.path)
+    spec = replace(EngineSpec.of(config), engine="local", tensor_parallel=1)
     device = torch.device("cuda" if rollout.num_gpus and torch.cuda.is_available() else "cpu")
     engine = await start_engine(spec, "local", stop_token_ids=codec.stop_ids, device=device, worker=NAME)
     sampling = Sampling(temperature=rollout.temperature, max_new_tokens=rollout.max_new_tokens)
-    speech = PolicyText(codec, sampling, data.max_prompt_tokens)
+    speech = PolicyText(codec, sampling, config.data.max_prompt_tokens)
     return Generator(NAME, engine, speech, None, WeightChange("between", config.probe_tolerance))

@@ -26,6 +26,7 @@ from rlsys.testing import played as play
 from rlsys.types import OK, Assignment, Episode, Group, Json, Message, Prompt, Task, VersionSpan
 from tests.models import tiny_sorter
 from tests.replicas import Shelf, played, replica_of, scripted
+from workers.engines.engine import EngineSpec
 from workers.engines.local import LocalEngine
 from workers.engines.scripted import ScriptedEngine
 from workers.rollout.rollout_worker import RolloutWorker
@@ -148,7 +149,8 @@ def test_rows_of_trls_unpaired_preferences_are_read_as_they_are(tmp_path: Path) 
 
 
 def local_engine(model: torch.nn.Module) -> LocalEngine:
-    return LocalEngine(model, num_slots=4, max_context=60 + NUM_NEW, stop_token_ids=frozenset({1}), name="rollout-0")  # type: ignore[arg-type]
+    spec = EngineSpec(model_path="", slots=4, max_context=60 + NUM_NEW)
+    return LocalEngine(model, spec, stop_token_ids=frozenset({1}), name="rollout-0")  # type: ignore[arg-type]
 
 
 def replica(engine: LocalEngine | ScriptedEngine, shelf: Shelf | None = None) -> RolloutWorker:

@@ -14,9 +14,10 @@ from rlsys.errors import DeadlineExceeded, WorkerDied, WorkflowError
 from rlsys.types import Acknowledged, Episode, VersionSpan
 from tests.models import tiny_sorter
 from tests.replicas import Shelf, assignment, hash_of, played, replica_of, scripted, until
-from workers.engines.engine import Completion, Request
+from workers.engines.engine import Completion, EngineSpec, Request
 from workers.engines.local import LocalEngine
 from workers.engines.scripted import ScriptedEngine
+from workers.rollout.generator import Generator
 from workers.rollout.group_route import Ticket
 from workers.rollout.rollout_worker import RolloutWorker
 
@@ -103,7 +104,8 @@ def test_a_moved_group_has_the_tokens_of_an_unmoved_one():
 def test_a_group_moves_between_local_engines_with_the_same_tokens():
     def engine(name: str) -> LocalEngine:
         model = tiny_sorter()
-        return LocalEngine(model, num_slots=4, max_context=64, stop_token_ids=frozenset({1}), name=name)
+        spec = EngineSpec(model_path="", slots=4, max_context=64)
+        return LocalEngine(model, spec, stop_token_ids=frozenset({1}), name=name)
 
     def payload_of(move: bool) -> tuple[Episode, ...]:
         engines = [engine("a"), engine("b")]
@@ -260,8 +262,8 @@ def test_a_replica_that_is_taking_in_weights_refuses_guests():
     played(team.workers, scenario)
 
 
-class Slow:
-    """A `Peer` that thinks about a question until the test lets it."""
+class Slow(Generator):
+    """A replica that thinks about a question until the test lets it."""
 
     def __init__(self, worker: RolloutWorker) -> None:
         self.name, self.worker = worker.name, worker

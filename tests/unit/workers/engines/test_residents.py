@@ -17,13 +17,19 @@ def named(seed: int, *, tied: bool = True) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in qwen(seed=seed, tied=tied).named_parameters()}
 
 
+def num_bytes_of(residents: Residents) -> int:
+    """Bytes of all sets, shared tensors counted once."""
+    tensors = {tensor.data_ptr(): tensor for tensors in residents._sets.values() for tensor in tensors.values()}
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_model_computes_with_the_set_that_is_used(tied: bool) -> None:
     model = qwen(tied=tied)
     residents = Residents(model, 0)
     with torch.no_grad():
         expected = [qwen(tied=tied, seed=seed)(IDS).logits for seed in (0, 1)]
-        residents.add(1, residents.lay_out(named(1, tied=tied)).tensors)
+        residents.add(1, residents.lay_out(named(1, tied=tied))[0])
         for version in (0, 1, 0, 1):
             residents.use(version)
             assert torch.equal(model(IDS).logits, expected[version])
@@ -31,62 +37,62 @@ def test_the_model_computes_with_the_set_that_is_used(tied: bool) -> None:
 
 def test_unchanged_tensors_are_shared_and_changed_ones_copied() -> None:
     residents = Residents(qwen(), 0)
-    num_bytes = residents.num_bytes()
+    num_bytes = num_bytes_of(residents)
     weights = {name: tensor.clone() for name, tensor in named(0).items()}
     weights["model.norm.weight"] += 1
-    laid_out = residents.lay_out(weights)
-    residents.add(1, laid_out.tensors)
-    assert residents.num_bytes() == num_bytes + weights["model.norm.weight"].nbytes
-    assert laid_out.hash == content_hash(weights)
+    tensors, held = residents.lay_out(weights)
+    residents.add(1, tensors)
+    assert num_bytes_of(residents) == num_bytes + weights["model.norm.weight"].nbytes
+    assert held == content_hash(weights)
     weights["model.norm.weight"] += 1  # what was given is the giver's
-    assert laid_out.hash == content_hash(laid_out.tensors)
+    assert held == content_hash(tensors)
 
 
 def test_a_zero_of_the_other_sign_is_a_change() -> None:
     residents = Residents(qwen(), 0)
     weights = {name: torch.zeros_like(tensor) for name, tensor in named(0).items()}
-    residents.add(1, residents.lay_out(weights).tensors)
+    residents.add(1, residents.lay_out(weights)[0])
     negative = {name: -tensor for name, tensor in weights.items()}
-    assert residents.lay_out(negative).hash == content_hash(negative) != content_hash(weights)
+    assert residents.lay_out(negative)[1] == content_hash(negative) != content_hash(weights)
 
 
 def test_released_versions_free_their_memory_even_when_in_use() -> None:
     model = qwen()
     residents = Residents(model, 0)
-    num_bytes = residents.num_bytes()
+    num_bytes = num_bytes_of(residents)
     first, second = ({name: tensor + more for name, tensor in named(0).items()} for more in (1, 2))
-    residents.add(1, residents.lay_out(first).tensors)
-    residents.add(2, residents.lay_out(second).tensors)
-    assert residents.num_bytes() == 3 * num_bytes
+    residents.add(1, residents.lay_out(first)[0])
+    residents.add(2, residents.lay_out(second)[0])
+    assert num_bytes_of(residents) == 3 * num_bytes
     residents.use(1)
     residents.evict_all_but({0})
     assert residents.versions == (0, 2)
-    assert residents.num_bytes() == 2 * num_bytes
+    assert num_bytes_of(residents) == 2 * num_bytes
     assert content_hash(dict(model.named_parameters())) == content_hash(second)
     residents.evict_all_but(())
     assert residents.versions == (2,)
-    assert residents.num_bytes() == sum(p.nbytes for p in model.parameters()) == num_bytes
+    assert num_bytes_of(residents) == sum(p.nbytes for p in model.parameters()) == num_bytes
 
 
 def test_a_tied_tensor_may_be_given_under_either_name() -> None:
     residents = Residents(qwen(), 0)
     weights = named(1)
     both = weights | {"lm_head.weight": weights["model.embed_tokens.weight"]}
-    assert residents.lay_out(both).hash == content_hash(both)
-    assert residents.lay_out(both).tensors.keys() == residents.lay_out(weights).tensors.keys()
+    assert residents.lay_out(both)[1] == content_hash(both)
+    assert residents.lay_out(both)[0].keys() == residents.lay_out(weights)[0].keys()
 
 
 def test_weights_are_cast_to_the_type_of_the_model() -> None:
     residents = Residents(qwen().bfloat16(), 0)
-    laid_out = residents.lay_out(named(1))
-    assert {tensor.dtype for tensor in laid_out.tensors.values()} == {torch.bfloat16}
-    assert laid_out.hash == content_hash({name: tensor.bfloat16() for name, tensor in named(1).items()})
+    tensors, held = residents.lay_out(named(1))
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert held == content_hash({name: tensor.bfloat16() for name, tensor in named(1).items()})
 
 
 def test_overwriting_replaces_weights_and_version_in_place() -> None:
     model = qwen()
     residents = Residents(model, 0)
-    num_bytes = residents.num_bytes()
+    num_bytes = num_bytes_of(residents)
     assert residents.overwrite(7, named(1)) == content_hash(named(1)) == content_hash(dict(model.named_parameters()))
     assert residents.versions == (7,)
-    assert residents.num_bytes() == num_bytes
+    assert num_bytes_of(residents) == num_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,8 +13,8 @@ from rlsys.errors import DeadlineExceeded, WorkerDied, WorkerError
 from rlsys.simulate.virtual_clock import VirtualLoop, run_virtual
 from rlsys.types import EngineStats, Sampling
 from rlsys.util import deadlines
-from workers.engines.engine import Completion, Request
-from workers.engines.stepping import EngineJob, RequestLimits, SteppingEngine
+from workers.engines.engine import Completion, EngineSpec, Request
+from workers.engines.stepping import EngineJob, SteppingEngine
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,22 +28,23 @@ class Stuck(SteppingEngine):
         self.looked = asyncio.Queue[None]()
         """One entry for every time the deadline was looked at."""
         self.jobs: list[EngineJob] = []
-        super().__init__("rollout-7", version=4, num_slots=8, limits=RequestLimits(64, 9), step_s=step_s)
+        spec = EngineSpec(model_path="", slots=8, max_context=64, step_s=step_s)
+        super().__init__("rollout-7", spec, version=4, num_vocab=9, stop_token_ids=frozenset())
 
     def _watch(self) -> None:
         super()._watch()
         self.looked.put_nowait(None)
 
-    def _running(self) -> Sequence[EngineJob]:
-        return self.jobs
+    def _is_busy(self) -> bool:
+        return bool(self.jobs)
 
     def _advance(self) -> None:
         self.jobs += self._waiting
         self._waiting.clear()
         self._step()
 
-    def _progress(self) -> list[tuple[EngineJob, list[int], list[float]]]:
-        return [(job, [], []) for job in self.jobs]
+    def _running(self) -> list[EngineJob]:
+        return self.jobs
 
     def _cut(self, is_meant: Callable[[EngineJob], bool], *, keep_cache: bool) -> None:
         for job in [job for job in self.jobs if is_meant(job)]:
