@@ -18,7 +18,7 @@ from workers.ray.cluster import NO_MATHS, Resources, node_ids
 from workers.ray.pool import Pool, PoolSpec
 from workers.ray.remote_proxy import Remote, start
 from workers.relay.relay_pool import RayRelays
-from workers.reward.reward_worker import RewardModelSpec, RewardPool, RewardWorker
+from workers.reward.reward_worker import RewardPool, RewardWorker
 from workers.rollout.generator import WeightChange
 from workers.rollout.partial_responses import Partials
 from workers.rollout.rollout_pool import ANSWER_S, PinnedRolloutPool, RolloutPool
@@ -297,9 +297,8 @@ def _generator_spec(
 def start_rewards(config: Config) -> RewardPool:
     """Start the reward workers."""
     reward, model, limits = config.reward, config.reward.model, config.limits
-    judge = RewardModelSpec(model.path, model.dtype, model.max_tokens, model.weight) if model else None
     resources = Resources(reward.worker_cpus, reward.worker_gpus, model.threads if model else 1)
-    arguments = reward.functions, reward.processes, reward.timeout_s, judge, resources
+    arguments = reward.functions, reward.processes, reward.timeout_s, model, resources
 
     def one(name: str) -> Remote[RewardWorker]:
         return start(RewardWorker, name, partial(RewardWorker.of, name, *arguments), resources, limits.lease_s)

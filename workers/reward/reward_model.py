@@ -14,7 +14,7 @@ from workers.text.tokenizer import rendered
 from workers.train.model_loading import load_tokenizer, on_device, pretrained
 
 if TYPE_CHECKING:
-    from transformers import BatchEncoding, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 _KEY = "reward.model.path"
 
@@ -37,7 +37,11 @@ class RewardModel:
         """
         self.weight = weight
         self._path, self._max_tokens, self._device = path, max_tokens, device
-        self._model = _load_classifier(path, getattr(torch, dtype), device)
+        kind = AutoModelForSequenceClassification
+        model = pretrained(kind, path, getattr(torch, dtype), key=_KEY, what="sequence classifier")
+        if model.config.num_labels != 1:
+            raise ModelError(f"{_KEY} {path!r} has {model.config.num_labels} labels; a reward model has exactly one")
+        self._model = on_device(model, device)
         self._tokenizer = load_tokenizer(path, _KEY)
         self._tokenizer.truncation_side = "left"
         _agree_on_padding(self._model, self._tokenizer, path)
@@ -49,7 +53,15 @@ class RewardModel:
         Messages are rendered with the model's own chat template, the completion as the assistant's turn; plain text is
         concatenated. Raises `DataError` for messages if there is no template or if it refuses them.
         """
-        inputs = self._encode([self._text(prompt, c) for c in completions], has_specials=not isinstance(prompt, str))
+        inputs = self._tokenizer(
+            [self._text(prompt, completion) for completion in completions],
+            add_special_tokens=isinstance(prompt, str),  # a chat template has already written them
+            padding=True,
+            padding_side="right",
+            truncation=True,
+            max_length=self._max_tokens,
+            return_tensors="pt",
+        )
         return self._model(**inputs.to(self._device)).logits[:, 0].float().tolist()
 
     def _text(self, prompt: Prompt, completion: str) -> str:
@@ -57,25 +69,6 @@ class RewardModel:
             return prompt + completion
         messages = (*prompt, Message(role="assistant", content=completion))
         return rendered(self._tokenizer, messages, whose=f"the reward model {self._path!r}", opens_turn=False)
-
-    def _encode(self, texts: Sequence[str], *, has_specials: bool) -> BatchEncoding:
-        """Tokenize texts. `has_specials`: a chat template has already written the special tokens."""
-        return self._tokenizer(
-            list(texts),
-            add_special_tokens=not has_specials,
-            padding=True,
-            padding_side="right",
-            truncation=True,
-            max_length=self._max_tokens,
-            return_tensors="pt",
-        )
-
-
-def _load_classifier(path: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    model = pretrained(AutoModelForSequenceClassification, path, dtype, key=_KEY, what="sequence classifier")
-    if model.config.num_labels != 1:
-        raise ModelError(f"{_KEY} {path!r} has {model.config.num_labels} labels; a reward model has exactly one")
-    return on_device(model, device)
 
 
 def _agree_on_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:

@@ -12,8 +12,7 @@ import multiprocessing
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Self
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -37,24 +36,8 @@ from workers.ray.pool import Pool, PoolMember, PoolSpec
 from workers.ray.remote_proxy import Chunks, Parcel, PayloadRef, Remote, answer_in_chunks
 
 if TYPE_CHECKING:
-    import torch
-
+    from rlsys.config.reward_section import RewardModelSection
     from workers.reward.reward_model import RewardModel
-
-
-@dataclass(frozen=True, slots=True)
-class RewardModelSpec:
-    """The specification of a reward model."""
-
-    path: str
-    dtype: Literal["float32", "bfloat16"]
-    max_tokens: int
-    weight: float
-
-    def load(self, device: torch.device) -> RewardModel:
-        from workers.reward.reward_model import RewardModel
-
-        return RewardModel(self.path, self.dtype, self.max_tokens, self.weight, device)
 
 
 class RewardWorker:
@@ -92,11 +75,15 @@ class RewardWorker:
         specs: Sequence[RewardSpec],
         processes: int,
         timeout_s: float,
-        model: RewardModelSpec | None,
+        model: RewardModelSection | None,
         resources: Resources,
     ) -> Self:
         """Load the model, if there is one, and start every process."""
-        loaded = None if model is None else resources.build(model.load)
+        loaded = None
+        if model is not None:
+            from workers.reward.reward_model import RewardModel
+
+            loaded = RewardModel(model.path, model.dtype, model.max_tokens, model.weight, resources.claim())
         worker = cls(specs, processes, timeout_s, model=loaded, name=name)
         await worker.start()
         return worker
