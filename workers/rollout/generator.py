@@ -16,8 +16,8 @@ from rlsys.types import Acknowledged, EngineStats, PolicyVersion, ReplicaLoad, V
 from rlsys.util.deadlines import remote
 from rlsys.weight_sync.sync import Manifest, change_weights
 from workers.engines.engine import Completion, Engine, EngineChoice, Request
-from workers.rollout.group_route import GroupRoute, Occupancy, PeerReplica, PolicyText, Scored, Ticket
-from workers.rollout.partial_responses import PartialStream
+from workers.rollout.group_route import EngineStay, GroupRoute, PolicyText, Ticket
+from workers.rollout.partial_responses import PartialStream, usable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,11 +48,13 @@ class Puller(Protocol):
 
     async def pull(self, at_least: PolicyVersion) -> Pulled:
         """Return the newest published weights, no older than `at_least`. Raises `DeadlineExceeded`."""
-        ...
 
 
 class Generator:
-    """Implements `rlsys.weight_sync.sync.Replica` and `PeerReplica`: samples at one replica for one policy."""
+    """Implements `rlsys.weight_sync.sync.Replica`: samples at one replica for one policy.
+
+    A weight change between groups waits for the replica's own groups and for guests from other replicas.
+    """
 
     def __init__(
         self,
@@ -74,19 +76,23 @@ class Generator:
         self._gate_open = True
         self._is_loading = False
         self._why_closed: WorkerError | None = None
-        self._here = Occupancy(engine)
         self._groups: dict[Ticket, GroupRoute] = {}
+        """The groups whose sessions are here."""
+        self._stays: dict[Ticket, EngineStay] = {}
+        """The groups on this engine: those of this replica that have not moved, and guests."""
+        self._left = asyncio.Event()
+        """Set when a group leaves the engine."""
         self._gone: set[str] = set()
         self._pulls: list[Busy] = []
         self._recording: asyncio.Task[None] | None = None
 
     def begin(self, ticket: Ticket) -> GroupRoute:
         """Register a group that starts here; see `is_ready`."""
-        self._here.enter(ticket)
+        self._stays[ticket] = EngineStay(ticket)
         if self._recorder and self._recording is None:
-            work = self._recorder.run(self._engine, self._here, self._acknowledged)
+            work = self._recorder.run(self._engine, self._stays, self._acknowledged)
             self._recording = asyncio.create_task(work)
-        self._groups[ticket] = GroupRoute(ticket, self._speech, place=self, held=self.acknowledged, score=self.score)
+        self._groups[ticket] = GroupRoute(ticket, self._speech, place=self, home=self, held=self.acknowledged)
         return self._groups[ticket]
 
     async def recall(self, policy: GroupRoute, version: PolicyVersion) -> None:
@@ -96,14 +102,17 @@ class Generator:
         if self._recorder is None or held is None:
             return
         oldest, newest = (version, None) if self._change.when == "inflight" else (held.version, held.version)
-        policy.recalled = await self._recorder.recall(policy.ticket.group_id, self._acknowledged, oldest, newest)
+        with suppress(WorkerError):  # without the pool, the group starts from scratch
+            kept = await self._recorder.store.recall(policy.ticket.group_id)
+            policy.recalled = usable(kept, self._acknowledged, oldest, newest)
 
     async def end(self, policy: GroupRoute, *, is_again: bool, keep_partials: bool) -> None:
         """Remove a group that has ended. `is_again`: an earlier attempt may have left partial responses in the pool."""
         del self._groups[policy.ticket]
         await _evict(policy.place, policy.ticket)
         if self._recorder and not keep_partials and (is_again or self._recorder.is_due(policy.since_s)):
-            await self._recorder.forget(policy.ticket)
+            with suppress(WorkerError):
+                await self._recorder.store.forget(policy.ticket)
 
     async def vouched(self, policy: GroupRoute, versions: Sequence[VersionSpan]) -> tuple[Acknowledged, ...]:
         """The acknowledgements of these versions of the group's tokens. Waits for a weight change under way; unblocked
@@ -125,74 +134,105 @@ class Generator:
         """The current load. A group that waits for its tools counts, although it has no request at the engine."""
         held, stats = self.acknowledged, self._engine.stats()
         version = self._engine.version if held is None else held.version
-        stats = replace(stats, num_running=max(stats.num_running, len(self._here)))
+        stats = replace(stats, num_running=max(stats.num_running, len(self._stays)))
         return ReplicaLoad(self.name, version, stats, self._is_loading)
 
     @remote("giving what runs on {source} to {to.name}", patience=3)
-    async def give_away(self, source: str, to: PeerReplica) -> tuple[int, ...]:
+    async def give_away(self, source: str, to: Generator) -> tuple[int, ...]:
         """Move all groups of this replica whose tokens are sampled at `source` to `to`.
 
         Returns their group ids once none of their requests runs at `source`; returns none if `to` refuses.
         """
         moving = [policy for policy in self._groups.values() if policy.place.name == source]
-        if not moving or not await self._are_hosted(moving, to):
+        if not moving or (held := moving[0].held) is None:  # all of them have the same version
             return ()
-        left, ended = [], []
-        for policy in moving:
-            is_there = policy.ticket in self._groups and policy.place.name == source
-            (left if is_there else ended).append(policy)
-        places = [policy.place for policy in left]
-        for policy in left:
-            policy.place = to
-        await asyncio.gather(
-            *(_evict(place, policy.ticket, keep_cache=True) for place, policy in zip(places, left, strict=True)),
-            *(_evict(to, policy.ticket) for policy in ended),
-        )
-        return tuple(policy.ticket.group_id for policy in left)
-
-    async def _are_hosted(self, moving: Sequence[GroupRoute], to: PeerReplica) -> bool:
-        """True if `to` accepts the groups. All groups sampled at one replica have the same version."""
-        if (held := moving[0].held) is None:
-            return False
         tickets = [policy.ticket for policy in moving]
         try:
-            return await to.host(tickets, held)
+            if not await to.host(tickets, held):
+                return ()
         except WorkerError:  # the groups may be there: only the answer is missing
             await asyncio.gather(*(_evict(to, ticket) for ticket in tickets))
             raise
+        moved, evictions = [], []
+        for policy in moving:
+            if policy.ticket in self._groups and policy.place.name == source:
+                evictions.append(_evict(policy.place, policy.ticket, keep_cache=True))
+                policy.place = to
+                moved.append(policy.ticket.group_id)
+            else:  # it has ended meanwhile
+                evictions.append(_evict(to, policy.ticket))
+        await asyncio.gather(*evictions)
+        return tuple(moved)
 
     @remote("taking guests")
     async def host(self, tickets: Sequence[Ticket], held: Acknowledged) -> bool:
-        """See `PeerReplica.host`. The weights do not change while groups of other replicas are here."""
+        """Accept groups of another replica; False if this replica does not have exactly the weights `held`, or soon
+        changes them. The weights do not change while these groups are here."""
         mine = self.acknowledged
         same = mine is not None and (mine.version, mine.hash) == (held.version, held.hash)
         is_gone = any(ticket.owner in self._gone for ticket in tickets)
         if not same or is_gone or self._is_loading or self._change.when != "between":
             return False
         for ticket in tickets:
-            self._here.enter(ticket)
+            self._stays[ticket] = EngineStay(ticket)
         return True
 
     @remote("sampling for group {ticket.group_id} of {ticket.owner}", patience=inf)
     async def serve(self, ticket: Ticket, request: Request) -> Completion:
-        return await self._here.generate(ticket, request)
+        """Sample a request of a group on this engine.
 
-    async def score(self, token_ids: tuple[int, ...]) -> Scored:
-        """Logprobs of these tokens at temperature 1. Scores again if the weights changed meanwhile."""
+        Finish `abort` if the group has left, before or during the call: then with its tokens so far, to continue
+        elsewhere. Raises the errors of the engine.
+        """
+        stay = self._stays.get(ticket)
+        if stay is None or stay.is_over:
+            return replace(request.begun or Completion((), (), (), None), finish="abort")
+        stay.running[request.id] = request
+        try:
+            done = await self._engine.generate(request)
+        finally:
+            del stay.running[request.id]
+            stay.quiet.set()
+        if done.finish != "abort":
+            stay.finished.append((request, done))
+        return done
+
+    async def score(self, token_ids: tuple[int, ...]) -> tuple[tuple[float, ...], PolicyVersion]:
+        """Logprobs of `token_ids[1:]` at temperature 1, and their version. Scores again if the weights changed
+        meanwhile."""
         while True:
             version = self._engine.version
             logprobs = await self._engine.score(token_ids)
             if self._engine.version == version:
-                return Scored(logprobs, version)
+                return logprobs, version
 
     @remote("letting a group go")
     async def evict(self, ticket: Ticket, *, keep_cache: bool = False) -> None:
-        await self._here.leave(ticket, keep_cache=keep_cache)
+        """Abort the requests of a group, and return once they have ended. Does nothing if the group is not here.
+
+        `keep_cache`: the tokens come with their keys and values, if the engine supports it.
+        """
+        if (stay := self._stays.get(ticket)) is None:
+            return
+        stay.is_over = True
+        for request_id in stay.running:
+            self._engine.abort(request_id, keep_cache=keep_cache)
+        while stay.running:
+            stay.quiet.clear()
+            await stay.quiet.wait()
+        self._stays.pop(ticket, None)
+        self._left.set()
 
     async def forget(self, owner: str) -> None:
         """Abort the requests for replica `owner`, which has died."""
         self._gone.add(owner)
-        await asyncio.gather(*(self._here.leave(stay.ticket) for stay in self._here if stay.ticket.owner == owner))
+        await asyncio.gather(*(self.evict(ticket) for ticket in self._stays if ticket.owner == owner))
+
+    async def _emptied(self) -> None:
+        """Return once no group is on the engine; unblocked by the last group leaving."""
+        while self._stays:
+            self._left.clear()
+            await self._left.wait()
 
     # ------------------------------------------------------------------------------------------------ changing weights
 
@@ -212,8 +252,8 @@ class Generator:
             if not self._acknowledged or max(self._acknowledged) < version:
                 began_s = time.monotonic()
                 manifest, weights = await self._staged(self._puller, version)
-                if self._change.when == "between" and len(self._here):
-                    await self._here.empty()  # may take long
+                if self._change.when == "between" and self._stays:
+                    await self._emptied()  # may take long
                     began_s = time.monotonic()
                     manifest, weights = await self._staged(self._puller, version, before=(manifest, weights))
                 held = await change_weights(self, manifest, lambda: self._engine.load(manifest.version, weights))
@@ -267,7 +307,7 @@ class Generator:
 
     async def pause(self) -> None:
         if self._change.when == "between":
-            await self._here.empty()
+            await self._emptied()
         self._is_loading = True  # from here, no guest is accepted
         await self._engine.pause()
 
@@ -312,7 +352,7 @@ class Generator:
         await self._engine.close()
 
 
-async def _evict(place: PeerReplica, ticket: Ticket, *, keep_cache: bool = False) -> None:
+async def _evict(place: Generator, ticket: Ticket, *, keep_cache: bool = False) -> None:
     """Evict a group. A replica that has died is ignored: the requests of the group raise its error."""
     with suppress(WorkerError):
         await place.evict(ticket, keep_cache=keep_cache)

@@ -1,28 +1,25 @@
 """Groups at replicas: a `GroupRoute` per group, where its sessions run, and a stay on the engine that samples for it.
 
-A group that moves keeps its sessions at the first replica; only its requests go elsewhere. A weight change between
-groups waits for the replica's own groups and for guests from other replicas.
+A group that moves keeps its sessions at the first replica; only its requests go elsewhere.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from rlsys.agents.tools import ToolSchema
 from rlsys.errors import DeadlineExceeded, TaskTooLong, WeightsMismatch, WorkerDied, WorkerError
-from rlsys.types import Acknowledged, Message, PolicyVersion, Prompt, Sampling, Turn, VersionSpan
-from workers.engines.engine import Completion, Engine, Request
+from rlsys.types import Acknowledged, Message, Prompt, Sampling, Turn, VersionSpan
+from workers.engines.engine import Completion, Request
 from workers.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
+    from workers.rollout.generator import Generator
     from workers.rollout.partial_responses import Partial
-
-NOTHING = Completion((), (), (), None)
-"""The completion of a request that has not sampled yet."""
 
 
 class Ticket(NamedTuple):
@@ -51,86 +48,6 @@ class EngineStay:
     """Set when a running request ends: the engine has answered or aborted it."""
 
 
-class Occupancy:
-    """Groups on one engine."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._stays: dict[Ticket, EngineStay] = {}
-        self._is_empty = asyncio.Event()
-        self._is_empty.set()
-
-    def __len__(self) -> int:
-        return len(self._stays)
-
-    def __iter__(self) -> Iterator[EngineStay]:
-        return iter(tuple(self._stays.values()))
-
-    async def empty(self) -> None:
-        """Return once no group is here; unblocked by the last group leaving."""
-        while self._stays:  # a guest may have come between the event and this line
-            await self._is_empty.wait()
-
-    def enter(self, ticket: Ticket) -> None:
-        """Register a group."""
-        self._stays[ticket] = EngineStay(ticket)
-        self._is_empty.clear()
-
-    async def generate(self, ticket: Ticket, request: Request) -> Completion:
-        """Sample a request of this group.
-
-        Finish `abort` if the group has left, before or during the call: then with its tokens so far, to continue
-        elsewhere. Raises the errors of the engine.
-        """
-        stay = self._stays.get(ticket)
-        if stay is None or stay.is_over:
-            return replace(request.begun or NOTHING, finish="abort")
-        stay.running[request.id] = request
-        try:
-            done = await self._engine.generate(request)
-        finally:
-            del stay.running[request.id]
-            stay.quiet.set()
-        if done.finish != "abort":
-            stay.finished.append((request, done))
-        return done
-
-    async def leave(self, ticket: Ticket, *, keep_cache: bool = False) -> None:
-        """Abort the group's requests, and return once they have ended. Does nothing if the group is not here.
-
-        `keep_cache`: the tokens come with their keys and values, if the engine supports it.
-        """
-        if (stay := self._stays.get(ticket)) is None:
-            return
-        stay.is_over = True
-        for request_id in stay.running:
-            self._engine.abort(request_id, keep_cache=keep_cache)
-        while stay.running:
-            stay.quiet.clear()
-            await stay.quiet.wait()
-        if self._stays.pop(ticket, None) and not self._stays:
-            self._is_empty.set()
-
-
-class PeerReplica(Protocol):
-    """A replica that can sample for its own groups and for groups of other replicas. Methods may raise `WorkerDied`."""
-
-    @property
-    def name(self) -> str: ...
-
-    async def host(self, tickets: Sequence[Ticket], held: Acknowledged) -> bool:
-        """Accept these groups; False if this replica does not have exactly the weights `held`, or soon changes them."""
-        ...
-
-    async def serve(self, ticket: Ticket, request: Request) -> Completion:
-        """Sample for a group that runs here; finish `abort` if the group was evicted meanwhile."""
-        ...
-
-    async def evict(self, ticket: Ticket, *, keep_cache: bool = False) -> None:
-        """Remove the group. Returns once its requests are aborted, with their cache if `keep_cache`."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class PolicyText:
     """Encoding of a policy's prompts, and sampling of its replies."""
@@ -138,14 +55,6 @@ class PolicyText:
     codec: TextTokenizer
     sampling: Sampling
     max_prompt_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """Logprobs of all tokens of a sequence except the first, and the version of the weights."""
-
-    logprobs: tuple[float, ...]
-    version: PolicyVersion
 
 
 @dataclass
@@ -158,11 +67,12 @@ class GroupRoute:
 
     ticket: Ticket
     speech: PolicyText
-    place: PeerReplica
+    place: Generator
+    """The replica that samples, possibly in another process. Its methods may raise `WorkerDied`."""
     held: Acknowledged | None
     """The weights on which the group began. It moves only to a replica with the same weights."""
-    score: Callable[[tuple[int, ...]], Awaitable[Scored]]
-    """See `Generator.score`. Scored by the replica of the sessions, wherever the tokens are sampled."""
+    home: Generator
+    """The replica of the sessions. It scores recorded replies, wherever the tokens are sampled."""
     recalled: Mapping[int, Partial] = field(default_factory=dict)
     """Tokens sampled by an earlier attempt at this group, by the seed of each request."""
     since_s: float = field(default_factory=time.monotonic)
@@ -207,12 +117,12 @@ class GroupRoute:
         self._check_prompt(prompt_ids)
         ids = self._reply_of(prompt_ids, reply)
         try:
-            scored = await self.score(prompt_ids + ids)
+            logprobs, version = await self.home.score(prompt_ids + ids)
         except (WorkerDied, DeadlineExceeded) as error:
             self.failure = self.failure or error
             raise
-        logprobs, versions = scored.logprobs[-len(ids) :], (VersionSpan(scored.version, len(ids)),)
-        return Turn(prompt_ids, ids, logprobs, versions, "stop", self.speech.codec.decode(ids), self.speech.sampling)
+        versions, text = (VersionSpan(version, len(ids)),), self.speech.codec.decode(ids)
+        return Turn(prompt_ids, ids, logprobs[-len(ids) :], versions, "stop", text, self.speech.sampling)
 
     def _check_prompt(self, prompt_ids: tuple[int, ...]) -> None:
         if not 0 < len(prompt_ids) <= self.speech.max_prompt_tokens:

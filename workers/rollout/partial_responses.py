@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -16,7 +16,7 @@ from rlsys.errors import WorkerError
 from rlsys.types import Acknowledged, PolicyVersion
 from rlsys.util.deadlines import remote
 from workers.engines.engine import Completion, Engine
-from workers.rollout.group_route import EngineStay, Occupancy, Ticket
+from workers.rollout.group_route import EngineStay, Ticket
 
 ENDED_KEPT = 10_000
 """Number of recently ended attempts to remember. Their late notes are ignored: a note may arrive after `forget`."""
@@ -29,23 +29,21 @@ class Note:
     ticket: Ticket
     seed: int
     """Seed of the request; unique within a group."""
-    prompt_ids: tuple[int, ...]
-    """Empty if an earlier note contains it."""
     num_before: int
     """Number of tokens in earlier notes; 0 starts the request again."""
-    more: Completion
-    """The new tokens; `finish` is None while the request runs."""
-    weights: tuple[Acknowledged, ...]
-    """The replica's acknowledgement of every version in `more`."""
+    more: Partial
+    """The new tokens. The prompt is empty if an earlier note contains it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """All tokens of one request so far."""
+    """Tokens of one request so far."""
 
     prompt_ids: tuple[int, ...]
     done: Completion
+    """`finish` is None while the request runs."""
     weights: tuple[Acknowledged, ...]
+    """The replica's acknowledgement of every version in `done`."""
 
 
 class Partials:
@@ -65,13 +63,13 @@ class Partials:
             return True
         requests = self._kept.setdefault(note.ticket.group_id, {})
         if note.num_before == 0:
-            requests[note.seed] = Partial(note.prompt_ids, note.more, note.weights)
+            requests[note.seed] = note.more
             return True
         known = requests.get(note.seed)
         if known is None or len(known.done.output_ids) != note.num_before:
             return False
-        weights = tuple(dict.fromkeys([*known.weights, *note.weights]))
-        requests[note.seed] = replace(known, done=known.done.then(note.more), weights=weights)
+        weights = tuple(dict.fromkeys([*known.weights, *note.more.weights]))
+        requests[note.seed] = replace(known, done=known.done.then(note.more.done), weights=weights)
         return True
 
     @remote("recalling a group")
@@ -119,19 +117,23 @@ class PartialStream:
 
     def __init__(self, store: Partials, period_s: float = 1.0) -> None:
         """`period_s`: seconds between two rounds. Groups that end within one period are not recorded."""
-        self._store, self._period_s = store, period_s
+        self.store, self._period_s = store, period_s
 
-    async def run(self, engine: Engine, here: Occupancy, weights: Mapping[PolicyVersion, Acknowledged]) -> None:
-        """Record the tokens of groups on `engine`, forever.
+    async def run(
+        self, engine: Engine, stays: Mapping[Ticket, EngineStay], weights: Mapping[PolicyVersion, Acknowledged]
+    ) -> None:
+        """Record the tokens of the groups on `engine`, forever.
 
         Consumes tokens, produces notes. Waits for the period; nothing else unblocks it: an engine announces no token.
         """
         while True:
             await asyncio.sleep(self._period_s)
             with suppress(WorkerError):  # the pool or the engine has died; the next round sends everything again
-                await self.note(engine, here, weights)
+                await self.note(engine, stays.values(), weights)
 
-    async def note(self, engine: Engine, here: Occupancy, weights: Mapping[PolicyVersion, Acknowledged]) -> None:
+    async def note(
+        self, engine: Engine, here: Iterable[EngineStay], weights: Mapping[PolicyVersion, Acknowledged]
+    ) -> None:
         """Send one round: all new tokens of groups that are older than the period.
 
         `weights` are the replica's acknowledgements. Tokens of other versions are left for a later round.
@@ -141,31 +143,13 @@ class PartialStream:
         notes = [(stay, done, note) for stay in stays for done, note in _notes(stay, progress, weights)]
         if not notes:
             return
-        unknown = set(await self._store.record([note for _, _, note in notes]))
+        unknown = set(await self.store.record([note for _, _, note in notes]))
         for stay, done, note in notes:
             if (note.ticket.group_id, note.seed) in unknown:
                 stay.noted.pop(note.seed, None)
                 continue
             stay.noted[note.seed] = len(done.output_ids)
             stay.finished = [(request, other) for request, other in stay.finished if other is not done]
-
-    async def recall(
-        self,
-        group_id: int,
-        weights: Mapping[PolicyVersion, Acknowledged],
-        oldest: PolicyVersion,
-        newest: PolicyVersion | None,
-    ) -> dict[int, Partial]:
-        """Tokens with which a reissued group can begin, by the seed of each request; see `usable`."""
-        try:
-            return usable(await self._store.recall(group_id), weights, oldest, newest)
-        except WorkerError:
-            return {}
-
-    async def forget(self, ticket: Ticket) -> None:
-        """Drop the tokens of an attempt that has ended."""
-        with suppress(WorkerError):
-            await self._store.forget(ticket)
 
     def is_due(self, since_s: float) -> bool:
         """True if a group with this start (monotonic clock) is old enough to be recorded."""
@@ -182,7 +166,7 @@ def _notes(
         num_before = stay.noted.get(request.seed, 0)
         is_known = all(span.version in weights for span in done.versions)
         if is_known and (done.finish or len(done.output_ids) > num_before):
-            prompt_ids, held = () if num_before else request.prompt_ids, [weights[s.version] for s in done.versions]
-            note = Note(stay.ticket, request.seed, prompt_ids, num_before, done.since(num_before), tuple(held))
-            notes.append((done, note))
+            held = tuple(weights[span.version] for span in done.versions)
+            more = Partial(() if num_before else request.prompt_ids, done.since(num_before), held)
+            notes.append((done, Note(stay.ticket, request.seed, num_before, more)))
     return notes

@@ -89,10 +89,8 @@ class RolloutWorker:
         `Session`."""
         self.name = name
         self._workflow, self._generators, self._bindings = workflow, generators, bindings or {}
-        self._waiting: list[int] = []
-        """Ids of groups that wait for weights."""
-        self._began_s: dict[Ticket, float] = {}
-        """Start of every running group, on this machine's monotonic clock."""
+        self._began_s: dict[Ticket, float | None] = {}
+        """Start of every group here, on this machine's monotonic clock; None while it waits for weights."""
         self._num_groups = 0
 
     @classmethod
@@ -127,16 +125,13 @@ class RolloutWorker:
         `is_again`: the group was assigned before, and continues from its tokens in the partial response pool.
         """
         arrived_s = time.monotonic()
-        self._waiting.append(assignment.group_id)
-        try:
-            await self._hold(assignment)
-        finally:
-            self._waiting.remove(assignment.group_id)
         self._num_groups += 1
         ticket = Ticket(self.name, assignment.group_id, self._num_groups)
-        policies = {name: generator.begin(ticket) for name, generator in self._generators.items()}
-        self._began_s[ticket] = start_s = time.monotonic()
+        self._began_s[ticket] = None
         try:
+            await self._hold(assignment)
+            policies = {name: generator.begin(ticket) for name, generator in self._generators.items()}
+            self._began_s[ticket] = start_s = time.monotonic()
             episodes = await self._attempt(assignment, policies, is_again=is_again)
         finally:
             del self._began_s[ticket]
@@ -171,9 +166,8 @@ class RolloutWorker:
     def age_s(self, group_id: int) -> float | None:
         """Seconds since a group started here: 0 while it waits for weights, None if it is not here."""
         began_s = [since_s for ticket, since_s in self._began_s.items() if ticket.group_id == group_id]
-        if began_s:
-            return time.monotonic() - max(began_s)
-        return 0.0 if group_id in self._waiting else None
+        ages_s = [time.monotonic() - since_s for since_s in began_s if since_s is not None]
+        return min(ages_s, default=0.0 if began_s else None)
 
     async def close(self) -> None:
         for generator in self._generators.values():

@@ -15,7 +15,8 @@ from rlsys.errors import WorkflowError
 from rlsys.types import Sampling, VersionSpan
 from tests.replicas import DIGIT, Shelf, assignment, played, replica_of, scripted
 from workers.engines.engine import Completion, Request
-from workers.rollout.group_route import GroupRoute, PeerReplica, PolicyText, Scored, Ticket
+from workers.rollout.generator import Generator
+from workers.rollout.group_route import GroupRoute, PolicyText, Ticket
 from workers.rollout.partial_responses import Partial
 from workers.text.tokenizer import TextTokenizer
 
@@ -102,10 +103,6 @@ def completion(num: int, finish: Literal["stop", "length"]) -> Completion:
     return Completion((DIGIT,) * num, (-1.0,) * num, (VersionSpan(0, num),), finish)
 
 
-async def unscored(token_ids: tuple[int, ...]) -> Scored:
-    raise AssertionError("nothing is scored here")
-
-
 @pytest.mark.parametrize(
     ("num_kept", "finish", "most", "num", "begun"),
     [
@@ -132,7 +129,8 @@ def test_a_partial_completion_is_resumed_only_within_its_budget(
 ):
     place = Place()
     speech = PolicyText(TextTokenizer(build_tokenizer()), Sampling(max_new_tokens=20), max_prompt_tokens=60)
-    policy = GroupRoute(Ticket("rollout-0", 3, 1), speech, cast("PeerReplica", place), None, unscored)
+    replica = cast("Generator", place)
+    policy = GroupRoute(Ticket("rollout-0", 3, 1), speech, place=replica, home=replica, held=None)
     kept = replace(completion(num_kept, "stop"), finish=finish)
     policy.recalled = {7: Partial((9,), kept, ())}
     turn = asyncio.run(policy.sample((9,), seed=7, max_new_tokens=most))

@@ -29,10 +29,8 @@ def completion(ids: Sequence[int], version: int = 0) -> Completion:
 
 
 def note(ids: Sequence[int], num_before: int, *, attempt: int = 1, seed: int = 7, version: int = 0) -> Note:
-    prompt = () if num_before else (1, 2)
-    return Note(
-        Ticket("a", 1, attempt), seed, prompt, num_before, completion(ids, version), (Acknowledged("a", version, "h"),)
-    )
+    more = Partial(() if num_before else (1, 2), completion(ids, version), (Acknowledged("a", version, "h"),))
+    return Note(Ticket("a", 1, attempt), seed, num_before, more)
 
 
 # --------------------------------------------------------------------------------------------------------- the pool
@@ -367,7 +365,7 @@ def test_groups_shorter_than_the_period_are_never_recorded():
     async def scenario() -> None:
         await worker.run(assignment())
         assert worker.generator._recorder is not None
-        await worker.generator._recorder.note(engine, worker.generator._here, worker.generator._acknowledged)
+        await worker.generator._recorder.note(engine, worker.generator._stays.values(), worker.generator._acknowledged)
         assert engine.asked == 0
 
     played([worker], scenario)
@@ -400,7 +398,7 @@ def test_tokens_of_a_version_not_acknowledged_yet_are_not_noted():
         await until(lambda: engine.stats().num_tokens >= 10)
         assert a.generator._recorder is not None
         other = Partials()
-        await PartialStream(other, period_s=0).note(engine, a.generator._here, {})
+        await PartialStream(other, period_s=0).note(engine, a.generator._stays.values(), {})
         assert await other.recall(3) == {}
         await group
 

@@ -169,7 +169,7 @@ def test_a_dead_engine_fails_its_group_and_leaves_nothing(broken: str):
         await trio.engines[broken].close()
         with pytest.raises(WorkerDied):
             await group
-        assert not any(len(generator._here) for generator in trio.worker._generators.values())
+        assert not any(generator._stays for generator in trio.worker._generators.values())
 
     played([trio.worker], scenario)
 
