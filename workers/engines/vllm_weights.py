@@ -42,7 +42,11 @@ class WeightLoading:
 
     def rlsys_stage(self, weights: Mapping[str, Tensor] | str) -> None:
         """Lay out `weights` beside those in use, if the model has a second set. Decoding may continue."""
-        self.rlsys_staged = _read(weights)
+        if isinstance(weights, str):
+            from safetensors.torch import load_file
+
+            weights = load_file(weights)
+        self.rlsys_staged = weights
         if self.rlsys_shadow is not None:
             self.rlsys_shadow.fill(self.rlsys_staged)
 
@@ -126,11 +130,3 @@ def can_be_swapped(model: nn.Module) -> bool:
 
 def _is_packed(module: nn.Module) -> bool:
     return hasattr(module, "cpu_linear") and not getattr(module, "_cpu_skip_gemm_dispatch", False)
-
-
-def _read(weights: Mapping[str, Tensor] | str) -> Mapping[str, Tensor]:
-    if isinstance(weights, str):
-        from safetensors.torch import load_file
-
-        return load_file(weights)
-    return weights

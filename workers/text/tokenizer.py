@@ -132,7 +132,9 @@ class ChatTemplate:
 
         Raises `DataError` if there is no template or if it refuses the conversation.
         """
-        fitted: Sequence[Message] = [self._literal(written_out(message)) for message in messages]
+        fitted: Sequence[Message] = [written_out(message).copy() for message in messages]
+        for message in fitted:
+            message["content"] = self.literal(message["content"])
         tools = [json.loads(self.literal(json.dumps(dict(tool), ensure_ascii=False))) for tool in tools]
         if any(message["role"] == "tool" for message in messages) and not self._takes_results:
             fitted = list(_results_by_user(fitted))
@@ -148,11 +150,6 @@ class ChatTemplate:
         if self._shows(Message(role="system", content=_MARK), _USER):
             return [Message(role="system", content=offer), *messages]
         return [Message(role=first["role"], content=f"{offer}\n\n{first['content']}"), *rest]
-
-    def _literal(self, message: Message) -> Message:
-        message = message.copy()
-        message["content"] = self.literal(message["content"])
-        return message
 
     @cached_property
     def _offers_tools(self) -> bool:
