@@ -23,25 +23,21 @@ NAME = "rlsys workflow try"
 @asynccontextmanager
 async def live_policies(config: Config) -> AsyncIterator[Mapping[str, GroupRoute]]:
     """All policies of a run with their initial weights, by name; freed at exit. Raises `ModelError`."""
-    runs = {name: config.of(name) for name in config.policies} or {POLICY: config}
-    async with AsyncExitStack() as ends:
-        policies: dict[str, GroupRoute] = {}
-        for name, run in runs.items():
-            generator = await _generator(run)
-            ends.push_async_callback(generator.close)
-            policies[name] = generator.begin(Ticket(NAME, 0, 0))
-        yield policies
-
-
-async def _generator(config: Config) -> Generator:
     import torch
 
     from workers.engines.engine_choice import start_engine
 
-    rollout, codec = config.rollout, TextTokenizer.load(config.model.path)
-    spec = replace(EngineSpec.of(config), engine="local", tensor_parallel=1)
-    device = torch.device("cuda" if rollout.num_gpus and torch.cuda.is_available() else "cpu")
-    engine = await start_engine(spec, "local", stop_token_ids=codec.stop_ids, device=device, worker=NAME)
-    sampling = Sampling(temperature=rollout.temperature, max_new_tokens=rollout.max_new_tokens)
-    speech = PolicyText(codec, sampling, config.data.max_prompt_tokens)
-    return Generator(NAME, engine, speech, None, WeightChange("between", config.probe_tolerance))
+    runs = {name: config.of(name) for name in config.policies} or {POLICY: config}
+    async with AsyncExitStack() as ends:
+        policies: dict[str, GroupRoute] = {}
+        for name, run in runs.items():
+            rollout, codec = run.rollout, TextTokenizer.load(run.model.path)
+            spec = replace(EngineSpec.of(run), engine="local", tensor_parallel=1)
+            device = torch.device("cuda" if rollout.num_gpus and torch.cuda.is_available() else "cpu")
+            engine = await start_engine(spec, "local", stop_token_ids=codec.stop_ids, device=device, worker=NAME)
+            ends.push_async_callback(engine.close)
+            sampling = Sampling(temperature=rollout.temperature, max_new_tokens=rollout.max_new_tokens)
+            speech = PolicyText(codec, sampling, run.data.max_prompt_tokens)
+            generator = Generator(NAME, engine, speech, None, WeightChange("between", run.probe_tolerance))
+            policies[name] = generator.begin(Ticket(NAME, 0, 0))
+        yield policies
