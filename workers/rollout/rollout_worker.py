@@ -50,11 +50,6 @@ class RolloutSpec:
     transfer_s: float
     resources: Resources
 
-    @property
-    def is_training(self) -> bool:
-        """True if the samples of these replicas are trained."""
-        return any(spec.pulls == "newest" for spec in self.generators.values())
-
 
 async def load_generator(
     name: str, spec: RolloutSpec, policy: str, relays: Sequence[Remote[Relay]], partials: Remote[Partials] | None
@@ -106,7 +101,8 @@ class RolloutWorker:
             policy: await load_generator(name, spec, policy, relays.get(policy, ()), partials)
             for policy in spec.generators
         }
-        workflow = spec.workflow if spec.is_training else spec.workflow.in_evaluation()
+        is_training = any(own.pulls == "newest" for own in spec.generators.values())
+        workflow = spec.workflow if is_training else spec.workflow.in_evaluation()
         return cls(name, workflow, generators, spec.bindings)
 
     @property
@@ -135,7 +131,8 @@ class RolloutWorker:
             episodes = await self._attempt(assignment, policies, is_again=is_again)
         finally:
             del self._began_s[ticket]
-        views = [await self._view(name, policies[name], assignment, episodes) for name in self._trained(assignment)]
+        trained = list(assignment.versions or self._generators)  # all trained policies, or the only one
+        views = [await self._view(name, policies[name], assignment, episodes) for name in trained]
         busy = Busy(self.name, start_s, time.monotonic())
         pulls = tuple(pull for generator in self._generators.values() for pull in generator.take_pulls())
         waited_s, others = start_s - arrived_s, tuple(views[1:])
@@ -219,10 +216,6 @@ class RolloutWorker:
         if failure := failed():  # the workflow handled the failure, but its episodes must not be trained
             raise failure
         return tuple(episode.result() for episode in episodes)
-
-    def _trained(self, assignment: Assignment) -> Sequence[str]:
-        """The policies that get a view of the group: all trained ones, or the only one."""
-        return list(assignment.versions or self._generators)
 
     async def _view(
         self, name: str, policy: GroupRoute, assignment: Assignment, episodes: tuple[Episode, ...]
