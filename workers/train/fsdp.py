@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import DynamicCache, PreTrainedModel
 
-from rlsys.algorithm import Algorithm
-from rlsys.batch.packing import RankPlan
+from rlsys.algorithm import Algorithm, LossInputs
+from rlsys.batch.packing import RankPlan, SampleRef
 from rlsys.batch.samples import Sample
 from rlsys.batch.tensors import MicroBatch, StepData
 from rlsys.stabilizer import Stabilizer
@@ -27,7 +27,7 @@ from workers.train.rank_group import RankGroup
 from workers.train.rank_metrics import Mismatch, StepMetrics
 from workers.train.sharded import Sharded
 from workers.train.step_data import Part, RankStep
-from workers.train.token_columns import Kept, TokenColumns
+from workers.train.token_columns import TokenColumns
 
 
 class FsdpBackend(Sharded):
@@ -51,7 +51,8 @@ class FsdpBackend(Sharded):
         self._probe_ids = probe_tokens(self._model, probe_length) if probe_length else ()
         self._scorer = Scorer(self._model)
         super().__init__(self._model, self._scorer, settings, ranks, dtype)
-        self._kept = Kept()
+        self._kept: list[tuple[tuple[SampleRef, ...], LossInputs, Tensor, Tensor]] = []
+        """Arguments of `TokenColumns.of` for each micro-batch of the last step: tensors stay on the device."""
 
     def train_step(
         self,
@@ -68,7 +69,7 @@ class FsdpBackend(Sharded):
         the policy in this step, the step only counts. Raises `TrainingError` on all ranks if the loss or the gradient's
         norm is not finite; that update is then not applied.
         """
-        self._kept = Kept()
+        self._kept = []
         if not algorithm.trains_policy(self.step):
             self.end_step()
             return {}
@@ -88,23 +89,24 @@ class FsdpBackend(Sharded):
             output = algorithm.loss(logprobs_N, inputs)
             loss = part.loss(output)
             loss.backward()
-            self._kept.add(part, inputs.proximal_logprobs_N, entropy_N, logprobs_N)
             totals.add({"policy/entropy": entropy_N, **output.metrics_N}, part.weight)
             if part.weight:
+                assert logprobs_N.grad is not None, "it was retained"
+                self._kept.append((part.samples, inputs, entropy_N, logprobs_N.grad))
                 mismatch.add(inputs.proximal_logprobs_N, inputs.behavior_logprobs_N, inputs.staleness_N)
             return loss.detach()
 
-        update = self.train(step, step.whole(logprobs, self._ranks), accumulate, stabilizer)
+        means = self.train(step, step.whole(logprobs, self._ranks), accumulate, stabilizer)
         if stabilizer:
             stabilizer.end_step()
-        metrics = {"loss": update.loss, "optim/grad_norm": update.grad_norm, "optim/lr": self.lr}
-        metrics |= {**update.metrics, **totals.reduced(self._ranks, plan.num_tokens), **mismatch.reduced(self._ranks)}
+        metrics = {"loss": means.pop("loss"), "optim/grad_norm": means.pop("grad_norm"), "optim/lr": self.lr}
+        metrics |= {**means, **totals.reduced(self._ranks, plan.num_tokens), **mismatch.reduced(self._ranks)}
         self.end_step()
         return metrics
 
     def columns(self) -> list[TokenColumns]:
         """Per-token results of this rank's last step; empty before the first step. Not collective."""
-        return self._kept.columns()
+        return [TokenColumns.of(*kept) for kept in self._kept]
 
     def specs(self, dtype: torch.dtype) -> list[TensorSpec]:
         """Specs of the weights by Hugging Face name, without tied duplicates, as published in `dtype`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -30,17 +29,6 @@ from workers.train.optimizer import (
 from workers.train.rank_group import RankGroup
 from workers.train.state_files import load_state, save_state, saved_names
 from workers.train.step_data import Part, RankStep
-
-
-@dataclass(frozen=True, slots=True)
-class Updated:
-    """One optimizer update that was taken or skipped by a stabilizer, or the means of several."""
-
-    loss: float
-    grad_norm: float
-    """Before clipping, after the stabilizer."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the stabilizer."""
 
 
 class Sharded:
@@ -98,29 +86,30 @@ class Sharded:
         stabilizer: Stabilizer | None = None,
         *,
         what: str = "",
-    ) -> Updated:
+    ) -> dict[str, float]:
         """Take all updates of a step, and return their means. Does not count the step: see `end_step`.
 
         `accumulate` adds the gradient of one micro-batch and returns its share of the update's loss. Errors call an
-        update `what` and its name.
+        update `what` and its name. A metric of the stabilizer is averaged over the updates that report it.
         """
-        taken: list[Updated] = []
-        for parts in updates:
+        reported: dict[str, list[float]] = {}
+        for index, parts in enumerate(updates):
             self._optimizer.zero_grad()
             loss = torch.zeros((), device=self._device)
             for part in parts:
                 loss += accumulate(part)
-            index = len(taken)
-            taken.append(self.update(loss, what + step.update_name(index), index, stabilizer))
-        return _mean_of(taken)
+            for name, figure in self.update(loss, what + step.update_name(index), index, stabilizer).items():
+                reported.setdefault(name, []).append(figure)
+        return {name: fmean(figures) for name, figures in reported.items()}
 
     def end_step(self) -> None:
         """Count the step."""
         self._step += 1
 
-    def update(self, loss: Tensor, what: str, index: int, stabilizer: Stabilizer | None = None) -> Updated:
+    def update(self, loss: Tensor, what: str, index: int, stabilizer: Stabilizer | None = None) -> dict[str, float]:
         """Take update number `index` of the step with the current gradients. `loss` is this rank's share of its loss.
 
+        Returns `loss`, `grad_norm` (after the stabilizer, before clipping) and the stabilizer's metrics.
         Raises `TrainingError`, which calls the update `what`, on all ranks and before any change, if the loss or the
         gradient's norm is not finite. A stabilizer never gets such a gradient.
         """
@@ -132,17 +121,16 @@ class Sharded:
             squares = all_reduce(squared_norm(gradients)).item()
             _check_finite({f"grad_norm after {type(stabilizer).__name__}": squares}, what, index)
         norm = math.sqrt(squares)
-        updated = Updated(total, norm, steered.metrics)
+        figures = {"loss": total, "grad_norm": norm, **steered.metrics}
         if steered.is_skipped:
-            return updated
+            return figures
         clip(gradients, norm, self._settings.clip_norm)
         for group in self._optimizer.param_groups:
             group["lr"] = self.lr
         if stabilizer:
-            corrected = stabilizer.correct(AdamUpdates(self.parameters(), self._optimizer), all_reduce)
-            updated = replace(updated, metrics={**steered.metrics, **corrected})
+            figures |= stabilizer.correct(AdamUpdates(self.parameters(), self._optimizer), all_reduce)
         self._optimizer.step()
-        return updated
+        return figures
 
     def reshard(self) -> None:
         """Drop gathered weights, which a forward keeps for its backward: else parameters are not the optimizer's."""
@@ -221,19 +209,6 @@ def _check_finite(figures: Mapping[str, float], what: str, index: int) -> None:
                 "the learning rate, or train in float32 if this was bfloat16",
                 index,
             )
-
-
-def _mean_of(updates: Sequence[Updated]) -> Updated:
-    """Means over the updates of a step. A stabilizer's metric is averaged over the updates that report it."""
-    reported: dict[str, list[float]] = {}
-    for update in updates:
-        for name, value in update.metrics.items():
-            reported.setdefault(name, []).append(value)
-    return Updated(
-        fmean(update.loss for update in updates),
-        fmean(update.grad_norm for update in updates),
-        {name: fmean(values) for name, values in reported.items()},
-    )
 
 
 def _as_sharded(tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

@@ -32,8 +32,7 @@ class Part:
     inputs: LossInputs
     is_scored: bool
     """True if the proximal logprobs are known. Otherwise they are NaN, and the next forward supplies them."""
-    samples: Sequence[SampleRef] = ()
-    """References to its samples."""
+    samples: tuple[SampleRef, ...] = ()
 
     def loss(self, output: LossOutput) -> Tensor:
         """Share of the update's loss; shares add up over micro-batches and ranks, for any split."""

@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from torch import Tensor
 
+from rlsys.algorithm import LossInputs
 from rlsys.batch.packing import SampleRef
 from rlsys.batch.samples import placed
 from rlsys.replay.rollout_log import DIGITS, EpisodeReading, RolloutRecord, TokenStats
 from rlsys.types import Trajectory
-from workers.train.step_data import Part
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -45,87 +45,42 @@ class TokenColumns:
     is_masked_N: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, samples: Sequence[SampleRef], lengths_S: Tensor, *columns_N: Tensor) -> TokenColumns:
-        """Columns of tensors on a device; `columns_N` are the four others, in the order above."""
-        trainer_logprobs_N, entropies_N, advantages_N, is_masked_N = (tensor.cpu().numpy() for tensor in columns_N)
+    def of(
+        cls, samples: tuple[SampleRef, ...], inputs: LossInputs, entropies_N: Tensor, gradient_N: Tensor
+    ) -> TokenColumns:
+        """Copy from the device; `gradient_N` is the gradient of the logprobs."""
         return cls(
-            samples=tuple(samples),
-            lengths_S=tuple(lengths_S.tolist()),
-            trainer_logprobs_N=trainer_logprobs_N,
-            entropies_N=entropies_N,
-            advantages_N=advantages_N,
-            is_masked_N=is_masked_N,
+            samples=samples,
+            lengths_S=tuple(inputs.lengths_S.tolist()),
+            trainer_logprobs_N=inputs.proximal_logprobs_N.cpu().numpy(),
+            entropies_N=entropies_N.cpu().numpy(),
+            advantages_N=inputs.advantages_N.cpu().numpy(),
+            is_masked_N=((gradient_N == 0) & (inputs.advantages_N != 0)).cpu().numpy(),
         )
 
-
-class Kept:
-    """The columns of one rank's part of a step. Tensors stay on the device until `columns`."""
-
-    def __init__(self) -> None:
-        self._parts: list[tuple[Sequence[SampleRef], tuple[Tensor, ...]]] = []
-
-    def add(self, part: Part, trainer_logprobs_N: Tensor, entropies_N: Tensor, logprobs_N: Tensor) -> None:
-        """Add one micro-batch after its backward pass; `logprobs_N` has retained its gradient."""
-        gradient_N, inputs = logprobs_N.grad, part.inputs
-        assert gradient_N is not None, "retain_grad comes before the backward pass"
-        if part.weight:
-            is_masked_N = (gradient_N == 0) & (inputs.advantages_N != 0)
-            tensors = (inputs.lengths_S, trainer_logprobs_N, entropies_N, inputs.advantages_N, is_masked_N)
-            self._parts.append((part.samples, tensors))
-
-    def columns(self) -> list[TokenColumns]:
-        """Columns of all trained samples."""
-        return [TokenColumns.of(samples, *tensors) for samples, tensors in self._parts]
+    def stats(self, start: int, end: int, shown: float | None) -> TokenStats:
+        """Rounded results for the tokens of one turn, without texts; `shown` is the advantage shown elsewhere."""
+        is_masked_N = self.is_masked_N[start:end]
+        is_special = shown is None or (self.advantages_N[start:end] != np.float32(shown)).any()
+        return TokenStats(
+            trainer_logprobs=_rounded(self.trainer_logprobs_N[start:end]),
+            entropies=_rounded(self.entropies_N[start:end]),
+            advantages=_rounded(self.advantages_N[start:end]) if is_special else (),
+            is_masked=tuple(is_masked_N.tolist()) if is_masked_N.any() else (),
+        )
 
 
 class Speller:
     """Spells token ids, including special tokens."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self._pieces: dict[int, str] = {}
-        self._decode = decode
+        def piece(token: int) -> str:
+            once = decode((token,))
+            return decode((token, token))[len(once) :]
+
         self.said = lru_cache(maxsize=_CACHED_PROMPTS)(decode)
-
-    def piece(self, token: int) -> str:
+        self.piece = cache(piece)
         """Text of one token. Decoders drop a leading space, so the token is decoded after itself."""
-        if token not in self._pieces:
-            once = self._decode((token,))
-            self._pieces[token] = self._decode((token, token))[len(once) :]
-        return self._pieces[token]
-
-
-@dataclass(frozen=True, slots=True)
-class _Rounded:
-    """Rounded results of one micro-batch. All are rounded at once, because most turns are short."""
-
-    trainer_logprobs: list[float]
-    entropies: list[float]
-    advantages: list[float]
-    is_shaped: list[bool]
-    """True where the advantage differs from that of the sample."""
-    is_masked: list[bool]
-
-    @classmethod
-    def of(cls, columns: TokenColumns) -> _Rounded:
-        assigned_S = np.array([ref.advantage for ref in columns.samples], dtype=np.float32)
-        is_shaped_N = columns.advantages_N != assigned_S.repeat(columns.lengths_S)
-        return cls(
-            _rounded(columns.trainer_logprobs_N),
-            _rounded(columns.entropies_N),
-            _rounded(columns.advantages_N),
-            is_shaped_N.tolist(),
-            columns.is_masked_N.tolist(),
-        )
-
-    def part(self, start: int, end: int, *, is_shown: bool) -> TokenStats:
-        """Results for the tokens of one turn, without texts. `is_shown`: the sample's advantage is shown elsewhere."""
-        is_special = not is_shown or any(self.is_shaped[start:end])
-        return TokenStats(
-            trainer_logprobs=tuple(self.trainer_logprobs[start:end]),
-            entropies=tuple(self.entropies[start:end]),
-            advantages=tuple(self.advantages[start:end]) if is_special else (),
-            is_masked=tuple(self.is_masked[start:end]) if any(self.is_masked[start:end]) else (),
-        )
 
 
 class Reader:
@@ -133,12 +88,11 @@ class Reader:
 
     def __init__(self, columns: Iterable[TokenColumns], speller: Speller) -> None:
         self._speller = speller
-        self._samples: dict[Place, tuple[_Rounded, int]] = {}
-        """Results of the sample's micro-batch, and the index of its first token there."""
+        self._samples: dict[Place, tuple[TokenColumns, int, float]] = {}
+        """Results of the sample's micro-batch, the index of its first token there, and its advantage."""
         for one in columns:
-            rounded = _Rounded.of(one)
             for ref, start in zip(one.samples, accumulate(one.lengths_S, initial=0), strict=False):
-                self._samples[ref.group, ref.episode, ref.trajectory, ref.sample] = rounded, start
+                self._samples[ref.group, ref.episode, ref.trajectory, ref.sample] = one, start, ref.advantage
 
     def read(self, group: int, record: RolloutRecord) -> tuple[EpisodeReading, ...]:
         """Readings of `record`, which is the step's group number `group`."""
@@ -158,13 +112,13 @@ class Reader:
             turn, found = one.turn, self._samples.get((*place, one.sample))
             made = TokenStats()
             if found and turn.output_ids:
-                rounded, first = found
+                columns, first, advantage = found
                 start = first + num_before[one.sample]
-                made = rounded.part(start, start + len(turn.output_ids), is_shown=is_shown)
+                made = columns.stats(start, start + len(turn.output_ids), advantage if is_shown else None)
                 num_before[one.sample] += len(turn.output_ids)
             said = self._speller.said(turn.prompt_ids[one.num_known :])
             yield replace(made, said=said, pieces=tuple(map(self._speller.piece, turn.output_ids)))
 
 
-def _rounded(values_N: Floats) -> list[float]:
-    return values_N.astype(np.float64).round(DIGITS).tolist()
+def _rounded(values_N: Floats) -> tuple[float, ...]:
+    return tuple(values_N.astype(np.float64).round(DIGITS).tolist())

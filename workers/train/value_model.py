@@ -114,8 +114,8 @@ class CriticBackend(Sharded):
                 fit.add(returns_N, part.inputs.columns_N[Signal.VALUES])
             return share.detach()
 
-        update = self.train(step, step.shaped(), accumulate, what="the critic's ")
-        metrics = {"critic/loss": update.loss, "critic/grad_norm": update.grad_norm, "critic/lr": self.lr}
+        means = self.train(step, step.shaped(), accumulate, what="the critic's ")
+        metrics = {"critic/loss": means["loss"], "critic/grad_norm": means["grad_norm"], "critic/lr": self.lr}
         metrics |= {**totals.reduced(self._ranks, plan.num_tokens), **fit.reduced(self._ranks)}
         self.end_step()
         return metrics
