@@ -24,7 +24,7 @@ from workers.rollout.partial_responses import Partials
 from workers.rollout.rollout_pool import ANSWER_S, PinnedRolloutPool, RolloutPool
 from workers.rollout.rollout_worker import GeneratorSpec, RolloutSpec, RolloutWorker
 from workers.train.optimizer import critic_optimizer_settings, optimizer_settings
-from workers.train.ranks import ActorRank, ActorSpec, CriticRank, CriticSpec
+from workers.train.ranks import ActorRank, ActorSpec, CriticRank, RankSpec
 from workers.train.reference_worker import ReferenceWorker
 from workers.train.train_handles import ActorHandle, CriticHandle, RanksHandle, ReferenceHandle
 from workers.transport.object_store import ObjectStorePublisher
@@ -99,16 +99,14 @@ class WorkerSet:
     @classmethod
     def of(cls, config: Config) -> WorkerSet:
         """Start all workers; they load in parallel."""
-        if config.policies:
-            lines = {name: PolicyWorkers.of(own, name) for name, own in config.trained.items()}
-            relays = {name: line.relays for name, line in lines.items()}
-            return cls(lines, start_joint_rollouts(config, relays), start_rewards(config))
-        line, partials = PolicyWorkers.of(config), start_partials()
+        lines = {name: PolicyWorkers.of(own, name) for name, own in (config.trained or {POLICY: config}).items()}
+        relays = {name: line.relays for name, line in lines.items()}
+        partials = None if config.policies else start_partials()
         return cls(
-            {POLICY: line},
-            start_rollouts(config, line.relays, partials),
+            lines,
+            start_rollouts(config, relays, partials),
             start_rewards(config),
-            start_evaluation(config, line.relays) if config.eval.every else None,
+            start_evaluation(config, relays[POLICY]) if config.eval.every else None,
             partials,
         )
 
@@ -179,16 +177,15 @@ def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
 def start_critic(config: Config) -> CriticHandle:
     """Start all ranks of the critic: one per rank of the actor, with the same samples."""
     section = config.critic
-    spec = CriticSpec(
+    spec = RankSpec(
         model_path=section.path or config.model.path,
-        policy_path=config.model.path,
         dtype=config.model.dtype,
         num_ranks=config.train.ranks,
         optimizer=critic_optimizer_settings(config),
         algorithm=config.algorithm,
         resources=Resources(section.num_cpus, section.num_gpus, section.threads),
     )
-    return CriticHandle(_ranks(config, "critic", CriticRank, spec.resources, spec))
+    return CriticHandle(_ranks(config, "critic", CriticRank, spec.resources, spec, config.model.path))
 
 
 def _ranks(config: Config, name: str, kind: type[W], resources: Resources, *arguments: object) -> list[Remote[W]]:
@@ -216,23 +213,20 @@ def export_checkpoint(config: Config, folder: Path, to: Path) -> None:
     backend.export(to)
 
 
-def start_rollouts(config: Config, relays: RayRelays, partials: Remote[Partials] | None = None) -> RolloutPool:
-    """Start the rollout replicas for training. `partials` keeps what unfinished groups have sampled."""
-    generators = {POLICY: _generator_spec(config, config.model.path, "newest")}
-    return RolloutPool(_replicas(config, generators, {POLICY: relays}, partials), partials=partials)
+def start_rollouts(
+    config: Config, relays: Mapping[str, RayRelays], partials: Remote[Partials] | None = None
+) -> RolloutPool:
+    """Start the rollout replicas for training; `relays` are those of the trained policies.
 
-
-def start_joint_rollouts(config: Config, relays: Mapping[str, RayRelays]) -> RolloutPool:
-    """Start the rollout replicas for several policies; `relays` are those of the trained policies.
-
-    The replicas keep no partial responses: a group that is lost with its replica starts from scratch.
+    `partials` keeps what unfinished groups have sampled. Without it, as with several policies, a group that is lost
+    with its replica starts from scratch.
     """
-    own, num_policies = {name: config.of(name) for name in config.policies}, len(config.policies)
+    own = {name: config.of(name) for name in config.policies} or {POLICY: config}
     generators = {
-        name: _generator_spec(of, of.model.path, "newest" if name in relays else "never", num_policies)
+        name: _generator_spec(of, of.model.path, "newest" if name in relays else "never", len(own))
         for name, of in own.items()
     }
-    return RolloutPool(_replicas(config, generators, relays))
+    return RolloutPool(_replicas(config, generators, relays, partials), partials=partials)
 
 
 def start_evaluation(config: Config, relays: RayRelays) -> PinnedRolloutPool:

@@ -55,6 +55,11 @@ class RankPlan:
     num_tokens: int
     partners: tuple[int | None, ...]
 
+    @property
+    def micro_batches(self) -> list[MicroBatchPlan]:
+        """Micro-batches of all updates, in order."""
+        return [micro_batch for update in self.updates for micro_batch in update]
+
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
@@ -70,6 +75,10 @@ class BatchPlan:
     def of_rank(self, rank: int) -> RankPlan:
         """Return the part of one rank."""
         return RankPlan(tuple(update.ranks[rank] for update in self.updates), self.num_tokens, self.partners)
+
+    def of_ranks(self) -> list[RankPlan]:
+        """Return the parts of all ranks."""
+        return [self.of_rank(rank) for rank in range(len(self.updates[0].ranks))]
 
 
 def plan_batch(

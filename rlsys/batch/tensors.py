@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     StepColumn: TypeAlias = Sequence[NDArray[np.float32]]
     """Column of one rank's part of a step: for each micro-batch, updates in order, one float per trained token."""
+    _Columns: TypeAlias = Mapping[Signal, Sequence[Sequence[float]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ class MicroBatch:
         cls,
         samples: Sequence[Sample],
         advantages: Sequence[float] = (),
-        columns: Mapping[Signal, Sequence[Sequence[float]]] | None = None,
+        columns: _Columns | None = None,
         token_weights: Sequence[float] = (),
     ) -> MicroBatch:
         """Pack samples into one micro-batch.
@@ -113,13 +114,13 @@ class StepData:
     """Payloads of one step, from which a rank builds its planned micro-batches.
 
     `payloads[g]` are the episodes of group g, `columns[g][signal]` its extra column: one tuple of floats (one per
-    completion token) per sample, in the order of `samples_in`. Groups that a rank does not need may be empty.
+    completion token) per sample, in the order of `samples_in`. Groups that a rank does not need may be missing.
     """
 
     def __init__(
         self,
-        payloads: Sequence[tuple[Episode, ...]],
-        columns: Sequence[Mapping[Signal, Sequence[Sequence[float]]]],
+        payloads: Sequence[tuple[Episode, ...]] | Mapping[int, tuple[Episode, ...]],
+        columns: Sequence[_Columns] | Mapping[int, _Columns],
         step_columns: Mapping[Signal, StepColumn] | None = None,
     ) -> None:
         """`step_columns` are the columns of this rank's part of the step."""

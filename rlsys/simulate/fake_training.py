@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlsys.algorithm import Assigned, Signal
-from rlsys.batch.packing import BatchPlan
+from rlsys.batch.packing import BatchPlan, RankPlan
 from rlsys.contracts import Arrival, Published, TrainStats
 from rlsys.errors import TrainingError, WorkerDied, WorkerError
 from rlsys.replay.rollout_log import GroupRecord, RolloutRecord, read_groups, write_groups, write_rollouts
@@ -46,7 +46,7 @@ class _FakeModel:
         assert columns == made, f"made for this step: {sorted(made)}, handed in: {sorted(columns)}"
         for signal, column in columns.items():
             handed_in = [[len(array) for array in of_rank] for of_rank in column]  # type: ignore[union-attr]
-            assert handed_in == [_num_trained(self.fetched, plan, rank) for rank in _ranks(plan)], signal
+            assert handed_in == [_num_trained(self.fetched, of_rank) for of_rank in plan.of_ranks()], signal
 
     def _end_step(self) -> None:
         self.fetched, self._plan = (), None
@@ -194,19 +194,14 @@ class FakeReference:
 
 def _columns(world: FakeWorld, groups: Sequence[Group], plan: BatchPlan, signal: Signal, value: float) -> list[Ref]:
     """Return `value` for every trained token: per rank, a tuple for each of its micro-batches."""
-    column: list[Ref] = [[(value,) * count for count in _num_trained(groups, plan, rank)] for rank in _ranks(plan)]
+    column: list[Ref] = [[(value,) * count for count in _num_trained(groups, of_rank)] for of_rank in plan.of_ranks()]
     world.columns[signal] = (plan, column)
     return column
 
 
-def _ranks(plan: BatchPlan) -> range:
-    return range(len(plan.updates[0].ranks))
-
-
-def _num_trained(groups: Sequence[Group], plan: BatchPlan, rank: int) -> list[int]:
-    """Count the trained tokens of each micro-batch of a rank, in order of updates."""
-    micro_batches = [batch for of_update in plan.of_rank(rank).updates for batch in of_update]
-    episodes = [[(groups[r.group].episodes[r.episode], r) for r in batch.samples] for batch in micro_batches]
+def _num_trained(groups: Sequence[Group], plan: RankPlan) -> list[int]:
+    """Count the trained tokens of each micro-batch of a rank."""
+    episodes = [[(groups[r.group].episodes[r.episode], r) for r in batch.samples] for batch in plan.micro_batches]
     return [sum(e.trajectories[r.trajectory].samples[r.sample].num_trained for e, r in batch) for batch in episodes]
 
 

@@ -17,7 +17,7 @@ from rlsys.algorithm import LossInputs, LossOutput, Signal, TokenAdvantages
 from tests.training import SETTINGS, Surrogate, group_of, planned
 from workers.ray.cluster import Resources
 from workers.ray.remote_proxy import PayloadRef, start
-from workers.train.ranks import ActorRank, ActorSpec, CriticRank, CriticSpec
+from workers.train.ranks import ActorRank, ActorSpec, CriticRank, RankSpec
 from workers.train.reference_worker import ReferenceWorker
 from workers.train.train_handles import ActorHandle, CriticHandle, ReferenceHandle
 
@@ -73,9 +73,8 @@ class Trainers:
             probe_length=0,
             resources=SMALL,
         )
-        critic = CriticSpec(
+        critic = RankSpec(
             model_path=str(model_path),
-            policy_path=str(model_path),
             dtype="float32",
             num_ranks=num_ranks,
             optimizer=replace(SETTINGS, lr=0.1),
@@ -86,7 +85,7 @@ class Trainers:
         score = partial(SMALL.build, partial(ReferenceWorker, str(model_path), "float32", 1.0, 64))
         nowhere: Any = None
         trains = [partial(ActorRank, rank, actor, nowhere) for rank in ranks]
-        values = [partial(CriticRank, rank, critic) for rank in ranks]
+        values = [partial(CriticRank, rank, critic, str(model_path)) for rank in ranks]
         return cls(
             ActorHandle([start(ActorRank, "actor", build, SMALL, 60.0) for build in trains], has_pairs=True),
             CriticHandle([start(CriticRank, "critic", build, SMALL, 60.0) for build in values]),

@@ -80,7 +80,7 @@ def test_tokens_of_a_replica_with_wrong_weights_are_never_trained(
 ):
     config = config_of(model_path, data_path, tmp_path, ["rollout.replicas=2", "checkpoint.every=0"])
     relays = RayRelays.start(60.0, LyingRelay, lie)
-    assert_noticed(config, relays, start_rollouts(config, relays), noticed)
+    assert_noticed(config, relays, start_rollouts(config, {POLICY: relays}), noticed)
 
 
 def test_logprobs_reveal_an_engine_that_ignores_its_new_weights(cluster, model_path, data_path, tmp_path):

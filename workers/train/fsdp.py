@@ -76,10 +76,6 @@ class FsdpBackend(Sharded):
         step = RankStep(plan=plan, data=data, algorithm=algorithm, version=self.step, device=self._device)
         totals, mismatch = StepMetrics(), Mismatch(self._device)
 
-        def logprobs(batch: MicroBatch) -> Tensor:
-            with torch.no_grad():
-                return self._scorer(batch, temperature)[0]
-
         def accumulate(part: Part) -> Tensor:
             logprobs_N, entropy_N = self._scorer(part.batch, temperature)
             inputs = part.inputs
@@ -96,6 +92,7 @@ class FsdpBackend(Sharded):
                 mismatch.add(inputs.proximal_logprobs_N, inputs.behavior_logprobs_N, inputs.staleness_N)
             return loss.detach()
 
+        logprobs = torch.no_grad()(lambda batch: self._scorer(batch, temperature)[0])
         means = self.train(step, step.whole(logprobs, self._ranks), accumulate, stabilizer)
         if stabilizer:
             stabilizer.end_step()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import sqrt
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from rlsys.stabilizer import inner_product
 
@@ -118,9 +118,7 @@ class AdamUpdates:
     computed one piece at a time, so that no copy of the model is needed."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW) -> None:
-        (group,) = optimizer.param_groups
-        beta1, beta2 = group["betas"]
-        self._rule = _Adam(beta1, beta2, group["eps"], group["lr"], group["weight_decay"])
+        (self._rule,) = optimizer.param_groups
         self._with_gradient = {name: p for name, p in parameters.items() if p.grad is not None}
         self._state = optimizer.state
 
@@ -140,16 +138,6 @@ class AdamUpdates:
                 yield AdamPiece(name, self._rule, int(count), weights, gradient, mean, square)
 
 
-class _Adam(NamedTuple):
-    """Settings of an AdamW for this update."""
-
-    beta1: float
-    beta2: float
-    eps: float
-    lr: float
-    weight_decay: float
-
-
 @dataclass(frozen=True, slots=True)
 class AdamPiece:
     """Implements `Piece`.
@@ -159,7 +147,8 @@ class AdamPiece:
     """
 
     name: str
-    rule: _Adam
+    rule: Mapping[str, Any]
+    """The optimizer's settings for this update."""
     count: int
     """Number of updates behind the moments."""
     weights: Tensor
@@ -173,18 +162,19 @@ class AdamPiece:
         return self._direction(self.mean.clone(), self.square.sqrt(), self.count)
 
     def now(self) -> Tensor:
-        rule, g = self.rule, self.gradient
-        square = self.square.mul(rule.beta2).addcmul_(g, g, value=1 - rule.beta2)
-        return self._direction(self.mean.lerp(g, 1 - rule.beta1), square.sqrt_(), self.count + 1)
+        (beta1, beta2), g = self.rule["betas"], self.gradient
+        square = self.square.mul(beta2).addcmul_(g, g, value=1 - beta2)
+        return self._direction(self.mean.lerp(g, 1 - beta1), square.sqrt_(), self.count + 1)
 
     def add(self, direction: Tensor, scale: float) -> None:
         """See `Piece.add`. The step begins with weight decay, which shrinks this move. So the move is larger by the
         same factor."""
-        alpha = -self.rule.lr * scale / (1 - self.rule.lr * self.rule.weight_decay)
+        lr, weight_decay = self.rule["lr"], self.rule["weight_decay"]
+        alpha = -lr * scale / (1 - lr * weight_decay)
         self.weights.add_(direction, alpha=alpha)
 
     def _direction(self, mean: Tensor, root: Tensor, count: int) -> Tensor:
         """Direction from a first moment and the root of a second moment; overwrites both."""
-        rule = self.rule
-        root.div_(sqrt(1 - rule.beta2**count)).add_(rule.eps)
-        return mean.div_(root).div_(1 - rule.beta1**count)
+        beta1, beta2 = self.rule["betas"]
+        root.div_(sqrt(1 - beta2**count)).add_(self.rule["eps"])
+        return mean.div_(root).div_(1 - beta1**count)

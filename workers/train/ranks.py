@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rlsys.batch.tensors import StepColumn, StepData
     from workers.train.optimizer import OptimizerSettings
     from workers.train.sharded import Sharded
-    from workers.train.token_columns import Reader, Speller, TokenColumns
+    from workers.train.token_columns import Speller, TokenColumns
     from workers.transport.object_store import ObjectStorePublisher
 
 
@@ -49,8 +49,7 @@ class StepParcel:
         cls, groups: Sequence[Group], plans: Sequence[RankPlan], signals: Collection[str], *, has_pairs: bool
     ) -> StepParcel:
         """Data for these ranks, with the columns of `signals`, and with partners if the ranks make mismatched pairs."""
-        samples = [s for plan in plans for update in plan.updates for m in update for s in m.samples]
-        trained = sorted({sample.group for sample in samples})
+        trained = sorted({sample.group for plan in plans for m in plan.micro_batches for sample in m.samples})
         found = {plans[0].partners[index] for index in trained} if has_pairs else set()
         partners = sorted(index for index in found - {*trained} if index is not None)
         names = tuple(map(Signal, sorted(signals)))
@@ -62,16 +61,12 @@ class StepParcel:
         """Open the data. Raises `PayloadLost` naming all groups with lost data."""
         from rlsys.batch.tensors import StepData
 
-        opened = self.parcel.open()
-        indices, size = (*self.trained, *self.partners), len(self.trained)
-        payloads = dict(zip(indices, opened, strict=False))
-        rows = [opened[i : i + size] for i in range(len(indices), len(opened), size)]
-        columns = {
-            index: {signal: row[position] for signal, row in zip(self.signals, rows, strict=True)}
-            for position, index in enumerate(self.trained)
-        }
-        everything = range(max(indices) + 1)
-        return StepData([payloads.get(i, ()) for i in everything], [columns.get(i, {}) for i in everything])
+        opened = iter(self.parcel.open())
+        payloads = {index: next(opened) for index in (*self.trained, *self.partners)}
+        columns: dict[int, dict[Signal, Any]] = {index: {} for index in self.trained}
+        for signal, index in product(self.signals, self.trained):
+            columns[index][signal] = next(opened)
+        return StepData(payloads, columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,19 +144,6 @@ def _disk(path: Path) -> Iterator[None]:
 Payload: TypeAlias = tuple[Episode, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """The driver's record of the groups that a step trained."""
-
-    step: int
-    """Number of the step, counted from 1."""
-    tasks: Sequence[Task]
-    groups: Sequence[Group]
-    assigned: Sequence[Sequence[TrajectoryAdvantage]]
-    signals: tuple[str, ...]
-    """Column names of the groups; the columns come with the payloads."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorSpec(RankSpec):
     """The specification of a rank of the actor."""
@@ -235,18 +217,34 @@ class ActorRank(Rank):
         return len(columns), columns
 
     @remote("writing {path.name}")
-    def record(self, path: Path, trained: Trained, parcel: Parcel, *columns: list[TokenColumns]) -> None:
-        """Write the groups of the last step. `parcel` has the payloads, then the columns of each signal; `columns` are
-        those of all ranks.
+    def record(
+        self,
+        path: Path,
+        step: int,
+        trained: Sequence[tuple[Task, Group, Sequence[TrajectoryAdvantage]]],
+        signals: Sequence[str],
+        parcel: Parcel,
+        *columns: list[TokenColumns],
+    ) -> None:
+        """Write the groups of the last step. `parcel` has their payloads, then their columns of each of `signals`;
+        `columns` are the per-token results of all ranks.
 
         Raises `CheckpointError` if the file cannot be written, `PayloadLost` if payloads are lost.
         """
         from workers.train.token_columns import Reader
 
-        opened = parcel.open()
         reader = Reader(chain(*columns), self._speller)
+        opened, size = parcel.open(), len(trained)
+        payloads, *rows = [opened[i : i + size] for i in range(0, len(opened), size)]
+
+        def records() -> Iterator[RolloutRecord]:
+            for i, (task, group, assigned) in enumerate(trained):
+                record = RolloutRecord.of(step, task, group, payloads[i], assigned)
+                own = {signal: tuple(map(tuple, row[i])) for signal, row in zip(signals, rows, strict=True)}
+                yield replace(record, columns=own, readings=reader.read(i, record))
+
         with _disk(path):
-            write_rollouts(path, _records(trained, opened, reader))
+            write_rollouts(path, records())
 
     @remote("writing {path.name}")
     def save_groups(self, path: Path, groups: Sequence[Group], parcel: Parcel) -> None:
@@ -265,34 +263,20 @@ class ActorRank(Rank):
         return [record.group for record in records], tuple(record.episodes for record in records)
 
 
-def _records(trained: Trained, opened: Sequence[Any], reader: Reader) -> Iterator[RolloutRecord]:
-    size = len(trained.groups)
-    rows = {signal: opened[size * k :] for k, signal in enumerate(trained.signals, 1)}
-    for i, (task, group, assigned) in enumerate(zip(trained.tasks, trained.groups, trained.assigned, strict=True)):
-        record = RolloutRecord.of(trained.step, task, group, opened[i], assigned)
-        columns = {signal: tuple(map(tuple, of_signal[i])) for signal, of_signal in rows.items()}
-        yield replace(record, columns=columns, readings=reader.read(i, record))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CriticSpec(RankSpec):
-    """The specification of a rank of the critic."""
-
-    policy_path: str
-    """The policy's model, which defines the token ids."""
-
-
 class CriticRank(Rank):
     """Rank `rank` of `spec.num_ranks`, each in its own process."""
 
-    def __init__(self, rank: int, spec: CriticSpec, address: str) -> None:
-        """Join the other ranks at `address` and load the model. Raises `ModelError`."""
+    def __init__(self, rank: int, spec: RankSpec, policy_path: str, address: str) -> None:
+        """Join the other ranks at `address` and load the model; the policy's model defines the token ids.
+
+        Raises `ModelError`.
+        """
         from workers.train.rank_group import RankGroup
         from workers.train.value_model import CriticBackend, check_vocabulary
 
         self._spec = spec
-        if spec.model_path != spec.policy_path:
-            check_vocabulary(spec.model_path, spec.policy_path)
+        if spec.model_path != policy_path:
+            check_vocabulary(spec.model_path, policy_path)
         device = spec.resources.claim()
         ranks = RankGroup(rank, spec.num_ranks, address=address)
         self._backend = self._critic = CriticBackend(

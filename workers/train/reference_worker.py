@@ -14,10 +14,9 @@ from workers.train.ranks import StepParcel
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
     from transformers import PreTrainedModel
 
-    from rlsys.batch.tensors import MicroBatch, StepColumn, StepData
+    from rlsys.batch.tensors import StepColumn, StepData
 
 
 class ReferenceWorker:
@@ -74,10 +73,6 @@ class ReferenceWorker:
         from workers.train.logprobs import trained_logprobs
         from workers.train.step_data import mismatched
 
-        def logprobs(batch: MicroBatch) -> Tensor:
-            with torch.no_grad():
-                return trained_logprobs(self._model, batch, self._temperature)[0]
-
-        micro_batches = [micro_batch for update in plan.updates for micro_batch in update]
-        columns = (mismatched(data, m, plan.partners, logprobs, self._device) for m in micro_batches)
+        logprobs = torch.no_grad()(lambda batch: trained_logprobs(self._model, batch, self._temperature)[0])
+        columns = (mismatched(data, m, plan.partners, logprobs, self._device) for m in plan.micro_batches)
         return [column_N.cpu().numpy() for column_N in columns]

@@ -151,19 +151,18 @@ class Sharded:
         A stabilizer without state in the checkpoint stays as it is; state without a stabilizer is ignored. Raises
         `CheckpointError`, also for another stabilizer's state.
         """
-        state = self._state()
-        if stabilizer and (saved := saved_names(folder, "stabilizer")):
-            live = stabilizer.state_dict()
+        state, live = self._state(), stabilizer.state_dict() if stabilizer else {}
+        saved = saved_names(folder, "stabilizer") if stabilizer else set()
+        if saved:
             if differing := saved.symmetric_difference(live):
                 raise CheckpointError(
                     f"{folder} contains the state of another stabilizer; they differ in {len(differing)} tensors, as "
                     f"{min(differing)!r}: go on with the one it was saved with, or with `stabilizer: null`"
                 )
             state["stabilizer"] = _as_sharded(live, self.parameters())
-            load_state(state, folder, num_ranks=self._ranks.num_ranks)
+        load_state(state, folder, num_ranks=self._ranks.num_ranks)
+        if stabilizer and saved:
             stabilizer.load_state_dict(live)
-        else:
-            load_state(state, folder, num_ranks=self._ranks.num_ranks)
 
     def load_weights(self, folder: Path) -> None:
         """Load only the weights of a checkpoint. Raises `CheckpointError`."""

@@ -29,25 +29,28 @@ FILE_BYTES = 1 << 30
 
 def save_state(state: State, folder: Path, *, num_ranks: int) -> None:
     """Write the state; each rank writes its shards. Collective. Raises `CheckpointError`."""
-    writer = HuggingFaceStorageWriter(str(folder), _files_of(state), save_distributed=True)
-    try:
-        with _knowingly_alone():
-            save(dict(state), storage_writer=writer, no_dist=num_ranks == 1)
-    except (OSError, CheckpointException) as error:
-        raise CheckpointError(f"cannot write training state to {folder}: {_cause(error)}") from error
+    with _doing("write training state to", folder):
+        writer = HuggingFaceStorageWriter(str(folder), _files_of(state), save_distributed=True)
+        save(dict(state), storage_writer=writer, no_dist=num_ranks == 1)
 
 
 def load_state(state: State, folder: Path, *, num_ranks: int) -> None:
     """Read into live tensors, in place. Collective. Raises `CheckpointError`."""
-    with _readable(folder), _knowingly_alone():
-        load(dict(state), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=num_ranks == 1)
+    with _doing("read training state from", folder):
+        load(dict(state), storage_reader=_reader_of(folder), no_dist=num_ranks == 1)
 
 
 def saved_names(folder: Path, part: str) -> set[str]:
     """Return the names of the tensors in one part of the saved state; empty if it was not saved."""
-    with _readable(folder):
-        saved = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    with _doing("read training state from", folder):
+        saved = _reader_of(folder).read_metadata().state_dict_metadata
     return {name.removeprefix(f"{part}.") for name in saved if name.startswith(f"{part}.")}
+
+
+def _reader_of(folder: Path) -> HuggingFaceStorageReader:
+    if not any(folder.glob("*.safetensors")):
+        raise OSError("it contains no safetensors file; if another version of rlsys wrote it, go on with that one")
+    return HuggingFaceStorageReader(str(folder))
 
 
 def _files_of(state: State) -> dict[str, int]:
@@ -65,26 +68,16 @@ def _files_of(state: State) -> dict[str, int]:
 
 
 @contextmanager
-def _readable(folder: Path) -> Iterator[None]:
-    if not any(folder.glob("*.safetensors")):
-        remedy = "if another version of rlsys wrote it, go on with that one"
-        raise CheckpointError(f"cannot read training state from {folder}: it contains no safetensors file; {remedy}")
+def _doing(what: str, folder: Path) -> Iterator[None]:
+    """Raise the first rank's error, without the checkpoint library's wrapping, as a `CheckpointError`.
+
+    Suppresses the warning that a rank has no process group: a single rank needs none.
+    """
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
     except (OSError, CheckpointException, SafetensorError) as error:
-        raise CheckpointError(f"cannot read training state from {folder}: {_cause(error)}") from error
-
-
-@contextmanager
-def _knowingly_alone() -> Iterator[None]:
-    """Suppress the warning that a rank has no process group: a single rank needs none."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
-def _cause(error: BaseException) -> str:
-    """Message of the first rank's error, without the checkpoint library's wrapping."""
-    if isinstance(error, CheckpointException) and error.failures:
-        return str(next(iter(error.failures.values()))[0])
-    return str(error)
+        failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+        cause = next((failure for failure, _ in failures), error)
+        raise CheckpointError(f"cannot {what} {folder}: {cause}") from error

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 from rlsys.algorithm import Assigned, Signal
-from rlsys.batch.packing import BatchPlan, RankPlan
+from rlsys.batch.packing import BatchPlan
 from rlsys.contracts import Published, TrainStats
 from rlsys.errors import PayloadLost
 from rlsys.types import Group, PolicyVersion, Ref, Task
 from workers.ray.remote_proxy import Parcel, PayloadRef, Remote
-from workers.train.ranks import ActorRank, CriticRank, Rank, StepParcel, Trained
+from workers.train.ranks import ActorRank, CriticRank, Rank, StepParcel
 from workers.train.reference_worker import ReferenceWorker
 
 P = ParamSpec("P")
@@ -39,7 +39,7 @@ class ReferenceHandle:
         return [replace(g, columns={**g.columns, signal: PayloadRef(column, i)}) for i, g in enumerate(groups)]
 
     async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
-        plans = _of_ranks(plan)
+        plans = plan.of_ranks()
         parcel = StepParcel.of(groups, plans, (), has_pairs=True)
         _, columns = await self._worker.split(ReferenceWorker.annotate_step, len(plans), parcel, plans)
         return [*columns]
@@ -62,8 +62,8 @@ class RanksHandle(Generic[R]):
 
     async def fetch(self, groups: Sequence[Group], plan: BatchPlan) -> None:
         """Fetch the data before the step, so that no rank waits in a collective for a rank whose data is lost."""
-        signals, plans = groups[0].columns, _of_ranks(plan)
-        parcels = [StepParcel.of(groups, [of_rank], signals, has_pairs=self._has_pairs) for of_rank in plans]
+        signals, has_pairs = groups[0].columns, self._has_pairs
+        parcels = [StepParcel.of(groups, [of_rank], signals, has_pairs=has_pairs) for of_rank in plan.of_ranks()]
         lost = await asyncio.gather(*(r.call(Rank.fetch, p) for r, p in zip(self._ranks, parcels, strict=True)))
         if group_ids := sorted({group_id for of_rank in lost for group_id in of_rank}):
             raise PayloadLost(tuple(group_ids))
@@ -72,7 +72,7 @@ class RanksHandle(Generic[R]):
         signals = sorted(columns)
         steps = [
             rank.call(Rank.train_step, of_rank, signals, *(cast("Any", columns[signal][r]) for signal in signals))
-            for r, (rank, of_rank) in enumerate(zip(self._ranks, _of_ranks(plan), strict=True))
+            for r, (rank, of_rank) in enumerate(zip(self._ranks, plan.of_ranks(), strict=True))
         ]
         stats = await asyncio.gather(*steps)
         return TrainStats(stats[0].metrics, max(s.train_s for s in stats))
@@ -106,12 +106,12 @@ class ActorHandle(RanksHandle[ActorRank]):
         self, path: Path, step: int, tasks: Sequence[Task], groups: Sequence[Group], assigned: Assigned
     ) -> None:
         signals = tuple(sorted(map(str, groups[0].columns)))  # JSON accepts no `Signal` as a key
-        trained = Trained(step, tasks, _bare(groups), assigned, signals)
         told = await asyncio.gather(*(rank.split(ActorRank.columns, 1) for rank in self._ranks))
         columns: Sequence[Any] = [column for _, (column,) in told]
         payloads = [(g.group_id, g.payload) for g in groups]
         parcel = Parcel.of(payloads + [(g.group_id, g.columns[signal]) for signal in signals for g in groups])
-        await self._ranks[0].call(ActorRank.record, path, trained, parcel, *columns)
+        trained = list(zip(tasks, _bare(groups), assigned, strict=True))
+        await self._ranks[0].call(ActorRank.record, path, step, trained, signals, parcel, *columns)
 
     async def save_groups(self, path: Path, groups: Sequence[Group]) -> None:
         await self._ranks[0].call(ActorRank.save_groups, path, _bare(groups), _payloads(groups))
@@ -129,13 +129,9 @@ class CriticHandle(RanksHandle[CriticRank]):
 
     async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
         """Compute `Signal.VALUES` of the fetched data."""
-        plans = zip(self._ranks, _of_ranks(plan), strict=True)
+        plans = zip(self._ranks, plan.of_ranks(), strict=True)
         told = await asyncio.gather(*(rank.split(CriticRank.values, 1, of_rank) for rank, of_rank in plans))
         return [column for _, (column,) in told]
-
-
-def _of_ranks(plan: BatchPlan) -> list[RankPlan]:
-    return [plan.of_rank(rank) for rank in range(len(plan.updates[0].ranks))]
 
 
 def _payloads(groups: Sequence[Group]) -> Parcel:

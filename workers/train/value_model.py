@@ -86,13 +86,10 @@ class CriticBackend(Sharded):
 
     def values(self, plan: RankPlan, data: StepData) -> StepColumn:
         """Value of the state before each trained token, for each of this rank's micro-batches."""
-        column = []
-        for micro_batch_plan in (m for update in plan.updates for m in update):
-            with torch.no_grad():
-                values_N = self._model(data.micro_batch(micro_batch_plan).to(self._device))
-            column.append(values_N.cpu().numpy())
+        with torch.no_grad():
+            column_N = [self._model(data.micro_batch(m).to(self._device)) for m in plan.micro_batches]
         self.reshard()
-        return column
+        return [values_N.cpu().numpy() for values_N in column_N]
 
     def train_step(self, plan: RankPlan, data: StepData, algorithm: Algorithm) -> dict[str, float]:
         """Train one step on this rank's share of the batch, update by update. Returns metrics, equal on all ranks.
