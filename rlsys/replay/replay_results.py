@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Literal, TypeAlias
 
+import orjson
+
 from rlsys.types import Json, PolicyVersion
 
 Value: TypeAlias = "str | float | None"
@@ -93,8 +95,7 @@ class ReplayedStep:
 
     def as_json(self) -> dict[str, Json]:
         """Return the step as JSON, where a number that is not finite is null."""
-        found = {name: _finite(value) for name, value in asdict(self).items()}
-        return {**found, "first": self.first}
+        return {**orjson.loads(orjson.dumps(self)), "first": self.first}
 
     def lines(self) -> Iterator[str]:
         """Lines for a terminal: samples with non-finite numbers first, then by gradient norm, largest first."""
@@ -118,14 +119,6 @@ class ReplayedStep:
 
 def _row(model: object, *cells: object) -> str:
     return f"{model:<7}" + "".join(f"{cell!s:>10}" for cell in cells)
-
-
-def _finite(value: Json) -> Json:
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +169,8 @@ class RetrainedSteps:
         return self.first is None
 
     def as_json(self) -> dict[str, Json]:
-        first: Json = None if self.first is None else {**asdict(self.first)}
-        fields: dict[str, Json] = asdict(self)
-        return {**fields, "is_equal": self.is_equal, "first": first}
+        found = {**asdict(self), "is_equal": self.is_equal, "first": self.first}
+        return orjson.loads(orjson.dumps(found))
 
     def lines(self) -> Iterator[str]:
         """Lines for a terminal."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlsys.algorithm import LossInputs, LossOutput, Signal
 from rlsys.batch.packing import BatchPlan, MicroBatchPlan, RankPlan, plan_batch
@@ -33,7 +33,7 @@ from rlsys.replay.rollout_log import GroupRecord, RolloutRecord, read_groups
 from rlsys.replay.run_history import RecordedSteps
 from rlsys.types import POLICY
 from workers.train.fsdp import FsdpBackend
-from workers.train.logprobs import Scorer
+from workers.train.logprobs import trained_logprobs
 from workers.train.model_loading import CPU, load_model, load_tokenizer
 from workers.train.optimizer import critic_optimizer_settings, local_gradients, optimizer_settings, squared_norm
 from workers.train.rank_group import RankGroup, in_processes
@@ -236,12 +236,13 @@ def replay(config: Config, folder: Path, failed: FailedStep) -> ReplayedStep:
     step = RankStep(
         plan=plan, data=data.with_columns(columns), algorithm=algorithm, version=failed.version, device=device
     )
-    table = _Table(records, load_tokenizer(config.model.path))
+    tokenizer = load_tokenizer(config.model.path)
     updates = step.shaped() if is_critic else step.whole(torch.no_grad()(trained.forward), RankGroup())
     index = failed.update or 0
     parts = next(islice(updates, index, None))
-    samples = tuple(table.row(trained, index, part) for part in parts)
-    weights = next((bad for one in (trained, critic) if one and (bad := _bad_weights(one))), None)
+    samples = tuple(_replayed(trained, index, part, records, tokenizer) for part in parts)
+    models = [one for one in (trained, critic) if one]
+    weights = _first_of((f"{one.name}'s {name}", p) for one in models for name, p in one.module.named_parameters())
     return ReplayedStep(failed.version + 1, failed.error, weights, samples, _not_reproduced(failed))
 
 
@@ -263,8 +264,7 @@ def _not_reproduced(failed: FailedStep) -> str | None:
 def _policy(config: Config, folder: Path, device: torch.device) -> _Trained:
     model = load_model(config.model.path, torch.float32, device)
     _restore(model, folder / ACTOR, model, config)
-    scorer, temperature = Scorer(model), config.rollout.temperature
-    return _Trained("policy", model, lambda batch: scorer(batch, temperature)[0], config.algorithm.loss)
+    return _Trained("policy", model, _scores(model, config), config.algorithm.loss)
 
 
 def _critic(config: Config, folder: Path, device: torch.device) -> _Trained:
@@ -281,6 +281,11 @@ def _restore(model: nn.Module, folder: Path, computing: nn.Module, config: Confi
         parameter.data = parameter.data.to(getattr(torch, config.model.dtype))
 
 
+def _scores(model: PreTrainedModel, config: Config) -> Forward:
+    """Logprobs of the trained tokens at the temperature of sampling."""
+    return lambda batch: trained_logprobs(model, batch, config.rollout.temperature)[0]
+
+
 def _columns(
     config: Config,
     plan: RankPlan,
@@ -290,102 +295,76 @@ def _columns(
     critic: _Trained | None,
 ) -> Mapping[Signal, StepColumn]:
     """Columns of the step that other workers computed in the run."""
-
-    def column(make: Callable[[MicroBatchPlan], Tensor]) -> StepColumn:
-        with torch.no_grad():
-            return [make(one).float().cpu().numpy() for update in plan.updates for one in update]
-
-    columns: dict[Signal, StepColumn] = {}
     wanted = set(signals)
+    made: dict[Signal, Callable[[MicroBatchPlan], Tensor]] = {}
     if wanted & {Signal.REFERENCE_LOGPROBS, Signal.REFERENCE_MISMATCHED}:
-        model = load_model(config.model.path, getattr(torch, config.model.dtype), device)
-        scorer, temperature = Scorer(model), config.rollout.temperature
-
-        def score(batch: MicroBatch) -> Tensor:
-            return scorer(batch, temperature)[0]
-
-        if Signal.REFERENCE_LOGPROBS in wanted:
-            columns[Signal.REFERENCE_LOGPROBS] = column(lambda one: score(data.micro_batch(one).to(device)))
-        if Signal.REFERENCE_MISMATCHED in wanted:
-            columns[Signal.REFERENCE_MISMATCHED] = column(
-                lambda one: mismatched(data, one, plan.partners, score, device)
-            )
+        score = _scores(load_model(config.model.path, getattr(torch, config.model.dtype), device), config)
+        made[Signal.REFERENCE_LOGPROBS] = lambda one: score(data.micro_batch(one).to(device))
+        made[Signal.REFERENCE_MISMATCHED] = lambda one: mismatched(data, one, plan.partners, score, device)
     if critic is not None:
-        columns[Signal.VALUES] = column(lambda one: critic.forward(data.micro_batch(one).to(device)))
-    return columns
+        made[Signal.VALUES] = lambda one: critic.forward(data.micro_batch(one).to(device))
+    with torch.no_grad():
+        return {
+            signal: [make(one).float().cpu().numpy() for one in plan.micro_batches]
+            for signal, make in made.items()
+            if signal in wanted
+        }
 
 
-def _bad_weights(trained: _Trained) -> NonFinite | None:
-    named = ((f"{trained.name}'s {name}", parameter) for name, parameter in trained.module.named_parameters())
-    return _first_of_tensors(named)
-
-
-def _first_of_tensors(named: Iterable[tuple[str, Tensor]]) -> NonFinite | None:
+def _first_of(named: Iterable[tuple[str, Tensor]], spell: Callable[[int], str] | None = None) -> NonFinite | None:
+    """The first number that is not finite. With `spell`, numbers belong to tokens, and it is the text of a token."""
     for name, tensor in named:
-        if not (is_finite := tensor.isfinite()).all():
-            return NonFinite(name, str(tensor[~is_finite][0].item()))
+        values, is_bad = tensor.detach().flatten(), ~tensor.isfinite().flatten()
+        if is_bad.any():
+            index = int(is_bad.byte().argmax())
+            value = str(values[index].item())
+            return NonFinite(name, value, index, spell(index)) if spell else NonFinite(name, value)
     return None
 
 
-def _first_of_figures(figures: Mapping[str, float]) -> NonFinite | None:
-    return next((NonFinite(name, str(value)) for name, value in figures.items() if not math.isfinite(value)), None)
+def _replayed(
+    trained: _Trained, update: int, part: Part, records: Sequence[GroupRecord], tokenizer: PreTrainedTokenizerBase
+) -> ReplayedSample:
+    """Row of the only sample of a micro-batch, with its own gradient."""
+    trained.module.zero_grad()
+    said_N, inputs, is_policy = trained.forward(part.batch), part.inputs, trained.name == "policy"
+    if is_policy and not part.is_scored:
+        inputs = replace(inputs, proximal_logprobs_N=said_N.detach())
+    output = trained.loss(said_N, inputs)
+    loss = part.loss(output)
+    loss.backward()
+    gradients = local_gradients(trained.module)
+    of_tokens = [  # in the order of computation: sampler, annotators, algorithm, model
+        ("sampler's logprob", inputs.behavior_logprobs_N),
+        *((str(signal), column_N) for signal, column_N in inputs.columns_N.items()),
+        ("advantage", inputs.advantages_N),
+        *([("return", inputs.returns_N)] if inputs.returns_N is not None else []),
+        *((fact, torch.full_like(said_N, value)) for fact, value in inputs.facts.items()),
+        ("logprob" if is_policy else "value", said_N),
+        ("loss", output.loss_N),
+    ]
+    of_sample = [
+        *((f"gradient of {name}", gradient) for name, gradient in gradients.items()),
+        ("loss of the sample", loss),
+        ("squared norm of its gradient in fp32", squared_norm(gradients)),  # computed as in training
+    ]
 
+    def spell(token: int) -> str:
+        return str(tokenizer.decode([int(part.batch.completions_ST.flatten()[part.batch.trained_N[token]])]))
 
-@dataclass(frozen=True, slots=True)
-class _Table:
-    """Builds the rows of the report."""
-
-    records: list[GroupRecord]
-    tokenizer: PreTrainedTokenizerBase
-
-    def row(self, trained: _Trained, update: int, part: Part) -> ReplayedSample:
-        """Row of the only sample of a micro-batch, with its own gradient."""
-        trained.module.zero_grad()
-        said_N = trained.forward(part.batch)
-        inputs = part.inputs
-        if trained.name == "policy" and not part.is_scored:
-            inputs = replace(inputs, proximal_logprobs_N=said_N.detach())
-        output = trained.loss(said_N, inputs)
-        loss = part.loss(output)
-        loss.backward()
-        gradients = local_gradients(trained.module)
-        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
-        squares = squared_norm(gradients).item()  # computed as in training
-        is_policy = trained.name == "policy"
-        log_ratio_N = (said_N.detach() - inputs.behavior_logprobs_N).abs()
-        (ref,) = part.samples
-        group = self.records[ref.group].group
-        return ReplayedSample(
-            model=trained.name,
-            update=update,
-            group=group.group_id,
-            task_id=group.task_id,
-            episode=ref.episode,
-            trajectory=ref.trajectory,
-            sample=ref.sample,
-            num_tokens=len(said_N),
-            loss=loss.item(),
-            grad_norm=norm,
-            log_ratio_max=log_ratio_N.max().item() if is_policy else None,
-            non_finite=self._first(part.batch, inputs, "logprob" if is_policy else "value", said_N, output)
-            or _first_of_tensors((f"gradient of {name}", gradient) for name, gradient in gradients.items())
-            or _first_of_figures({"loss of the sample": loss.item(), "squared norm of its gradient in fp32": squares}),
-        )
-
-    def _first(
-        self, batch: MicroBatch, inputs: LossInputs, name: str, said_N: Tensor, output: LossOutput
-    ) -> NonFinite | None:
-        """First non-finite number in the order of computation: sampler, annotators, algorithm, model."""
-        numbers: list[tuple[str, Tensor]] = [("sampler's logprob", inputs.behavior_logprobs_N)]
-        numbers += [(str(signal), column_N) for signal, column_N in inputs.columns_N.items()]
-        numbers += [("advantage", inputs.advantages_N)]
-        numbers += [("return", inputs.returns_N)] if inputs.returns_N is not None else []
-        numbers += [(fact, torch.full_like(said_N, value)) for fact, value in inputs.facts.items()]
-        numbers += [(name, said_N.detach()), ("loss", output.loss_N.detach())]
-        for what, values_N in numbers:
-            if len(bad := (~values_N.isfinite()).nonzero()):
-                token = int(bad[0, 0])
-                token_id = int(batch.completions_ST.flatten()[batch.trained_N[token]])
-                text = str(self.tokenizer.decode([token_id]))
-                return NonFinite(what, str(values_N[token].item()), token, text)
-        return None
+    (ref,) = part.samples
+    group = records[ref.group].group
+    return ReplayedSample(
+        model=trained.name,
+        update=update,
+        group=group.group_id,
+        task_id=group.task_id,
+        episode=ref.episode,
+        trajectory=ref.trajectory,
+        sample=ref.sample,
+        num_tokens=len(said_N),
+        loss=loss.item(),
+        grad_norm=math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values())),
+        log_ratio_max=(said_N.detach() - inputs.behavior_logprobs_N).abs().max().item() if is_policy else None,
+        non_finite=_first_of(of_tokens, spell) or _first_of(of_sample),
+    )
