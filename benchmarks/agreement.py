@@ -78,7 +78,7 @@ def compared(folder: Path, episodes: tuple[Episode, ...], dtype: Dtype, temperat
     plan = plan_batch([group_of(0, episodes)], [assigned], Aggregation(), num_ranks=1, max_tokens=2048)
     backend = FsdpBackend(str(folder / "model"), OptimizerSettings(lr=1e-6, total_steps=1), RankGroup(), dtype=dtype)
     data = StepData([episodes], [{}])
-    metrics = backend.train_step(plan.of_rank(0), data, GRPO(), temperature=temperature)
+    metrics = backend.train_step(plan[0], data, GRPO(), temperature=temperature)
     return {
         name.removeprefix("sampler/"): float(f"{value:.3g}")
         for name, value in metrics.items()

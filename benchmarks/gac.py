@@ -128,7 +128,7 @@ def measured(case: Case) -> dict[str, object]:
         for name in STABILIZERS:
             stabilizer = timers.get(name)
             with timed(step_s[name], time.process_time):
-                backend.train_step(plan.of_rank(0), data, algorithm, temperature=1.0, stabilizer=stabilizer)
+                backend.train_step(plan[0], data, algorithm, temperature=1.0, stabilizer=stabilizer)
             if stabilizer:
                 gac_s[name].append(sum(stabilizer.cpu_s))
                 stabilizer.cpu_s.clear()

@@ -29,7 +29,7 @@ def main() -> None:
     assert all(algorithm.has_signal(group) for group in groups)
     assigned = [tuple(algorithm.advantages(group)) for group in groups]
     assert [len(of_group) for of_group in assigned] == [1, 1]
-    plan = plan_batch(groups, assigned, algorithm.aggregation, num_ranks=1, max_tokens=512).of_rank(0)
+    plan = plan_batch(groups, assigned, algorithm.aggregation, num_ranks=1, max_tokens=512)[0]
     backend = FsdpBackend(
         save_model(Path(sys.argv[1]), tiny_qwen3()), OptimizerSettings(lr=1e-2, total_steps=10), RankGroup()
     )

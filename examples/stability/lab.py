@@ -157,7 +157,7 @@ async def _trained(run: Run, folder: Path) -> Outcome:
             settled = algorithm.finalize_advantages(groups, metrics)
             plan = plan_batch(groups, settled.groups, algorithm.aggregation, num_ranks=1, max_tokens=MAX_TOKENS)
             data = StepData([group.payload for group in groups], [{} for _ in groups])  # type: ignore[misc]
-            metrics = backend.train_step(plan.of_rank(0), data, algorithm, temperature=1.0, stabilizer=stabilizer)
+            metrics = backend.train_step(plan[0], data, algorithm, temperature=1.0, stabilizer=stabilizer)
             snapshots[version + 1] = backend.full_weights(torch.float32)
             for old in [old for old in snapshots if old < run.sampled_from(version + 1)]:
                 del snapshots[old]

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from rlsys.algorithm import Aggregation, TrajectoryAdvantage
 from rlsys.types import Group, SampleMeta
@@ -41,19 +41,17 @@ class MicroBatchPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class UpdatePlan:
-    """One optimizer update. `ranks[r]` are rank r's micro-batches; all have equally many (collectives must match)."""
-
-    ranks: tuple[tuple[MicroBatchPlan, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class RankPlan:
-    """Plan of one rank for a step: see `BatchPlan`."""
+    """Plan of one rank for a step."""
 
     updates: tuple[tuple[MicroBatchPlan, ...], ...]
+    """Its micro-batches of each optimizer update, in order. Every update trains other groups, and gives all ranks
+    equally many micro-batches, because collectives must match."""
     num_tokens: int
+    """Trained tokens of the step, over all ranks, without fillers."""
     partners: tuple[int | None, ...]
+    """Per group: the group whose first prompt precedes its samples in mismatched pairs. None if all other groups have
+    the same first prompt."""
 
     @property
     def micro_batches(self) -> list[MicroBatchPlan]:
@@ -61,24 +59,8 @@ class RankPlan:
         return [micro_batch for update in self.updates for micro_batch in update]
 
 
-@dataclass(frozen=True, slots=True)
-class BatchPlan:
-    """Plan of one step: its updates in order, each on other groups."""
-
-    updates: tuple[UpdatePlan, ...]
-    num_tokens: int
-    """Trained tokens of the step, over all ranks, without fillers."""
-    partners: tuple[int | None, ...]
-    """Per group: the group whose first prompt precedes its samples in mismatched pairs. None if all other groups have
-    the same first prompt."""
-
-    def of_rank(self, rank: int) -> RankPlan:
-        """Return the part of one rank."""
-        return RankPlan(tuple(update.ranks[rank] for update in self.updates), self.num_tokens, self.partners)
-
-    def of_ranks(self) -> list[RankPlan]:
-        """Return the parts of all ranks."""
-        return [self.of_rank(rank) for rank in range(len(self.updates[0].ranks))]
+BatchPlan: TypeAlias = tuple[RankPlan, ...]
+"""Plan of one step, by rank."""
 
 
 def plan_batch(
@@ -110,13 +92,9 @@ def plan_batch(
     partners = _partners(groups)
     others = [None if partner is None or not has_pairs else _first_sample(groups[partner]) for partner in partners]
     least_prompts = [other.num_prompt if other else 0 for other in others]
-    return BatchPlan(
-        updates=tuple(
-            _update(run, aggregation, num_ranks, max_tokens, least_prompts) for run in _runs(trained, num_updates)
-        ),
-        num_tokens=sum(sample.meta.num_trained for samples in trained for sample in samples),
-        partners=partners,
-    )
+    updates = [_update(run, aggregation, num_ranks, max_tokens, least_prompts) for run in _runs(trained, num_updates)]
+    num_tokens = sum(sample.meta.num_trained for samples in trained for sample in samples)
+    return tuple(RankPlan(of_rank, num_tokens, partners) for of_rank in zip(*updates, strict=True))
 
 
 def num_trained(group: Group, assigned: Sequence[TrajectoryAdvantage]) -> int:
@@ -178,14 +156,15 @@ def _update(
     num_ranks: int,
     max_tokens: int,
     least_prompts: Sequence[int],
-) -> UpdatePlan:
-    weights = iter(_token_weights([sample for samples in groups for sample in samples], aggregation))
-    bundles = [bundle for samples in groups for bundle in _bundles(samples, weights, max_tokens, least_prompts)]
+) -> list[tuple[MicroBatchPlan, ...]]:
+    """Return the micro-batches of each rank for one update."""
+    samples = [sample for of_group in groups for sample in of_group]
+    bundles = _bundles(samples, _token_weights(samples, aggregation), max_tokens, least_prompts)
     shares = balanced([bundle.load.num_tokens for bundle in bundles], num_ranks)
     ranks = [_fill([bundles[i] for i in share], max_tokens) for share in shares]
     depth = max(len(r) for r in ranks)
     filler = MicroBatchPlan((bundles[0].samples[0],), weight=0.0)
-    return UpdatePlan(tuple(tuple(r + [filler] * (depth - len(r))) for r in ranks))
+    return [tuple(r + [filler] * (depth - len(r))) for r in ranks]
 
 
 def _token_weights(samples: Sequence[_Sample], aggregation: Aggregation) -> list[float]:
@@ -239,21 +218,20 @@ class _Bundle:
 
 
 def _bundles(
-    samples: Sequence[_Sample], weights: Iterator[float], max_tokens: int, least_prompts: Sequence[int]
+    samples: Sequence[_Sample], weights: Sequence[float], max_tokens: int, least_prompts: Sequence[int]
 ) -> list[_Bundle]:
-    """Bundle the samples of one group, each with the next weight. Neighbours in length share a bundle, so that one long
-    completion does not pad all others. A prompt counts with at least the length in `least_prompts`: the partner's
-    prompt may be longer."""
-    weighed = [(meta, replace(ref, token_weight=next(weights))) for ref, meta in samples]
-    open_by_prompt: dict[int, _Bundle] = {}
+    """Bundle the samples of each group. Neighbours in length share a bundle, so that one long completion does not pad
+    all others. A prompt counts with at least the length in `least_prompts`: the partner's prompt may be longer."""
+    weighed = [(meta, replace(ref, token_weight=weight)) for (ref, meta), weight in zip(samples, weights, strict=True)]
+    open_by_prompt: dict[tuple[int, int], _Bundle] = {}
     done: list[_Bundle] = []
-    for meta, ref in sorted(weighed, key=lambda sample: sample[0].num_completion):
-        bundle = open_by_prompt.get(meta.prompt_key)
+    for meta, ref in sorted(weighed, key=lambda sample: (sample[1].group, sample[0].num_completion)):
+        bundle = open_by_prompt.get((ref.group, meta.prompt_key))
         more = Load(1, meta.num_completion)
         if bundle is None or (bundle.load + more).num_tokens > max_tokens:
             num_prompt = max(meta.num_prompt, least_prompts[ref.group])
             place = (ref.group, ref.episode, ref.trajectory, ref.sample)
-            bundle = open_by_prompt[meta.prompt_key] = _Bundle(place, Load(0, 0, 1, num_prompt), [])
+            bundle = open_by_prompt[ref.group, meta.prompt_key] = _Bundle(place, Load(0, 0, 1, num_prompt), [])
             done.append(bundle)
         bundle.load += more
         bundle.samples.append(ref)

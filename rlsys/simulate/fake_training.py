@@ -46,7 +46,7 @@ class _FakeModel:
         assert columns == made, f"made for this step: {sorted(made)}, handed in: {sorted(columns)}"
         for signal, column in columns.items():
             handed_in = [[len(array) for array in of_rank] for of_rank in column]  # type: ignore[union-attr]
-            assert handed_in == [_num_trained(self.fetched, of_rank) for of_rank in plan.of_ranks()], signal
+            assert handed_in == [_num_trained(self.fetched, of_rank) for of_rank in plan], signal
 
     def _end_step(self) -> None:
         self.fetched, self._plan = (), None
@@ -68,14 +68,14 @@ class FakeActor(_FakeModel):
         seconds = self.world.step_s(self.version, self.fetched)
         await asyncio.sleep(seconds)
         if self.version == self.world.nan_at:
-            raise TrainingError(f"the loss of step {self.version + 1} is nan", update=len(plan.updates) - 1)
+            raise TrainingError(f"the loss of step {self.version + 1} is nan", update=len(plan[0].updates) - 1)
         for group in self.fetched:
             rewards = tuple(t.reward for _, t in group.trajectories())
             spans = tuple((s.version, s.num_tokens) for s in group.versions)
             self.world.weights = hash((self.world.weights, group.group_id, group.task_id, rewards, spans))
             self.world.consumed[group.task_id] += 1
             self.world.trained.append((self.version, group))
-        metrics = {"loss": self.world.weights % 1000 / 7, **self.world.steer(self.version, len(plan.updates))}
+        metrics = {"loss": self.world.weights % 1000 / 7, **self.world.steer(self.version, len(plan[0].updates))}
         self.last_step = (plan, columns)
         self._end_step()
         self.num_seen += self.world.synchronous_steps > 0 and self.world.trains_policy(self.version)
@@ -194,7 +194,7 @@ class FakeReference:
 
 def _columns(world: FakeWorld, groups: Sequence[Group], plan: BatchPlan, signal: Signal, value: float) -> list[Ref]:
     """Return `value` for every trained token: per rank, a tuple for each of its micro-batches."""
-    column: list[Ref] = [[(value,) * count for count in _num_trained(groups, of_rank)] for of_rank in plan.of_ranks()]
+    column: list[Ref] = [[(value,) * count for count in _num_trained(groups, of_rank)] for of_rank in plan]
     world.columns[signal] = (plan, column)
     return column
 

@@ -64,7 +64,7 @@ def step_of(
     ranks: RankGroup, algorithm: Valued, num_updates: int = 1, max_tokens: int = 40
 ) -> tuple[RankPlan, StepData]:
     plan, payloads = planned(0, ranks.num_ranks, algorithm, num_updates, max_tokens)
-    return plan.of_rank(ranks.rank), data_of(payloads)
+    return plan[ranks.rank], data_of(payloads)
 
 
 def train_step(
@@ -130,7 +130,7 @@ def test_a_critic_that_has_learned_nothing_values_everything_at_zero(model_path:
     critic = CriticBackend(model_path, SETTINGS, RankGroup())
     plan, data = step_of(RankGroup(), Valued(), 2)
     columns = critic.values(plan, data)
-    assert [len(c) for c in columns] == [data.num_trained(m) for u in plan.updates for m in u]
+    assert [len(c) for c in columns] == [data.num_trained(m) for m in plan.micro_batches]
     assert {str(column.dtype) for column in columns} == {"float32"}
     assert all((column == 0).all() for column in columns)
 

@@ -74,7 +74,7 @@ def trained(
     metrics = []
     for _ in range(num_steps):
         plan, payloads = planned(backend.step, ranks.num_ranks, PLAIN)
-        mine = plan.of_rank(ranks.rank)
+        mine = plan[ranks.rank]
         metrics.append(backend.train_step(mine, data_of(payloads), PLAIN, temperature=0.9, stabilizer=stabilizer))
     backend.save(save, stabilizer)
     return metrics
@@ -128,7 +128,7 @@ def updated_twice(model_path: str, config: GAC, num_steps: int, ranks: RankGroup
     stabilizer = config.start(backend.shards())
     for _ in range(num_steps):
         plan, payloads = planned(backend.step, ranks.num_ranks, PLAIN, 2)
-        mine = plan.of_rank(ranks.rank)
+        mine = plan[ranks.rank]
         metrics = backend.train_step(mine, data_of(payloads), PLAIN, temperature=0.9, stabilizer=stabilizer)
     return stabilizer.synchronous_steps_left, metrics
 

@@ -57,10 +57,7 @@ async def values(kit: Kit, plan: BatchPlan) -> list[Ref]:
 def test_a_column_has_an_array_per_micro_batch_in_order(kit, max_tokens, num_updates):
     async def main() -> None:
         plan = kit.plan(max_tokens, num_updates)
-        expected = [
-            [3 * len(micro_batch.samples) for update in plan.of_rank(rank).updates for micro_batch in update]
-            for rank in range(2)
-        ]
+        expected = [[3 * len(micro_batch.samples) for micro_batch in plan[rank].micro_batches] for rank in range(2)]
         made: list[Sequence[Any]] = [
             await values(kit, plan),
             await kit.reference.annotate_step(kit.groups, plan, Signal.REFERENCE_MISMATCHED),

@@ -58,7 +58,7 @@ class Job:
 
 def train_step(backend: FsdpBackend, ranks: RankGroup, job: Job) -> dict[str, float]:
     plan, payloads = planned(backend.step, ranks.num_ranks, job.algorithm, job.num_updates, job.max_tokens)
-    return backend.train_step(plan.of_rank(ranks.rank), data_of(payloads), job.algorithm, temperature=0.9)
+    return backend.train_step(plan[ranks.rank], data_of(payloads), job.algorithm, temperature=0.9)
 
 
 def do(job: Job, ranks: RankGroup) -> Outcome:

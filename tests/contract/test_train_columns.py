@@ -32,7 +32,7 @@ def columns_of(model_path: str, algorithm: Surrogate, num_updates: int, num_step
     found = [backend.columns()]
     for _ in range(num_steps):
         plan, payloads = planned(0, ranks.num_ranks, algorithm, num_updates)
-        backend.train_step(plan.of_rank(ranks.rank), data_of(payloads), algorithm, temperature=0.9)
+        backend.train_step(plan[ranks.rank], data_of(payloads), algorithm, temperature=0.9)
         found.append(backend.columns())
     return found
 
@@ -56,7 +56,7 @@ def test_trained_tokens_have_logprobs_under_the_weights_before_the_step(model_pa
     assert nothing == []
     plan, payloads = planned(0, 1, PLAIN, 2)
     model, data = load_model(model_path, torch.float32), data_of(payloads)
-    micro_batches = [m for update in plan.updates for m in update.ranks[0]]
+    micro_batches = plan[0].micro_batches
     assert [one.samples for one in columns] == [m.samples for m in micro_batches]
     for one, micro_batch in zip(columns, micro_batches, strict=True):
         batch = data.micro_batch(micro_batch)

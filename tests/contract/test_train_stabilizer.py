@@ -120,7 +120,7 @@ def train_step(
     backend: FsdpBackend, ranks: RankGroup, stabilizer: Quiet | None, num_updates: int = 1
 ) -> dict[str, float]:
     plan, payloads = planned(backend.step, ranks.num_ranks, PLAIN, num_updates)
-    mine = plan.of_rank(ranks.rank)
+    mine = plan[ranks.rank]
     return backend.train_step(mine, data_of(payloads), PLAIN, temperature=0.9, stabilizer=stabilizer)
 
 

@@ -76,13 +76,13 @@ def trained(
     backend, metrics = FsdpBackend(model_path, SETTINGS, ranks), {}
     for _ in range(num_steps):
         plan, payloads = planned(0, ranks.num_ranks, algorithm, num_updates)
-        mine = plan.of_rank(ranks.rank)
+        mine = plan[ranks.rank]
         metrics = backend.train_step(mine, data_of(payloads), algorithm, temperature=0.9)
     return backend, metrics
 
 
 def step_of(plan: BatchPlan, data: StepData, algorithm: Surrogate, rank: int = 0) -> RankStep:
-    return RankStep(plan=plan.of_rank(rank), data=data, algorithm=algorithm, version=3, device=CPU)
+    return RankStep(plan=plan[rank], data=data, algorithm=algorithm, version=3, device=CPU)
 
 
 def score(batch) -> Tensor:
@@ -103,8 +103,8 @@ def test_updates_match_adamw_by_hand_with_ratios_against_step_start(model_path: 
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=learning_rate(0, s), betas=s.betas, eps=s.eps, weight_decay=s.weight_decay
     )
-    batches = [data.micro_batch(micro_batch) for update in plan.updates for micro_batch in update.ranks[0]]
-    assert len(batches) == len(plan.updates) == 2
+    batches = [data.micro_batch(micro_batch) for micro_batch in plan[0].micro_batches]
+    assert len(batches) == len(plan[0].updates) == 2
     proximal = [trained_logprobs(model, batch, 0.9)[0].detach() for batch in batches]
     losses = []
     for batch, proximal_N in zip(batches, proximal, strict=True):
@@ -136,8 +136,8 @@ def test_an_extra_pass_runs_only_where_it_is_needed(
     backend, forwards = FsdpBackend(model_path, SETTINGS, RankGroup()), []
     backend._scorer.register_forward_hook(lambda *_: forwards.append(1))
     plan, payloads = planned(0, 1, algorithm, num_updates)
-    backend.train_step(plan.of_rank(0), data_of(payloads), algorithm, temperature=0.9)
-    assert len(forwards) == passes * sum(len(update.ranks[0]) for update in plan.updates)
+    backend.train_step(plan[0], data_of(payloads), algorithm, temperature=0.9)
+    assert len(forwards) == passes * len(plan[0].micro_batches)
 
 
 def test_advantages_are_whitened_over_the_step_without_fillers() -> None:
@@ -150,7 +150,7 @@ def test_advantages_are_whitened_over_the_step_without_fillers() -> None:
     one, payloads = planned(0, 1, algorithm, 2)
     whole = [part for part in parts_of(step_of(one, data_of(payloads), algorithm)) if part.weight]
     white_N = torch.cat([part.inputs.advantages_N for part in whole]).double()
-    assert len(white_N) == one.num_tokens
+    assert len(white_N) == one[0].num_tokens
     assert white_N.mean().item() == pytest.approx(0, abs=1e-6)
     assert white_N.std(correction=0).item() == pytest.approx(1, abs=1e-6)
 
@@ -169,9 +169,9 @@ def test_equal_advantages_are_whitened_to_zero() -> None:
 def test_measurements_cover_every_sample_once_and_reach_every_loss(model_path: str, two_ranks: TwoRanks) -> None:
     _, metrics = trained(model_path, Measuring(), 2, RankGroup())
     plan, _ = planned(0, 1, Measuring(), 2)
-    num_samples = sum(len(m.samples) for update in plan.updates for m in update.ranks[0])
+    num_samples = sum(len(m.samples) for m in plan[0].micro_batches)
     assert metrics["num_samples"] == pytest.approx(num_samples)
-    assert metrics["kept"] == pytest.approx(0.5, abs=1 / plan.num_tokens)
+    assert metrics["kept"] == pytest.approx(0.5, abs=1 / plan[0].num_tokens)
     assert two_ranks(measured, model_path) == [pytest.approx(metrics["num_samples"])] * 2
 
 
@@ -225,7 +225,7 @@ def test_a_step_without_policy_training_only_advances_the_count(model_path: str,
 
 def test_nan_on_one_rank_fails_all_and_steps_none(model_path: str, two_ranks: TwoRanks) -> None:
     plan, _ = planned(0, 1, PLAIN)
-    lowest = min(ref.advantage for m in plan.updates[0].ranks[0] for ref in m.samples)
+    lowest = min(ref.advantage for m in plan[0].updates[0] for ref in m.samples)
     fresh = FsdpBackend(model_path, SETTINGS, RankGroup()).full_weights(torch.float32)
     (after, step), _ = two_ranks(failed, model_path, NanAtLowest(lowest=lowest))
     assert step == 0
@@ -237,18 +237,19 @@ def failed(model_path: str, algorithm: NanAtLowest, ranks: RankGroup) -> tuple[d
     backend = FsdpBackend(model_path, SETTINGS, ranks)
     plan, payloads = planned(0, ranks.num_ranks, algorithm)
     with pytest.raises(TrainingError, match="step 1: loss is nan, and nothing of it was stepped"):
-        backend.train_step(plan.of_rank(ranks.rank), data_of(payloads), algorithm, temperature=0.9)
+        backend.train_step(plan[ranks.rank], data_of(payloads), algorithm, temperature=0.9)
     return backend.full_weights(torch.float32), backend.step
 
 
 def test_nan_in_a_later_update_keeps_the_earlier_ones(model_path: str) -> None:
     backend = FsdpBackend(model_path, SETTINGS, RankGroup())
     plan, payloads = planned(0, 1, PLAIN, 2)
-    lowest = [min(ref.advantage for m in update.ranks[0] for ref in m.samples) for update in plan.updates]
-    later = replace(plan, updates=tuple(sorted(plan.updates, key=lambda u: -lowest[plan.updates.index(u)])))
+    updates = plan[0].updates
+    lowest = [min(ref.advantage for m in update for ref in m.samples) for update in updates]
+    later = replace(plan[0], updates=tuple(sorted(updates, key=lambda u: -lowest[updates.index(u)])))
     algorithm = NanAtLowest(lowest=min(lowest))
     with pytest.raises(TrainingError, match="step 1, update 2 of 2: loss is nan, and nothing of it was stepped"):
-        backend.train_step(later.of_rank(0), data_of(payloads), algorithm, temperature=0.9)
+        backend.train_step(later, data_of(payloads), algorithm, temperature=0.9)
     assert backend.step == 0
     fresh = FsdpBackend(model_path, SETTINGS, RankGroup())
     assert differing(fresh.full_weights(torch.float32), backend.full_weights(torch.float32)) != []
@@ -258,8 +259,8 @@ def test_a_failed_step_leaves_no_trace_in_the_next(model_path: str) -> None:
     plan, payloads = planned(0, 1, PLAIN)
     backend = FsdpBackend(model_path, SETTINGS, RankGroup())
     with pytest.raises(TrainingError, match="loss is nan"):
-        backend.train_step(plan.of_rank(0), data_of(payloads), NanAtLowest(lowest=9.0), temperature=0.9)
-    backend.train_step(plan.of_rank(0), data_of(payloads), PLAIN, temperature=0.9)
+        backend.train_step(plan[0], data_of(payloads), NanAtLowest(lowest=9.0), temperature=0.9)
+    backend.train_step(plan[0], data_of(payloads), PLAIN, temperature=0.9)
     once, _ = trained(model_path, PLAIN, 1, RankGroup())
     assert differing(backend.full_weights(torch.float32), once.full_weights(torch.float32)) == []
 
@@ -269,13 +270,13 @@ def test_mismatched_pairs_are_scored_by_the_policy_before_the_step(model_path: s
     plan, payloads = planned(0, 1, Paired(), 2)
     data, model = data_of(payloads), load_model(model_path, torch.float32)
     total = 0.0
-    for micro_batch in (m for update in plan.updates for m in update.ranks[0]):
-        pairs = data.mismatched(micro_batch, plan.partners)
+    for micro_batch in plan[0].micro_batches:
+        pairs = data.mismatched(micro_batch, plan[0].partners)
         assert pairs is not None
         with torch.no_grad():
             total += float(trained_logprobs(model, pairs, 0.9)[0].sum())
     _, metrics = trained(model_path, Paired(), 2, RankGroup())
-    assert metrics["mismatched"] == pytest.approx(total / plan.num_tokens, rel=1e-4)
+    assert metrics["mismatched"] == pytest.approx(total / plan[0].num_tokens, rel=1e-4)
     assert two_ranks(paired, model_path) == [pytest.approx(metrics["mismatched"], rel=1e-4)] * 2
 
 
@@ -285,20 +286,18 @@ def paired(model_path: str, ranks: RankGroup) -> float:
 
 def test_without_another_prompt_in_the_step_no_pair_differs(model_path: str) -> None:
     plan, payloads = planned(0, 1, Paired())
-    alone = replace(plan, partners=(None,) * len(payloads))
+    alone = replace(plan[0], partners=(None,) * len(payloads))
     backend = FsdpBackend(model_path, SETTINGS, RankGroup())
-    metrics = backend.train_step(alone.of_rank(0), data_of(payloads), Paired(), temperature=0.9)
+    metrics = backend.train_step(alone, data_of(payloads), Paired(), temperature=0.9)
     assert metrics["mismatched"] == 0.0
 
 
 def test_step_columns_reach_the_loss_beside_those_of_groups() -> None:
     plan, payloads = planned(0, 1, PLAIN, 2)
-    columns, place = [], 0
-    for update in plan.updates:
-        for micro_batch in update.ranks[0]:
-            num = data_of(payloads).num_trained(micro_batch)
-            columns.append(torch.full((num,), float(place)).numpy())
-            place += 1
+    columns = []
+    for place, micro_batch in enumerate(plan[0].micro_batches):
+        num = data_of(payloads).num_trained(micro_batch)
+        columns.append(torch.full((num,), float(place)).numpy())
     data = data_of(payloads).with_columns({Signal.VALUES: columns})
     for place, part in enumerate(parts_of(step_of(plan, data, PLAIN))):
         assert part.inputs.columns_N[Signal.VALUES].unique().tolist() == [place]

@@ -50,7 +50,7 @@ class Rank(ActorRank):
 
     def train_step(self, plan: RankPlan, signals: Any, *columns: Any) -> TrainStats:
         data = self.taken(signals, columns)
-        return TrainStats({"num_tokens": sum(data.num_trained(m) for u in plan.updates for m in u)}, 0.0)
+        return TrainStats({"num_tokens": sum(data.num_trained(m) for m in plan.micro_batches)}, 0.0)
 
     def columns(self) -> tuple[int, list[TokenColumns]]:
         return 0, []
@@ -70,7 +70,7 @@ class Reader(ReferenceWorker):
         return (-1.0,)
 
     def mismatched(self, plan: RankPlan, data: Any) -> Any:
-        return [data.num_trained(m) for u in plan.updates for m in u]
+        return [data.num_trained(m) for m in plan.micro_batches]
 
 
 def payload_of(group_id: int) -> Payload:

@@ -262,14 +262,11 @@ def test_step_columns_are_made_per_rank_and_micro_batch(tmp_path):
     assert actor_of(driver).last_step is not None
     plan, columns = actor_of(driver).last_step or (None, {})
     assert plan is not None
-    assert len(plan.updates) == 3
+    assert len(plan[0].updates) == 3
     assert columns.keys() == {Signal.REFERENCE_MISMATCHED, Signal.VALUES}
     for column in columns.values():
         shape = [[len(values) for values in of_rank] for of_rank in column]  # type: ignore[union-attr]
-        assert shape == [
-            [3 * len(batch.samples) for of_update in plan.of_rank(rank).updates for batch in of_update]
-            for rank in range(2)
-        ]
+        assert shape == [[3 * len(batch.samples) for batch in plan[rank].micro_batches] for rank in range(2)]
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def _train(job: RetrainJob, ranks: RankGroup, stop: Stop | None = None) -> tuple
             stop(step, plan, groups, models.policy)
         columns = [{Signal(name): rows for name, rows in group.columns.items()} for group in groups]
         data = StepData([group.episodes for group in groups], columns)
-        metrics = models.train(plan.of_rank(ranks.rank), data)
+        metrics = models.train(plan[ranks.rank], data)
         hashes.append(models.hash())
     return hashes, metrics
 
@@ -226,7 +226,7 @@ def replay(config: Config, folder: Path, failed: FailedStep) -> ReplayedStep:
         num_ranks=1,
         max_tokens=1,  # one sample per micro-batch
         num_updates=failed.num_updates,
-    ).of_rank(0)
+    )[0]
     is_critic = failed.model == "critic"
     critic = _critic(config, folder, device) if Signal.VALUES in failed.signals else None
     trained = critic if is_critic else _policy(config, folder, device)

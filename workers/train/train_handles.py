@@ -39,7 +39,7 @@ class ReferenceHandle:
         return [replace(g, columns={**g.columns, signal: PayloadRef(column, i)}) for i, g in enumerate(groups)]
 
     async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
-        plans = plan.of_ranks()
+        plans = plan
         parcel = StepParcel.of(groups, plans, (), has_pairs=True)
         _, columns = await self._worker.split(ReferenceWorker.annotate_step, len(plans), parcel, plans)
         return [*columns]
@@ -63,7 +63,7 @@ class RanksHandle(Generic[R]):
     async def fetch(self, groups: Sequence[Group], plan: BatchPlan) -> None:
         """Fetch the data before the step, so that no rank waits in a collective for a rank whose data is lost."""
         signals, has_pairs = groups[0].columns, self._has_pairs
-        parcels = [StepParcel.of(groups, [of_rank], signals, has_pairs=has_pairs) for of_rank in plan.of_ranks()]
+        parcels = [StepParcel.of(groups, [of_rank], signals, has_pairs=has_pairs) for of_rank in plan]
         lost = await asyncio.gather(*(r.call(Rank.fetch, p) for r, p in zip(self._ranks, parcels, strict=True)))
         if group_ids := sorted({group_id for of_rank in lost for group_id in of_rank}):
             raise PayloadLost(tuple(group_ids))
@@ -72,7 +72,7 @@ class RanksHandle(Generic[R]):
         signals = sorted(columns)
         steps = [
             rank.call(Rank.train_step, of_rank, signals, *(cast("Any", columns[signal][r]) for signal in signals))
-            for r, (rank, of_rank) in enumerate(zip(self._ranks, plan.of_ranks(), strict=True))
+            for r, (rank, of_rank) in enumerate(zip(self._ranks, plan, strict=True))
         ]
         stats = await asyncio.gather(*steps)
         return TrainStats(stats[0].metrics, max(s.train_s for s in stats))
@@ -129,7 +129,7 @@ class CriticHandle(RanksHandle[CriticRank]):
 
     async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
         """Compute `Signal.VALUES` of the fetched data."""
-        plans = zip(self._ranks, plan.of_ranks(), strict=True)
+        plans = zip(self._ranks, plan, strict=True)
         told = await asyncio.gather(*(rank.split(CriticRank.values, 1, of_rank) for rank, of_rank in plans))
         return [column for _, (column,) in told]
 

@@ -380,9 +380,9 @@ def token_weights(*episodes: Episode) -> dict[tuple[int, int], float]:
     """What each agent's tokens count together."""
     scored = group(0, episodes=meta_of(episodes))
     assigned = [TrajectoryAdvantage(e, t, 1.0) for (e, t), _ in scored.trajectories()]
-    (update,) = plan_batch([scored], [assigned], Aggregation("agents"), num_ranks=1, max_tokens=10_000).updates
+    (plan,) = plan_batch([scored], [assigned], Aggregation("agents"), num_ranks=1, max_tokens=10_000)
     weights: dict[tuple[int, int], float] = {}
-    for ref in (ref for part in update.ranks[0] for ref in part.samples):
+    for ref in (ref for part in plan.micro_batches for ref in part.samples):
         sample = scored.episodes[ref.episode].trajectories[ref.trajectory].samples[ref.sample]
         place = ref.episode, ref.trajectory
         weights[place] = weights.get(place, 0.0) + ref.token_weight * sample.num_trained

@@ -233,7 +233,7 @@ def test_kto_learns_offline_and_engine_logprobs_match_the_trainer(tmp_path: Path
     kto = KTO(group_size=1, beta=0.5, variant="apo_zero_unpaired")
     settled = kto.finalize_advantages(groups, {})
     assert settled.metrics == {"kto/desirable_frac": 0.5}
-    plan = plan_batch(groups, settled.groups, kto.aggregation, num_ranks=1, max_tokens=512).of_rank(0)
+    plan = plan_batch(groups, settled.groups, kto.aggregation, num_ranks=1, max_tokens=512)[0]
     columns = [
         {Signal.REFERENCE_LOGPROBS: score(tiny_sorter(), packed([s for _, s in samples_in(payload)], 64), 1.0)}
         for payload in payloads

@@ -179,8 +179,7 @@ def trained(
     """The loss of a step in one update, its gradient by the logprobs of each sample, and the sums of its metrics."""
     assigned = algorithm.finalize_advantages(step, {}).groups
     plan = plan_batch(step, assigned, algorithm.aggregation.with_budget(7), num_ranks=num_ranks, max_tokens=max_tokens)
-    (update,) = plan.updates
-    ranks = [[part for part in rank if part.weight] for rank in update.ranks]
+    ranks = [[part for part in rank.micro_batches if part.weight] for rank in plan]
     facts = facts_of(algorithm, [[ref for part in rank for ref in part.samples] for rank in ranks], step)
     batches = [(part.samples, inputs(part.samples, step, algorithm)) for rank in ranks for part in rank]
     every_N = torch.cat([batch.advantages_N for _, batch in batches])
@@ -410,7 +409,7 @@ def test_an_empty_completion_counts_and_trains_nothing(algorithm: Algorithm) -> 
     assigned = assigned_to(algorithm, *members)
     scored = group(0, episodes=members)
     plan = plan_batch([scored], [assigned], algorithm.aggregation.with_budget(7), num_ranks=1, max_tokens=100)
-    episodes = {ref.episode for part in plan.updates[0].ranks[0] for ref in part.samples}
+    episodes = {ref.episode for part in plan[0].updates[0] for ref in part.samples}
     assert episodes == {0, 2}
     if _compares(algorithm):
         by_episode = {a.episode: a.advantage for a in assigned}

@@ -156,7 +156,7 @@ def test_eapo_discounts_by_round_with_an_advantage_for_each() -> None:
         (1, 0, -0.4375),
     ]
     plan = plan_batch([scored], [assigned], algorithm.aggregation, num_ranks=1, max_tokens=100)
-    planned = {(ref.episode, ref.sample): ref.advantage for part in plan.updates[0].ranks[0] for ref in part.samples}
+    planned = {(ref.episode, ref.sample): ref.advantage for part in plan[0].updates[0] for ref in part.samples}
     assert planned == {(a.episode, a.sample): a.advantage for a in assigned}
     assert values(EAPO(), rewarded(1, 0)) == values(GSPO(), rewarded(1, 0))
 

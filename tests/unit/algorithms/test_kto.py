@@ -383,7 +383,7 @@ def test_it_trains_and_moves_wanted_from_unwanted(tmp_path: Path) -> None:
     groups = [group_of(group_id, payload) for group_id, payload in enumerate(payloads)]
     kto = KTO(beta=0.5, clip=None)  # the samples are none of this model's
     settled = kto.finalize_advantages(groups, {})
-    plan = plan_batch(groups, settled.groups, kto.aggregation, num_ranks=1, max_tokens=64).of_rank(0)
+    plan = plan_batch(groups, settled.groups, kto.aggregation, num_ranks=1, max_tokens=64)[0]
     reference = load_model(path, torch.float32)
     scorer = Scorer(reference)
     columns = []
@@ -416,7 +416,7 @@ def test_the_reference_point_does_not_depend_on_micro_batches(tmp_path: Path) ->
     zeros = [[tuple(0.0 for _ in sample.is_trained) for _, sample in samples_in(payload)] for payload in payloads]
 
     def metrics_of(max_tokens: int) -> dict[str, float]:
-        plan = plan_batch(groups, given_, kto.aggregation, num_ranks=1, max_tokens=max_tokens).of_rank(0)
+        plan = plan_batch(groups, given_, kto.aggregation, num_ranks=1, max_tokens=max_tokens)[0]
         data = StepData(payloads, [{Signal.REFERENCE_LOGPROBS: rows} for rows in zeros])
         lengths = [len(data.micro_batch(one).trained_N) for one in plan.updates[0]]
         far = [torch.full((n,), -9.0).numpy() for n in lengths]

@@ -72,14 +72,14 @@ def plan_of(
 
 
 def micro_batches(plan: BatchPlan) -> list[MicroBatchPlan]:
-    return [batch for update in plan.updates for rank in update.ranks for batch in rank]
+    return [batch for rank in plan for batch in rank.micro_batches]
 
 
 def by_update(plan: BatchPlan) -> list[list[SampleRef]]:
     """The samples of each update, fillers left out."""
     return [
-        [ref for rank in update.ranks for batch in rank if batch.weight for ref in batch.samples]
-        for update in plan.updates
+        [ref for batches in update for batch in batches if batch.weight for ref in batch.samples]
+        for update in zip(*(rank.updates for rank in plan), strict=True)
     ]
 
 
@@ -110,14 +110,10 @@ def test_a_plan_partitions_the_trained_samples_with_advantages(
     updates = by_update(plan)
     assert Counter(place(ref) for update in updates for ref in update) == Counter(expected.keys())
     assert all(ref.advantage == expected[place(ref)][0] for update in updates for ref in update)
-    assert plan.num_tokens == sum(tokens for _, tokens in expected.values())
-    for update in plan.updates:
-        assert len(update.ranks) == num_ranks
-        assert len({len(rank) for rank in update.ranks}) == 1
-    for rank in range(num_ranks):
-        mine = plan.of_rank(rank)
-        assert mine.updates == tuple(update.ranks[rank] for update in plan.updates)
-        assert (mine.num_tokens, mine.partners) == (plan.num_tokens, plan.partners)
+    assert len(plan) == num_ranks
+    assert {rank.num_tokens for rank in plan} == {sum(tokens for _, tokens in expected.values())}
+    assert len({rank.partners for rank in plan}) == 1
+    assert len({tuple(map(len, rank.updates)) for rank in plan}) == 1
 
 
 @settings(deadline=None, max_examples=100)
@@ -167,7 +163,7 @@ def test_a_partner_is_the_next_group_with_another_prompt(groups: list[Group]) ->
 
     plan = plan_of(groups)
     prompts = [first(g) for g in groups]
-    for i, partner in enumerate(plan.partners):
+    for i, partner in enumerate(plan[0].partners):
         between = [*range(i + 1, len(groups)), *range(i)]
         if partner is None:
             assert {prompts[j] for j in between} <= {prompts[i], None} or len({*prompts} - {None}) < 2
@@ -178,8 +174,8 @@ def test_a_partner_is_the_next_group_with_another_prompt(groups: list[Group]) ->
 
 def test_partners_are_the_next_group_with_another_prompt() -> None:
     groups = [group(i, one(SampleMeta(2, 3, 3, prompt))) for i, prompt in enumerate((5, 5, 6, 7))]
-    assert plan_of(groups).partners == (2, 2, 3, 0)
-    assert plan_of(groups[:2]).partners == (None, None)
+    assert plan_of(groups)[0].partners == (2, 2, 3, 0)
+    assert plan_of(groups[:2])[0].partners == (None, None)
 
 
 @settings(deadline=None, max_examples=100)
@@ -202,7 +198,7 @@ def test_samples_of_one_prompt_stay_together_while_they_fit() -> None:
 def test_ranks_get_about_equally_many_tokens() -> None:
     groups = [group(i, one(SampleMeta(4, n, n, 1))) for i, n in enumerate((60, 20, 20, 20))]
     plan = plan_of(groups, TOKENS, num_ranks=2, max_tokens=1000)
-    assert [[ref.group for batch in rank for ref in batch.samples] for rank in plan.updates[0].ranks] == [
+    assert [[ref.group for batch in rank.micro_batches for ref in batch.samples] for rank in plan] == [
         [0],
         [1, 2, 3],
     ]
@@ -211,14 +207,14 @@ def test_ranks_get_about_equally_many_tokens() -> None:
 def test_a_rank_without_work_runs_a_filler_that_weighs_nothing() -> None:
     plan = plan_of([group(0, one(SampleMeta(3, 2, 2, 1)))], TOKENS, num_ranks=2, max_tokens=10)
     assert [batch.weight for batch in micro_batches(plan)] == [1.0, 0.0]
-    assert plan.num_tokens == 2
+    assert plan[0].num_tokens == 2
 
 
 def test_a_trajectory_that_nobody_assigned_is_neither_trained_nor_counted() -> None:
     groups = [group(0, one(SampleMeta(3, 2, 2, 1)), one(SampleMeta(3, 4, 4, 1)))]
     plan = plan_batch(groups, [[TrajectoryAdvantage(1, 0, 0.0)]], TOKENS, num_ranks=1, max_tokens=10)
     assert by_update(plan) == [[SampleRef(0, 1, 0, 0, 0.0, token_weight=1 / 4)]]
-    assert plan.num_tokens == 4
+    assert plan[0].num_tokens == 4
 
 
 def test_groups_without_advantages_take_no_place_in_updates() -> None:
@@ -270,7 +266,7 @@ def test_micro_batches_of_pairs_have_no_more_tokens_than_others(
     first = [next((s for e in g.episodes for t in e.trajectories for s in t.samples), None) for g in groups]
     for batch in micro_batches(plan):
         metas = [meta(groups, ref) for ref in batch.samples]
-        partners = {plan.partners[ref.group] for ref in batch.samples} - {None}
+        partners = {plan[0].partners[ref.group] for ref in batch.samples} - {None}
         prompts = [sample.num_prompt for p in partners if p is not None and (sample := first[p])]
         load = Load(len(metas), max(m.num_completion for m in metas), len(prompts), max(prompts, default=0))
         assert len(metas) == 1 or load.num_tokens <= max_tokens

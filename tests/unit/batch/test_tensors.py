@@ -130,7 +130,7 @@ def planned_gradient(
     groups = [group_of(group_id, payload) for group_id, payload in enumerate(payloads)]
     assigned = [list(PLAIN.advantages(g)) for g in groups]
     plan = plan_batch(groups, assigned, aggregation, num_ranks=num_ranks, max_tokens=max_tokens)
-    data, (update,) = data_of(payloads), plan.updates
+    data = data_of(payloads)
 
     def loss(micro_batch_plan: MicroBatchPlan) -> Tensor:
         batch = data.micro_batch(micro_batch_plan)
@@ -138,7 +138,7 @@ def planned_gradient(
         output = PLAIN.loss(logprobs_N, batch.loss_inputs(0, logprobs_N.detach()))
         return micro_batch_plan.weight * (output.loss_N * batch.weights_N).sum()
 
-    return gradient_of(loss(micro_batch) for rank in update.ranks for micro_batch in rank)
+    return gradient_of(loss(micro_batch) for rank in plan for micro_batch in rank.micro_batches)
 
 
 def token_losses(sample: Sample, advantage: float) -> Tensor:

@@ -49,7 +49,7 @@ def test_an_agent_without_turns_changes_no_weight_of_others():
         algorithm = GRPO(over="agents")
         assigned = [tuple(algorithm.advantages(whole))]
         plan = plan_batch([whole], assigned, algorithm.aggregation, num_ranks=1, max_tokens=1000, num_updates=1)
-        refs = [s for update in plan.of_rank(0).updates for micro_batch in update for s in micro_batch.samples]
+        refs = [s for micro_batch in plan[0].micro_batches for s in micro_batch.samples]
         return {(s.episode, s.trajectory): s.token_weight for s in refs}
 
     assert weights(subagent(num_samples=0)) == weights()

@@ -97,7 +97,7 @@ def test_the_loss_budget_defaults_to_the_longest_completion(tmp_path):
     assert run_virtual(build_driver(config(tmp_path, *overrides), workers, data, Events([])).run(0)) == 1
     assert isinstance(workers.actor, FakeActor) and workers.actor.last_step
     plan, _ = workers.actor.last_step
-    refs = [ref for rank in plan.updates[0].ranks for part in rank if part.weight for ref in part.samples]
+    refs = [ref for rank in plan for part in rank.micro_batches if part.weight for ref in part.samples]
     assert {ref.token_weight for ref in refs} == {1 / (len(refs) * 100)}
 
 

@@ -113,7 +113,7 @@ class Failed:
             for p in self.payloads
         ]
         algorithm = replace(self.config.algorithm, variant="apo_zero_unpaired")  # pyrefly: ignore[unexpected-keyword]
-        plan = plan_batch(self.groups, self.assigned, algorithm.aggregation, num_ranks=1, max_tokens=64).of_rank(0)
+        plan = plan_batch(self.groups, self.assigned, algorithm.aggregation, num_ranks=1, max_tokens=64)[0]
         return self.backend.train_step(plan, StepData(self.payloads, columns), algorithm, temperature=1.0)["loss"]
 
 

@@ -104,7 +104,7 @@ class Run:
         payloads = [make(self.rng, 3) for make in (random_group, random_group, random_team)]
         groups = [group_of(10 * step + i, payload) for i, payload in enumerate(payloads)]
         assigned, algorithm = self.config.algorithm.finalize_advantages(groups, {}).groups, self.config.algorithm
-        plan = shape_of(self.config).plan(groups, assigned, algorithm).of_rank(0)
+        plan = shape_of(self.config).plan(groups, assigned, algorithm)[0]
         rows = [self.rows(payload) for payload in payloads]
         data = StepData(payloads, [{Signal(name): column for name, column in of_group.items()} for of_group in rows])
         data = data.with_columns(self.columns(plan, data))
@@ -315,7 +315,7 @@ def test_it_stops_right_before_the_step_with_what_it_trains(plain: Run) -> None:
     stops: list[tuple[object, ...]] = []
 
     def stop(step: int, plan: BatchPlan, groups: Sequence[RolloutRecord], backend: FsdpBackend) -> None:
-        stops.append((step, plan.num_tokens, [group.group_id for group in groups], backend.step))
+        stops.append((step, plan[0].num_tokens, [group.group_id for group in groups], backend.step))
 
     found = retrain(plain.config, shape_of(plain.config), RecordedSteps.of(plain.folder, 2), stop)
     num_tokens = sum(record.group.num_trained for record in read_rollouts(plain.rollouts(2)))
