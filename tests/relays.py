@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlsys.errors import WorkerDied
 from rlsys.types import Ref
 from rlsys.weight_sync.relay import Announcement, ChainMember, Holding, Origin, Relay, RelayPeer, broadcast
-from rlsys.weight_sync.sync import Bucket, Manifest
+from rlsys.weight_sync.sync import Bucket, Manifest, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 T = TypeVar("T")
 TRANSFER_S = 60.0
@@ -133,3 +136,8 @@ async def sent(relays: Sequence[Node], announcement: Announcement) -> list[BaseE
     tasks = await broadcast(relays, announcement, TRANSFER_S)
     await asyncio.wait(tasks)
     return [task.exception() for task in tasks]
+
+
+def specs_of(weights: Mapping[str, Tensor]) -> list[TensorSpec]:
+    """Names, dtypes and shapes of `weights`."""
+    return [TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in weights.items()]

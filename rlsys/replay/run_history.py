@@ -69,8 +69,13 @@ class RecordedSteps:
         checkpoint = _newest_before(run / "checkpoints", step)
         start = 0 if checkpoint is None else step_of(checkpoint)
         recording = cls(run, step, start, checkpoint, history)
-        for each in recording.steps:
-            recording.check(each)
+        if missing := [path for path in map(recording._path, recording.steps) if not path.is_file()]:
+            needed = f"the rollouts of steps {start + 1} to {step}"
+            raise DataError(
+                f"{missing[0]} is not there, and to train step {step} again from {recording.beginning} takes {needed}. "
+                "Record every step (record.rollouts_every=1), and keep more checkpoints (checkpoint.every, "
+                "checkpoint.keep_last)"
+            )
         return recording
 
     @property
@@ -82,17 +87,6 @@ class RecordedSteps:
     def beginning(self) -> str:
         """Name of the starting weights, in words."""
         return "the initial model" if self.checkpoint is None else f"checkpoints/{self.checkpoint.name}"
-
-    def check(self, step: int) -> None:
-        """Raise `DataError` if the rollouts of this step were not written."""
-        path = self._path(step)
-        if path.is_file():
-            return
-        needed = f"the rollouts of steps {self.start + 1} to {self.step}"
-        raise DataError(
-            f"{path} is not there, and to train step {self.step} again from {self.beginning} takes {needed}. Record "
-            "every step (record.rollouts_every=1), and keep more checkpoints (checkpoint.every, checkpoint.keep_last)"
-        )
 
     def rollouts(self, step: int) -> list[RolloutRecord]:
         """Trained rollouts of a step, in order. Raises `DataError` for a file that does not match the recorded step."""

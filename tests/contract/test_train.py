@@ -17,6 +17,7 @@ from rlsys.algorithm import Algorithm
 from rlsys.errors import CheckpointError, ModelError
 from rlsys.monitoring.metric_catalog import undocumented
 from tests.models import save_model, tiny_llama, tiny_qwen3
+from tests.relays import specs_of
 from tests.training import (
     PLAIN,
     SETTINGS,
@@ -33,7 +34,7 @@ from workers.train.model_loading import load_model
 from workers.train.optimizer import OptimizerSettings, learning_rate
 from workers.train.rank_group import RankGroup
 from workers.train.rank_metrics import BIN_WIDTH
-from workers.transport.buckets import Snapshot, specs_of
+from workers.transport.buckets import Snapshot
 
 Outcome = tuple[dict[str, Tensor], list[dict[str, float]], int]
 """Weights, metrics of each step, and the step arrived at."""

@@ -19,10 +19,11 @@ from rlsys.contracts import Arrival, Published
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied, WorkerError
 from rlsys.weight_sync.relay import Relay
 from rlsys.weight_sync.sync import Manifest
+from tests.relays import specs_of
 from workers.ray.cluster import NO_MATHS, node_ids
 from workers.ray.remote_proxy import Remote, start
 from workers.relay.relay_pool import RayRelays
-from workers.transport.buckets import content_hash, specs_of
+from workers.transport.buckets import content_hash
 from workers.transport.object_store import ObjectStorePublisher, ObjectStorePuller
 
 TRANSFER_S = 20.0

@@ -78,8 +78,9 @@ def connect(address: str | None, num_cpus: int | None) -> Cluster:
             ray.init(address=address, **quiet)
         else:
             _ensure_token()
+            num_cpus = num_cpus or max(len(os.sched_getaffinity(0)), 2)
             with _on_loopback():
-                ray.init(address="local", num_cpus=num_cpus or max(_cores(), 2), include_dashboard=False, **quiet)
+                ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
     except (ConnectionError, RayError, ValueError, RuntimeError) as error:
         raise ConfigError(f"ray.address: cannot join {address or 'a local cluster'!r}: {error}") from error
     return Cluster(is_ours=True)
@@ -109,10 +110,6 @@ def _on_loopback() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = was
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def log_folder() -> Path:

@@ -110,7 +110,9 @@ class Pool(Generic[W]):
     async def _recovered(self, dead: PoolMember[W], successor: PoolMember[W], on_recovery: Recovered) -> None:
         """Set up the successor of a dead member; if that fails, another, up to the allowed attempts."""
         began_s = asyncio.get_running_loop().time()
-        for attempt in range(1, self._supply.max_attempts + 1):
+        for attempt in range(self._supply.max_attempts):
+            if attempt:
+                successor = self._succeeded(successor)
             try:
                 await self._set_up(successor)
             except RlsysError as error:
@@ -119,16 +121,14 @@ class Pool(Generic[W]):
                 )
                 self._last_failure = str(failure)
                 self.on_failure(failure)
-                if attempt < self._supply.max_attempts:
-                    successor = self._succeeded(successor)
             else:
-                self._replacing.discard(dead.index)
                 on_recovery(dead.name, asyncio.get_running_loop().time() - began_s)
-                return
+                break
+        else:
+            successor.worker.kill()
+            successor.is_given_up = True
+            self._notify()
         self._replacing.discard(dead.index)
-        successor.worker.kill()
-        successor.is_given_up = True
-        self._notify()
 
     def _succeeded(self, member: PoolMember[W]) -> PoolMember[W]:
         """Kill a member and put a successor in its place; the successor is not set up yet."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from inspect import iscoroutine, iscoroutinefunction
 from math import inf
 from operator import attrgetter
-from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, cast, overload
+from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, cast
 
 import ray
 from ray import ObjectRef
@@ -115,15 +115,9 @@ class Remote(Generic[W]):
     part: str = ""
     """Attribute of the worker that is called here, e.g. `generator.`; empty for the worker."""
 
-    @overload
     async def call(
-        self, method: Callable[Concatenate[W, P], Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
-    ) -> T: ...
-
-    @overload
-    async def call(self, method: Callable[Concatenate[W, P], T], *args: P.args, **kwargs: P.kwargs) -> T: ...
-
-    async def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self, method: Callable[Concatenate[W, P], Coroutine[Any, Any, T] | T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         """Call a method of the worker. References among the arguments are resolved on arrival."""
         answer = self.actor.call.remote(self.part + method.__name__, *args, **kwargs)
         return await self._answered(answer, method, args, kwargs)

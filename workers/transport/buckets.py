@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING
@@ -93,23 +93,13 @@ def unpack(manifest: Manifest, buckets: Sequence[np.ndarray]) -> dict[str, Tenso
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         flat = [torch.from_numpy(bucket) for bucket in buckets]
     found: dict[TensorSpec, list[Tensor]] = {}
-    for piece, data in _pieces(manifest, flat):
-        found.setdefault(piece.tensor, []).append(data)
-    wholes = {spec: parts[0] if len(parts) == 1 else torch.cat(parts) for spec, parts in found.items()}
-    return {spec.name: whole.view(getattr(torch, spec.dtype)).reshape(spec.shape) for spec, whole in wholes.items()}
-
-
-def specs_of(weights: Mapping[str, Tensor]) -> list[TensorSpec]:
-    """Names, dtypes and shapes of `weights`."""
-    return [TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in weights.items()]
-
-
-def _pieces(manifest: Manifest, buckets: Sequence[Tensor]) -> Iterator[tuple[BucketPiece, Tensor]]:
-    for bucket, data in zip(manifest.buckets, buckets, strict=True):
+    for bucket, data in zip(manifest.buckets, flat, strict=True):
         offset = 0
         for piece in bucket.pieces:
-            yield piece, data[offset : offset + piece.num_bytes]
+            found.setdefault(piece.tensor, []).append(data[offset : offset + piece.num_bytes])
             offset += padded(piece.num_bytes)
+    wholes = {spec: parts[0] if len(parts) == 1 else torch.cat(parts) for spec, parts in found.items()}
+    return {spec.name: whole.view(getattr(torch, spec.dtype)).reshape(spec.shape) for spec, whole in wholes.items()}
 
 
 def _num_bytes(spec: TensorSpec) -> int:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlsys.weight_sync.sync import Manifest, TensorSpec
-from workers.transport.buckets import Snapshot, bucket_hash, content_hash, specs_of, unpack
+from tests.relays import specs_of
+from workers.transport.buckets import Snapshot, bucket_hash, content_hash, unpack
 from workers.transport.object_store import bucket_bytes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
