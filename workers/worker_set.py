@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from rlsys.algorithm import Signal
-from rlsys.contracts import PinnedRollouts, Rewards, Rollouts, StepAnnotator, Workers
+from rlsys.contracts import PinnedRollouts, Rewards, Rollouts, Workers
 from rlsys.errors import WorkerError
 from rlsys.types import POLICY, Sampling
 from workers.engines.engine import EngineChoice, EngineSpec
@@ -64,11 +64,7 @@ class PolicyWorkers:
     def workers(self, rollouts: Rollouts, rewards: Rewards, evaluation: PinnedRollouts | None = None) -> Workers:
         """The workers as the driver of this policy sees them."""
         reference, critic = self.reference, self.critic
-        step_annotators: dict[Signal, StepAnnotator] = {}
-        if reference:
-            step_annotators[Signal.REFERENCE_MISMATCHED] = reference
-        if critic:
-            step_annotators[Signal.VALUES] = critic
+        of_steps = {Signal.REFERENCE_MISMATCHED: reference, Signal.VALUES: critic}
         return Workers(
             rollouts=rollouts,
             rewards=rewards,
@@ -76,13 +72,9 @@ class PolicyWorkers:
             relays=self.relays,
             annotators={Signal.REFERENCE_LOGPROBS: reference} if reference else {},
             evaluation=evaluation,
-            step_annotators=step_annotators,
+            step_annotators={signal: worker for signal, worker in of_steps.items() if worker},
             critic=critic,
         )
-
-    def handles(self) -> list[RanksHandle | ReferenceHandle]:
-        """Handles of all workers except the relays."""
-        return [handle for handle in (self.actor, self.critic, self.reference) if handle is not None]
 
 
 @dataclass
@@ -144,9 +136,9 @@ class WorkerSet:
             self.partials.kill()
 
     def _handles(self) -> list[RanksHandle | ReferenceHandle | Pool]:
-        own = [handle for line in self.lines.values() for handle in line.handles()]
-        shared = [pool for pool in (self.rollouts, self.rewards, self.evaluation) if pool is not None]
-        return [*own, *shared]
+        """Handles of all workers except the relays and the partial responses."""
+        own = [handle for line in self.lines.values() for handle in (line.actor, line.critic, line.reference)]
+        return [handle for handle in (*own, self.rollouts, self.rewards, self.evaluation) if handle is not None]
 
 
 def start_partials() -> Remote[Partials]:

@@ -63,7 +63,10 @@ def score(model: PreTrainedModel, micro_batches: Iterable[MicroBatch], temperatu
     for micro_batch in micro_batches:
         with torch.inference_mode():
             logprobs_N, _ = trained_logprobs(model, micro_batch.to(device), temperature)
-        rows += _rows(micro_batch, logprobs_N.cpu())
+        all_ST = torch.zeros(micro_batch.completions_ST.shape)
+        all_ST.view(-1)[micro_batch.trained_N] = logprobs_N.cpu()
+        lengths = micro_batch.completion_lengths_S.tolist()
+        rows += [tuple(row[:length]) for row, length in zip(all_ST.tolist(), lengths, strict=True)]
     return rows
 
 
@@ -105,10 +108,3 @@ def _token_logprobs(head: nn.Module, hidden_NH: Tensor, tokens_N: Tensor, temper
     with torch.no_grad():
         entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
     return logprobs_NV.gather(1, tokens_N[:, None])[:, 0], entropy_N
-
-
-def _rows(micro_batch: MicroBatch, logprobs_N: Tensor) -> list[tuple[float, ...]]:
-    all_ST = torch.zeros(micro_batch.completions_ST.shape)
-    all_ST.view(-1)[micro_batch.trained_N] = logprobs_N
-    lengths = micro_batch.completion_lengths_S.tolist()
-    return [tuple(row[:length]) for row, length in zip(all_ST.tolist(), lengths, strict=True)]

@@ -233,8 +233,8 @@ class ActorRank(Rank):
         """
         from workers.train.token_columns import Reader
 
-        reader = Reader(chain(*columns), self._speller)
         opened, size = parcel.open(), len(trained)
+        reader = Reader(chain(*columns), self._speller)
         payloads, *rows = [opened[i : i + size] for i in range(0, len(opened), size)]
 
         def records() -> Iterator[RolloutRecord]:
