@@ -199,9 +199,10 @@ def export_checkpoint(config: Config, folder: Path, to: Path) -> None:
     """Write the checkpoint in `folder` as a Hugging Face model folder. Raises `CheckpointError`."""
     from workers.train.fsdp import FsdpBackend
     from workers.train.rank_group import RankGroup
+    from workers.train.sharded import load_state
 
     backend = FsdpBackend(config.model.path, optimizer_settings(config), RankGroup(), dtype=config.model.dtype)
-    backend.load_weights(folder)
+    load_state({"model": {**backend.parameters()}}, folder, num_ranks=1)
     backend.export(to)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -32,40 +32,44 @@ if TYPE_CHECKING:
     from workers.transport.object_store import ObjectStorePublisher
 
 
+Payload: TypeAlias = tuple[Episode, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class StepParcel:
     """Data of a step for some ranks, on its way to an actor."""
 
     parcel: Parcel
-    """Payloads of `trained` and then of `partners`; after them, for each signal, the columns of `trained`."""
-    trained: tuple[int, ...]
-    """Groups by their index in the step."""
-    partners: tuple[int, ...]
-    """Further groups that supply only a prompt."""
-    signals: tuple[Signal, ...]
+    keys: tuple[tuple[int, Signal | None], ...]
+    """For each payload, the index of its group in the step, and the signal if it is a column."""
 
     @classmethod
     def of(
         cls, groups: Sequence[Group], plans: Sequence[RankPlan], signals: Collection[str], *, has_pairs: bool
     ) -> StepParcel:
-        """Data for these ranks, with the columns of `signals`, and with partners if the ranks make mismatched pairs."""
+        """Data for these ranks, with the columns of `signals`. If the ranks make mismatched pairs, also partners:
+        groups that supply only a prompt."""
         trained = sorted({sample.group for plan in plans for m in plan.micro_batches for sample in m.samples})
         found = {plans[0].partners[index] for index in trained} if has_pairs else set()
         partners = sorted(index for index in found - {*trained} if index is not None)
-        names = tuple(map(Signal, sorted(signals)))
-        payloads = [(groups[i].group_id, groups[i].payload) for i in (*trained, *partners)]
-        columns = [(groups[i].group_id, groups[i].columns[signal]) for signal in names for i in trained]
-        return cls(Parcel.of([*payloads, *columns]), tuple(trained), tuple(partners), names)
+        keys = [
+            *((i, None) for i in (*trained, *partners)),
+            *((i, Signal(name)) for name in sorted(signals) for i in trained),
+        ]
+        payloads = ((groups[i].group_id, groups[i].columns[s] if s else groups[i].payload) for i, s in keys)
+        return cls(Parcel.of(payloads), tuple(keys))
 
     def open(self) -> StepData:
         """Open the data. Raises `PayloadLost` naming all groups with lost data."""
         from rlsys.batch.tensors import StepData
 
-        opened = iter(self.parcel.open())
-        payloads = {index: next(opened) for index in (*self.trained, *self.partners)}
-        columns: dict[int, dict[Signal, Any]] = {index: {} for index in self.trained}
-        for signal, index in product(self.signals, self.trained):
-            columns[index][signal] = next(opened)
+        payloads: dict[int, Payload] = {}
+        columns: dict[int, dict[Signal, Any]] = {}
+        for (index, signal), opened in zip(self.keys, self.parcel.open(), strict=True):
+            if signal is None:
+                payloads[index], columns[index] = opened, {}
+            else:
+                columns[index][signal] = opened
         return StepData(payloads, columns)
 
 
@@ -139,9 +143,6 @@ def _disk(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
-
-
-Payload: TypeAlias = tuple[Episode, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

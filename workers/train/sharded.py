@@ -164,11 +164,6 @@ class Sharded:
         if stabilizer and saved:
             stabilizer.load_state_dict(live)
 
-    def load_weights(self, folder: Path) -> None:
-        """Load only the weights of a checkpoint. Raises `CheckpointError`."""
-        weights: dict[str, dict[str, Tensor]] = {"model": {**self.parameters()}}
-        load_state(weights, folder, num_ranks=self._ranks.num_ranks)
-
     def _state(self) -> dict[str, dict[str, Tensor]]:
         """Live tensors by name, without copies: weights, each weight's optimizer state, and the step."""
         parameters = self.parameters()
