@@ -41,7 +41,7 @@ from rlsys.agents.tools import Tool, Toolbox
 from rlsys.agents.workflow import Agent, Session, Workflow
 from rlsys.testing import ScriptedPolicy
 from rlsys.types import POLICY, Assignment, Message, Sampling, Task, Turn, VersionSpan
-from workers.engines.scripted import ScriptedEngine
+from tests.scripted_engine import ScriptedEngine
 from workers.rollout.generator import Generator, WeightChange
 from workers.rollout.group_route import PolicyText
 from workers.rollout.rollout_worker import RolloutWorker

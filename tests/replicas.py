@@ -14,8 +14,8 @@ from examples.tiny_policy import build_tokenizer
 from rlsys.agents.workflow import SingleTurn, Workflow
 from rlsys.types import POLICY, Assignment, Sampling, Task
 from rlsys.weight_sync.sync import Manifest, Probe
+from tests.scripted_engine import ScriptedEngine
 from workers.engines.engine import Engine, Request
-from workers.engines.scripted import ScriptedEngine
 from workers.rollout.generator import Generator, WeightChange
 from workers.rollout.group_route import PolicyText
 from workers.rollout.partial_responses import PartialStream

@@ -199,7 +199,7 @@ def export_checkpoint(config: Config, folder: Path, to: Path) -> None:
     """Write the checkpoint in `folder` as a Hugging Face model folder. Raises `CheckpointError`."""
     from workers.train.fsdp import FsdpBackend
     from workers.train.rank_group import RankGroup
-    from workers.train.sharded import load_state
+    from workers.train.state_files import load_state
 
     backend = FsdpBackend(config.model.path, optimizer_settings(config), RankGroup(), dtype=config.model.dtype)
     load_state({"model": {**backend.parameters()}}, folder, num_ranks=1)

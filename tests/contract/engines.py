@@ -19,9 +19,9 @@ from transformers import (
 )
 
 from rlsys.types import PolicyVersion, Sampling
+from tests.scripted_engine import ScriptedEngine
 from workers.engines.engine import Completion, Engine, EngineSpec, Request, spans_of
 from workers.engines.local import LocalEngine
-from workers.engines.scripted import ScriptedEngine
 
 torch.set_num_threads(1)
 

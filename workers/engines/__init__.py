@@ -1,1 +1,1 @@
-"""Inference engines: `engine` is the contract, `local` serves Hugging Face modules, `scripted` needs no model."""
+"""Inference engines: `engine` is the contract, `local` serves Hugging Face modules, `vllm` runs vLLM."""

@@ -26,9 +26,9 @@ from rlsys.testing import played as play
 from rlsys.types import OK, Assignment, Episode, Group, Json, Message, Prompt, Task, VersionSpan
 from tests.models import tiny_sorter
 from tests.replicas import Shelf, played, replica_of, scripted
+from tests.scripted_engine import ScriptedEngine
 from workers.engines.engine import EngineSpec
 from workers.engines.local import LocalEngine
-from workers.engines.scripted import ScriptedEngine
 from workers.rollout.rollout_worker import RolloutWorker
 from workers.text.tokenizer import TextTokenizer
 from workers.train.fsdp import FsdpBackend

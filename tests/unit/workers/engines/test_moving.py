@@ -14,9 +14,9 @@ from rlsys.errors import DeadlineExceeded, WorkerDied, WorkflowError
 from rlsys.types import Acknowledged, Episode, VersionSpan
 from tests.models import tiny_sorter
 from tests.replicas import Shelf, assignment, hash_of, played, replica_of, scripted, until
+from tests.scripted_engine import ScriptedEngine
 from workers.engines.engine import Completion, EngineSpec, Request
 from workers.engines.local import LocalEngine
-from workers.engines.scripted import ScriptedEngine
 from workers.rollout.generator import Generator
 from workers.rollout.group_route import Ticket
 from workers.rollout.rollout_worker import RolloutWorker

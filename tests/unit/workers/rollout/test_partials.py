@@ -15,8 +15,8 @@ from rlsys.agents.workflow import Session, Workflow
 from rlsys.errors import TaskTooLong, WorkerDied
 from rlsys.types import Acknowledged, Episode, VersionSpan
 from tests.replicas import Shelf, assignment, hash_of, own_tokens, played, replica_of, scripted, until
+from tests.scripted_engine import ScriptedEngine
 from workers.engines.engine import Completion
-from workers.engines.scripted import ScriptedEngine
 from workers.rollout.group_route import Ticket
 from workers.rollout.partial_responses import ENDED_KEPT, Note, Partial, Partials, PartialStream, usable
 

@@ -13,7 +13,7 @@ from rlsys.agents.workflow import Session, Workflow
 from rlsys.errors import ConfigError, WeightsMismatch, WorkerDied
 from rlsys.types import Acknowledged, Assignment, Group, Sampling, VersionSpan
 from tests.replicas import Shelf, assignment, hash_of, played, scripted, until
-from workers.engines.scripted import ScriptedEngine
+from tests.scripted_engine import ScriptedEngine
 from workers.rollout.generator import Generator, WeightChange
 from workers.rollout.group_route import PolicyText
 from workers.rollout.rollout_worker import RolloutWorker
