@@ -128,13 +128,21 @@ def _tasks() -> list[Task]:
 class _Rollouts(FakeRollouts):
     """One replica hangs while it takes in weights, and one task is never done with."""
 
+    def __init__(self, world: FakeWorld) -> None:
+        super().__init__(world)
+        self._stuck: dict[int, str] = {}
+
     async def run(self, assignment: Assignment) -> RolledOut:
         if self.world.relay > STALE_VERSION and STALE_REPLICA in self.members:
             self.members.remove(STALE_REPLICA)  # it is given nothing while it loads
             self._left(STALE_REPLICA)
         if assignment.task.id == STUCK_TASK:
-            await self._call("rolling out", assignment.group_id, 1e9)
+            self._stuck[assignment.group_id] = worker = self.members[self.num_calls % len(self.members)]
+            await self._work(worker, f"rolling out group {assignment.group_id}", 1e9)
         return await super().run(assignment)
+
+    def placements(self) -> Mapping[int, str]:
+        return {**super().placements(), **self._stuck}
 
     async def loads(self) -> Sequence[ReplicaLoad]:
         others = await super().loads()

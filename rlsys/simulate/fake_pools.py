@@ -65,10 +65,6 @@ class FakePool:
         self.num_calls = 0
         self.restarted: list[str] = []
         self._recovering: list[asyncio.Task[None]] = []
-        self._given: dict[int, str] = {}
-
-    def placements(self) -> Mapping[int, str]:
-        return dict(self._given)
 
     async def restart(self, worker: str, on_recovery: Callable[[str, float], None]) -> None:
         """Replace a member in the background, unless that has begun. Waits only if no member is alive."""
@@ -99,15 +95,6 @@ class FakePool:
     async def _install(self, worker: str, successor: str) -> None:
         """Prepare `successor` to replace `worker`."""
 
-    async def _call(self, phase: str, group_id: int, seconds: float) -> tuple[str, Fault | None]:
-        await self._any_alive()
-        worker = self.members[self.num_calls % len(self.members)]
-        self._given[group_id] = worker
-        try:
-            return worker, await self._work(worker, f"{phase} group {group_id}", seconds)
-        finally:
-            self._given.pop(group_id, None)
-
     async def _work(self, worker: str, phase: str, seconds: float) -> Fault | None:
         fault = self._faults.get(self.num_calls)
         self.num_calls += 1
@@ -122,20 +109,24 @@ class FakePool:
 
 @dataclass(eq=False)
 class FakePlay:
-    """A group from its first token to its last."""
+    """A group from its assignment to its last token."""
 
     assignment: Assignment
-    host: Any
-    """Replica that samples it, which may change."""
+    home: Any
+    """Replica to which it was assigned."""
     version: PolicyVersion | None = None
     """Version at its start."""
+
+    def __post_init__(self) -> None:
+        self.host = self.home
+        """Replica that samples it, which may change."""
 
 
 class FakeReplica:
     """Replica that takes `rollout_s` of its pool for a group, and pulls weights in no time."""
 
-    def __init__(self, pool: FakeRollouts, name: str) -> None:
-        self.name, self.pool = name, pool
+    def __init__(self, pool: FakeRollouts, place: int, name: str) -> None:
+        self.pool, self.place, self.name = pool, place, name
         self.is_dead = False
         self._plays: dict[Any, None] = {}
         """Groups sampled here, including groups moved in and excluding groups moved away."""
@@ -150,12 +141,16 @@ class FakeReplica:
     async def ensure_version(self, version: PolicyVersion) -> None:
         """Do nothing: weights are pulled when a group requires newer ones."""
 
-    async def run(self, assignment: Assignment) -> RolledOut:
+    def assigned(self, assignment: Assignment) -> FakePlay:
+        """Return the play of a group that `run` is to roll out."""
+        return FakePlay(assignment, self)
+
+    async def run(self, play: FakePlay) -> RolledOut:
         """Roll out one group on weights no older than it requires. Raises `WorkerDied` or `DeadlineExceeded`."""
-        asked_s, pool, group_id = now(), self.pool, assignment.group_id
-        held = await pool.take_in(assignment)
+        asked_s, pool, assignment = now(), self.pool, play.assignment
+        group_id, held = assignment.group_id, await pool.take_in(assignment)
         start_s, first = now(), next(iter(held.values()))
-        self._plays[play := FakePlay(assignment, self, first)] = None
+        play.version, self._plays[play] = first, None
         try:
             fault = await pool._work(self.name, f"rolling out group {group_id}", pool.rollout_s(group_id))
         finally:
@@ -213,14 +208,6 @@ class FakeReplica:
         )
 
 
-@dataclass(slots=True)
-class _Routed:
-    """Running group, whose tokens are sampled at `place`."""
-
-    place: int
-    weight: int
-
-
 class FakeRollouts(FakePool):
     """Implement `Rollouts`: replicas behind the `Router` that runs use. Episodes are those of `FakeWorld.play`."""
 
@@ -247,38 +234,39 @@ class FakeRollouts(FakePool):
         """Replicas that were replaced."""
         self.num_moved = 0
         """Number of moved groups."""
-        self._routed: dict[int, _Routed] = {}
+        self.running: dict[Any, None] = {}
+        """Plays of all assigned groups."""
 
     async def run(self, assignment: Assignment) -> RolledOut:
         await self._any_alive()
-        group_id, weight = assignment.group_id, self._weight(assignment)
-        routed = _Routed(self._router.route(weight, session=group_id), weight)
-        replica = self.replicas[routed.place]
-        self._given[group_id], self._routed[group_id] = replica.name, routed
+        weight = self._weight(assignment)
+        replica = self.replicas[self._router.route(weight, session=assignment.group_id)]
+        self.running[play := replica.assigned(assignment)] = None
         try:
-            done = await replica.run(assignment)
+            done = await replica.run(play)
         except WorkerDied as error:
             self._left(error.worker)
             raise
         finally:
-            self._given.pop(group_id, None)
-            self._routed.pop(group_id, None)
-            self._router.release(routed.place, weight)
-        self._router.report(routed.place, done.stats)
+            del self.running[play]
+            self._router.release(play.host.place, weight)
+        self._router.report(play.host.place, done.stats)
         return done
+
+    def placements(self) -> Mapping[int, str]:
+        return {play.assignment.group_id: play.home.name for play in self.running}
 
     async def loads(self) -> Sequence[ReplicaLoad]:
         return [replica.load() for replica in self._live()]
 
     async def move(self, source: str, to: str) -> int:
-        places = {replica.name: self.replicas.index(replica) for replica in self._live()}
-        giver, taker = places.get(source), places.get(to)
-        if giver is None or taker is None or giver == taker:
+        live = {replica.name: replica for replica in self._live()}
+        giver, taker = live.get(source), live.get(to)
+        if giver is None or taker is None or giver is taker:
             return 0
-        plays = self.replicas[giver].move_to(self.replicas[taker])
-        for routed in (self._routed[play.assignment.group_id] for play in plays):
-            self._router.transfer(giver, taker, routed.weight)
-            routed.place = taker
+        plays = giver.move_to(taker)
+        for play in plays:
+            self._router.transfer(giver.place, taker.place, self._weight(play.assignment))
         self.num_moved += len(plays)
         return len(plays)
 
@@ -306,19 +294,18 @@ class FakeRollouts(FakePool):
     # ------------------------------------------------------------------------------------------------------- replacing
 
     def _replica(self, place: int, name: str) -> FakeReplica:
-        return FakeReplica(self, name)
+        return FakeReplica(self, place, name)
 
     def _live(self) -> list[FakeReplica]:
         return [replica for replica in self.replicas if replica.name in self.members and not replica.is_dead]
 
     def _left(self, worker: str) -> None:
-        for place, replica in enumerate(self.replicas):
-            if replica.name == worker:
-                for router in self._routers:
-                    router.leave(place)
+        for place in (replica.place for replica in self.replicas if replica.name == worker):
+            for router in self._routers:
+                router.leave(place)
 
     async def _install(self, worker: str, successor: str) -> None:
-        place = next(place for place, replica in enumerate(self.replicas) if replica.name == worker)
+        place = next(replica.place for replica in self.replicas if replica.name == worker)
         replica = self._replica(place, successor)
         await replica.ensure_version(max(r.version for r in self.replicas))
         self.ended.append(self.replicas[place])
@@ -388,6 +375,10 @@ class FakeRewards(FakePool):
         return GroupScores(
             failed if fault is Fault.FAILS else self.world.scores(task, group), Busy(worker, start_s, now())
         )
+
+    async def _call(self, phase: str, group_id: int, seconds: float) -> tuple[str, Fault | None]:
+        await self._any_alive()
+        return self.members[0], await self._work(self.members[0], f"{phase} group {group_id}", seconds)
 
     async def graft(self, graft: Graft) -> Group:
         group, donor = graft.group, graft.donor

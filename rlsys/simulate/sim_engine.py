@@ -39,7 +39,7 @@ class SimRequest:
     """Tokens before the sampled ones: the prompt and the conversation so far."""
     num_tokens: int
     """Number of tokens to sample."""
-    on_done: Callable[[SimRequest], None]
+    on_done: Callable[[], object]
     owner: SimPlay
     sampled: Counter[PolicyVersion]
     """Counter of its tokens, by version."""
@@ -200,7 +200,7 @@ class SimEngine:
         self._make_room()
         self._go_on()
         for request in ended:
-            request.on_done(request)
+            request.on_done()
 
     def _make_room(self) -> None:
         """If the cache is full, move the youngest requests back to the queue, with their tokens."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 
 from rlsys.contracts import Busy, RolledOut
 from rlsys.errors import WorkerDied
-from rlsys.loop.router import request_weight
-from rlsys.simulate.fake_pools import FakeReplica, FakeRollouts, now
+from rlsys.loop.router import Router, request_weight
+from rlsys.simulate.fake_pools import FakePlay, FakeReplica, FakeRollouts, now
 from rlsys.simulate.sim_cluster import SimCluster
 from rlsys.simulate.sim_engine import SimEngine, Used
-from rlsys.simulate.sim_session import Environments, Rounds, SimPlay, TurnRouter, Workload
+from rlsys.simulate.sim_session import Environments, Rounds, SimPlay, Workload
 from rlsys.types import Assignment, PolicyVersion, ReplicaLoad
 
 
@@ -21,10 +23,9 @@ class SimReplica(FakeReplica):
 
     pool: SimRollouts  # pyrefly: ignore[bad-override-mutable-attribute]
 
-    def __init__(self, pool: SimRollouts, name: str, node: int) -> None:
-        """Pull from the relay of `node`."""
-        super().__init__(pool, name)
-        self.profile, self._node = pool.cluster.profile, node
+    def __init__(self, pool: SimRollouts, place: int, name: str) -> None:
+        super().__init__(pool, place, name)
+        self.profile = pool.profile
         self.engine = SimEngine(self.profile)
         self.rounds = Rounds(self.engine.used, together=self.profile.tools == "together")
         self.cache_age = 0
@@ -40,20 +41,22 @@ class SimReplica(FakeReplica):
     def version(self) -> PolicyVersion:
         return self._loaded
 
-    async def run(self, assignment: Assignment) -> RolledOut:
+    def assigned(self, assignment: Assignment) -> SimPlay:
+        return SimPlay(assignment, self)
+
+    async def run(self, play: FakePlay) -> RolledOut:
         """Play one group on weights no older than it requires. Raises `WorkerDied`."""
-        pool = self.pool
-        if pool.turns is not None:  # its turns may go to any replica: all need the version
+        assert isinstance(play, SimPlay)
+        pool, assignment = self.pool, play.assignment
+        if pool.turn_router is not None:  # its turns may go to any replica: all need the version
             await asyncio.gather(*(r.ensure_version(assignment.version) for r in pool.replicas if not r.is_dead))
         await self.ensure_version(assignment.version)
         start_s = now()
-        fixed = self.version if self.profile.weight_change == "beside" else None
-        play = SimPlay(assignment, self, fixed)
         self._plays[play] = self._homed[play] = None
+        play.version = self.version if self.profile.weight_change == "beside" else None
         self.engine.share(len(self._resident()))
         try:
-            play.begin()
-            await play.done
+            await play.run()
         finally:
             del self._homed[play]
             play.host.evict(play)
@@ -106,7 +109,7 @@ class SimReplica(FakeReplica):
             elif self.profile.weight_change == "beside":
                 await self._until(lambda: len(self._resident()) < self.profile.resident_versions)
             began_s, busy_s = now(), self.engine.used_now().busy_s
-            newest = await self.pool.cluster.pull(self._node, version)
+            newest = await self.pool.cluster.pull(self.place // self.profile.replicas_per_node, version)
             self._check_alive()
             await self._take_in(newest)
             self.engine.used.exposed_s += now() - began_s - (self.engine.used_now().busy_s - busy_s)
@@ -148,17 +151,19 @@ class SimRollouts(FakeRollouts):
     """Replicas of one profile."""
 
     replicas: list[SimReplica]  # pyrefly: ignore[bad-override-mutable-attribute]
-    turns: TurnRouter | None = None
+    turn_router: Router | None = None
     """Router of single turns, unless all turns of a group go to its replica."""
 
     def __init__(self, cluster: SimCluster) -> None:
-        profile = cluster.profile
-        self.cluster, self.workload = cluster, Workload(profile)
-        self.environments = Environments(profile.environments) if profile.environments else None
+        self.cluster, self.profile = cluster, (profile := cluster.profile)
+        self.workload = Workload(profile)
+        self.environments = Environments(profile.environments or inf)
+        self.returned: Counter[bool] = Counter()
+        """Number of routed turns after the first, by whether they returned to the previous turn's replica."""
         super().__init__(cluster)
         if profile.routing != "group":
-            self.turns = TurnRouter(self.replicas, by_prefix=profile.routing == "prefix")
-            self._routers.append(self.turns.router)
+            self.turn_router = Router(len(self.replicas))
+            self._routers.append(self.turn_router)
 
     def kill(self, place: int) -> str:
         """Kill the replica at this place; return its name."""
@@ -173,4 +178,4 @@ class SimRollouts(FakeRollouts):
         return assignment.size * request_weight(self.workload.prompt_tokens(assignment.group_id))
 
     def _replica(self, place: int, name: str) -> SimReplica:
-        return SimReplica(self, name, place // self.cluster.profile.replicas_per_node)
+        return SimReplica(self, place, name)

@@ -5,20 +5,26 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
 
 from xxhash import xxh3_64_intdigest
 
-from rlsys.loop.router import Router, request_weight
+from rlsys.errors import WorkerDied
+from rlsys.loop.router import request_weight
 from rlsys.simulate.fake_pools import FakePlay
-from rlsys.simulate.profile import Profile
+from rlsys.simulate.profile import Profile, Spread
 from rlsys.simulate.sim_engine import SimRequest, Used
 from rlsys.types import OK, Assignment, EpisodeMeta, PolicyVersion, SampleMeta, TrajectoryMeta, VersionSpan
 
 if TYPE_CHECKING:
     from rlsys.simulate.sim_replica import SimReplica
+
+Wait: TypeAlias = Callable[[Callable[[], bool]], object]
+"""Function that an episode yields: it calls its argument when the episode goes on, at once or later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,25 +47,24 @@ class Workload:
 
     def prompt_tokens(self, group_id: int) -> int:
         """Return the length of the prompt that all episodes of a group share."""
-        return max(1, round(self._profile.prompt.at(self._quantile(b"prompt", group_id, 0, 0))))
+        return max(1, round(self._draw(self._profile.prompt, b"prompt", group_id)))
 
     def episode(self, group_id: int, episode: int) -> tuple[WorkloadTurn, ...]:
         """Return the turns of one episode."""
-        profile = self._profile
-        num_turns = max(1, round(profile.turns.at(self._quantile(b"turns", group_id, episode, 0))))
-        return tuple(self._step(group_id, episode, turn, turn == num_turns - 1) for turn in range(num_turns))
+        profile, turns = self._profile, []
+        num_turns = max(1, round(self._draw(profile.turns, b"turns", group_id, episode)))
+        for turn in range(num_turns):
+            num_tokens = max(1, round(self._draw(profile.response, b"length", group_id, episode, turn)))
+            tool_s = 0.0
+            if profile.environment_s is not None and turn < num_turns - 1:
+                tool_s = self._draw(profile.environment_s, b"tool", group_id, episode, turn)
+            turns.append(WorkloadTurn(num_tokens, tool_s))
+        return tuple(turns)
 
-    def _step(self, group_id: int, episode: int, turn: int, is_last: bool) -> WorkloadTurn:
-        profile = self._profile
-        num_tokens = max(1, round(profile.response.at(self._quantile(b"length", group_id, episode, turn))))
-        if is_last or profile.environment_s is None:
-            return WorkloadTurn(num_tokens, 0.0)
-        return WorkloadTurn(num_tokens, profile.environment_s.at(self._quantile(b"tool", group_id, episode, turn)))
-
-    def _quantile(self, what: bytes, group_id: int, episode: int, turn: int) -> float:
-        """Return a uniform number between 0 and 1, both excluded."""
+    def _draw(self, spread: Spread, what: bytes, group_id: int, episode: int = 0, turn: int = 0) -> float:
+        """Draw a value at a uniform quantile between 0 and 1, both excluded."""
         packed = struct.pack("<8sQQQ", what, group_id, episode, turn)
-        return ((xxh3_64_intdigest(packed, self._profile.seed) >> 12) + 0.5) * 2.0**-52
+        return spread.at(((xxh3_64_intdigest(packed, self._profile.seed) >> 12) + 0.5) * 2.0**-52)
 
 
 @dataclass(slots=True)
@@ -67,10 +72,9 @@ class SimSession:
     """State of one running episode."""
 
     index: int
-    steps: Sequence[WorkloadTurn]
+    turns: Sequence[WorkloadTurn]
     num_context: int
     """Tokens of the conversation so far."""
-    turn: int = 0
     at: SimReplica | None = None
     """Replica of the last turn, whose cache contains the keys and values of the conversation up to then."""
     cache_age: int = 0
@@ -81,95 +85,89 @@ class SimSession:
 class SimPlay(FakePlay):
     """Group whose turns are sampled by engines."""
 
-    def __init__(self, assignment: Assignment, home: SimReplica, version: PolicyVersion | None) -> None:
-        """`version` pins all its tokens to one loaded version."""
-        super().__init__(assignment, home, version)
-        self.home, pool, workload = home, home.pool, home.pool.workload
+    def __init__(self, assignment: Assignment, home: SimReplica) -> None:
+        super().__init__(assignment, home)
+        workload = home.pool.workload
         self.num_prompt = workload.prompt_tokens(assignment.group_id)
         self.sampled: Counter[PolicyVersion] = Counter()
         """Sampled tokens, by version."""
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Completed when the last episode ends, or with the error that ended all of them."""
-        self._turns = pool.turns
         self._sessions = [
             SimSession(e, workload.episode(assignment.group_id, e), self.num_prompt) for e in range(assignment.size)
         ]
+        self._episodes = [self._episode(session) for session in self._sessions]
         self._num_open = assignment.size
-        self._environments, self._num_held = pool.environments, 0
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def begin(self) -> None:
-        """Submit the first turn of each episode, once it has an environment."""
-        if self._environments is not None:
-            for session in self._sessions:
-                self._environments.take(lambda session=session: self._begin_in_environment(session))
-            return
-        self.home.rounds.enter(len(self._sessions))
-        if self._turns is not None:
-            for session in self._sessions:
-                self._next_turn(session)
-            return
-        for session in self._sessions[1:]:  # they share the prompt of the first
-            session.at, session.cache_age, session.num_cached = self.host, self.host.cache_age, self.num_prompt
-        self.host.engine.submit([self._request(session, self.host) for session in self._sessions])
+    async def run(self) -> None:
+        """Play all episodes. Raises the error of `fail`."""
+        pool = self.home.pool
+        if pool.turn_router is None and pool.profile.environments is None:
+            for session in self._sessions[1:]:  # they share the prompt of the first
+                session.at, session.cache_age, session.num_cached = self.host, self.host.cache_age, self.num_prompt
+        for episode in self._episodes:
+            self._go_on(episode)
+        await self._done
 
-    def fail(self, error: Exception) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
-            for _ in range(self._num_held):
-                self._let_environment_go()
+    def fail(self, error: WorkerDied) -> None:
+        """End all episodes with an error."""
+        if not self._done.done():
+            self._done.set_exception(error)
+            for episode in self._episodes:
+                with suppress(StopIteration, WorkerDied):
+                    episode.throw(error)
 
-    def _begin_in_environment(self, session: SimSession) -> None:
-        assert self._environments is not None
-        if self.done.done():  # it failed while it waited
-            self._environments.give_back()
-            return
-        self._num_held += 1
-        self.home.rounds.enter(1)
-        self._next_turn(session)
+    def _go_on(self, episode: Generator[Wait]) -> bool:
+        """Run an episode until it waits again; return false if it has ended."""
+        if self._done.done() or (wait := next(episode, None)) is None:
+            return False
+        wait(partial(self._go_on, episode))
+        return True
 
-    def _let_environment_go(self) -> None:
-        if self._environments is not None and self._num_held:  # not if all were released on failure
-            self._num_held -= 1
-            self._environments.give_back()
+    def _episode(self, session: SimSession) -> Generator[Wait]:
+        """Play one episode, once it has an environment."""
+        environments, rounds = self.home.pool.environments, self.home.rounds
+        yield environments.take
+        rounds.enter()
+        with suppress(WorkerDied):
+            for number, turn in enumerate(session.turns, 1):
+                yield partial(self._sample, session, number, turn.num_tokens)
+                if number < len(session.turns):
+                    session.num_context = session.num_cached + self.home.profile.observation_tokens
+                    yield partial(rounds.rest, turn.environment_s)
+        rounds.leave()
+        environments.give_back()
+        self._num_open -= 1
+        if not self._num_open and not self._done.done():
+            self._done.set_result(None)
 
-    def _next_turn(self, session: SimSession) -> None:
-        if self.done.done():
-            return
-        place = self.host if self._turns is None else self._turns.route(self, session)
-        place.engine.submit([self._request(session, place)])
+    def _sample(self, session: SimSession, number: int, num_tokens: int, go_on: Callable[[], object]) -> None:
+        """Sample the n-th turn: on the replica of the group, or where the pool routes single turns."""
+        pool, router, place, weight = self.home.pool, self.home.pool.turn_router, self.host, 0
+        if router is not None:
+            prefix = None if pool.profile.routing == "prefix" else number
+            weight = request_weight(session.num_context)
+            place = pool.replicas[router.route(weight, (self.assignment.group_id, session.index, prefix))]
+            if number > 1:
+                pool.returned[session.at is place] += 1
 
-    def _request(self, session: SimSession, place: SimReplica) -> SimRequest:
+        def answered() -> None:
+            if router is not None:
+                router.release(place.place, weight)
+            session.at = place if router is not None else self.host  # the group may have moved
+            session.cache_age, session.num_cached = session.at.cache_age, session.num_context + num_tokens
+            go_on()
+
         is_cached = session.at is place and session.cache_age == place.cache_age
-        session.at = place
-        return SimRequest(
+        request = SimRequest(
             num_context=session.num_context,
-            num_tokens=session.steps[session.turn].num_tokens,
-            on_done=lambda request: self._answered(session, request),
+            num_tokens=num_tokens,
+            on_done=answered,
             owner=self,
             sampled=self.sampled,
             version=self.version,
             num_cached=session.num_cached if is_cached else 0,
         )
-
-    def _answered(self, session: SimSession, request: SimRequest) -> None:
-        if self._turns is None:
-            session.at = self.host  # it may have moved
-        else:
-            self._turns.release(session)
-        assert session.at is not None
-        session.cache_age = session.at.cache_age
-        session.num_cached = session.num_context + request.num_tokens
-        step = session.steps[session.turn]
-        session.turn += 1
-        if session.turn < len(session.steps):
-            session.num_context = session.num_cached + self.home.profile.observation_tokens
-            self.home.rounds.rest(step.environment_s, lambda: self._next_turn(session))
-            return
-        self.home.rounds.leave()
-        self._let_environment_go()
-        self._num_open -= 1
-        if not self._num_open and not self.done.done():
-            self.done.set_result(None)
+        place.engine.submit([request])
 
     def versions(self) -> tuple[VersionSpan, ...]:
         return tuple(VersionSpan(v, self.sampled[v]) for v in sorted(self.sampled))
@@ -179,21 +177,21 @@ class SimPlay(FakePlay):
         return tuple(self._meta(session) for session in self._sessions)
 
     def _meta(self, session: SimSession) -> EpisodeMeta:
-        said = sum(step.num_tokens for step in session.steps)
-        observed = (len(session.steps) - 1) * self.home.profile.observation_tokens
+        said = sum(turn.num_tokens for turn in session.turns)
+        observed = (len(session.turns) - 1) * self.home.profile.observation_tokens
         sample = SampleMeta(self.num_prompt, said + observed, said, prompt_key=self.assignment.group_id)
         return EpisodeMeta((TrajectoryMeta("policy", None, OK, None, (sample,)),))
 
 
 class Environments:
-    """Pool of a fixed number of environments, first come, first served."""
+    """Pool of a number of environments, first come, first served."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: float) -> None:
         self._num_free = count
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._waiting: deque[Callable[[], bool]] = deque()
 
-    def take(self, begin: Callable[[], None]) -> None:
-        """Call `begin` once an environment is free; unblocked by `give_back`."""
+    def take(self, begin: Callable[[], bool]) -> None:
+        """Call `begin` once an environment is free; it returns false if it no longer needs one."""
         if self._num_free:
             self._num_free -= 1
             begin()
@@ -202,10 +200,10 @@ class Environments:
 
     def give_back(self) -> None:
         """Release one environment."""
-        if self._waiting:
-            self._waiting.popleft()()
-        else:
-            self._num_free += 1
+        while self._waiting:
+            if self._waiting.popleft()():
+                return
+        self._num_free += 1
 
 
 class Rounds:
@@ -214,59 +212,28 @@ class Rounds:
     def __init__(self, used: Used, *, together: bool) -> None:
         """`used` sums the working time of environments."""
         self._used, self._together = used, together
-        self._num_out = 0
-        """Number of episodes that sample, or whose environment works."""
-        self._resting: list[Callable[[], None]] = []
+        self._num_open = 0
+        """Number of running episodes."""
+        self._resting: list[Callable[[], object]] = []
 
-    def enter(self, num_episodes: int) -> None:
-        self._num_out += num_episodes
-
-    def rest(self, seconds: float, go_on: Callable[[], None]) -> None:
-        """Let the environment of an episode work for `seconds`; call `go_on` when its next turn begins."""
-        self._used.environment_s += seconds
-        loop = asyncio.get_running_loop()
-        loop.call_later(seconds, (lambda: self._arrive(go_on)) if self._together else go_on)
+    def enter(self) -> None:
+        self._num_open += 1
 
     def leave(self) -> None:
-        self._num_out -= 1
+        self._num_open -= 1
         self._begin_round()
 
-    def _arrive(self, go_on: Callable[[], None]) -> None:
+    def rest(self, seconds: float, go_on: Callable[[], object]) -> None:
+        """Let the environment of an episode work for `seconds`; call `go_on` when its next turn begins."""
+        self._used.environment_s += seconds
+        asyncio.get_running_loop().call_later(seconds, partial(self._arrive, go_on) if self._together else go_on)
+
+    def _arrive(self, go_on: Callable[[], object]) -> None:
         self._resting.append(go_on)
-        self._num_out -= 1
         self._begin_round()
 
     def _begin_round(self) -> None:
-        if not self._num_out and self._resting:
+        if len(self._resting) >= self._num_open:
             resting, self._resting = self._resting, []
-            self._num_out = len(resting)
             for go_on in resting:
                 go_on()
-
-
-class TurnRouter:
-    """Router that sends every turn to a replica, by the `Router` that runs use."""
-
-    def __init__(self, replicas: Sequence[SimReplica], *, by_prefix: bool) -> None:
-        """`by_prefix`: send a session to the replica that caches its prefix, unless that is overloaded."""
-        self._replicas, self._by_prefix = replicas, by_prefix
-        self.router = Router(len(replicas))
-        self._routed: dict[int, tuple[int, int]] = {}
-        """By the id of a running session: its place and its weight."""
-        self.num_turns = self.num_back = 0
-        """Number of turns after the first, and of those that returned to the previous turn's replica."""
-
-    def route(self, play: SimPlay, session: SimSession) -> SimReplica:
-        """Choose a replica for the session's current turn."""
-        key = (play.assignment.group_id, session.index, None if self._by_prefix else session.turn)
-        weight = request_weight(session.num_context)
-        place = self.router.route(weight, key)
-        self._routed[id(session)] = place, weight
-        if session.turn:
-            self.num_turns += 1
-            self.num_back += session.at is self._replicas[place]
-        return self._replicas[place]
-
-    def release(self, session: SimSession) -> None:
-        """Release the replica of an answered turn."""
-        self.router.release(*self._routed.pop(id(session)))

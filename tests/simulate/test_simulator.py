@@ -33,9 +33,8 @@ def ran(steps: int = 8, **changes: Any) -> Simulation:
 
 def returned_share(simulation: Simulation) -> float:
     """Share of later turns that went to the replica of the turn before."""
-    turns = simulation.rollouts.turns
-    assert turns is not None
-    return turns.num_back / turns.num_turns
+    returned = simulation.rollouts.returned
+    return returned[True] / returned.total()
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -33,7 +33,7 @@ class Asked:
 
     def request(self, number: int, num_tokens: int, num_context: int = 1) -> SimRequest:
         owner = cast("Any", self)
-        return SimRequest(num_context, num_tokens, lambda _: self._end(number), owner, self.sampled)
+        return SimRequest(num_context, num_tokens, lambda: self._end(number), owner, self.sampled)
 
     def _end(self, number: int) -> None:
         self.ended_s[number] = round(asyncio.get_running_loop().time(), 6)
