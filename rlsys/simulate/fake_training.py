@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlsys.algorithm import Assigned, Signal
 from rlsys.batch.packing import BatchPlan, RankPlan
@@ -50,6 +50,11 @@ class _FakeModel:
 
     def _end_step(self) -> None:
         self.fetched, self._plan = (), None
+
+    def _save(self, path: Path, state: Mapping[str, object]) -> None:
+        self.world.check_disk(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(state))
 
 
 class FakeActor(_FakeModel):
@@ -93,13 +98,12 @@ class FakeActor(_FakeModel):
         """Do nothing: fake relays lose no version."""
 
     async def save(self, folder: Path) -> None:
-        self.world.check_disk(folder)
         weights, consumed = self.world.weights, self.world.consumed
         state = {"weights": weights, "version": self.version, "consumed": consumed, "num_seen": self.num_seen}
-        _write_json(folder / "weights.json", state)
+        self._save(folder / "weights.json", state)
 
     async def load(self, folder: Path) -> int:
-        state = _read_json(folder / "weights.json")
+        state = json.loads((folder / "weights.json").read_text())
         self.world.weights, self.version = state["weights"], state["version"]
         self.world.consumed = Counter(state["consumed"])
         self.num_seen = state["num_seen"]
@@ -147,11 +151,10 @@ class FakeCritic(_FakeModel):
         return TrainStats({"critic/loss": 1 / self.num_steps}, seconds)
 
     async def save(self, folder: Path) -> None:
-        self.world.check_disk(folder)
-        _write_json(folder / "critic.json", {"num_steps": self.num_steps})
+        self._save(folder / "critic.json", {"num_steps": self.num_steps})
 
     async def load(self, folder: Path) -> None:
-        self.num_steps = _read_json(folder / "critic.json")["num_steps"]
+        self.num_steps = json.loads((folder / "critic.json").read_text())["num_steps"]
 
 
 class FakeRelays:
@@ -209,12 +212,3 @@ def _payload(group: Group) -> tuple[Episode, ...]:
     """Return the episodes; none for a simulated group, which has only lengths."""
     assert isinstance(group.payload, tuple | None)
     return group.payload or ()
-
-
-def _write_json(path: Path, value: Mapping[str, object]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text())

@@ -8,7 +8,6 @@ A profile is a small YAML file; those in `profiles/` ship under their names and 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from functools import cached_property
 from math import exp, inf, log
@@ -28,7 +27,7 @@ from pydantic import (
 )
 
 from rlsys.config import Config
-from rlsys.config.config_problems import refuse
+from rlsys.config.config_problems import nearest, refuse
 from rlsys.config.loader import load
 from rlsys.config.sections import Section
 from rlsys.errors import ConfigError
@@ -70,6 +69,11 @@ class Spread(Section):
             return self._sorted[int(quantile * len(self.table))]
         value = exp(self._mu + self.sigma * _NORMAL.inv_cdf(quantile)) if self.sigma else self.mean
         return value if self.cap is None else min(value, self.cap)
+
+    @property
+    def largest(self) -> float:
+        """Upper bound of the values; infinite without a limit."""
+        return max(self.table) if self.table else (self.cap or inf) if self.sigma else self.mean
 
     @cached_property
     def _sorted(self) -> list[float]:
@@ -304,22 +308,12 @@ class Profile(Section):
             problems.append((("gpus_per_replica",), text))
         if self.colocated and self.max_staleness > 0:
             problems.append((("colocated",), "the GPUs sample and train in turn: only with max_staleness: 0"))
-        longest = self.longest_context
-        if longest is not None and longest > self.cache_tokens:
+        longest = self.prompt.largest + self.response.largest
+        if self.turns.largest == 1 and self.cache_tokens < longest < inf:
             text = f"an episode may hold {longest:.0f} tokens (prompt and response caps): one would not fit"
             problems.append((("cache_tokens",), text))
         refuse(problems)
         return self
-
-    @property
-    def longest_context(self) -> float | None:
-        """Most tokens of a single-turn episode; None without a limit."""
-        ends = [_largest(self.prompt), _largest(self.response)]
-        return None if None in ends or _largest(self.turns) != 1 else sum(end for end in ends if end is not None)
-
-
-def _largest(spread: Spread) -> float | None:
-    return max(spread.table) if spread.table else spread.mean if not spread.sigma else spread.cap
 
 
 def named() -> list[str]:
@@ -333,6 +327,5 @@ def profile_path(name: str | Path) -> Path:
         return Path(name)
     if name in named():
         return FOLDER / f"{name}.yaml"
-    close = difflib.get_close_matches(name, named(), n=1)
-    hint = f"did you mean `{close[0]}`?" if close else f"there are: {', '.join(named())}"
+    hint = nearest(name, named(), f"there are: {', '.join(named())}")
     raise ConfigError(f"unknown profile {name!r}; {hint} A file is given by its path, as in my/{name}.yaml")

@@ -6,15 +6,14 @@ import asyncio
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlsys.contracts import Workers
 from rlsys.data.task_source import TaskSource
@@ -87,19 +86,7 @@ class Report:
         return {**found, "staleness_mean": self.staleness_mean}
 
 
-@contextmanager
-def _rare_collection() -> Iterator[None]:
-    """Run the garbage collector less often: a simulation creates many long-lived objects and few cycles."""
-    before = gc.get_threshold()
-    gc.set_threshold(1_000_000, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-
-
-@dataclass(frozen=True, slots=True)
-class _Mark:
+class _Mark(NamedTuple):
     """All counters at one moment."""
 
     time_s: float
@@ -126,16 +113,15 @@ class Simulation:
 
     def run(self) -> Report:
         """Run to the end. Raises what the driver raises."""
-        began = time.monotonic()
-        with TemporaryDirectory(prefix="rlsys-simulate-") as folder, _rare_collection():
-            run_virtual(self._run(Path(folder)))
-        self._found = self._report(time.monotonic() - began)
-        return self._found
-
-    @property
-    def report(self) -> Report:
-        """Report of `run`."""
-        return self._found
+        began, thresholds = time.monotonic(), gc.get_threshold()
+        gc.set_threshold(1_000_000, *thresholds[1:])  # a simulation creates many long-lived objects and few cycles
+        try:
+            with TemporaryDirectory(prefix="rlsys-simulate-") as folder:
+                run_virtual(self._run(Path(folder)))
+        finally:
+            gc.set_threshold(*thresholds)
+        self.report = self._report(time.monotonic() - began)
+        return self.report
 
     async def _run(self, folder: Path) -> None:
         profile = self.profile
@@ -171,7 +157,7 @@ class Simulation:
 
     def _report(self, wall_s: float) -> Report:
         first, last = self.marks[self.steps - self._num_measured], self.marks[self.steps]
-        seconds, used = last.time_s - first.time_s, last.used - first.used
+        seconds, used, num_steps = last.time_s - first.time_s, last.used - first.used, self._num_measured
         trained = self.world.trained[first.num_trained : last.num_trained]
         steps = [[group for _, group in of_step] for _, of_step in groupby(trained, key=itemgetter(0))]
         behind: Counter[int] = Counter()
@@ -179,7 +165,6 @@ class Simulation:
             for span in group.versions:
                 behind[version - span.version] += span.num_tokens
         num_tokens, replica_s = sum(group.num_trained for _, group in trained), seconds * self.profile.num_replicas
-        num_steps = self._num_measured
         train_s = fmean(map(self.profile.train_s, steps))
         return Report(
             steps=self.steps,

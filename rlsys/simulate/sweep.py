@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -14,9 +14,6 @@ from rich.table import Table
 from rlsys.errors import ConfigError
 from rlsys.simulate.profile import Profile
 from rlsys.simulate.simulation import Report, Simulation
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +62,9 @@ class SweepOutcome:
 
     def as_json(self) -> dict[str, Any]:
         """Convert to a line of JSON."""
-        if not self.key:
-            return {"profile": self.profile, **self.runs[""].as_json()}
         runs = {value: report.as_json() for value, report in self.runs.items()}
-        return {
-            "profile": self.profile,
-            "sweep": self.key,
-            "baseline": self.baseline,
-            "speedup": self.speedup,
-            "runs": runs,
-        }
+        swept = {"sweep": self.key, "baseline": self.baseline, "speedup": self.speedup, "runs": runs}
+        return {"profile": self.profile, **(swept if self.key else runs[""])}
 
 
 def simulate(
@@ -159,52 +149,37 @@ def check_plot(path: Path) -> None:
 
 def plot(outcome: SweepOutcome, path: Path) -> None:
     """Plot throughput, staleness and idle time against the swept value."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     throughput, staleness, idle = figure.subplots(1, 3)
-    _plot_throughput(throughput, outcome)
-    _plot_staleness(staleness, outcome)
-    _plot_idle(idle, outcome)
-    steps = next(iter(outcome.runs.values())).measured
-    figure.suptitle(f"{outcome.profile}, simulated, means over {steps} steps")
-    figure.savefig(path, dpi=150)
+    reports, labels = outcome.runs.values(), [value or outcome.profile for value in outcome.runs]
 
-
-def _plot_throughput(axes: Axes, outcome: SweepOutcome) -> None:
-    rates = [report.tokens_per_s / 1000 for report in outcome.runs.values()]
-    axes.bar(_labels(outcome), rates, color="tab:blue", width=0.6)
+    rates = [report.tokens_per_s / 1000 for report in reports]
+    throughput.bar(labels, rates, color="tab:blue", width=0.6)
     for x, (rate, ratio) in enumerate(zip(rates, outcome.speedup.values(), strict=True)):
-        axes.annotate(f"{rate:,.3g}\n{ratio:.2f}x", (x, rate), ha="center", va="bottom", fontsize=8)
-    axes.margins(y=0.15)
-    axes.set(title="throughput", xlabel=outcome.key, ylabel="1,000 trained tokens/s")
+        throughput.annotate(f"{rate:,.3g}\n{ratio:.2f}x", (x, rate), ha="center", va="bottom", fontsize=8)
+    throughput.margins(y=0.15)
+    throughput.set(title="throughput", xlabel=outcome.key, ylabel="1,000 trained tokens/s")
 
-
-def _plot_staleness(axes: Axes, outcome: SweepOutcome) -> None:
-    """Stack the shares, one colour for each number of versions."""
-    from matplotlib import colormaps
-
-    every = sorted({int(v) for report in outcome.runs.values() for v in report.staleness})
-    below = [0.0] * len(outcome.runs)
+    every = sorted({int(v) for report in reports for v in report.staleness})
+    below = [0.0] * len(labels)
     for versions in every:
-        shares = [report.staleness.get(str(versions), 0.0) for report in outcome.runs.values()]
+        shares = [report.staleness.get(str(versions), 0.0) for report in reports]
         color = colormaps["viridis"](versions / max(1, every[-1]))
         label = str(versions) if len(every) <= 8 or versions % 4 == 0 or versions == every[-1] else None
-        axes.bar(_labels(outcome), shares, bottom=below, color=color, width=0.6, label=label)
+        staleness.bar(labels, shares, bottom=below, color=color, width=0.6, label=label)
         below = [a + b for a, b in zip(below, shares, strict=True)]
-    axes.set(title="staleness of trained tokens", xlabel=outcome.key, ylabel="share of tokens")
-    axes.legend(title="versions", fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    staleness.set(title="staleness of trained tokens", xlabel=outcome.key, ylabel="share of tokens")
+    staleness.legend(title="versions", fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
+    places, width = range(len(labels)), 0.38
+    idle.bar([x - width / 2 for x in places], [100 * r.rollouts_idle for r in reports], width, label="rollouts")
+    idle.bar([x + width / 2 for x in places], [100 * r.trainer_idle for r in reports], width, label="trainer")
+    idle.set(title="idle", xlabel=outcome.key, ylabel="% of time", ylim=(0, 100))
+    idle.set_xticks(list(places), labels)
+    idle.legend()
 
-def _plot_idle(axes: Axes, outcome: SweepOutcome) -> None:
-    places, width = range(len(outcome.runs)), 0.38
-    reports = outcome.runs.values()
-    axes.bar([x - width / 2 for x in places], [100 * r.rollouts_idle for r in reports], width, label="rollouts")
-    axes.bar([x + width / 2 for x in places], [100 * r.trainer_idle for r in reports], width, label="trainer")
-    axes.set(title="idle", xlabel=outcome.key, ylabel="% of time", ylim=(0, 100))
-    axes.set_xticks(list(places), _labels(outcome))
-    axes.legend()
-
-
-def _labels(outcome: SweepOutcome) -> list[str]:
-    return [value or outcome.profile for value in outcome.runs]
+    figure.suptitle(f"{outcome.profile}, simulated, means over {next(iter(reports)).measured} steps")
+    figure.savefig(path, dpi=150)
