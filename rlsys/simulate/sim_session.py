@@ -67,43 +67,22 @@ class Workload:
         return spread.at(((xxh3_64_intdigest(packed, self._profile.seed) >> 12) + 0.5) * 2.0**-52)
 
 
-@dataclass(slots=True)
-class SimSession:
-    """State of one running episode."""
-
-    index: int
-    turns: Sequence[WorkloadTurn]
-    num_context: int
-    """Tokens of the conversation so far."""
-    at: SimReplica | None = None
-    """Replica of the last turn, whose cache contains the keys and values of the conversation up to then."""
-    cache_age: int = 0
-    """`SimReplica.cache_age` at that time; a later age means that they are gone."""
-    num_cached: int = 0
-
-
 class SimPlay(FakePlay):
     """Group whose turns are sampled by engines."""
 
     def __init__(self, assignment: Assignment, home: SimReplica) -> None:
         super().__init__(assignment, home)
-        workload = home.pool.workload
-        self.num_prompt = workload.prompt_tokens(assignment.group_id)
+        workload, group_id = home.pool.workload, assignment.group_id
+        self.num_prompt = workload.prompt_tokens(group_id)
         self.sampled: Counter[PolicyVersion] = Counter()
         """Sampled tokens, by version."""
-        self._sessions = [
-            SimSession(e, workload.episode(assignment.group_id, e), self.num_prompt) for e in range(assignment.size)
-        ]
-        self._episodes = [self._episode(session) for session in self._sessions]
+        self._turns = [workload.episode(group_id, e) for e in range(assignment.size)]
+        self._episodes = [self._episode(e, turns) for e, turns in enumerate(self._turns)]
         self._num_open = assignment.size
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
         """Play all episodes. Raises the error of `fail`."""
-        pool = self.home.pool
-        if pool.turn_router is None and pool.profile.environments is None:
-            for session in self._sessions[1:]:  # they share the prompt of the first
-                session.at, session.cache_age, session.num_cached = self.host, self.host.cache_age, self.num_prompt
         for episode in self._episodes:
             self._go_on(episode)
         await self._done
@@ -123,50 +102,46 @@ class SimPlay(FakePlay):
         wait(partial(self._go_on, episode))
         return True
 
-    def _episode(self, session: SimSession) -> Generator[Wait]:
+    def _episode(self, index: int, turns: Sequence[WorkloadTurn]) -> Generator[Wait]:
         """Play one episode, once it has an environment."""
-        environments, rounds = self.home.pool.environments, self.home.rounds
-        yield environments.take
+        pool, rounds = self.home.pool, self.home.rounds
+        profile, router = pool.profile, pool.turn_router
+        yield pool.environments.take
         rounds.enter()
+        num_context, num_cached = self.num_prompt, 0
+        # Replica with `num_cached` tokens in its cache, and the age of the cache then: at another age they are gone.
+        at: tuple[SimReplica | None, int] = (None, 0)
+        if index > 0 and router is None and profile.environments is None:  # the first has prefilled the prompt
+            at, num_cached = (self.host, self.host.cache_age), num_context
         with suppress(WorkerDied):
-            for number, turn in enumerate(session.turns, 1):
-                yield partial(self._sample, session, number, turn.num_tokens)
-                if number < len(session.turns):
-                    session.num_context = session.num_cached + self.home.profile.observation_tokens
+            for number, turn in enumerate(turns, 1):
+                place, weight = self.host, request_weight(num_context)
+                if router is not None:
+                    prefix = None if profile.routing == "prefix" else number
+                    place = pool.replicas[router.route(weight, (self.assignment.group_id, index, prefix))]
+                    if number > 1:
+                        pool.returned[at[0] is place] += 1
+                is_cached = at == (place, place.cache_age)
+                try:
+                    yield partial(self._submit, place, num_context, turn.num_tokens, num_cached if is_cached else 0)
+                finally:
+                    if router is not None:
+                        router.release(place.place, weight)
+                place = self.host if router is None else place  # the group may have moved
+                at, num_cached = (place, place.cache_age), num_context + turn.num_tokens
+                if number < len(turns):
+                    num_context = num_cached + profile.observation_tokens
                     yield partial(rounds.rest, turn.environment_s)
         rounds.leave()
-        environments.give_back()
+        pool.environments.give_back()
         self._num_open -= 1
         if not self._num_open and not self._done.done():
             self._done.set_result(None)
 
-    def _sample(self, session: SimSession, number: int, num_tokens: int, go_on: Callable[[], object]) -> None:
-        """Sample the n-th turn: on the replica of the group, or where the pool routes single turns."""
-        pool, router, place, weight = self.home.pool, self.home.pool.turn_router, self.host, 0
-        if router is not None:
-            prefix = None if pool.profile.routing == "prefix" else number
-            weight = request_weight(session.num_context)
-            place = pool.replicas[router.route(weight, (self.assignment.group_id, session.index, prefix))]
-            if number > 1:
-                pool.returned[session.at is place] += 1
-
-        def answered() -> None:
-            if router is not None:
-                router.release(place.place, weight)
-            session.at = place if router is not None else self.host  # the group may have moved
-            session.cache_age, session.num_cached = session.at.cache_age, session.num_context + num_tokens
-            go_on()
-
-        is_cached = session.at is place and session.cache_age == place.cache_age
-        request = SimRequest(
-            num_context=session.num_context,
-            num_tokens=num_tokens,
-            on_done=answered,
-            owner=self,
-            sampled=self.sampled,
-            version=self.version,
-            num_cached=session.num_cached if is_cached else 0,
-        )
+    def _submit(
+        self, place: SimReplica, num_context: int, num_tokens: int, num_cached: int, go_on: Callable[[], object]
+    ) -> None:
+        request = SimRequest(num_context, num_tokens, go_on, self, self.sampled, self.version, num_cached)
         place.engine.submit([request])
 
     def versions(self) -> tuple[VersionSpan, ...]:
@@ -174,11 +149,11 @@ class SimPlay(FakePlay):
 
     def episodes(self) -> tuple[EpisodeMeta, ...]:
         """Return the driver's metadata of each episode."""
-        return tuple(self._meta(session) for session in self._sessions)
+        return tuple(map(self._meta, self._turns))
 
-    def _meta(self, session: SimSession) -> EpisodeMeta:
-        said = sum(turn.num_tokens for turn in session.turns)
-        observed = (len(session.turns) - 1) * self.home.profile.observation_tokens
+    def _meta(self, turns: Sequence[WorkloadTurn]) -> EpisodeMeta:
+        said = sum(turn.num_tokens for turn in turns)
+        observed = (len(turns) - 1) * self.home.profile.observation_tokens
         sample = SampleMeta(self.num_prompt, said + observed, said, prompt_key=self.assignment.group_id)
         return EpisodeMeta((TrajectoryMeta("policy", None, OK, None, (sample,)),))
 

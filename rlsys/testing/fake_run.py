@@ -170,41 +170,35 @@ class Judge:
 
 @dataclass
 class Steering:
-    """Stabilizer on artificial gradients, one set for every update."""
+    """Stabilizer on artificial gradients, one set for every update. Implements `Updates`."""
 
     stabilizer: Stabilizer
-    gradients: MakesGradients
+    make: MakesGradients
+    latest: Gradients = field(default_factory=dict)
+    """Gradients of this update."""
     before: Gradients = field(default_factory=dict)
-    """Gradients of the previous update, which `Piece.before` returns."""
+    """Gradients of the previous update."""
 
     def __call__(self, version: PolicyVersion, num_updates: int) -> Mapping[str, float]:
         metrics: dict[str, float] = {}
         for _ in range(num_updates):
-            gradients = self.gradients(version)
-            squared_norm = sum(float((g * g).sum()) for g in gradients.values())
-            steered = self.stabilizer.steer(gradients, squared_norm, _alone)
+            self.latest = self.make(version)
+            squared_norm = sum(float((g * g).sum()) for g in self.latest.values())
+            steered = self.stabilizer.steer(self.latest, squared_norm, _alone)
             metrics |= steered.metrics
             if not steered.is_skipped:
-                pieces = [_Piece(name, self.before.get(name, g * 0), g) for name, g in gradients.items()]
-                metrics |= self.stabilizer.correct(_Updates(pieces), _alone)
-                self.before = gradients
+                metrics |= self.stabilizer.correct(self, _alone)
+                self.before = self.latest
         self.stabilizer.end_step()
         return metrics
 
-
-@dataclass
-class _Updates:
-    """Implement `Updates`."""
-
-    of_rank: Sequence[_Piece]
-
     def pieces(self) -> Iterable[_Piece]:
-        return self.of_rank
+        return [_Piece(name, self.before.get(name, g * 0), g) for name, g in self.latest.items()]
 
 
 @dataclass
 class _Piece:
-    """Implement `Piece`, for an optimizer that moves against the gradient."""
+    """Implement `GradientPiece`, for an optimizer that moves against the gradient."""
 
     name: str
     earlier: Tensor
