@@ -112,8 +112,6 @@ class FakeActor(_FakeModel):
     async def record(
         self, path: Path, step: int, tasks: Sequence[Task], groups: Sequence[Group], assigned: Assigned
     ) -> None:
-        if self.world.record_s:
-            await asyncio.sleep(self.world.record_s)
         rows = zip(tasks, groups, assigned, strict=True)
         write_rollouts(path, [RolloutRecord.of(step, t, g, _payload(g), a) for t, g, a in rows])
 
@@ -136,16 +134,12 @@ class FakeCritic(_FakeModel):
 
     async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
         self._check_fetched(plan)
-        if self.world.columns_s:
-            await asyncio.sleep(self.world.columns_s)
         return _columns(self.world, groups, plan, signal, float(self.num_steps))
 
     async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
         self._check_step(plan, columns)
         seconds = self.world.critic_s(self.num_steps)
         await asyncio.sleep(seconds)
-        if self.num_steps == self.world.critic_nan_at:
-            raise TrainingError(f"the critic's loss of step {self.num_steps + 1} is nan", update=0)
         self._end_step()
         self.num_steps += 1
         return TrainStats({"critic/loss": 1 / self.num_steps}, seconds)

@@ -67,10 +67,6 @@ class FakeWorld:
     """Seconds of the step that starts from a version."""
     critic_s: Callable[[int], float] = lambda step: 0.0
     """Seconds of the critic's step, numbered from 0."""
-    columns_s: float = 0.0
-    """Seconds to make a column of the critic for a step."""
-    record_s: float = 0.0
-    """Seconds to write the rollouts of a step."""
     num_bytes: int = 4
     """Size of one version."""
     publish_s: float = 0.1
@@ -108,8 +104,6 @@ class FakeWorld:
     """Name of the checkpoint at which the disk is full."""
     nan_at: PolicyVersion | None = None
     """Version whose training step raises for values that are not finite."""
-    critic_nan_at: int | None = None
-    """Step of the critic, from 0, that raises for such values."""
     synchronous_steps: int = 0
     """Policy steps that the actor's stabilizer must see without staleness; 0: there is no stabilizer."""
     trains_policy: Callable[[PolicyVersion], bool] = lambda version: True

@@ -84,15 +84,12 @@ class SimReplica(FakeReplica):
         return plays
 
     def die(self) -> None:
-        """Die: all groups sampled here, and all whose sessions run here, end with `WorkerDied`."""
+        """Die: all groups that have a turn sampled here, or whose sessions run here, end with `WorkerDied`."""
         self.is_dead = True
         self._freed.set()
-        for play in {**self._plays, **self._homed}:
+        for play in dict.fromkeys((*self._plays, *self._homed, *self.engine.owners())):
             play.host.engine.abort((play,))
-            play.fail(self._death(f"rolling out group {play.assignment.group_id}"))
-        others = self.engine.owners()  # with turns routed here
-        self.engine.abort(others)
-        for play in others:
+            self.engine.abort((play,))
             play.fail(self._death(f"rolling out group {play.assignment.group_id}"))
 
     # ------------------------------------------------------------------------------------------------ changing weights
@@ -109,7 +106,7 @@ class SimReplica(FakeReplica):
             elif self.profile.weight_change == "beside":
                 await self._until(lambda: len(self._resident()) < self.profile.resident_versions)
             began_s, busy_s = now(), self.engine.used_now().busy_s
-            newest = await self.pool.cluster.pull(self.place // self.profile.replicas_per_node, version)
+            newest = await self.pool.world.pull(self.place // self.profile.replicas_per_node, version)
             self._check_alive()
             await self._take_in(newest)
             self.engine.used.exposed_s += now() - began_s - (self.engine.used_now().busy_s - busy_s)
@@ -150,12 +147,13 @@ class SimReplica(FakeReplica):
 class SimRollouts(FakeRollouts):
     """Replicas of one profile."""
 
+    world: SimCluster  # pyrefly: ignore[bad-override-mutable-attribute]
     replicas: list[SimReplica]  # pyrefly: ignore[bad-override-mutable-attribute]
     turn_router: Router | None = None
     """Router of single turns, unless all turns of a group go to its replica."""
 
     def __init__(self, cluster: SimCluster) -> None:
-        self.cluster, self.profile = cluster, (profile := cluster.profile)
+        self.profile = profile = cluster.profile
         self.workload = Workload(profile)
         self.environments = Environments(profile.environments or inf)
         self.returned: Counter[bool] = Counter()
@@ -164,11 +162,6 @@ class SimRollouts(FakeRollouts):
         if profile.routing != "group":
             self.turn_router = Router(len(self.replicas))
             self._routers.append(self.turn_router)
-
-    def kill(self, place: int) -> str:
-        """Kill the replica at this place; return its name."""
-        self.replicas[place].die()
-        return self.replicas[place].name
 
     def used(self) -> Used:
         """Return the use of time of all replicas up to this moment, dead ones included."""

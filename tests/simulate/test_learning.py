@@ -404,8 +404,18 @@ def test_a_step_with_nan_is_kept_and_can_be_replayed(tmp_path):
     assert actor_of(resumed).world.weights == whole.weights, "a resumed run issues the groups again"
 
 
+class DivergingCritic(FakeCritic):
+    async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
+        if self.num_steps < 2:
+            return await super().train_step(plan, columns)
+        await asyncio.sleep(0)
+        raise TrainingError("the critic's loss of step 3 is nan", update=0)
+
+
 def test_a_critic_failure_is_kept_after_the_policy_stepped(tmp_path):
-    driver = driver_on(FakeWorld(critic_nan_at=2), tmp_path, signals=ALL, checkpoint_every=1)
+    workers, critic = (world := FakeWorld()).workers(), DivergingCritic(world)
+    workers = replace(workers, critic=critic, step_annotators={**workers.step_annotators, Signal.VALUES: critic})
+    driver = driver_on(world, tmp_path, signals=ALL, checkpoint_every=1, workers=workers)
     with pytest.raises(TrainingError, match="the critic's loss of step 3 is nan"):
         run_virtual(driver.run(0))
     folder = tmp_path / "failed" / "step_000003"

@@ -139,7 +139,7 @@ def test_dead_replicas_lose_no_group_and_little_throughput():
     versions: list[list[int]] = []
 
     def kill(simulation: Simulation) -> None:
-        simulation.rollouts.kill(0)
+        simulation.rollouts.replicas[0].die()
         versions.append([replica.version for replica in simulation.rollouts.replicas[1:]])
 
     calm = ran(12, max_staleness=2)
@@ -156,7 +156,7 @@ def test_dead_replicas_lose_no_group_and_little_throughput():
 def test_turns_routed_one_by_one_avoid_a_dead_replica():
     chat = {"turns": {"mean": 4, "sigma": 0.5}, "environment_s": {"mean": 1.0}, "max_staleness": 1}
     profile = small(**chat, weight_change="inflight", routing="prefix")
-    hit = Simulation(profile, 8, incidents=[(15.0, lambda simulation: simulation.rollouts.kill(1))])
+    hit = Simulation(profile, 8, incidents=[(15.0, lambda simulation: simulation.rollouts.replicas[1].die())])
     hit.run()
     assert len(hit.rollouts.ended) == 1
     assert len({g.group_id for g in hit.trained}) == 8 * 16
@@ -292,7 +292,7 @@ def test_busy_environments_are_limited_by_their_count():
 
 def test_environments_of_a_dead_replica_are_released():
     chat: dict[str, Any] = {"turns": {"mean": 4}, "environment_s": {"mean": 5.0}, "max_staleness": 2}
-    kills = [(20.0 * n, lambda simulation: simulation.rollouts.kill(0)) for n in range(1, 4)]
+    kills = [(20.0 * n, lambda simulation: simulation.rollouts.replicas[0].die()) for n in range(1, 4)]
     hit = Simulation(small(**chat, environments=16), 4, incidents=kills)
     hit.run()
     assert hit.rollouts.ended

@@ -9,10 +9,12 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlsys.algorithm import Signal
+from rlsys.batch.packing import BatchPlan
 from rlsys.errors import NoProgress, WorkerDied
 from rlsys.loop.driver import Driver
 from rlsys.loop.replica_watcher import AGAIN_S, AT_ONCE, PLACES_AT_ONCE, RAREST_S, ReplicaWatcher
@@ -32,8 +34,8 @@ from rlsys.monitoring.events import (
 )
 from rlsys.monitoring.metric_catalog import undocumented
 from rlsys.replay.rollout_log import read_rollouts
-from rlsys.testing import EventRecorder, FakeRollouts, FakeWorld, Fault, run_virtual
-from rlsys.types import EngineStats, Group, ReplicaLoad
+from rlsys.testing import EventRecorder, FakeActor, FakeCritic, FakeRollouts, FakeWorld, Fault, run_virtual
+from rlsys.types import EngineStats, Group, Ref, ReplicaLoad
 from rlsys.weight_sync.sync import WeightSync
 from tests.simulate.joint import Session
 from tests.simulate.world import driver_on
@@ -123,13 +125,28 @@ def test_slow_verification_does_not_shift_the_reported_generation_time(tmp_path)
     assert [(e.start_s, e.end_s) for e in told] == [pytest.approx((world.publish_s, world.publish_s + 2.0))]
 
 
+class SlowCritic(FakeCritic):
+    async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
+        await asyncio.sleep(2.0)
+        return await super().annotate_step(groups, plan, signal)
+
+
+class SlowRecorder(FakeActor):
+    async def record(self, *args: Any, **named: Any) -> None:
+        await asyncio.sleep(3.0)
+        await super().record(*args, **named)
+
+
 def test_preparing_columns_is_reported_as_work_of_their_annotator(tmp_path):
-    driver = driver_on(FakeWorld(columns_s=2.0), tmp_path, steps=2, signals=frozenset({Signal.VALUES}))
+    critic = SlowCritic(world := FakeWorld())
+    workers = replace(world.workers(), critic=critic, step_annotators={Signal.VALUES: critic})
+    driver = driver_on(world, tmp_path, steps=2, signals=frozenset({Signal.VALUES}), workers=workers)
     assert {e.worker for e in told_by(driver).of(WorkerBusy) if e.activity == "preparing"} == {"critic"}
 
 
 def test_recording_rollouts_is_reported_and_counted_in_its_step(tmp_path):
-    driver = driver_on(FakeWorld(record_s=3.0), tmp_path, steps=3)
+    world = FakeWorld()
+    driver = driver_on(world, tmp_path, steps=3, workers=replace(world.workers(), actor=SlowRecorder(world)))
     driver.rollouts_every = 1
     told = told_by(driver)
     spans = [e for e in told.of(WorkerBusy) if e.activity == "recording"]
