@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +17,9 @@ from rlsys.contracts import Busy, Graft, GroupScores, RolledOut, with_episode
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied
 from rlsys.loop.router import Router
 from rlsys.types import (
-    POLICY,
     Acknowledged,
     Assignment,
     EngineStats,
-    Episode,
     EpisodeMeta,
     Group,
     PolicyVersion,
@@ -136,7 +134,7 @@ class FakeReplica:
     @property
     def version(self) -> PolicyVersion:
         """Loaded version; -1 before the first pull."""
-        return next(iter(self.pool.held.values()))
+        return self.pool.held
 
     async def ensure_version(self, version: PolicyVersion) -> None:
         """Do nothing: weights are pulled when a group requires newer ones."""
@@ -148,23 +146,20 @@ class FakeReplica:
     async def run(self, play: FakePlay) -> RolledOut:
         """Roll out one group on weights no older than it requires. Raises `WorkerDied` or `DeadlineExceeded`."""
         asked_s, pool, assignment = now(), self.pool, play.assignment
-        group_id, held = assignment.group_id, await pool.take_in(assignment)
-        start_s, first = now(), next(iter(held.values()))
-        play.version, self._plays[play] = first, None
+        group_id, first = assignment.group_id, await pool.take_in(assignment)
+        start_s, play.version = now(), first
+        self._plays[play] = None
         try:
             fault = await pool._work(self.name, f"rolling out group {group_id}", pool.rollout_s(group_id))
         finally:
             del play.host._plays[play]
-        spans = {policy: pool.spans(version) for policy, version in held.items()}
-        episodes = tuple([await pool.episode(assignment, e, spans, self.name) for e in range(assignment.size)])
+        spans = pool.spans(first)
+        episodes = tuple([await pool.world.play(assignment, e, spans, self.name) for e in range(assignment.size)])
         wrong = "wrong-" if fault is Fault.WRONG_WEIGHTS else ""
-        views = [
-            self._view(assignment, meta_of(episodes), versions_of(episodes, policy), of, episodes, policy, wrong)
-            for policy, of in spans.items()
-        ]
+        group = self._view(assignment, meta_of(episodes), versions_of(episodes), spans, episodes, wrong)
         pulls = (Busy(self.name, asked_s, start_s),) if first > self._told else ()
         self._told = max(first, self._told)
-        return RolledOut(views[0], Busy(self.name, start_s, now()), others=tuple(views[1:]), pulls=pulls)
+        return RolledOut(group, Busy(self.name, start_s, now()), pulls=pulls)
 
     def load(self) -> ReplicaLoad:
         """Return the current load: with running groups, the version is the oldest one at their starts."""
@@ -191,20 +186,18 @@ class FakeReplica:
         versions: Spans,
         held: Spans,
         payload: Ref,
-        policy: str = POLICY,
         wrong: str = "",
     ) -> Group:
-        """View of a group for one policy. `held` has the versions that the replica acknowledges."""
+        """Describe a group. `held` has the versions that the replica acknowledges."""
         return Group(
             group_id=assignment.group_id,
             task_id=assignment.task.id,
-            permit_version=assignment.version_of(policy),
+            permit_version=assignment.version,
             replica=self.name,
             episodes=episodes,
             versions=versions,
             weights=tuple(Acknowledged(self.name, s.version, wrong + self.pool.world.hash(s.version)) for s in held),
             payload=payload,
-            policy=policy,
         )
 
 
@@ -223,10 +216,8 @@ class FakeRollouts(FakePool):
         faults = world.rollout_faults if faults is None else faults
         super().__init__(world, kind, size or world.num_replicas, faults)
         self.rollout_s = rollout_s or world.rollout_s
-        self.worlds: Mapping[str, FakeWorld] = {POLICY: world}
-        """By policy: the world whose relay has its weights."""
-        self.held: dict[str, PolicyVersion] = {POLICY: -1}
-        """By policy: the version loaded in the replicas; -1 before the first pull."""
+        self.held: PolicyVersion = -1
+        """Version loaded in the replicas; -1 before the first pull."""
         self._router = Router(len(self.members))
         self._routers = [self._router]
         self.replicas = [self._replica(place, name) for place, name in enumerate(self.members)]
@@ -272,21 +263,16 @@ class FakeRollouts(FakePool):
 
     # ------------------------------------------------------------------------------------------------ what replicas do
 
-    async def take_in(self, assignment: Assignment) -> Mapping[str, PolicyVersion]:
-        """Return the version at the start of a group, by policy: what is loaded, or the relay's newest if that is too
-        old for the group."""
-        for name, world in self.worlds.items():
-            if self.held[name] < (asked := assignment.version_of(name)):
-                self.held[name] = await world.held(asked)
-        return dict(self.held)
+    async def take_in(self, assignment: Assignment) -> PolicyVersion:
+        """Return the version at the start of a group: the loaded one, or the relay's newest if that is too old."""
+        if self.held < assignment.version:
+            self.held = await self.world.held(assignment.version)
+        return self.held
 
     def spans(self, first: PolicyVersion) -> Spans:
         """Return the versions of the three sampled tokens of an episode that began on version `first`."""
-        last = self.held[POLICY] if self.world.weight_change == "inflight" else first
+        last = self.held if self.world.weight_change == "inflight" else first
         return (VersionSpan(first, 3),) if first == last else (VersionSpan(first, 2), VersionSpan(last, 1))
-
-    async def episode(self, assignment: Assignment, index: int, spans: Mapping[str, Spans], worker: str) -> Episode:
-        return await self.world.play(assignment, index, spans[POLICY], worker)
 
     def _weight(self, assignment: Assignment) -> int:
         return assignment.size
@@ -324,41 +310,10 @@ class FakePinnedRollouts(FakeRollouts):
         newest = await self.world.held(version)
         if newest != version:
             raise WeightsMismatch("relay", f"pinning version {version}", f"version {newest} has taken its place")
-        self.held = {POLICY: version}
+        self.held = version
 
-    async def take_in(self, assignment: Assignment) -> Mapping[str, PolicyVersion]:
+    async def take_in(self, assignment: Assignment) -> PolicyVersion:
         return self.held
-
-
-class FakeJointRollouts(FakeRollouts):
-    """Implement `SharedRollouts`: two episodes in which every policy samples three tokens. The first policy samples the
-    root, the others subagents with a reward. Latencies and faults are those of the first policy's world."""
-
-    def __init__(
-        self,
-        worlds: Mapping[str, FakeWorld],
-        speaks: Callable[[str, int], bool] = lambda policy, group_id: True,
-    ) -> None:
-        """`speaks(policy, group_id)`: true if the policy samples in this group. The first policy always does."""
-        self._root, *_ = worlds
-        super().__init__(worlds[self._root])
-        self.worlds, self.held, self.speaks = worlds, dict.fromkeys(worlds, -1), speaks
-        self.assignments: list[Assignment] = []
-        """All assignments, in order."""
-
-    async def loads(self, policy: str = POLICY) -> Sequence[ReplicaLoad]:
-        return [replace(load, version=self.held[policy]) for load in await super().loads()]
-
-    async def take_in(self, assignment: Assignment) -> Mapping[str, PolicyVersion]:
-        self.assignments.append(assignment)
-        return await super().take_in(assignment)
-
-    async def episode(self, assignment: Assignment, index: int, spans: Mapping[str, Spans], worker: str) -> Episode:
-        group_id = assignment.group_id
-        speakers = [name for name in spans if name == self._root or self.speaks(name, group_id)]
-        root, *others = (said(name, group_id, index, spans[name], f"{name}!") for name in speakers)
-        reward = float((group_id + index) % 2)
-        return Episode((root, *(replace(other, reward=reward, parent=0) for other in others)))
 
 
 class FakeRewards(FakePool):

@@ -21,7 +21,7 @@ that hypothesis can choose them. Faults are scripted: the n-th call of a worker 
 weights. Fakes assert what their contract requires of the caller.
 """
 
-from rlsys.simulate.fake_pools import FakeJointRollouts, FakePinnedRollouts, FakeRewards, FakeRollouts, Fault, now
+from rlsys.simulate.fake_pools import FakePinnedRollouts, FakeRewards, FakeRollouts, Fault, now
 from rlsys.simulate.fake_training import FakeActor, FakeCritic, FakeReference, FakeRelays
 from rlsys.simulate.fake_world import FakeWorld, RewardAsAdvantage, tasks
 from rlsys.simulate.virtual_clock import VirtualLoop, run_virtual
@@ -34,7 +34,6 @@ __all__ = [
     "FakeActor",
     "FakeCritic",
     "FakeEnvironment",
-    "FakeJointRollouts",
     "FakePinnedRollouts",
     "FakeReference",
     "FakeRelays",

@@ -3,23 +3,83 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlsys.contracts import Workers
+from rlsys.batch.samples import meta_of, versions_of
+from rlsys.contracts import RolledOut, Workers
 from rlsys.loop.driver import Driver
 from rlsys.loop.multi_policy import Joint, JointRewards, JointRollouts, train_jointly
 from rlsys.monitoring.events import Event, GroupDropped, GroupReissued, StepDone, WorkerFailed
-from rlsys.testing import EventRecorder, FakeActor, FakeJointRollouts, FakeRelays, FakeRewards, FakeWorld, run_virtual
+from rlsys.simulate.fake_pools import said
+from rlsys.testing import EventRecorder, FakeActor, FakeRelays, FakeRewards, FakeRollouts, FakeWorld, run_virtual
 from rlsys.testing.fake_run import start_of
-from rlsys.types import PolicyVersion
+from rlsys.types import POLICY, Acknowledged, Assignment, Episode, Group, PolicyVersion, ReplicaLoad, VersionSpan
 from rlsys.util.deadlines import Progress
 from tests.simulate.schedules import MACHINE_FAULTS, Choosy, heavy_tailed, most_failures
 from tests.simulate.world import driver_on
 
 STEPS = 8
+
+
+class FakeJointRollouts(FakeRollouts):
+    """Implements `SharedRollouts`: two episodes in which every policy samples three tokens. The first policy samples
+    the root, the others subagents with a reward. Latencies and faults are those of the first policy's world."""
+
+    def __init__(self, worlds: Mapping[str, FakeWorld], speaks: Callable[[str, int], bool]) -> None:
+        """`speaks(policy, group_id)`: true if the policy samples in this group. The first policy always does."""
+        self._root, *_ = worlds
+        super().__init__(worlds[self._root])
+        self.worlds, self.loaded, self.speaks = worlds, dict.fromkeys(worlds, -1), speaks
+        self.assignments: list[Assignment] = []
+        """All assignments, in order."""
+        self._begun: dict[int, dict[str, PolicyVersion]] = {}
+        """By group: what was loaded at its start."""
+
+    async def versions(self, policy: str = POLICY) -> Sequence[Acknowledged]:
+        held = self.loaded[policy]
+        return [Acknowledged(m, held, self.worlds[policy].hash(held)) for m in self.members]
+
+    async def loads(self, policy: str = POLICY) -> Sequence[ReplicaLoad]:
+        return [replace(load, version=self.loaded[policy]) for load in await super().loads()]
+
+    async def take_in(self, assignment: Assignment) -> PolicyVersion:
+        self.assignments.append(assignment)
+        for name, world in self.worlds.items():
+            if self.loaded[name] < (asked := assignment.version_of(name)):
+                self.loaded[name] = await world.held(asked)
+        self._begun[assignment.group_id] = dict(self.loaded)
+        self.held = self.loaded[self._root]
+        return self.held
+
+    async def run(self, assignment: Assignment) -> RolledOut:
+        done = await super().run(assignment)
+        begun = self._begun[assignment.group_id]
+        episodes = tuple(self._episode(assignment.group_id, e, begun) for e in range(assignment.size))
+        views = [self._view_of(done.group, assignment, episodes, name, begun[name]) for name in begun]
+        return replace(done, group=views[0], others=tuple(views[1:]))
+
+    def _episode(self, group_id: int, index: int, begun: Mapping[str, PolicyVersion]) -> Episode:
+        speakers = [name for name in begun if name == self._root or self.speaks(name, group_id)]
+        root, *others = (said(n, group_id, index, (VersionSpan(begun[n], 3),), f"{n}!") for n in speakers)
+        reward = float((group_id + index) % 2)
+        return Episode((root, *(replace(other, reward=reward, parent=0) for other in others)))
+
+    def _view_of(
+        self, group: Group, assignment: Assignment, episodes: tuple[Episode, ...], policy: str, version: PolicyVersion
+    ) -> Group:
+        wrong = "wrong-" if group.weights[0].hash.startswith("wrong-") else ""
+        return replace(
+            group,
+            policy=policy,
+            permit_version=assignment.version_of(policy),
+            episodes=meta_of(episodes),
+            versions=versions_of(episodes, policy),
+            weights=(Acknowledged(group.replica, version, wrong + self.world.hash(version)),),
+            payload=episodes,
+        )
 
 
 class Diary(EventRecorder):

@@ -83,7 +83,7 @@ def test_a_policy_without_turns_in_a_group_drops_it(tmp_path: Path):
 def test_a_finished_policy_keeps_sampling_for_the_other(tmp_path: Path):
     session = Session(worlds(), tmp_path, {"proposer": {"steps": 2}})
     assert session.run() == {"proposer": 2, "solver": STEPS}
-    assert session.pool.assignments[-1].versions["proposer"] == session.pool.held["proposer"] == 2, "its last weights"
+    assert session.pool.assignments[-1].versions["proposer"] == session.pool.loaded["proposer"] == 2, "its last weights"
     assert session.worlds["solver"].trained_group_ids == list(range(3 * STEPS))
 
 
