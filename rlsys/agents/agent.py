@@ -6,10 +6,11 @@ A workflow's author sees messages and text, never tokens, masks, logprobs or ver
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlsys.agents.tool_calls import Call, ToolCall, described, read_calls
 from rlsys.agents.tools import Toolbox, ToolResult, ToolSchema
@@ -127,8 +128,9 @@ class Agent:
     is_cut: bool = False
     """True if the context or the budget ended before the agent was done. The trajectory is then truncated."""
     num_children: int = 0
+    request: tuple[asyncio.Task[Any], asyncio.Future[None]] | None = None
+    """Task with this agent's request in progress, and a future that is set when the request has ended."""
     _num_asked: int = 0
-    _is_speaking: bool = False
 
     @property
     def number(self) -> str:
@@ -163,10 +165,14 @@ class Agent:
         Calls beyond `max_calls_per_turn` are refused, with a result that says so. Raises `BudgetSpent` before any call
         runs if the episode's tool calls would be exceeded. Raises `ToolError`, with which this agent also fails.
         """
-        run = calls[: self._session.budget.max_calls_per_turn]
-        self._session.count_tool_calls(len(run), self)
+        session, budget = self._session, self._session.budget
+        run = calls[: budget.max_calls_per_turn]
+        if not session.purse.take_calls(len(run)):
+            what = f"the {budget.max_tool_calls} tool calls of the episode (max_tool_calls), or its share of them"
+            raise self._stopped(BudgetSpent(f"{self.name} asked for more than {what}"))
+        session.num_tool_calls += len(run)
         try:
-            results = await self._session.run_calls(run, tools)
+            results = await session.run_calls(run, tools)
         except ToolError as error:
             self.fail(str(error))
             raise
@@ -237,7 +243,7 @@ class Agent:
         return self._session.policies[self.policy_name]
 
     def _check_silent(self) -> None:
-        if self._is_speaking:
+        if self.request:
             raise RuntimeError(
                 f"agent {self.name!r} is called while its reply is pending: await the reply, or make another agent"
             )
@@ -252,15 +258,19 @@ class Agent:
     ) -> str:
         """Append `prompt`, record the policy's reply, sampled or `recited`, and return it."""
         self._check_silent()
-        self._is_speaking = True
+        if self._session.is_over:
+            raise RuntimeError(f"agent {self.name!r} is asked after its session ended: await all work in `run`")
+        task, ended = asyncio.current_task(), asyncio.get_running_loop().create_future()
+        assert task is not None
+        self.request = (task, ended)
         try:
-            with self._session.speaking(self):
-                asked = self._asked(prompt, tools)
-                if prompt is not None:
-                    self._session.note(self, "user", prompt)
-                turn = await self._turn(asked.ids, max_new_tokens, recited)
+            asked = self._asked(prompt, tools)
+            if prompt is not None:
+                self._session.note(self, "user", prompt)
+            turn = await self._turn(asked.ids, max_new_tokens, recited)
         finally:
-            self._is_speaking = False
+            self.request = None
+            ended.set_result(None)
         self._session.note(self, "assistant", turn.text)
         said = (*asked.said, Message(role="assistant", content=turn.text)) if asked.said else ()
         self.context = replace(asked, said=said, ids=asked.ids + turn.output_ids)
@@ -282,7 +292,7 @@ class Agent:
             said = (*before.said, *new)
             return Context(said, self._policy.encode(said, tools), tools, tools)
         if tools and tools != before.offered:
-            new = _with_offer(new, described(tools))
+            new = appended(new, described(tools)) if new else messages_of(described(tools))
         ids = self._policy.extend(before.ids, before.said, new, before.opened_with)
         return Context((*before.said, *new), ids, before.opened_with, tools or before.offered)
 
@@ -304,11 +314,11 @@ class Agent:
             raise ValueError(f"max_new_tokens is {max_new_tokens}; a reply has one token at least")
         session, policy = self._session, self._policy
         budget, purse = session.budget, session.purse
-        if budget.max_turns is not None and len(self.turns) >= budget.max_turns:
+        if len(self.turns) >= budget.max_turns:
             raise self._stopped(BudgetSpent(f"{self.name} had its {budget.max_turns} turns (max_turns)"))
         most = policy.max_new_tokens if max_new_tokens is None else min(max_new_tokens, policy.max_new_tokens)
         if not (granted := purse.take_tokens(most)):
-            what = f"the {budget.max_tokens} tokens of the episode, or its share of them, are sampled"
+            what = f"the {budget.max_episode_tokens} tokens of the episode, or its share of them, are sampled"
             raise self._stopped(BudgetSpent(f"{self.name}: {what} (max_episode_tokens)"))
         seed = request_seed(session.seed, session.episode_index, self._num_asked, *self.path)
         self._num_asked += 1
@@ -317,7 +327,7 @@ class Agent:
             turn = await policy.sample(prompt_ids, seed, granted)
             num_sampled = len(turn.output_ids)
         finally:
-            purse.give_tokens(granted - num_sampled)
+            purse.tokens += granted - num_sampled
         session.num_sampled += num_sampled
         purse.num_sequential += num_sampled
         return turn
@@ -327,18 +337,17 @@ class Agent:
         return error
 
 
-def messages_of(prompt: Prompt) -> tuple[Message, ...]:
-    """Convert a prompt to messages; text becomes a user message."""
-    return (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
+def messages_of(prompt: Prompt, role: str = "user") -> tuple[Message, ...]:
+    """Convert a prompt to messages; text becomes a message of this role."""
+    return (Message(role=role, content=prompt),) if isinstance(prompt, str) else prompt
 
 
-def _with_offer(new: tuple[Message, ...], offer: str) -> tuple[Message, ...]:
-    """Append an offer of tools to the new messages. Earlier messages stay unchanged, token for token."""
-    if not new:
-        return messages_of(offer)
-    last = new[-1].copy()
-    last["content"] = f"{last['content']}\n\n{offer}"
-    return (*new[:-1], last)
+def appended(messages: tuple[Message, ...], text: str) -> tuple[Message, ...]:
+    """Append a paragraph to the last message, since many chat templates refuse two messages of one role in a row."""
+    *before, last = messages
+    last = last.copy()
+    last["content"] = f"{last['content']}\n\n{text}"
+    return (*before, last)
 
 
 def _told(call: Call, result: ToolResult) -> Message:

@@ -28,9 +28,10 @@ from importlib import import_module
 from inspect import signature
 from types import ModuleType
 
+from rlsys.agents.agent import appended, messages_of
 from rlsys.agents.tools import NO_TOOLS, Toolbox
 from rlsys.errors import ConfigError
-from rlsys.types import Json, Message, Prompt, Task
+from rlsys.types import Json, Prompt, Task
 
 ADAPTERS = {
     "gymnasium": "rlsys.agents.environments.gymnasium:Gymnasium",
@@ -106,16 +107,10 @@ def needs(package: str, extra: str) -> ModuleType:
 
 
 def told(prompt: Prompt, observation: str) -> Prompt:
-    """Join a task's prompt and the first observation into the agent's first prompt.
-
-    In a conversation both are one user message, since many chat templates refuse two in a row.
-    """
+    """Join a task's prompt and the first observation into the agent's first prompt."""
     if isinstance(prompt, str):
         return "\n".join(filter(None, (prompt, observation)))
-    *before, last = prompt
-    if last["role"] != "user":
-        return (*prompt, Message(role="user", content=observation))
-    return (*before, Message(role="user", content=f"{last['content']}\n\n{observation}"))
+    return appended(prompt, observation) if prompt[-1]["role"] == "user" else (*prompt, *messages_of(observation))
 
 
 def _class_at(spec: str) -> Callable[..., Environment]:

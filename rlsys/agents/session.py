@@ -8,15 +8,18 @@ share of the rest, so that the limit of one agent does not depend on the speed o
 from __future__ import annotations
 
 import asyncio
+import math
 import re
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from contextvars import Context as TaskContext
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from rlsys.agents.agent import Agent, AgentStopped, BudgetSpent, Context, Policy
+from pydantic import PositiveInt
+
+from rlsys.agents.agent import Agent, AgentStopped, Context, Policy, messages_of
 from rlsys.agents.environment import Environment
 from rlsys.agents.tool_calls import Call
 from rlsys.agents.tools import Toolbox, ToolResult
@@ -33,46 +36,39 @@ _UNSHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 """Control characters and unpaired surrogates."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Limits of one episode; None: unlimited."""
+    """Limits of one episode. A `Workflow` is a budget: these are fields of every workflow."""
 
-    max_turns: int | None = None
-    """Limit for each agent."""
-    max_tokens: int | None = None
-    """Sampled tokens, over all agents."""
-    max_tool_calls: int | None = None
-    """Tool calls, over all agents."""
-    max_calls_per_turn: int | None = None
-    """Tool calls of one reply that are run; the rest are refused."""
+    max_turns: PositiveInt = 64
+    """Turns of each agent; one more ends the episode as truncated."""
+    max_episode_tokens: PositiveInt | None = None
+    """Sampled tokens of an episode, over all agents; None: unlimited. The last turn is cut to fit. Agents that run in
+    parallel get equal shares of the rest."""
+    max_tool_calls: PositiveInt | None = None
+    """Tool calls of an episode, over all agents; None: unlimited. More calls end the episode as truncated. Parallel
+    agents get equal shares of the rest."""
+    max_calls_per_turn: PositiveInt = 32
+    """Tool calls of one reply that are run; the rest are refused, with a result that says so."""
 
 
 @dataclass
 class Purse:
-    """Remaining part of a budget, or of a share; None: unlimited."""
+    """Remaining part of a budget, or of a share; infinite if it is unlimited."""
 
-    tokens: int | None
-    calls: int | None
+    tokens: float
+    calls: float
     num_sequential: int = 0
     """Tokens sampled one after the other from this purse. Of parallel shares, only the largest number counts."""
 
     def take_tokens(self, num: int) -> int:
         """Take up to `num` tokens, and return the number taken; 0 if none is left."""
-        if self.tokens is None:
-            return num
-        taken = min(num, self.tokens)
+        taken = int(min(num, self.tokens))
         self.tokens -= taken
         return taken
 
-    def give_tokens(self, num: int) -> None:
-        """Return unused tokens."""
-        if self.tokens is not None:
-            self.tokens += num
-
     def take_calls(self, num: int) -> bool:
         """Take all of `num` calls, or none if fewer are left. Returns True if taken."""
-        if self.calls is None:
-            return True
         if num > self.calls:
             return False
         self.calls -= num
@@ -86,19 +82,19 @@ class Purse:
 
     def join(self, shares: Sequence[Purse]) -> None:
         """Take back the rest of the shares, and empty them."""
-        self._set(sum(share.tokens or 0 for share in shares), sum(share.calls or 0 for share in shares))
+        self._set(sum(share.tokens for share in shares), sum(share.calls for share in shares))
         self.num_sequential += max(share.num_sequential for share in shares)
         for share in shares:
             share._set(0, 0)
 
-    def _set(self, tokens: int, calls: int) -> None:
-        self.tokens = None if self.tokens is None else tokens
-        self.calls = None if self.calls is None else calls
+    def _set(self, tokens: float, calls: float) -> None:
+        self.tokens = self.tokens if self.tokens == math.inf else tokens
+        self.calls = self.calls if self.calls == math.inf else calls
 
 
-def _shares(amount: int | None, num: int) -> list[int | None]:
-    if amount is None:
-        return [None] * num
+def _shares(amount: float, num: int) -> list[float]:
+    if amount == math.inf:
+        return [amount] * num
     each, over = divmod(amount, num)
     return [each + (number < over) for number in range(num)]
 
@@ -124,7 +120,7 @@ class Session:
     episode_index: int = 0
     bindings: Mapping[str, str] = field(default_factory=dict)
     """Agent name -> policy name. An unlisted agent uses the policy of the same name, or the only policy."""
-    budget: Budget = field(default_factory=Budget)
+    budget: Budget = Budget()
     agents: list[Agent] = field(default_factory=list)
     """Agents in order of creation; the first is the root."""
     log: list[Said] = field(default_factory=list)
@@ -135,12 +131,11 @@ class Session:
     """Tool calls so far, over all agents."""
     _num_entered: dict[tuple[int, ...], int] = field(default_factory=dict)
     """Number of environments entered so far, by the path of their agent."""
-    _speaking: dict[asyncio.Task[Any], asyncio.Future[None]] = field(default_factory=dict)
-    """Tasks with a request in progress -> a future that is set when the request has ended."""
-    _is_over: bool = False
+    is_over: bool = False
+    """True once no agent may be asked any more."""
 
     def __post_init__(self) -> None:
-        self._purse = Purse(self.budget.max_tokens, self.budget.max_tool_calls)
+        self._purse = Purse(self.budget.max_episode_tokens or math.inf, self.budget.max_tool_calls or math.inf)
 
     def agent(self, name: str, *, system: str | None = None, parent: Agent | None = None) -> Agent:
         """Create an agent with a new context, opened by the system message if one is given.
@@ -230,17 +225,7 @@ class Session:
     def note(self, agent: Agent, role: str, prompt: Prompt) -> None:
         """Add a prompt to the transcript; `role` applies to plain text."""
         who = f"{agent.name}#{agent.number}" if agent.path else agent.name
-        messages = (Message(role=role, content=prompt),) if isinstance(prompt, str) else prompt
-        self.log += [Said(who, message["role"], message["content"]) for message in messages]
-
-    def count_tool_calls(self, num: int, agent: Agent) -> None:
-        """Take `num` calls from the budget. Raises `BudgetSpent` if fewer are left."""
-        if not self.purse.take_calls(num):
-            agent.is_cut = True
-            most = self.budget.max_tool_calls
-            what = f"more than the {most} tool calls of the episode (max_tool_calls), or its share of them"
-            raise BudgetSpent(f"{agent.name} asked for {what}")
-        self.num_tool_calls += num
+        self.log += [Said(who, message["role"], message["content"]) for message in messages_of(prompt, role)]
 
     async def run_calls(self, calls: Sequence[Call], tools: Toolbox) -> list[ToolResult]:
         """Run calls in parallel, each with a share of the remaining budget, since a call may run agents."""
@@ -249,30 +234,16 @@ class Session:
         results = await self._side_by_side([tools.run([call]) for call in calls])
         return [result for (result,) in results]
 
-    @contextmanager
-    def speaking(self, agent: Agent) -> Iterator[None]:
-        """Register the current task while the agent has a request, for `close`. Raises `RuntimeError` after `close`."""
-        if self._is_over:
-            raise RuntimeError(f"agent {agent.name!r} is asked after its session ended: await all work in `run`")
-        task = asyncio.current_task()
-        assert task is not None
-        ended = self._speaking[task] = asyncio.get_running_loop().create_future()
-        try:
-            yield
-        finally:
-            del self._speaking[task]
-            ended.set_result(None)
-
     async def close(self) -> None:
         """Refuse further requests, and cancel the tasks with a request in progress.
 
         Waits for those requests; unblocked as the policy ends them.
         """
-        self._is_over = True
-        if speaking := dict(self._speaking):
-            for task in speaking:
+        self.is_over = True
+        if requests := [agent.request for agent in self.agents if agent.request]:
+            for task, _ in requests:
                 task.cancel()
-            await asyncio.wait(speaking.values())
+            await asyncio.wait([ended for _, ended in requests])
 
     async def _side_by_side(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         """Run work in parallel, and return the results in order. The first error cancels the rest, and is raised as is.

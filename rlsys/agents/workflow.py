@@ -20,8 +20,6 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pydantic import PositiveInt
-
 from rlsys.agents import session as sessions
 from rlsys.agents.agent import Agent, AgentStopped, BudgetSpent, ContextFull, Policy, Reply
 from rlsys.agents.session import Budget, Session
@@ -35,22 +33,11 @@ _SHOWN_MESSAGES = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workflow:
+class Workflow(Budget):
     """Base class of workflows: implement `run`. One instance serves many sessions at once, so keep state in locals.
 
     A subclass with new fields is also a frozen keyword-only dataclass; a subclass without them needs no decorator.
     """
-
-    max_turns: PositiveInt = 64
-    """Turns of each agent; one more ends the episode as truncated."""
-    max_episode_tokens: PositiveInt | None = None
-    """Sampled tokens of an episode, over all agents; None: unlimited. The last turn is cut to fit. Agents that run in
-    parallel get equal shares of the rest."""
-    max_tool_calls: PositiveInt | None = None
-    """Tool calls of an episode, over all agents; None: unlimited. More calls end the episode as truncated. Parallel
-    agents get equal shares of the rest."""
-    max_calls_per_turn: PositiveInt = 32
-    """Tool calls of one reply that are run; the rest are refused, with a result that says so."""
 
     async def run(self, session: Session) -> None:
         """Play one episode: create agents, chat. Exceptions other than `AgentStopped` and `ToolError` end the run."""
@@ -71,8 +58,7 @@ class Workflow:
         self, task: Task, policies: Mapping[str, Policy], seed: int, episode_index: int, bindings: Mapping[str, str]
     ) -> Session:
         """Create a session for one episode, with this workflow's budget."""
-        budget = Budget(self.max_turns, self.max_episode_tokens, self.max_tool_calls, self.max_calls_per_turn)
-        return Session(task, policies, seed, episode_index, bindings, budget)
+        return Session(task, policies, seed, episode_index, bindings, budget=self)
 
     async def play(self, session: Session) -> Episode:
         """Run the workflow in a session, and return its episode. Requests still in progress at the end are cancelled.

@@ -11,6 +11,7 @@ from typing import Annotated, TypeVar, cast
 
 from pydantic import AfterValidator, ValidationError
 
+from rlsys.agents.agent import appended, messages_of
 from rlsys.agents.tools import Answered, Tool, Toolbox, tool
 from rlsys.agents.workflow import Session, Workflow
 from rlsys.types import Json, Message, Prompt
@@ -113,12 +114,9 @@ def _nothing() -> None:
 def opened(system: str, prompt: Prompt, then: str = "") -> tuple[Message, ...]:
     """Build the first messages of a conversation.
 
-    A system message at the start of `prompt` is appended to `system`, and `then` to the last message: chat templates
-    refuse two messages of one role in a row.
+    A system message before others in `prompt` is appended to `system`, and `then` to the last message.
     """
-    *before, last = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
-    if before and before[0]["role"] == "system":
-        system, before = f"{system}\n\n{before[0]['content']}", before[1:]
-    if then:
-        last = Message(role=last["role"], content=f"{last['content']}\n\n{then}")
-    return (Message(role="system", content=system), *before, last)
+    first, messages = messages_of(system, "system"), messages_of(prompt)
+    if len(messages) > 1 and messages[0]["role"] == "system":
+        first, messages = appended(first, messages[0]["content"]), messages[1:]
+    return first + (appended(messages, then) if then else messages)

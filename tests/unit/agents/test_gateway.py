@@ -440,7 +440,7 @@ def test_a_budget_that_is_spent_is_refused():
             await here.chat(user("b"))
         return error.value.code
 
-    assert served(session_of(count_up, Budget(max_tokens=5)), scenario) == "budget_spent"
+    assert served(session_of(count_up, Budget(max_episode_tokens=5)), scenario) == "budget_spent"
 
 
 def test_messages_refused_by_the_template_give_a_client_error():

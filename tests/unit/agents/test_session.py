@@ -641,9 +641,9 @@ async def crowd(session: Session) -> None:
 @settings(deadline=None, max_examples=30)
 @given(DELAYS, st.integers(1, 250))
 def test_concurrent_agents_spend_exactly_the_budget_at_any_speed(delays: dict[str, int], most: int):
-    session = paced(crowd, Budget(max_tokens=most), **delays)
+    session = paced(crowd, Budget(max_episode_tokens=most), **delays)
     assert session.num_sampled == most
-    assert session.episode() == paced(crowd, Budget(max_tokens=most)).episode()
+    assert session.episode() == paced(crowd, Budget(max_episode_tokens=most)).episode()
 
 
 def test_what_subagents_leave_of_their_shares_is_common_again():
@@ -652,7 +652,7 @@ def test_what_subagents_leave_of_their_shares_is_common_again():
         await session.gather(*(session.agent("helper", parent=lead).chat("a") for _ in range(2)))
         await lead.chat("b")
 
-    lead, *helpers = paced(play, Budget(max_tokens=60)).episode().trajectories
+    lead, *helpers = paced(play, Budget(max_episode_tokens=60)).episode().trajectories
     assert [t.turns[0].sampling.max_new_tokens for t in (*helpers, lead)] == [30, 30, 40]
 
 
@@ -661,9 +661,24 @@ def test_the_budget_covers_asyncio_tasks_started_by_a_workflow():
         agents = [session.agent("policy") for _ in range(10)]
         await asyncio.gather(*(agent.chat("a") for agent in agents), return_exceptions=True)
 
-    session = Session(TASK, {"policy": Paced(lambda prompt: "x" * 40, max_new_tokens=30)}, 1, 0, {}, Budget(None, 100))
+    session = Session(
+        TASK, {"policy": Paced(lambda prompt: "x" * 40, max_new_tokens=30)}, 1, 0, {}, Budget(max_episode_tokens=100)
+    )
     asyncio.run(play(session))
     assert [len(agent.turns[0].output_ids) for agent in session.agents if agent.turns] == [30, 30, 30, 10]
+
+
+def test_an_agent_beside_a_gather_stays_unlimited():
+    async def play(session: Session) -> None:
+        lead, helper, beside = (session.agent("policy") for _ in range(3))
+        gathered = asyncio.create_task(session.gather(lead.chat("a"), helper.chat("a")))
+        await asyncio.sleep(0)
+        await beside.chat("a")
+        await gathered
+
+    session = Session(TASK, {"policy": Paced(lambda prompt: "x", max_new_tokens=30)}, 1)
+    asyncio.run(play(session))
+    assert [len(agent.turns) for agent in session.agents] == [1, 1, 1]
 
 
 def test_concurrent_tool_calls_spend_the_budget_at_any_speed():
@@ -695,7 +710,9 @@ def test_two_delegating_calls_of_one_reply_share_the_budget():
         await lead.answer(reply.calls, Toolbox(delegate))
 
     said = called("delegate", "delegate")
-    session = Session(TASK, {"policy": ScriptedPolicy(lambda prompt: said)}, 1, 0, {}, Budget(None, len(said) + 20))
+    session = Session(
+        TASK, {"policy": ScriptedPolicy(lambda prompt: said)}, 1, 0, {}, Budget(max_episode_tokens=len(said) + 20)
+    )
     asyncio.run(play(session))
     assert [len(agent.turns[0].output_ids) for agent in session.agents[1:]] == [10, 10]
 
