@@ -9,8 +9,9 @@ them.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, Literal, NoReturn
 
 import orjson
@@ -49,107 +50,6 @@ class Refused(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-@dataclass(frozen=True, slots=True)
-class ChatRequest:
-    """Request for one reply."""
-
-    model: str
-    """Name of the requested agent."""
-    messages: tuple[Message, ...]
-    tools: Toolbox
-    """The client's tools, which the client runs."""
-    may_call: bool
-    """True if calls in the reply are parsed. Without tools, or with `tool_choice: none`, they stay text."""
-    max_new_tokens: int | None
-    """The client's limit, if any; the run's limit also applies."""
-    is_streamed: bool
-    wants_usage: bool
-    """True if a stream ends with the usage; a reply that is not streamed always has it."""
-    wants_logprobs: bool
-
-
-def read_request(body: bytes) -> ChatRequest:
-    """Parse and check the body. Raises `Refused` with status 400, which names every invalid field."""
-    try:
-        asked = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise Refused(400, f"the body is not JSON: {error}") from None
-    if not isinstance(asked, dict):
-        raise Refused(400, "the body is not a JSON object")
-    try:
-        return _BODY.validate_python(asked).request()
-    except ValidationError as error:
-        raise _refusal(error) from None
-    except (ValueError, orjson.JSONEncodeError) as error:  # two tools of the same name, or nested too deeply
-        raise Refused(400, str(error), param="tools") from None
-
-
-@dataclass(frozen=True, slots=True)
-class ChatReply:
-    """Turn in the form that the client receives: one JSON object, or server-sent events."""
-
-    id: str
-    model: str
-    turn: Turn
-    message: Message
-    wants_logprobs: bool
-
-    def whole(self) -> bytes:
-        """Return the body of a reply that is not streamed."""
-        told: dict[str, Json] = {"role": "assistant", "content": self.message["content"] or None, "refusal": None}
-        if calls := self.message.get("tool_calls"):
-            told["tool_calls"] = calls
-        choice = {"index": 0, "message": told, "finish_reason": self.finish, "logprobs": self._logprobs()}
-        return orjson.dumps(self._named("chat.completion", [choice], {"usage": self._usage()}))
-
-    def events(self, *, wants_usage: bool) -> bytes:
-        """Return the body of a stream: role, content, calls, finish reason, and the usage if requested."""
-        return b"".join([*(b"data: %b\n\n" % event for event in self._events(wants_usage)), b"data: [DONE]\n\n"])
-
-    @property
-    def finish(self) -> str:
-        """OpenAI's reason: `length` even if calls were parsed, since the reply may be incomplete."""
-        return "tool_calls" if self.turn.finish == "stop" and "tool_calls" in self.message else self.turn.finish
-
-    def _events(self, wants_usage: bool) -> Iterator[bytes]:
-        usage = {"usage": None} if wants_usage else {}
-        content, calls = self.message["content"], self.message.get("tool_calls", [])
-        deltas: list[dict[str, Json]] = [{"role": "assistant", "content": ""}]
-        if content:
-            deltas.append({"content": content})
-        for index, call in enumerate(calls):
-            assert isinstance(call, dict)
-            deltas.append({"tool_calls": [{"index": index, **call}]})
-        for delta in deltas:
-            choice = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}
-            yield orjson.dumps(self._named("chat.completion.chunk", [choice], usage))
-        last = {"index": 0, "delta": {}, "finish_reason": self.finish, "logprobs": self._logprobs()}
-        yield orjson.dumps(self._named("chat.completion.chunk", [last], usage))
-        if wants_usage:
-            yield orjson.dumps(self._named("chat.completion.chunk", [], {"usage": self._usage()}))
-
-    def _named(
-        self, kind: str, choices: Sequence[Mapping[str, object]], more: Mapping[str, object]
-    ) -> dict[str, object]:
-        head = {"id": self.id, "object": kind, "created": int(time.time()), "model": self.model}
-        return {**head, "choices": choices, **more}
-
-    def _usage(self) -> dict[str, int]:
-        asked, said = len(self.turn.prompt_ids), len(self.turn.output_ids)
-        return {"prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said}
-
-    def _logprobs(self) -> dict[str, object] | None:
-        """Logprobs of all tokens, by token id: `token_id:42`, as in vLLM, since one token may not be valid text."""
-        if not self.wants_logprobs:
-            return None
-        tokens = zip(self.turn.output_ids, self.turn.logprobs, strict=True)
-        told = [{"token": f"token_id:{id_}", "logprob": p, "bytes": None, "top_logprobs": []} for id_, p in tokens]
-        return {"content": told, "refusal": None}
-
-
-# ------------------------------------------------------------------------------------------------- the form of the body
-
-
 class _Lenient(BaseModel):
     """Base of the body's models; ignores unknown fields."""
 
@@ -159,6 +59,9 @@ class _Lenient(BaseModel):
 class _TextPart(_Lenient):
     type: Literal["text"]
     text: str
+
+
+_PARTS = TypeAdapter(list[_TextPart])
 
 
 def _as_text(content: object) -> object:
@@ -197,6 +100,13 @@ class _Said(_Lenient):
         return message
 
 
+_NO_PARAMETERS: Mapping[str, Json] = {"type": "object", "properties": {}}
+
+
+def _run_by_the_client() -> NoReturn:
+    raise NotImplementedError("the client runs its tools itself")
+
+
 class _Function(_Lenient):
     name: str
     description: str | None = ""
@@ -209,7 +119,6 @@ class _Tool(_Lenient):
 
     def tool(self) -> Tool:
         about = self.function
-        orjson.dumps(about.parameters)  # raises if nested too deeply
         return Tool(about.name, about.description or "", about.parameters or _NO_PARAMETERS, _run_by_the_client)
 
 
@@ -224,8 +133,11 @@ class _ResponseFormat(_Lenient):
 _Limit = Annotated[int, Field(ge=1)]
 
 
-class _Body(_Lenient):
+class ChatRequest(_Lenient):
+    """Body of a request for one reply."""
+
     model: str
+    """Name of the requested agent."""
     messages: Annotated[tuple[_Said, ...], Field(min_length=1)]
     tools: tuple[_Tool, ...] | None = None
     tool_choice: Literal["auto", "none"] | None = None
@@ -248,27 +160,44 @@ class _Body(_Lenient):
             raise ValueError("; ".join(f"`{key}` is not supported: {why}" for key, why in asked.items()))
         return body
 
-    def request(self) -> ChatRequest:
+    @cached_property
+    def prompt(self) -> tuple[Message, ...]:
+        """The messages as an agent's prompt."""
+        return tuple(said.message() for said in self.messages)
+
+    @cached_property
+    def toolbox(self) -> Toolbox:
+        """The client's tools, which the client runs. Raises `ValueError` for two of the same name."""
+        return Toolbox(*(each.tool() for each in self.tools or ()))
+
+    @property
+    def may_call(self) -> bool:
+        """True if calls in the reply are parsed. Without tools, or with `tool_choice: none`, they stay text."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """The client's limit, if any; the run's limit also applies."""
         limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
-        return ChatRequest(
-            model=self.model,
-            messages=tuple(said.message() for said in self.messages),
-            tools=Toolbox(*(each.tool() for each in self.tools or ())),
-            may_call=bool(self.tools) and self.tool_choice != "none",
-            max_new_tokens=min(limits, default=None),
-            is_streamed=bool(self.stream),
-            wants_usage=self.stream_options is not None and self.stream_options.include_usage,
-            wants_logprobs=bool(self.logprobs),
-        )
+        return min(limits, default=None)
 
 
-def _run_by_the_client() -> NoReturn:
-    raise NotImplementedError("the client runs its tools itself")
-
-
-_NO_PARAMETERS: Mapping[str, Json] = {"type": "object", "properties": {}}
-_BODY = TypeAdapter(_Body)
-_PARTS = TypeAdapter(list[_TextPart])
+def read_request(body: bytes) -> ChatRequest:
+    """Parse and check the body. Raises `Refused` with status 400, which names every invalid field."""
+    try:
+        asked = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise Refused(400, f"the body is not JSON: {error}") from None
+    if not isinstance(asked, dict):
+        raise Refused(400, "the body is not a JSON object")
+    try:
+        request = ChatRequest.model_validate(asked)
+        orjson.dumps([tool.parameters for tool in request.toolbox.tools.values()])
+    except ValidationError as error:
+        raise _refusal(error) from None
+    except (ValueError, orjson.JSONEncodeError) as error:  # two tools of the same name, or nested too deeply
+        raise Refused(400, str(error), param="tools") from None
+    return request
 
 
 def _refusal(error: ValidationError) -> Refused:
@@ -276,3 +205,62 @@ def _refusal(error: ValidationError) -> Refused:
     places = [".".join(map(str, problem["loc"])) for problem in problems]
     texts = [f"{place}: {p['msg']}" if place else p["msg"] for place, p in zip(places, problems, strict=True)]
     return Refused(400, "; ".join(texts), param=places[0] or None)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatReply:
+    """Turn in the form that the client receives: one JSON object, or server-sent events."""
+
+    id: str
+    asked: ChatRequest
+    turn: Turn
+    message: Message
+
+    def whole(self) -> bytes:
+        """Return the body of a reply that is not streamed."""
+        told: dict[str, Json] = {"role": "assistant", "content": self.message["content"] or None, "refusal": None}
+        if calls := self.message.get("tool_calls"):
+            told["tool_calls"] = calls
+        choice = {"index": 0, "message": told, "finish_reason": self._finish, "logprobs": self._logprobs()}
+        return self._named("chat.completion", [choice], usage=self._usage())
+
+    def events(self) -> bytes:
+        """Return the body of a stream: role, content, calls, finish reason, and the usage if requested."""
+        options = self.asked.stream_options
+        wants_usage = options is not None and options.include_usage
+        deltas: list[dict[str, Json]] = [{"role": "assistant", "content": ""}]
+        if content := self.message["content"]:
+            deltas.append({"content": content})
+        for index, call in enumerate(self.message.get("tool_calls", [])):
+            assert isinstance(call, dict)
+            deltas.append({"tool_calls": [{"index": index, **call}]})
+        choices: list[dict[str, object]] = [
+            {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None} for delta in deltas
+        ]
+        choices.append({"index": 0, "delta": {}, "finish_reason": self._finish, "logprobs": self._logprobs()})
+        usage = {"usage": None} if wants_usage else {}
+        events = [self._named("chat.completion.chunk", [choice], **usage) for choice in choices]
+        if wants_usage:
+            events.append(self._named("chat.completion.chunk", [], usage=self._usage()))
+        return b"".join([*(b"data: %b\n\n" % event for event in events), b"data: [DONE]\n\n"])
+
+    @property
+    def _finish(self) -> str:
+        """OpenAI's reason: `length` even if calls were parsed, since the reply may be incomplete."""
+        return "tool_calls" if self.turn.finish == "stop" and "tool_calls" in self.message else self.turn.finish
+
+    def _named(self, kind: str, choices: Sequence[Mapping[str, object]], **more: object) -> bytes:
+        head = {"id": self.id, "object": kind, "created": int(time.time()), "model": self.asked.model}
+        return orjson.dumps({**head, "choices": choices, **more})
+
+    def _usage(self) -> dict[str, int]:
+        asked, said = len(self.turn.prompt_ids), len(self.turn.output_ids)
+        return {"prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said}
+
+    def _logprobs(self) -> dict[str, object] | None:
+        """Logprobs of all tokens, by token id: `token_id:42`, as in vLLM, since one token may not be valid text."""
+        if not self.asked.logprobs:
+            return None
+        tokens = zip(self.turn.output_ids, self.turn.logprobs, strict=True)
+        told = [{"token": f"token_id:{id_}", "logprob": p, "bytes": None, "top_logprobs": []} for id_, p in tokens]
+        return {"content": told, "refusal": None}

@@ -65,9 +65,9 @@ class Conversations:
         """
         place, num_said = self._place(asked)
         agent = self._speaker(place, asked)
-        new = asked.messages[num_said:]
+        new = asked.prompt[num_said:]
         try:
-            reply = await agent.act(new or None, asked.tools, max_new_tokens=asked.max_new_tokens)
+            reply = await agent.act(new or None, asked.toolbox, max_new_tokens=asked.max_new_tokens)
         except BaseException:
             place.idle.append(agent)
             raise
@@ -80,13 +80,13 @@ class Conversations:
         place.idle.append(agent)
         place.said_by = (agent, agent.context)
         self.last_speaker = agent
-        return ChatReply(f"chatcmpl-{agent.index}-{number}", asked.model, agent.turns[-1], said, asked.wants_logprobs)
+        return ChatReply(f"chatcmpl-{agent.index}-{number}", asked, agent.turns[-1], said)
 
     def _place(self, asked: ChatRequest) -> tuple[_Node, int]:
         """Find the deepest node that the request extends, and the number of its messages up to there."""
         root = node = self._roots.setdefault(asked.model, _Node())
         found, num_said = root, 0
-        for number, message in enumerate(asked.messages, 1):
+        for number, message in enumerate(asked.prompt, 1):
             if (node := node.after.get(_key(message))) is None:
                 break
             if node.is_reached:

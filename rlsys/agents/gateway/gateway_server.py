@@ -218,9 +218,9 @@ class Gateway:
         endpoint = self._endpoint(request)
         asked = read_request(await request.read())
         reply = await endpoint.reply(asked)
-        if not asked.is_streamed:
-            return web.Response(body=reply.whole(), content_type="application/json")
-        return web.Response(body=reply.events(wants_usage=asked.wants_usage), content_type="text/event-stream")
+        if asked.stream:
+            return web.Response(body=reply.events(), content_type="text/event-stream")
+        return web.Response(body=reply.whole(), content_type="application/json")
 
     async def _models(self, request: web.Request) -> web.Response:
         models = [_model_object(name) for name in self._endpoint(request).models]
