@@ -42,9 +42,6 @@ async def openenv_server(fault: str = "") -> AsyncIterator[str]:
             elif kind == "reset":
                 opening = await world.reset(Task(id="t", prompt=""), data["seed"])
                 await connection.send(_observation(Step(opening)))
-            elif kind == "state":
-                state = {"episode_id": "e", "step_count": 20 - world.tries}
-                await connection.send(json.dumps({"type": "state", "data": state}))
             elif set(data) != {"guess"}:
                 await connection.send(_error("VALIDATION_ERROR", "guess: Field required"))
             else:

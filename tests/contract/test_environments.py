@@ -269,19 +269,6 @@ def test_an_answer_nested_too_deeply_is_the_servers_fault():
         asyncio.run(openenv("deep", "1"))
 
 
-def test_the_state_of_a_session_can_be_asked_for():
-    async def script() -> object:
-        async with openenv_server() as url:
-            world = OpenEnv(url, action="guess")
-            await world.reset(PLAIN, 3)
-            await world.step("0")
-            state = await world.state()
-            await world.close()
-            return state
-
-    assert asyncio.run(script()) == {"episode_id": "e", "step_count": 1}
-
-
 # ------------------------------------------------------------------------------------------------------------------ MCP
 
 

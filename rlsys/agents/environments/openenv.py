@@ -2,7 +2,7 @@
 
     workflow: {type: play, environment: "openenv:http://127.0.0.1:8000", args: {action: message}}
 
-The protocol: the client sends `{"type": "reset" | "step" | "state" | "close", "data": {...}}`, where the data of `step`
+The protocol: the client sends `{"type": "reset" | "step" | "close", "data": {...}}`, where the data of `step`
 are the action; the server answers `{"type": "observation", "data": {"observation": {...}, "reward": 1.0,
 "done": false}}`, or `{"type": "error", "data": {"message": "...", "code": "..."}}`.
 
@@ -64,10 +64,6 @@ class OpenEnv(Environment):
         reward = data.get("reward")
         return Step(_written(data), None if reward is None else float(reward), bool(data.get("done", False)))
 
-    async def state(self) -> Mapping[str, Json]:
-        """Return the session's state: its id, the number of steps, and more."""
-        return await self._asked("state", None)
-
     async def close(self) -> None:
         """End the session. A connection that is already lost is not an error."""
         if self._connection is None:
@@ -79,12 +75,11 @@ class OpenEnv(Environment):
         finally:
             await self._connection.close()
 
-    async def _asked(self, what: str, data: Mapping[str, Json] | None) -> dict[str, Any]:
+    async def _asked(self, what: str, data: Mapping[str, Json]) -> dict[str, Any]:
         """Send a message, and return the data of the answer. Raises `ToolError` if there is none, `_Refused` for an
         invalid action."""
-        message = {"type": what} if data is None else {"type": what, "data": data}
         try:
-            await self._connection.send(json.dumps(message))
+            await self._connection.send(json.dumps({"type": what, "data": data}))
             answer = STRICT_JSON.decode(await self._connection.recv(decode=True))
             kind, given = answer["type"], dict(answer["data"])
         except (self._errors, ValueError, KeyError, TypeError, RecursionError) as error:
