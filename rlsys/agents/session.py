@@ -30,8 +30,8 @@ from rlsys.util.seeds import environment_seed
 T = TypeVar("T")
 E = TypeVar("E", bound=Environment)
 
-_SHOWN_CHARS = 1000
-"""Longest message in a transcript."""
+_SHOWN_CHARS, _SHOWN_MESSAGES = 1000, 20
+"""Longest message in a transcript, and the number of messages."""
 _UNSHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 """Control characters and unpaired surrogates."""
 
@@ -190,9 +190,9 @@ class Session:
         trajectories = tuple(map(Agent.trajectory, agents, parents))
         return Episode(trajectories, self.num_tool_calls, self.num_sequential)
 
-    def transcript(self, last: int | None = None) -> str:
+    def transcript(self) -> str:
         """Return the last messages as text for people, long messages cut."""
-        shown = self.log if last is None else self.log[-last:]
+        shown = self.log[-_SHOWN_MESSAGES:]
         lines = [shown_line(line, _SHOWN_CHARS) for line in shown]
         left_out = len(self.log) - len(shown)
         return "\n".join([f"... {left_out} messages before", *lines] if left_out else lines)

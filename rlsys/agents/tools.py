@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, TypeAlias, cast, get_type_hints
@@ -73,6 +73,9 @@ class Tool:
     """Longest result, in characters; the rest is cut off with a note."""
     arguments: type[BaseModel] | None = None
     """Model that validates the arguments before the call; None passes them unchanged."""
+    is_move: bool = False
+    """True for an async function that is part of a workflow, such as starting subagents. It has no deadline, since it
+    may sample, and its exceptions are raised: a bug, or an `AgentStopped`."""
 
     @property
     def schema(self) -> ToolSchema:
@@ -142,7 +145,7 @@ class Toolbox:
     async def run(self, calls: Sequence[Call]) -> list[ToolResult]:
         """Run calls in parallel, each with the deadline of its tool, and return their results in order.
 
-        Raises only `RlsysError` and cancellation, which also reaches the tools.
+        Raises only `RlsysError`, exceptions of moves, and cancellation, which also reaches the tools.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -163,13 +166,21 @@ class Toolbox:
         return ToolResult(shown, outcome, time.monotonic() - start_s, is_cut)
 
     async def _answer(self, tool: Tool, arguments: Mapping[str, Json]) -> tuple[str, Answered]:
-        """Run a tool within its deadline, and return its result as uncut text, and the outcome. Raises `RlsysError`."""
-        deadline = asyncio.timeout(tool.timeout_s)
+        """Run a tool within its deadline, and return its result as uncut text, and the outcome.
+
+        Raises `RlsysError`, and any exception of a move.
+        """
+        deadline, function = asyncio.timeout(tool.timeout_s), tool.function
+        is_async = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
+        room = _threads.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_THREADS))
         try:
             given = tool.validated(arguments)
-            async with _room(tool.function), deadline:
-                value = await _value(tool.function, given)
-            return (value if isinstance(value, str) else to_json(value, fallback=str).decode()), "ok"
+            if not tool.is_move:
+                async with nullcontext() if is_async else room, deadline:
+                    value = function(**given) if is_async else await in_thread(function, given)
+                    if inspect.isawaitable(value):
+                        value = await value
+                return (value if isinstance(value, str) else to_json(value, fallback=str).decode()), "ok"
         except RlsysError:
             raise
         except ValidationError as error:
@@ -183,6 +194,7 @@ class Toolbox:
             if deadline.expired():
                 return f"{tool.name} took longer than its {tool.timeout_s:g} s", "timeout"
             return f"{type(error).__name__}: {error}", "error"
+        return await cast("Callable[..., Awaitable[str]]", function)(**given), "ok"
 
     def _unknown(self, name: str) -> str:
         close = difflib.get_close_matches(name, self.tools, n=1)
@@ -197,23 +209,7 @@ MAX_HANGING = 64
 """Threads of sync tools past their deadline, in one process, at which further calls of sync tools fail."""
 _overdue: set[threading.Thread] = set()
 _threads: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
-
-
-def _is_async(function: Callable[..., object]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
-
-
-def _room(function: Callable[..., object]) -> AbstractAsyncContextManager[object]:
-    """Acquire a thread slot if the function is sync. Waits for one of `MAX_THREADS` calls; unblocked at the latest by
-    its deadline."""
-    if _is_async(function):
-        return nullcontext()
-    return _threads.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_THREADS))
-
-
-async def _value(function: Callable[..., object], arguments: Mapping[str, object]) -> object:
-    value = function(**arguments) if _is_async(function) else await in_thread(function, arguments)
-    return await cast("Awaitable[object]", value) if inspect.isawaitable(value) else value
+"""Slots for threads, by event loop. A call waits for one; unblocked at the latest by another call's deadline."""
 
 
 async def in_thread(function: Callable[..., Any], arguments: Mapping[str, object]) -> Any:  # noqa: ANN401

@@ -28,9 +28,6 @@ from rlsys.types import POLICY, Episode, Task, Trajectory, failed
 
 __all__ = ["Agent", "AgentStopped", "BudgetSpent", "ContextFull", "Reply", "Session", "SingleTurn", "Workflow", "play"]
 
-_SHOWN_MESSAGES = 20
-"""Messages of the transcript in the report of a bug."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Workflow(Budget):
@@ -118,5 +115,5 @@ def _report_of(error: BaseException, session: Session) -> str:
     own = frames[max(ours, default=0) :]
     parts = [f"{type(error).__name__}: {error}", "".join(traceback.format_list(own))]
     if session.log:
-        parts.append(f"what was said:\n{session.transcript(_SHOWN_MESSAGES)}")
+        parts.append(f"what was said:\n{session.transcript()}")
     return "\n".join(part.rstrip() for part in parts if part)

@@ -17,7 +17,7 @@ from pydantic import PositiveInt
 from rlsys.agents.tool_calls import spoken
 from rlsys.agents.tools import Toolbox
 from rlsys.agents.workflow import Agent, Session, Workflow
-from rlsys.agents.workflows.tool_use import Moves, ToolNames, opened, toolbox_of
+from rlsys.agents.workflows.tool_use import ToolNames, move, opened, toolbox_of
 from rlsys.errors import ToolError
 
 LEAD = (
@@ -64,7 +64,7 @@ class LeadSubagents(Workflow):
             return self.report(await self.delegate(session, lead, tasks))
 
         prompt = opened(self.lead_system, session.task.prompt)
-        await lead.use(prompt, Moves(delegate), max_turns=self.max_lead_turns)
+        await lead.use(prompt, Toolbox(move(delegate)), max_turns=self.max_lead_turns)
 
     async def delegate(self, session: Session, lead: Agent, tasks: Sequence[str]) -> list[str]:
         """Run a subagent per task, and return each final reply, or the reason why there is none."""

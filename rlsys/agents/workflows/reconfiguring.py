@@ -13,7 +13,7 @@ from pydantic import PositiveInt
 
 from rlsys.agents.tools import Toolbox
 from rlsys.agents.workflow import Session
-from rlsys.agents.workflows.tool_use import Moves, ToolUse, opened
+from rlsys.agents.workflows.tool_use import ToolUse, move, opened
 from rlsys.types import Prompt
 
 EXECUTOR = (
@@ -82,10 +82,10 @@ class Executor:
         self.every, self.is_over = every, False
         self.stage = Configuration(tools=tuple(every.tools))
 
-    def moves(self) -> Moves:
+    def moves(self) -> Toolbox:
         """Tools of the current stage."""
-        others = Toolbox(*map(self.every.tools.__getitem__, self.stage.tools))
-        return Moves(self.reconfigure, self.terminate, others=others)
+        others = map(self.every.tools.__getitem__, self.stage.tools)
+        return Toolbox(move(self.reconfigure), move(self.terminate), *others)
 
     async def reconfigure(
         self, sub_goal: str, strategy: str, tools: list[str], knowledge: str, mode: Literal["basic", "truncation"]

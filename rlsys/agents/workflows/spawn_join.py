@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from pydantic import PositiveInt
 
+from rlsys.agents.tools import Toolbox
 from rlsys.agents.workflow import Agent, Session, Workflow
-from rlsys.agents.workflows.tool_use import Moves, opened
+from rlsys.agents.workflows.tool_use import move, opened
 from rlsys.errors import ToolError
 
 PARENT = (
@@ -64,7 +65,7 @@ class SpawnJoin(Workflow):
             return self.report(await self.spawn(session, parent, contexts))
 
         prompt = opened(self.parent_system, session.task.prompt)
-        await parent.use(prompt, Moves(spawn), max_turns=self.max_parent_turns)
+        await parent.use(prompt, Toolbox(move(spawn)), max_turns=self.max_parent_turns)
 
     async def spawn(self, session: Session, parent: Agent, contexts: Sequence[str]) -> list[str]:
         """Run a child per context, and return the text that each joined, or `NOTHING`."""
@@ -85,7 +86,7 @@ class SpawnJoin(Workflow):
             joined.append(text)
             return ""
 
-        prompt, tools = opened(self.child_system, context), Moves(join)
+        prompt, tools = opened(self.child_system, context), Toolbox(move(join))
         for _ in range(self.max_child_turns):
             reply = await child.act(prompt, tools)
             prompt = await child.answer(reply.calls, tools)

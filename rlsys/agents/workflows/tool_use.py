@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from types import CodeType, FunctionType
 from typing import Annotated, TypeVar, cast
 
-from pydantic import AfterValidator, ValidationError
+from pydantic import AfterValidator
 
 from rlsys.agents.agent import appended, messages_of
-from rlsys.agents.tools import Answered, Tool, Toolbox, tool
+from rlsys.agents.tools import Tool, Toolbox, tool
 from rlsys.agents.workflow import Session, Workflow
-from rlsys.types import Json, Message, Prompt
+from rlsys.types import Message, Prompt
 from rlsys.util.importing import imported
 
 T = TypeVar("T")
@@ -69,46 +68,21 @@ class ToolUse(Workflow):
         await session.agent("policy").use(opened(self.system, session.task.prompt), self.toolbox())
 
 
-class Moves(Toolbox):
-    """Tools that are part of a workflow, such as starting subagents, together with other tools.
+_MOVES: dict[CodeType, Tool] = {}
 
-    A workflow's tool has no deadline, since it may sample, and its exceptions are raised: a bug, or an `AgentStopped`.
-    Invalid arguments are reported to the model, and long results are cut, as for any tool.
+
+def move(function: Callable[..., Awaitable[str]]) -> Tool:
+    """Make a tool that is part of a workflow (`Tool.is_move`) from an async function.
+
+    A schema takes a millisecond, so it is cached by the function's code, since the function references its session.
+    Defaults are part of a schema, so they prevent caching.
     """
-
-    def __init__(self, *moves: Callable[..., Awaitable[str]], others: Toolbox | None = None) -> None:
-        """Raises `ValueError` for two tools of the same name."""
-        mine = [_described(move) for move in moves]
-        super().__init__(*mine, *(others.tools.values() if others else ()))
-        self._moves: frozenset[str] = frozenset(each.name for each in mine)
-        if isinstance(others, Moves):
-            self._moves |= others._moves
-
-    async def _answer(self, tool: Tool, arguments: Mapping[str, Json]) -> tuple[str, Answered]:
-        given: Mapping[str, object] | None = None
-        with suppress(ValidationError):
-            given = tool.validated(arguments)
-        if given is None or tool.name not in self._moves:
-            return await super()._answer(tool, arguments)
-        return await cast("Callable[..., Awaitable[str]]", tool.function)(**given), "ok"
-
-
-_DESCRIBED: dict[CodeType, Tool] = {}
-
-
-def _described(move: Callable[..., Awaitable[str]]) -> Tool:
-    """Convert a workflow's function to a tool. A schema takes a millisecond, so it is cached by the function's code,
-    since the function references its session. Defaults are part of a schema, so they prevent caching."""
-    function = cast("FunctionType", move)
-    if function.__defaults__ or function.__kwdefaults__:
-        return tool(move)
-    if function.__code__ not in _DESCRIBED:
-        _DESCRIBED[function.__code__] = replace(tool(move), function=_nothing)
-    return replace(_DESCRIBED[function.__code__], function=move)
-
-
-def _nothing() -> None:
-    """Placeholder for the function in a cached tool."""
+    mine = cast("FunctionType", function)
+    if mine.__defaults__ or mine.__kwdefaults__:
+        return replace(tool(mine), is_move=True)
+    if mine.__code__ not in _MOVES:
+        _MOVES[mine.__code__] = replace(tool(mine), function=print, is_move=True)  # a placeholder, called by nothing
+    return replace(_MOVES[mine.__code__], function=mine)
 
 
 def opened(system: str, prompt: Prompt, then: str = "") -> tuple[Message, ...]:

@@ -15,13 +15,14 @@ import pytest
 from algorithms.eapo import EAPO
 from algorithms.kto import KTO
 from rlsys.agents.tool_calls import ToolCall
+from rlsys.agents.tools import Toolbox
 from rlsys.agents.workflow import Agent, AgentStopped, ContextFull, Session
 from rlsys.agents.workflows.lead_subagents import LeadSubagents
 from rlsys.agents.workflows.reconfiguring import Reconfiguring
 from rlsys.agents.workflows.research import Research
 from rlsys.agents.workflows.self_play import INVALID, SelfPlay
 from rlsys.agents.workflows.spawn_join import NOTHING, SpawnJoin
-from rlsys.agents.workflows.tool_use import Moves, ToolUse, opened
+from rlsys.agents.workflows.tool_use import ToolUse, move, opened
 from rlsys.algorithm import Aggregation, TrajectoryAdvantage
 from rlsys.batch.packing import plan_batch
 from rlsys.batch.samples import meta_of, samples_of
@@ -99,7 +100,7 @@ def test_bugs_in_moves_raise_and_wrong_arguments_reach_the_model():
         return str(1 // far)
 
     def run(*made: ToolCall) -> list[str]:
-        return [result.content for result in asyncio.run(Moves(leap).run(made))]
+        return [result.content for result in asyncio.run(Toolbox(move(leap)).run(made))]
 
     assert run(ToolCall("leap", {"far": 1}, "")) == ["1"]
     (told,) = run(ToolCall("leap", {"far": "near"}, ""))
@@ -112,7 +113,7 @@ class Held:
     """Whom the moves of a session hold on to."""
 
 
-def moves_of(held: Held, word: str) -> Moves:
+def moves_of(held: Held, word: str) -> Toolbox:
     async def outer() -> str:
         """Say the word."""
         assert held
@@ -122,7 +123,7 @@ def moves_of(held: Held, word: str) -> Moves:
         """Break as a bug does."""
         raise KeyError(word)
 
-    return Moves(outer, others=Moves(inner))
+    return Toolbox(move(outer), move(inner))
 
 
 def test_nested_moves_run_within_their_own_session():
@@ -134,14 +135,14 @@ def test_nested_moves_run_within_their_own_session():
 
 
 def test_what_moves_hold_on_to_ends_with_their_session():
-    def begun() -> tuple[weakref.ref[Held], Moves]:
+    def begun() -> tuple[weakref.ref[Held], Toolbox]:
         held = Held()
 
         async def hold() -> str:
             """Hold on."""
             return str(held)
 
-        return weakref.ref(held), Moves(hold)
+        return weakref.ref(held), Toolbox(move(hold))
 
     seen, moves = begun()
     assert len(moves) == 1 and seen() is not None
@@ -155,18 +156,18 @@ def test_results_of_moves_are_bounded_and_valid_unicode():
         """Say much."""
         return "\ud800" + "x" * 1_000_000
 
-    (result,) = asyncio.run(Moves(long).run([ToolCall("long", {}, "")]))
+    (result,) = asyncio.run(Toolbox(move(long)).run([ToolCall("long", {}, "")]))
     assert result.is_cut and len(result.content) < 30_000
     assert result.content.encode().startswith(b"?x")
 
 
 def test_a_default_of_a_move_is_that_of_this_session():
-    def moves_from(start: int) -> Moves:
+    def moves_from(start: int) -> Toolbox:
         async def count(first: int = start) -> str:
             """Count."""
             return str(first)
 
-        return Moves(count)
+        return Toolbox(move(count))
 
     for start in (1, 2):
         (result,) = asyncio.run(moves_from(start).run([ToolCall("count", {}, "")]))
