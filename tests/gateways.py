@@ -125,7 +125,7 @@ def served(session: Session, scenario: Callable[[Served], Awaitable[T]]) -> T:
         async with shared_gateway() as gateway, aiohttp.ClientSession() as http:
             async with gateway.serve(session) as endpoint, client_of(endpoint) as client:
                 result = await scenario(Served(session, endpoint, gateway, client, http))
-            assert len(gateway) == 0
+            assert not gateway.endpoints
         return result
 
     return asyncio.run(asyncio.wait_for(main(), 20))

@@ -10,6 +10,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlsys.agents.tool_calls import Call, ToolCall, described, read_calls
@@ -187,13 +188,11 @@ class Agent:
 
         Raises the errors of `act` and `answer`, and `BudgetSpent` if the reply of turn `max_turns` still has calls.
         """
-        left = math.inf if max_turns is None else max_turns
-        while left > 0:
+        for _ in count() if max_turns is None else range(max_turns):
             reply = await self.act(prompt, tools)
             if not reply.calls:
                 return reply.text
             prompt = await self.answer(reply.calls, tools)
-            left -= 1
         raise self._stopped(BudgetSpent(f"{self.name} still called tools in turn {max_turns}, its last"))
 
     async def recite(self, prompt: Prompt, reply: str) -> None:

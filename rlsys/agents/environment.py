@@ -8,16 +8,6 @@ class Guess(Environment):
     async def step(self, reply: str) -> Step:
         is_right = reply.strip() == str(self.secret)
         return Step("Right." if is_right else "Wrong.", reward=float(is_right), is_done=is_right)
-
-A configuration names one of these:
-
-| name | environment | package (extra) |
-| --- | --- | --- |
-| `gymnasium:ID` | a text environment of Gymnasium | `gymnasium` |
-| `reasoning_gym:TASK` | a task of reasoning-gym, a new one for each group | `gym` |
-| `openenv:URL` | a session on an OpenEnv server | `openenv` |
-| `mcp:COMMAND` or `mcp:URL` | the tools of an MCP server; the answer is scored by the run's reward | `mcp` |
-| `module:Name` | your subclass of `Environment` | |
 """
 
 from __future__ import annotations

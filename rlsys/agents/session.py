@@ -1,8 +1,7 @@
 """Live run of a workflow: its agents, their order, and its budget.
 
-The budget is enforced exactly with any number of concurrent agents. Tokens are reserved before a reply is sampled, and
-unused ones are returned. Agents that run in parallel (`Session.gather`, tool calls of one reply) each get an equal
-share of the rest, so that the limit of one agent does not depend on the speed of the others.
+The budget is exact with any number of concurrent agents. Tokens are reserved before a reply is sampled, and unused ones
+are returned. Equal shares make the limit of one agent independent of the speed of the others.
 """
 
 from __future__ import annotations
@@ -246,10 +245,8 @@ class Session:
             await asyncio.wait([ended for _, ended in requests])
 
     async def _side_by_side(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """Run work in parallel, and return the results in order. The first error cancels the rest, and is raised as is.
-
-        Each task gets an equal share of the remaining budget; the unused part returns at the end.
-        """
+        """Run work in parallel, each with a share of the remaining budget, and return the results in order. The first
+        error cancels the rest, and is raised as is."""
         if not work:
             return []
         purse = self.purse

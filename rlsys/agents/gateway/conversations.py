@@ -1,19 +1,16 @@
 """Choice of the agent for each request: the conversations of a session, as a tree of messages.
 
-A client sends the whole conversation each time. The agent whose context it extends continues, token for token. An
-agent that has already continued, or has a request in progress, is forked there. So each agent's turns are one unbroken
-run of tokens. Branches share their common prefix, which is trained once, with the agent that sampled it.
+A client sends the whole conversation each time. Each agent's turns are one unbroken run of tokens. Branches share their
+common prefix, which is trained once, with the agent that sampled it.
 
 | the request's messages | agent that replies |
 | --- | --- |
 | extend an agent's last reply | that agent: its tokens so far, then those of the new messages |
-| extend an earlier reply, or one that another request is extending | a fork of that agent |
+| extend an earlier reply, or one that another request extends or repeats | a fork of that agent |
 | extend no earlier reply | a new agent; the messages are its prompt |
 
 Whitespace around a reply is ignored, since clients strip it: the agent continues from the tokens that it sampled. Tools
 are ignored too, and may change with every request: `Agent.act` describes new ones.
-
-Concurrent requests that extend the same reply do not conflict: each is a branch. A repeated request is also a branch.
 """
 
 from __future__ import annotations

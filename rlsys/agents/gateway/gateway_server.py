@@ -156,7 +156,8 @@ class Gateway:
 
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(32)
-        self._endpoints: dict[int, Endpoint] = {}
+        self.endpoints: dict[int, Endpoint] = {}
+        """Endpoints of open sessions, by number."""
         self._num_sessions = 0
         app = web.Application(client_max_size=MAX_BODY, middlewares=[_in_openai_form])
         app.router.add_post("/s/{session}/v1/chat/completions", self._chat)
@@ -168,10 +169,6 @@ class Gateway:
         self._port = 0
         self._starting = asyncio.Lock()
         self.num_users = 0
-
-    def __len__(self) -> int:
-        """Number of open sessions."""
-        return len(self._endpoints)
 
     async def start(self) -> None:
         """Listen on a free port of the loopback interface. Does nothing if it listens already."""
@@ -191,11 +188,11 @@ class Gateway:
         number = self._num_sessions
         self._num_sessions += 1
         endpoint = Endpoint(session, f"http://{HOST}:{self._port}/s/{number}/v1", self._key(number))
-        self._endpoints[number] = endpoint
+        self.endpoints[number] = endpoint
         try:
             yield endpoint
         finally:
-            del self._endpoints[number]
+            del self.endpoints[number]
             await endpoint.close()
 
     def _key(self, number: int) -> str:
@@ -210,9 +207,9 @@ class Gateway:
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         if not hmac.compare_digest(given, f"Bearer {self._key(number)}".encode()):
             raise Refused(401, f"the token is not that of session {name}", code="invalid_api_key")
-        if number not in self._endpoints:
+        if number not in self.endpoints:
             raise _over()
-        return self._endpoints[number]
+        return self.endpoints[number]
 
     async def _chat(self, request: web.Request) -> web.Response:
         endpoint = self._endpoint(request)

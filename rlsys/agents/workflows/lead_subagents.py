@@ -1,10 +1,8 @@
 """Workflow of a lead and parallel subagents with separate contexts (WideSeek-R1, arXiv:2602.04634).
 
-    lead       delegate(tasks=["rows a, b", "rows c, d"])    waits for all of them
-    subagents      each: its task, tools, ..., its answer    in parallel
-    lead       gets their answers; delegates again, or answers
-
-Each subagent's work stays in the subagent's context.
+lead       delegate(tasks=["rows a, b", "rows c, d"])    waits for all of them
+subagents      each: its task, tools, ..., its answer    in parallel
+lead       gets their answers; delegates again, or answers
 """
 
 from __future__ import annotations

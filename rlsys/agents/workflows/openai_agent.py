@@ -109,7 +109,15 @@ class OpenAIAgent(Workflow):
     async def run(self, session: Session) -> None:
         """Serve the session to the agent until the agent ends, and set the reward that it returned."""
         try:
-            returned = await self._served(session)
+            async with shared_gateway() as gateway, gateway.serve(session) as endpoint:
+                try:
+                    returned = await self._returned(session.task, endpoint)
+                finally:
+                    await endpoint.close()
+                    _seat(session, endpoint.conversations.last_speaker)
+            if endpoint.conversations.last_speaker is None:
+                for refusal in endpoint.refusals.values():
+                    raise refusal from None
         except (ProgramFailed, _Late) as error:
             self._root(session).fail(str(error))
         except DataError as refusal:  # of messages: the policy's fault if it replied before, else the agent's
@@ -119,19 +127,6 @@ class OpenAIAgent(Workflow):
             root.fail(str(refusal))
         else:
             self._judge(session, returned)
-
-    async def _served(self, session: Session) -> object:
-        """Run the agent with an endpoint, and return its result. Raises the refusal if the agent got no reply."""
-        async with shared_gateway() as gateway, gateway.serve(session) as endpoint:
-            try:
-                returned = await self._returned(session.task, endpoint)
-            finally:
-                await endpoint.close()
-                _seat(session, endpoint.conversations.last_speaker)
-        if endpoint.conversations.last_speaker is None:
-            for refusal in endpoint.refusals.values():
-                raise refusal from None
-        return returned
 
     def _judge(self, session: Session, returned: object) -> None:
         root = self._root(session)
@@ -160,8 +155,8 @@ class OpenAIAgent(Workflow):
                 return await self._in_time(endpoint, program)
         values = (task, task.prompt, endpoint.base_url, endpoint.api_key, self.model)
         function, names = _function(self.agent)
-        given: dict[str, object] = dict(zip(ARGUMENTS, values, strict=True))
-        return await self._in_time(endpoint, function(**{name: given[name] for name in names}))
+        given = {name: value for name, value in zip(ARGUMENTS, values, strict=True) if name in names}
+        return await self._in_time(endpoint, function(**given))
 
     async def _in_time(self, endpoint: Endpoint, work: Awaitable[object]) -> object:
         limit = asyncio.timeout(self.deadline_s)

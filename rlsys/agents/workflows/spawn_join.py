@@ -1,10 +1,8 @@
 """Workflow of parallel thinking by spawn and join (APR, arXiv:2504.15466).
 
-    parent     thinks, spawn(contexts=["try 3 * 4 first", "try 3 + 4 first"])
-    children       each: its context, its search, join(text)    in parallel
-    parent     its thinking so far, then the joined texts; goes on
-
-The parent sees only the text that a child joins, and a child sees only the context that the parent writes for it.
+parent     thinks, spawn(contexts=["try 3 * 4 first", "try 3 + 4 first"])
+children       each: its context, its search, join(text)    in parallel
+parent     its thinking so far, then the joined texts; goes on
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ NOTHING = "(nothing joined)"
 
 @dataclass(frozen=True, kw_only=True)
 class SpawnJoin(Workflow):
-    """A parent spawns children with contexts that it writes, and continues with the texts that they join.
+    """A parent spawns children who see only the contexts that it writes, and continues with the texts that they join.
 
     A child that never joins returns nothing, and is truncated if it ran out of turns. A child whose tools raise
     `ToolError` fails, and is left out of training. In both cases the episode goes on. The transcript ends with the
