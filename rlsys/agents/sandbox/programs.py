@@ -35,12 +35,23 @@ async def run_program(command: Sequence[str], *, env: Mapping[str, str], stdin: 
     room for it.
     """
     tail = CapturedOutput(_TAIL_BYTES, keeps_end=True)
+    launched = (sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid()), *command)
+    nowhere = asyncio.subprocess.DEVNULL
     try:
         with TemporaryFile() as given:
             given.write(stdin.encode())
             given.seek(0)
-            async with capturing(tail) as stderr, _started(command, env, given, stderr) as process:
-                code = await process.wait()
+            async with capturing(tail) as stderr:
+                process = await asyncio.create_subprocess_exec(
+                    *launched, stdin=given, stdout=nowhere, stderr=stderr, env=env, start_new_session=True
+                )
+                stderr.close()  # the program has it
+                try:
+                    code = await process.wait()
+                finally:
+                    with suppress(ProcessLookupError):
+                        process.terminate()  # the launcher, which kills the whole group
+                    await process.wait()
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
@@ -48,25 +59,6 @@ async def run_program(command: Sequence[str], *, env: Mapping[str, str], stdin: 
     if code:
         end = tail.kept.decode(errors="replace").strip()
         raise ProgramFailed(f"{command[0]} ended with exit code {code}; the end of its stderr:\n{end}")
-
-
-@asynccontextmanager
-async def _started(
-    command: Sequence[str], env: Mapping[str, str], stdin: IO[bytes], stderr: IO[bytes]
-) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Start the program through its launcher, and kill the whole group on exit."""
-    launched = (sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid()), *command)
-    nowhere = asyncio.subprocess.DEVNULL
-    process = await asyncio.create_subprocess_exec(
-        *launched, stdin=stdin, stdout=nowhere, stderr=stderr, env=env, start_new_session=True
-    )
-    stderr.close()  # the program has it
-    try:
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            process.terminate()
-        await process.wait()
 
 
 class CapturedOutput(asyncio.Protocol):

@@ -153,27 +153,6 @@ async def _started(
     folder: str, stdin: str, told: IO[bytes], output: CapturedOutput, limits: ProgramLimits
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """Start the program; on exit, kill its process group and read its output."""
-    async with capturing(output) as write:
-        with tempfile.TemporaryFile() as given:
-            try:
-                given.write(stdin.encode(errors="replace"))
-                given.seek(0)
-                process = await _start(folder, given, write, told, limits)
-            except OSError as error:
-                raise ToolError(f"cannot start a program: {error}") from error
-        write.close()  # the program has inherited both
-        told.close()
-        try:
-            yield process
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-
-
-async def _start(
-    folder: str, stdin: IO[bytes], stdout: IO[bytes], told: IO[bytes], limits: ProgramLimits
-) -> asyncio.subprocess.Process:
     asked = {
         "parent": os.getpid(),
         "report": told.fileno(),
@@ -187,17 +166,33 @@ async def _start(
             "open_files": limits.open_files,
         },
     }
-    program = [sys.executable, "-s", "-P", "-u", "-X", "utf8", "main.py"]
-    return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-I", "-S", str(_LAUNCHER), json.dumps(asked), *program),
-        stdin=stdin,
-        stdout=stdout,
-        stderr=asyncio.subprocess.STDOUT,
-        cwd=folder,
-        env=_environment(folder),
-        pass_fds=[told.fileno()],
-        start_new_session=True,
-    )
+    launcher = (sys.executable, "-I", "-S", str(_LAUNCHER), json.dumps(asked))
+    program = (sys.executable, "-s", "-P", "-u", "-X", "utf8", "main.py")
+    async with capturing(output) as write:
+        with tempfile.TemporaryFile() as given:
+            try:
+                given.write(stdin.encode(errors="replace"))
+                given.seek(0)
+                process = await asyncio.create_subprocess_exec(
+                    *(*launcher, *program),
+                    stdin=given,
+                    stdout=write,
+                    stderr=asyncio.subprocess.STDOUT,
+                    cwd=folder,
+                    env=_environment(folder),
+                    pass_fds=[told.fileno()],
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise ToolError(f"cannot start a program: {error}") from error
+        write.close()  # the program has inherited both
+        told.close()
+        try:
+            yield process
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
 
 
 async def _is_overdue(process: asyncio.subprocess.Process, output: CapturedOutput, limits: ProgramLimits) -> bool:
