@@ -16,6 +16,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from rlsys.algorithm import Aggregation, Algorithm, LossInputs, LossOutput, TrajectoryAdvantage
@@ -178,7 +179,10 @@ def everything_in(folder: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint by their path in it."""
     reader = HuggingFaceStorageReader(str(folder))
     saved = reader.read_metadata().state_dict_metadata
-    tensors = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in saved.items()}
+    tensors = {}
+    for name, each in saved.items():
+        assert isinstance(each, TensorStorageMetadata)
+        tensors[name] = torch.empty(each.size, dtype=each.properties.dtype)
     load(tensors, storage_reader=reader, no_dist=True)
     return tensors
 

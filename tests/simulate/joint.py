@@ -38,10 +38,6 @@ class FakeJointRollouts(FakeRollouts):
         self._begun: dict[int, dict[str, PolicyVersion]] = {}
         """By group: what was loaded at its start."""
 
-    async def versions(self, policy: str = POLICY) -> Sequence[Acknowledged]:
-        held = self.loaded[policy]
-        return [Acknowledged(m, held, self.worlds[policy].hash(held)) for m in self.members]
-
     async def loads(self, policy: str = POLICY) -> Sequence[ReplicaLoad]:
         return [replace(load, version=self.loaded[policy]) for load in await super().loads()]
 
