@@ -84,29 +84,33 @@ class Result:
     """By name; `cpu_s` are the CPU-seconds of all processes, from the command to the last row of metrics."""
 
 
-def trained(trial: Trial, prepared: Path, num_rows: int, figures_of: Callable[[list[dict[str, float]]], Row]) -> Result:
-    """Train by `examples/EXAMPLE/run.yaml` until there are `num_rows` rows of metrics.
-
-    Raises `RuntimeError` with the end of the output if training fails.
-    """
-    with tempfile.TemporaryDirectory(prefix="study_") as folder:
-        overrides = (f"run.seed={trial.seed}", f"run.steps={trial.steps}", *trial.overrides)
-        command = train_command(prepared, Path(folder), *overrides, example=trial.example)
-        metrics = Path(folder) / "run" / "metrics.jsonl"
-        (end,) = marks_of(command, ENV, metrics, [num_rows])
-        return Result({**figures_of(rows_of(metrics)), "cpu_s": end.cpu_s})
-
-
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """Comparison of cases of an example, over seeds."""
 
     example: str
-    train: Callable[[Trial], Result]
+    prepare_seed: Callable[[int], tuple[Path, object]]
+    """Fills the folder of a seed, and returns it first."""
+    figures_of: Callable[[Sequence[Mapping[str, float]]], Row]
+    """Extracts the figures of a run from its rows of metrics."""
     head: tuple[str, ...]
     """Names of the columns that name a case."""
     columns: Mapping[str, tuple[str, str, str]]
     """Name, format and replacement for None of each figure shown, by the head of its column."""
+    is_evaluated: bool = False
+    """True to evaluate each run before its first and after its last step."""
+
+    def train(self, trial: Trial) -> Result:
+        """Train the policy of the seed. Raises `RuntimeError` with the end of the output if training fails."""
+        prepared, _ = self.prepare_seed(trial.seed)
+        overrides = [f"run.seed={trial.seed}", f"run.steps={trial.steps}", *trial.overrides]
+        overrides += [f"eval.every={trial.steps}"] if self.is_evaluated else []
+        num_rows = trial.steps + 2 * self.is_evaluated
+        with tempfile.TemporaryDirectory(prefix="study_") as folder:
+            command = train_command(prepared, Path(folder), *overrides, example=self.example)
+            metrics = Path(folder) / "run" / "metrics.jsonl"
+            (end,) = marks_of(command, ENV, metrics, [num_rows])
+            return Result({**self.figures_of(rows_of(metrics)), "cpu_s": end.cpu_s})
 
     def parser(self, description: str | None, *, steps: int) -> argparse.ArgumentParser:
         """Build a parser with `--seeds`, `--steps` and `--out`."""

@@ -13,28 +13,27 @@ import os
 import string
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-Demonstration: TypeAlias = "Sequence[tuple[str, str]]"
-"""Pairs of context and reply, as in `[("S|ab=", "a"), ("47;", "b")]`."""
-Demonstrator: TypeAlias = "Callable[[bool], Demonstration]"
-"""Draws a correct demonstration, or with True one of the mixture at the end of the warm start."""
 R = TypeVar("R", bound="DataclassInstance")
-P = ParamSpec("P")
-Fill: TypeAlias = Callable[Concatenate[Path, R, P], dict[str, float]]
-"""Function that fills a folder by a recipe, and returns figures."""
+Figures: TypeAlias = dict[str, float]
+Demonstration: TypeAlias = Sequence[tuple[str, str]]
+"""Pairs of context and reply, as in `[("S|ab=", "a"), ("47;", "b")]`."""
+Demonstrator: TypeAlias = Callable[[bool], Demonstration]
+"""Draws a correct demonstration, or with True one of the mixture at the end of the warm start."""
 
 # ---------------------------------------------------------------------------------------------- tokenizer and model
 
@@ -47,7 +46,6 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     """Build a tokenizer of one id per character; it has no start token, and `<eos>` ends an answer.
 
     `385120>` becomes seven ids. A character outside `CHARACTERS` raises, because there is no unknown token.
-    `save_pretrained` saves it beside a model for `AutoTokenizer`.
     """
     vocabulary = {symbol: index for index, symbol in enumerate([PAD, EOS, *CHARACTERS])}
     core = Tokenizer(models.WordLevel(vocabulary))
@@ -132,42 +130,40 @@ def save_imitator(folder: Path, demonstrate: Demonstrator, recipe: WarmStart) ->
     drawn = ([demonstrate(is_careless) for _ in range(recipe.batch_size)] for is_careless in mixed)
     batches = (batch_of(tokenizer, demonstrations) for demonstrations in drawn)
     loss = train_supervised(model, ((ids_BT, targets_BT[:, 1:]) for ids_BT, targets_BT in batches), recipe)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save(folder, model, tokenizer)
     return loss
 
 
 def batch_of(tokenizer: PreTrainedTokenizerFast, demonstrations: Sequence[Demonstration]) -> tuple[Tensor, Tensor]:
-    """Token ids padded at the right, and targets: -100 where no token is trained."""
+    """Token ids padded at the right, and targets: -100 where no token is trained. Every reply ends with `<eos>`."""
     vocabulary = tokenizer.get_vocab()
-    rows = [[*_tokens(vocabulary, each)] for each in demonstrations]
-    longest = max(map(len, rows))
-    ids = [[token for token, _ in row] + [vocabulary[PAD]] * (longest - len(row)) for row in rows]
-    targets = [[token if is_said else -100 for token, is_said in row] + [-100] * (longest - len(row)) for row in rows]
-    return torch.tensor(ids), torch.tensor(targets)
+    rows, targets = [], []
+    for demonstration in demonstrations:
+        parts = [part for context, said in demonstration for part in ((context, False), ([*said, EOS], True))]
+        tokens = [(vocabulary[symbol], is_said) for symbols, is_said in parts for symbol in symbols]
+        rows.append(torch.tensor([token for token, _ in tokens]))
+        targets.append(torch.tensor([token if is_said else -100 for token, is_said in tokens]))
+    ids_BT = pad_sequence(rows, batch_first=True, padding_value=vocabulary[PAD])
+    return ids_BT, pad_sequence(targets, batch_first=True, padding_value=-100)
 
 
-def _tokens(vocabulary: Mapping[str, int], demonstration: Demonstration) -> Iterator[tuple[int, bool]]:
-    """Yield every token, with True for the policy's tokens; each of its replies ends with `<eos>`."""
-    for context, said in demonstration:
-        yield from ((vocabulary[character], False) for character in context)
-        yield from ((vocabulary[character], True) for character in said)
-        yield vocabulary[EOS], True
+def save(folder: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Save both in the Hugging Face format, for `AutoModelForCausalLM` and `AutoTokenizer`."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 # ---------------------------------------------------------------------------------------------------- prepared folder
 
 
-def once(
-    fill: Callable[Concatenate[Path, R, P], dict[str, float]],
-) -> Callable[Concatenate[Path, R, P], dict[str, float]]:
+def once(fill: Callable[[Path, R], Figures]) -> Callable[[Path, R], Figures]:
     """Decorate a function that fills a folder by a recipe and returns figures, to leave a complete folder as it is.
 
     `prepared.json`, with the recipe, the figures and `cpu_s`, is written last and marks the rest as complete.
     """
 
     @wraps(fill)
-    def filled(out: Path, recipe: R, *args: P.args, **kwargs: P.kwargs) -> dict[str, float]:
+    def filled(out: Path, recipe: R) -> Figures:
         mark = out / "prepared.json"
         done = json.loads(mark.read_text()) if mark.exists() else {}
         if done.get("recipe") == asdict(recipe):
@@ -176,7 +172,7 @@ def once(
         out.mkdir(parents=True, exist_ok=True)
         torch.set_num_threads(1)
         began = time.process_time()
-        figures = fill(out, recipe, *args, **kwargs)
+        figures = fill(out, recipe)
         figures["cpu_s"] = time.process_time() - began
         mark.write_text(json.dumps({"recipe": asdict(recipe), "figures": figures}, indent=1))
         return figures
@@ -184,12 +180,8 @@ def once(
     return filled
 
 
-@once
-def fill(out: Path, recipe: WarmStart, rows: Sequence[Mapping], demonstrate: Demonstrator) -> dict[str, float]:
-    """Fill `out` with `model/`, `train.jsonl` and `eval.jsonl`, unless it is complete for this recipe.
-
-    `rows` are those of evaluation, then those of training.
-    """
+def fill(out: Path, recipe: WarmStart, rows: Sequence[Mapping[str, Any]], demonstrate: Demonstrator) -> Figures:
+    """Fill `out` with `model/`, `train.jsonl` and `eval.jsonl`; `rows` are those of evaluation, then of training."""
     loss = save_imitator(out / "model", demonstrate, recipe)
     write_tasks(out, rows, recipe.num_eval)
     return {"loss": loss}
@@ -206,7 +198,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def fill_from_command_line(prepare: Callable[[Path, R], dict[str, float]], recipe: R, description: str | None) -> None:
+def fill_from_command_line(prepare: Callable[[Path, R], Figures], recipe: R, description: str | None) -> None:
     """Fill the folder `--out` by the recipe with the seed `--seed`; print the folder and the figures as JSON."""
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=style)

@@ -24,7 +24,7 @@ from examples.countdown_parallel.countdown import (
     solves,
     value_of,
 )
-from examples.tiny_policy import Demonstration, WarmStart, fill, fill_from_command_line
+from examples.tiny_policy import Demonstration, Figures, WarmStart, fill, fill_from_command_line, once
 
 SIGNS = "".join(OPERATIONS)
 NUM_TRIED = (1, 1, 2, 3)
@@ -35,7 +35,8 @@ ANSWER_READ = 0.6
 """Share of careless answers that copy the joined expression; the others are a guess."""
 
 
-def prepare(out: Path, recipe: WarmStart) -> dict[str, float]:
+@once
+def prepare(out: Path, recipe: WarmStart) -> Figures:
     """Fill `out` unless it is complete for this recipe."""
     rng = Random(recipe.seed)
     games: dict[str, None] = {}
@@ -64,7 +65,9 @@ def of_parent(rng: Random, game: str, is_careless: bool) -> Demonstration:
     """Parent's part: the signs to try, and the answer to the joined expressions."""
     digits = game.partition("=")[0].split(",")
     tried = sorted(rng.sample(SIGNS, rng.choice(NUM_TRIED)), key=SIGNS.index) if is_careless else SIGNS
-    hits = [hit for sign in tried if (hit := _first_hit(game, digits, sign))]
+    expressions = ([written(digits, sign, other) for other in SIGNS] for sign in tried)
+    found = (next((each for each in of_sign if solves(each, game)), None) for of_sign in expressions)
+    hits = [*filter(None, found)]
     is_read = hits and (not is_careless or rng.random() < ANSWER_READ)
     answer = hits[0] if is_read else written(digits, rng.choice(SIGNS), rng.choice(SIGNS))
     return [(first_prompt(game), "".join(tried)), (second_prompt(hits), answer)]
@@ -82,11 +85,6 @@ def of_child(rng: Random, game: str, is_careless: bool) -> Demonstration:
             break
         told = calculated(value_of(expression))
     return exchanges
-
-
-def _first_hit(game: str, digits: list[str], sign: str) -> str | None:
-    every = (written(digits, sign, other) for other in SIGNS)
-    return next((expression for expression in every if solves(expression, game)), None)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from benchmarks.measure import rows_of
-from examples.sort.prepare import Recipe, prepare, said
+from examples.sort.prepare import prepare_seed, said
 from examples.sort.reward import exact_sort
 from examples.tiny_policy import EOS, write_rows
 
@@ -38,15 +38,8 @@ def label(folder: Path) -> Path:
     return path
 
 
-def main() -> None:
-    """Fill the folder of a seed."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Record and label answers of the tiny policy.")
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    folder = Path(".cache/sort") / f"seed{arguments.seed}"
-    prepare(folder, Recipe(seed=arguments.seed))
+    folder, _ = prepare_seed(parser.parse_args().seed)
     print(json.dumps({"out": str(label(folder))}))
-
-
-if __name__ == "__main__":
-    main()

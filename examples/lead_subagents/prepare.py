@@ -18,7 +18,7 @@ from pathlib import Path
 from random import Random
 
 from examples.lead_subagents.table import MAX_LOOKUPS, lead_prompt, subagent_prompt
-from examples.tiny_policy import Demonstration, WarmStart, fill, fill_from_command_line
+from examples.tiny_policy import Demonstration, Figures, WarmStart, fill, fill_from_command_line, once
 
 LETTERS = "abcdefghijkl"
 NUM_ROWS = 6
@@ -28,7 +28,8 @@ RIGHT = 0.4
 """Share of correct demonstrations."""
 
 
-def prepare(out: Path, recipe: WarmStart) -> dict[str, float]:
+@once
+def prepare(out: Path, recipe: WarmStart) -> Figures:
     """Fill `out` unless it is complete for this recipe."""
     rng = Random(recipe.seed)
     rows = [new_row(rng) for _ in range(recipe.num_eval + recipe.num_train)]

@@ -17,62 +17,53 @@ tables, one sample each at temperature 1, before and after training.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from examples.lead_subagents.prepare import prepare
-from examples.study import Comparison, Result, Row, Trial, trained
-from examples.tiny_policy import WarmStart
+from examples.study import Comparison, Row
+from examples.tiny_policy import Figures, WarmStart
 
 CASES = ("joint-3", "lead-3", "subagent-3", "joint-2", "joint-1")
-FROZEN = {"joint": "", "lead": "subagent", "subagent": "lead"}
-"""Frozen agent, by trained agent."""
-TRAINED = {"joint": "both", "lead": "the lead", "subagent": "subagents"}
-MEASURED = "eval/held_out/mean"
+AGENTS = {"joint": ("both", ""), "lead": ("the lead", "subagent"), "subagent": ("subagents", "lead")}
+"""Name in the table and frozen agent, by trained agents."""
 
 
 def overrides_of(case: str) -> tuple[str, ...]:
     """Overrides of a case: trained agents and number of subagents, `lead-3`."""
     agents, _, width = case.partition("-")
-    return (f"rollout.workflow.max_subagents={width}", f"algorithm.frozen_agents=[{FROZEN[agents]}]")
+    return (f"rollout.workflow.max_subagents={width}", f"algorithm.frozen_agents=[{AGENTS[agents][1]}]")
 
 
-def train(trial: Trial) -> Result:
-    """Train the policy of the seed, between two evaluations."""
-    prepared = Path(".cache/lead_subagents") / f"seed{trial.seed}"
-    prepare(prepared, WarmStart(seed=trial.seed))
-    trial = replace(trial, overrides=(*trial.overrides, f"eval.every={trial.steps}"))
-    return trained(trial, prepared, trial.steps + 2, figures_of)  # a row for every step and both evaluations
+def prepare_seed(seed: int) -> tuple[Path, Figures]:
+    """Fill the folder of a seed; return it with the figures of the warm start."""
+    folder = Path(".cache/lead_subagents") / f"seed{seed}"
+    return folder, prepare(folder, WarmStart(seed=seed))
 
 
-def figures_of(rows: list[dict[str, float]]) -> Row:
+def figures_of(rows: Sequence[Mapping[str, float]]) -> Row:
     """Extract the figures of a run from its metrics: item-F1 before and after it."""
-    before, after = (row[MEASURED] for row in rows if MEASURED in row)
+    before, after = (row["eval/held_out/mean"] for row in rows if "eval/held_out/mean" in row)
     return {"f1_before": before, "f1_after": after}
 
 
 COMPARISON = Comparison(
     example="lead_subagents",
-    train=train,
+    prepare_seed=prepare_seed,
+    figures_of=figures_of,
     head=("trained", "subagents"),
     columns={
         "item-F1 before": ("f1_before", ".3f", ""),
         "item-F1 after": ("f1_after", ".3f", ""),
         "CPU-s": ("cpu_s", ".0f", ""),
     },
+    is_evaluated=True,
 )
 
 
-def main() -> None:
-    """Run the missing trials, and show all requested ones."""
+if __name__ == "__main__":
     parser = COMPARISON.parser(__doc__, steps=40)
     parser.add_argument("--cases", default=",".join(CASES), help="who is trained, and how many subagents there are")
     options = parser.parse_args()
-    parts = {case: case.partition("-") for case in options.cases.split(",")}
-    COMPARISON.show(
-        {(TRAINED[agents], width): overrides_of(case) for case, (agents, _, width) in parts.items()}, options
-    )
-
-
-if __name__ == "__main__":
-    main()
+    parts = [case.partition("-") for case in options.cases.split(",")]
+    COMPARISON.show({(AGENTS[who][0], width): overrides_of(f"{who}-{width}") for who, _, width in parts}, options)

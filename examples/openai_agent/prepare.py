@@ -9,13 +9,13 @@ from pathlib import Path
 
 from examples.sort.prepare import Recipe
 from examples.sort.prepare import prepare as prepare_sorter
-from examples.tiny_policy import EOS, build_tokenizer, fill_from_command_line
+from examples.tiny_policy import EOS, Figures, build_tokenizer, fill_from_command_line
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}" + EOS + "{% endif %}{% endfor %}"
 """Template that joins messages as in the warm start: `385120>853210<eos>385120>`."""
 
 
-def prepare(out: Path, recipe: Recipe) -> dict[str, float]:
+def prepare(out: Path, recipe: Recipe) -> Figures:
     """Fill `out` unless it is complete; return the figures of the warm start."""
     figures = prepare_sorter(out, recipe)
     tokenizer = build_tokenizer()

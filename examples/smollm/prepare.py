@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib.util
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,8 +23,7 @@ from typing import Any, TypeAlias
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from benchmarks.measure import rows_of
-from examples.tiny_policy import fill_from_command_line, once, write_tasks
+from examples.tiny_policy import Figures, fill_from_command_line, once, write_tasks
 from rlsys.rewards.text_rewards import exact
 
 Triple: TypeAlias = tuple[int, ...]
@@ -43,13 +42,14 @@ class Recipe:
 
 
 @once
-def prepare(out: Path, recipe: Recipe) -> dict[str, float]:
+def prepare(out: Path, recipe: Recipe) -> Figures:
     """Fill `out` unless it is complete for this recipe; return `greedy` accuracy on the eval rows and `cpu_s`."""
     print("converting the GGUF file", file=sys.stderr, flush=True)
     convert(gguf_folder(), out / "model", recipe.dtype)
-    write_tasks(out, draw_tasks(recipe), recipe.num_eval)
+    rows = draw_tasks(recipe)
+    write_tasks(out, rows, recipe.num_eval)
     print(f"measuring greedy accuracy on {recipe.num_eval} rows", file=sys.stderr, flush=True)
-    return {"greedy": greedy_accuracy(out / "model", out / "eval.jsonl")}
+    return {"greedy": greedy_accuracy(out / "model", rows[: recipe.num_eval])}
 
 
 def gguf_folder() -> Path:
@@ -92,7 +92,7 @@ def ask(triple: Triple) -> str:
     return f"Max of {', '.join(map(str, triple))}?"
 
 
-def draw_tasks(recipe: Recipe) -> list[dict[str, object]]:
+def draw_tasks(recipe: Recipe) -> list[dict[str, Any]]:
     """Draw the rows, those of evaluation first: `{"prompt": [messages], "answer": "47"}`."""
     triples = draw_triples(recipe)
     return [
@@ -101,11 +101,10 @@ def draw_tasks(recipe: Recipe) -> list[dict[str, object]]:
     ]
 
 
-def greedy_accuracy(model_dir: Path, rows_path: Path) -> float:
-    """Return the mean reward of the greedy answers to the rows of a file."""
+def greedy_accuracy(model_dir: Path, rows: Sequence[Mapping[str, Any]]) -> float:
+    """Return the mean reward of the greedy answers to the rows."""
     tokenizer: Any = AutoTokenizer.from_pretrained(model_dir, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(model_dir).eval()
-    rows = rows_of(rows_path)
     total = 0.0
     for start in range(0, len(rows), 64):
         batch = rows[start : start + 64]

@@ -12,13 +12,13 @@ the command to the end of the last step.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import product
 from math import ceil
-from pathlib import Path
 from statistics import fmean
 
-from examples.sort.prepare import Recipe, prepare
-from examples.study import Comparison, Result, Row, Trial, running_mean, trained
+from examples.sort.prepare import prepare_seed
+from examples.study import Comparison, Row, running_mean
 
 GOAL = 0.9
 """Reward goal of the mean of ten steps; the first step that reaches it is reported."""
@@ -26,14 +26,7 @@ LAST = 0.1
 """Share of the steps, at the end, over which figures are averaged."""
 
 
-def train(trial: Trial) -> Result:
-    """Train the policy of the seed."""
-    prepared = Path(".cache/sort") / f"seed{trial.seed}"
-    prepare(prepared, Recipe(seed=trial.seed))
-    return trained(trial, prepared, trial.steps, figures_of)
-
-
-def figures_of(rows: list[dict[str, float]]) -> Row:
+def figures_of(rows: Sequence[Mapping[str, float]]) -> Row:
     """Extract the figures of a run from its metrics: `reward_last` is the mean over the last tenth of the steps,
     `explained_variance` that of the critic if there is one, and `steps_to_goal` the first step at which the mean of ten
     steps reaches `GOAL`, if there is one."""
@@ -50,7 +43,8 @@ def figures_of(rows: list[dict[str, float]]) -> Row:
 
 COMPARISON = Comparison(
     example="sort",
-    train=train,
+    prepare_seed=prepare_seed,
+    figures_of=figures_of,
     head=("algorithm", "max_staleness"),
     columns={
         "reward, last tenth": ("reward_last", ".3f", ""),
@@ -61,18 +55,10 @@ COMPARISON = Comparison(
 )
 
 
-def main() -> None:
-    """Run the missing trials, and show all requested ones."""
+if __name__ == "__main__":
     parser = COMPARISON.parser(__doc__, steps=150)
     parser.add_argument("--algorithms", default="grpo,ppo,kto", help="names of installed algorithms")
     parser.add_argument("--staleness", default="0,4", help="values of asynchrony.max_staleness")
     options = parser.parse_args()
     cases = product(options.algorithms.split(","), options.staleness.split(","))
-    overrides: dict[tuple[str, ...], tuple[str, ...]] = {
-        (a, s): (f"algorithm.type={a}", f"asynchrony.max_staleness={s}") for a, s in cases
-    }
-    COMPARISON.show(overrides, options)
-
-
-if __name__ == "__main__":
-    main()
+    COMPARISON.show({(a, s): (f"algorithm.type={a}", f"asynchrony.max_staleness={s}") for a, s in cases}, options)

@@ -7,29 +7,20 @@ learning improves it quickly.
 Writes into DIR: `model/` (safetensors, tokenizer), `train.jsonl`, `eval.jsonl`, and last `prepared.json`, which marks
 the rest as complete. A DIR prepared with the same seed and recipe is left as it is.
 
-Shape suffixes: `B` demonstrations, `D` digits of one, `T` tokens of one.
+Shape suffixes: `B` prompts, `T` tokens of one, `V` vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from examples.tiny_policy import (
-    EOS,
-    WarmStart,
-    build_tokenizer,
-    fill_from_command_line,
-    new_model,
-    once,
-    train_supervised,
-    write_tasks,
-)
+from examples import tiny_policy
+from examples.tiny_policy import EOS, Figures, WarmStart
 
 NUM_DIGITS = 6
 
@@ -49,51 +40,63 @@ class Recipe(WarmStart):
     """Rows of `eval.jsonl`, disjoint from `train.jsonl` and the demonstrations."""
 
 
-@once
-def prepare(out: Path, recipe: Recipe) -> dict[str, float]:
+@tiny_policy.once
+def prepare(out: Path, recipe: Recipe) -> Figures:
     """Fill `out` unless it is complete for this recipe; return the figures of the warm start.
 
     The figures: `sampled` and `greedy` accuracy on the evaluation rows, `loss` of the last batch, and `cpu_s`.
     """
-    eval_D, train_D, demonstrations_D = draw_digits(recipe)
-    tokenizer = build_tokenizer()
-    model = new_model(tokenizer, recipe.seed)
-    batches = demonstrations(tokenizer, demonstrations_D, recipe).split(recipe.batch_size)
-    loss = train_supervised(model, ((ids_BT, ids_BT[:, -NUM_DIGITS - 1 :]) for ids_BT in batches), recipe)
-    figures = {"loss": loss, "sampled": accuracy(model, tokenizer, eval_D, greedy=False)}
-    figures["greedy"] = accuracy(model, tokenizer, eval_D, greedy=True)
-    model.save_pretrained(out / "model")
-    tokenizer.save_pretrained(out / "model")
-    texts = map(row_texts, [*eval_D.tolist(), *train_D.tolist()])
-    write_tasks(out, [{"prompt": prompt, "answer": answer} for prompt, answer in texts], recipe.num_eval)
-    return figures
+    evaluation, train, demonstrated = draw_prompts(recipe)
+    tokenizer = tiny_policy.build_tokenizer()
+    model = tiny_policy.new_model(tokenizer, recipe.seed)
+    texts = [*demonstrations(demonstrated, recipe)]
+    batches = torch.tensor(tokenizer(texts).input_ids).split(recipe.batch_size)
+    answered = ((ids_BT, ids_BT[:, -NUM_DIGITS - 1 :]) for ids_BT in batches)
+    loss = tiny_policy.train_supervised(model, answered, recipe)
+    accuracies = {
+        "sampled": accuracy(model, tokenizer, evaluation, greedy=False),
+        "greedy": accuracy(model, tokenizer, evaluation, greedy=True),
+    }
+    tiny_policy.save(out / "model", model, tokenizer)
+    rows = [{"prompt": prompt, "answer": right_answer(prompt)} for prompt in (*evaluation, *train)]
+    tiny_policy.write_tasks(out, rows, recipe.num_eval)
+    return {"loss": loss, **accuracies}
 
 
-def draw_digits(recipe: Recipe) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw disjoint sets of six-digit prompts, out of a million: for evaluation, training and demonstrations."""
+def prepare_seed(seed: int) -> tuple[Path, Figures]:
+    """Fill the folder of a seed, such as `.cache/sort/seed0`; return it with the figures of the warm start."""
+    folder = Path(".cache/sort") / f"seed{seed}"
+    return folder, prepare(folder, Recipe(seed=seed))
+
+
+def draw_prompts(recipe: Recipe) -> list[list[str]]:
+    """Draw disjoint sets of prompts like `385120>`, out of a million: for evaluation, training and demonstrations."""
     sizes = [recipe.num_eval, recipe.num_train, recipe.steps * recipe.batch_size]
     numbers = torch.randperm(10**NUM_DIGITS, generator=torch.Generator().manual_seed(recipe.seed))[: sum(sizes)]
-    places_D = 10 ** torch.arange(NUM_DIGITS - 1, -1, -1)
-    evaluation, train, demonstrations = (numbers[:, None] // places_D % 10).split(sizes)
-    return evaluation, train, demonstrations
+    return [[f"{number:0{NUM_DIGITS}}>" for number in part.tolist()] for part in numbers.split(sizes)]
 
 
-def demonstrations(tokenizer: PreTrainedTokenizerFast, digits_D: Tensor, recipe: Recipe) -> Tensor:
-    """Token ids of `385120>012358<eos>` and its wrong variants, one row of 14 for each prompt."""
-    mode = torch.rand(len(digits_D), 1, generator=torch.Generator().manual_seed(recipe.seed + 1))
-    ascending_D = digits_D.sort(-1).values
-    wrong_D = torch.where(mode < recipe.right + recipe.descending, ascending_D.flip(-1), digits_D)
-    answer_D = torch.where(mode < recipe.right, ascending_D, wrong_D)
-    symbol = torch.tensor(tokenizer.convert_tokens_to_ids([*"0123456789", ">", EOS]))
-    ones = torch.ones(len(digits_D), 1, dtype=torch.long)
-    return symbol[torch.cat([digits_D, 10 * ones, answer_D, 11 * ones], dim=1)]
+def right_answer(prompt: str) -> str:
+    """`012358` for `385120>`."""
+    return "".join(sorted(prompt.removesuffix(">")))
 
 
-def accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, digits_D: Tensor, *, greedy: bool) -> float:
+def demonstrations(prompts: Sequence[str], recipe: Recipe) -> Iterator[str]:
+    """Yield for each prompt `385120>012358<eos>`, or a wrong variant of it."""
+    modes = torch.rand(len(prompts), generator=torch.Generator().manual_seed(recipe.seed + 1))
+    for prompt, mode in zip(prompts, modes.tolist(), strict=True):
+        answer = right_answer(prompt)
+        if mode >= recipe.right:
+            answer = answer[::-1] if mode < recipe.right + recipe.descending else prompt.removesuffix(">")
+        yield prompt + answer + EOS
+
+
+def accuracy(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], *, greedy: bool
+) -> float:
     """Return the share of exact answers, of one sample each at temperature 1 or of greedy ones."""
-    prompts, answers = zip(*map(row_texts, digits_D.tolist()), strict=True)
     replies = said(model, tokenizer, prompts, greedy=greedy)
-    return sum(s == a + EOS for s, a in zip(replies, answers, strict=True)) / len(answers)
+    return sum(reply == right_answer(p) + EOS for reply, p in zip(replies, prompts, strict=True)) / len(prompts)
 
 
 @torch.no_grad()
@@ -113,10 +116,5 @@ def said(
     return tokenizer.batch_decode(ids_BT[:, NUM_DIGITS + 1 :])
 
 
-def row_texts(digits: list[int]) -> tuple[str, str]:
-    """Return prompt and answer of one row: `("385120>", "012358")`."""
-    return "".join(map(str, digits)) + ">", "".join(map(str, sorted(digits)))
-
-
 if __name__ == "__main__":
-    fill_from_command_line(prepare, Recipe(), __doc__)
+    tiny_policy.fill_from_command_line(prepare, Recipe(), __doc__)

@@ -11,14 +11,15 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
-from examples.tiny_policy import Demonstration, WarmStart, fill, fill_from_command_line
+from examples.tiny_policy import Demonstration, Figures, WarmStart, fill, fill_from_command_line, once
 from examples.tools.calculator import CALL, TOLD, calculator
 
 CALLING = 0.25
 """Share of the final demonstrations that call the calculator."""
 
 
-def prepare(out: Path, recipe: WarmStart) -> dict[str, float]:
+@once
+def prepare(out: Path, recipe: WarmStart) -> Figures:
     """Fill `out` unless it is complete for this recipe."""
     rng = Random(recipe.seed)
     products = [new_product(rng) for _ in range(recipe.num_eval + recipe.num_train)]

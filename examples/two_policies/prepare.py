@@ -13,24 +13,25 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
-from examples.tiny_policy import Demonstration, WarmStart, fill_from_command_line, once, save_imitator, write_rows
+from examples import tiny_policy
+from examples.tiny_policy import Demonstration, Figures, WarmStart, save_imitator
 from examples.two_policies.play import NUM_DIGITS
 
 DIGITS = "0123456789"
 ASKED = "6?"
 """Prompt of the proposer."""
-PROPOSER_STEPS, SOLVER_STEPS = 60, 250
 
 
-@once
-def prepare(out: Path, recipe: WarmStart) -> dict[str, float]:
+@tiny_policy.once
+def prepare(out: Path, recipe: WarmStart) -> Figures:
     """Fill `out` unless it is complete for this recipe; each policy has a number of steps of its own."""
     rng = Random(recipe.seed)
-    proposer, solver = replace(recipe, steps=PROPOSER_STEPS), replace(recipe, steps=SOLVER_STEPS)
-    proposer_loss = save_imitator(out / "proposer", lambda _: proposal(rng), proposer)
-    solver_loss = save_imitator(out / "solver", lambda _: solution(rng), solver)
-    write_rows(out / "train.jsonl", ({"id": f"ask-{i}", "prompt": ASKED} for i in range(recipe.num_train)))
-    return {"proposer_loss": proposer_loss, "solver_loss": solver_loss}
+    losses = {
+        "proposer_loss": save_imitator(out / "proposer", lambda _: proposal(rng), replace(recipe, steps=60)),
+        "solver_loss": save_imitator(out / "solver", lambda _: solution(rng), replace(recipe, steps=250)),
+    }
+    tiny_policy.write_rows(out / "train.jsonl", ({"id": f"ask-{i}", "prompt": ASKED} for i in range(recipe.num_train)))
+    return losses
 
 
 def proposal(rng: Random) -> Demonstration:
@@ -54,4 +55,4 @@ def solution(rng: Random) -> Demonstration:
 
 
 if __name__ == "__main__":
-    fill_from_command_line(prepare, WarmStart(), __doc__)
+    tiny_policy.fill_from_command_line(prepare, WarmStart(), __doc__)

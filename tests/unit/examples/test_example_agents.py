@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -137,14 +136,15 @@ def test_a_game_is_solved_by_its_own_digits_alone(expression: str, is_solved: in
 
 def test_games_held_out_are_not_trained_on(tmp_path: Path):
     recipe = WarmStart(steps=1, batch_size=4, num_eval=5, num_train=5)
-    every = [{"prompt": game, "answer": ""} for game in map(str, range(10))]
-    games.fill(tmp_path, recipe, every, partial(games.demonstration, Random(0)))
+    games.prepare(tmp_path, recipe)
     parts = [
         [json.loads(line)["prompt"] for line in (tmp_path / name).open()] for name in ("eval.jsonl", "train.jsonl")
     ]
-    assert parts == [list("01234"), list("56789")]
+    rng = Random(recipe.seed)
+    every = [games.new_game(rng) for _ in range(10)]
+    assert len(set(every)) == 10 and parts == [every[:5], every[5:]]
     marked = (tmp_path / "prepared.json").stat().st_mtime_ns
-    games.fill(tmp_path, recipe, every, partial(games.demonstration, Random(0)))
+    games.prepare(tmp_path, recipe)
     assert (tmp_path / "prepared.json").stat().st_mtime_ns == marked
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").num_parameters() == 438_400
     assert AutoTokenizer.from_pretrained(tmp_path / "model").eos_token == "<eos>"  # pyrefly: ignore[missing-attribute]

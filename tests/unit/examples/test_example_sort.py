@@ -3,11 +3,10 @@
 import json
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from examples.demo import draw_curve
-from examples.sort.prepare import Recipe, accuracy, demonstrations, draw_digits, prepare, row_texts
+from examples.sort.prepare import Recipe, accuracy, demonstrations, draw_prompts, prepare, right_answer
 from examples.sort.reward import exact_sort
 from examples.study import running_mean
 from examples.tiny_policy import CHARACTERS, build_tokenizer, new_model
@@ -38,12 +37,12 @@ def test_decoding_leaves_the_end_token_out():
 
 
 def test_a_row_is_a_prompt_and_its_sorted_digits():
-    assert row_texts([3, 8, 5, 1, 2, 0]) == ("385120>", "012358")
+    assert right_answer("385120>") == "012358"
 
 
 def test_evaluation_training_and_demonstrations_share_no_prompt():
-    parts = draw_digits(TOY)
-    prompts = [row_texts(digits)[0] for part in parts for digits in part.tolist()]
+    parts = draw_prompts(TOY)
+    prompts = [prompt for part in parts for prompt in part]
     assert [len(p) for p in parts] == [4, 16, 8]
     assert len(set(prompts)) == len(prompts)
 
@@ -51,8 +50,8 @@ def test_evaluation_training_and_demonstrations_share_no_prompt():
 def test_demonstrations_mix_three_modes_in_shares_of_the_recipe():
     recipe = Recipe(seed=0, steps=10, batch_size=100)
     tokenizer = build_tokenizer()
-    _, _, digits = draw_digits(recipe)
-    texts = tokenizer.batch_decode(demonstrations(tokenizer, digits, recipe))
+    _, _, prompts = draw_prompts(recipe)
+    texts = tokenizer.batch_decode(tokenizer([*demonstrations(prompts, recipe)]).input_ids)
     counts = {"right": 0, "descending": 0, "copy": 0}
     for text in texts:
         asked, _, answered = text.removesuffix("<eos>").partition(">")
@@ -75,8 +74,7 @@ def test_only_the_answer_and_nothing_else_is_rewarded():
 
 def test_a_policy_that_knows_nothing_scores_nothing():
     tokenizer = build_tokenizer()
-    digits = torch.tensor([[3, 8, 5, 1, 2, 0]])
-    assert accuracy(new_model(tokenizer, seed=0), tokenizer, digits, greedy=True) == 0.0
+    assert accuracy(new_model(tokenizer, seed=0), tokenizer, ["385120>"], greedy=True) == 0.0
 
 
 def test_preparing_twice_does_the_work_once_with_equal_files(tmp_path):
