@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import pydantic
 import torch
@@ -27,18 +27,20 @@ from algorithms.grpo import GRPO
 from algorithms.gspo import GSPO
 from algorithms.m2po import M2PO
 from algorithms.policy_gradient import PolicyGradient
-from benchmarks.measure import group_of, rows_of
-from examples.sort.prepare import Recipe, prepare
+from benchmarks.measure import group_of
+from examples.sort.prepare import prepare_seed
 from examples.sort.reward import exact_sort
 from rlsys.algorithm import LossInputs, LossOutput
 from rlsys.batch.packing import plan_batch
 from rlsys.batch.tensors import StepData
-from rlsys.types import Episode, Group, PolicyVersion, Sampling, Trajectory, Turn
+from rlsys.data.task_file import load_tasks
+from rlsys.types import Episode, Group, PolicyVersion, Sampling, Task, Trajectory, Turn
 from rlsys.util.seeds import group_seed, request_seed
 from workers.engines.engine import EngineSpec, Request
 from workers.engines.local import LocalEngine
+from workers.text.tokenizer import TextTokenizer
 from workers.train.fsdp import FsdpBackend
-from workers.train.model_loading import load_model, load_tokenizer
+from workers.train.model_loading import load_model
 from workers.train.optimizer import OptimizerSettings
 from workers.train.rank_group import RankGroup
 
@@ -54,8 +56,6 @@ EDITION = 3
 that old runs do not count as current ones."""
 EXAM_GROUPS, EXAM_SIZE, EXAM_SEED = 32, 8, 1_000_003
 """Number of held-out tasks for the final weights, samples of each, and their seed in every run."""
-
-
 DEFAULT = "none"
 """GRPO with its defaults: no correction, because its clipped ratio is against the sampler."""
 BLIND = "age ignored"
@@ -134,8 +134,7 @@ def train(run: Run) -> Outcome:
     torch.set_num_threads(1)
     disable_progress_bar()
     began = time.process_time()
-    folder = Path(".cache/sort") / f"seed{run.seed}"
-    prepare(folder, Recipe(seed=run.seed))
+    folder, _ = prepare_seed(run.seed)
     outcome = asyncio.run(_trained(run, folder))
     return replace(outcome, cpu_s=round(time.process_time() - began, 2))
 
@@ -170,27 +169,18 @@ async def _trained(run: Run, folder: Path) -> Outcome:
         await sampler.engine.close()
 
 
-class Task(NamedTuple):
-    """Tokenised row of the task."""
-
-    prompt_ids: tuple[int, ...]
-    answer: str
-
-
 class Sampler:
     """Local engine, and the tasks in order of issue."""
 
     def __init__(self, run: Run, folder: Path) -> None:
         self._run = run
-        self._tokenizer = load_tokenizer(str(folder / "model"))
-        self._tasks = self._read(folder / "train.jsonl")
-        self._held_out = self._read(folder / "eval.jsonl")[:EXAM_GROUPS]
-        stop = self._tokenizer.eos_token_id
-        assert isinstance(stop, int)
+        self._text = TextTokenizer.load(folder / "model")
+        self._tasks = load_tasks(folder / "train.jsonl")
+        self._held_out = load_tasks(folder / "eval.jsonl")[:EXAM_GROUPS]
         self.engine = LocalEngine(
             load_model(str(folder / "model"), torch.float32),
             EngineSpec(model_path=str(folder / "model"), slots=run.groups * run.group_size, max_context=MAX_CONTEXT),
-            stop_token_ids=frozenset({stop}),
+            stop_token_ids=self._text.stop_ids,
             name="sampler",
         )
 
@@ -212,23 +202,21 @@ class Sampler:
         """Return scored groups of held-out tasks; the same tasks and seeds in every run."""
         return await self._groups(dict(enumerate(self._held_out)), EXAM_SIZE, EXAM_SEED)
 
-    def _read(self, path: Path) -> list[Task]:
-        return [Task(tuple(self._tokenizer(row["prompt"]).input_ids), row["answer"]) for row in rows_of(path)]
-
     async def _groups(self, tasks: Mapping[int, Task], group_size: int, seed: int) -> list[Group]:
-        places = [(group_id, member) for group_id in tasks for member in range(group_size)]
-        seeds = [request_seed(group_seed(seed, group_id), member, 0) for group_id, member in places]
-        sampled = (self._episode(tasks[s], f"{s}/{m}", seed) for (s, m), seed in zip(places, seeds, strict=True))
-        episodes = await asyncio.gather(*sampled)
-        payloads = [tuple(episodes[i : i + group_size]) for i in range(0, len(episodes), group_size)]
-        return [group_of(group_id, payload) for group_id, payload in zip(tasks, payloads, strict=True)]
+        async def group(group_id: int, task: Task) -> Group:
+            seeds = [request_seed(group_seed(seed, group_id), member, 0) for member in range(group_size)]
+            sampled = (self._episode(task, f"{group_id}/{member}", seed) for member, seed in enumerate(seeds))
+            return group_of(group_id, tuple(await asyncio.gather(*sampled)))
+
+        return await asyncio.gather(*(group(group_id, task) for group_id, task in tasks.items()))
 
     async def _episode(self, task: Task, name: str, seed: int) -> Episode:
-        done = await self.engine.generate(Request(name, task.prompt_ids, SAMPLING, seed))
+        prompt_ids = self._text.encode(task.prompt)
+        done = await self.engine.generate(Request(name, prompt_ids, SAMPLING, seed))
         assert done.finish is not None
-        (text,) = self._tokenizer.batch_decode([list(done.output_ids)], skip_special_tokens=True)
-        turn = Turn(task.prompt_ids, done.output_ids, done.logprobs, done.versions, done.finish, text, SAMPLING)
-        return Episode((Trajectory("policy", (turn,), reward=exact_sort(text, task.answer)),))
+        text = self._text.decode(done.output_ids)
+        turn = Turn(prompt_ids, done.output_ids, done.logprobs, done.versions, done.finish, text, SAMPLING)
+        return Episode((Trajectory("policy", (turn,), reward=exact_sort(text, str(task.answer))),))
 
 
 def _reward_of(groups: Sequence[Group]) -> float:

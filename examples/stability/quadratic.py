@@ -14,7 +14,7 @@ Shape suffix: `D` coordinates.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import cos, pi, sin
 
@@ -26,8 +26,10 @@ from algorithms.gac import GAC
 from rlsys.stabilizer import StabilizerPlugin
 
 CONTROL = GAC(enabled=True, c_low=0.15, c_high=0.4)
-"""Thresholds for `Problem`: fresh gradients there are mostly noise, and the cosine of noise in 200 dimensions has a
+"""Thresholds for `descend`: fresh gradients there are mostly noise, and the cosine of noise in 200 dimensions has a
 standard deviation of .07. The defaults, .05 and .3, would project half of all fresh gradients, for 3 % more loss."""
+NUM_COORDINATES, RATE = 200, 0.25
+"""Coordinates and learning rate of `descend`."""
 NAME = "x"
 """Name of the only parameter."""
 GONE = 1e12
@@ -57,22 +59,6 @@ def growth(step_size: float, staleness: int) -> float:
     return float(np.abs(np.roots(coefficients)).max())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Problem:
-    """½ Σ λ x² over `num_coordinates` curvatures evenly between 0 and 1, from a standard normal start, with normal
-    noise in the gradient. At this rate the stiffest coordinates are stable up to a staleness of 5."""
-
-    num_coordinates: int = 200
-    rate: float = 0.25
-    noise: float = 0.2
-    num_steps: int = 400
-    seed: int = 0
-
-    def curvatures(self) -> Tensor:
-        """λ of each coordinate, `(D,)`."""
-        return torch.arange(1, self.num_coordinates + 1) / self.num_coordinates
-
-
 @dataclass(slots=True)
 class Descent:
     """Record of a descent, one entry per step; it ends early on divergence."""
@@ -92,39 +78,39 @@ class Descent:
         return float("inf") if self.has_diverged else sum(last) / len(last)
 
 
-def descend(problem: Problem, staleness: int, control: StabilizerPlugin) -> Descent:
-    """Run noisy gradient descent from a random point, with a stabilizer as in a training run."""
-    chance = torch.Generator().manual_seed(problem.seed)
-    start_D = torch.randn(problem.num_coordinates, generator=chance)
-    versions = [start_D] * (staleness + 1)
-    size = problem.num_coordinates
-    noise = (problem.noise * torch.randn(size, generator=chance) for _ in range(problem.num_steps))
-    return follow(versions, problem.curvatures(), noise, problem.rate, control, problem.num_steps)
+def descend(
+    staleness: int, control: StabilizerPlugin, *, num_steps: int = 400, noise: float = 0.2, seed: int = 0
+) -> Descent:
+    """Run noisy gradient descent on ½ Σ λ x² from a standard normal start, with a stabilizer as in a training run.
+
+    The curvatures are `NUM_COORDINATES` evenly between 0 and 1; at `RATE` the stiffest coordinates are stable up to a
+    staleness of 5.
+    """
+    chance = torch.Generator().manual_seed(seed)
+    start_D = torch.randn(NUM_COORDINATES, generator=chance)
+    noises = (noise * torch.randn(NUM_COORDINATES, generator=chance) for _ in range(num_steps))
+    curvatures_D = torch.arange(1, NUM_COORDINATES + 1) / NUM_COORDINATES
+    return follow([start_D] * (staleness + 1), curvatures_D, noises, RATE, control)
 
 
 def follow(
-    versions: Sequence[Tensor],
-    curvatures_D: Tensor,
-    noise: Iterator[Tensor],
-    rate: float,
-    control: StabilizerPlugin,
-    num_steps: int,
+    versions: Sequence[Tensor], curvatures_D: Tensor, noises: Iterable[Tensor], rate: float, control: StabilizerPlugin
 ) -> Descent:
-    """Descend from the last of `versions`, with each gradient at the oldest: the staleness is their number minus one.
-    The steps that `control` must see fresh come first; older versions are then dropped, as by the queue of a training
-    run."""
+    """Descend from the last of `versions`, a step for each noise, with each gradient at the oldest version: the
+    staleness is their number minus one. The steps that `control` must see fresh come first; older versions are then
+    dropped, as by the queue of a training run."""
     queue, x_D = deque(versions, maxlen=len(versions)), versions[-1]
     stabilizer = control.start({NAME: x_D})
     before_D = torch.zeros_like(x_D)
     done = Descent()
-    for _ in range(num_steps):
+    for noise_D in noises:
         if stabilizer.synchronous_steps_left:
             queue.extend([x_D] * len(versions))
-        gradients = {NAME: curvatures_D * queue[0] + next(noise)}
-        steered = stabilizer.steer(gradients, float(gradients[NAME].square().sum()), alone)
+        gradients = {NAME: curvatures_D * queue[0] + noise_D}
+        steered = stabilizer.steer(gradients, float(gradients[NAME].square().sum()), _alone)
         if not steered.is_skipped:
             update = Direction(gradients[NAME], before_D)
-            stabilizer.correct(update, alone)
+            stabilizer.correct(update, _alone)
             x_D = x_D - rate * (update.now_D + update.more_D)
             before_D = update.now_D
         stabilizer.end_step()
@@ -137,7 +123,7 @@ def follow(
     return done
 
 
-def alone(tensor: Tensor) -> Tensor:
+def _alone(tensor: Tensor) -> Tensor:
     """All-reduce of one rank."""
     return tensor
 

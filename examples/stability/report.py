@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from algorithms.gac import GAC
 from examples.stability.lab import Outcome, Run
-from examples.stability.quadratic import CONTROL, Problem, boundary_cosine, descend, growth, stability_limit
+from examples.stability.quadratic import CONTROL, boundary_cosine, descend, growth, stability_limit
 from examples.stability.studies import Row
 from examples.study import markdown, running_mean
 
@@ -24,6 +23,8 @@ HEAD = (
     f"cosine, first {EARLY} asynchronous steps", "safe / projected / skipped", "update cosine",
 )  # fmt: skip
 COLOURS = ("#636363", "#9ecae1", "#d94801", "#08519c", "#31a354", "#756bb1", "#e7298a", "#000000")
+AGES = (0, 1, 2, 4, 8, 16, 32)
+"""Staleness of the descents on a quadratic."""
 QUADRATIC = {
     "none": GAC(),
     "projection": replace(CONTROL, max_skips=0),
@@ -66,7 +67,9 @@ def collapse_version(run: Run, outcome: Outcome) -> int | None:
 def _cells(row: Row, outcomes: Sequence[Outcome]) -> Sequence[str]:
     run, finals = row.run, [o.final_reward for o in outcomes]
     collapses = [str(version) for o in outcomes if (version := collapse_version(run, o)) is not None]
-    start = max(1, run.gac.synchronous_steps)  # the first gradient has no previous one
+    synchronous = run.gac.synchronous_steps
+    start = max(1, synchronous)  # the first gradient has no previous one
+    regimes = [value for o in outcomes for value in o.metrics["gac/regime"][synchronous:]]
     return (
         f"{run.groups} x {run.group_size}",
         run.algorithm,
@@ -75,16 +78,9 @@ def _cells(row: Row, outcomes: Sequence[Outcome]) -> Sequence[str]:
         f"{median(finals):.3f} ({min(finals):.3f} to {max(finals):.3f})" if len(finals) > 1 else f"{finals[0]:.3f}",
         f"{', '.join(collapses)} ({len(collapses)} of {len(outcomes)})" if collapses else "none",
         f"{median(_mean(o.metrics['gac/cosine'][start : start + EARLY]) for o in outcomes):.2f}",
-        " / ".join(f"{share:.0%}" for share in _regimes(run, outcomes)),
+        " / ".join(f"{regimes.count(regime) / max(1, len(regimes)):.0%}" for regime in range(3)),
         f"{median(_mean(o.metrics['gac/update_cosine'][start:]) for o in outcomes):.2f}",
     )
-
-
-def _regimes(run: Run, outcomes: Sequence[Outcome]) -> list[float]:
-    """Return the share of asynchronous steps in each regime, acted upon or not."""
-    first = run.gac.synchronous_steps
-    found = [value for o in outcomes for value in o.metrics["gac/regime"][first:]]
-    return [found.count(regime) / max(1, len(found)) for regime in range(3)]
 
 
 def _mean(values: Sequence[float | None]) -> float:
@@ -102,45 +98,33 @@ COSINE = "cosine of consecutive gradients,\nmean of ten steps and of all seeds"
 def draw_grid(rows: Sequence[Row], done: Mapping[Run, Outcome], folder: Path) -> None:
     """Draw the grid as PNG files in `folder`: a panel for each algorithm and staleness, a line for each control."""
     lines = [(row.run.algorithm, f"GAC {row.label}", row) for row in rows]
-    _draw_lines(lines, done, folder / "stability_reward.png", REWARD, _draw_rewards)
-    _draw_lines(lines, done, folder / "stability_cosine.png", COSINE, _draw_cosines)
+    _draw_lines(lines, done, folder / "stability_reward.png", REWARD)
+    _draw_lines(lines, done, folder / "stability_cosine.png", COSINE)
     draw_quadratic(folder / "stability_quadratic.png")
 
 
 def draw_corrections(rows: Sequence[Row], done: Mapping[Run, Outcome], folder: Path) -> None:
     """Draw the comparison: a panel for each staleness, a line for each algorithm."""
-    lines = [("", row.run.algorithm, row) for row in rows]
-    _draw_lines(lines, done, folder / "stability_corrections.png", REWARD, _draw_rewards)
+    _draw_lines([("", row.run.algorithm, row) for row in rows], done, folder / "stability_corrections.png", REWARD)
 
 
-def _draw_rewards(axes: Axes, row: Row, outcomes: Sequence[Outcome], colour: str, label: str) -> None:
-    curves = [learning_curve(row.run, outcome.rewards) for outcome in outcomes]
-    versions, means = curves[0][0], [fmean(column) for column in zip(*(c[1] for c in curves), strict=True)]
-    axes.plot(versions, running_mean(means), color=colour, label=label)
-    axes.plot(row.run.steps, fmean(o.final_reward for o in outcomes), "o", color=colour, markersize=4)
-
-
-def _draw_cosines(axes: Axes, row: Row, outcomes: Sequence[Outcome], colour: str, label: str) -> None:
-    means = [_mean(of_step) for of_step in zip(*(o.metrics["gac/cosine"] for o in outcomes), strict=True)]
-    axes.plot(range(1, len(means) + 1), running_mean(means), color=colour, label=label)
-
-
-def _draw_lines(
-    lines: Sequence[tuple[str, str, Row]],
-    done: Mapping[Run, Outcome],
-    path: Path,
-    what: str,
-    draw: Callable[[Axes, Row, Sequence[Outcome], str, str], None],
-) -> None:
+def _draw_lines(lines: Sequence[tuple[str, str, Row]], done: Mapping[Run, Outcome], path: Path, what: str) -> None:
     """Draw lines of a panel's name, a label and a row: panels by name, downwards, and by staleness, to the right."""
     names, ages = list(dict.fromkeys(name for name, _, _ in lines)), sorted({row.run.staleness for _, _, row in lines})
     colours = dict(zip(dict.fromkeys(label for _, label, _ in lines), COLOURS, strict=False))
     figure = Figure(figsize=(3.2 * len(ages), 2.7 * len(names) + 0.5), layout="constrained")
     grid = figure.subplots(len(names), len(ages), sharex=True, sharey=True, squeeze=False)
+    for name, label, row in lines:
+        axes, outcomes = grid[names.index(name)][ages.index(row.run.staleness)], [done[run] for run in row.runs]
+        if what == REWARD:
+            curves = [learning_curve(row.run, outcome.rewards) for outcome in outcomes]
+            versions, means = curves[0][0], [fmean(column) for column in zip(*(c[1] for c in curves), strict=True)]
+            axes.plot(row.run.steps, fmean(o.final_reward for o in outcomes), "o", color=colours[label], markersize=4)
+        else:
+            means = [_mean(of_step) for of_step in zip(*(o.metrics["gac/cosine"] for o in outcomes), strict=True)]
+            versions = list(range(1, len(means) + 1))
+        axes.plot(versions, running_mean(means), color=colours[label], label=label)
     for (i, name), (j, staleness) in product(enumerate(names), enumerate(ages)):
-        for of_panel, label, row in lines:
-            if (of_panel, row.run.staleness) == (name, staleness):
-                draw(grid[i][j], row, [done[run] for run in row.runs], colours[label], label)
         grid[i][j].set_title(f"staleness {staleness}{', ' if name else ''}{name}", fontsize=9)
         grid[i][j].grid(alpha=0.3)
     grid[0][-1].legend(fontsize=7)
@@ -153,17 +137,16 @@ def draw_quadratic(path: Path) -> None:
     """Draw the limit of stability, the cosine there, and noisy descent at staleness 16."""
     figure = Figure(figsize=(12, 3.5), layout="constrained")
     limits, cosines, losses = figure.subplots(1, 3)
-    ages = (0, 1, 2, 4, 8, 16, 32)
     for staleness, colour in zip((0, 4, 16), COLOURS[1:], strict=False):
         sizes = [0.01 * i for i in range(1, 221)]
         limits.plot(sizes, [growth(size, staleness) for size in sizes], color=colour, label=f"staleness {staleness}")
         limits.axvline(stability_limit(staleness), color=colour, linestyle=":")
     limits.axhline(1, color="black", linewidth=0.5)
     limits.set(xscale="log", ylim=(0.7, 1.5), xlabel="learning rate x curvature", title="growth of a step")
-    cosines.plot(ages, [boundary_cosine(s) for s in ages], "o-", color=COLOURS[3])
+    cosines.plot(AGES, [boundary_cosine(s) for s in AGES], "o-", color=COLOURS[3])
     cosines.set(xlabel="staleness", title="cosine of gradients at the limit")
     for (label, control), colour in zip(QUADRATIC.items(), COLOURS[1:], strict=False):
-        losses.plot(descend(Problem(), 16, control).losses, color=colour, label=label)
+        losses.plot(descend(16, control).losses, color=colour, label=label)
     losses.set(yscale="log", ylim=(0.1, 1e4), xlabel="step", title="loss, 200 noisy coordinates, staleness 16")
     for axes in (limits, cosines, losses):
         axes.grid(alpha=0.3)
@@ -172,16 +155,15 @@ def draw_quadratic(path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def quadratic_table(staleness: Iterable[int] = (0, 1, 2, 4, 8, 16, 32)) -> str:
+def quadratic_table() -> str:
     """Build a Markdown table: the closed form, and the mean loss and cosine of the last 100 steps of noisy descent."""
     rows = []
-    for s in staleness:
-        found = [descend(Problem(), s, control) for control in QUADRATIC.values()]
+    for s in AGES:
+        found = [descend(s, control) for control in QUADRATIC.values()]
         cells = [
             f"diverged at {len(d.losses)}" if d.has_diverged else f"{d.final():.3g}, {fmean(d.cosines[-100:]):.2f}"
             for d in found
         ]
         rows.append([str(s), f"{stability_limit(s):.3f}", f"{boundary_cosine(s):.3f}", *cells])
-    return markdown(
-        ["staleness", "limit of η λ", "cosine there", *(f"{name}: loss, cosine" for name in QUADRATIC)], rows
-    )
+    controls = (f"{name}: loss, cosine" for name in QUADRATIC)
+    return markdown(["staleness", "limit of η λ", "cosine there", *controls], rows)
