@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -64,8 +64,8 @@ class Completion:
 
     prompt_ids: list[int]
     seed: int
-    output_ids: list[int]
-    logprobs: list[float]
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
 
 
 def train(
@@ -86,7 +86,7 @@ def train(
         # Sample: `group_size` completions of every prompt, each with a separate seed.
         group_ids = range(step * settings.groups_per_step, (step + 1) * settings.groups_per_step)
         completions = [
-            Completion(tokenizer(tasks[s][0]).input_ids, request_seed(group_seed(settings.seed, s), episode, 0), [], [])
+            Completion(tokenizer(tasks[s][0]).input_ids, request_seed(group_seed(settings.seed, s), episode, 0))
             for s in group_ids
             for episode in range(settings.group_size)
         ]
@@ -152,12 +152,8 @@ def completion_logprobs(model: torch.nn.Module, completions: list[Completion], t
     ids_BL = pad_sequence(rows, batch_first=True)  # (B, L)
     logits_BLV = model(input_ids=ids_BL, use_cache=False).logits[:, :-1].float() / temperature
     logprobs_BL = logits_BLV.log_softmax(-1).gather(-1, ids_BL[:, 1:, None])[..., 0]  # (B, L - 1)
-    return torch.cat(
-        [
-            row[len(c.prompt_ids) - 1 : len(c.prompt_ids) + len(c.output_ids) - 1]
-            for row, c in zip(logprobs_BL, completions, strict=True)
-        ]
-    )
+    spans = [slice(len(c.prompt_ids) - 1, len(c.prompt_ids) + len(c.output_ids) - 1) for c in completions]
+    return torch.cat([row[span] for row, span in zip(logprobs_BL, spans, strict=True)])
 
 
 def learning_rate(step: int, settings: Settings) -> float:
@@ -174,15 +170,18 @@ def run(
     settings: Settings,
     reward: Callable[[str, str], float] = lambda completion, answer: float(completion == answer),
 ) -> tuple[list[Step], dict[str, Tensor]]:
-    """Load a model and train it; return the report of each step and the final weights by their Hugging Face names."""
+    """Load a model, train it and print every step; return the report of each step and the final weights by their
+    Hugging Face names."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(model_path)
-    steps = list(train(model, tokenizer, tasks, settings, reward))  # pyrefly: ignore[bad-argument-type]
+    steps: list[Step] = []
+    for step in train(model, tokenizer, tasks, settings, reward):  # pyrefly: ignore[bad-argument-type]
+        steps.append(step)
+        print(f"step {len(steps):4}  reward {step.reward:.3f}  loss {step.loss:+.4f}", flush=True)
     return steps, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def main() -> None:
-    """Train on a file of tasks and print every step."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="GRPO in one file.")
     parser.add_argument("--model", type=Path, required=True, help="folder of a Hugging Face causal language model")
     parser.add_argument("--tasks", type=Path, required=True, help='JSONL of {"prompt": text, "answer": text}')
@@ -190,14 +189,4 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = map(json.loads, arguments.tasks.read_text().splitlines())
-    tasks = [(row["prompt"], row["answer"]) for row in rows]
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    settings = Settings(steps=arguments.steps)
-    steps = train(model, tokenizer, tasks, settings, lambda c, a: float(c == a))  # pyrefly: ignore[bad-argument-type]
-    for number, step in enumerate(steps, 1):
-        print(f"step {number:4}  reward {step.reward:.3f}  loss {step.loss:+.4f}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    run(arguments.model, [(row["prompt"], row["answer"]) for row in rows], Settings(steps=arguments.steps))

@@ -33,11 +33,6 @@ async def solve(prompt: str, base_url: str, api_key: str, model: str) -> float:
     return 0.0
 
 
-def main() -> None:
-    """Solve the task on standard input; print its reward."""
+if __name__ == "__main__":
     at = {"base_url": os.environ["OPENAI_BASE_URL"], "api_key": os.environ["OPENAI_API_KEY"]}
     print(asyncio.run(solve(sys.stdin.read().strip(), **at, model=sys.argv[1])))
-
-
-if __name__ == "__main__":
-    main()

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 from examples.two_policies.play import NUM_DIGITS
 from rlsys.replay.rollout_log import read_rollouts
@@ -19,8 +19,7 @@ from rlsys.types import Episode
 NUM_STEPS = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """Shares over some steps."""
 
     proper: float
@@ -40,15 +39,10 @@ def share_of(episodes: Sequence[Episode]) -> Share:
     return Share(len(proper) / len(episodes), fmean(rewards) if rewards else float("nan"))
 
 
-def main() -> None:
-    """Print both ends of a run."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="What the first and the last steps of a run came to.")
     parser.add_argument("run", type=Path)
     paths = sorted((parser.parse_args().run / "policies" / "proposer" / "rollouts").iterdir())
     for name, end in (("first", paths[:NUM_STEPS]), ("last", paths[-NUM_STEPS:])):
         share = share_of([e for path in end for record in read_rollouts(path) for e in record.episodes])
         print(f"{name:5} {NUM_STEPS} steps: {share.proper:.2f} proper tasks, {share.right:.2f} of them solved")
-
-
-if __name__ == "__main__":
-    main()
