@@ -125,7 +125,10 @@ def sample(model: torch.nn.Module, completions: list[Completion], settings: Sett
     for position in range(settings.max_new_tokens):
         if not running:
             return
-        logits_BV = last_logits(model, [c.prompt_ids + c.output_ids for c in running])  # (running, V)
+        rows = [torch.tensor(c.prompt_ids + c.output_ids) for c in running]
+        last_B = torch.tensor([len(row) - 1 for row in rows])
+        logits_BLV = model(input_ids=pad_sequence(rows, batch_first=True), use_cache=False).logits
+        logits_BV = logits_BLV[torch.arange(len(rows)), last_B].float()  # after the last token of each: (running, V)
         logprobs_BV = (logits_BV / settings.temperature).log_softmax(-1)
         seeds_B = torch.tensor([c.seed for c in running])
         cumulative_BV = logprobs_BV.exp().cumsum(-1)
@@ -136,14 +139,6 @@ def sample(model: torch.nn.Module, completions: list[Completion], settings: Sett
             completion.output_ids.append(token)
             completion.logprobs.append(logprob)
         running = [c for c in running if c.output_ids[-1] != eos_id]
-
-
-def last_logits(model: torch.nn.Module, rows: list[list[int]]) -> Tensor:
-    """Compute the logits after the last token of each row, in fp32."""
-    ids_BL = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)  # (B, L)
-    logits_BLV = model(input_ids=ids_BL, use_cache=False).logits
-    last_B = torch.tensor([len(row) - 1 for row in rows])
-    return logits_BLV[torch.arange(len(rows)), last_B].float()
 
 
 def completion_logprobs(model: torch.nn.Module, completions: list[Completion], temperature: float) -> Tensor:

@@ -143,16 +143,20 @@ async def _trained(run: Run, folder: Path) -> Outcome:
     outcome = Outcome(metrics={name: [] for name in KEPT})
     algorithm = replace(ALGORITHMS[run.algorithm], group_size=run.group_size)
     settings = OptimizerSettings(lr=run.lr, warmup_steps=5, total_steps=run.steps, final_lr_fraction=0.1)
-    backend = FsdpBackend(str(folder / "model"), settings, RankGroup())
+    model = str(folder / "model")
+    backend = FsdpBackend(model, settings, RankGroup())
     stabilizer = run.gac.start(backend.shards())
     snapshots = {0: backend.full_weights(torch.float32)}
-    sampler = Sampler(run, folder)
+    sampler = Sampler(model, run.groups * run.group_size)
+    tasks, held_out = load_tasks(folder / "train.jsonl"), load_tasks(folder / "eval.jsonl")[:EXAM_GROUPS]
     metrics: Mapping[str, float] = {}
     try:
         for version in range(run.steps):
             source = run.sampled_from(version)
             await sampler.take(source, snapshots[source])
-            groups = await sampler.groups_of(version)
+            group_ids = range(version * run.groups, (version + 1) * run.groups)
+            issued = {group_id: tasks[group_id % len(tasks)] for group_id in group_ids}
+            groups = await sampler.groups(issued, run.group_size, run.seed)
             settled = algorithm.finalize_advantages(groups, metrics)
             plan = plan_batch(groups, settled.groups, algorithm.aggregation, num_ranks=1, max_tokens=MAX_TOKENS)
             data = StepData([group.payload for group in groups], [{} for _ in groups])  # type: ignore[misc]
@@ -164,22 +168,20 @@ async def _trained(run: Run, folder: Path) -> Outcome:
             for name in KEPT:
                 outcome.metrics[name].append(round(metrics[name], 5) if name in metrics else None)
         await sampler.take(run.steps, snapshots[run.steps])
-        return replace(outcome, final_reward=_reward_of(await sampler.exam()))
+        exam = await sampler.groups(dict(enumerate(held_out)), EXAM_SIZE, EXAM_SEED)
+        return replace(outcome, final_reward=_reward_of(exam))
     finally:
         await sampler.engine.close()
 
 
 class Sampler:
-    """Local engine, and the tasks in order of issue."""
+    """Local engine and the tokenizer of its model."""
 
-    def __init__(self, run: Run, folder: Path) -> None:
-        self._run = run
-        self._text = TextTokenizer.load(folder / "model")
-        self._tasks = load_tasks(folder / "train.jsonl")
-        self._held_out = load_tasks(folder / "eval.jsonl")[:EXAM_GROUPS]
+    def __init__(self, model: str, num_slots: int) -> None:
+        self._text = TextTokenizer.load(model)
         self.engine = LocalEngine(
-            load_model(str(folder / "model"), torch.float32),
-            EngineSpec(model_path=str(folder / "model"), slots=run.groups * run.group_size, max_context=MAX_CONTEXT),
+            load_model(model, torch.float32),
+            EngineSpec(model_path=model, slots=num_slots, max_context=MAX_CONTEXT),
             stop_token_ids=self._text.stop_ids,
             name="sampler",
         )
@@ -191,18 +193,9 @@ class Sampler:
             await self.engine.load(version, weights)
             await self.engine.resume()
 
-    async def groups_of(self, step: int) -> list[Group]:
-        """Return the scored groups of step number `step`, with their payloads."""
-        run = self._run
-        group_ids = range(step * run.groups, (step + 1) * run.groups)
-        tasks = {group_id: self._tasks[group_id % len(self._tasks)] for group_id in group_ids}
-        return await self._groups(tasks, run.group_size, run.seed)
+    async def groups(self, tasks: Mapping[int, Task], group_size: int, seed: int) -> list[Group]:
+        """Return scored groups, with their payloads, of these tasks by group id."""
 
-    async def exam(self) -> list[Group]:
-        """Return scored groups of held-out tasks; the same tasks and seeds in every run."""
-        return await self._groups(dict(enumerate(self._held_out)), EXAM_SIZE, EXAM_SEED)
-
-    async def _groups(self, tasks: Mapping[int, Task], group_size: int, seed: int) -> list[Group]:
         async def group(group_id: int, task: Task) -> Group:
             seeds = [request_seed(group_seed(seed, group_id), member, 0) for member in range(group_size)]
             sampled = (self._episode(task, f"{group_id}/{member}", seed) for member, seed in enumerate(seeds))

@@ -19,17 +19,12 @@ class Row:
 
     label: str
     """Name of the control."""
-    runs: tuple[Run, ...]
+    run: Run
+    seeds: Sequence[int]
 
     @property
-    def run(self) -> Run:
-        """First run, for the settings that all share."""
-        return self.runs[0]
-
-    @classmethod
-    def of(cls, label: str, run: Run, seeds: Sequence[int]) -> Row:
-        """Build the row of a run on these seeds instead of its own."""
-        return cls(label, tuple(replace(run, seed=seed) for seed in seeds))
+    def runs(self) -> list[Run]:
+        return [replace(self.run, seed=seed) for seed in self.seeds]
 
 
 ARMS: Mapping[str, GAC] = {
@@ -43,7 +38,7 @@ ARMS: Mapping[str, GAC] = {
 def grid(seeds: Sequence[int], steps: int = 160, staleness: Sequence[int] = (0, 4, 16, 32)) -> list[Row]:
     """Build the rows of staleness x correction x control."""
     return [
-        Row.of(label, Run(staleness=s, algorithm=algorithm, gac=gac, steps=steps), seeds)
+        Row(label, Run(staleness=s, algorithm=algorithm, gac=gac, steps=steps), seeds)
         for algorithm in (DEFAULT, BLIND)
         for s in staleness
         for label, gac in ARMS.items()
@@ -53,7 +48,7 @@ def grid(seeds: Sequence[int], steps: int = 160, staleness: Sequence[int] = (0, 
 
 def corrections(seeds: Sequence[int], staleness: Sequence[int] = (0, 4, 16)) -> list[Row]:
     """Build the rows of corrections against staleness, without control."""
-    return [Row.of("off", Run(staleness=s, algorithm=algorithm), seeds) for s in staleness for algorithm in ALGORITHMS]
+    return [Row("off", Run(staleness=s, algorithm=algorithm), seeds) for s in staleness for algorithm in ALGORITHMS]
 
 
 def search(seeds: Sequence[int]) -> list[Row]:
@@ -63,9 +58,9 @@ def search(seeds: Sequence[int]) -> list[Row]:
     rows = []
     for base, controls, stale in ((SMALL, SEARCHED, (8, 16)), (large, ARMS, (16,))):
         for algorithm in (BLIND, DEFAULT):
-            rows.append(Row.of("off", replace(base, algorithm=algorithm), seeds))
+            rows.append(Row("off", replace(base, algorithm=algorithm), seeds))
             rows += [
-                Row.of(label, replace(base, algorithm=algorithm, staleness=s, gac=gac), seeds)
+                Row(label, replace(base, algorithm=algorithm, staleness=s, gac=gac), seeds)
                 for s in stale
                 for label, gac in controls.items()
             ]
@@ -82,7 +77,7 @@ def confirmed(searched: Sequence[Row], reward_of: Callable[[Row], float], seeds:
         controlled = [row for row in listed if row.run.gac.enabled]
         rows += [row for row in listed if not row.run.gac.enabled]
         rows += [max(controlled, key=reward_of)] if controlled else []
-    return [Row.of(row.label, row.run, seeds) for row in rows]
+    return [replace(row, seeds=seeds) for row in rows]
 
 
 SMALL = Run()

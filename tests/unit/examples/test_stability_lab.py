@@ -44,7 +44,7 @@ def test_a_collapse_is_dated_by_the_first_version_showing_it() -> None:
 
 def test_the_early_cosine_leaves_the_synchronous_steps_out() -> None:
     run = Run(steps=50, gac=GAC(calibrate_steps=10))
-    assert "| 0.25 |" in table([Row("off", (run,))], {run: outcome(cosines=[0.9] * 10 + [0.25] * 40)})
+    assert "| 0.25 |" in table([Row("off", run, [0])], {run: outcome(cosines=[0.9] * 10 + [0.25] * 40)})
 
 
 def test_results_of_another_edition_do_not_count(tmp_path: Path) -> None:
