@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from benchmarks.measure import ENV, marks_of, rows_of, train_command
 
@@ -29,15 +29,10 @@ Row: TypeAlias = "dict[str, float | None]"
 
 def finished(path: Path, runs: Iterable[R], outcome: type[F]) -> dict[R, F]:
     """Read the outcomes of those of the runs that are in the file, without an incomplete last line."""
-    by_key = {_key(asdict(run)): run for run in runs}
+    by_text = {json.dumps(asdict(run), sort_keys=True): run for run in runs}
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    rows = [row for row in map(json.loads, lines) if _key(row["run"]) in by_key]
-    return {by_key[_key(row["run"])]: outcome(**row["outcome"]) for row in rows}
-
-
-def _key(run: Mapping[str, Any]) -> str:
-    """Text that identifies a run, also one read from a file."""
-    return json.dumps(run, sort_keys=True)
+    found = ((by_text.get(json.dumps(row["run"], sort_keys=True)), row) for row in map(json.loads, lines))
+    return {run: outcome(**row["outcome"]) for run, row in found if run is not None}
 
 
 def run_all(runs: Iterable[R], train: Callable[[R], F], outcome: type[F], path: Path, *, jobs: int = 1) -> dict[R, F]:
