@@ -149,11 +149,9 @@ class Ranks(Protocol):
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place."""
-        ...
 
     def gather(self, values_N: Tensor) -> Tensor:
         """Concatenate the entries of all ranks, in rank order; ranks may have different numbers of them."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,19 +38,15 @@ class GradientPiece(Protocol):
     @property
     def name(self) -> str:
         """Name of the parameter."""
-        ...
 
     def before(self) -> Tensor:
         """Return the direction of the previous update; zeros before the first."""
-        ...
 
     def now(self) -> Tensor:
         """Return the direction of this update, which is not applied yet."""
-        ...
 
     def add(self, direction: Tensor, scale: float) -> None:
         """Move the weights additionally by `scale * direction`, in the optimizer's units: times -lr."""
-        ...
 
 
 class Updates(Protocol):
@@ -58,7 +54,6 @@ class Updates(Protocol):
 
     def pieces(self) -> Iterable[GradientPiece]:
         """Yield all of this rank's shards that have a gradient, in pieces, always in the same order."""
-        ...
 
 
 class Stabilizer(Protocol):
@@ -68,7 +63,6 @@ class Stabilizer(Protocol):
     @property
     def synchronous_steps_left(self) -> int:
         """Remaining `synchronous_steps`; equal on all ranks."""
-        ...
 
     def steer(self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce) -> GradientDecision:
         """Inspect the gradient of an update, and edit it in place, before clipping.
@@ -76,24 +70,19 @@ class Stabilizer(Protocol):
         `squared_norm` is that of the whole gradient over all ranks, and finite. `all_reduce` sums a small tensor over
         ranks, in place.
         """
-        ...
 
     def correct(self, updates: Updates, all_reduce: AllReduce) -> Mapping[str, float]:
         """Inspect and edit the optimizer update, after clipping. Not called for a skipped update. Returns metrics."""
-        ...
 
     def end_step(self) -> None:
         """End a step, after all its updates."""
-        ...
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return live tensors. Their names and shapes never depend on the configuration, so a new stabilizer can load
         them."""
-        ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore the tensors of `state_dict`. Raises `CheckpointError` if this configuration cannot."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

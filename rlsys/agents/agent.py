@@ -44,7 +44,6 @@ class Policy(Protocol):
     @property
     def max_new_tokens(self) -> int:
         """The run's limit on the tokens of a reply."""
-        ...
 
     def encode(self, prompt: Prompt, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
         """Return the token ids of plain text, or of messages in the chat template with the assistant's turn opened.
@@ -52,7 +51,6 @@ class Policy(Protocol):
         `tools` are described by the chat template if it supports tools, else in the system message. Plain text is
         encoded unchanged, without tools.
         """
-        ...
 
     def extend(
         self,
@@ -66,15 +64,12 @@ class Policy(Protocol):
         `tools` are those that the conversation was opened with; they offer no new tools. The result starts with `ids`
         wherever the chat template allows it, so that no token of the policy is tokenized again.
         """
-        ...
 
     async def sample(self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None) -> Turn:
         """Sample one completion, with logprobs and versions, of at most `max_new_tokens` and the run's limit."""
-        ...
 
     async def recite(self, prompt_ids: tuple[int, ...], reply: str) -> Turn:
         """Return the turn for a given completion, with the current logprobs of its tokens and their version."""
-        ...
 
 
 @dataclass(frozen=True)

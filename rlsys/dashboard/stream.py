@@ -27,7 +27,6 @@ class Source(Protocol):
 
     def change(self, run: str | None) -> Change:
         """Current state of a run, or of the list of runs; see `Change`. Raises `RlsysError` if there is no such run."""
-        ...
 
 
 @dataclass

@@ -42,7 +42,6 @@ class AlertSignal(Protocol):
 
     def read(self, step: int, metrics: Mapping[str, float]) -> SignalReading | None:
         """Read the metrics of one step. Returns None if they lack the metric, or if too few steps were read."""
-        ...
 
 
 class Mean:

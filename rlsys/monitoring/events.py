@@ -313,11 +313,9 @@ class Sink(Protocol):
 
     def handle(self, event: Event, time_s: float) -> None:
         """Process one event, emitted at `time_s` (Unix seconds). Called in order; must return quickly."""
-        ...
 
     def close(self) -> None:
         """Close the sink: no event follows."""
-        ...
 
 
 class Events:

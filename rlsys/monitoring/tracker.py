@@ -86,19 +86,15 @@ class Tracker(Protocol):
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Log the metrics of a training step, or of an evaluation, which may arrive after later steps. A resumed run
         may repeat a step; the later values replace the earlier ones."""
-        ...
 
     def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
         """Log episodes of a step, sorted by reward."""
-        ...
 
     def alert(self, alert: AlertRaised) -> None:
         """Log an alert."""
-        ...
 
     def close(self, reason: EndReason) -> None:
         """Close the destination; no call follows."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,15 +97,12 @@ class Store(Protocol):
 
     async def fetch(self, ref: Ref, source: str) -> object:
         """Return the bytes of a reference from `source`. Raises `WorkerDied` if they are lost."""
-        ...
 
     async def digest(self, data: object) -> str:
         """Return the hash of the bytes, as used in manifests."""
-        ...
 
     async def own(self, data: object) -> Ref:
         """Return a reference to a copy that lives as long as this relay keeps it. Raises `MemoryError`."""
-        ...
 
 
 class Relay:

@@ -89,11 +89,9 @@ class Replica(Protocol):
 
     def close_gate(self) -> None:
         """Start no new group from now."""
-        ...
 
     async def pause(self) -> None:
         """Return once no token is being sampled: running work has finished (`between`) or is halted (`inflight`)."""
-        ...
 
     async def resume(self) -> None: ...
 
@@ -102,11 +100,9 @@ class Replica(Protocol):
 
         Raises `WeightsMismatch` if it is too large.
         """
-        ...
 
     async def stop(self, why: WorkerError) -> None:
         """Abort all running work: its tokens must not be trained."""
-        ...
 
     def open_gate(self) -> None: ...
 
