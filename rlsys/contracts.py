@@ -6,7 +6,7 @@ Every method may raise `WorkerDied` or `DeadlineExceeded`; other errors are docu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -193,8 +193,12 @@ class TrainedModel(Protocol):
         before the failed update is stepped; never `PayloadLost`.
         """
 
-    async def save(self, folder: Path) -> None:
-        """Write weights and optimizer into `folder`."""
+    async def save(self, folder: Path) -> Awaitable[None]:
+        """Save weights and optimizer into `folder`, in two parts.
+
+        Returns once they are copied to host memory: the next step may change them. The result is awaited until the
+        copy is on disk. Raises `CheckpointError` in either part.
+        """
 
 
 class Critic(TrainedModel, StepAnnotator, Protocol):
@@ -231,7 +235,8 @@ class Actor(TrainedModel, Protocol):
         completions, scores and advantages. Raises `PayloadLost`."""
 
     async def save_groups(self, path: Path, groups: Sequence[Group]) -> None:
-        """Write finished groups with their payloads, for `load_groups`. Raises `PayloadLost` before writing."""
+        """Write finished groups with their payloads, for `load_groups`. Raises `PayloadLost` before writing. May run
+        beside a step."""
 
     async def load_groups(self, path: Path) -> list[Group]:
         """Read the file of `save_groups`; payloads go back into the object store."""

@@ -134,14 +134,14 @@ def start_of(config: Config) -> Start:
             )
         return Start(None)
     own = _newest_in(run)
-    if own.checkpoint is not None or resume == "auto":
-        return own
-    if resume == "must":
+    if resume == "must" and own.checkpoint is None:
         raise CheckpointError(f"run.resume is must, and {run} has no complete checkpoint")
+    if resume in ("auto", "must"):
+        return own
     other = _newest_in(Path(resume))
     if other.checkpoint is None:
         raise CheckpointError(f"run.resume: {resume} has no complete checkpoint")
-    return other
+    return other if own.checkpoint is None else own
 
 
 def _newest_in(run: Path) -> Start:

@@ -31,8 +31,9 @@ import asyncio
 import hashlib
 import json
 import shutil
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -92,41 +93,62 @@ class Checkpoints:
     """Steps between two checkpoints; 0 saves only at the end."""
     keep_last: int
     last_saved: int | None = None
+    """Step of the newest complete checkpoint."""
+    _begun: int | None = None
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
-        """Return True if a checkpoint is due after `step` steps."""
-        return step != self.last_saved and (is_last or (self.every > 0 and step % self.every == 0))
+        """Return True if a checkpoint is due after `step` steps, and not begun yet."""
+        is_new = step not in (self.last_saved, self._begun)
+        return is_new and (is_last or (self.every > 0 and step % self.every == 0))
 
-    async def save(self, step: int, state: DriverState, write: Callable[[Path], Awaitable[None]]) -> Path:
-        """Write `state` and the files of `write(folder)`. Raises `CheckpointError`; earlier checkpoints stay."""
-        final = self.folder / STEP.format(step)
-        partial = final.with_suffix(".tmp")
-        try:
+    async def save(
+        self, step: int, state: DriverState, begin: Callable[[Path], Awaitable[Awaitable[None]]]
+    ) -> Coroutine[None, None, Path]:
+        """Save `state` and the files of `begin(folder)`, in two parts like it.
+
+        Returns once `begin` has; the result is awaited until all is on disk, and is the folder. Raises
+        `CheckpointError` in either part; earlier checkpoints stay.
+        """
+        partial = (self.folder / STEP.format(step)).with_suffix(".tmp")
+        with self._lost(step, partial):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            await write(partial)
-            (partial / STATE).write_bytes(_STATE.dump_json(state, indent=1))
-            manifest = await asyncio.to_thread(_manifest_of, partial)
-            (partial / "manifest.json").write_bytes(_MANIFEST.dump_json(manifest, indent=1))
-            flush(partial, partial.iterdir())
-            shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
-            write_atomically(self.folder / "latest", final.name)
-        except (OSError, CheckpointError) as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise CheckpointError(self._lost(step, error)) from error
+            written = await begin(partial)
+        self._begun = step
+        return self._finish(step, state, partial, written)
+
+    async def _finish(self, step: int, state: DriverState, partial: Path, written: Awaitable[None]) -> Path:
+        with self._lost(step, partial):
+            await written
+            final = await asyncio.to_thread(self._complete, state, partial)
         self.last_saved = step
+        return final
+
+    def _complete(self, state: DriverState, partial: Path) -> Path:
+        final = partial.with_suffix("")
+        (partial / STATE).write_bytes(_STATE.dump_json(state, indent=1))
+        (partial / "manifest.json").write_bytes(_MANIFEST.dump_json(_manifest_of(partial), indent=1))
+        flush(partial, partial.iterdir())
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        write_atomically(self.folder / "latest", final.name)
         self._retire()
         return final
 
-    def _lost(self, step: int, error: Exception) -> str:
-        last = find_latest(self.folder)
-        free = shutil.disk_usage(self.folder if self.folder.exists() else Path("/")).free / 2**30
-        return (
-            f"the checkpoint of step {step} could not be written to {self.folder} ({free:.1f} GiB free): {error}; "
-            f"{f'the last good one is {last}' if last else 'none was saved before'}. "
-            "Make room, then go on with run.resume=auto"
-        )
+    @contextmanager
+    def _lost(self, step: int, partial: Path) -> Iterator[None]:
+        """Remove a checkpoint that fails half way, and name the last good one in its error."""
+        try:
+            yield
+        except (OSError, CheckpointError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            last = find_latest(self.folder)
+            free = shutil.disk_usage(self.folder if self.folder.exists() else Path("/")).free / 2**30
+            raise CheckpointError(
+                f"the checkpoint of step {step} could not be written to {self.folder} ({free:.1f} GiB free): {error}; "
+                f"{f'the last good one is {last}' if last else 'none was saved before'}. "
+                "Make room, then go on with run.resume=auto"
+            ) from error
 
     def _retire(self) -> None:
         """Delete all but the newest `keep_last` checkpoints, never the one that `latest` names."""
@@ -198,7 +220,7 @@ def problem_of(checkpoint: Path, *, sizes_only: bool = False) -> str | None:
         try:
             if (size := path.stat().st_size) != saved.num_bytes:
                 return f"{path} has {size} bytes, and was saved with {saved.num_bytes}"
-            if not sizes_only and content_hash(path) != saved.xxh3_128:
+            if not sizes_only and file_hash(path) != saved.xxh3_128:
                 return f"{path} has other contents than were saved"
         except OSError as error:
             return f"{path} cannot be read: {error.strerror}"
@@ -210,7 +232,7 @@ def problem_of(checkpoint: Path, *, sizes_only: bool = False) -> str | None:
         return next(filter(None, threads.map(differs, manifest)), None)
 
 
-def content_hash(path: Path) -> str:
+def file_hash(path: Path) -> str:
     """Hash a file's bytes: 128 bits of XXH3, in hexadecimal. It finds damage, not forgery. Raises `OSError`."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, xxh3_128).hexdigest()  # pyrefly: ignore[bad-argument-type]
@@ -219,7 +241,7 @@ def content_hash(path: Path) -> str:
 def _manifest_of(folder: Path) -> dict[str, SavedFile]:
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     with ThreadPoolExecutor(_HASHED_AT_ONCE) as threads:
-        saved = threads.map(lambda path: SavedFile(path.stat().st_size, content_hash(path)), paths)
+        saved = threads.map(lambda path: SavedFile(path.stat().st_size, file_hash(path)), paths)
     return {path.relative_to(folder).as_posix(): each for path, each in zip(paths, saved, strict=True)}
 
 
@@ -246,13 +268,17 @@ def check_written(folder: Path) -> None:
         raise CheckpointError(f"the ranks wrote to {folder}, but not where the driver sees it: share run.folder")
 
 
-async def save_models(workers: Workers, folder: Path) -> None:
-    """Write actor, and critic if there is one, into `folder`. Raises `CheckpointError`."""
-    await workers.actor.save(folder / ACTOR)
-    check_written(folder / ACTOR)
-    if workers.critic is not None:
-        await workers.critic.save(folder / CRITIC)
-        check_written(folder / CRITIC)
+async def save_models(workers: Workers, folder: Path) -> Awaitable[None]:
+    """Save actor, and critic if there is one, into `folder`: see `TrainedModel.save`. Raises `CheckpointError`."""
+    models = {ACTOR: workers.actor} if workers.critic is None else {ACTOR: workers.actor, CRITIC: workers.critic}
+    written = [await model.save(folder / name) for name, model in models.items()]
+
+    async def finish() -> None:
+        await asyncio.gather(*written)
+        for name in models:
+            check_written(folder / name)
+
+    return finish()
 
 
 async def load_models(workers: Workers, folder: Path) -> int:

@@ -17,7 +17,7 @@ The driver decides and never touches the payload of a group. Synchronous RL is t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,6 +79,7 @@ class Driver:
     look_s: float = 0
     """Seconds between two observations of replicas and queue, for events; 0 disables them."""
     _stopping: bool = False
+    _saving: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
         self._clock = StepClock(self.events)
@@ -96,6 +97,7 @@ class Driver:
         self._clock.start()
         try:
             async with asyncio.TaskGroup() as loops:
+                self._loops = loops
                 if self.evaluation:
                     self.evaluation.attach(loops, self.queue.progress.moved)
                 others = [loops.create_task(self._produce()) for _ in range(self.queue.capacity)]
@@ -274,6 +276,7 @@ class Driver:
             await self._evaluate(version)
         if version > start:
             await self._maybe_save(version)  # `stop` may have come after the last check
+            await self._saved()
         if self.evaluation:
             await self.evaluation.end()
         return version
@@ -316,28 +319,50 @@ class Driver:
         is_last = step >= self.steps or self._stopping
         if not self.checkpoints.is_due(step, is_last=is_last):
             return
-        began = asyncio.get_running_loop().time()
         with self._clock.span("checkpoint"):
-            path = await self._save(step)
-        self.events.emit(CheckpointSaved(step, str(path), asyncio.get_running_loop().time() - began))
+            await self._saved()
+            began = asyncio.get_running_loop().time()
+            writing = await self._begin_save(step)
+        self._saving = self._loops.create_task(self._finish_save(step, began, writing))
 
-    async def _save(self, step: int) -> Path:
-        """Write the checkpoint of `step`, without finished groups whose payload is lost; return its folder."""
+    async def _saved(self) -> None:
+        """Wait until the checkpoint that is being written, if there is one, is on disk."""
+        if self._saving is not None:
+            await self._saving
+
+    async def _begin_save(self, step: int) -> Awaitable[Path]:
+        """Copy all state of `step`; the result is awaited until it is on disk. Leaves out finished groups whose payload
+        is lost."""
         finished = self.queue.finished  # the hashes of all their versions have arrived: they were verified
         past = dict(self._learner.past)
         state = DriverState(step, dict(self.weights.published), self.queue.ledger.state(), past)
 
-        async def write(folder: Path) -> None:
-            await save_models(self.workers, folder)
-            await self._save_groups(folder / GROUPS, finished)
+        async def begin(folder: Path) -> Awaitable[None]:
+            models = await save_models(self.workers, folder)
 
-        return await self.checkpoints.save(step, state, write)
+            async def finish() -> None:
+                await self._save_groups(folder / GROUPS, finished)
+                await models
 
-    async def _save_groups(self, path: Path, finished: Sequence[InFlightGroup]) -> None:
+            return finish()
+
+        return await self.checkpoints.save(step, state, begin)
+
+    async def _finish_save(self, step: int, began: float, writing: Awaitable[Path]) -> None:
+        path = await writing
+        self.events.emit(CheckpointSaved(step, str(path), asyncio.get_running_loop().time() - began))
+
+    async def _save_groups(self, path: Path, groups: Sequence[InFlightGroup]) -> None:
+        """Write the groups; leave out those whose payload is lost, and reissue them unless they are in training now."""
         try:
-            await self.workers.actor.save_groups(path, [each.group for each in finished])
+            await self.workers.actor.save_groups(path, [each.group for each in groups])
         except PayloadLost as error:
-            await self._save_groups(path, self._dropped_groups.reissue_lost(error, finished))
+            lost = [each for each in groups if each.group_id in error.group_ids]
+            if not lost:
+                raise
+            if waiting := [each for each in lost if each in self.queue.finished]:
+                self._dropped_groups.reissue_lost(error, waiting)
+            await self._save_groups(path, [each for each in groups if each not in lost])
 
     # --------------------------------------------------------------------------------------------------------- relays
 

@@ -170,7 +170,7 @@ class Learner:
         try:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            await save_models(self.workers, folder)
+            await (await save_models(self.workers, folder))
             await self.workers.actor.save_groups(folder / GROUPS, groups)
             (folder / CONFIG).write_text(self.config())
             FailedStep(

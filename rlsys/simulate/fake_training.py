@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,10 +51,16 @@ class _FakeModel:
     def _end_step(self) -> None:
         self.fetched, self._plan = (), None
 
-    def _save(self, path: Path, state: Mapping[str, object]) -> None:
+    async def _save(self, path: Path, state: Mapping[str, object]) -> None:
+        """Write a copy of the state. It takes `FakeWorld.save_s`, beside the next steps."""
+        await asyncio.sleep(self.world.save_s)
         self.world.check_disk(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(state))
+        await asyncio.to_thread(_write, path, json.dumps(state))
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
 class FakeActor(_FakeModel):
@@ -97,10 +103,10 @@ class FakeActor(_FakeModel):
     async def announce_again(self, version: PolicyVersion) -> None:
         """Do nothing: fake relays lose no version."""
 
-    async def save(self, folder: Path) -> None:
-        weights, consumed = self.world.weights, self.world.consumed
+    async def save(self, folder: Path) -> Awaitable[None]:
+        weights, consumed = self.world.weights, Counter(self.world.consumed)
         state = {"weights": weights, "version": self.version, "consumed": consumed, "num_seen": self.num_seen}
-        self._save(folder / "weights.json", state)
+        return self._save(folder / "weights.json", state)
 
     async def load(self, folder: Path) -> int:
         state = json.loads((folder / "weights.json").read_text())
@@ -144,8 +150,8 @@ class FakeCritic(_FakeModel):
         self.num_steps += 1
         return TrainStats({"critic/loss": 1 / self.num_steps}, seconds)
 
-    async def save(self, folder: Path) -> None:
-        self._save(folder / "critic.json", {"num_steps": self.num_steps})
+    async def save(self, folder: Path) -> Awaitable[None]:
+        return self._save(folder / "critic.json", {"num_steps": self.num_steps})
 
     async def load(self, folder: Path) -> None:
         self.num_steps = json.loads((folder / "critic.json").read_text())["num_steps"]

@@ -70,6 +70,8 @@ class FakeWorld:
     num_bytes: int = 4
     """Size of one version."""
     publish_s: float = 0.1
+    save_s: float = 0.0
+    """Seconds to write a checkpoint, beside the next steps."""
     broadcast_s: float = 0.0
     """Seconds from the end of a publish to its arrival at the relay."""
     relay_deaths_s: Sequence[float] = ()

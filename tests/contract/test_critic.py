@@ -94,7 +94,7 @@ def do(job: Job, ranks: RankGroup) -> list[dict[str, float]]:
     steps = range(job.num_steps)
     metrics = [train_step(critic, ranks, job.algorithm, job.num_updates, job.max_tokens) for _ in steps]
     assert job.load or critic.step == job.num_steps
-    critic.save(job.folder)
+    critic.save(job.folder).wait()
     return metrics
 
 

@@ -76,7 +76,7 @@ def trained(
         plan, payloads = planned(backend.step, ranks.num_ranks, PLAIN)
         mine = plan[ranks.rank]
         metrics.append(backend.train_step(mine, data_of(payloads), PLAIN, temperature=0.9, stabilizer=stabilizer))
-    backend.save(save, stabilizer)
+    backend.save(save, stabilizer).wait()
     return metrics
 
 

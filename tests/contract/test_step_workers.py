@@ -84,7 +84,7 @@ def test_a_step_changes_values_and_a_load_restores_them(kit, tmp_path: Path):
     async def main() -> None:
         critic, plan = kit.critic, kit.plan()
         before = await values(kit, plan)
-        await critic.save(tmp_path / "critic")
+        await (await critic.save(tmp_path / "critic"))
         stats = await critic.train_step(plan, {Signal.VALUES: before})
         assert stats.train_s >= 0
         assert stats.metrics.keys() == {name for name in stats.metrics if name.startswith("critic/")} != set()

@@ -72,7 +72,7 @@ def do(job: Job, ranks: RankGroup) -> Outcome:
         metrics.append(train_step(backend, ranks, job))
     backend.probe()
     if job.save:
-        backend.save(job.save)
+        backend.save(job.save).wait()
     if job.export:
         backend.export(job.export)
     return backend.full_weights(torch.float32), metrics, backend.step
@@ -256,7 +256,7 @@ def test_what_cannot_be_saved_or_loaded_says_where(model_path: str, tmp_path: Pa
     backend = FsdpBackend(model_path, SETTINGS, RankGroup())
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match=r"cannot write .*file"):
-        backend.save(tmp_path / "file")
+        backend.save(tmp_path / "file").wait()
     with pytest.raises(CheckpointError, match=r"cannot read .*nowhere"):
         backend.load(tmp_path / "nowhere")
 
@@ -274,7 +274,7 @@ class Planted:
 def test_a_planted_pickle_in_a_checkpoint_is_never_run(model_path: str, tmp_path: Path) -> None:
     folder, proof = tmp_path / "saved", tmp_path / "ran"
     backend = FsdpBackend(model_path, SETTINGS, RankGroup())
-    backend.save(folder)
+    backend.save(folder).wait()
     for name in (".metadata", "__0_0.distcp", "state.pt", "model.bin"):
         (folder / name).write_bytes(pickle.dumps(Planted(proof)))
     backend.load(folder)

@@ -232,13 +232,13 @@ def test_a_gradient_that_is_not_finite_is_never_stepped(is_broken: bool, what: s
 
 def skipped(model_path: str, folder: Path, ranks: RankGroup) -> dict[str, float]:
     backend, stabilizer = backend_of(model_path, ranks), SkipOdd()
-    backend.save(folder / "fresh")
+    backend.save(folder / "fresh").wait()
     first = train_step(backend, ranks, stabilizer)
-    backend.save(folder / "skipped")
+    backend.save(folder / "skipped").wait()
     assert backend.step == 1
     assert stabilizer.num_corrected == 0
     train_step(backend, ranks, stabilizer)
-    backend.save(folder / "stepped")
+    backend.save(folder / "stepped").wait()
     assert stabilizer.num_corrected == 1
     return first
 
@@ -272,7 +272,7 @@ def remembered(model_path: str, load: Path | None, num_steps: int, save: Path, r
         backend.load(load, stabilizer)
     for _ in range(num_steps):
         train_step(backend, ranks, stabilizer)
-    backend.save(save, stabilizer)
+    backend.save(save, stabilizer).wait()
     return int(stabilizer.num_seen)
 
 
@@ -301,8 +301,8 @@ def test_checkpoints_load_with_and_without_stabilizer_state(model_path: str, tmp
     """A run that starts to have a stabilizer has a fresh one."""
     backend = backend_of(model_path, RankGroup())
     train_step(backend, RankGroup(), None)
-    backend.save(tmp_path / "without")
-    backend.save(tmp_path / "with", Remember(backend.shards()))
+    backend.save(tmp_path / "without").wait()
+    backend.save(tmp_path / "with", Remember(backend.shards())).wait()
     for saved, stabilizer in (("with", None), ("without", Remember(backend.shards()))):
         other = backend_of(model_path, RankGroup())
         other.load(tmp_path / saved, stabilizer)
@@ -314,7 +314,7 @@ def test_checkpoints_load_with_and_without_stabilizer_state(model_path: str, tmp
 def test_the_state_of_another_stabilizer_is_refused(model_path: str, tmp_path: Path) -> None:
     backend = backend_of(model_path, RankGroup())
     stabilizer = Remember(backend.shards())
-    backend.save(tmp_path, stabilizer)
+    backend.save(tmp_path, stabilizer).wait()
     del stabilizer.last["model.norm.weight"]
     with pytest.raises(CheckpointError, match=r"state of another stabilizer.*as 'model.norm.weight'.*stabilizer: null"):
         backend.load(tmp_path, stabilizer)

@@ -212,9 +212,9 @@ def test_only_the_loss_gets_proximal_logprobs() -> None:
 
 def test_a_step_without_policy_training_only_advances_the_count(model_path: str, tmp_path: Path) -> None:
     fresh, _ = trained(model_path, WarmingUp(), 2, RankGroup(), num_steps=0)
-    fresh.save(tmp_path / "fresh")
+    fresh.save(tmp_path / "fresh").wait()
     backend, metrics = trained(model_path, WarmingUp(), 2, RankGroup(), num_steps=2)
-    backend.save(tmp_path / "warm")
+    backend.save(tmp_path / "warm").wait()
     assert metrics == {}
     assert backend.step == 2
     assert differing(everything_in(tmp_path / "fresh"), everything_in(tmp_path / "warm")) == ["progress.step"]

@@ -383,7 +383,7 @@ def test_a_step_changes_weights_and_a_load_restores_them(kit, tmp_path):
     async def scenario() -> None:
         actor = kit.workers.actor
         before = await published(kit, 20)
-        await actor.save(tmp_path / "actor")
+        await (await actor.save(tmp_path / "actor"))
         after = await trained(kit, 20)
         assert (after.version, after.num_bytes) == (21, before.num_bytes)
         assert after.hash != before.hash

@@ -59,9 +59,9 @@ def test_a_critic_with_two_updates_a_step_replays_equally(model_path, data_path,
         assert "".join(reading.pieces).startswith(turn.text[:1])
         assert all(0 < entropy < math.log(91) for entropy in reading.entropies)
         assert len(reading.advantages) == len(turn.output_ids), "GAE gives each token one of its own"
-    commands = "p step, len(groups), backend.step, type(plan).__name__\nc\n"
+    commands = "p step, len(groups), backend.step, type(plan[0]).__name__\nc\n"
     words = [RLSYS, "replay", run, "--step", "2", "--debug"]
     done = subprocess.run(words, input=commands, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stderr
-    assert "(2, 4, 1, 'BatchPlan')" in done.stdout
+    assert "(2, 4, 1, 'RankPlan')" in done.stdout
     assert done.stdout.splitlines()[-1] == "equal bit for bit"

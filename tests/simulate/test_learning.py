@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -430,8 +430,8 @@ def test_a_critic_failure_is_kept_after_the_policy_stepped(tmp_path):
 class Elsewhere:
     """Writes to another machine's disk."""
 
-    async def save(self, folder: Path) -> None:
-        pass
+    async def save(self, folder: Path) -> Awaitable[None]:
+        return asyncio.sleep(0)
 
 
 class ActorElsewhere(Elsewhere, FakeActor): ...

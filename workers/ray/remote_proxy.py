@@ -45,6 +45,8 @@ ASYNC_CALLS = 10_000
 """Maximum concurrent calls of an async actor. The real limit on groups in flight is the permits."""
 SET_UP_S = 600.0
 """Deadline for a worker to load its model and be ready."""
+BESIDE = "beside"
+"""Ray's name for the second thread of a worker without async methods."""
 CLOSE_S = 5.0
 """Deadline for a worker to free its resources."""
 
@@ -75,6 +77,10 @@ class _OneAtATime(_Process):
         return f"tcp://{ray.util.get_node_ip_address()}:{free_port()}"
 
     def call(self, path: str, *args: object, **kwargs: object) -> object:
+        return self._method(path)(*args, **kwargs)
+
+    @ray.method(concurrency_group=BESIDE)
+    def beside(self, path: str, *args: object, **kwargs: object) -> object:
         return self._method(path)(*args, **kwargs)
 
 
@@ -120,6 +126,11 @@ class Remote(Generic[W]):
     ) -> T:
         """Call a method of the worker. References among the arguments are resolved on arrival."""
         answer = self.actor.call.remote(self.part + method.__name__, *args, **kwargs)
+        return await self._answered(answer, method, args, kwargs)
+
+    async def beside(self, method: Callable[Concatenate[W, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a method of a worker without async methods in a second thread, beside its other calls."""
+        answer = self.actor.beside.remote(self.part + method.__name__, *args, **kwargs)
         return await self._answered(answer, method, args, kwargs)
 
     async def split(
@@ -213,7 +224,8 @@ def start(
     }
     if ray.util.get_node_ip_address() == LOOPBACK:  # of a cluster that `connect` starts: collectives stay there too
         environment |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
-    actor = ray.remote(process).options(
+    groups: dict[str, Any] = {} if is_async else {"concurrency_groups": {BESIDE: 1}}  # not in Ray's stubs
+    actor = (ray.remote(**groups)(process) if groups else ray.remote(process)).options(
         num_cpus=resources.num_cpus,
         num_gpus=resources.num_gpus,
         max_restarts=-1 if restarts else 0,

@@ -10,7 +10,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from signal import SIG_DFL, SIGTERM, signal
 from tempfile import TemporaryDirectory
-from typing import TypeVar
+from typing import TypeVar, cast
 from urllib.parse import urlsplit
 
 import torch
@@ -32,6 +32,8 @@ class RankGroup:
         A collective with a dead peer raises after `timeout_s`.
         """
         self.rank, self.num_ranks = rank, num_ranks
+        self.aside: dist.ProcessGroup | None = None
+        """The same ranks over CPU, for a thread that communicates while the ranks compute; None for one rank."""
         if num_ranks > 1:
             timeout = timedelta(seconds=timeout_s)
             store = _store(address, rank, num_ranks, timeout) if address.startswith("tcp:") else None
@@ -43,6 +45,7 @@ class RankGroup:
                 world_size=num_ranks,
                 timeout=timeout,
             )
+            self.aside = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
 
     def mesh(self, device: torch.device) -> DeviceMesh:
         """One-dimensional mesh of the ranks, for sharding."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rlsys.batch.tensors import StepColumn, StepData
     from workers.train.optimizer import OptimizerSettings
     from workers.train.sharded import Sharded
+    from workers.train.state_files import Writing
     from workers.train.token_columns import Speller, TokenColumns
     from workers.transport.object_store import ObjectStorePublisher
 
@@ -91,6 +92,7 @@ class Rank:
     _backend: Sharded
     _stabilizer: Stabilizer | None = None
     _fetched: StepData | None = None
+    _writing: Writing | None = None
 
     @remote("fetching the data of a step")
     def fetch(self, parcel: StepParcel) -> tuple[int, ...]:
@@ -111,12 +113,19 @@ class Rank:
     def _train(self, plan: RankPlan, data: StepData) -> dict[str, float]:
         raise NotImplementedError
 
-    @remote("saving a checkpoint")
+    @remote("copying its state for a checkpoint")
     def save(self, folder: Path) -> None:
-        """Save a checkpoint, and flush its files. Raises `CheckpointError`."""
-        self._backend.save(folder, self._stabilizer)
-        with _disk(folder):
-            flush(folder, folder.iterdir())
+        """Copy the state, and begin to write it. The next step may change it."""
+        self._writing = self._backend.save(folder, self._stabilizer)
+
+    @remote("writing a checkpoint")
+    def finish_save(self) -> None:
+        """Return once the copy is written and flushed; another thread may train. Raises `CheckpointError`."""
+        assert self._writing is not None, "save comes first"
+        writing, self._writing = self._writing, None
+        writing.wait()
+        with _disk(writing.folder):
+            flush(writing.folder, writing.folder.iterdir())
 
     @remote("loading a checkpoint")
     def load(self, folder: Path) -> int:

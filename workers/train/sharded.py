@@ -27,7 +27,7 @@ from workers.train.optimizer import (
     squared_norm,
 )
 from workers.train.rank_group import RankGroup
-from workers.train.state_files import load_state, save_state, saved_names
+from workers.train.state_files import Writing, load_state, save_state, saved_names
 from workers.train.step_data import Part, RankStep
 
 
@@ -138,12 +138,15 @@ class Sharded:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def save(self, folder: Path, stabilizer: Stabilizer | None = None) -> None:
-        """Write weights, optimizer, step and stabilizer state; each rank writes its share. Raises `CheckpointError`."""
+    def save(self, folder: Path, stabilizer: Stabilizer | None = None) -> Writing:
+        """Save weights, optimizer, step and stabilizer state; each rank writes its share.
+
+        Returns once they are copied, and a step may change them.
+        """
         state = self._state()
         if stabilizer:
             state["stabilizer"] = _as_sharded(stabilizer.state_dict(), self.parameters())
-        save_state(state, folder, num_ranks=self._ranks.num_ranks)
+        return save_state(state, folder, self._ranks)
 
     def load(self, folder: Path, stabilizer: Stabilizer | None = None) -> None:
         """Restore a checkpoint from any number of ranks, bit for bit.

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -15,23 +17,45 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from rlsys.errors import CheckpointError
 from workers.train.optimizer import local
+from workers.train.rank_group import RankGroup
 
 State: TypeAlias = Mapping[str, Mapping[str, Tensor]]
 """Part -> name -> tensor, possibly a shard (`DTensor`)."""
+_AT_ONCE = StagingOptions(False, False, False, False)
+"""Copy to ordinary memory, before `async_save` returns."""
 FILE_BYTES = 1 << 30
 """Size of a file, unless one tensor is larger. A rank holds a second copy of one file in memory while it writes."""
 
 
-def save_state(state: State, folder: Path, *, num_ranks: int) -> None:
-    """Write the state; each rank writes its shards. Collective. Raises `CheckpointError`."""
-    with _doing("write training state to", folder):
-        writer = HuggingFaceStorageWriter(str(folder), _files_of(state), save_distributed=True)
-        save(dict(state), storage_writer=writer, no_dist=num_ranks == 1)
+@dataclass(frozen=True)
+class Writing:
+    """Copy of a state in host memory, which a thread writes."""
+
+    folder: Path
+    _future: Future[object]
+
+    def wait(self) -> None:
+        """Return once every rank's files are written. Raises `CheckpointError`."""
+        with _doing("write training state to", self.folder):
+            self._future.result()
+
+
+def save_state(state: State, folder: Path, ranks: RankGroup) -> Writing:
+    """Copy the state to host memory, and write it in a thread; each rank writes its shards. Collective."""
+    writer = HuggingFaceStorageWriter(str(folder), _files_of(state), save_distributed=True)
+    stager = DefaultStager(_AT_ONCE)
+    detached = {part: {name: t.detach() for name, t in tensors.items()} for part, tensors in state.items()}
+    alone = ranks.num_ranks == 1
+    writing = async_save(detached, storage_writer=writer, async_stager=stager, process_group=ranks.aside, no_dist=alone)
+    assert isinstance(writing, Future), "the copy is made before it returns"
+    writing.add_done_callback(lambda _: stager.close())
+    return Writing(folder, writing)
 
 
 def load_state(state: State, folder: Path, *, num_ranks: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
@@ -77,8 +77,12 @@ class RanksHandle(Generic[R]):
         stats = await asyncio.gather(*steps)
         return TrainStats(stats[0].metrics, max(s.train_s for s in stats))
 
-    async def save(self, folder: Path) -> None:
+    async def save(self, folder: Path) -> Awaitable[None]:
         await self._all(Rank.save, folder)
+        return self._written()
+
+    async def _written(self) -> None:
+        await asyncio.gather(*(rank.beside(Rank.finish_save) for rank in self._ranks))
 
     async def _all(self, method: Callable[Concatenate[R, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
         """Call a method on every rank. If one rank fails, the call fails at once with that rank's error."""
@@ -114,7 +118,7 @@ class ActorHandle(RanksHandle[ActorRank]):
         await self._ranks[0].call(ActorRank.record, path, step, trained, signals, parcel, *columns)
 
     async def save_groups(self, path: Path, groups: Sequence[Group]) -> None:
-        await self._ranks[0].call(ActorRank.save_groups, path, _bare(groups), _payloads(groups))
+        await self._ranks[0].beside(ActorRank.save_groups, path, _bare(groups), _payloads(groups))
 
     async def load_groups(self, path: Path) -> list[Group]:
         bare, (chunk,) = await self._ranks[0].split(ActorRank.load_groups, 1, path)

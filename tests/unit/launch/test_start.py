@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -17,7 +16,7 @@ from rlsys.errors import CheckpointError, ConfigError
 from rlsys.launch.preflight import checkpoint_of, start_of
 from rlsys.launch.run_lock import LOCK, locked
 from rlsys.loop.checkpoint import Checkpoints
-from tests.unit.loop.test_checkpoint import state_of, write
+from tests.unit.loop.test_checkpoint import save
 
 
 @pytest.fixture
@@ -25,7 +24,7 @@ def run(tmp_path: Path) -> Path:
     """A run directory with checkpoints of steps 2 and 4."""
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", every=2, keep_last=2)
     for step in (2, 4):
-        asyncio.run(checkpoints.save(step, state_of(step), write))
+        save(checkpoints, step)
     return tmp_path / "run"
 
 

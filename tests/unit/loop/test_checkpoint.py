@@ -8,7 +8,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,23 +31,47 @@ def state_of(step: int) -> DriverState:
     return DriverState(step, {0: "cafe", step: "beef"}, ledger, past={"policy/entropy": 0.1 + 0.2})
 
 
-async def write(folder: Path) -> None:
+async def write(folder: Path) -> Awaitable[None]:
     (folder / "actor").mkdir()
     (folder / "actor" / "weights.bin").write_bytes(b"w" * 100)
     (folder / "actor" / "optimizer.bin").write_bytes(b"o" * 200)
     (folder / "groups.jsonl").write_text('{"group": 1}\n')
+    return asyncio.sleep(0)
 
 
-async def disk_is_full(folder: Path) -> None:
+async def disk_is_full(folder: Path) -> Awaitable[None]:
     (folder / "groups.jsonl").write_text("half of")
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+async def disk_fills_up(folder: Path) -> Awaitable[None]:
+    (folder / "groups.jsonl").write_text("half of")
+
+    async def finish() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    return finish()
+
+
+def save(
+    checkpoints: Checkpoints,
+    step: int,
+    begin: Callable[[Path], Awaitable[Awaitable[None]]] = write,
+    state: DriverState | None = None,
+) -> Path:
+    """Save the state of a step, both parts."""
+
+    async def both() -> Path:
+        return await (await checkpoints.save(step, state or state_of(step), begin))
+
+    return asyncio.run(both())
 
 
 def checkpoints_in(folder: Path, *steps: int, keep_last: int = 10) -> Checkpoints:
     """Checkpoints of `steps`, saved in that order."""
     checkpoints = Checkpoints(folder, every=2, keep_last=keep_last)
     for step in steps:
-        assert asyncio.run(checkpoints.save(step, state_of(step), write)) == folder / f"step_{step:06d}"
+        assert save(checkpoints, step) == folder / f"step_{step:06d}"
     return checkpoints
 
 
@@ -139,10 +163,11 @@ def test_an_interrupted_write_is_not_a_checkpoint(tmp_path):
     assert names(tmp_path) == ["latest", "step_000002", "step_000004"]
 
 
-def test_a_full_disk_names_and_keeps_the_last_good_checkpoint(tmp_path):
+@pytest.mark.parametrize("begin", [disk_is_full, disk_fills_up], ids=["at once", "while writing"])
+def test_a_full_disk_names_and_keeps_the_last_good_checkpoint(tmp_path, begin):
     checkpoints = checkpoints_in(tmp_path, 2)
     with pytest.raises(CheckpointError) as raised:
-        asyncio.run(checkpoints.save(4, state_of(4), disk_is_full))
+        save(checkpoints, 4, begin)
     for part in ("step 4", str(tmp_path), "GiB free", "No space left", f"last good one is {tmp_path / 'step_000002'}"):
         assert part in str(raised.value)
     assert names(tmp_path) == ["latest", "step_000002"]
@@ -151,13 +176,13 @@ def test_a_full_disk_names_and_keeps_the_last_good_checkpoint(tmp_path):
 
 def test_a_full_disk_at_the_first_save_reports_none_saved(tmp_path):
     with pytest.raises(CheckpointError, match="none was saved before"):
-        asyncio.run(Checkpoints(tmp_path / "new", 1, 1).save(1, state_of(1), disk_is_full))
+        save(Checkpoints(tmp_path / "new", 1, 1), 1, disk_is_full)
 
 
 def test_a_full_disk_while_saving_again_keeps_the_old_checkpoint(tmp_path):
     checkpoints = checkpoints_in(tmp_path, 2)
     with pytest.raises(CheckpointError):
-        asyncio.run(checkpoints.save(2, state_of(2), disk_is_full))
+        save(checkpoints, 2, disk_is_full)
     assert find_latest(tmp_path) == tmp_path / "step_000002"
 
 
@@ -225,7 +250,7 @@ def test_an_older_state_without_past_metrics_loads_with_none(tmp_path):
 
 def test_metrics_that_are_not_finite_survive_a_save(tmp_path):
     state = replace(state_of(2), past={"a": math.nan, "b": -math.inf})
-    asyncio.run(Checkpoints(tmp_path, 1, 1).save(2, state, write))
+    save(Checkpoints(tmp_path, 1, 1), 2, state=state)
     past = read_state(tmp_path / "step_000002").past
     assert math.isnan(past["a"])
     assert past["b"] == -math.inf

@@ -96,9 +96,9 @@ class Failed:
     def keep(self, payloads: Sequence[tuple[Episode, ...]] | None = None) -> Path:
         """As a learner does; returns the folder."""
         signals = tuple(sorted(self.config.algorithm.signals))
-        self.backend.save(self.folder / ACTOR)
+        self.backend.save(self.folder / ACTOR).wait()
         if Signal.VALUES in signals:
-            self.critic.save(self.folder / CRITIC)
+            self.critic.save(self.folder / CRITIC).wait()
         write_groups(self.folder / GROUPS, map(GroupRecord, self.groups, payloads or self.payloads))
         assigned, error = tuple(map(tuple, self.assigned)), "step 1: loss is nan"
         step = FailedStep(0, signals, assigned, self.num_updates, error, self.failing, self.update)

