@@ -16,27 +16,31 @@ runs a prompt once for its group and computes logits for completion tokens only.
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.measure import (
     ENV,
     Mark,
     Size,
+    fresh_command,
     in_turn,
     marks_of,
     own_python,
     parser_of,
     print_result,
+    rows_of,
     smollm,
     sorter,
     spreads,
     train_command,
 )
-from rlsys.config import Config
+
+if TYPE_CHECKING:
+    from rlsys.config import Config
 
 TRL_REQUIREMENTS = ("torch==2.13.0+cpu", "trl==1.16.0", "transformers==5.19.0", "accelerate==1.15.0", "datasets==5.2.0")
 
@@ -47,33 +51,16 @@ class Contest:
 
     name: str
     example: str
-    prepared: Path
-    repeats: int
     trl_micro_batch: int
     """Samples of a micro-batch of TRL: all of a step, unless fewer are faster."""
+    repeats: int
     trl_steps: tuple[int, int]
     """Steps at whose ends the clock starts and stops; TRL's steps on SmolLM2 are long."""
     rlsys_steps: tuple[int, int]
 
 
-TINY = Contest(
-    name="tiny",
-    example="sort",
-    prepared=Path(".cache/sort/seed0"),
-    repeats=5,
-    trl_micro_batch=256,
-    trl_steps=(10, 50),
-    rlsys_steps=(10, 50),
-)
-SMOLLM = Contest(
-    name="smollm",
-    example="smollm",
-    prepared=Path(".cache/smollm"),
-    repeats=3,
-    trl_micro_batch=8,
-    trl_steps=(1, 4),
-    rlsys_steps=(1, 7),
-)
+TINY = Contest("tiny", "sort", trl_micro_batch=256, repeats=5, trl_steps=(10, 50), rlsys_steps=(10, 50))
+SMOLLM = Contest("smollm", "smollm", trl_micro_batch=8, repeats=3, trl_steps=(1, 4), rlsys_steps=(1, 7))
 CONTESTS: Mapping[Size, Sequence[Contest]] = {
     "full": (TINY, SMOLLM),
     "quick": (
@@ -88,14 +75,14 @@ def main() -> None:
     """Compare on both jobs and print the result line."""
     size = parser_of(__doc__, quick="fewer steps and repeats; under 5 minutes once set up").parse_args().size
     trl_python = own_python(Path(".cache/peer_trl/venv"), TRL_REQUIREMENTS, size)
-    sorter("full")
-    if size != "short":
-        smollm()
     print_result({contest.name: compare(contest, trl_python) for contest in CONTESTS[size]})
 
 
 def compare(contest: Contest, trl_python: str) -> dict[str, object]:
     """Run both systems in turn, `repeats` times."""
+    from rlsys.config import Config
+
+    prepared = sorter("full") if contest.example == "sort" else smollm()
     config = Config.load(Path(f"examples/{contest.example}/run.yaml"))
 
     def run(_: int, system: str) -> dict[str, float]:
@@ -103,7 +90,7 @@ def compare(contest: Contest, trl_python: str) -> dict[str, object]:
             if system == "trl":
                 marks = run_trl(trl_python, contest, config, Path(folder))
             else:
-                marks = run_rlsys(contest, Path(folder))
+                marks = run_rlsys(prepared, contest, Path(folder))
             return speed(marks, config)
 
     theirs, ours = map(spreads, in_turn(contest.repeats, ("trl", "rlsys"), run).values())
@@ -116,10 +103,10 @@ def compare(contest: Contest, trl_python: str) -> dict[str, object]:
     }
 
 
-def run_rlsys(contest: Contest, folder: Path) -> list[Mark]:
+def run_rlsys(prepared: Path, contest: Contest, folder: Path) -> list[Mark]:
     """Run `rlsys train` on the contest's file; return its marks."""
     command = train_command(
-        contest.prepared, folder, f"run.steps={contest.rlsys_steps[1]}", "data.shuffle=false", "train.warmup_steps=0",
+        prepared, folder, f"run.steps={contest.rlsys_steps[1]}", "data.shuffle=false", "train.warmup_steps=0",
         "train.final_lr_fraction=1", "checkpoint.every=0", example=contest.example,
     )  # fmt: skip
     return marks_of(command, ENV, folder / "run" / "metrics.jsonl", contest.rlsys_steps)
@@ -128,21 +115,65 @@ def run_rlsys(contest: Contest, folder: Path) -> list[Mark]:
 def run_trl(python: str, contest: Contest, config: Config, folder: Path) -> list[Mark]:
     """Run GRPOTrainer on the same job; return its marks."""
     metrics = folder / "trl" / "metrics.jsonl"
-    job: Mapping[str, str | int | float] = {
-        "model": config.model.path,
-        "dtype": config.model.dtype,
-        "data": config.data.path,
-        "metrics": str(metrics),
-        "steps": contest.trl_steps[1],
-        "micro_batch": contest.trl_micro_batch,
-        "threads": 1,
-        "groups_per_step": config.train.groups_per_step,
-        "group_size": config.algorithm.group_size,
-        "max_new_tokens": config.rollout.max_new_tokens,
+    settings = {
+        "output_dir": str(metrics.parent),
+        "max_steps": contest.trl_steps[1],
+        "per_device_train_batch_size": contest.trl_micro_batch,
+        "gradient_accumulation_steps": config.samples_per_step // contest.trl_micro_batch,
+        "num_generations": config.algorithm.group_size,
+        "max_completion_length": config.rollout.max_new_tokens,
         "temperature": config.rollout.temperature,
-        "lr": config.train.lr,
+        "learning_rate": config.train.lr,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 1.0,
+        "adam_beta2": 0.99,
+        "beta": 0.0,
+        "epsilon": 0.2,
+        "epsilon_high": 0.28,
+        "loss_type": "dapo",
+        "shuffle_dataset": False,
+        "model_init_kwargs": {"dtype": config.model.dtype},
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
     }
-    return marks_of([python, "-m", "benchmarks.trl_job", json.dumps(job)], ENV, metrics, contest.trl_steps)
+    job = (config.model.path, config.data.path, str(metrics), settings)
+    command = fresh_command("benchmarks.peer_trl:train_by_trl", *job, python=python)
+    return marks_of(command, ENV, metrics, contest.trl_steps)
+
+
+def train_by_trl(model: str, data: str, metrics: str, settings: Mapping[str, Any]) -> None:
+    """Train by GRPOTrainer in this process, which has TRL and not rlsys; append a row to `metrics` at each step."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    class Marker(TrainerCallback):
+        def on_step_end(self, *args: object, **kwargs: object) -> None:
+            with Path(metrics).open("a") as file:
+                file.write("{}\n")
+
+    def exact(completions: list, answer: list[str], **columns: object) -> list[float]:
+        """Return 1.0 for the exact answer; completions are texts, or lists of one message in a chat."""
+        texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+        return [float(text.strip() == right) for text, right in zip(texts, answer, strict=True)]
+
+    torch.set_num_threads(1)
+    trainer = GRPOTrainer(
+        model=model,
+        processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
+        reward_funcs=exact,
+        train_dataset=Dataset.from_list(rows_of(Path(data))),
+        callbacks=[Marker()],
+        args=GRPOConfig(**settings),
+    )
+    trainer.train()
 
 
 def speed(marks: list[Mark], config: Config) -> dict[str, float]:

@@ -19,7 +19,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OURS = {"rlsys", "workers", "algorithms", "examples", "benchmarks", "tests", "_typeshed"}
 """And the types of the standard library."""
 IN_OWN_ENVIRONMENT = {
-    "benchmarks/trl_job.py": {"trl"},
+    "benchmarks/peer_trl.py": {"trl"},
     "benchmarks/group_queue_work.py": {"transfer_queue", "omegaconf", "tensordict"},
 }
 """Packages of the peers of benchmarks, which install them."""
