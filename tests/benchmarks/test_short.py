@@ -87,7 +87,7 @@ def test_a_benchmark_without_its_peer_exits_with_a_remedy(name: str, tmp_path: P
     assert done.stderr.endswith("remedy: run this benchmark once without --short\n")
 
 
-@pytest.mark.parametrize("play", ["group_queue_work:play_ray_queue", "group_queue_rlsys:play"])
+@pytest.mark.parametrize("play", ["group_queue:play_ray_queue", "group_queue_rlsys:play"])
 def test_the_queues_that_need_no_other_environment_do_their_loads(play: str) -> None:
     taken = answer_of("measure", f"benchmarks.{play}", json.dumps([LOADS]))
     assert [one.keys() for one in taken] == [{"groups_per_s", "p50_s", "p99_s"}] * len(LOADS)

@@ -20,7 +20,7 @@ OURS = {"rlsys", "workers", "algorithms", "examples", "benchmarks", "tests", "_t
 """And the types of the standard library."""
 IN_OWN_ENVIRONMENT = {
     "benchmarks/peer_trl.py": {"trl"},
-    "benchmarks/group_queue_work.py": {"transfer_queue", "omegaconf", "tensordict"},
+    "benchmarks/group_queue.py": {"transfer_queue", "omegaconf", "tensordict"},
 }
 """Packages of the peers of benchmarks, which install them."""
 
