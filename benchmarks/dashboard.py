@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from math import ceil
@@ -34,6 +34,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 from urllib.parse import urlencode, urlsplit
+from urllib.request import urlopen
 
 import psutil
 
@@ -46,38 +47,21 @@ from benchmarks.measure import (
     progress,
     rows_of,
     spread,
+    spreads,
     timed,
 )
 from rlsys.monitoring.alerts import AlertSink
-from rlsys.monitoring.events import (
-    Event,
-    Events,
-    GroupIssued,
-    GroupRolledOut,
-    GroupScored,
-    ReplicaSeen,
-    RolloutsWritten,
-    RunStarted,
-    StepDone,
-    WeightsPublished,
-    WorkerBusy,
-)
+from rlsys.monitoring.events import Events, RunStarted, Sink, StepDone
 from rlsys.monitoring.trackers.console import ConsoleSink
 from rlsys.monitoring.trackers.jsonl import JsonlSink
-from tests.histories import big_run, small_run
+from tests.histories import big_run, busy_step, small_run
 
 CHARTS = (
-    "reward/*",
-    "policy/entropy",
-    "policy/kl_ref",
-    "completions/*",
-    "optim/grad_norm",
-    "async/*",
-    "perf/tokens_per_s",
+    "reward/*", "policy/entropy", "policy/kl_ref", "completions/*", "optim/grad_norm", "async/*", "perf/tokens_per_s",
     "time/*",
-)
+)  # fmt: skip
 STEP_S = 0.25
-GROUPS, REPLICAS = 16, 4
+GROUPS = 16
 
 
 class Scale(NamedTuple):
@@ -101,34 +85,35 @@ SCALES: Mapping[Size, Scale] = {
 
 def main() -> None:
     """Measure everything and print the result line."""
-    size = parser_of(__doc__, quick="a small run and a short day; under a minute").parse_args().size
-    with tempfile.TemporaryDirectory() as folder:
-        print_result(measured(Path(folder), SCALES[size]))
-
-
-def measured(folder: Path, scale: Scale) -> Mapping[str, object]:
-    """Measure every figure."""
-    big_run(folder / "runs" / "big", num_events=scale.events, num_episodes=scale.episodes)
-    with (folder / "runs" / "big" / "events.jsonl").open() as file:
-        kinds = Counter(json.loads(line)["kind"] for line in file)
-    progress(f"the run is written: {kinds}")
-    opened = [in_fresh_process("benchmarks.dashboard:open_run", str(folder / "runs")) for _ in range(scale.opens)]
-    progress(f"opened: {opened}")
-    pages = page_ms(folder / "runs", scale.pages)
-    progress(f"pages: {pages}")
-    live = live_latency_s(folder / "live", scale.live_steps)
-    progress(f"live: {live}")
-    return {
-        "open_s": spread([row["open_s"] for row in opened]),
-        "reader_mb": median(row["mb"] for row in opened),
-        "whole_run_ms": spread([row["whole_run_ms"] for row in opened]),
-        "page_ms": pages,
-        "page_ms_worst": max(row["max"] for row in pages.values()),
-        "live_latency_s": live,
-        **in_fresh_process("benchmarks.dashboard:emit_steps", str(folder / "emit"), scale.emit_steps),
-        **in_fresh_process("benchmarks.dashboard:emit_day", str(folder / "day"), scale.day_events),
-        "events": {"all": kinds.total(), **kinds},
-    }
+    scale = SCALES[parser_of(__doc__, quick="a small run and a short day; under a minute").parse_args().size]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        big_run(folder / "runs" / "big", num_events=scale.events, num_episodes=scale.episodes)
+        with (folder / "runs" / "big" / "events.jsonl").open() as file:
+            kinds = Counter(json.loads(line)["kind"] for line in file)
+        progress(f"the run is written: {kinds}")
+        opened = [in_fresh_process("benchmarks.dashboard:open_run", str(folder / "runs")) for _ in range(scale.opens)]
+        progress(f"opened: {opened}")
+        pages = page_ms(folder / "runs", scale.pages)
+        progress(f"pages: {pages}")
+        live = live_latency_s(folder / "live", scale.live_steps)
+        progress(f"live: {live}")
+        emitted = in_fresh_process("benchmarks.dashboard:emit_steps", str(folder / "emit"), scale.emit_steps)
+        day = in_fresh_process("benchmarks.dashboard:emit_day", str(folder / "day"), scale.day_events)
+    opened = spreads(opened)
+    print_result(
+        {
+            "open_s": opened["open_s"],
+            "reader_mb": opened["mb"]["median"],
+            "whole_run_ms": opened["whole_run_ms"],
+            "page_ms": pages,
+            "page_ms_worst": max(row["max"] for row in pages.values()),
+            "live_latency_s": live,
+            **emitted,
+            **day,
+            "events": {"all": kinds.total(), **kinds},
+        }
+    )
 
 
 def open_run(root: str) -> dict[str, float]:
@@ -213,19 +198,17 @@ def write_run(run_dir: str) -> None:
 def emit_steps(run_dir: str, steps: int) -> dict[str, float]:
     """Time the bus with the sinks that every run has."""
     folder = Path(run_dir)
-    events = Events([JsonlSink(folder), ConsoleSink(0, _nowhere())])
-    events.attach(AlertSink(events, {}))
-    times_s: list[float] = []
+    events = _bus(folder)
+    times_s, told = [], []
     for step in range(1, steps + 1):
-        told = step_events(step, folder)
+        told = busy_step(step, GROUPS, folder)
         with timed(times_s):
             for event in told:
                 events.emit(event)
-    num_events = len(step_events(1, folder))
     return {
-        "emit_us": 1e6 * median(times_s) / num_events,
+        "emit_us": 1e6 * median(times_s) / len(told),
         "emit_share": median(times_s) / STEP_S,
-        "events_per_step": num_events,
+        "events_per_step": len(told),
         "groups_per_step": GROUPS,
     }
 
@@ -239,48 +222,26 @@ def emit_day(run_dir: str, num_events: int) -> dict[str, float]:
     folder = Path(run_dir)
     rollouts = small_run(folder / "small") / "rollouts" / "step_000001.jsonl"
     facts = RunFacts(run_dir=folder, name="day", policy="", config={})
-    tracker = InThread(TensorBoard(), facts)
-    events = Events([JsonlSink(folder), ConsoleSink(0, _nowhere()), tracker])
-    events.attach(AlertSink(events, {}))
+    events = _bus(folder, InThread(TensorBoard(), facts))
     events.emit(RunStarted(str(folder), 0, 10**6))
-    num_steps = ceil(num_events / len(step_events(1, rollouts)))
+    per_step = len(busy_step(1, GROUPS, rollouts))
+    num_steps = ceil(num_events / per_step)
     begin_mb = 0.0
     for step in range(1, num_steps + 1):
-        for event in step_events(step, rollouts):
+        for event in busy_step(step, GROUPS, rollouts):
             events.emit(event)
         if step == num_steps // 10:
             begin_mb = _resident_mb()
     end_mb = _resident_mb()
     events.close()
-    return {
-        "day_growth_mb": end_mb - begin_mb,
-        "day_events": num_steps * len(step_events(1, rollouts)),
-        "day_steps": num_steps,
-    }
+    return {"day_growth_mb": end_mb - begin_mb, "day_events": num_steps * per_step, "day_steps": num_steps}
 
 
-def step_events(step: int, rollouts: Path) -> Sequence[Event]:
-    """Build the events of a step of 16 groups, whose rollouts are in this file."""
-    now_s, groups = time.time(), [*range(GROUPS * step, GROUPS * (step + 1))]
-    told: list[Event] = []
-    for group_id in groups:
-        task_id, replica = f"task-{group_id % 500}", f"rollout-{group_id % REPLICAS}"
-        told += [
-            GroupIssued(group_id, task_id, step, 8),
-            WorkerBusy(replica, "generating", now_s - 0.1, now_s),
-            GroupRolledOut(group_id, task_id, replica, step, step, (100,) * 8, 1, 0.1, 0.0),
-            WorkerBusy("reward-0", "scoring", now_s - 0.01, now_s),
-            GroupScored(group_id, task_id, (1.0, 0.0) * 4),
-        ]
-    told += [ReplicaSeen(f"rollout-{r}", step, False, 3, 0, 0.25, 100_000 + step) for r in range(REPLICAS)]
-    told += [WorkerBusy(f"rollout-{r}", "pulling", now_s - 0.02, now_s) for r in range(REPLICAS)]
-    told += [WorkerBusy("actor", a, now_s - 0.1, now_s) for a in ("fetching", "preparing", "training", "publishing")]
-    told += [
-        WeightsPublished(step, "c" * 32, 1_753_600, 1_753_600, 0.006, 0.02),
-        RolloutsWritten(step, str(rollouts)),
-        StepDone(step, {f"metric/{m}": 0.1 * m + step for m in range(60)}, tuple(groups)),
-    ]
-    return told
+def _bus(folder: Path, *more: Sink) -> Events:
+    """Build the bus of a run, with the sinks that every run has and `more`."""
+    events = Events([JsonlSink(folder), ConsoleSink(0, Path("/dev/null").open("w")), *more])  # noqa: SIM115
+    events.attach(AlertSink(events, {}))
+    return events
 
 
 class _Get:
@@ -301,13 +262,8 @@ class _Get:
 
     def changes(self, run: str) -> Iterator[None]:
         """Yield at every change that the server reports; ends with the connection."""
-        connection = http.client.HTTPConnection(self._address, timeout=60)
-        connection.request("GET", f"/api/stream?{urlencode({'run': run})}")
-        response = connection.getresponse()
-        while line := response.readline():
-            if line.startswith(b"data:"):
-                yield
-        connection.close()
+        with urlopen(f"http://{self._address}/api/stream?run={run}", timeout=60) as lines:
+            yield from (None for line in lines if line.startswith(b"data:"))
 
 
 @contextmanager
@@ -327,10 +283,6 @@ def _served(root: Path) -> Iterator[_Get]:
 def _resident_mb() -> float:
     gc.collect()
     return psutil.Process().memory_info().rss / 2**20
-
-
-def _nowhere():  # noqa: ANN202  (a text file)
-    return Path("/dev/null").open("w")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ What they tell is made up, by a clock of its own: the same arguments make the sa
 from __future__ import annotations
 
 import re
+import time
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -104,6 +105,30 @@ def big_run(folder: Path, *, num_events: int = 1_000_000, num_episodes: int = 10
         history.step()
     history.end("finished")
     return folder
+
+
+def busy_step(step: int, num_groups: int, rollouts: Path) -> list[Event]:
+    """Events of a step whose rollouts are in this file, at 4 replicas, at the time of this call."""
+    now_s, groups, replicas = time.time(), [*range(num_groups * step, num_groups * (step + 1))], range(4)
+    told: list[Event] = []
+    for group_id in groups:
+        task_id, replica = f"task-{group_id % 500}", f"rollout-{group_id % len(replicas)}"
+        told += [
+            GroupIssued(group_id, task_id, step, 8),
+            WorkerBusy(replica, "generating", now_s - 0.1, now_s),
+            GroupRolledOut(group_id, task_id, replica, step, step, (100,) * 8, 1, 0.1, 0.0),
+            WorkerBusy("reward-0", "scoring", now_s - 0.01, now_s),
+            GroupScored(group_id, task_id, (1.0, 0.0) * 4),
+        ]
+    told += [ReplicaSeen(f"rollout-{r}", step, False, 3, 0, 0.25, 100_000 + step) for r in replicas]
+    told += [WorkerBusy(f"rollout-{r}", "pulling", now_s - 0.02, now_s) for r in replicas]
+    told += [WorkerBusy("actor", a, now_s - 0.1, now_s) for a in ("fetching", "preparing", "training", "publishing")]
+    told += [
+        WeightsPublished(step, "c" * 32, 1_753_600, 1_753_600, 0.006, 0.02),
+        RolloutsWritten(step, str(rollouts)),
+        StepDone(step, {f"metric/{m}": 0.1 * m + step for m in range(60)}, tuple(groups)),
+    ]
+    return told
 
 
 class History:
