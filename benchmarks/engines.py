@@ -17,7 +17,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -93,14 +94,14 @@ SCALES: Mapping[Size, Scale] = {
 class BenchWorker(RolloutWorker):
     """Replica with extra methods to measure its engine."""
 
-    async def bare(self, size: int, seed: int, num_tokens: int, prompt: str) -> tuple[int, float]:
-        """Return tokens and seconds of vLLM alone: the same requests, a plain loop, whole answers only."""
+    async def bare(self, size: int, seed: int, num_tokens: int, prompt: str) -> float:
+        """Return tokens per second of vLLM alone: the same requests, a plain loop, whole answers only."""
         generator = self.generator
         codec, engine = generator._speech.codec, cast("VllmEngine", generator._engine)
         return await asyncio.to_thread(_step_through, engine._llm, codec.encode(prompt), size, seed, num_tokens)
 
-    async def change(self, model_path: str, dtype: str, repeats: int) -> dict[str, list[float]]:
-        """Measure seconds of staging, of the pause, and of a copy of the same bytes; requests stay in flight."""
+    async def change(self, model_path: str, dtype: str, repeats: int) -> dict[str, object]:
+        """Measure staging, the pause, and a copy of as many bytes; requests stay in flight."""
         import torch
         from safetensors.torch import load_file
 
@@ -128,10 +129,12 @@ class BenchWorker(RolloutWorker):
             engine.abort(request.id)
         await asyncio.gather(*running)
         later = {name: times[1:] for name, times in seconds.items()}  # the first change builds objects that stay
-        return {**later, "megabytes": [num_bytes / 1e6]}
+        ratios = [paused / copy for paused, copy in zip(later["paused"], later["memcpy"], strict=True)]
+        times = {f"{name}_ms": spread([1e3 * s for s in of_name]) for name, of_name in later.items()}
+        return {"pause_over_memcpy": spread(ratios), **times, "megabytes": num_bytes / 1e6}
 
 
-def _step_through(llm: Any, ids: tuple[int, ...], size: int, seed: int, num_tokens: int) -> tuple[int, float]:  # noqa: ANN401
+def _step_through(llm: Any, ids: tuple[int, ...], size: int, seed: int, num_tokens: int) -> float:  # noqa: ANN401
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -144,7 +147,7 @@ def _step_through(llm: Any, ids: tuple[int, ...], size: int, seed: int, num_toke
         llm.add_request(f"bare {seed} {i}", {"prompt_token_ids": list(ids)}, params)
     while llm.has_unfinished_requests():
         count += sum(len(output.outputs[0].token_ids) for output in llm.step())
-    return count, time.perf_counter() - began
+    return count / (time.perf_counter() - began)
 
 
 def main() -> None:
@@ -152,24 +155,10 @@ def main() -> None:
     size = parser_of(__doc__, quick="one thread, fewer tokens and repeats; about 5 minutes").parse_args().size
     scale, models = SCALES[size], prepared(size)
     connect(None, 4)
-    rates, costs = {}, {}
-    for model, threads, engine in product(models, scale.threads, scale.engines):
-        key = f"{model.name} {engine} {threads} threads"
-        rates[key], cost = asyncio.run(speed(model, engine, threads, scale))
-        costs |= {f"{key} x{size}": value for size, value in cost.items()}
-        progress(f"{key}: {rates[key]}, cost {cost}")
-    change = asyncio.run(weight_change(models[-1], scale.changes))
+    figures = asyncio.run(replicas(models, scale))
     ray.shutdown()
     seconds = {f"{m.name} {e}": start_up(m, e, scale.starts) for m in models for e in scale.started}
-    print_result(
-        {
-            "tokens_per_s": rates,
-            "wrapper_cost": costs,
-            "wrapper_cost_median": median(costs.values()),
-            "weight_change": change,
-            "start_up_s": seconds,
-        }
-    )
+    print_result({**figures, "start_up_s": seconds})
 
 
 def prepared(size: Size) -> list[Model]:
@@ -190,8 +179,28 @@ def _endless(name: str, model: Path) -> str:
     return str(folder)
 
 
-def pool_of(model: Model, engine: EngineName, threads: int) -> RolloutPool:
-    """Build a pool of one replica, as in a run."""
+async def replicas(models: list[Model], scale: Scale) -> dict[str, object]:
+    """Measure every model on every engine, and the changes of vLLM's weights for the last model."""
+    rates, costs, change = {}, {}, {}
+    for model, threads, engine in product(models, scale.threads, scale.engines):
+        key = f"{model.name} {engine} {threads} threads"
+        async with replica(model, engine, threads) as pool:
+            rates[key], cost = await speed(pool, model, engine, scale)
+            if (model, threads, engine) == (models[-1], 1, "vllm"):
+                change = await _worker(pool).call(BenchWorker.change, model.path, model.dtype, scale.changes)
+        costs |= {f"{key} x{size}": value for size, value in cost.items()}
+        progress(f"{key}: {rates[key]}, cost {cost}")
+    return {
+        "tokens_per_s": rates,
+        "wrapper_cost": costs,
+        "wrapper_cost_median": median(costs.values()),
+        "weight_change": change,
+    }
+
+
+@asynccontextmanager
+async def replica(model: Model, engine: EngineName, threads: int) -> AsyncIterator[RolloutPool]:
+    """Start a pool of one replica, as in a run."""
     generator = GeneratorSpec(
         engine=engine_spec(engine, model.path, model.dtype), change=WeightChange("inflight", 1.0), pulls="never"
     )
@@ -203,7 +212,10 @@ def pool_of(model: Model, engine: EngineName, threads: int) -> RolloutPool:
     def one(name: str) -> Remote[RolloutWorker]:
         return start(BenchWorker, name, partial(BenchWorker.of, name, spec, {}, None), spec.resources, DEADLINE_S)
 
-    return RolloutPool(PoolSpec(1, one, DEADLINE_S, max_attempts=1))
+    pool = RolloutPool(PoolSpec(1, one, DEADLINE_S, max_attempts=1))
+    await pool.ready()
+    yield pool
+    await pool.close()
 
 
 def _worker(pool: RolloutPool) -> Remote[BenchWorker]:
@@ -211,11 +223,9 @@ def _worker(pool: RolloutPool) -> Remote[BenchWorker]:
 
 
 async def speed(
-    model: Model, engine: EngineName, threads: int, scale: Scale
+    pool: RolloutPool, model: Model, engine: EngineName, scale: Scale
 ) -> tuple[dict[str, dict[str, float]], dict[int, float]]:
     """Measure tokens per second by number of requests, through the actor and (vLLM) bare, and the actor's share."""
-    pool = pool_of(model, engine, threads)
-    await pool.ready()
     rates: dict[str, dict[str, float]] = {"actor": {}, "bare": {}}
     costs: dict[int, float] = {}
     for size in scale.requests:
@@ -227,25 +237,12 @@ async def speed(
             actor.append(sum(span.num_tokens for span in done.group.versions) / (time.perf_counter() - began))
             if engine == "vllm":
                 asked = (size, seed, model.num_tokens, model.prompt)
-                count, seconds = await _worker(pool).call(BenchWorker.bare, *asked)
-                bare.append(count / seconds)
+                bare.append(await _worker(pool).call(BenchWorker.bare, *asked))
         rates["actor"][str(size)] = round(median(actor[1:]), 1)
         if bare:
             rates["bare"][str(size)] = round(median(bare[1:]), 1)
             costs[size] = round(1 - median(a / b for a, b in zip(actor[1:], bare[1:], strict=True)), 4)
-    await pool.close()
     return rates, costs
-
-
-async def weight_change(model: Model, repeats: int) -> dict[str, object]:
-    """Measure medians over changes of vLLM's weights, and the pause over one copy of as many bytes."""
-    pool = pool_of(model, "vllm", 1)
-    await pool.ready()
-    seconds = await _worker(pool).call(BenchWorker.change, model.path, model.dtype, repeats)
-    await pool.close()
-    ratios = [paused / copy for paused, copy in zip(seconds["paused"], seconds["memcpy"], strict=True)]
-    times = {f"{name}_ms": spread([1e3 * s for s in seconds[name]]) for name in ("stage", "paused", "memcpy")}
-    return {"pause_over_memcpy": spread(ratios), **times, "megabytes": seconds["megabytes"][0]}
 
 
 def start_up(model: Model, engine: str, repeats: int) -> Mapping[str, float]:
