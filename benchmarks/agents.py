@@ -28,19 +28,18 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean, quantiles
-from string import printable
 from typing import Any, Literal, TypeAlias, cast, get_args
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.measure import in_fresh_process, in_turn, parser_of, print_result, ratios, spread, spreads
+from examples.tiny_policy import EOS, build_tokenizer
 from rlsys.agents.agent import Policy
 from rlsys.agents.gateway.gateway_server import shared_gateway
 from rlsys.agents.tools import Tool, Toolbox
 from rlsys.agents.workflow import Agent, Session, Workflow
 from rlsys.testing import ScriptedPolicy
-from rlsys.types import POLICY, Assignment, Message, Sampling, Task, Turn, VersionSpan
+from rlsys.types import POLICY, Assignment, Message, Sampling, Task, Turn
 from tests.scripted_engine import ScriptedEngine
 from workers.rollout.generator import Generator, WeightChange
 from workers.rollout.group_route import PolicyText
@@ -52,7 +51,6 @@ MEDIAN_S, SPREAD, LONGEST_S = 0.1, 0.8, 3.0
 """Latency of a tool call, lognormal: one in ten takes 0.28 s or more, one in a hundred 0.64 s."""
 SLOTS, TICK_S = 64, 0.001
 Pace: TypeAlias = Literal["streamed", "by_batch", "lock_step"]
-END = "<eos>"
 CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
 NUM_SUBAGENTS = 8
 SHORTEST_TURN_S, LONGEST_TURN_S = 0.05, 0.15
@@ -174,14 +172,11 @@ def replica(workflow: Workflow) -> RolloutWorker:
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """Build a tokenizer with one token per character and messages in ChatML."""
-    vocabulary = {symbol: index for index, symbol in enumerate([END, *printable])}
-    core = Tokenizer(models.WordLevel(vocabulary))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    core.decoder = decoders.Fuse()
-    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END, clean_up_tokenization_spaces=False)
+    made = build_tokenizer()
+    made.add_tokens(list("{}_"))
     made.chat_template = (
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}"
-        + END
+        + EOS
         + "{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     return made
@@ -218,9 +213,7 @@ class SlowPolicy(ScriptedPolicy):
     async def sample(self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None) -> Turn:
         began_s = time.perf_counter()
         await asyncio.sleep(self.chance.uniform(SHORTEST_TURN_S, LONGEST_TURN_S))
-        text = f"{time.perf_counter() - began_s:.7f}"
-        ids = tuple(map(ord, text))
-        return Turn(prompt_ids, ids, (-1.0,) * len(ids), (VersionSpan(0, len(ids)),), "stop", text)
+        return await self.recite(prompt_ids, f"{time.perf_counter() - began_s:.7f}")
 
 
 async def gateway_overhead(client: Client, num_clients: int, num_conversations: int) -> dict[str, float]:
