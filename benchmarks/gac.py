@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from algorithms.gac import GAC, Alignment
 from algorithms.grpo import GRPO
-from benchmarks.measure import Size, group_of, parser_of, print_result, progress, sorter, spread, timed
+from benchmarks.measure import Size, group_of, in_turn, parser_of, print_result, sorter, spreads, timed
 from rlsys.batch.packing import BatchPlan, plan_batch
 from rlsys.batch.tensors import StepData
 from rlsys.stabilizer import GradientDecision, Updates
@@ -59,8 +59,8 @@ class Case:
     num_vocab: int
     groups: int
     group_size: int
-    num_prompt: int
-    num_output: int
+    num_tokens: int
+    """Tokens of a prompt, and as many of an output."""
     num_steps: int
     """Number of measured steps of each kind."""
 
@@ -92,13 +92,13 @@ def cases(size: Size) -> list[Case]:
     """Return the cases; models are made where they are missing."""
     tiny = Case(
         name="sorter, 0.44 M", path=sorter(size) / "model", num_vocab=90,
-        groups=32, group_size=8, num_prompt=7, num_output=7, num_steps=1 if size == "short" else 30,
+        groups=32, group_size=8, num_tokens=7, num_steps=1 if size == "short" else 30,
     )  # fmt: skip
     if size != "full":
         return [tiny]
     llama = Case(
         name="llama, 135 M", path=random_llama(Path(".cache/gac/llama")), num_vocab=49152,
-        groups=4, group_size=4, num_prompt=64, num_output=64, num_steps=10,
+        groups=4, group_size=4, num_tokens=64, num_steps=10,
     )  # fmt: skip
     return [tiny, llama]
 
@@ -122,32 +122,30 @@ def measured(case: Case) -> dict[str, object]:
     plan, data = batch(case, algorithm)
     shards = backend.shards()
     timers = {name: Timed(gac, shards) for name, gac in STABILIZERS.items() if gac}
-    step_s: dict[str, list[float]] = {name: [] for name in STABILIZERS}
-    gac_s: dict[str, list[float]] = {name: [] for name in timers}
-    for round_ in range(case.num_steps + 1):
-        for name in STABILIZERS:
-            stabilizer = timers.get(name)
-            with timed(step_s[name], time.process_time):
-                backend.train_step(plan[0], data, algorithm, temperature=1.0, stabilizer=stabilizer)
-            if stabilizer:
-                gac_s[name].append(sum(stabilizer.cpu_s))
-                stabilizer.cpu_s.clear()
-        if not round_:  # the first one allocates memory that later ones reuse
-            for each in (*step_s.values(), *gac_s.values()):
-                each.clear()
-        progress(f"{case.name}: round {round_} of {case.num_steps}")
     gradient_bytes = sum(4 * shard.numel() for shard in shards.values())
-    num_positions = case.groups * (case.num_prompt + case.group_size * case.num_output)
-    figures: dict[str, object] = {"tokens": num_positions, "gradient_bytes": gradient_bytes}
-    figures["step_ms"] = {name: spread([1e3 * s for s in found]) for name, found in step_s.items()}
-    for name, stabilizer in timers.items():
-        figures[name] = {
-            "gac_ms": spread([1e3 * s for s in gac_s[name]]),
-            "share": round(sum(gac_s[name]) / sum(step_s[name]), 4),
-            "over_none": round(median(step_s[name]) / median(step_s["none"]) - 1, 4),
-            "state_over_gradient": sum(t.nbytes for t in stabilizer.state_dict().values()) / gradient_bytes,
+
+    def step(_: int, name: str) -> dict[str, float]:
+        gac_s, step_s = timers[name].cpu_s if name in timers else [], []
+        gac_s.clear()
+        with timed(step_s, time.process_time):
+            backend.train_step(plan[0], data, algorithm, temperature=1.0, stabilizer=timers.get(name))
+        return {"step_ms": 1e3 * sum(step_s), "gac_ms": 1e3 * sum(gac_s)}
+
+    rounds = in_turn(case.num_steps + 1, STABILIZERS, step)
+    runs = {name: steps[1:] for name, steps in rounds.items()}  # the first allocates memory that later ones reuse
+    figures = {name: spreads(steps) for name, steps in runs.items()}
+    step_ms = {name: each["step_ms"] for name, each in figures.items()}
+    found: dict[str, object] = {
+        name: {
+            "gac_ms": figures[name]["gac_ms"],
+            "share": round(fmean(s["gac_ms"] for s in runs[name]) / fmean(s["step_ms"] for s in runs[name]), 4),
+            "over_none": round(step_ms[name]["median"] / step_ms["none"]["median"] - 1, 4),
+            "state_over_gradient": sum(t.nbytes for t in timer.state_dict().values()) / gradient_bytes,
         }
-    return figures
+        for name, timer in timers.items()
+    }
+    num_positions = case.groups * case.num_tokens * (1 + case.group_size)
+    return {"tokens": num_positions, "gradient_bytes": gradient_bytes, "step_ms": step_ms, **found}
 
 
 def batch(case: Case, algorithm: GRPO) -> tuple[BatchPlan, StepData]:
@@ -155,7 +153,7 @@ def batch(case: Case, algorithm: GRPO) -> tuple[BatchPlan, StepData]:
     chance = random.Random(0)
     payloads: list[tuple[Episode, ...]] = []
     for _ in range(case.groups):
-        prompt = tuple(chance.randrange(2, case.num_vocab) for _ in range(case.num_prompt))
+        prompt = tuple(chance.randrange(2, case.num_vocab) for _ in range(case.num_tokens))
         payloads.append(tuple(_episode(chance, case, prompt) for _ in range(case.group_size)))
     groups = [group_of(group_id, payload) for group_id, payload in enumerate(payloads)]
     assigned = algorithm.finalize_advantages(groups, {}).groups
@@ -164,7 +162,7 @@ def batch(case: Case, algorithm: GRPO) -> tuple[BatchPlan, StepData]:
 
 
 def _episode(chance: random.Random, case: Case, prompt: tuple[int, ...]) -> Episode:
-    output = tuple(chance.randrange(2, case.num_vocab) for _ in range(case.num_output))
+    output = tuple(chance.randrange(2, case.num_vocab) for _ in range(case.num_tokens))
     logprobs = tuple(-5 - chance.random() for _ in output)
     turn = Turn(prompt, output, logprobs, (VersionSpan(0, len(output)),), "length", "")
     return Episode((Trajectory("policy", (turn,), reward=chance.random()),))

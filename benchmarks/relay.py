@@ -28,7 +28,6 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import inf
 
@@ -37,7 +36,7 @@ import torch
 from ray._private.authentication.authentication_token_setup import enable_token_auth_by_default
 from torch import Tensor
 
-from benchmarks.measure import parser_of, print_result, progress, raylets, spread
+from benchmarks.measure import parser_of, print_result, progress, raylets, spreads
 from rlsys.weight_sync.relay import Relay
 from rlsys.weight_sync.sync import TensorSpec
 from workers.ray.cluster import NO_MATHS, Resources
@@ -46,9 +45,10 @@ from workers.relay.relay_pool import RayRelays
 from workers.transport.object_store import ObjectStorePublisher, ObjectStorePuller
 
 MEGABYTE = 10**6
-SIZES = (10 * MEGABYTE, 270 * MEGABYTE, 1000 * MEGABYTE)
+SIZES = (10, 270, 1000)
+"""Megabytes that are published."""
 NUM_RELAYS = (1, 2, 4, 8)
-WORST_FROM = 270 * MEGABYTE
+WORST_FROM = 270
 TENSORS_PER_LAYER = 7
 NUM_LAYERS = 30
 DEADLINE_S = 300.0
@@ -105,23 +105,16 @@ class Reader:
         return time.time()
 
 
-@dataclass(frozen=True, slots=True)
 class Tier:
     """Relays, a trainer and a reader on each node."""
 
-    relays: RayRelays
-    trainer: Remote[Trainer]
-    readers: Sequence[Remote[Reader]]
-
-    @classmethod
-    def start(cls, num_bytes: int) -> Tier:
-        relays = RayRelays.start(DEADLINE_S, Relay, KEEP)
-        members = relays.members
+    def __init__(self, num_bytes: int) -> None:
+        self.relays = RayRelays.start(DEADLINE_S, Relay, KEEP)
+        members = self.relays.members
         build = partial(Trainer, num_bytes, members)
-        trainer = start(Trainer, "trainer", build, Resources(1), DEADLINE_S, place=members[0].place)
+        self.trainer = start(Trainer, "trainer", build, Resources(1), DEADLINE_S, place=members[0].place)
         read = partial(Reader, members)
-        readers = [start(Reader, "reader", read, NO_MATHS, inf, place=member.place) for member in members]
-        return cls(relays, trainer, readers)
+        self.readers = [start(Reader, "reader", read, NO_MATHS, inf, place=member.place) for member in members]
 
     async def publishes(self, schedule: Sequence[float]) -> list[dict[str, float]]:
         """Publish once for each share of changed tensors; return the figures of each publish but the first, which
@@ -167,7 +160,7 @@ def main() -> None:
     arguments = parser.parse_args()
     is_short = arguments.size == "short"
     sizes = SIZES if arguments.size == "full" else SIZES[:1]
-    sizes = (arguments.megabytes * MEGABYTE,) if arguments.megabytes else sizes
+    sizes = (arguments.megabytes,) if arguments.megabytes else sizes
     numbers = (arguments.relays,) if arguments.relays else NUM_RELAYS[:1] if is_short else NUM_RELAYS
     repeats = 1 if is_short else arguments.repeats
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
@@ -175,41 +168,40 @@ def main() -> None:
     asked = [(size, n) for size in sizes for n in numbers]
     rows = [row for size, n in asked if fits(size, n) for row in measured(size, n, repeats)]
     full = [row for row in rows if row["changed"] == 1.0]
-    worst = [row["stall_over_memcpy"]["median"] for row in full if row["megabytes"] * MEGABYTE >= WORST_FROM]
     stalls_ms: dict[int, list[float]] = defaultdict(list)
     for row in full:
         stalls_ms[row["megabytes"]].append(row["stall_ms"]["median"])
+    large = (row["stall_over_memcpy"]["median"] for row in full if row["megabytes"] >= WORST_FROM)
     print_result(
         {
-            "stall_over_memcpy": max(worst, default=None),
+            "stall_over_memcpy": max(large, default=None),
             "flatness": {size: round(max(stalls) / min(stalls), 3) for size, stalls in stalls_ms.items()},
-            "left_out": [f"{size // MEGABYTE} MB, {n} relays" for size, n in asked if not fits(size, n)],
+            "left_out": [f"{size} MB, {n} relays" for size, n in asked if not fits(size, n)],
             "rows": rows,
         }
     )
 
 
-def fits(num_bytes: int, num_relays: int) -> bool:
+def fits(megabytes: int, num_relays: int) -> bool:
     """True if this machine has the memory for `num_relays` nodes."""
-    return 2 * num_relays * num_bytes <= ROOM * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return 2 * num_relays * megabytes * MEGABYTE <= ROOM * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def measured(num_bytes: int, num_relays: int, repeats: int) -> list[dict]:
+def measured(megabytes: int, num_relays: int, repeats: int) -> list[dict]:
     """Measure two rows: everything changed, and 1 %."""
-    schedule = [changed for changed in (1.0, 0.01) for _ in range(repeats)]
+    num_bytes = megabytes * MEGABYTE
     memory = 2 * num_bytes + max(100 * MEGABYTE, num_bytes // 3)  # two versions, and buckets in transit
     with raylets(num_relays, 2, memory) as address:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        tier = Tier.start(num_bytes)
+        tier = Tier(num_bytes)
         try:
-            publishes = asyncio.run(tier.publishes(schedule))
+            publishes = asyncio.run(tier.publishes([1.0] * repeats + [0.01] * repeats))
         finally:
             tier.close()
-    size = {"megabytes": num_bytes // MEGABYTE, "relays": num_relays}
-    halves = {1.0: publishes[:repeats], 0.01: publishes[repeats:]}
+    rows = [{name: round(value, 4) for name, value in publish.items()} for publish in publishes]
     return [
-        {**size, "changed": changed, **{name: spread([round(p[name], 4) for p in half]) for name in half[0]}}
-        for changed, half in halves.items()
+        {"megabytes": megabytes, "relays": num_relays, "changed": changed, **spreads(half)}
+        for changed, half in ((1.0, rows[:repeats]), (0.01, rows[repeats:]))
     ]
 
 
