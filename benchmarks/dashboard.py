@@ -85,7 +85,8 @@ SCALES: Mapping[Size, Scale] = {
 
 def main() -> None:
     """Measure everything and print the result line."""
-    scale = SCALES[parser_of(__doc__, quick="a small run and a short day; under a minute").parse_args().size]
+    parser = parser_of(__doc__, quick="a small run and a short day; under a minute")
+    scale = SCALES[parser.parse_args().size]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         big_run(folder / "runs" / "big", num_events=scale.events, num_episodes=scale.episodes)
