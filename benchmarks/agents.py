@@ -30,10 +30,7 @@ from functools import partial
 from statistics import fmean, quantiles
 from typing import Any, Literal, TypeAlias, cast, get_args
 
-from transformers import PreTrainedTokenizerFast
-
 from benchmarks.measure import in_fresh_process, in_turn, parser_of, print_result, ratios, spread, spreads
-from examples.tiny_policy import EOS, build_tokenizer
 from rlsys.agents.agent import Policy
 from rlsys.agents.gateway.gateway_server import shared_gateway
 from rlsys.agents.tools import Tool, Toolbox
@@ -162,7 +159,7 @@ async def rollouts(num_batches: int, num_sessions: int, *, pace: Pace) -> dict[s
 
 def replica(workflow: Workflow) -> RolloutWorker:
     """Build a rollout worker whose engine always calls the tool."""
-    codec = TextTokenizer(tokenizer())
+    codec = tokenizer()
     said = codec.reply(CALL)
     engine = ScriptedEngine(lambda _: said, num_slots=SLOTS, tick_s=TICK_S, max_context=4096)
     speech = PolicyText(codec, Sampling(max_new_tokens=len(said)), max_prompt_tokens=4000)
@@ -170,8 +167,10 @@ def replica(workflow: Workflow) -> RolloutWorker:
     return RolloutWorker("rollout-0", workflow, {POLICY: generator})
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> TextTokenizer:
     """Build a tokenizer with one token per character and messages in ChatML."""
+    from examples.tiny_policy import EOS, build_tokenizer
+
     made = build_tokenizer()
     made.add_tokens(list("{}_"))
     made.chat_template = (
@@ -179,7 +178,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
         + EOS
         + "{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    return made
+    return TextTokenizer(made)
 
 
 async def parallel_subagents() -> dict[str, float]:

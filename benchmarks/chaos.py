@@ -3,9 +3,9 @@
     python -m benchmarks.chaos [--quick | --short]
 
 Three raylets on this machine, the tiny sorter with slow tools (`benchmarks.slow_tools`), three rollout replicas, two
-reward workers, a relay on each node, `max_staleness` 2; `--short` has one node and one replica. Every few seconds
-SIGKILL ends one process of one of these kinds, at any point of its work. `is_same` is true if both runs consumed the
-same multiset of tasks.
+reward workers, a relay on each node, `max_staleness` 2; `--short` has one of each. Every few seconds SIGKILL ends one
+process of one of these kinds, at any point of its work. `is_same` is true if both runs consumed the same multiset of
+tasks.
 """
 
 from __future__ import annotations
@@ -79,10 +79,11 @@ def main() -> None:
     arguments = parser.parse_args()
     steps, nodes, every_s = {"full": (200, 3, 6.0), "quick": (40, 3, 6.0), "short": (2, 1, 4.0)}[arguments.size]
     prepared = sorter(arguments.size)
-    calm = run(prepared, steps, nodes, None)
-    progress(f"undisturbed: {steps} steps in {calm.seconds:.0f} s")
     killer = Killer(every_s, chance=random.Random(arguments.seed))
-    disturbed = run(prepared, steps, nodes, killer)
+    with raylets(nodes, CPUS // nodes, STORE_BYTES) as address:
+        calm = run(prepared, steps, nodes, address, None)
+        progress(f"undisturbed: {steps} steps in {calm.seconds:.0f} s")
+        disturbed = run(prepared, steps, nodes, address, killer)
     print_result(
         {
             "is_same": disturbed.consumed == calm.consumed,
@@ -97,15 +98,15 @@ def main() -> None:
     )
 
 
-def run(prepared: Path, steps: int, nodes: int, killer: Killer | None) -> Outcome:
-    """Run one training on a fresh cluster."""
-    with tempfile.TemporaryDirectory(prefix="chaos_") as folder, raylets(nodes, CPUS // nodes, STORE_BYTES) as address:
+def run(prepared: Path, steps: int, nodes: int, address: str, killer: Killer | None) -> Outcome:
+    """Run one training on the cluster."""
+    with tempfile.TemporaryDirectory(prefix="chaos_") as folder:
         log = Path(folder) / "log"
         command = train_command(
             prepared, Path(folder), f"ray.address={address}", f"run.steps={steps}", "record.rollouts_every=1",
             "checkpoint.every=0", "rollout.workflow=benchmarks.slow_tools:SlowTools", f"rollout.replicas={nodes}",
-            "rollout.num_cpus=1", "reward.workers=2", "train.groups_per_step=8", "asynchrony.max_staleness=2",
-            "limits.max_attempts=50", "limits.lease_s=60", "limits.transfer_s=60",
+            "rollout.num_cpus=1", f"reward.workers={min(2, nodes)}", "train.groups_per_step=8",
+            "asynchrony.max_staleness=2", "limits.max_attempts=50", "limits.lease_s=60", "limits.transfer_s=60",
         )  # fmt: skip
         began = time.monotonic()
         with log.open("w") as output:

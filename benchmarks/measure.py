@@ -191,7 +191,7 @@ def raylets(num_nodes: int, num_cpus: int, store_bytes: int) -> Iterator[str]:
 
     cluster = Cluster()
     for _ in range(num_nodes):
-        cluster.add_node(num_cpus=num_cpus, object_store_memory=store_bytes)
+        cluster.add_node(num_cpus=num_cpus, object_store_memory=store_bytes, include_dashboard=False)
     try:
         assert cluster.address is not None
         yield cluster.address

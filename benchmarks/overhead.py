@@ -26,21 +26,22 @@ PHASES = ("load_data", "start_ray", "start_workers")
 
 
 def main() -> None:
-    """Measure both sizes in turn and print the result line."""
+    """Measure both sizes in turn, or the small one in a short benchmark, and print the result line."""
     size: Size = parser_of(__doc__, quick="fewer steps and repeats; under 5 minutes").parse_args().size
     repeats = {"full": 5, "quick": 2, "short": 1}[size]
-    runs = in_turn(repeats, SIZES, lambda _, groups: run(size, groups))
-    small, large = (spreads(runs[groups]) for groups in SIZES)
+    sizes = SIZES[:1] if size == "short" else SIZES
+    runs = in_turn(repeats, sizes, lambda _, groups: run(size, groups))
+    small, large = (spreads(runs[groups]) for groups in (sizes[0], sizes[-1]))
     per_group = (large["overhead_ms"]["median"] - small["overhead_ms"]["median"]) / (SIZES[1] - SIZES[0])
     print_result(
         {
             "ms_per_step": small["overhead_ms"]["median"] - SIZES[0] * per_group,
             "ms_per_group": per_group,
-            "overhead_ms": {str(groups): spreads(runs[groups])["overhead_ms"] for groups in SIZES},
+            "overhead_ms": {str(groups): spreads(runs[groups])["overhead_ms"] for groups in sizes},
             "driver_cpu_share": large["driver_cpu_share"],
             "start_up_s": large["start_up_s"],
             "start_up_breakdown_s": {
-                phase: runs[SIZES[1]][-1][phase] for phase in (*PHASES, "rest_of_start_up", "first_step")
+                phase: runs[sizes[-1]][-1][phase] for phase in (*PHASES, "rest_of_start_up", "first_step")
             },
         }
     )

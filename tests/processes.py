@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import runpy
 import select
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 
 def is_gone(pid: int) -> bool:
@@ -16,3 +20,12 @@ def is_gone(pid: int) -> bool:
         return bool(select.select([descriptor], [], [], 10)[0])
     finally:
         os.close(descriptor)
+
+
+def run_module(name: str, arguments: Sequence[str], environment: Mapping[str, str], folder: Path) -> None:
+    """Do in this process as `python -m NAME ARGUMENTS`, with its output in `folder`/stdout and /stderr."""
+    for descriptor, stream in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(folder / stream, os.O_WRONLY | os.O_CREAT), descriptor)
+    os.environ.update(environment)
+    sys.argv[1:] = arguments
+    runpy.run_module(name, run_name="__main__", alter_sys=True)

@@ -6,10 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from benchmarks.measure import raylets
+from tests.processes import run_module
 
 ROOT = Path(__file__).parents[2]
 KEYS = {
@@ -45,16 +50,28 @@ LOADS = [
 ]
 
 
-def run(name: str, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=environment)
+@pytest.fixture(scope="module")
+def answer_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+    """Function that runs a benchmark, and returns its closing line.
 
+    Benchmarks are forked from a process that has imported what is slow to import, and share a cluster, unless they
+    start one.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["examples.sort.prepare", "workers.rollout.rollout_pool", "workers.train.fsdp"])
 
-def answer_of(name: str, *arguments: str) -> Any:
-    done = run(name, *arguments)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    with raylets(1, 8, 256 << 20) as address:
+
+        def answer(name: str, *arguments: str) -> Any:
+            folder = tmp_path_factory.mktemp(name)
+            given = (f"benchmarks.{name}", arguments, {"RAY_ADDRESS": address}, folder)
+            process = context.Process(target=run_module, args=given)
+            process.start()
+            process.join()
+            assert process.exitcode == 0, (folder / "stderr").read_text()[-4000:]
+            return json.loads((folder / "stdout").read_text().splitlines()[-1])
+
+        yield answer
 
 
 def test_every_benchmark_is_here() -> None:
@@ -64,13 +81,13 @@ def test_every_benchmark_is_here() -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", sorted(KEYS.keys() - {"dashboard"}))
-def test_a_short_benchmark_ends_with_its_figures(name: str) -> None:
+def test_a_short_benchmark_ends_with_its_figures(name: str, answer_of: Callable[..., Any]) -> None:
     figures = answer_of(name, "--short")
     assert figures.pop("command") == f"python -m benchmarks.{name} --short"
     assert figures.keys() == KEYS[name]
 
 
-def test_the_dashboard_benchmark_measures_every_page_and_emit_cost() -> None:
+def test_the_dashboard_benchmark_measures_every_page_and_emit_cost(answer_of: Callable[..., Any]) -> None:
     measured = answer_of("dashboard", "--short")
     assert measured.keys() == KEYS["dashboard"] | {"command"}
     assert measured["open_s"]["median"] > 0
@@ -81,14 +98,16 @@ def test_the_dashboard_benchmark_measures_every_page_and_emit_cost() -> None:
 
 @pytest.mark.parametrize("name", PEERS)
 def test_a_benchmark_without_its_peer_exits_with_a_remedy(name: str, tmp_path: Path) -> None:
-    done = run(name, "--short", cwd=tmp_path)
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--short"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"{PEERS[name]} lacks torch==")
     assert done.stderr.endswith("remedy: run this benchmark once without --short\n")
 
 
 @pytest.mark.parametrize("play", ["group_queue:play_ray_queue", "group_queue_rlsys:play"])
-def test_the_queues_that_need_no_other_environment_do_their_loads(play: str) -> None:
+def test_the_queues_that_need_no_other_environment_do_their_loads(play: str, answer_of: Callable[..., Any]) -> None:
     taken = answer_of("measure", f"benchmarks.{play}", json.dumps([LOADS]))
     assert [one.keys() for one in taken] == [{"groups_per_s", "p50_s", "p99_s"}] * len(LOADS)
 
