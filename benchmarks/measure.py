@@ -190,8 +190,9 @@ def raylets(num_nodes: int, num_cpus: int, store_bytes: int) -> Iterator[str]:
     from ray.cluster_utils import Cluster
 
     cluster = Cluster()
+    unused: dict[str, bool] = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
     for _ in range(num_nodes):
-        cluster.add_node(num_cpus=num_cpus, object_store_memory=store_bytes, include_dashboard=False)
+        cluster.add_node(num_cpus=num_cpus, object_store_memory=store_bytes, **unused)
     try:
         assert cluster.address is not None
         yield cluster.address
