@@ -235,14 +235,11 @@ async def gateway_overhead(client: Client, num_clients: int, num_conversations: 
 
 
 async def _in_session(session: Session, num_conversations: int) -> list[float]:
-    agents = iter([session.agent(POLICY) for _ in range(num_conversations)])
-    agent = None
+    agents = [session.agent(POLICY) for _ in range(num_conversations)]
 
     async def ask(messages: Sequence[Message]) -> str:
-        nonlocal agent
-        agent = next(agents) if len(messages) == 1 else agent
-        assert agent is not None
-        return await agent.chat((messages[-1],))
+        number = int(str(messages[-1]["content"]).partition(".")[0])
+        return await agents[number].chat((messages[-1],))
 
     return await converse(ask, num_conversations)
 
@@ -265,12 +262,12 @@ async def converse(ask: Ask, num_conversations: int) -> list[float]:
 def run_clients(client: Client, num_conversations: int, where: Sequence[tuple[str, str]]) -> list[float]:
     """Run one client at each address with its key, in this process; return the milliseconds of all turns."""
 
-    async def main() -> list[float]:
-        talk = {"raw": talk_raw, "openai": talk_openai}[client]
-        all_ms = await asyncio.gather(*(talk(num_conversations, *each) for each in where))
-        return [ms for each in all_ms for ms in each]
+    talk = {"raw": talk_raw, "openai": talk_openai}[client]
 
-    return asyncio.run(main())
+    async def main() -> list[list[float]]:
+        return await asyncio.gather(*(talk(num_conversations, *each) for each in where))
+
+    return [ms for all_ms in asyncio.run(main()) for ms in all_ms]
 
 
 async def talk_raw(num_conversations: int, base_url: str, api_key: str) -> list[float]:

@@ -15,7 +15,6 @@ import subprocess
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,19 +37,6 @@ KINDS = {"rollout": "ray::RolloutWorker", "reward": "ray::RewardWorker", "relay"
 CPUS = 9
 """CPUs of all nodes together."""
 STORE_BYTES = 256 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Outcome of one run."""
-
-    consumed: Counter[str]
-    """Number of times each task was trained, by task id."""
-    seconds: float
-    recovery_s: Mapping[str, list[float]]
-    """Seconds from the discovery of each failure until a successor was ready, by kind of worker."""
-    dropped: float
-    num_reissued: int
 
 
 @dataclass
@@ -81,41 +67,44 @@ def main() -> None:
     prepared = sorter(arguments.size)
     killer = Killer(every_s, chance=random.Random(arguments.seed))
     with raylets(nodes, CPUS // nodes, STORE_BYTES) as address:
-        calm = run(prepared, steps, nodes, address, None)
-        progress(f"undisturbed: {steps} steps in {calm.seconds:.0f} s")
-        disturbed = run(prepared, steps, nodes, address, killer)
+        calm, calm_s, _ = run(prepared, steps, nodes, address, None)
+        progress(f"undisturbed: {steps} steps in {calm_s:.0f} s")
+        consumed, disturbed_s, failures = run(prepared, steps, nodes, address, killer)
     print_result(
         {
-            "is_same": disturbed.consumed == calm.consumed,
-            "groups": disturbed.consumed.total(),
+            "is_same": consumed == calm,
+            "groups": consumed.total(),
             "killed": dict(killer.killed),
-            "seconds": {"undisturbed": calm.seconds, "disturbed": disturbed.seconds},
-            "recovery_s": {kind: spread(seconds) for kind, seconds in disturbed.recovery_s.items()},
-            "dropped": disturbed.dropped,
-            "reissued": disturbed.num_reissued,
+            "seconds": {"undisturbed": calm_s, "disturbed": disturbed_s},
+            **failures,
             "steps": steps,
         }
     )
 
 
-def run(prepared: Path, steps: int, nodes: int, address: str, killer: Killer | None) -> Outcome:
-    """Run one training on the cluster."""
-    with tempfile.TemporaryDirectory(prefix="chaos_") as folder:
-        log = Path(folder) / "log"
+def run(
+    prepared: Path, steps: int, nodes: int, address: str, killer: Killer | None
+) -> tuple[Counter[str], float, dict[str, object]]:
+    """Run one training; return the number of times each task was trained, the seconds, and figures of failures."""
+    with tempfile.TemporaryDirectory(prefix="chaos_") as name:
+        folder = Path(name)
         command = train_command(
-            prepared, Path(folder), f"ray.address={address}", f"run.steps={steps}", "record.rollouts_every=1",
+            prepared, folder, f"ray.address={address}", f"run.steps={steps}", "record.rollouts_every=1",
             "checkpoint.every=0", "rollout.workflow=benchmarks.slow_tools:SlowTools", f"rollout.replicas={nodes}",
             "rollout.num_cpus=1", f"reward.workers={min(2, nodes)}", "train.groups_per_step=8",
             "asynchrony.max_staleness=2", "limits.max_attempts=50", "limits.lease_s=60", "limits.transfer_s=60",
         )  # fmt: skip
         began = time.monotonic()
-        with log.open("w") as output:
+        with (folder / "log").open("w") as output:
             training = subprocess.Popen(command, env=ENV, stdout=output, stderr=output)
-            _disturb(training, killer, Path(folder) / "run" / "metrics.jsonl")
+            _disturb(training, killer, folder / "run" / "metrics.jsonl")
         seconds = time.monotonic() - began
         if training.returncode:
-            raise RuntimeError(f"{' '.join(command)}: exit code {training.returncode}\n{log.read_text()[-4000:]}")
-        return _outcome(Path(folder) / "run", seconds)
+            tail = (folder / "log").read_text()[-4000:]
+            raise RuntimeError(f"{' '.join(command)}: exit code {training.returncode}\n{tail}")
+        rollouts = (folder / "run" / "rollouts").glob("step_*.jsonl")
+        consumed = Counter(row["task"]["id"] for path in rollouts for row in rows_of(path))
+        return consumed, seconds, _failures(folder / "run")
 
 
 def _disturb(training: subprocess.Popen, killer: Killer | None, metrics: Path) -> None:
@@ -129,18 +118,19 @@ def _disturb(training: subprocess.Popen, killer: Killer | None, metrics: Path) -
             killer.strike()
 
 
-def _outcome(folder: Path, seconds: float) -> Outcome:
-    consumed: Counter[str] = Counter()
-    for path in (folder / "rollouts").glob("step_*.jsonl"):
-        consumed.update(row["task"]["id"] for row in rows_of(path))
+def _failures(folder: Path) -> dict[str, object]:
+    """Return figures of a run; `recovery_s` is from the discovery of each failure until a successor was ready, by kind
+    of worker."""
     events = rows_of(folder / "events.jsonl")
     recovery_s: dict[str, list[float]] = defaultdict(list)
     for event in events:
         if event["kind"] == "worker_restarted":
             recovery_s[event["worker"].partition("-")[0]].append(event["seconds"])
-    dropped = rows_of(folder / "metrics.jsonl")[-1]["async/dropped"]
-    reissued = sum(event["kind"] in ("worker_failed", "group_reissued") for event in events)
-    return Outcome(consumed, seconds, recovery_s, dropped, reissued)
+    return {
+        "recovery_s": {kind: spread(seconds) for kind, seconds in recovery_s.items()},
+        "dropped": rows_of(folder / "metrics.jsonl")[-1]["async/dropped"],
+        "reissued": sum(event["kind"] in ("worker_failed", "group_reissued") for event in events),
+    }
 
 
 if __name__ == "__main__":

@@ -97,14 +97,15 @@ def cases(size: Size) -> list[Case]:
     if size != "full":
         return [tiny]
     llama = Case(
-        name="llama, 135 M", path=random_llama(Path(".cache/gac/llama")), num_vocab=49152,
+        name="llama, 135 M", path=random_llama(), num_vocab=49152,
         groups=4, group_size=4, num_tokens=64, num_steps=10,
     )  # fmt: skip
     return [tiny, llama]
 
 
-def random_llama(folder: Path) -> Path:
+def random_llama() -> Path:
     """Write a model of the shape of SmolLM2-135M with random weights."""
+    folder = Path(".cache/gac/llama")
     if not (folder / "model.safetensors").exists():
         config = LlamaConfig(
             vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,

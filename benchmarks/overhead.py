@@ -31,13 +31,14 @@ def main() -> None:
     repeats = {"full": 5, "quick": 2, "short": 1}[size]
     sizes = SIZES[:1] if size == "short" else SIZES
     runs = in_turn(repeats, sizes, lambda _, groups: run(size, groups))
-    small, large = (spreads(runs[groups]) for groups in (sizes[0], sizes[-1]))
+    figures = {groups: spreads(rows) for groups, rows in runs.items()}
+    small, large = figures[sizes[0]], figures[sizes[-1]]
     per_group = (large["overhead_ms"]["median"] - small["overhead_ms"]["median"]) / (SIZES[1] - SIZES[0])
     print_result(
         {
             "ms_per_step": small["overhead_ms"]["median"] - SIZES[0] * per_group,
             "ms_per_group": per_group,
-            "overhead_ms": {str(groups): spreads(runs[groups])["overhead_ms"] for groups in sizes},
+            "overhead_ms": {str(groups): each["overhead_ms"] for groups, each in figures.items()},
             "driver_cpu_share": large["driver_cpu_share"],
             "start_up_s": large["start_up_s"],
             "start_up_breakdown_s": {
