@@ -222,7 +222,9 @@ class CheckpointSection(Section):
     """Checkpoints of the run."""
 
     every: NonNegativeInt = 50
-    """Steps between two checkpoints; 0: only at the end and on interruption."""
+    """Steps between two checkpoints; 0: only at the end, on interruption, and by `every_s`."""
+    every_s: NonNegativeFloat = 600.0
+    """Seconds after which the next step is saved too, whatever `every` is: about what a crash can lose. 0: never."""
     keep_last: PositiveInt = 3
     """Checkpoints kept; older ones are deleted."""
 

@@ -40,7 +40,7 @@ def build_driver(
     `eval_sets` are evaluated during training, on `workers.evaluation`. The drivers of a run with several policies share
     one `progress`. `look_s` is the time between two observations of replicas and queue, for events; 0 disables them.
     """
-    transfer_s, bound = config.limits.transfer_s, config.staleness_bound
+    transfer_s, bound, saves = config.limits.transfer_s, config.staleness_bound, config.checkpoint
     weights = WeightSync(workers.actor, workers.relays, transfer_s, max_age=bound, events=events)
     return Driver(
         workers=workers,
@@ -48,7 +48,7 @@ def build_driver(
         queue=_queue_of(config, tasks, events, progress or Progress()),
         weights=weights,
         failures=FailurePolicy(config.limits),
-        checkpoints=Checkpoints(config.run_dir / "checkpoints", config.checkpoint.every, config.checkpoint.keep_last),
+        checkpoints=Checkpoints(config.run_dir / "checkpoints", saves.every, saves.keep_last, saves.every_s),
         events=events,
         shape=shape_of(config),
         steps=config.run.steps,

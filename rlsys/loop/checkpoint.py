@@ -92,14 +92,24 @@ class Checkpoints:
     every: int
     """Steps between two checkpoints; 0 saves only at the end."""
     keep_last: int
+    every_s: float = 0.0
+    """Seconds after which the next step is saved too; 0: never."""
     last_saved: int | None = None
     """Step of the newest complete checkpoint."""
     _begun: int | None = None
+    _since_s: float | None = None
+    """Time of the newest checkpoint's beginning, or of the first question."""
 
-    def is_due(self, step: int, *, is_last: bool) -> bool:
-        """Return True if a checkpoint is due after `step` steps, and not begun yet."""
+    def is_due(self, step: int, now_s: float, *, is_last: bool) -> bool:
+        """Return True if a checkpoint is due after `step` steps, at `now_s` on the loop's clock, and not begun yet."""
+        if self._since_s is None:
+            self._since_s = now_s
         is_new = step not in (self.last_saved, self._begun)
-        return is_new and (is_last or (self.every > 0 and step % self.every == 0))
+        is_time = self.every_s > 0 and now_s - self._since_s >= self.every_s
+        is_due = is_new and (is_last or is_time or (self.every > 0 and step % self.every == 0))
+        if is_due:
+            self._since_s = now_s
+        return is_due
 
     async def save(
         self, step: int, state: DriverState, begin: Callable[[Path], Awaitable[Awaitable[None]]]

@@ -317,7 +317,7 @@ class Driver:
 
     async def _maybe_save(self, step: int) -> None:
         is_last = step >= self.steps or self._stopping
-        if not self.checkpoints.is_due(step, is_last=is_last):
+        if not self.checkpoints.is_due(step, asyncio.get_running_loop().time(), is_last=is_last):
             return
         with self._clock.span("checkpoint"):
             await self._saved()

@@ -250,7 +250,7 @@ class Profile(Section):
             },
             "train": {"groups_per_step": self.groups_per_step, "micro_batch_tokens": MICRO_BATCH_TOKENS},
             "asynchrony": {"max_staleness": self.max_staleness, "window": self.window},
-            "checkpoint": {"every": 0, "keep_last": 1},
+            "checkpoint": {"every": 0, "every_s": 0, "keep_last": 1},
             "limits": limits,
             "record": {"rollouts_every": 0},
         }

@@ -40,7 +40,7 @@ LEAST: Mapping[str, Mapping[str, object]] = {
     "data": {"path": "fake"},
     "rollout": {"repack_s": 0, "workflow": SingleTurn()},
     "train": {"groups_per_step": 2},
-    "checkpoint": {"every": 0},
+    "checkpoint": {"every": 0, "every_s": 0},
     "record": {"rollouts_every": 0},
 }
 """Defaults of a `FakeRun`."""

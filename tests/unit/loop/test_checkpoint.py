@@ -210,7 +210,13 @@ def test_the_one_that_latest_names_is_kept_however_old(tmp_path):
     ],
 )
 def test_when_a_checkpoint_is_due(tmp_path, every, step, is_last, last_saved, due):
-    assert Checkpoints(tmp_path, every, 1, last_saved).is_due(step, is_last=is_last) is due
+    assert Checkpoints(tmp_path, every, 1, last_saved=last_saved).is_due(step, 0.0, is_last=is_last) is due
+
+
+def test_a_checkpoint_is_due_once_its_seconds_have_passed(tmp_path):
+    checkpoints = Checkpoints(tmp_path, every=100, keep_last=1, every_s=600.0)
+    asked = [(step, step * 250.0) for step in range(1, 8)]
+    assert [step for step, now_s in asked if checkpoints.is_due(step, now_s, is_last=False)] == [4, 7]
 
 
 @pytest.mark.parametrize(
