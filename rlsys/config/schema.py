@@ -227,6 +227,8 @@ class CheckpointSection(Section):
     """Seconds after which the next step is saved too, whatever `every` is: about what a crash can lose. 0: never."""
     keep_last: PositiveInt = 3
     """Checkpoints kept; older ones are deleted."""
+    keep_every: NonNegativeInt = 0
+    """Keep checkpoints of steps that are multiples of this too; 0: none."""
 
 
 class LimitsSection(Section):

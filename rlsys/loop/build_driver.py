@@ -48,7 +48,9 @@ def build_driver(
         queue=_queue_of(config, tasks, events, progress or Progress()),
         weights=weights,
         failures=FailurePolicy(config.limits),
-        checkpoints=Checkpoints(config.run_dir / "checkpoints", saves.every, saves.keep_last, saves.every_s),
+        checkpoints=Checkpoints(
+            config.run_dir / "checkpoints", saves.every, saves.keep_last, saves.keep_every, saves.every_s
+        ),
         events=events,
         shape=shape_of(config),
         steps=config.run.steps,

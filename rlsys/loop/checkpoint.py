@@ -92,6 +92,8 @@ class Checkpoints:
     every: int
     """Steps between two checkpoints; 0 saves only at the end."""
     keep_last: int
+    keep_every: int = 0
+    """Checkpoints of multiples of this are kept too; 0: none."""
     every_s: float = 0.0
     """Seconds after which the next step is saved too; 0: never."""
     last_saved: int | None = None
@@ -161,11 +163,9 @@ class Checkpoints:
             ) from error
 
     def _retire(self) -> None:
-        """Delete all but the newest `keep_last` checkpoints, never the one that `latest` names."""
-        named = (self.folder / "latest").read_text()
-        steps = sorted(p for p in self.folder.glob("step_*") if p.suffix != ".tmp")
-        for old in steps[: -self.keep_last]:
-            if old.name != named:
+        """Delete all but the newest `keep_last` checkpoints and those of `keep_every`, never the newest complete one."""
+        for old in list(newest_first(self.folder))[self.keep_last :]:
+            if not (self.keep_every and step_of(old) % self.keep_every == 0):
                 shutil.rmtree(old, ignore_errors=True)
 
 
