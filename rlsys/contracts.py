@@ -114,7 +114,7 @@ class Rollouts(Protocol):
     async def run(self, assignment: Assignment) -> RolledOut:
         """Roll out one group on weights no older than `assignment.version`.
 
-        Raises `WorkflowError` (a bug in the workflow), `TaskTooLong`, `WeightsMismatch`.
+        Raises `WorkflowError` (an error of the workflow before any reply), `TaskTooLong`, `WeightsMismatch`.
         """
 
     async def restart(self, worker: str, on_recovery: Callable[[str, float], None]) -> None:

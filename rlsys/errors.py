@@ -76,7 +76,8 @@ class PayloadLost(RlsysError):
 
 
 class WorkflowError(WorkerError):
-    """An exception in the user's workflow, or in code it called. A bug to fix, not a failure to retry."""
+    """An exception in the user's workflow, or in code it called, such as an agent framework. It fails the episode if
+    the policy has replied. Before the first reply it is a bug that ends the run."""
 
 
 class ToolError(RlsysError):

@@ -79,6 +79,15 @@ async def buggy(base_url: str, api_key: str) -> int:
     return 1 // len((await ask(base_url, api_key, "a"))[:0])
 
 
+class MaxTurnsExceeded(Exception):
+    """As the agent framework `openai-agents` raises it."""
+
+
+async def gives_up(base_url: str, api_key: str) -> None:
+    await ask(base_url, api_key, "a", "b")
+    raise MaxTurnsExceeded("Max turns (2) exceeded")
+
+
 async def odd(base_url: str, api_key: str) -> list[str]:
     return [await ask(base_url, api_key, "a")]
 

@@ -297,7 +297,7 @@ class Agent:
             else:
                 turn = await self._policy.recite(prompt_ids, recited)
         except TaskTooLong as error:
-            if not any(agent.turns for agent in self._session.agents):
+            if not self._session.has_replies:
                 raise
             raise self._stopped(ContextFull(f"{self.name}, turn {len(self.turns) + 1}: {error}")) from None
         self.turns.append(turn)

@@ -158,8 +158,8 @@ class Session:
     async def gather(self, *work: Awaitable[T]) -> list[T | AgentStopped | ToolError]:
         """Run subagents in parallel. Returns each result in order, or the `AgentStopped` or `ToolError` that ended it.
 
-        Each gets an equal share of the remaining tokens and tool calls. Any other error is a bug or a worker failure:
-        it is raised unchanged, and the other subagents are cancelled.
+        Each gets an equal share of the remaining tokens and tool calls. Any other error is raised unchanged, and the
+        other subagents are cancelled.
         """
         return await self._side_by_side([_settled(each) for each in work])
 
@@ -178,6 +178,11 @@ class Session:
             yield environment
         finally:
             await environment.close()
+
+    @property
+    def has_replies(self) -> bool:
+        """True once the policy has replied to an agent of this session."""
+        return any(agent.turns for agent in self.agents)
 
     def episode(self) -> Episode:
         """Return the recorded episode, each agent before its children. Raises `ValueError` if there is no agent."""

@@ -23,10 +23,21 @@ from dataclasses import dataclass
 from rlsys.agents import session as sessions
 from rlsys.agents.agent import Agent, AgentStopped, BudgetSpent, ContextFull, Policy, Reply
 from rlsys.agents.session import Budget, Session
-from rlsys.errors import RlsysError, ToolError, WorkflowError, first_of
+from rlsys.errors import DataError, RlsysError, ToolError, WorkflowError, first_of
 from rlsys.types import POLICY, Episode, Task, Trajectory, failed
 
-__all__ = ["Agent", "AgentStopped", "BudgetSpent", "ContextFull", "Reply", "Session", "SingleTurn", "Workflow", "play"]
+__all__ = [
+    "Agent",
+    "AgentStopped",
+    "BudgetSpent",
+    "ContextFull",
+    "Reply",
+    "Session",
+    "SingleTurn",
+    "Workflow",
+    "play",
+    "play_or_fail",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +48,11 @@ class Workflow(Budget):
     """
 
     async def run(self, session: Session) -> None:
-        """Play one episode: create agents, chat. Exceptions other than `AgentStopped` and `ToolError` end the run."""
+        """Play one episode: create agents, chat.
+
+        `AgentStopped` truncates the episode and `ToolError` fails it. Any other exception also fails it, with the
+        traceback as the reason, but ends the run if the policy has not replied yet; see `play_or_fail`.
+        """
         raise NotImplementedError(f"{type(self).__name__} plays nothing: implement `run`")
 
     def check(self, tasks: Sequence[Task], *, group_size: int, temperature: float) -> None:
@@ -77,10 +92,8 @@ class Workflow(Budget):
         finally:
             await session.close()
         if isinstance(ended, ToolError):
-            if not session.agents:
-                return Episode((Trajectory(POLICY, (), failed(str(ended))),))
-            session.agents[0].fail(str(ended))
-        elif ended is not None and session.agents:
+            return _failed(session, str(ended))
+        if ended is not None and session.agents:
             session.agents[0].is_cut = True
         return session.episode()
 
@@ -106,6 +119,30 @@ async def play(workflow: Workflow, session: Session, worker: str) -> Episode:
             raise error from None
         phase = f"running {type(workflow).__name__} on task {session.task.id}"
         raise WorkflowError(worker, phase, _report_of(error, session)) from None
+
+
+async def play_or_fail(workflow: Workflow, session: Session, worker: str) -> Episode:
+    """Run a workflow in a session as `play` does, except that errors after the policy's first reply fail the episode.
+
+    The reply may have caused them: an agent framework that gave up, a number that cannot be read, messages that the
+    chat template refuses. The episode's reason is the report. An error before the first reply is raised: no reply has
+    caused it. A bug that fails every episode ends the run by `limits.max_failed_groups`. Failures of workers, and other
+    `RlsysError`s than `DataError`, are raised unchanged.
+    """
+    try:
+        return await play(workflow, session, worker)
+    except (WorkflowError, DataError) as error:
+        if not session.has_replies:
+            raise
+        return _failed(session, str(error))
+
+
+def _failed(session: Session, reason: str) -> Episode:
+    """Episode of a session that failed, with what was said."""
+    if not session.agents:
+        return Episode((Trajectory(POLICY, (), failed(reason)),))
+    session.agents[0].fail(reason)
+    return session.episode()
 
 
 def _report_of(error: BaseException, session: Session) -> str:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from rlsys.agents.workflow import SingleTurn, play
+from rlsys.agents.workflow import SingleTurn, play_or_fail
 from rlsys.config import Config
 from rlsys.contracts import Workers
 from rlsys.data.task_source import TaskSource
@@ -149,7 +149,7 @@ async def _played(
     policy = ScriptedPolicy(reply, config.rollout.max_new_tokens, spans[0].version)
     policies, workflow = dict.fromkeys(config.policies or [POLICY], policy), config.rollout.workflow
     session = workflow.session(assignment.task, policies, assignment.seed, index, config.agents)
-    return await play(workflow, session, worker)
+    return await play_or_fail(workflow, session, worker)
 
 
 class Judge:

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
-from rlsys.agents.workflow import Workflow, play
+from rlsys.agents.workflow import Workflow, play_or_fail
 from rlsys.batch.samples import meta_of, versions_of
 from rlsys.contracts import Busy, RolledOut
 from rlsys.errors import first_of
@@ -210,7 +210,7 @@ class RolloutWorker:
         sessions = [self._workflow.session(task, policies, seed, e, self._bindings) for e in range(assignment.size)]
         try:
             async with asyncio.TaskGroup() as group:
-                episodes = [group.create_task(play(self._workflow, session, self.name)) for session in sessions]
+                episodes = [group.create_task(play_or_fail(self._workflow, session, self.name)) for session in sessions]
         except ExceptionGroup as errors:
             raise failed() or first_of(errors) from None
         if failure := failed():  # the workflow handled the failure, but its episodes must not be trained

@@ -7,7 +7,7 @@
 | 404 | no such session, path or agent (`model_not_found`) |
 | 410 | the session is over |
 | 413 | the body is larger than `MAX_BODY` |
-| 500 | a bug: it is also raised in the workflow, and ends the run |
+| 500 | a bug: it is also raised in the workflow |
 | 503 | the infrastructure failed: that is also raised in the workflow, and the group is reissued |
 
 If a client disconnects before the reply, its sampling is cancelled and nothing is recorded. A stream is sent only when

@@ -74,7 +74,8 @@ class OpenAIAgent(Workflow):
     An episode fails if the agent gets no reply at all, exceeds `deadline_s`, or is a program with an exit code other
     than 0: it is then left out of training. If the program fails or the function raises because a request was
     refused, the reason decides: the episode is truncated for a full context or a spent budget, and fails for messages
-    that the chat template refuses. Any other exception of a function is a bug, and ends the run.
+    that the chat template refuses. Any other exception of a function, such as the `MaxTurnsExceeded` of a framework,
+    fails the episode; before the first reply it is a bug, and ends the run.
 
     The agent of the last reply is the root of the episode: reward functions score that reply, regardless of the number
     of conversations.

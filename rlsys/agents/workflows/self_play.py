@@ -52,8 +52,8 @@ class SelfPlay(Workflow):
     """
 
     judge: Annotated[str, loadable(load_judge)]
-    """`module:function`: called with the task and a solver's reply, returns 0 to 1, quickly. An exception ends the run.
-    """
+    """`module:function`: called with the task and a solver's reply, returns 0 to 1, quickly. An exception fails the
+    episode."""
     attempts: PositiveInt = 4
     """Solvers per task."""
 

@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from rlsys.agents.agent import Policy
+from rlsys.agents.workflow import play_or_fail
 from rlsys.agents.workflows.openai_agent import OpenAIAgent
 from rlsys.errors import ConfigError, TaskTooLong, WorkerDied
 from rlsys.testing import ScriptedPolicy, played
@@ -128,6 +129,15 @@ def test_a_bug_is_raised_at_its_line():
     with pytest.raises(ZeroDivisionError) as error:
         said_by(agent("buggy"))
     assert str(error.traceback[-1].path).endswith("openai_agents.py")
+
+
+def test_a_framework_that_gives_up_fails_its_episode():
+    workflow = agent("gives_up")
+    session = workflow.session(TASK, {POLICY: ScriptedPolicy()}, 1, 0, {})
+    (trajectory,) = asyncio.run(play_or_fail(workflow, session, "rollout-0")).trajectories
+    assert trajectory.outcome.is_failed and trajectory.reward is None and len(trajectory.turns) == 2
+    assert "MaxTurnsExceeded: Max turns (2) exceeded" in trajectory.outcome.reason
+    assert "in gives_up" in trajectory.outcome.reason
 
 
 def test_what_is_no_reward_is_refused():

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from rlsys.agents.workflow import BudgetSpent, Session, SingleTurn, Workflow, play
+from rlsys.agents.workflow import BudgetSpent, Session, SingleTurn, Workflow, play, play_or_fail
 from rlsys.config.plugins import WORKFLOWS
-from rlsys.errors import ConfigError, ToolError, WorkerDied, WorkflowError
+from rlsys.errors import ConfigError, DataError, ToolError, WorkerDied, WorkflowError
 from rlsys.testing import ScriptedPolicy, played
 from rlsys.types import OK, TRUNCATED, Episode, Outcome, Task, Trajectory, failed
 
@@ -187,3 +187,38 @@ def test_a_bug_report_has_the_source_lines_and_the_transcript():
     assert "what was said:\n[lead] user: 2+3?\n[lead] assistant: 7\n[helper#1] user: help xxx" in report
     assert "(2005 characters)" in report
     assert len(report) < 6000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Raises(Workflow):
+    """Raises before its first reply or after it."""
+
+    error: Exception
+    is_late: bool
+
+    async def run(self, session: Session) -> None:
+        agent = session.agent("policy")
+        if self.is_late:
+            await agent.chat(session.task.prompt)
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), DataError("the template takes no 'tool'")], ids=["code", "template"])
+def test_errors_after_a_reply_fail_the_episode(error: Exception):
+    late, early = (Raises(error=error, is_late=is_late) for is_late in (True, False))
+    (trajectory,) = played_or_failed(late).trajectories
+    assert trajectory.outcome.is_failed and trajectory.turns[0].text == "ok"
+    assert str(error) in trajectory.outcome.reason
+    with pytest.raises((WorkflowError, DataError), match=str(error)):
+        played_or_failed(early)
+
+
+@pytest.mark.parametrize("error", [WorkerDied("rollout-0", "sampling", "gone"), ConfigError("agents: no policy")])
+def test_failures_of_the_run_are_raised_after_a_reply(error: Exception):
+    with pytest.raises(type(error)):
+        played_or_failed(Raises(error=error, is_late=True))
+
+
+def played_or_failed(workflow: Workflow) -> Episode:
+    session = workflow.session(TASK, {"policy": ScriptedPolicy()}, 1, 0, {})
+    return asyncio.run(play_or_fail(workflow, session, "rollout-0"))

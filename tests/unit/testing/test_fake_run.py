@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,45 @@ def test_reward_functions_may_be_async_and_failures_drop_groups(tmp_path: Path) 
     with pytest.raises(RunAborted, match="by zero"):
         bad.train()
     assert {event.reason for event in bad.recorder.of(GroupDropped)} == {"failed"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reads(Workflow):
+    """Reads the reply as a number, which the policy may not have said."""
+
+    async def run(self, session: Session) -> None:
+        session.reward(int(await session.agent("policy").chat(session.task.prompt)))
+
+
+def test_errors_in_few_episodes_do_not_end_the_run(tmp_path: Path) -> None:
+    count = iter(range(1000))
+    run = FakeRun(
+        tmp_path,
+        tasks=ADDS,
+        reply=lambda said: "?" if next(count) % 3 == 0 else "1",
+        rollout={"workflow": Reads()},
+        limits={"max_failed_groups": 2},
+        algorithm=RewardAsAdvantage(),
+    )
+    assert run.train() == 3
+    assert run.metrics[-1]["reward/failed_frac"] > 0
+
+
+def test_errors_in_every_episode_end_the_run_with_the_transcript(tmp_path: Path) -> None:
+    run = FakeRun(
+        tmp_path,
+        tasks=ADDS,
+        reply=lambda said: "nothing",
+        rollout={"workflow": Reads()},
+        limits={"max_failed_groups": 3},
+        algorithm=RewardAsAdvantage(),
+    )
+    with pytest.raises(RunAborted, match="3 groups were dropped one after the other") as raised:
+        run.train()
+    told = str(raised.value)
+    assert "ValueError: invalid literal for int()" in told and "in run\n" in told
+    assert "what was said:" in told and "[policy] assistant: nothing" in told
+    assert [event.reason for event in run.recorder.of(GroupDropped)] == ["failed"] * 2
 
 
 def test_a_stabilizer_gets_every_gradient_and_its_synchronous_steps(tmp_path: Path) -> None:

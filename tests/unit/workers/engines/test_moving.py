@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlsys.agents.workflow import Session, Workflow
 from rlsys.contracts import RolledOut
-from rlsys.errors import DeadlineExceeded, WorkerDied, WorkflowError
+from rlsys.errors import ConfigError, DeadlineExceeded, WorkerDied
 from rlsys.types import Acknowledged, Episode, VersionSpan
 from tests.models import tiny_sorter
 from tests.replicas import Shelf, assignment, hash_of, played, replica_of, scripted, until
@@ -483,7 +483,7 @@ class Fails(Workflow):
         agent = session.agent("policy")
         await agent.chat(session.task.prompt)
         if session.episode_index == 1:
-            raise ValueError("no")
+            raise ConfigError("no")
         await agent.chat("1>")
 
 
@@ -495,7 +495,7 @@ def test_a_failed_guest_leaves_its_host():
         await team.ready()
         group = await team.begun()
         await a.generator.give_away("a", b.generator)
-        with pytest.raises(WorkflowError):
+        with pytest.raises(ConfigError):
             await group
         assert b.generator.load().stats.num_running == 0
 

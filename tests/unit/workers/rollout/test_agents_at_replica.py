@@ -11,7 +11,6 @@ import pytest
 
 from examples.tiny_policy import build_tokenizer
 from rlsys.agents.workflow import Session, Workflow
-from rlsys.errors import WorkflowError
 from rlsys.types import Sampling, VersionSpan
 from tests.replicas import DIGIT, Shelf, assignment, played, replica_of, scripted
 from workers.engines.engine import Completion, Request
@@ -77,10 +76,9 @@ def test_forks_share_the_parents_tokens_and_have_distinct_seeds():
 
 def test_a_bug_is_told_with_what_was_said():
     worker = replica_of(Shelf(), scripted("a"), workflow=Buggy(), num_tokens=NUM_TOKENS)
-    with pytest.raises(WorkflowError) as raised:
-        played([worker], lambda: worker.run(assignment(size=1)))
-    lines = raised.value.detail.splitlines()
-    assert lines[0].startswith("ValueError: invalid literal for int()")
+    _, (episode,) = played([worker], lambda: worker.run(assignment(size=1)))
+    lines = episode.trajectories[0].outcome.reason.splitlines()
+    assert "ValueError: invalid literal for int()" in lines[0]
     assert lines[1] == f'  File "{__file__}", line {Buggy.run.__code__.co_firstlineno + 2}, in run'
     assert lines[-2:] == ["[policy] user: 12>", f"[policy] assistant: {lines[-1].rpartition(' ')[2]}"]
 

@@ -315,14 +315,15 @@ class Silent(Workflow):
         pass
 
 
-def test_a_workflow_error_names_the_task_and_source_line():
+def test_an_error_after_a_reply_fails_its_episode_with_the_source_line():
     worker = worker_of(Shelf(), workflow=Broken())
-    with pytest.raises(WorkflowError) as raised:
-        played(worker, lambda: worker.run(assignment()))
-    error = raised.value
-    assert (error.worker, error.phase) == ("rollout-0", "running Broken on task sort-12")
-    assert error.detail.startswith("ValueError: invalid literal for int() with base 10: 'x'\n")
-    assert f'{__file__}", line {Broken._talk.__code__.co_firstlineno + 4}, in _talk' in error.detail
+    _, episodes = played(worker, lambda: worker.run(assignment()))
+    for episode in episodes:
+        (trajectory,) = episode.trajectories
+        assert trajectory.outcome.is_failed and len(trajectory.turns) == 1
+        reason = trajectory.outcome.reason
+        assert reason.startswith("rollout-0 while running Broken on task sort-12: ValueError: invalid")
+        assert f'{__file__}", line {Broken._talk.__code__.co_firstlineno + 4}, in _talk' in reason
 
 
 def test_worker_errors_pass_through_tasks_of_a_workflow_unchanged():
