@@ -45,14 +45,14 @@ class Policy(Protocol):
     def max_new_tokens(self) -> int:
         """The run's limit on the tokens of a reply."""
 
-    def encode(self, prompt: Prompt, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
+    async def encode(self, prompt: Prompt, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
         """Return the token ids of plain text, or of messages in the chat template with the assistant's turn opened.
 
         `tools` are described by the chat template if it supports tools, else in the system message. Plain text is
-        encoded unchanged, without tools.
+        encoded unchanged, without tools. Raises `TaskTooLong` for a text that is too large to be a prompt.
         """
 
-    def extend(
+    async def extend(
         self,
         ids: tuple[int, ...],
         said: tuple[Message, ...],
@@ -62,7 +62,8 @@ class Policy(Protocol):
         """Return the prompt ids of the next turn. `ids` are the tokens of `said`, which ends with the policy's reply.
 
         `tools` are those that the conversation was opened with; they offer no new tools. The result starts with `ids`
-        wherever the chat template allows it, so that no token of the policy is tokenized again.
+        wherever the chat template allows it, so that no token of the policy is tokenized again. Raises `TaskTooLong`
+        for a text that is too large to be a prompt.
         """
 
     async def sample(self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None) -> Turn:
@@ -91,6 +92,8 @@ class Context:
     """The conversation so far; empty before the first message, and in a plain-text context."""
     ids: tuple[int, ...] = ()
     """Tokens of the context, including the policy's; empty until the context is tokenized."""
+    unread: str = ""
+    """Plain text after these tokens, which the next turn tokenizes."""
     opened_with: tuple[ToolSchema, ...] = ()
     """Tools offered in the first tokens."""
     offered: tuple[ToolSchema, ...] = ()
@@ -99,7 +102,7 @@ class Context:
     @property
     def is_plain(self) -> bool:
         """True if the context began with plain text."""
-        return bool(self.ids) and not self.said
+        return bool(self.ids or self.unread) and not self.said
 
 
 @dataclass
@@ -210,7 +213,7 @@ class Agent:
         """
         self._check_silent()
         is_plain = isinstance(prompt, str) and not self.context.said
-        self.context = Context(ids=self._policy.encode(prompt)) if is_plain else Context(messages_of(prompt))
+        self.context = Context(unread=prompt) if is_plain else Context(messages_of(prompt))
         self._session.note(self, "rewritten", prompt)
 
     def fail(self, reason: str) -> None:
@@ -258,19 +261,27 @@ class Agent:
         assert task is not None
         self.request = (task, ended)
         try:
-            asked = self._asked(prompt, tools)
+            asked = await self._asked(prompt, tools)
             if prompt is not None:
                 self._session.note(self, "user", prompt)
-            turn = await self._turn(asked.ids, max_new_tokens, recited)
+            if recited is None:
+                turn = await self._sampled(asked.ids, max_new_tokens)
+            else:
+                turn = await self._policy.recite(asked.ids, recited)
+        except TaskTooLong as error:
+            if not self._session.has_replies:
+                raise
+            raise self._stopped(ContextFull(f"{self.name}, turn {len(self.turns) + 1}: {error}")) from None
         finally:
             self.request = None
             ended.set_result(None)
+        self.turns.append(turn)
         self._session.note(self, "assistant", turn.text)
         said = (*asked.said, Message(role="assistant", content=turn.text)) if asked.said else ()
         self.context = replace(asked, said=said, ids=asked.ids + turn.output_ids)
         return turn.text
 
-    def _asked(self, prompt: Prompt | None, tools: tuple[ToolSchema, ...]) -> Context:
+    async def _asked(self, prompt: Prompt | None, tools: tuple[ToolSchema, ...]) -> Context:
         before = self.context
         if not before.said and not isinstance(prompt, tuple):
             if tools:
@@ -278,30 +289,18 @@ class Agent:
                     f"agent {self.name!r} speaks plain text, which offers no tools: begin with messages, or with a "
                     "system message"
                 )
-            return replace(before, ids=before.ids + self._policy.encode(prompt or ""))
+            ids = before.ids + await self._policy.encode(before.unread + (prompt or ""))
+            return replace(before, ids=ids, unread="")
         if before.is_plain:
             raise ValueError(f"agent {self.name!r} began with plain text and cannot go on with messages")
         new = () if prompt is None else messages_of(prompt)
         if not before.ids:
             said = (*before.said, *new)
-            return Context(said, self._policy.encode(said, tools), tools, tools)
+            return Context(said, await self._policy.encode(said, tools), opened_with=tools, offered=tools)
         if tools and tools != before.offered:
             new = appended(new, described(tools)) if new else messages_of(described(tools))
-        ids = self._policy.extend(before.ids, before.said, new, before.opened_with)
-        return Context((*before.said, *new), ids, before.opened_with, tools or before.offered)
-
-    async def _turn(self, prompt_ids: tuple[int, ...], max_new_tokens: int | None, recited: str | None) -> Turn:
-        try:
-            if recited is None:
-                turn = await self._sampled(prompt_ids, max_new_tokens)
-            else:
-                turn = await self._policy.recite(prompt_ids, recited)
-        except TaskTooLong as error:
-            if not self._session.has_replies:
-                raise
-            raise self._stopped(ContextFull(f"{self.name}, turn {len(self.turns) + 1}: {error}")) from None
-        self.turns.append(turn)
-        return turn
+        ids = await self._policy.extend(before.ids, before.said, new, before.opened_with)
+        return replace(before, said=(*before.said, *new), ids=ids, offered=tools or before.offered)
 
     async def _sampled(self, prompt_ids: tuple[int, ...], max_new_tokens: int | None) -> Turn:
         if max_new_tokens is not None and max_new_tokens < 1:

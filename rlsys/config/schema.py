@@ -85,7 +85,7 @@ class DataSection(Section):
     columns: Columns = Columns()
     """Column names that differ from those of the supported forms, in evaluation data too."""
     max_prompt_tokens: PositiveInt = 1024
-    """A longer prompt is dropped and counted as `too_long`."""
+    """A longer prompt is dropped and counted as `too_long`; one that is too long by its size alone is not tokenized."""
     shuffle: bool = True
     """Draw a new order every epoch (from `run.seed`), or keep the order of the file."""
 

@@ -32,20 +32,20 @@ class ScriptedPolicy:
     asked: list[tuple[str, int]] = field(default_factory=list)
     """Prompt and seed of every request, in order."""
 
-    def encode(self, prompt: Prompt, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
+    async def encode(self, prompt: Prompt, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
         if isinstance(prompt, str):
             return tuple(map(ord, prompt))
         offer = f"<tools>{described(tools)}\n" if tools else ""
         return tuple(map(ord, offer + _written(prompt)))
 
-    def extend(
+    async def extend(
         self,
         ids: tuple[int, ...],
         said: tuple[Message, ...],
         new: tuple[Message, ...],
         tools: Sequence[ToolSchema] = (),
     ) -> tuple[int, ...]:
-        return ids + self.encode("\n" + _written(new))
+        return ids + await self.encode("\n" + _written(new))
 
     async def sample(self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None) -> Turn:
         prompt = "".join(map(chr, prompt_ids))

@@ -7,19 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from rlsys.agents.tools import ToolSchema
 from rlsys.errors import DeadlineExceeded, TaskTooLong, WeightsMismatch, WorkerDied, WorkerError
 from rlsys.types import Acknowledged, Message, Prompt, Sampling, Turn, VersionSpan
 from workers.engines.engine import Completion, Request
-from workers.text.tokenizer import TextTokenizer
+from workers.text.tokenizer import TextTokenizer, TextTooLarge
 
 if TYPE_CHECKING:
     from workers.rollout.generator import Generator
     from workers.rollout.partial_responses import Partial
+
+LARGE = 16_384
+"""Characters of a text above which it is tokenized in a thread: some 10 ms of work."""
+_READER = ThreadPoolExecutor(1, "tokenizer")
+"""Thread that tokenizes large texts, one after the other: the episodes of a group then find their prompt cached."""
 
 
 class Ticket(NamedTuple):
@@ -85,17 +92,19 @@ class GroupRoute:
     def max_new_tokens(self) -> int:
         return self.speech.sampling.max_new_tokens
 
-    def encode(self, prompt: Prompt, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
-        return self.speech.codec.encode(prompt, tools)
+    async def encode(self, prompt: Prompt, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
+        work = partial(self.speech.codec.encode, prompt, tools, most=self.speech.max_prompt_tokens)
+        return await self._tokenized(work, num_chars((prompt, tools)))
 
-    def extend(
+    async def extend(
         self,
         ids: tuple[int, ...],
         said: tuple[Message, ...],
         new: tuple[Message, ...],
         tools: Sequence[ToolSchema] = (),
     ) -> tuple[int, ...]:
-        return self.speech.codec.extend(ids, said, new, tools)
+        work = partial(self.speech.codec.extend, ids, said, new, tools, most=self.speech.max_prompt_tokens)
+        return await self._tokenized(work, num_chars((said, new, tools)))
 
     async def sample(self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None) -> Turn:
         self._check_prompt(prompt_ids)
@@ -115,7 +124,7 @@ class GroupRoute:
 
     async def recite(self, prompt_ids: tuple[int, ...], reply: str) -> Turn:
         self._check_prompt(prompt_ids)
-        ids = self._reply_of(prompt_ids, reply)
+        ids = await self._reply_of(prompt_ids, reply)
         try:
             logprobs, version = await self.home.score(prompt_ids + ids)
         except (WorkerDied, DeadlineExceeded) as error:
@@ -132,9 +141,21 @@ class GroupRoute:
                 f"{len(prompt_ids)} tokens, allowed are 1 to data.max_prompt_tokens = {self.speech.max_prompt_tokens}",
             )
 
-    def _reply_of(self, prompt_ids: tuple[int, ...], reply: str) -> tuple[int, ...]:
+    async def _tokenized(self, work: Callable[[], tuple[int, ...]], size: int) -> tuple[int, ...]:
+        """Tokenize a text of `size` characters, in the thread if it is large. Raises `TaskTooLong`.
+
+        Waits for the large texts before it and for its own; unblocked by their ends, and not by each other's errors.
+        """
+        try:
+            return work() if size <= LARGE else await asyncio.get_running_loop().run_in_executor(_READER, work)
+        except TextTooLarge as error:
+            allowed = f"allowed are 1 to data.max_prompt_tokens = {self.speech.max_prompt_tokens} tokens"
+            raise TaskTooLong(self.ticket.owner, "encoding a prompt", f"{error}; {allowed}") from None
+
+    async def _reply_of(self, prompt_ids: tuple[int, ...], reply: str) -> tuple[int, ...]:
         """Token ids of a reply. Raises `TaskTooLong`, also if they leave no room for the token that scoring needs."""
-        ids, most = self.speech.codec.reply(reply), self.speech.sampling.max_new_tokens
+        ids = await self._tokenized(partial(self.speech.codec.reply, reply), len(reply))
+        most = self.speech.sampling.max_new_tokens
         if len(prompt_ids) == self.speech.max_prompt_tokens:
             most -= 1
         if not 0 < len(ids) <= most:
@@ -173,3 +194,11 @@ class GroupRoute:
             if self.place is place:
                 raise WorkerDied(place.name, f"sampling for group {group_id}", "it let the group go")
             request = replace(request, begun=done if done.output_ids else None)
+
+
+def num_chars(value: object) -> int:
+    """Count the characters of all texts in a prompt, messages or schemas."""
+    if isinstance(value, str):
+        return len(value)
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, Sequence) else ()
+    return sum(map(num_chars, parts))

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 
 _CACHED_PROMPTS = 64
 """The episodes of a group share their prompt, and encode it at the same time."""
+_MIN_BYTES = 64
+"""Least `TextTokenizer.bytes_per_token`: some tokenizers drop whitespace, or read an unknown word as one token."""
+
+
+class TextTooLarge(Exception):
+    """A text of more bytes than the tokens it may have. It was not tokenized."""
 
 
 class TextTokenizer:
@@ -32,6 +38,8 @@ class TextTokenizer:
         self._end = (end_id, end_text) if isinstance(end_id, int) and isinstance(end_text, str) else None
         self._template = ChatTemplate(tokenizer)
         self._opened = lru_cache(maxsize=_CACHED_PROMPTS)(self._tokens)
+        self.bytes_per_token = max(_MIN_BYTES, *(len(token.encode()) for token in tokenizer.get_vocab()))
+        """Bytes of the longest token of the vocabulary."""
 
     @classmethod
     def load(cls, model_path: str | Path) -> TextTokenizer:
@@ -51,12 +59,16 @@ class TextTokenizer:
         """The token that ends a completion; empty if the tokenizer has none."""
         return frozenset() if self._end is None else frozenset([self._end[0]])
 
-    def encode(self, prompt: Prompt, tools: Sequence[Mapping[str, Json]] = ()) -> tuple[int, ...]:
+    def encode(
+        self, prompt: Prompt, tools: Sequence[Mapping[str, Json]] = (), *, most: int | None = None
+    ) -> tuple[int, ...]:
         """Encode plain text as it is, and messages with the chat template, the tools and an open assistant's turn.
 
-        Raises `DataError` for messages if there is no template or if it refuses them.
+        Raises `DataError` for messages if there is no template or if it refuses them, and `TextTooLarge` for a text
+        that has more than `most` tokens by its size alone.
         """
-        return self._opened(prompt if isinstance(prompt, str) else self._template.render(prompt, tools))
+        text = prompt if isinstance(prompt, str) else self._template.render(prompt, tools)
+        return self._opened(self._fitting(text, most))
 
     def extend(
         self,
@@ -64,14 +76,16 @@ class TextTokenizer:
         said: tuple[Message, ...],
         new: tuple[Message, ...],
         tools: Sequence[Mapping[str, Json]] = (),
+        *,
+        most: int | None = None,
     ) -> tuple[int, ...]:
-        """Prompt ids that continue `ids`; see `rlsys.agents.workflow.Policy`.
+        """Prompt ids that continue `ids`; see `rlsys.agents.workflow.Policy`. Raises as `encode` does.
 
         The template's text after the policy's last reply is tokenized and appended, even if the template trims replies.
         A template that rewrites earlier text (for example, hides reasoning) cannot be continued. Then the whole
         conversation is tokenized, which starts a new sample.
         """
-        text = self._template.render((*said, *new), tools)
+        text = self._fitting(self._template.render((*said, *new), tools), most)
         before, reply = self._template.render(said[:-1], tools), self._template.literal(said[-1]["content"])
         written = (before + form for form in (reply, reply.rstrip(), reply.lstrip(), reply.strip()))
         seen = next(filter(text.startswith, written), None)
@@ -97,10 +111,21 @@ class TextTokenizer:
         """Text of `ids` with special tokens."""
         return self._backend.decode(ids, skip_special_tokens=False)
 
+    def _fitting(self, text: str, most: int | None) -> str:
+        """Return the text; raises `TextTooLarge` if even tokens of `bytes_per_token` would be more than `most`."""
+        num_bytes = len(text.encode(errors="replace"))
+        if most is not None and num_bytes > most * self.bytes_per_token:
+            raise TextTooLarge(f"{num_bytes} bytes of text, and a token has at most {self.bytes_per_token} bytes")
+        return text
+
     def _tokens(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text. An unpaired surrogate, which no tokenizer accepts, is read as `?`."""
+        """Token ids of a text. An unpaired surrogate, which no tokenizer accepts, is read as `?`.
+
+        Other threads run meanwhile: the tokenizer lets go of Python's lock for a batch, not for a single text.
+        """
         pieces = text.encode(errors="replace").decode().split(BREAK)
-        return tuple(token for piece in pieces for token in self._backend.encode(piece, add_special_tokens=False).ids)
+        encodings = self._backend.encode_batch_fast(pieces, add_special_tokens=False)
+        return tuple(token for encoding in encodings for token in encoding.ids)
 
 
 BREAK = "\ufdd0"

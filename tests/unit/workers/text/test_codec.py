@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlsys.errors import DataError, ModelError
 from rlsys.types import Json, Message
-from workers.text.tokenizer import ChatTemplate, TextTokenizer
+from workers.text.tokenizer import ChatTemplate, TextTokenizer, TextTooLarge
 
 PLAIN = """\
 {% for m in messages %}<{{ m.role[0] }}>{{ m.content }}<end>{% endfor %}
@@ -39,6 +39,29 @@ def message(role: str, content: str) -> Message:
 
 def ids_of(codec: TextTokenizer, *symbols: str) -> tuple[int, ...]:
     return tuple(codec.tokenizer.convert_tokens_to_ids(list(symbols)))  # type: ignore[arg-type]
+
+
+def long_worded() -> TextTokenizer:
+    """Words of up to a hundred bytes."""
+    core = Tokenizer(models.WordLevel({"a" * 100: 0, "b": 1, "?": 2}, unk_token="?"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("a{100}|."), "isolated")
+    return TextTokenizer(PreTrainedTokenizerFast(tokenizer_object=core))
+
+
+def test_only_texts_too_large_for_any_tokenization_are_refused():
+    codec = long_worded()
+    assert codec.encode("a" * 300, most=3) == (0, 0, 0)
+    with pytest.raises(TextTooLarge, match="301 bytes of text, and a token has at most 100 bytes"):
+        codec.encode("a" * 301, most=3)
+    assert codec_of(None).bytes_per_token == 64, "short tokens: a tokenizer may drop characters"
+
+
+def test_a_conversation_that_grows_too_large_is_refused():
+    codec = codec_of(PLAIN)
+    prompt = (message("user", "y"),)
+    ids = codec.encode(prompt, most=3)
+    with pytest.raises(TextTooLarge):
+        codec.extend(ids, (*prompt, message("assistant", "")), (message("user", "z" * 300),), most=4)
 
 
 def test_plain_text_is_encoded_without_a_start_token():
