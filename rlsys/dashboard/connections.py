@@ -1,16 +1,12 @@
-"""Limits of the dashboard's connections: their number, the time a request may take to arrive, and lines of its log."""
+"""Limits of the dashboard's connections: their number, and the time a request may take to arrive."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
 from dataclasses import dataclass
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
-
-LINES_PER_MINUTE = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +54,3 @@ def protocol_of(limits: ConnectionLimits) -> type[H11Protocol]:
                 self._late = None
 
     return Connection
-
-
-class BoundedLog(logging.Filter):
-    """Filter that passes `LINES_PER_MINUTE` records a minute: who asks for errors all day must not fill a disk."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._minute, self._num_passed = 0, 0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return True if the record is one of the first of its minute."""
-        minute = int(time.monotonic() // 60)
-        if minute != self._minute:
-            self._minute, self._num_passed = minute, 0
-        self._num_passed += 1
-        return self._num_passed <= LINES_PER_MINUTE

@@ -20,13 +20,14 @@ from typing import BinaryIO
 import uvicorn
 from sse_starlette.sse import AppStatus
 
-from rlsys.dashboard.connections import DEFAULT_LIMITS, BoundedLog, ConnectionLimits, protocol_of
+from rlsys.dashboard.connections import DEFAULT_LIMITS, ConnectionLimits, protocol_of
 from rlsys.dashboard.http_problems import NoSuch
 from rlsys.dashboard.http_server import app_of
 from rlsys.dashboard.listener import Listener
 from rlsys.dashboard.queries import Readings
 from rlsys.dashboard.security import Guard
 from rlsys.dashboard.stream import Changes
+from rlsys.util.logs import BoundedLog
 
 _GOODBYE_S = 2
 """Time for open requests to end when the dashboard ends."""

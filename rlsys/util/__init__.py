@@ -1,1 +1,1 @@
-"""General helpers: deadlines, seeds, files, imports, signals. They import no other module of rlsys."""
+"""General helpers: deadlines, seeds, files, imports, logs, signals. They import no other module of rlsys."""

@@ -15,7 +15,16 @@ from functools import cached_property
 from typing import Annotated, Any, Literal, NoReturn
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from rlsys.agents.tools import Tool, Toolbox
 from rlsys.types import Json, Message, Turn
@@ -36,12 +45,17 @@ NOT_HERE: Mapping[str, str] = {
 """Fields of OpenAI and vLLM that are refused unless null or empty, and the reason."""
 
 
+MAX_TOLD = 2000
+"""Longest message of an error, in characters: a request is not sent back."""
+
+
 class Refused(Exception):
     """Request that gets an error response, in OpenAI's form."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.message, self.code, self.param = status, message, code, param
+        shown = message[:MAX_TOLD].encode(errors="replace").decode()
+        self.status, self.message, self.code, self.param = status, shown, code, param
 
     @property
     def body(self) -> Json:
@@ -61,7 +75,7 @@ class _TextPart(_Lenient):
     text: str
 
 
-_PARTS = TypeAdapter(list[_TextPart])
+_PARTS = TypeAdapter(Annotated[list[_TextPart], FailFast()])
 
 
 def _as_text(content: object) -> object:
@@ -86,7 +100,7 @@ class _Said(_Lenient):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_as_text)] = ""
     name: str | None = None
-    tool_calls: tuple[_Call, ...] | None = None
+    tool_calls: Annotated[tuple[_Call, ...] | None, FailFast()] = None
     tool_call_id: str | None = None
 
     def message(self) -> Message:
@@ -136,10 +150,10 @@ _Limit = Annotated[int, Field(ge=1)]
 class ChatRequest(_Lenient):
     """Body of a request for one reply."""
 
-    model: str
+    model: Annotated[str, Field(max_length=256)]
     """Name of the requested agent."""
-    messages: Annotated[tuple[_Said, ...], Field(min_length=1)]
-    tools: tuple[_Tool, ...] | None = None
+    messages: Annotated[tuple[_Said, ...], Field(min_length=1), FailFast()]
+    tools: Annotated[tuple[_Tool, ...] | None, FailFast()] = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     max_tokens: _Limit | None = None
@@ -150,7 +164,7 @@ class ChatRequest(_Lenient):
     logprobs: bool | None = None
     top_logprobs: Literal[0] | None = None
     response_format: _ResponseFormat | None = None
-    modalities: tuple[Literal["text"], ...] | None = None
+    modalities: Annotated[tuple[Literal["text"], ...] | None, FailFast()] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -183,7 +197,8 @@ class ChatRequest(_Lenient):
 
 
 def read_request(body: bytes) -> ChatRequest:
-    """Parse and check the body. Raises `Refused` with status 400, which names every invalid field."""
+    """Parse and check the body. Raises `Refused` with status 400, which names every invalid field, and
+    of a list the first invalid entry."""
     try:
         asked = orjson.loads(body)
     except orjson.JSONDecodeError as error:

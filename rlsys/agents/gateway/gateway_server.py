@@ -2,13 +2,17 @@
 
 | status | when |
 | --- | --- |
-| 400 | the body is invalid or asks for an unsupported feature; `context_length_exceeded`; `budget_spent` |
+| 400 | the request is damaged or invalid, or asks for an unsupported feature |
+| 400 | `context_length_exceeded`; `budget_spent`; `messages_refused` |
 | 401 | the token belongs to another session |
-| 404 | no such session, path or agent (`model_not_found`) |
+| 404, 405 | no such session, path, method or agent (`model_not_found`) |
+| 408 | the body takes longer than `GatewayLimits.body_s` to arrive |
 | 410 | the session is over |
 | 413 | the body is larger than `MAX_BODY` |
+| 417 | the header `Expect` asks for anything but `100-continue` |
 | 500 | a bug: it is also raised in the workflow |
 | 503 | the infrastructure failed: that is also raised in the workflow, and the group is reissued |
+| 503 | `too_many_connections`: more than `GatewayLimits.most` |
 
 If a client disconnects before the reply, its sampling is cancelled and nothing is recorded. A stream is sent only when
 the reply is complete. So a reply is recorded whole or not at all, and its status is known before the first byte.
@@ -19,15 +23,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import orjson
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from rlsys.agents.agent import AgentStopped, ContextFull
@@ -36,6 +43,7 @@ from rlsys.agents.gateway.conversations import Conversations
 from rlsys.agents.session import Session
 from rlsys.errors import DataError, TaskTooLong, WorkerError
 from rlsys.types import Json
+from rlsys.util.logs import BoundedLog
 
 T = TypeVar("T")
 Refusal: TypeAlias = AgentStopped | TaskTooLong | DataError
@@ -45,11 +53,27 @@ HOST = "127.0.0.1"
 MAX_BODY = 32 << 20
 """Largest request, in bytes: some million tokens of text."""
 RETRY_AFTER_S = 1
-KEEPALIVE_S = 30
-"""Seconds after which an idle connection is closed, since agents leave theirs open. `httpx` reuses none after 5 s and
-`aiohttp` none after 15 s, so that no connection is closed during a request."""
 GRACE_S = 1.0
 """Seconds that cancelled work of the client's side may take to end."""
+_LOG = logging.getLogger(__name__)
+_LOG.addFilter(BoundedLog())
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayLimits:
+    """Limits of a gateway's connections. They leave room for agents, and none for whoever holds connections open."""
+
+    most: int = 4096
+    """Open connections. A request over a later one is answered 503, and that connection closed."""
+    idle_s: float = 30.0
+    """Seconds from the connection, or from the last response, to the end of the next request's headers. Then the
+    connection is closed, since agents leave theirs open. `httpx` reuses none after 5 s and `aiohttp` none after 15 s,
+    so that no connection is closed during a request."""
+    body_s: float = 30.0
+    """Seconds from the headers of a request to the end of its body."""
+
+
+DEFAULT_LIMITS = GatewayLimits()
 
 
 class Endpoint:
@@ -154,17 +178,25 @@ class Endpoint:
 class Gateway:
     """One listening socket for the sessions of a process, in their event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: GatewayLimits = DEFAULT_LIMITS) -> None:
+        self._limits = limits
         self._secret = secrets.token_bytes(32)
         self.endpoints: dict[int, Endpoint] = {}
         """Endpoints of open sessions, by number."""
         self._num_sessions = 0
-        app = web.Application(client_max_size=MAX_BODY, middlewares=[_in_openai_form])
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[_in_openai_form, self._bounded])
         app.router.add_post("/s/{session}/v1/chat/completions", self._chat)
         app.router.add_get("/s/{session}/v1/models", self._models)
         app.router.add_get("/s/{session}/v1/models/{model:.+}", self._model)
         self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=0, keepalive_timeout=KEEPALIVE_S
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            logger=_LOG,
+            shutdown_timeout=0,
+            keepalive_timeout=limits.idle_s,
+            lingering_time=limits.body_s,
+            auto_decompress=False,  # no client of OpenAI compresses
         )
         self._port = 0
         self._starting = asyncio.Lock()
@@ -213,11 +245,30 @@ class Gateway:
 
     async def _chat(self, request: web.Request) -> web.Response:
         endpoint = self._endpoint(request)
-        asked = read_request(await request.read())
+        asked = read_request(await self._body(request))
         reply = await endpoint.reply(asked)
         if asked.stream:
             return web.Response(body=reply.events(), content_type="text/event-stream")
         return web.Response(body=reply.whole(), content_type="application/json")
+
+    async def _body(self, request: web.Request) -> bytes:
+        """Read a body. Waits for the client; unblocked by the body, its deadline, or the end of the connection."""
+        try:
+            async with asyncio.timeout(self._limits.body_s):
+                return await request.read()
+        except TimeoutError:
+            raise Refused(408, f"the body did not arrive within {self._limits.body_s:g} s") from None
+        except (web.RequestPayloadError, HttpProcessingError) as error:
+            raise Refused(400, f"the body cannot be read: {error}") from None
+
+    @web.middleware
+    async def _bounded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Refuse a request over a connection beyond the limit; earlier connections are served on."""
+        server = self._runner.server
+        assert server is not None
+        if len(open_ := server.connections) > self._limits.most and request.protocol not in open_[: self._limits.most]:
+            raise Refused(503, f"{self._limits.most} connections are open", code="too_many_connections")
+        return await handler(request)
 
     async def _models(self, request: web.Request) -> web.Response:
         models = [_model_object(name) for name in self._endpoint(request).models]
@@ -244,7 +295,10 @@ async def _in_openai_form(request: web.Request, handler: Handler) -> web.StreamR
         refused = Refused(error.status, error.text or error.reason)
     headers = {"Retry-After": str(RETRY_AFTER_S)} if refused.status == 503 else None
     body = orjson.dumps(refused.body)
-    return web.Response(status=refused.status, body=body, content_type="application/json", headers=headers)
+    response = web.Response(status=refused.status, body=body, content_type="application/json", headers=headers)
+    if refused.status == 408 or refused.code == "too_many_connections":
+        response.force_close()
+    return response
 
 
 def _over() -> Refused:

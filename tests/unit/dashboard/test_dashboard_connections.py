@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from rlsys.dashboard.connections import LINES_PER_MINUTE, BoundedLog, ConnectionLimits
+from rlsys.dashboard.connections import ConnectionLimits
+from rlsys.util.logs import LINES_PER_MINUTE, BoundedLog
 from tests.dashboards import served
 from tests.histories import small_run
 

@@ -1,0 +1,183 @@
+"""Gateway under odd, damaged and slow requests, and under too many connections: documented answers, and no hang."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from random import Random
+from typing import TypeVar
+
+import pytest
+
+from rlsys.agents.gateway.chat_completions import MAX_TOLD
+from rlsys.agents.gateway.gateway_server import DEFAULT_LIMITS, HOST, Endpoint, Gateway, GatewayLimits
+from rlsys.agents.session import Session
+from rlsys.util.logs import LINES_PER_MINUTE
+from tests.damage import ODD_JSON, with_odd_value, with_other_bytes
+from tests.gateways import CALL, WEATHER, session_of, user
+
+T = TypeVar("T")
+
+REQUESTS_PER_CASE = 25
+ANSWERS = {200, 400, 401, 404, 405, 408, 410, 413, 417}
+"""Statuses that a damaged request may get, besides a closed connection."""
+ODD_HEADERS = (
+    "Content-Length: -1", "Content-Length: 1e3", "Content-Length: 99999999999999999999", "Content-Length: 5",
+    "Transfer-Encoding: chunked", "Transfer-Encoding: gzip, chunked", "Content-Encoding: gzip", "Content-Encoding: br",
+    "Expect: 100-continue", "Expect: the unexpected", "Connection: Upgrade\r\nUpgrade: websocket", "Host:",
+    "Cookie: \xff", "Authorization: Bearer", "Authorization: \xe9", "X: " + "y" * 9000, ":", " folded",
+    "Content-Type: text/html; charset=none",
+)  # fmt: skip
+ODD_PATHS = (
+    "/", "/s/0/v1/chat/completions/", "/s/1/v1/chat/completions", "/s/-1/v1/models", "/s/%ff/v1/models", "*",
+    "/s/99999999999999999999/v1/models", "/s/\xff/v1/models", "/s/0/v1/models/%00", "/../etc/passwd", "x" * 9000,
+)  # fmt: skip
+BODY = {
+    "model": "policy",
+    "messages": [
+        user("hi"),
+        {"role": "assistant", "content": CALL, "tool_calls": [
+            {"id": "call_0_0", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+        ]},
+        {"role": "tool", "tool_call_id": "call_0_0", "content": [{"type": "text", "text": "rain"}]},
+    ],
+    "tools": [WEATHER], "max_tokens": 5, "temperature": 0.5, "n": 1, "stream": False,
+    "stream_options": {"include_usage": True}, "logprobs": True, "top_logprobs": 0, "tool_choice": "auto",
+}  # fmt: skip
+
+
+def request_to(endpoint: Endpoint, body: bytes, *headers: str, path: str = "/s/0/v1/chat/completions") -> bytes:
+    head = [f"POST {path} HTTP/1.1", f"Host: {HOST}", f"Authorization: Bearer {endpoint.api_key}", "Connection: close"]
+    if not any(header.startswith(("Content-Length", "Transfer-Encoding")) for header in headers):
+        head.append(f"Content-Length: {len(body)}")
+    return "\r\n".join([*head, *headers, "", ""]).encode("latin-1") + body
+
+
+def damaged(endpoint: Endpoint, random: Random) -> bytes:
+    """A request with something wrong in its JSON, its headers, its path or its bytes."""
+    body = json.dumps(with_odd_value(BODY, random)).encode()
+    match random.randrange(6):
+        case 0:
+            return request_to(endpoint, body)
+        case 1:
+            odd = random.choice(ODD_JSON).encode()
+            return request_to(endpoint, body.replace(b":", b": " + odd + b", ", 1) if random.random() < 0.5 else odd)
+        case 2:
+            return request_to(endpoint, body, *random.sample(ODD_HEADERS, random.choice([1, 1, 3])))
+        case 3:
+            return request_to(endpoint, body, path=random.choice(ODD_PATHS))
+        case 4:
+            return with_other_bytes(request_to(endpoint, body), random)
+        case _:
+            whole = request_to(endpoint, body)
+            return whole[: random.randrange(len(whole))]
+
+
+async def answer_to(endpoint: Endpoint, sent: bytes) -> tuple[int, bytes]:
+    """Status and body of the answer, which ends with the connection; 0 for a connection that is closed."""
+    port = int(endpoint.base_url.split(":")[2].split("/")[0])
+    reader, writer = await asyncio.open_connection(HOST, port)
+    got = b""
+    with suppress(ConnectionError):
+        writer.write(sent)
+        await writer.drain()
+        got = await reader.read()
+    writer.close()
+    head, _, body = got.partition(b"\r\n\r\n")
+    while head.startswith(b"HTTP/1.1 100"):
+        head, _, body = body.partition(b"\r\n\r\n")
+    return (int(head.split()[1]) if head else 0), body
+
+
+def served(scenario: Callable[[Endpoint, Session], Awaitable[T]], limits: GatewayLimits = DEFAULT_LIMITS) -> T:
+    """What the scenario returns, in which the server left no error to its event loop."""
+    problems: list[dict[str, object]] = []
+
+    async def main() -> T:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: problems.append(context))
+        gateway, session = Gateway(limits), session_of(lambda prompt: "fine")
+        await gateway.start()
+        try:
+            async with gateway.serve(session) as endpoint:
+                return await scenario(endpoint, session)
+        finally:
+            await gateway.close()
+
+    result = asyncio.run(asyncio.wait_for(main(), 30))
+    assert not problems
+    return result
+
+
+HEALTHY = json.dumps({"model": "policy", "messages": [user("hi")]}).encode()
+
+
+def test_damaged_requests_are_answered_as_documented(fuzz_case: int):
+    random = Random(fuzz_case)
+
+    async def scenario(endpoint: Endpoint, session: Session) -> set[int]:
+        requests = [damaged(endpoint, random) for _ in range(REQUESTS_PER_CASE)]
+        answers = await asyncio.gather(*(answer_to(endpoint, sent) for sent in requests))
+        assert (await answer_to(endpoint, request_to(endpoint, HEALTHY)))[0] == 200
+        await endpoint.while_sound(asyncio.sleep(0))  # nothing was raised in the workflow
+        return {status for status, _ in answers}
+
+    statuses = served(scenario, GatewayLimits(idle_s=0.3, body_s=0.3))
+    assert statuses <= {0, *ANSWERS}, statuses
+
+
+def test_a_request_whose_headers_do_not_end_is_closed():
+    async def scenario(endpoint: Endpoint, session: Session) -> tuple[int, bytes]:
+        return await answer_to(endpoint, request_to(endpoint, b"")[:-2])
+
+    assert served(scenario, GatewayLimits(idle_s=0.05)) == (0, b"")
+
+
+def test_a_body_that_does_not_arrive_is_answered_408():
+    async def scenario(endpoint: Endpoint, session: Session) -> tuple[int, bytes]:
+        return await answer_to(endpoint, request_to(endpoint, b"{", "Content-Length: 100"))
+
+    status, body = served(scenario, GatewayLimits(body_s=0.05))
+    assert status == 408 and b"the body did not arrive within 0.05 s" in body
+
+
+def test_connections_over_the_cap_are_answered_503():
+    async def scenario(endpoint: Endpoint, session: Session) -> None:
+        port = int(endpoint.base_url.split(":")[2].split("/")[0])
+        held = [await asyncio.open_connection(HOST, port) for _ in range(2)]
+        status, body = await answer_to(endpoint, request_to(endpoint, HEALTHY))
+        assert status == 503 and b"too_many_connections" in body
+        reader, writer = held[0]
+        writer.write(request_to(endpoint, HEALTHY))
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200"), "an earlier connection is served"
+        for _, writer in held:
+            writer.close()
+        while (await answer_to(endpoint, request_to(endpoint, HEALTHY)))[0] != 200:
+            pass  # the server has not seen the connections end
+
+    served(scenario, GatewayLimits(most=2))
+
+
+def test_requests_are_not_sent_back_in_errors():
+    async def scenario(endpoint: Endpoint, session: Session) -> list[int]:
+        long = "x" * 1_000_000
+        bodies = [{"model": long}, {"model": "policy", "messages": [1] * 500_000}, {"messages": [{"role": long}]}]
+        answers = [await answer_to(endpoint, request_to(endpoint, json.dumps(body).encode())) for body in bodies]
+        assert {status for status, _ in answers} == {400}
+        return [len(body) for _, body in answers]
+
+    assert max(served(scenario)) < 2 * MAX_TOLD
+
+
+def test_damaged_requests_do_not_fill_the_log(caplog: pytest.LogCaptureFixture):
+    async def scenario(endpoint: Endpoint, session: Session) -> None:
+        broken = request_to(endpoint, b"", "Content-Length: -1")
+        for _ in range(3 * LINES_PER_MINUTE):
+            assert (await answer_to(endpoint, broken))[0] == 400
+
+    with caplog.at_level(logging.DEBUG):
+        served(scenario)
+    lines = [record for record in caplog.records if record.name.startswith(("aiohttp", "rlsys"))]
+    assert len(lines) <= 2 * LINES_PER_MINUTE
