@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any
@@ -86,6 +87,11 @@ class MaxTurnsExceeded(Exception):
 async def gives_up(base_url: str, api_key: str) -> None:
     await ask(base_url, api_key, "a", "b")
     raise MaxTurnsExceeded("Max turns (2) exceeded")
+
+
+async def exits(base_url: str, api_key: str) -> None:
+    await ask(base_url, api_key, "a")
+    sys.exit("cannot go on")
 
 
 async def odd(base_url: str, api_key: str) -> list[str]:

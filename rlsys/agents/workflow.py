@@ -113,7 +113,7 @@ async def play(workflow: Workflow, session: Session, worker: str) -> Episode:
     """
     try:
         return await workflow.play(session)
-    except Exception as raised:  # noqa: BLE001  (raised again, with the transcript)
+    except (Exception, SystemExit) as raised:  # noqa: BLE001  (raised again, with the transcript)
         error = first_of(raised) if isinstance(raised, ExceptionGroup) else raised
         if isinstance(error, RlsysError):
             raise error from None

@@ -157,7 +157,7 @@ class OpenAIAgent(Workflow):
         values = (task, task.prompt, endpoint.base_url, endpoint.api_key, self.model)
         function, names = _function(self.agent)
         given = {name: value for name, value in zip(ARGUMENTS, values, strict=True) if name in names}
-        return await self._in_time(endpoint, function(**given))
+        return await self._in_time(endpoint, _without_exit(function(**given)))
 
     async def _in_time(self, endpoint: Endpoint, work: Awaitable[object]) -> object:
         limit = asyncio.timeout(self.deadline_s)
@@ -168,6 +168,14 @@ class OpenAIAgent(Workflow):
             if not limit.expired():  # raised by the agent
                 raise
             raise _Late(f"the agent took longer than {self.deadline_s:g} s (deadline_s)") from None
+
+
+async def _without_exit(work: Awaitable[object]) -> object:
+    """Await the agent's work. `sys.exit` in it becomes a `RuntimeError`, since in a task it would end the replica."""
+    try:
+        return await work
+    except SystemExit as error:
+        raise RuntimeError(f"the agent called sys.exit({error.code!r})").with_traceback(error.__traceback__) from None
 
 
 def _seat(session: Session, root: Agent | None) -> None:

@@ -131,13 +131,19 @@ def test_a_bug_is_raised_at_its_line():
     assert str(error.traceback[-1].path).endswith("openai_agents.py")
 
 
-def test_a_framework_that_gives_up_fails_its_episode():
-    workflow = agent("gives_up")
+@pytest.mark.parametrize(
+    ("name", "num_turns", "reason"),
+    [
+        ("gives_up", 2, "MaxTurnsExceeded: Max turns (2) exceeded"),
+        ("exits", 1, "the agent called sys.exit('cannot go on')"),
+    ],
+)
+def test_a_framework_that_gives_up_fails_its_episode(name: str, num_turns: int, reason: str):
+    workflow = agent(name)
     session = workflow.session(TASK, {POLICY: ScriptedPolicy()}, 1, 0, {})
     (trajectory,) = asyncio.run(play_or_fail(workflow, session, "rollout-0")).trajectories
-    assert trajectory.outcome.is_failed and trajectory.reward is None and len(trajectory.turns) == 2
-    assert "MaxTurnsExceeded: Max turns (2) exceeded" in trajectory.outcome.reason
-    assert "in gives_up" in trajectory.outcome.reason
+    assert trajectory.outcome.is_failed and trajectory.reward is None and len(trajectory.turns) == num_turns
+    assert reason in trajectory.outcome.reason and f"in {name}" in trajectory.outcome.reason
 
 
 def test_what_is_no_reward_is_refused():

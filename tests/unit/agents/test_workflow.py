@@ -193,7 +193,7 @@ def test_a_bug_report_has_the_source_lines_and_the_transcript():
 class Raises(Workflow):
     """Raises before its first reply or after it."""
 
-    error: Exception
+    error: BaseException
     is_late: bool
 
     async def run(self, session: Session) -> None:
@@ -203,8 +203,12 @@ class Raises(Workflow):
         raise self.error
 
 
-@pytest.mark.parametrize("error", [KeyError("x"), DataError("the template takes no 'tool'")], ids=["code", "template"])
-def test_errors_after_a_reply_fail_the_episode(error: Exception):
+@pytest.mark.parametrize(
+    "error",
+    [KeyError("x"), DataError("the template takes no 'tool'"), SystemExit("no")],
+    ids=["code", "template", "exit"],
+)
+def test_errors_after_a_reply_fail_the_episode(error: BaseException):
     late, early = (Raises(error=error, is_late=is_late) for is_late in (True, False))
     (trajectory,) = played_or_failed(late).trajectories
     assert trajectory.outcome.is_failed and trajectory.turns[0].text == "ok"
