@@ -123,7 +123,7 @@ TRUNCATED = Outcome(OutcomeKind.TRUNCATED)
 
 
 def failed(reason: str) -> Outcome:
-    """Return the outcome of a trajectory whose failure the policy did not cause."""
+    """Return the outcome of a trajectory that is left out of training for this reason. It is never a reward of 0."""
     return Outcome(OutcomeKind.FAILED, reason)
 
 
