@@ -163,7 +163,7 @@ class Checkpoints:
             ) from error
 
     def _retire(self) -> None:
-        """Delete all but the newest `keep_last` checkpoints and those of `keep_every`, never the newest complete one."""
+        """Delete all but the newest `keep_last` checkpoints and those of `keep_every`. `latest` names the newest."""
         for old in list(newest_first(self.folder))[self.keep_last :]:
             if not (self.keep_every and step_of(old) % self.keep_every == 0):
                 shutil.rmtree(old, ignore_errors=True)
