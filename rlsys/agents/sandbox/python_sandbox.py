@@ -9,8 +9,8 @@ The program is a fresh interpreter in a temporary folder, with a clean environme
 | --- | --- |
 | limits of the kernel (`setrlimit`) | processor time, address space, size of a file, open files; no core dumps |
 | `landlock` | reading and writing files outside the folder; the interpreter and the system's libraries can be read |
-| `seccomp` | the network, other processes (the program cannot start, signal or trace any) |
-| `seccomp` | changing the mode, owner, times or attributes of any file |
+| `seccomp` | system calls that are not on a list: the network; starting, signalling and tracing processes |
+| `seccomp` | also changes of the mode, owner, times or attributes of any file |
 | the deadline | the program is killed at it, when the episode is cancelled, and when the parent process ends |
 
 Root's capabilities are dropped as well. The program can start threads, but no process. If the kernel lacks a guard of
