@@ -19,8 +19,8 @@ Linux only, x86-64 and ARM64.
 
 The sandbox is for code that a policy writes while it learns: loops, floods of output, deletions, a look at the answers.
 It does not withstand a deliberate attack. The program shares the kernel, the user id and the disk with the training
-run. It sees the names, sizes and times of all files, can fill the disk, and can keep several cores busy until
-`ProgramLimits.cpu_s` is used up. Against attacks, run code in a container or virtual machine, and call that from a
+run. It sees the names, sizes and times of all files, and can keep several cores busy until `ProgramLimits.cpu_s` is
+used up. Against attacks, run code in a container or virtual machine, and call that from a
 tool.
 
 Starting a program costs about 50 ms of one core, mostly for the interpreter.
@@ -29,6 +29,7 @@ Starting a program costs about 50 ms of one core, mostly for the interpreter.
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import json
 import os
@@ -49,11 +50,19 @@ from rlsys.agents.tools import Tool, tool
 from rlsys.errors import SandboxError, ToolError
 
 Guard: TypeAlias = Literal["landlock", "seccomp"]
+Watched: TypeAlias = Literal["wall_s", "file_mb", "total_mb", "files", "threads"]
+"""Fields of `ProgramLimits` that the parent process checks."""
 
 _LAUNCHER = Path(__file__).with_name("confinement.py")
 _READABLE = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/etc/ssl/openssl.cnf")
 _HOME = "home"
 """The program's folder, inside a temporary folder in which the program cannot write."""
+_EXCESS = {
+    "file_mb": "too much output",
+    "total_mb": "too many bytes written",
+    "files": "too many files",
+    "threads": "too many threads",
+}
 _GRACE_S = 5.0
 """Seconds between the program's deadline, which normally ends it, and the tool's."""
 _LOOK_S = 0.05
@@ -71,7 +80,13 @@ class ProgramLimits:
     memory_mb: int = 1024
     """Address space, which exceeds the memory in use: 1024 is enough to import numpy, not torch."""
     file_mb: int = 16
-    """Size of each written file, and of the whole output. The number of files is not limited."""
+    """Size of each written file, and of the whole output."""
+    total_mb: int = 128
+    """Size of everything that the program writes: output, files, and files that it deletes. With more, checked 20 times
+    a second, the program is killed."""
+    files: int = 1000
+    """Files, folders and links in the program's folder. With more, checked 20 times a second, or with paths too long to
+    count them, the program is killed."""
     open_files: int = 64
     threads: int = 64
     """With more threads, checked 20 times a second, the program is killed."""
@@ -95,18 +110,25 @@ class PythonResult:
     `ProgramLimits.cpu_s`."""
     seconds: float
     """Duration, including the start of the interpreter."""
-    is_timeout: bool = False
-    """True if the program was killed at `ProgramLimits.wall_s`."""
+    exceeded: Watched | None = None
+    """Field of `ProgramLimits` for which the program was killed; None if it ended otherwise."""
     is_cut: bool = False
     """True if the program wrote more than `ProgramLimits.output_bytes`."""
     guards: tuple[str, ...] = ()
     """Active guards, besides the limits."""
+
+    @property
+    def is_timeout(self) -> bool:
+        """True if the program was killed at `ProgramLimits.wall_s`."""
+        return self.exceeded == "wall_s"
 
     def __str__(self) -> str:
         """Format the output with notes in brackets on how the program ended: `1\\n[exit code 3]`."""
         notes = ["[output cut]"] if self.is_cut else []
         if self.is_timeout:
             notes.append(f"[killed after {self.seconds:.1f} s]")
+        elif self.exceeded is not None:
+            notes.append(f"[killed: {_EXCESS[self.exceeded]}]")
         elif self.exit_code < 0:
             notes.append(f"[killed by {signal.Signals(-self.exit_code).name}]")
         elif self.exit_code > 0:
@@ -127,12 +149,12 @@ async def run_python(code: str, *, stdin: str = "", limits: ProgramLimits = Prog
     with pipe() as (report, told):
         async with _folder(code) as folder:
             async with _started(folder, stdin, told, output, limits) as process:
-                is_timeout = await _is_overdue(process, output, limits)
+                exceeded = await _exceeded(process, folder, output, limits)
             os.set_blocking(report.fileno(), False)  # a process that is starting may have inherited the other end
-            guards = _reported((report.read(4096) or b"").decode(), process, is_timeout)
+            guards = _reported((report.read(4096) or b"").decode(), process, exceeded)
     assert process.returncode is not None
     text = output.kept.replace(os.fsencode(folder + os.sep), b"").decode(errors="replace")
-    return PythonResult(text, process.returncode, time.monotonic() - began, is_timeout, output.is_cut, guards)
+    return PythonResult(text, process.returncode, time.monotonic() - began, exceeded, output.is_cut, guards)
 
 
 def python_tool(limits: ProgramLimits = ProgramLimits()) -> Tool:
@@ -195,20 +217,30 @@ async def _started(
             await process.wait()
 
 
-async def _is_overdue(process: asyncio.subprocess.Process, output: CapturedOutput, limits: ProgramLimits) -> bool:
-    """Wait for the program; return True if it has to be killed at its deadline.
+async def _exceeded(
+    process: asyncio.subprocess.Process, folder: str, output: CapturedOutput, limits: ProgramLimits
+) -> Watched | None:
+    """Wait for the program; return the limit for which it has to be killed, or None if it has ended.
 
-    Waits for the program's end; unblocked by the deadline, by cancellation and, at the next check, by too much output
-    or too many threads.
+    Waits for the program's end; unblocked by the deadline, by cancellation and, at the next check, by an exceeded
+    limit. No limit of the kernel counts the files or the written bytes of a process, so they are polled.
     """
     now = asyncio.get_running_loop().time
     deadline, ended = now() + limits.wall_s, asyncio.create_task(process.wait())
     while now() < deadline:
         await asyncio.wait((ended,), timeout=min(_LOOK_S, deadline - now()))
-        is_flood = output.num_bytes > limits.file_mb << 20
-        if ended.done() or is_flood or _num_threads(process.pid) > limits.threads:
-            return False
-    return True
+        if ended.done():
+            return None
+        if output.num_bytes > limits.file_mb << 20:
+            return "file_mb"
+        if _num_threads(process.pid) > limits.threads:
+            return "threads"
+        num_files, num_bytes = _stored(folder, limits.files)
+        if num_files > limits.files:
+            return "files"
+        if max(num_bytes, _num_written(process.pid)) > limits.total_mb << 20:
+            return "total_mb"
+    return "wall_s"
 
 
 def _num_threads(pid: int) -> int:
@@ -217,6 +249,36 @@ def _num_threads(pid: int) -> int:
     except (FileNotFoundError, ProcessLookupError):
         return 0
     return int(status.rpartition(")")[2].split()[17])
+
+
+def _num_written(pid: int) -> int:
+    """Bytes that a process has written by system calls, or, if more, to disks by these and through mapped memory."""
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()  # `wchar: 12`, see proc(5)
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    counts = {name: int(count) for name, _, count in (line.partition(": ") for line in lines)}
+    return max(counts["wchar"], counts["write_bytes"])
+
+
+def _stored(folder: str, most: int) -> tuple[int, int]:
+    """Count entries and bytes beneath a folder that may change meanwhile. Stops after `most` entries, and counts a
+    folder that cannot be read as more."""
+    num_files, num_bytes, folders = 0, 0, [folder]
+    while folders and num_files <= most:
+        try:
+            with os.scandir(folders.pop()) as entries:
+                for entry in itertools.islice(entries, most + 1 - num_files):
+                    num_files += 1
+                    num_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+        except OSError as error:
+            if error.errno in (errno.ENAMETOOLONG, errno.EACCES):
+                return most + 1, num_bytes
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR):  # removed or replaced meanwhile
+                raise
+    return num_files, num_bytes
 
 
 # ----------------------------------------------------------------------------------------------------------- its folder
@@ -288,13 +350,13 @@ def _emptied(folder: int, above: int, number: Iterator[int]) -> list[str]:
 # ---------------------------------------------------------------------------------------------- report and environment
 
 
-def _reported(line: str, process: asyncio.subprocess.Process, is_timeout: bool) -> tuple[str, ...]:
+def _reported(line: str, process: asyncio.subprocess.Process, exceeded: Watched | None) -> tuple[str, ...]:
     if line.startswith("!"):
         raise SandboxError(
             f"cannot run a program in the sandbox: {line[1:]}; see "
             f"`rlsys.agents.sandbox.python_sandbox.ProgramLimits.requires`"
         )
-    if not line and not is_timeout:
+    if not line and exceeded is None:
         raise ToolError(f"the launcher of the sandbox, {_LAUNCHER}, ended with exit code {process.returncode}")
     return tuple(line.split())
 
