@@ -105,6 +105,9 @@ class RewardSection(Section):
     """Ray actors that score in parallel."""
     processes: PositiveInt = 1
     """Killable processes of one worker."""
+    memory_mb: PositiveInt = 8192
+    """Writable private memory of each of these processes, and of each process that it starts. A function that needs
+    more fails with a `MemoryError`, or crashes its process."""
     num_cpus: NonNegativeFloat = 1.0
     """CPUs Ray reserves for one worker, without its model."""
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Self
 
 from pebble import ProcessExpired, ProcessPool
@@ -34,10 +36,13 @@ from rlsys.util.deadlines import remote
 from workers.ray.cluster import Resources
 from workers.ray.pool import Pool, PoolMember, PoolSpec
 from workers.ray.remote_proxy import Chunks, Parcel, PayloadRef, Remote, answer_in_chunks
+from workers.reward.reward_process import LimitedOutput, confine
 
 if TYPE_CHECKING:
     from rlsys.config.reward_section import RewardModelSection
     from workers.reward.reward_model import RewardModel
+
+_OUTPUT_BYTES_PER_MINUTE = 1_000_000
 
 
 class RewardWorker:
@@ -49,10 +54,12 @@ class RewardWorker:
         processes: int,
         timeout_s: float,
         *,
+        memory_mb: int = 8192,
         model: RewardModel | None = None,
         name: str = "reward",
     ) -> None:
-        """`timeout_s` bounds the scoring of one group by the functions, and then of each single episode.
+        """`timeout_s` bounds the scoring of one group by the functions, and then of each single episode; `memory_mb`
+        bounds the memory of each process.
 
         With a `model`, its value is one more part of the reward, and there may be no functions. Raises `ConfigError` if
         a function cannot be found.
@@ -64,8 +71,12 @@ class RewardWorker:
         """True if the last group had a timeout: the next group is scored one by one."""
         self._room = asyncio.Semaphore(processes)
         self._calls: set[asyncio.Future[list[Score]]] = set()
-        spawn = multiprocessing.get_context("spawn")
-        self._pool = ProcessPool(processes, initializer=_load, initargs=(specs,), context=spawn) if specs else None
+        self._pool, self._output = None, None
+        if specs:
+            spawn = multiprocessing.get_context("spawn")
+            self._output = LimitedOutput(spawn, _OUTPUT_BYTES_PER_MINUTE)
+            arguments = specs, memory_mb, self._output.write
+            self._pool = ProcessPool(processes, initializer=_load, initargs=arguments, context=spawn)
         self._model, self._model_thread = model, ThreadPoolExecutor(1, thread_name_prefix=MODEL)
 
     @classmethod
@@ -75,6 +86,7 @@ class RewardWorker:
         specs: Sequence[RewardSpec],
         processes: int,
         timeout_s: float,
+        memory_mb: int,
         model: RewardModelSection | None,
         resources: Resources,
     ) -> Self:
@@ -84,7 +96,7 @@ class RewardWorker:
             from workers.reward.reward_model import RewardModel
 
             loaded = RewardModel(model.path, model.dtype, model.max_tokens, model.weight, resources.claim())
-        worker = cls(specs, processes, timeout_s, model=loaded, name=name)
+        worker = cls(specs, processes, timeout_s, memory_mb=memory_mb, model=loaded, name=name)
         await worker.start()
         return worker
 
@@ -143,6 +155,8 @@ class RewardWorker:
         if self._pool is not None:
             self._pool.stop()
             await asyncio.to_thread(self._pool.join)
+        if self._output is not None:
+            await asyncio.to_thread(self._output.close)
         for call in [c for c in self._calls if not c.done()]:
             call.set_exception(WorkerDied(self.name, "scoring a group", "it was closed"))
 
@@ -187,7 +201,7 @@ class RewardWorker:
         except TimeoutError:
             return self._late
         except ProcessExpired as death:
-            return Score(None, f"process died: exit code {death.exitcode}")
+            return Score(None, _crash(death.exitcode))
 
     async def _call(self, pool: ProcessPool, task: Task, completions: Sequence[RewardInput]) -> list[Score]:
         """Run a call in the pool. Cancelling it kills the process."""
@@ -201,6 +215,13 @@ class RewardWorker:
             raise WorkerDied(self.name, "scoring a group", f"its pool of processes broke: {error!r}") from error
 
 
+def _crash(exit_code: int) -> str:
+    """Describe the unexpected end of a reward process: `its process crashed (SIGSEGV)`."""
+    if exit_code >= 0:
+        return f"its process ended with exit code {exit_code}"
+    return f"its process crashed ({signal.Signals(-exit_code).name})"
+
+
 # ------------------------------------------------------------------------------------------- in the killable processes
 
 
@@ -208,7 +229,8 @@ _rewards: list[RewardSum] = []
 """The functions of this process."""
 
 
-def _load(specs: Sequence[RewardSpec]) -> None:
+def _load(specs: Sequence[RewardSpec], memory_mb: int, output: Connection) -> None:
+    confine(memory_mb, output)
     _rewards.append(RewardSum(specs))
 
 

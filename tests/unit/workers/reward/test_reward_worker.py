@@ -8,6 +8,9 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,6 +22,8 @@ import pytest
 from rlsys.errors import ConfigError, WorkerDied
 from rlsys.rewards.reward_function import RewardSpec
 from rlsys.types import OK, Episode, Outcome, Score, Task, Trajectory, Turn, VersionSpan, failed
+from tests.processes import is_gone
+from workers.reward.reward_process import LimitedOutput
 from workers.reward.reward_worker import RewardWorker
 
 pytestmark = pytest.mark.slow
@@ -29,7 +34,7 @@ if TYPE_CHECKING:
 TASK = Task(id="t", prompt="Sort 21", answer="12", info={"level": "easy"})
 
 JUDGE = """
-import os, signal, time
+import os, signal, subprocess, time
 
 def judge(completion, answer, level):
     match completion:
@@ -39,13 +44,27 @@ def judge(completion, answer, level):
         case "text": return "good"
         case "hang": time.sleep(60)
         case "die": os._exit(3)
+        case "crash": os.kill(os.getpid(), signal.SIGSEGV)
+        case "large": return len(bytearray(1 << 31))
         case "alarm": return alarmed()
+        case started if started.startswith("start "): return start(*started.split()[1:])
     return completion == answer and level == "easy"
 
 def group(completions, completion_ids):
     if "die" in completions: os._exit(3)
     if "hang" in completions: time.sleep(60)
     return [len(completions) + sum(ids) for ids in completion_ids]
+
+def start(file, end):
+    sleep = ["sleep", "600"]
+    pids = [subprocess.Popen(sleep, start_new_session=apart).pid for apart in (False, True)]
+    if not (forked := os.fork()):
+        time.sleep(600)
+    with open(file + ".new", "w") as pid_file:
+        print(*pids, forked, file=pid_file)
+    os.rename(file + ".new", file)
+    if end == "crash": os._exit(3)
+    time.sleep(60)
 
 async def verl(data_source, solution_str, ground_truth):
     return {"score": 2.0, "acc": solution_str == ground_truth}
@@ -95,9 +114,13 @@ def spec(tmp_path: Path) -> RewardSpec:
 
 @asynccontextmanager
 async def worker(
-    *specs: RewardSpec, processes: int = 1, timeout_s: float = 5.0, model: RewardModel | None = None
+    *specs: RewardSpec,
+    processes: int = 1,
+    timeout_s: float = 5.0,
+    memory_mb: int = 8192,
+    model: RewardModel | None = None,
 ) -> AsyncIterator[RewardWorker]:
-    worker = RewardWorker(specs, processes, timeout_s, model=model)
+    worker = RewardWorker(specs, processes, timeout_s, memory_mb=memory_mb, model=model)
     try:
         await worker.start()
         yield worker
@@ -109,11 +132,12 @@ def scores(
     specs: RewardSpec | Sequence[RewardSpec],
     *completions: str,
     timeout_s: float = 5.0,
+    memory_mb: int = 8192,
     model: RewardModel | None = None,
 ) -> tuple[Score, ...]:
     async def scored() -> tuple[Score, ...]:
         given = (specs,) if isinstance(specs, RewardSpec) else specs
-        async with worker(*given, timeout_s=timeout_s, model=model) as judge:
+        async with worker(*given, timeout_s=timeout_s, memory_mb=memory_mb, model=model) as judge:
             return await judge.score(TASK, tuple(map(episode, completions)))
 
     return asyncio.run(scored())
@@ -137,8 +161,56 @@ def test_a_hang_costs_only_the_episode_that_hung(spec: RewardSpec) -> None:
 
 
 def test_a_dead_process_costs_only_the_episode_that_killed_it(spec: RewardSpec) -> None:
-    died = Score(None, "process died: exit code 3")
+    died = Score(None, "its process ended with exit code 3")
     assert scores(spec, "12", "die", "21") == (scored_as(1.0), died, scored_as(0.0))
+
+
+def test_a_crash_is_reported_with_its_signal_not_as_a_timeout(spec: RewardSpec) -> None:
+    assert scores(spec, "crash") == (Score(None, "its process crashed (SIGSEGV)"),)
+
+
+def test_memory_of_a_function_is_limited(spec: RewardSpec) -> None:
+    (large, right) = scores(spec, "large", "12", memory_mb=1024)
+    assert large.failure.startswith("judge: raised MemoryError") and right == scored_as(1.0)
+
+
+@pytest.mark.parametrize("end", ["crash", "hang"])
+def test_what_a_function_started_ends_with_its_process(spec: RewardSpec, tmp_path: Path, end: str) -> None:
+    started = tmp_path / "pids"
+    scores(spec, f"start {started} {end}", timeout_s=1)
+    assert all(is_gone(int(pid)) for pid in started.read_text().split())
+
+
+def test_what_a_function_started_ends_with_a_killed_worker(spec: RewardSpec, tmp_path: Path) -> None:
+    started, program = tmp_path / "pids", tmp_path / "worker.py"
+    program.write_text(f"""
+import asyncio
+from tests.unit.workers.reward.test_reward_worker import RewardSpec, scores
+if __name__ == "__main__":
+    scores(RewardSpec({spec.fn!r}, "judge"), "start {started} hang", timeout_s=60)
+""")
+    with subprocess.Popen([sys.executable, program], cwd=Path.cwd()) as worker_process:
+        while not started.exists():
+            time.sleep(0.01)  # a file of another process sets no event
+        worker_process.kill()
+    assert all(is_gone(int(pid)) for pid in started.read_text().split())
+
+
+def test_too_much_output_is_discarded(capfd: pytest.CaptureFixture[str]) -> None:
+    output = LimitedOutput(multiprocessing.get_context("spawn"), bytes_per_minute=5)
+    for text in (b"abc", b"defgh", b"ijk"):
+        os.write(output.write.fileno(), text)
+    output.close()
+    assert capfd.readouterr().err.startswith("abcde\n[more output of reward functions is discarded")
+
+
+def test_output_of_functions_and_their_children_is_forwarded(
+    spec: RewardSpec, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "loud.py"
+    path.write_text("import os\ndef loud(completion): return os.system(f'echo child; echo {completion} >&2')")
+    scores(RewardSpec(f"{path}:loud", "loud"), "12")
+    assert capfd.readouterr().err == "child\n12\n"
 
 
 def test_after_a_hang_completions_are_scored_singly_until_in_time(spec: RewardSpec) -> None:
@@ -235,7 +307,7 @@ def test_a_group_function_that_dies_scores_the_others_alone(spec: RewardSpec) ->
     group = RewardSpec(spec.fn.replace(":judge", ":group"), "group")
     first, died, last = scores(group, "a", "die", "c")
     assert first == last == Score(3.0, parts={"group": 3.0})
-    assert died == Score(None, "process died: exit code 3")
+    assert died == Score(None, "its process ended with exit code 3")
 
 
 def test_several_functions_make_one_reward(spec: RewardSpec) -> None:
@@ -249,7 +321,7 @@ def test_a_reward_model_is_one_more_part(spec: RewardSpec) -> None:
     right, nan, died = scores(spec, "12", "nan", "die", model=model())
     assert right == Score(2.0, parts={"judge": 1.0, "model": 2.0})
     assert nan.failure == "judge: returned nan; model: returned nan"
-    assert died == Score(None, "process died: exit code 3")
+    assert died == Score(None, "its process ended with exit code 3")
 
 
 def test_a_reward_model_alone_starts_no_process() -> None:
