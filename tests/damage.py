@@ -17,6 +17,9 @@ ODD_JSON = ("NaN", "Infinity", "1e999", "9" * 5000, "-0", "[" * 600, r'"\ud800"'
 ODD_YAML = (
     "2024-99-99", "2024-01-01", "&x {b: *x}", "[[[[", "1e999", "9" * 5000, "\x00", "null", "~", "-1", "{}",
     "!!python/object/apply:os.getcwd []", "*nope", "true", "[1,2]", "'", "{a: b: c}", "? x", "\t", "\ud800", "<<: 1",
+    "1e30", "9" * 400, "0x" + "f" * 5000, r'"a\0b"', r'"\ud800"', "{2024-01-01: 1, 1: 2, null: 3, [a]: 4}", "!!int x",
+    "!!bool x", "!!binary /w==", "!!set {a, b}", "!!omap [a: 1]", "[" * 600 + "]" * 600, "https://me:secret@host/v1",
+    "{" + ", ".join(f"a{i}: &a{i} [{', '.join(8 * [f'*a{i - 1}' if i else 'x'])}]" for i in range(9)) + "}",
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
@@ -15,6 +16,10 @@ Problem: TypeAlias = tuple[Location, str]
 
 NESTED = "rlsys_nested"
 UNKNOWN = "rlsys_unknown"
+LARGEST = 2**63 - 1
+"""Largest number of a configuration."""
+_CREDENTIAL = re.compile(r"(?i)\b[a-z][a-z0-9+.-]*://[^/?#\s@]+@")
+"""Start of a URL with a user name or password in it."""
 
 
 def nested(problems: Iterable[Problem]) -> PydanticCustomError:
@@ -53,16 +58,50 @@ def _text_of(detail: ErrorDetails) -> str:
     if detail["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
         return "required, and not given"
     if detail["type"] in ("model_type", "dataclass_type"):
-        return f"should be a section with keys (got {_shown(detail['input'])})"
+        return f"should be a section with keys (got {shown(detail['input'])})"
     text = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "value_error":
         return text
-    return f"{text[0].lower()}{text[1:]} (got {_shown(detail['input'])})"
+    return f"{text[0].lower()}{text[1:]} (got {shown(detail['input'])})"
 
 
-def _shown(value: object) -> str:
-    text = repr(value)
+def shown(value: object) -> str:
+    """Value in an error message, at most 40 characters of it."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        return "a number with too many digits"
     return text if len(text) <= 40 else text[:37] + "..."
+
+
+def problems_of_value(given: object, read: object, at: Location = ()) -> Iterator[Problem]:
+    """Problems of a value that pydantic accepts: `true` and 1e30 as counts, a NUL, a credential in a URL.
+
+    `read` is what pydantic made of `given`. Values inside sections are not looked at; each section does that.
+    """
+    if isinstance(given, str):
+        if "\0" in given:
+            yield at, "contains a NUL, which no text of a configuration may"
+        if _CREDENTIAL.search(given):
+            yield at, "has a user name or password in a URL, and the run folder keeps a copy of it: remove it"
+    elif isinstance(given, bool):
+        if not isinstance(read, bool):
+            yield at, f"should be a number (got {str(given).lower()})"
+    elif isinstance(given, int | float):
+        if abs(given) > LARGEST:
+            yield at, f"should be a number of at most {LARGEST} (got {shown(given)})"
+    elif isinstance(given, Mapping) and isinstance(read, Mapping):
+        for key, value in given.items():
+            yield from problems_of_value(key, key, at)
+            yield from problems_of_value(value, read.get(key), (*at, str(key)))
+    elif isinstance(given, list | tuple) and isinstance(read, list | tuple):
+        for index, value in enumerate(given):
+            yield from problems_of_value(value, read[index], (*at, index))
+
+
+def without_credentials(text: str) -> str:
+    """Replace user names and passwords in URLs by `***`."""
+    return _CREDENTIAL.sub(lambda found: found[0].partition("://")[0] + "://***@", text)
 
 
 def nearest(name: str, known: Iterable[str], otherwise: str) -> str:

@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, get_args
 
@@ -15,7 +16,16 @@ from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML, MappingNode, Node, SafeRepresenter, ScalarNode, SequenceNode
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from rlsys.config.config_problems import UNKNOWN, Location, Problem, dotted, problems_in, unknown_key
+from rlsys.config.config_problems import (
+    UNKNOWN,
+    Location,
+    Problem,
+    dotted,
+    problems_in,
+    shown,
+    unknown_key,
+    without_credentials,
+)
 from rlsys.config.plugins import PluginKind
 from rlsys.config.policy_sections import OWN, PolicySection
 from rlsys.errors import ConfigError
@@ -24,6 +34,16 @@ Tree: TypeAlias = dict[str, Any]
 Sources: TypeAlias = dict[tuple[str, ...], str]
 Plugin: TypeAlias = "PluginKind[Any]"
 C = TypeVar("C", bound=BaseModel)
+
+_MOST_KEYS = 100_000
+"""Most keys of a file. Aliases of aliases can be exponentially many."""
+_MOST_DIGITS = 1_000
+"""Longest integer that is read. Python refuses to convert more than 4,300 digits."""
+_UNPAIRED = re.compile("[\ud800-\udfff]")
+_TAG = "tag:yaml.org,2002:"
+_KEY_TAGS = {f"{_TAG}str", f"{_TAG}merge"}
+_TAGS = {*_KEY_TAGS, *(_TAG + kind for kind in ("null", "bool", "int", "float", "seq", "map"))}
+"""Types of YAML that JSON has too."""
 
 
 @dataclass(slots=True)
@@ -78,35 +98,72 @@ _Representer.add_representer(str, _text)
 def _read(path: Path) -> Layer:
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+    except (OSError, ValueError) as error:  # the latter also for a NUL in the path
+        is_text = isinstance(error, UnicodeDecodeError)
+        reason = "not UTF-8 text" if is_text else getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"cannot read configuration {path}: {reason}") from None
     return _toml(path, text) if path.suffix == ".toml" else _yaml(path, text)
 
 
 def _yaml(path: Path, text: str) -> Layer:
     try:
-        tree = YAML(typ="safe", pure=True).load(text)
-        node = YAML(typ="safe", pure=True).compose(text)
-    except MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem or error.context}") from None
-    except YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from None
+        tree, lines = _tree_of(text)
+    except _NotYaml as error:
+        raise ConfigError(f"{path}:{error.line}: not valid YAML: {error}") from None
     if tree is None:
         return Layer({})
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}:1: a configuration is a mapping of sections, not a {type(tree).__name__}")
-    return Layer(tree, {at: f"{path}:{line}" for at, line in _yaml_lines(node)})
+    return Layer(tree, {at: f"{path}:{line}" for at, line in lines.items()})
 
 
-def _yaml_lines(node: Node, at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Line of every key and of every list entry; an entry is named by its index from 0."""
+class _NotYaml(Exception):
+    """Text that is no YAML, or none of a configuration."""
+
+    def __init__(self, line: int, reason: str) -> None:
+        super().__init__(reason)
+        self.line = line
+
+
+def _tree_of(text: str) -> tuple[Any, dict[tuple[str, ...], int]]:
+    """Parse YAML: its value, and the line of every key. Raises `_NotYaml`."""
+    yaml = YAML(typ="safe", pure=True)
+    try:
+        lines = dict(islice(_yaml_lines(yaml.compose(text)), _MOST_KEYS + 1))
+        if len(lines) > _MOST_KEYS:
+            raise _NotYaml(1, f"it has more than {_MOST_KEYS} keys and entries, counting each use of an alias")
+        return yaml.load(text), lines
+    except MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise _NotYaml(line, error.problem or error.context or "it cannot be parsed") from None
+    except RecursionError:
+        raise _NotYaml(1, "it is nested too deeply, or contains itself") from None
+    except (YAMLError, ValueError, KeyError) as error:  # the latter two: of a tagged value, such as `!!bool x`
+        raise _NotYaml(1, str(error)) from None
+
+
+def _yaml_lines(node: Node | None, at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Line of every key and of every list entry; an entry is named by its index from 0.
+
+    Raises `_NotYaml` for a value that no JSON has, and a key that is no text.
+    """
+    if node is None:  # the text is empty
+        return
     entries: list[tuple[str, Node, Node]] = []
+    line = node.start_mark.line + 1
     if isinstance(node, MappingNode):
         entries = [(str(key.value), key, value) for key, value in node.value]
+        for name, key, _ in entries:
+            if str(key.tag) not in _KEY_TAGS or _UNPAIRED.search(name):
+                raise _NotYaml(key.start_mark.line + 1, f"the key {shown(key.value)} is no text; put it in quotes")
     elif isinstance(node, SequenceNode):
         entries = [(str(index), value, value) for index, value in enumerate(node.value)]
+    elif len(node.value) > _MOST_DIGITS and str(node.tag) == f"{_TAG}int":
+        raise _NotYaml(line, f"{shown(node.value)} has too many digits")
+    elif _UNPAIRED.search(node.value):
+        raise _NotYaml(line, f"{shown(node.value)} contains half of a surrogate pair, which is no character")
+    if str(node.tag) not in _TAGS:
+        raise _NotYaml(line, f"{shown(node.value)} is of the type {str(node.tag).removeprefix(_TAG)}; quote a text")
     for name, start, value in entries:
         yield (*at, name), start.start_mark.line + 1
         yield from _yaml_lines(value, (*at, name))
@@ -115,8 +172,10 @@ def _yaml_lines(node: Node, at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
 def _toml(path: Path, text: str) -> Layer:
     try:
         tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # also for an integer of more digits than Python converts
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: not valid TOML: it is nested too deeply") from None
     sources: Sources = {}
     table: tuple[str, ...] = ()
     for number, line in enumerate(text.splitlines(), 1):
@@ -134,9 +193,10 @@ def _override(text: str) -> Layer:
     if not equals or not all(key.split(".")):
         raise ConfigError(f"command line: {text!r} is not of the form section.key=value")
     try:
-        tree = YAML(typ="safe", pure=True).load(value)
-    except YAMLError:
-        raise ConfigError(f"command line: {text!r}: the value is not valid YAML; quote it") from None
+        tree, _ = _tree_of(value)
+    except _NotYaml as error:
+        where = f"command line: {without_credentials(text)!r}"
+        raise ConfigError(f"{where}: the value is not valid YAML; quote it: {error}") from None
     at = tuple(key.split("."))
     for part in reversed(at):
         tree = {part: tree}
@@ -185,7 +245,7 @@ def _report(problems: list[Problem], config: type[BaseModel], merged: Layer, whe
         for location, text in problems
     ]
     count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
-    return "\n".join([f"{count} in the configuration:", *lines])
+    return without_credentials("\n".join([f"{count} in the configuration:", *lines]))
 
 
 def _source(location: Location, sources: Sources) -> str | None:

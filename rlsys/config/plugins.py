@@ -13,6 +13,7 @@ from contextlib import suppress
 from copy import deepcopy
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from itertools import chain
 from typing import Annotated, Any, Generic, TypeVar, cast
 
 from pydantic import ConfigDict, GetJsonSchemaHandler, TypeAdapter, ValidationError, with_config
@@ -21,7 +22,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from rlsys.agents.workflow import Workflow
 from rlsys.algorithm import Algorithm
-from rlsys.config.config_problems import nearest, nested, problems_in
+from rlsys.config.config_problems import nearest, nested, problems_in, problems_of_value, refuse, shown
 from rlsys.errors import ConfigError
 from rlsys.monitoring.tracker import TrackerPlugin
 from rlsys.stabilizer import StabilizerPlugin
@@ -94,17 +95,20 @@ class PluginKind(Generic[P]):
         if isinstance(section, str):
             section = {"type": section}
         if not isinstance(section, Mapping):
-            raise nested([((), f"should be a name, or a section with a `type` and its keys (got {section!r})")])
+            raise nested([((), f"should be a name, or a section with a `type` and its keys (got {shown(section)})")])
         fields = {str(key): value for key, value in section.items() if key != "type"}
         chosen = section.get("type", self.default)
         if chosen is None:
             raise nested([(("type",), f"required: {', '.join(self.installed())} or `module:Name`")])
         try:
-            return adapter(self.find(str(chosen))).validate_python(fields)
+            plugin = adapter(self.find(str(chosen))).validate_python(fields)
         except ConfigError as error:
             raise nested([(("type",), str(error))]) from None
         except ValidationError as error:
             raise nested(problems_in(error)) from None
+        odd = (problems_of_value(value, getattr(plugin, key), (key,)) for key, value in fields.items())
+        refuse(chain.from_iterable(odd))
+        return plugin
 
     def written(self, plugin: P) -> dict[str, Any]:
         """Section that describes this plug-in: its type and every field."""

@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from rlsys.config.config_problems import nearest, nested, refuse, union_tag
+from rlsys.config.config_problems import nearest, nested, refuse, shown, union_tag
 from rlsys.config.sections import Section
 from rlsys.rewards.reward_function import MODEL, RewardSpec
 from rlsys.rewards.reward_registry import BUILTIN, JUDGE, JUDGE_TIMEOUT_S
@@ -147,7 +147,9 @@ class RewardSection(Section):
     @classmethod
     def _has_one_of_two_forms(cls, fn: object) -> object:
         if not isinstance(fn, str | list | tuple | None):
-            raise ValueError(f"give one function, such as `exact`, or a list, such as [{{fn: exact}}] (got {fn!r})")
+            raise ValueError(
+                f"give one function, such as `exact`, or a list, such as [{{fn: exact}}] (got {shown(fn)})"
+            )
         items = [] if fn is None or isinstance(fn, str) else fn
         refuse(((i,), f"write it as {{fn: {item}}}") for i, item in enumerate(items) if isinstance(item, str))
         return fn

@@ -16,12 +16,13 @@ from pydantic import (
     NonNegativeInt,
     PositiveInt,
     ValidationError,
+    ValidatorFunctionWrapHandler,
     field_validator,
     model_validator,
 )
 
 from rlsys.algorithm import Algorithm
-from rlsys.config.config_problems import Problem, nearest, refuse
+from rlsys.config.config_problems import Problem, nearest, problems_of_value, refuse
 from rlsys.errors import ConfigError
 from rlsys.monitoring.alerts import RULES
 
@@ -32,6 +33,13 @@ class Section(BaseModel):
     """Base of every section: frozen, without unknown keys, documented by the string below each key."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _means_something(cls, given: object, read: ValidatorFunctionWrapHandler) -> object:
+        value = read(given)
+        refuse(problems_of_value(given, value))
+        return value
 
 
 class CurationSection(Section):

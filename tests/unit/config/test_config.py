@@ -18,7 +18,7 @@ from rlsys.algorithm import Algorithm, Signal
 from rlsys.config import Config
 from rlsys.config.plugins import ALGORITHMS, KINDS, PluginKind, adapter
 from rlsys.config.resource_plan import plan_of
-from rlsys.config.schema import RolloutSection
+from rlsys.config.schema import RolloutSection, RunSection
 from rlsys.errors import ConfigError, ModelError
 from rlsys.launch.preflight import check_model
 from rlsys.stabilizer import StabilizerPlugin
@@ -106,6 +106,11 @@ def refusal(*paths: Path, overrides: tuple[str, ...] = ()) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         Config.load(list(paths), overrides)
     return str(caught.value).replace(f"{paths[0].parent}/", "").splitlines()
+
+
+def bomb(depth: int) -> str:
+    """YAML whose aliases stand for ten to the power of `depth` values."""
+    return "".join(f"k{i}: &k{i} [{', '.join(10 * [f'*k{i - 1}' if i else 'x'])}]\n" for i in range(depth))
 
 
 def leaves(model: type[BaseModel]) -> list[tuple[str, str | None]]:
@@ -231,6 +236,47 @@ def test_a_wrong_value_is_refused(tmp_path: Path, override: str, message: str):
     assert message in refusal(write(tmp_path, MINIMAL), overrides=(override,))[1]
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.steps=1e30", "run.steps: unable to parse input string as an integer"),
+        ("run.steps=true", "run.steps: should be a number (got true)"),
+        (f"train.groups_per_step=1{'0' * 400}", "train.groups_per_step: should be a number of at most 92233720368"),
+        ("reward.num_cpus=true", "reward.num_cpus: should be a number (got true)"),
+        ("limits.lease_s=1e300", "limits.lease_s: should be a number of at most 92233720368"),
+        ("algorithm.clip_high=true", "algorithm.clip_high: should be a number (got true)"),
+        ("alerts={idle_side: true}", "alerts.idle_side: should be a number (got true)"),
+        ("train.betas=[0.9, false]", "train.betas[1]: should be a number (got false)"),
+        (r'model.path="a\0b"', "model.path: contains a NUL"),
+        ("agents={a\ud800: b}", "the value is not valid YAML"),
+    ],
+)
+def test_numbers_and_texts_that_mean_nothing_are_refused(tmp_path: Path, override: str, message: str):
+    assert message in "\n".join(refusal(write(tmp_path, MINIMAL), overrides=(override,)))
+
+
+def test_a_section_built_in_python_refuses_a_truth_value_too():
+    with pytest.raises(ValidationError, match="should be a number"):
+        RunSection(steps=True)
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("data.path=https://me:secret@host/rows", "data.path"),
+        ("model.path=https://secret@host/m", "model.path"),
+        ("reward.fn=[{fn: llm_judge, args: {base_url: 'http://me:secret@host/v1'}}]", "reward.fn[0].args.base_url"),
+        ("rollout.workflow={type: play, environment: 'mcp:https://me:secret@h'}", "rollout.workflow.environment"),
+        ("tracking=[{type: wandb, project: 'https://me:secret@h'}]", "tracking[0].project"),
+        ("policies={a: {model: {path: 'https://me:secret@h'}}}", "policies.a.model.path"),
+    ],
+)
+def test_credentials_in_urls_are_refused_and_not_repeated(tmp_path: Path, override: str, key: str):
+    text = "\n".join(refusal(write(tmp_path, MINIMAL), overrides=(override,)))
+    assert f"{key}: has a user name or password in a URL" in text
+    assert "secret" not in text
+
+
 @pytest.mark.parametrize("override", ["train.lr", "=3", "train..lr=3", "train.lr=[1"])
 def test_a_malformed_override_is_refused(tmp_path: Path, override: str):
     assert repr(override) in refusal(write(tmp_path, MINIMAL), overrides=(override,))[0]
@@ -243,6 +289,15 @@ def test_a_malformed_override_is_refused(tmp_path: Path, override: str):
         ("a.yaml", "run: {}\nrun: {}\n", "a.yaml:2: not valid YAML: found duplicate key"),
         ("a.yaml", "- 1\n", "a.yaml:1: a configuration is a mapping of sections, not a list"),
         ("a.toml", "run = \n", "a.toml: not valid TOML"),
+        ("a.toml", f"a = {'9' * 5000}", "a.toml: not valid TOML: Exceeds the limit"),
+        ("a.toml", f"a = {'[' * 2000}", "a.toml: not valid TOML: it is nested too deeply"),
+        ("a.yaml", "run: {}\na: 2024-99-99", "a.yaml:2: not valid YAML: '2024-99-99' is of the type timestamp"),
+        ("a.yaml", "run: {}\n2024-01-01: {}", "a.yaml:2: not valid YAML: the key '2024-01-01' is no text"),
+        ("a.yaml", f"run: {{}}\na: {'9' * 5000}", "a.yaml:2: not valid YAML: '999"),
+        ("a.yaml", "a: !!bool x", "a.yaml:1: not valid YAML: "),
+        ("a.yaml", "a: &x {b: *x}", "a.yaml:1: not valid YAML: it is nested too deeply, or contains itself"),
+        ("a.yaml", "[" * 5000, "a.yaml:1: not valid YAML: it is nested too deeply"),
+        ("a.yaml", bomb(9), "a.yaml:1: not valid YAML: it has more than 100000 keys"),
     ],
 )
 def test_an_unparsable_file_is_named_with_its_line(tmp_path: Path, name: str, text: str, message: str):
@@ -251,6 +306,10 @@ def test_an_unparsable_file_is_named_with_its_line(tmp_path: Path, name: str, te
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path):
     assert refusal(tmp_path / "gone.yaml") == ["cannot read configuration gone.yaml: No such file or directory"]
+
+
+def test_a_configuration_path_with_a_nul_is_refused(tmp_path: Path):
+    assert refusal(tmp_path / "a\0.yaml")[0].endswith("embedded null byte")
 
 
 def test_problems_in_toml_carry_their_line(tmp_path: Path):
