@@ -4,7 +4,7 @@
     {"prompt": [{"role": "user", "content": "2+3?"}], "answer": 5, "id": "sum-17", "level": "easy"}
 
 A prompt is text or a list of messages; `answer` and `id` are optional. Every other column is in `Task.info`, where
-reward functions pick it by name. Rows of other forms (verl's, SkyRL's, TRL's): `rlsys.data.row_adapters`.
+reward functions pick it by name. Two rows with one id must have the same content. Rows of other forms (verl's, SkyRL's, TRL's): `rlsys.data.row_adapters`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,12 @@ class Place:
 
     @classmethod
     def of(cls, text: str) -> Place:
-        """Parse a place. If `text` as a whole is an existing path, it is not split at `:` and `#`."""
+        """Parse a place. If `text` as a whole is an existing path, it is not split at `:` and `#`.
+
+        Raises `DataError` for a NUL, which no path may contain.
+        """
+        if "\0" in text:
+            raise DataError(f"cannot read {text!r}: no path contains a NUL")
         whole, split = _cut(text, "#")
         path, config = _cut(whole, ":")
         return cls(path, config, split)
@@ -98,11 +103,18 @@ def read(path: str | os.PathLike[str], columns: Columns = AS_FOUND) -> TaskFile:
     tasks: list[Task] = []
     problems: list[str] = []
     lacking: dict[Part, list[Row]] = {part: [] for part in PARTS}
+    first_with: dict[str, tuple[Task, str]] = {}
     for where, row in found:
         try:
             if isinstance(row, RowProblem):
                 raise row
-            tasks.append(row_adapters.task_of(row, layout))
+            task = row_adapters.task_of(row, layout)
+            first, place = first_with.setdefault(task.id, (task, where))
+            if first != task:
+                raise RowProblem(f"its id {task.id!r} is also that of {place}, whose content differs: ids are unique")
+            tasks.append(task)
+        except orjson.JSONEncodeError as error:  # nested more deeply than orjson writes
+            problems.append(f"{where}: cannot be written as JSON: {error}")
         except RowProblem as problem:
             problems.append(f"{where}: {problem}")
             if problem.lacks and isinstance(row, dict):
@@ -176,7 +188,7 @@ def _set(place: Place) -> tuple[Dataset, str | None]:
             _has_no_splits(place)
             return datasets.load_dataset("parquet", data_files=place.path, split="train"), None
         if (folder / "dataset_dict.json").is_file():
-            split = _split_of(place, orjson.loads((folder / "dataset_dict.json").read_bytes())["splits"])
+            split = _split_of(place, _splits_in(folder / "dataset_dict.json"))
             return datasets.Dataset.load_from_disk(str(folder / split)), split
         if (folder / "state.json").is_file():
             _has_no_splits(place)
@@ -186,6 +198,14 @@ def _set(place: Place) -> tuple[Dataset, str | None]:
     except (OSError, ValueError, DatasetsError) as error:
         remedy = "give a .jsonl or .parquet file, a folder, or a hub data set such as org/name:config#split"
         raise DataError(f"cannot read '{place}': {remedy}: {error}") from error
+
+
+def _splits_in(path: Path) -> list[str]:
+    found = orjson.loads(path.read_bytes())
+    splits = found.get("splits") if isinstance(found, dict) else None
+    if not (splits and isinstance(splits, list) and all(isinstance(split, str) for split in splits)):
+        raise DataError(f"{path} lists no splits; save the data set again")
+    return splits
 
 
 def _split_of(place: Place, splits: Sequence[str]) -> str:

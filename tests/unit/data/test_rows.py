@@ -88,6 +88,32 @@ def test_every_bad_row_is_named_with_its_line(tmp_path: Path) -> None:
         assert f"{path}:{number}: {words}" in text
 
 
+def test_rows_of_one_id_with_other_content_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    rows = [{"prompt": "a", "answer": 1, "id": 7}, {"prompt": "b", "id": "7"}, {"prompt": "a", "answer": 1, "id": 7}]
+    assert f"{path}:2: its id '7' is also that of {path}:1, whose content differs" in complaint(path, *rows)
+    assert len(load_tasks(written(path, rows[0], rows[2]))) == 2
+
+
+def test_what_cannot_be_written_again_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    deep = '{"prompt": "a", "answer": 1, "x": ' + "[" * 300 + "]" * 300 + "}"
+    assert f"{path}:2: cannot be written as JSON: Recursion limit reached" in complaint(path, {"prompt": "a"}, deep)
+
+
+@pytest.mark.parametrize("name", ["a\0b.jsonl", "a\0b.parquet", "a\0b"])
+def test_a_path_with_a_nul_is_refused(name: str) -> None:
+    with pytest.raises(DataError, match=r"cannot read 'a\\x00b.*': no path contains a NUL"):
+        load_tasks(name)
+
+
+@pytest.mark.parametrize("text", ["[1]", "{}", '{"splits": []}', '{"splits": [1, 2]}'])
+def test_a_folder_that_lists_no_splits_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "dataset_dict.json").write_text(text)
+    with pytest.raises(DataError, match="lists no splits; save the data set again"):
+        load_tasks(tmp_path)
+
+
 def test_ten_problems_are_shown_and_the_rest_counted(tmp_path: Path) -> None:
     text = complaint(tmp_path / "train.jsonl", *[{"prompt": ""}] * 13)
     assert "13 rows cannot be used" in text
