@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlsys.errors import ConfigError, RlsysError
+from rlsys.util.printing import printable
 
 if TYPE_CHECKING:
     from rlsys.config import Config
@@ -110,7 +111,7 @@ def export(
     """Write a checkpoint as a model folder that `AutoModelForCausalLM` loads."""
     from rlsys import launch
 
-    typer.echo(str(launch.export(run, to, step)))
+    _say(str(launch.export(run, to, step)))
 
 
 @app.command()
@@ -206,7 +207,7 @@ def report(
         output.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigError(f"cannot write {output}: {error.strerror}; give another place with --output") from None
-    typer.echo(str(output))
+    _say(str(output))
 
 
 @app.command(context_settings=OVERRIDES)
@@ -248,7 +249,7 @@ def check(job: Job) -> None:
 @config_app.command(context_settings=OVERRIDES)
 def show(job: Job) -> None:
     """Print every key with its value, as in `config.resolved.yaml`."""
-    typer.echo(_load(job).to_yaml(), nl=False)
+    _say(_load(job).to_yaml().removesuffix("\n"))
 
 
 @config_app.command()
@@ -318,7 +319,7 @@ def algorithms() -> None:
     ]
     names, kinds, places = (max(len(row[column]) for row in rows) for column in range(3))
     for name, kind, place, summary in rows:
-        typer.echo(f"{name:<{names}}  {kind:<{kinds}}  {place:<{places}}  {summary}")
+        _say(f"{name:<{names}}  {kind:<{kinds}}  {place:<{places}}  {summary}")
 
 
 def _summary(kind: PluginKind[Any], name: str) -> str:
@@ -346,7 +347,7 @@ def main() -> None:
     try:
         app()
     except RlsysError as error:
-        typer.echo(f"rlsys: {error}", err=True)
+        _say(f"rlsys: {error}", err=True)
         sys.exit(error.exit_code)
 
 
@@ -368,7 +369,14 @@ def _refuse_unknown_options(arguments: list[str]) -> None:
 
 
 def _echo(found: object, lines: Iterable[str], *, as_json: bool) -> None:
-    typer.echo(json.dumps(found) if as_json else "\n".join(lines))
+    if as_json:
+        typer.echo(json.dumps(found))
+    else:
+        _say("\n".join(lines))
+
+
+def _say(text: str, *, err: bool = False) -> None:
+    typer.echo(printable(text), err=err)
 
 
 def _table(result: Mapping[str, Any]) -> Iterator[str]:

@@ -4,7 +4,8 @@
     {"prompt": [{"role": "user", "content": "2+3?"}], "answer": 5, "id": "sum-17", "level": "easy"}
 
 A prompt is text or a list of messages; `answer` and `id` are optional. Every other column is in `Task.info`, where
-reward functions pick it by name. Two rows with one id must have the same content. Rows of other forms (verl's, SkyRL's, TRL's): `rlsys.data.row_adapters`.
+reward functions pick it by name. Two rows with one id must have the same content. Rows of other forms (verl's,
+SkyRL's, TRL's): `rlsys.data.row_adapters`.
 """
 
 from __future__ import annotations

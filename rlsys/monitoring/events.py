@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol, dataclass_transform
 
 from rlsys.types import Group, OutcomeKind, PolicyVersion
+from rlsys.util.printing import printable
 
 if TYPE_CHECKING:
     from rlsys.contracts import Busy, RolledOut
@@ -352,7 +353,7 @@ class Events:
             call()
         except Exception as error:  # noqa: BLE001  (the boundary between training and observers)
             self._sinks.remove(sink)
-            sys.stderr.write(f"rlsys: {type(sink).__name__} is off for the rest of the run: {error!r}\n")
+            sys.stderr.write(printable(f"rlsys: {type(sink).__name__} is off for the rest of the run: {error!r}\n"))
 
 
 SHORTEST_S = 0.001

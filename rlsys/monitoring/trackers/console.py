@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TextIO
 
 from rlsys.monitoring import events
+from rlsys.util.printing import printable
 
 _STEPS_FOR_ETA = 20
 
@@ -48,11 +49,6 @@ class ConsoleSink:
             step_s = (times_s[-1] - times_s[0]) / (len(times_s) - 1)
             parts.append(f"{duration((self._total - done.step) * step_s)} left")
         return "  ".join(parts)
-
-
-def printable(text: str) -> str:
-    """Replace each character that a terminal would obey or hide by `\N{REPLACEMENT CHARACTER}`."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def figures(metrics: Mapping[str, float]) -> list[str]:

@@ -20,6 +20,7 @@ from rlsys.errors import DataError
 from rlsys.monitoring.events import AlertRaised, EvalDone, Event, RolloutsWritten, RunEnded, RunStarted, StepDone
 from rlsys.monitoring.metric_catalog import renamed
 from rlsys.monitoring.tracker import EndReason, RolloutRow, RunFacts, Tracker, TrackerPlugin
+from rlsys.util.printing import printable
 
 LONGEST = 10_000
 """Most characters of a prompt or a text in a table; the file has the rest."""
@@ -124,7 +125,7 @@ class InThread:
             return None
 
     def _tell(self, what: str) -> None:
-        sys.stderr.write(f"rlsys: the tracker {self._name} {what}\n")
+        sys.stderr.write(printable(f"rlsys: the tracker {self._name} {what}\n"))
 
 
 def sampled(path: Path, most: int) -> list[RolloutRow]:
