@@ -1,6 +1,7 @@
 """An MCP server on its standard input and output, for tests: tools that work, fail, hang, and start a child."""
 
 import asyncio
+import os
 import subprocess
 import sys
 
@@ -13,6 +14,12 @@ server = MCPServer("tests")
 def add(a: int, b: int) -> int:
     """The sum of two numbers."""
     return a + b
+
+
+@server.tool()
+def variable(key: str) -> str:
+    """The environment variable of this name."""
+    return os.environ.get(key, "")
 
 
 @server.tool()
@@ -38,8 +45,6 @@ def start_child() -> int:
 @server.tool()
 def leave() -> str:
     """End the server at once."""
-    import os
-
     os._exit(0)
 
 

@@ -12,6 +12,7 @@ class Guess(Environment):
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -86,6 +87,14 @@ def make(spec: str, args: Mapping[str, Json]) -> Environment:
             f"environment {spec!r}: args: {error}; it takes {', '.join(signature(made).parameters)}"
         ) from error
     return made(*given, **args)
+
+
+def credential(key: str, variable: str) -> str:
+    """Credential in the environment variable that the configuration names in `key`. Raises `ConfigError` if there is
+    none."""
+    if not (value := os.environ.get(variable)):
+        raise ConfigError(f"{key}: the environment has no {variable}; set it before the run, or its cluster, starts")
+    return value
 
 
 def needs(package: str, extra: str) -> ModuleType:

@@ -30,7 +30,7 @@ def keep_earlier(run: Path, text: str, start: PolicyVersion) -> None:
     earlier = path_at(run, start)
     if start and earlier.is_file() and (before := earlier.read_text()) != text:
         (run / KEPT).mkdir(exist_ok=True)
-        write_atomically(run / KEPT / f"{_UNTIL}{STEP.format(start)}.yaml", before)
+        write_atomically(run / KEPT / f"{_UNTIL}{STEP.format(start)}.yaml", before, is_private=True)
     for path in _kept(run):
         if _end_of(path) > start:
             path.unlink()

@@ -201,7 +201,7 @@ def write_run_dir(config: Config, checkpoint: Path | None = None) -> None:
     try:
         run.mkdir(parents=True, exist_ok=True)
         keep_earlier(run, text, step_of(checkpoint) if checkpoint is not None and is_own else 0)
-        write_atomically(run / CONFIG, text)
+        write_atomically(run / CONFIG, text, is_private=True)
     except OSError as error:
         raise ConfigError(f"run.folder: cannot write to {config.run_dir}: {error.strerror or error}") from error
 

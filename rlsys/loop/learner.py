@@ -24,6 +24,7 @@ from rlsys.contracts import TrainedModel, TrainStats, Workers
 from rlsys.errors import ConfigError, NoSignal, NothingToTrain, PayloadLost, RlsysError, TrainingError
 from rlsys.loop.checkpoint import CONFIG, GROUPS, STEP, FailedStep, save_models
 from rlsys.types import Group, PolicyVersion
+from rlsys.util.files import write_atomically
 
 T = TypeVar("T")
 REFERENCE = "reference"
@@ -172,7 +173,7 @@ class Learner:
             folder.mkdir(parents=True)
             await (await save_models(self.workers, folder))
             await self.workers.actor.save_groups(folder / GROUPS, groups)
-            (folder / CONFIG).write_text(self.config())
+            write_atomically(folder / CONFIG, self.config(), is_private=True)
             FailedStep(
                 version=version,
                 signals=tuple(sorted(self.algorithm.signals)),

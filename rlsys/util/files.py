@@ -17,9 +17,11 @@ def flush(folder: Path, files: Iterable[Path]) -> None:
             os.close(handle)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that it is complete whenever it exists."""
+def write_atomically(path: Path, text: str, *, is_private: bool = False) -> None:
+    """Write a file so that it is complete whenever it exists. A private one can be read by its owner only."""
     partial = path.with_suffix(".tmp")
+    partial.unlink(missing_ok=True)
+    partial.touch(0o600 if is_private else 0o666)
     partial.write_text(text)
     partial.replace(path)
 

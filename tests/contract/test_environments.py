@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -267,6 +268,65 @@ def test_a_reply_that_is_no_json_is_told_so(reply: str):
 def test_an_answer_nested_too_deeply_is_the_servers_fault():
     with pytest.raises(ToolError, match="gave no answer to 'step': RecursionError"):
         asyncio.run(openenv("deep", "1"))
+
+
+# ---------------------------------------------------------------------------------------------------------- credentials
+
+
+@pytest.fixture
+def key() -> Iterator[str]:
+    """Name of an environment variable with a credential."""
+    os.environ["TESTS_KEY"] = "hush"
+    yield "TESTS_KEY"
+    del os.environ["TESTS_KEY"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "args", "problem"),
+    [
+        ("mcp:http://a", {"api_key_env": "NO_SUCH"}, "api_key_env: the environment has no NO_SUCH"),
+        ("mcp:x", {"variables_env": ["NO_SUCH"]}, "variables_env: the environment has no NO_SUCH"),
+        ("openenv:http://a", {"api_key_env": "NO_SUCH"}, "api_key_env: the environment has no NO_SUCH"),
+        ("mcp:x", {"api_key_env": "PATH"}, "api_key_env is for a URL; a command takes variables_env"),
+        ("mcp:http://a", {"variables_env": ["PATH"]}, "variables are for a command; a URL takes api_key_env"),
+    ],
+)
+def test_a_credential_that_cannot_be_given_is_refused(environment: str, args: dict[str, Json], problem: str):
+    with pytest.raises(ConfigError, match=problem):
+        make(environment, args)
+
+
+def test_a_command_gets_the_variables_that_are_named(key: str):
+    async def script() -> None:
+        world = make(f"mcp:{MCP_SERVER}", {"variables_env": [key]})
+        try:
+            await world.reset(PLAIN, 1)
+            assert (await world.tools.run([call("variable", key=key)]))[0].content == "hush"
+        finally:
+            await world.close()
+
+    asyncio.run(script())
+
+
+@pytest.mark.parametrize("environment", ["mcp", "openenv"])
+def test_a_server_gets_the_key_as_a_bearer_token(environment: str, key: str):
+    async def script() -> list[bytes]:
+        requests: list[bytes] = []
+
+        async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            requests.append(await reader.readuntil(b"\r\n\r\n"))
+            writer.write(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            writer.close()
+
+        async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            world = make(f"{environment}:http://127.0.0.1:{port}/mcp", {"api_key_env": key})
+            with pytest.raises(ToolError):
+                await world.reset(PLAIN, 1)
+            await world.close()
+        return requests
+
+    assert b"authorization: bearer hush" in asyncio.run(script())[0].lower()
 
 
 # ------------------------------------------------------------------------------------------------------------------ MCP

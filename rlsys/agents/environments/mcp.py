@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from rlsys.agents.environment import Environment, Step, needs
+from rlsys.agents.environment import Environment, Step, credential, needs
 from rlsys.agents.tools import MAX_CHARS, TIMEOUT_S, Tool, Toolbox
 from rlsys.errors import ConfigError, ToolError, first_of
 from rlsys.types import Prompt, Task
@@ -37,9 +37,26 @@ class Mcp(Environment):
         timeout_s: float = TIMEOUT_S,
         max_chars: int = MAX_CHARS,
         variables: Mapping[str, str] | None = None,
+        variables_env: Sequence[str] = (),
+        api_key_env: str | None = None,
     ) -> None:
-        """See `mcp_toolbox`."""
-        self._tools = mcp_toolbox(server, timeout_s=timeout_s, max_chars=max_chars, variables=variables)
+        """See `mcp_toolbox`. Run folders have a copy of the arguments, so credentials are given by name only.
+
+        `variables_env` are environment variables of this process that a command gets too. `api_key_env` is the one
+        with the `api_key` for a URL. Raises `ConfigError` if one is not set, or does not go with `server`.
+        """
+        if _is_url(server) and (variables or variables_env):
+            raise ConfigError("environment 'mcp:': variables are for a command; a URL takes api_key_env")
+        if api_key_env and not _is_url(server):
+            raise ConfigError("environment 'mcp:': api_key_env is for a URL; a command takes variables_env")
+        inherited = {name: credential("variables_env", name) for name in variables_env}
+        self._tools = mcp_toolbox(
+            server,
+            timeout_s=timeout_s,
+            max_chars=max_chars,
+            variables={**(variables or {}), **inherited},
+            api_key=credential("api_key_env", api_key_env) if api_key_env else None,
+        )
         self._stack = AsyncExitStack()
 
     async def reset(self, task: Task, seed: int) -> Prompt:
@@ -60,17 +77,19 @@ async def mcp_toolbox(
     timeout_s: float = TIMEOUT_S,
     max_chars: int = MAX_CHARS,
     variables: Mapping[str, str] | None = None,
+    api_key: str | None = None,
 ) -> AsyncIterator[Toolbox]:
     """Open the tools of a server, given by its URL or as a command line. Enter and exit in the same task.
 
     `timeout_s` is the deadline of a call, and of the server's first answer; a longer result than `max_chars` is cut.
-    A command gets `variables` in its environment, besides `PATH`, `HOME` and the like.
+    A command gets `variables` in its environment, besides `PATH`, `HOME` and the like. A URL gets `api_key` as a bearer
+    token.
 
     Raises `ConfigError` for an empty command, `ToolError` if the server cannot be reached or disconnects.
     """
     mcp = needs("mcp", "mcp")
     where: Any = server
-    if not server.startswith(("http://", "https://")):
+    if not _is_url(server):
         if not (command := shlex.split(server)):
             raise ConfigError("environment 'mcp:': give a command or a URL after the colon")
         arguments = ["-c", _THEN_END_ITS_CHILDREN, "sh", *command]
@@ -78,6 +97,10 @@ async def mcp_toolbox(
     async with AsyncExitStack() as stack:
         try:
             async with asyncio.timeout(timeout_s):
+                if api_key is not None:
+                    http = needs("mcp.client.streamable_http", "mcp")
+                    opened = http.create_mcp_http_client(headers={"Authorization": f"Bearer {api_key}"})
+                    where = http.streamable_http_client(server, http_client=await stack.enter_async_context(opened))
                 client = await stack.enter_async_context(mcp.Client(where, cache=None))
                 offered = await _offered(client)
         except Exception as error:
@@ -90,6 +113,10 @@ async def mcp_toolbox(
             raised = error
     if raised is not None:
         raise raised
+
+
+def _is_url(server: str) -> bool:
+    return server.startswith(("http://", "https://"))
 
 
 async def _offered(client: Any) -> list[Any]:  # noqa: ANN401  (classes of the package)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from rlsys.agents.environment import Environment, Step, needs, told
+from rlsys.agents.environment import Environment, Step, credential, needs, told
 from rlsys.agents.tool_calls import STRICT_JSON
 from rlsys.errors import ConfigError, ToolError
 from rlsys.types import Json, Prompt, Task
@@ -28,10 +28,18 @@ _ABOUT_THE_STEP = ("done", "reward", "metadata")
 class OpenEnv(Environment):
     """One session on a server."""
 
-    def __init__(self, url: str, *, action: str | None = None, reset: Mapping[str, Json] | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        action: str | None = None,
+        reset: Mapping[str, Json] | None = None,
+        api_key_env: str | None = None,
+    ) -> None:
         """`action` is the field of an action that the reply fills; None: the reply must be an action, a JSON object.
 
-        `reset` is sent with the seed. Raises `ConfigError` for an invalid URL.
+        `reset` is sent with the seed. `api_key_env` names the environment variable with a key that the server gets as a
+        bearer token. Raises `ConfigError` for an invalid URL, or a variable that is not set.
         """
         self._websockets = needs("websockets.asyncio.client", "openenv")
         self._errors = needs("websockets.exceptions", "openenv").WebSocketException
@@ -43,11 +51,14 @@ class OpenEnv(Environment):
         ).geturl()
         self._proxy = None if parts.hostname in ("localhost", "127.0.0.1", "::1") else True
         self._action, self._reset = action, dict(reset or {})
+        self._headers = {"Authorization": f"Bearer {credential('api_key_env', api_key_env)}"} if api_key_env else None
         self._connection: Any = None
 
     async def reset(self, task: Task, seed: int) -> Prompt:
         try:
-            self._connection = await self._websockets.connect(self._url, proxy=self._proxy, max_size=_MAX_MESSAGE_BYTES)
+            self._connection = await self._websockets.connect(
+                self._url, additional_headers=self._headers, proxy=self._proxy, max_size=_MAX_MESSAGE_BYTES
+            )
         except (OSError, self._errors) as error:
             raise ToolError(f"cannot reach {self._url}: {error}") from error
         data = await self._asked("reset", {"seed": seed % 2**31, **self._reset})

@@ -67,3 +67,11 @@ def test_unchanged_or_restarted_sessions_are_not_kept(sessions: Sessions, tmp_pa
     sessions.begin(lr=2, start=0)
     sessions.begin(lr=3, start=10, checkpoints=tmp_path / "another" / "checkpoints")
     assert (sessions.kept, sessions.lr_at(1)) == ([], 3)
+
+
+def test_only_the_owner_of_a_run_reads_its_configurations(sessions: Sessions) -> None:
+    sessions.begin(lr=1, start=0)
+    (sessions.run / "config.resolved.yaml").chmod(0o644)
+    sessions.begin(lr=2, start=10)
+    paths = [sessions.run / "config.resolved.yaml", sessions.run / "configs" / "until_step_000010.yaml"]
+    assert [path.stat().st_mode & 0o777 for path in paths] == [0o600, 0o600]
