@@ -33,6 +33,7 @@ from rlsys.monitoring.events import (
     EngineChosen,
     Event,
     Events,
+    FileSkipped,
     PhaseDone,
     RunEnded,
     RunStarted,
@@ -257,7 +258,7 @@ class TrainingJob:
         with Interruptible(this.cancel) as interruptible:
             try:
                 ray_cluster.check_capacity(plan.num_cpus, plan.num_gpus)
-                _link_logs(self.config.run_dir, ray_cluster.log_folder())
+                link_logs(self.config.run_dir, ray_cluster.log_folder(), self.events)
                 await self._train(data, interruptible)
                 self.result.steps = min(run.result.steps for run in self.runs.values())
             except asyncio.CancelledError:
@@ -338,9 +339,12 @@ def phase(events: Events, name: str) -> Iterator[None]:
     events.emit(PhaseDone(name, time.monotonic() - began))
 
 
-def _link_logs(run_dir: Path, session: Path) -> None:
-    """Link `logs/ray` to the output of the workers, where it is on this machine."""
+def link_logs(run_dir: Path, session: Path, events: Events) -> None:
+    """Link `logs/ray` to the output of the workers, where it is on this machine; without a link the run goes on."""
     link = run_dir / "logs" / "ray"
-    link.parent.mkdir(exist_ok=True)
-    link.unlink(missing_ok=True)
-    link.symlink_to(session)
+    try:
+        link.parent.mkdir(exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(session)
+    except OSError as error:
+        events.emit(FileSkipped(str(link), str(error)))

@@ -23,7 +23,16 @@ from pathlib import Path
 
 from rlsys.algorithm import Algorithm, Signal, version_after
 from rlsys.contracts import Busy, Graft, Workers
-from rlsys.errors import DeadlineExceeded, NoProgress, NoSignal, PayloadLost, RunAborted, WorkerDied, first_of
+from rlsys.errors import (
+    CheckpointError,
+    DeadlineExceeded,
+    NoProgress,
+    NoSignal,
+    PayloadLost,
+    RunAborted,
+    WorkerDied,
+    first_of,
+)
 from rlsys.loop.checkpoint import GROUPS, Checkpoints, DriverState, load_models, read_state, save_models
 from rlsys.loop.evaluation import EvaluationLane
 from rlsys.loop.failure_policy import DroppedGroups, FailurePolicy, GivenUp, Retries
@@ -37,6 +46,7 @@ from rlsys.monitoring.events import (
     CheckpointSaved,
     EpisodeGrafted,
     Events,
+    FileSkipped,
     RolloutsWritten,
     StepDone,
     WorkerFailed,
@@ -312,6 +322,8 @@ class Driver:
                     await self.workers.actor.record(path, step, tasks, result.groups, result.assigned)
             except PayloadLost as error:  # the groups are trained: only this file is missing
                 self.events.emit(WorkerFailed("actor-0", f"writing {path.name}", str(error)))
+            except (OSError, CheckpointError) as error:
+                self.events.emit(FileSkipped(str(path), str(error)))
             else:
                 self.events.emit(RolloutsWritten(step, str(path)))
 

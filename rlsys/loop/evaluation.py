@@ -17,7 +17,7 @@ from rlsys.contracts import PinnedRollouts, Rewards, Rollouts
 from rlsys.data.task_source import content_hash
 from rlsys.errors import PayloadLost, RlsysError, TaskTooLong, WeightsMismatch
 from rlsys.loop.failure_policy import FailurePolicy, Retries
-from rlsys.monitoring.events import EvalDone, Events, emit_busy
+from rlsys.monitoring.events import EvalDone, Events, FileSkipped, emit_busy
 from rlsys.types import Assignment, Group, OutcomeKind, PolicyVersion, Task
 from rlsys.util.files import write_atomically
 from rlsys.util.seeds import group_seed
@@ -324,4 +324,4 @@ class EvaluationLane:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(row, indent=1) + "\n")
         except OSError as error:
-            raise RlsysError(f"the evaluation of step {version} cannot be written to {path}: {error}") from error
+            self.evaluator.events.emit(FileSkipped(str(path), str(error)))

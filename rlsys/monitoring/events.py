@@ -274,6 +274,25 @@ class RolloutsWritten(Event):
     path: str
 
 
+class FileSkipped(Event):
+    """A file that the run does not need, such as the rollouts of a step, could not be written; the run goes on."""
+
+    path: str
+    problem: str
+
+
+class FileStalled(Event):
+    """A file of events or metrics could not be written for `seconds`, and is again complete, but for `num_lost` lines.
+
+    Those found no room in memory while earlier ones waited.
+    """
+
+    path: str
+    problem: str
+    seconds: float
+    num_lost: int
+
+
 class AlertRaised(Event):
     """A problem of the run with its remedy; see `rlsys.monitoring.alerts`."""
 

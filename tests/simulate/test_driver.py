@@ -22,6 +22,7 @@ from rlsys.loop.driver import Driver
 from rlsys.monitoring.events import (
     CheckpointSaved,
     Event,
+    FileSkipped,
     GroupDropped,
     GroupReissued,
     StepDone,
@@ -448,3 +449,16 @@ def test_the_last_step_leaves_no_group_unused(tmp_path):
     run_virtual(driver.run(0))
     assert driver.queue.ledger.next_group_id == 15
     assert not driver.queue.ledger.open
+
+
+def test_rollouts_that_cannot_be_written_end_nothing(tmp_path: Path):
+    (tmp_path / "rollouts").write_text("a file where a folder should be")
+    recorder = EventRecorder()
+    driver = driver_on(FakeWorld(), tmp_path, recorder=recorder)
+    driver.rollouts_every = 2
+    assert run_virtual(driver.run(0)) == 6
+    assert [Path(event.path).name for event in recorder.of(FileSkipped)] == [
+        "step_000002.jsonl",
+        "step_000004.jsonl",
+        "step_000006.jsonl",
+    ]

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from rlsys.config.sections import EvalSection
 from rlsys.contracts import GroupScores, RolledOut, Workers
-from rlsys.errors import NoProgress, RlsysError, RunAborted
+from rlsys.errors import NoProgress, RunAborted
 from rlsys.loop.checkpoint import find_latest
 from rlsys.loop.driver import Driver
 from rlsys.loop.evaluation import EvaluationLane, Evaluator
-from rlsys.monitoring.events import EvalDone, Event, StepDone, WorkerRestarted
+from rlsys.monitoring.events import EvalDone, Event, FileSkipped, StepDone, WorkerRestarted
 from rlsys.testing import (
     EventRecorder,
     FakePinnedRollouts,
@@ -286,10 +286,11 @@ def test_a_failed_last_evaluation_ends_the_run_after_saving(tmp_path):
     assert find_latest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step_000006"
 
 
-def test_results_that_cannot_be_written_end_the_run(tmp_path):
+def test_results_that_cannot_be_written_are_still_reported(tmp_path):
     (tmp_path / "evaluations").write_text("a file where a folder should be")
-    with pytest.raises(RlsysError, match=r"the evaluation of step 0 cannot be written to .*evaluations"):
-        run_virtual(evaluated(FakeWorld(), tmp_path, EventRecorder()).run(0))
+    recorder = EventRecorder()
+    assert run_virtual(evaluated(FakeWorld(), tmp_path, recorder).run(0)) == 6
+    assert len(recorder.of(FileSkipped)) == len(recorder.of(EvalDone)) == 8
 
 
 # ------------------------------------------------------------------------------------------------- stop and resume

@@ -94,6 +94,10 @@ def note_of(event: events.Event) -> str | None:
             return f"checkpoint of step {step}: {path}"
         case events.CheckpointPassedOver(problem=problem):
             return f"a newer checkpoint is passed over: {problem}"
+        case events.FileSkipped(path=path, problem=problem):
+            return f"{path} is not written, and the run goes on: {problem}"
+        case events.FileStalled(path=path, problem=problem, seconds=seconds, num_lost=num_lost):
+            return f"{path} could not be written for {seconds:.0f} s ({problem}); {num_lost} lines are lost"
         case events.EvalDone(step=step, dataset=dataset, seconds=seconds, metrics=metrics):
             return f"step {step} on {dataset}: {_measured(dataset, metrics)} ({seconds:.1f} s)"
         case events.AlertRaised(alert=alert, step=step, sentence=sentence):

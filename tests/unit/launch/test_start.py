@@ -1,4 +1,4 @@
-"""Where a run starts: damaged checkpoints are passed over and named, and a folder has one run at a time."""
+"""Where a run starts: damaged checkpoints are passed over, a folder has one run, logs are linked if possible."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from rlsys.config import Config
 from rlsys.errors import CheckpointError, ConfigError
 from rlsys.launch.preflight import checkpoint_of, start_of
 from rlsys.launch.run_lock import LOCK, locked
+from rlsys.launch.train_run import link_logs
 from rlsys.loop.checkpoint import Checkpoints
+from rlsys.monitoring.events import Events, FileSkipped
+from rlsys.testing import EventRecorder
 from tests.unit.loop.test_checkpoint import save
 
 
@@ -97,3 +100,11 @@ with locked(Path({str(run)!r})):
         process.wait()
     with locked(run):
         pass
+
+
+def test_logs_that_cannot_be_linked_end_nothing(tmp_path: Path):
+    (tmp_path / "logs").write_text("a file where a folder should be")
+    recorder = EventRecorder()
+    link_logs(tmp_path, tmp_path / "session", Events([recorder]))
+    (skipped,) = recorder.of(FileSkipped)
+    assert skipped.path == str(tmp_path / "logs" / "ray")

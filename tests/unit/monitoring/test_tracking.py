@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import pytest
 
 from rlsys.monitoring.events import (
     CheckpointSaved,
     EvalDone,
+    FileSkipped,
     GroupDropped,
     GroupReissued,
     PhaseDone,
@@ -23,7 +31,10 @@ from rlsys.monitoring.events import (
     WorkerRestarted,
 )
 from rlsys.monitoring.trackers.console import ConsoleSink, duration
-from rlsys.monitoring.trackers.jsonl import JsonlSink
+from rlsys.monitoring.trackers.jsonl import MAX_WAITING, JsonlSink
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 METRICS = {
     "reward/mean": 0.7126,
@@ -111,6 +122,102 @@ def test_nothing_that_a_model_wrote_can_steer_the_terminal() -> None:
         "so�lver: dropped group 7 (task task�]0;owned�): failed: �[2Jgone��\nnext line\n"
         "so�lver: step 1 on hard: pass@�[2J 0.500 (1.0 s)\n"
     )
+
+
+@dataclass
+class Disk:
+    """A disk with room for so many bytes; None: any number."""
+
+    room: int | None = None
+
+    def opens(self, path: Path) -> FileIO:
+        return FileOnDisk(self, path)
+
+
+class FileOnDisk(FileIO):
+    def __init__(self, disk: Disk, path: Path) -> None:
+        super().__init__(path, "a+b")
+        self.disk = disk
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        if self.disk.room is None:
+            return super().write(data)
+        if not self.disk.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = super().write(memoryview(data)[: self.disk.room])
+        self.disk.room -= written
+        return written
+
+
+@pytest.mark.parametrize("room", [0, 30, 100, 150])
+def test_a_full_disk_delays_lines_and_loses_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], room: int) -> None:
+    disk = Disk()
+    sink = JsonlSink(tmp_path, disk.opens)
+    sink.handle(StepDone(1, {"loss": 1.0}), 1.0)
+    disk.room = room
+    for step in (2, 3, 4):
+        sink.handle(StepDone(step, {"loss": 1.0}), float(step))
+    disk.room = None
+    sink.handle(WorkerRestarted("rollout-0", 1.0), 8.0)
+    sink.handle(StepDone(5, {"loss": 1.0}), 9.0)
+    sink.close()
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    events = rows(tmp_path / "events.jsonl")
+    assert [event["step"] for event in events if event["kind"] == "step_done"] == [1, 2, 3, 4, 5]
+    gaps = [event for event in events if event["kind"] == "file_stalled"]
+    assert {gap["path"] for gap in gaps} == {"events.jsonl", "metrics.jsonl"}
+    for gap in gaps:
+        assert gap["problem"] == "No space left on device"
+        assert gap["seconds"] in (4.0, 5.0, 6.0)
+        assert gap["num_lost"] == 0
+    assert capsys.readouterr().err.count("No space left on device; its lines wait") == 2
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], check=False, capture_output=True
+    )
+    if mount.returncode:
+        pytest.skip(f"this user cannot mount: {mount.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_real_full_disk_loses_no_step(small_disk: Path) -> None:
+    sink, ballast = JsonlSink(small_disk / "run"), small_disk / "ballast"
+    with pytest.raises(OSError, match="No space left"):
+        ballast.write_bytes(bytes(128 * 1024))
+    for step in range(1, 101):
+        sink.handle(StepDone(step, {"loss": 1.0}), float(step))
+    ballast.unlink()
+    sink.handle(WorkerRestarted("rollout-0", 1.0), 101.0)
+    assert [row["step"] for row in rows(small_disk / "run" / "metrics.jsonl")] == list(range(1, 101))
+    sink.close()
+
+
+def test_lines_that_wait_take_bounded_memory(tmp_path: Path) -> None:
+    disk, text = Disk(room=0), "x" * (MAX_WAITING // 4)
+    sink = JsonlSink(tmp_path, disk.opens)
+    for number in range(6):
+        sink.handle(FileSkipped(str(number), text), 1.0)
+    disk.room = None
+    sink.handle(WorkerRestarted("rollout-0", 1.0), 2.0)
+    sink.close()
+    first, second, third, *_, gap = rows(tmp_path / "events.jsonl")
+    assert [first["path"], second["path"], third["path"]] == ["0", "1", "2"]
+    assert (gap["kind"], gap["num_lost"]) == ("file_stalled", 3)
+
+
+def test_what_a_full_disk_never_took_is_told_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sink = JsonlSink(tmp_path, Disk(room=0).opens)
+    sink.handle(StepDone(1, {}), 1.0)
+    sink.close()
+    told = f"the last 1 lines of {tmp_path / 'events.jsonl'} are lost: No space left on device"
+    assert told in capsys.readouterr().err
 
 
 def test_a_resumed_run_appends(tmp_path: Path) -> None:
