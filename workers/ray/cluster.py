@@ -16,6 +16,7 @@ from ray._private import ray_constants
 from ray.exceptions import RayError
 
 from rlsys.errors import ConfigError
+from rlsys.util.signals import signals_kept
 
 if TYPE_CHECKING:
     import torch
@@ -75,11 +76,12 @@ def connect(address: str | None, num_cpus: int | None) -> Cluster:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
         if address and address != "local":
-            ray.init(address=address, **quiet)
+            with signals_kept():
+                ray.init(address=address, **quiet)
         else:
             _ensure_token()
             num_cpus = num_cpus or max(len(os.sched_getaffinity(0)), 2)
-            with _on_loopback():
+            with _on_loopback(), signals_kept():
                 ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
     except (ConnectionError, RayError, ValueError, RuntimeError) as error:
         raise ConfigError(f"ray.address: cannot join {address or 'a local cluster'!r}: {error}") from error
