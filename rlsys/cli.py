@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlsys.errors import ConfigError, RlsysError
+from rlsys.errors import ConfigError, RlsysError, full_text
 from rlsys.util.printing import printable
 
 if TYPE_CHECKING:
@@ -347,7 +347,7 @@ def main() -> None:
     try:
         app()
     except RlsysError as error:
-        _say(f"rlsys: {error}", err=True)
+        _say(f"rlsys: {full_text(error)}", err=True)
         sys.exit(error.exit_code)
 
 

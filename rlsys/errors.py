@@ -8,7 +8,8 @@ from __future__ import annotations
 
 
 class RlsysError(Exception):
-    """Base of all errors of rlsys. `exit_code` is the exit status of the command line."""
+    """Base of all errors of rlsys. `exit_code` is the exit status of the command line. A note says what can be resumed;
+    see `full_text`."""
 
     exit_code = 1
 
@@ -127,6 +128,11 @@ class Interrupted(RlsysError):
     def __init__(self, message: str, signal: int) -> None:
         super().__init__(message)
         self.exit_code = 128 + signal
+
+
+def full_text(error: BaseException) -> str:
+    """Return the text of an error with its notes, one a line."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def first_of(errors: BaseExceptionGroup) -> BaseException:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rlsys.config import Config
 from rlsys.config.resource_plan import plan_of
-from rlsys.errors import ConfigError, Interrupted
+from rlsys.errors import ConfigError, Interrupted, full_text
 from rlsys.launch import preflight
 from rlsys.launch.dashboard_process import dashboard_beside
 from rlsys.launch.run_lock import locked
@@ -238,7 +238,7 @@ class TrainingJob:
             emit("interrupted")
             raise Interrupted("interrupted before the first step", signal.SIGINT) from None
         except BaseException as error:
-            emit("failed", f"{type(error).__name__}: {error}")
+            emit("failed", f"{type(error).__name__}: {full_text(error)}")
             raise
         finally:
             for events, _ in ends:
@@ -248,25 +248,27 @@ class TrainingJob:
         """Look everything up, join or start a cluster, train there."""
         from workers.ray import cluster as ray_cluster
 
-        with phase(self.events, "load_data"):
-            data = preflight.look_up(self.config)
-        plan = plan_of(self.config)
-        with phase(self.events, "start_ray"):
-            cluster = ray_cluster.connect(self.config.ray.address, preflight.local_cpus(self.config, plan.num_cpus))
         this = asyncio.current_task()
         assert this is not None
         with Interruptible(this.cancel) as interruptible:
             try:
-                ray_cluster.check_capacity(plan.num_cpus, plan.num_gpus)
-                link_logs(self.config.run_dir, ray_cluster.log_folder(), self.events)
-                await self._train(data, interruptible)
-                self.result.steps = min(run.result.steps for run in self.runs.values())
-            except asyncio.CancelledError:
+                with phase(self.events, "load_data"):
+                    data = preflight.look_up(self.config)
+                plan = plan_of(self.config)
+                with phase(self.events, "start_ray"):
+                    num_cpus = preflight.local_cpus(self.config, plan.num_cpus)
+                    cluster = ray_cluster.connect(self.config.ray.address, num_cpus)
+                try:
+                    ray_cluster.check_capacity(plan.num_cpus, plan.num_gpus)
+                    link_logs(self.config.run_dir, ray_cluster.log_folder(), self.events)
+                    await self._train(data, interruptible)
+                    self.result.steps = min(run.result.steps for run in self.runs.values())
+                finally:
+                    cluster.close()
+            except (asyncio.CancelledError, SystemExit):
                 if interruptible.signal is None:
                     raise
                 raise Interrupted("interrupted before the first step", interruptible.signal) from None
-            finally:
-                cluster.close()
 
     async def _train(self, data: preflight.Data, interruptible: Interruptible) -> None:
         """Start the workers, train, end them. Raises `Interrupted` if the user stopped any of it."""
@@ -296,7 +298,7 @@ class TrainingJob:
         is_cut = any(reached[name] < driver.steps for name, driver in drivers.items())
         is_cut = is_cut or any(lane.was_given_up for lane in lanes)
         if interruptible.signal is not None and is_cut:
-            raise Interrupted(self._interruption(reached), interruptible.signal)
+            raise Interrupted(self._interruption(drivers, reached), interruptible.signal)
 
     async def _set_up(self, workers: WorkerSet) -> None:
         """Return once all workers are set up; emit what happens to their pools from then on."""
@@ -322,13 +324,20 @@ class TrainingJob:
             )
         return drivers
 
-    def _interruption(self, reached: Mapping[str, PolicyVersion]) -> str:
-        if self.config.policies:
-            steps = ", ".join(f"{name} after step {step}" for name, step in reached.items())
-            return f"interrupted: {steps}; all is saved, go on with run.resume=auto"
-        (step,) = reached.values()
-        saved = f"after step {step}, which is saved; go on with run.resume=auto"
-        return f"interrupted {saved if step else 'before the first step'}"
+    def _interruption(self, drivers: Mapping[str, Driver], reached: Mapping[str, PolicyVersion]) -> str:
+        saved = {name: driver.checkpoints.last_saved for name, driver in drivers.items()}
+        places = [_place(step, saved[name], f"{name} " * bool(self.config.policies)) for name, step in reached.items()]
+        remedy = "; go on with run.resume=auto" if any(saved.values()) else ""
+        return f"interrupted {', '.join(places)}{remedy}"
+
+
+def _place(step: PolicyVersion, saved: PolicyVersion | None, policy: str) -> str:
+    """Where a policy was interrupted, e.g. `after step 7, which is saved`."""
+    if not step:
+        return f"{policy}before the first step"
+    if saved == step:
+        return f"{policy}after step {step}, which is saved"
+    return f"{policy}after step {step}; {'no step' if saved is None else f'step {saved}'} is saved"
 
 
 @contextmanager

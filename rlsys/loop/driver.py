@@ -17,8 +17,9 @@ The driver decides and never touches the payload of a group. Synchronous RL is t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlsys.algorithm import Algorithm, Signal, version_after
@@ -29,7 +30,9 @@ from rlsys.errors import (
     NoProgress,
     NoSignal,
     PayloadLost,
+    RlsysError,
     RunAborted,
+    TrainingError,
     WorkerDied,
     first_of,
 )
@@ -59,6 +62,13 @@ from rlsys.weight_sync.sync import WeightSync
 
 ANNOTATED_AT_ONCE = 8
 """Micro-batches of tokens per call of an annotator: enough for full utilisation, few enough to stream."""
+STOP_S = 30.0
+"""Seconds that a step under way may take once the run is to end; more if an earlier step of the session took more."""
+SAVE_S = 300.0
+"""Seconds for the last checkpoint once the run is to end: generous, because giving up loses the steps in it."""
+_UNSAVED = (
+    f"the checkpoint of step {{}} was not written within {SAVE_S:g} s; go on from the one before with run.resume=auto"
+)
 
 
 @dataclass
@@ -88,8 +98,15 @@ class Driver:
     """None if moving trajectories gains nothing."""
     look_s: float = 0
     """Seconds between two observations of replicas and queue, for events; 0 disables them."""
-    _stopping: bool = False
-    _saving: asyncio.Task[None] | None = None
+    _stopping: bool = field(default=False, init=False)
+    _waits: dict[asyncio.Timeout, float] = field(default_factory=dict, init=False)
+    """What the learner waits for, and the seconds that each may last after `stop`."""
+    _longest_s: float = field(default=STOP_S, init=False)
+    """Seconds of the longest step of this session, at least `STOP_S`."""
+    _version: PolicyVersion = field(default=0, init=False)
+    """The last finished step."""
+    _saving: asyncio.Task[None] | None = field(default=None, init=False)
+    """Writing of the newest checkpoint."""
 
     def __post_init__(self) -> None:
         self._clock = StepClock(self.events)
@@ -101,13 +118,38 @@ class Driver:
     async def run(self, start: PolicyVersion) -> PolicyVersion:
         """Train from version `start` to `steps`; return the version reached, which is lower only after `stop`.
 
-        Raises the `RlsysError` that ended the run. Any other exception is a bug and propagates too.
+        Raises the `RlsysError` that ended the run, once the last finished step is saved: a note of the error names the
+        checkpoint to go on from. The same holds if the caller cancels this. Any other exception is a bug, and
+        propagates without a save.
         """
-        await self.weights.publish(start)
+        self._version = start
+        async with self._until_stopped():
+            await self.weights.publish(start)
+        learning = asyncio.create_task(self._learn())
+        try:
+            await self._loop(learning)
+            await asyncio.wait([learning])  # after `stop` it may still be in a step
+            learning.result()
+            await self._save_rest(start)
+        except (RlsysError, asyncio.CancelledError) as error:
+            await asyncio.gather(learning, return_exceptions=True)
+            if not isinstance(error, TrainingError | CheckpointError):  # these tell themselves what is saved
+                await self._save_after(error, start)
+            raise
+        finally:
+            learning.cancel()
+            await asyncio.gather(learning, return_exceptions=True)
+            if self._saving is not None:
+                await asyncio.wait([self._saving], timeout=SAVE_S)
+                self._saving.cancel()
+            self.weights.give_up()
+        return self._version
+
+    async def _loop(self, learning: asyncio.Task[None]) -> None:
+        """Run all other loops until the learner ends, or `stop`. Raises the first error; then the learner ends too."""
         self._clock.start()
         try:
             async with asyncio.TaskGroup() as loops:
-                self._loops = loops
                 if self.evaluation:
                     self.evaluation.attach(loops, self.queue.progress.moved)
                 others = [loops.create_task(self._produce()) for _ in range(self.queue.capacity)]
@@ -115,21 +157,22 @@ class Driver:
                 others.append(loops.create_task(self._watch()))
                 others.append(loops.create_task(self.supervise()))
                 if self.repacker:
-                    self.repacker.published(start)
+                    self.repacker.published(self._version)
                     others.append(loops.create_task(self.repacker.run()))
                 if self.look_s:
                     watcher = ReplicaWatcher(self.workers.rollouts, self.queue, self.events, self.look_s)
                     others.append(loops.create_task(watcher.run()))
-                version = await self._learn(start)
-                if not self._stopping:  # after `stop`, the cluster may be gone
-                    await self.weights.settled()
+                try:
+                    async with self._until_stopped():
+                        await asyncio.wait([learning])
+                        learning.result()
+                        await self.weights.settled()
+                finally:
+                    self.stop()
                 for loop in others:
                     loop.cancel()
         except BaseExceptionGroup as errors:
             raise first_of(errors) from None
-        finally:
-            self.weights.give_up()
-        return version
 
     async def restore(self, checkpoint: Path) -> PolicyVersion:
         """Load a checkpoint into all parts; return its version, which `run` publishes before it admits any group.
@@ -155,10 +198,33 @@ class Driver:
         return version
 
     def stop(self) -> None:
-        """Finish the current step, save, and return from `run`; a running evaluation is cancelled."""
+        """Finish the current step, save, and return from `run`. All other work ends at once; its groups are rolled out
+        again after a resume, and a running evaluation is cancelled."""
+        if self._stopping:
+            return
         self._stopping = True
+        for wait, grace_s in self._waits.items():
+            wait.reschedule(asyncio.get_running_loop().time() + grace_s)
         if self.evaluation:
             self.evaluation.stop()
+
+    @asynccontextmanager
+    async def _until_stopped(self, grace_s: float = 0.0) -> AsyncIterator[asyncio.Timeout]:
+        """Cancel the block `grace_s` seconds after `stop`, and go on behind it; the yielded timeout has expired then.
+
+        Every wait of the learner is in such a block.
+        """
+        wait = asyncio.timeout(grace_s if self._stopping else None)
+        try:
+            async with wait:
+                self._waits[wait] = grace_s
+                try:
+                    yield wait
+                finally:
+                    del self._waits[wait]
+        except TimeoutError:
+            if not wait.expired():
+                raise
 
     # --------------------------------------------------------------------------------------------------------- produce
 
@@ -256,91 +322,139 @@ class Driver:
 
     # ----------------------------------------------------------------------------------------------------------- learn
 
-    async def _learn(self, start: PolicyVersion) -> PolicyVersion:
+    async def _learn(self) -> None:
         """Run one optimizer step after the other.
 
         Consumes groups that have all their columns, produces weights and metrics. Waits for the oldest groups to be
         complete; unblocked by `_produce` and `_annotate`, or a group being dropped. Waits for a running evaluation only
-        when the next one is due, and at the end.
+        when the next one is due, and at the end. `stop` unblocks every wait.
         """
-        version = start
-        await self._evaluate(version)
-        while version < self.steps and not self._stopping:
-            with self._clock.span("wait_batch"):
-                groups = await self.queue.take(version)
-            if (result := await self._train_step(groups, version)) is None:
+        await self._evaluate(self._version)
+        while self._version < self.steps and not self._stopping:
+            groups: list[InFlightGroup] = []
+            async with self._until_stopped():
+                with self._clock.span("wait_batch"):
+                    groups = await self.queue.take(self._version)
+            if self._stopping:
+                self.queue.put_back(LEARNER, groups)
+                break
+            if (result := await self._train_step(groups, self._version)) is None:
                 continue
-            with self._clock.span("publish"):
-                await self.weights.publish(version + 1)
-            if self.repacker:
-                self.repacker.published(version + 1)
-            tasks = self.queue.release(groups, version + 1)
-            metrics = step_metrics(result, version, self.queue, self._clock)
-            if self.repacker:
-                metrics["async/moved"] = self.repacker.num_moved
-            metrics |= self._curation.metrics()
-            version += 1
-            self.events.emit(StepDone(version, metrics, tuple(group.group_id for group in groups)))
-            await self._maybe_save(version)
-            await self._record(version, tasks, result)
-            await self._evaluate(version)
-        if version > start:
-            await self._maybe_save(version)  # `stop` may have come after the last check
-            await self._saved()
+            try:
+                async with self._until_stopped():
+                    with self._clock.span("publish"):
+                        await self.weights.publish(self._version + 1)
+            finally:
+                tasks = self._finish(groups, result)
+            await self._maybe_save(self._version)
+            await self._record(self._version, tasks, result)
+            await self._evaluate(self._version)
         if self.evaluation:
-            await self.evaluation.end()
-        return version
+            async with self._until_stopped():
+                await self.evaluation.end()
+
+    def _finish(self, groups: Sequence[InFlightGroup], result: StepResult) -> list[Task]:
+        """Count a trained step, whether or not its weights could be published; return its tasks."""
+        version = self._version
+        if self.repacker:
+            self.repacker.published(version + 1)
+        tasks = self.queue.release(groups, version + 1)
+        metrics = step_metrics(result, version, self.queue, self._clock)
+        if self.repacker:
+            metrics["async/moved"] = self.repacker.num_moved
+        metrics |= self._curation.metrics()
+        self._version = version + 1
+        self.events.emit(StepDone(version + 1, metrics, tuple(group.group_id for group in groups)))
+        return tasks
 
     async def _evaluate(self, version: PolicyVersion) -> None:
         with self._clock.span("eval_wait"):
             if self.evaluation:
-                await self.evaluation.begin(version)
+                async with self._until_stopped():
+                    await self.evaluation.begin(version)
 
     async def _train_step(self, groups: Sequence[InFlightGroup], version: PolicyVersion) -> StepResult | None:
-        """Train one step; return None if it fails and its groups are put back, reissued or dropped.
+        """Train one step; return None if it fails and its groups are put back, reissued or dropped, or if it does not
+        end in time after `stop`.
 
         Raises `RunAborted` if a worker that the step needs is lost: such workers are not replaced within a run.
         """
+        result, began = None, asyncio.get_running_loop().time()
         try:
-            result = await self._learner.step([each.group for each in groups], version)
+            async with self._until_stopped(self._longest_s):
+                result = await self._learner.step([each.group for each in groups], version)
         except PayloadLost as error:
             self.queue.put_back(LEARNER, self._dropped_groups.reissue_lost(error, groups))
         except NoSignal as error:
             self._dropped_groups.drop_step(groups, error)
         except (WorkerDied, DeadlineExceeded) as error:
-            raise RunAborted(f"{error}; go on from the last checkpoint with run.resume=auto") from error
+            raise RunAborted(str(error)) from error
         else:
-            self._dropped_groups.trained()
-            return result
-        return None
+            self._longest_s = max(self._longest_s, asyncio.get_running_loop().time() - began)
+            if result is None:
+                self.queue.put_back(LEARNER, groups)
+            else:
+                self._dropped_groups.trained()
+        return result
 
     async def _record(self, step: int, tasks: Sequence[Task], result: StepResult) -> None:
         if self.rollouts_every and step % self.rollouts_every == 0:
             path = self.run_dir / "rollouts" / f"step_{step:06d}.jsonl"
             try:
-                with self._clock.span("record"):
-                    await self.workers.actor.record(path, step, tasks, result.groups, result.assigned)
+                async with self._until_stopped(STOP_S) as wait:
+                    with self._clock.span("record"):
+                        await self.workers.actor.record(path, step, tasks, result.groups, result.assigned)
             except PayloadLost as error:  # the groups are trained: only this file is missing
                 self.events.emit(WorkerFailed("actor-0", f"writing {path.name}", str(error)))
             except (OSError, CheckpointError) as error:
                 self.events.emit(FileSkipped(str(path), str(error)))
             else:
-                self.events.emit(RolloutsWritten(step, str(path)))
+                if not wait.expired():
+                    self.events.emit(RolloutsWritten(step, str(path)))
 
     async def _maybe_save(self, step: int) -> None:
         is_last = step >= self.steps or self._stopping
+        if self._saving is not None and self._saving.done():
+            await self._saving  # raises why the last one failed
         if not self.checkpoints.is_due(step, asyncio.get_running_loop().time(), is_last=is_last):
             return
-        with self._clock.span("checkpoint"):
-            await self._saved()
-            began = asyncio.get_running_loop().time()
-            writing = await self._begin_save(step)
-        self._saving = self._loops.create_task(self._finish_save(step, began, writing))
+        await self._saved()
+        began = asyncio.get_running_loop().time()
+        writing = None
+        async with self._until_stopped(SAVE_S):
+            with self._clock.span("checkpoint"):
+                writing = await self._begin_save(step)
+        if writing is None:
+            raise CheckpointError(_UNSAVED.format(step))
+        self._saving = asyncio.create_task(self._finish_save(step, began, writing))
 
     async def _saved(self) -> None:
-        """Wait until the checkpoint that is being written, if there is one, is on disk."""
-        if self._saving is not None:
+        """Wait until the checkpoint that is being written, if there is one, is on disk. Raises `CheckpointError`."""
+        if self._saving is None:
+            return
+        async with self._until_stopped(SAVE_S) as wait:
             await self._saving
+        if wait.expired():
+            raise CheckpointError(_UNSAVED.format(self._version))
+
+    async def _save_rest(self, start: PolicyVersion) -> None:
+        """Save the last finished step, unless that is done, or a later step changed the weights and did not end."""
+        if self._version > start and not self._learner.is_half_way:
+            await self._maybe_save(self._version)
+        await self._saved()
+
+    async def _save_after(self, error: BaseException, start: PolicyVersion) -> None:
+        """Save what there is before `error` ends the run, and note in it what can be resumed."""
+        reason = "" if not self._learner.is_half_way else "a later step did not end"
+        try:
+            await self._save_rest(start)
+        except RlsysError as problem:
+            reason = str(problem)
+        saved = self.checkpoints.last_saved
+        if saved != self._version and self._version > start:
+            error.add_note(f"step {self._version} could not be saved: {reason}")
+        kept = "no step is saved; begin anew" if saved is None else f"step {saved} is saved; go on"
+        error.add_note(f"{kept} with run.resume=auto")
 
     async def _begin_save(self, step: int) -> Awaitable[Path]:
         """Copy all state of `step`; the result is awaited until it is on disk. Leaves out finished groups whose payload

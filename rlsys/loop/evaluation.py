@@ -224,7 +224,7 @@ class EvaluationLane:
     """Version at which the run ends; evaluated for any value of `eval.every`."""
     folder: Path
     was_given_up: bool = field(default=False, init=False)
-    """True if `stop` cancelled an evaluation that was due."""
+    """True if an evaluation that was due did not begin, or was cancelled by `stop`."""
     _under_way: asyncio.Task[None] | None = field(default=None, init=False)
     _is_stopped: bool = field(default=False, init=False)
 
@@ -243,15 +243,17 @@ class EvaluationLane:
         """
         if not (version % self.evaluator.rules.every == 0 or version == self.last):
             return
+        self.was_given_up, was_before = True, self.was_given_up
         await self.weights.arrived(version)
         datasets = [name for name in self.evaluator.sets if not self._is_done(name, version)]
         if not datasets:
+            self.was_given_up = was_before
             return
         await self.end()
         await self.rollouts.pin(version)
         if self._is_stopped:
-            self.was_given_up = True
             return
+        self.was_given_up = False
         self.weights.kept.add(version)
         work, name = self._measure_all(datasets, version), f"evaluation of version {version}"
         self._under_way = self._loops.create_task(work, name=name)

@@ -443,19 +443,24 @@ class GroupQueue:
         Waits for a group with all its columns, less than `window` group ids past the oldest in flight. Unblocked by
         producers and annotators handing in columns, and by drops. A group with a token more than `staleness_bound`
         versions behind `version` is dropped as `stale`. Before `synchronous_until` that bound is 0.
+        Puts back what it took if it is cancelled.
         """
         taken: list[InFlightGroup] = []
-        while len(taken) < self.groups_per_step:
-            group = self._next(LEARNER)
-            if group is None or group.group_id >= self._oldest() + self.window:
-                await self._arrival(LEARNER)
-                continue
-            self._enter(group, State.TAKEN)
-            oldest = group.group.oldest_version
-            if version - oldest > self.bound_at(version):
-                self.drop(group, "stale", f"tokens of version {oldest} are older than the staleness bound allows")
-            else:
-                taken.append(group)
+        try:
+            while len(taken) < self.groups_per_step:
+                group = self._next(LEARNER)
+                if group is None or group.group_id >= self._oldest() + self.window:
+                    await self._arrival(LEARNER)
+                    continue
+                self._enter(group, State.TAKEN)
+                oldest = group.group.oldest_version
+                if version - oldest > self.bound_at(version):
+                    self.drop(group, "stale", f"tokens of version {oldest} are older than the staleness bound allows")
+                else:
+                    taken.append(group)
+        except asyncio.CancelledError:
+            self.put_back(LEARNER, taken)
+            raise
         return taken
 
     def put_back(self, consumer: str, groups: Iterable[InFlightGroup]) -> None:

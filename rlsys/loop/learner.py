@@ -94,6 +94,8 @@ class Learner:
     """Returns the run's configuration as YAML; it is saved with such a step."""
     past: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the previous step, from actor, critic and `Algorithm.finalize_advantages`; saved in checkpoints."""
+    is_half_way: bool = False
+    """True while models train, and after a step that failed there: the weights then belong to no version."""
 
     def __post_init__(self) -> None:
         made = {*self.workers.annotators, *self.workers.step_annotators, *(s for s in Signal if s.made == "actor")}
@@ -147,6 +149,7 @@ class Learner:
             made = await _all(makers[signal].annotate_step(groups, plan, signal) for signal in signals)
         columns = dict(zip(signals, made, strict=True))
         stats: list[TrainStats] = []
+        self.is_half_way = True
         for name, model in self._models.items():
             try:
                 with self.span("train", [name]):
@@ -155,6 +158,7 @@ class Learner:
                 kept = await self._keep(groups, settled.groups, version, name, error)
                 raise TrainingError(f"{error}\n{kept}", error.update) from error
         self.past = metrics = merge_metrics(*(of_model.metrics for of_model in stats), settled.metrics)
+        self.is_half_way = False
         return StepResult(groups, settled.groups, TrainStats(metrics, sum(of_model.train_s for of_model in stats)))
 
     @property

@@ -65,6 +65,10 @@ class Command:
         end at once when they get it too, and no step can be finished then."""
         os.kill(self._process.pid, signal.SIGTERM)
 
+    def hang_up(self) -> None:
+        """SIGHUP to every process of the group, as from a terminal that is closed."""
+        os.killpg(self._process.pid, signal.SIGHUP)
+
     def wait_until(self, is_so: Callable[[], bool]) -> None:
         """Return once it is so, while the command runs."""
         wait_until(lambda: is_so() or self._process.poll() is not None)

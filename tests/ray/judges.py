@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlsys.agents.workflow import Session, Workflow
@@ -52,3 +53,16 @@ class Marked(Workflow):
         agent = session.agent("policy")
         await agent.chat(session.task.prompt)
         agent.turns[-1] = replace(agent.turns[-1], text=MarkedText(agent.turns[-1].text))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hangs(Workflow):
+    """A single turn that hangs for ever once the file `gate` exists; the file `gate.hung` tells that it does."""
+
+    gate: Path
+
+    async def run(self, session: Session) -> None:
+        if self.gate.exists():
+            self.gate.with_suffix(".hung").touch()
+            await asyncio.Event().wait()
+        await session.agent("policy").chat(session.task.prompt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -149,6 +150,35 @@ def test_ctrl_c_twice_exits_at_once_and_leaves_no_process(model_path: Path, data
         command.interrupt()
         assert command.end().code == 130
         wait_until(lambda: not command.processes())
+
+
+def test_a_closed_terminal_saves_although_rollouts_hang(model_path: Path, data_path: Path, tmp_path: Path):
+    job, gate = job_in(tmp_path, model_path, data_path), tmp_path / "gate"
+    hanging = f"rollout.workflow={{type: 'tests.ray.judges:Hangs', gate: {gate}}}"
+    with job.train(ENDLESS, "checkpoint.every=0", hanging) as command:
+        command.wait_until(lambda: bool(job.steps))
+        gate.touch()
+        command.wait_until(gate.with_suffix(".hung").exists)
+        began = time.monotonic()
+        command.hang_up()
+        ended = command.end()
+    assert time.monotonic() - began < 30
+    assert ended.code == 129, ended.stderr
+    assert job.saved == job.steps[-1]
+    assert f"interrupted after step {job.saved}, which is saved" in ended.stderr
+
+
+def test_a_termination_at_start_up_ends_in_order(model_path: Path, data_path: Path, tmp_path: Path):
+    job = job_in(tmp_path, model_path, data_path)
+    events = job.run_dir / "events.jsonl"
+    with job.train(ENDLESS) as command:
+        command.wait_until(lambda: events.exists() and "load_data" in events.read_text())
+        command.terminate()
+        ended = command.end()
+    assert ended.code == 143, ended.stderr
+    assert ended.stderr.strip().endswith("rlsys: interrupted before the first step")
+    last = json.loads(events.read_text().splitlines()[-1])
+    assert (last["kind"], last["reason"]) == ("run_ended", "interrupted")
 
 
 # ------------------------------------------------------------------------------------------------------- a Ray job

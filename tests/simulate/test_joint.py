@@ -124,7 +124,7 @@ def test_policies_resume_from_their_own_checkpoint_steps(tmp_path: Path):
         Session({"proposer": FakeWorld(), "solver": FakeWorld(nan_at=5)}, tmp_path, limits).run()
     resumed = Session(worlds(), tmp_path, limits)
     assert resumed.run() == {"proposer": STEPS, "solver": STEPS}
-    assert resumed.worlds["proposer"].trained_group_ids == list(range(3 * 3, 3 * STEPS))
+    assert resumed.worlds["proposer"].trained_group_ids == list(range(4 * 3, 3 * STEPS)), "its last step was saved"
     assert resumed.worlds["solver"].trained_group_ids == list(range(2 * 4, 2 * STEPS))
 
 

@@ -1,0 +1,38 @@
+"""What a run writes when it ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from rlsys.errors import Interrupted, NoProgress
+from rlsys.launch.preflight import Start
+from rlsys.launch.train_run import TrainingJob
+from rlsys.testing.fake_run import fake_config
+from rlsys.types import POLICY
+
+
+def end_of(folder: Path, error: BaseException) -> dict[str, object]:
+    """The last event of a run that `error` ends."""
+    config = fake_config(folder, {})
+    job = TrainingJob.of(config, {POLICY: config}, {POLICY: Start(None)}, time.monotonic(), progress=False)
+    with pytest.raises(type(error)), job.end_emitted():
+        raise error
+    return json.loads((folder / "events.jsonl").read_text().splitlines()[-1])
+
+
+def test_an_error_ends_the_run_with_its_text_and_notes(tmp_path: Path):
+    error = NoProgress("nothing moved for 900 s")
+    error.add_note("step 7 is saved; go on with run.resume=auto")
+    end = end_of(tmp_path / "run", error)
+    assert (end["kind"], end["reason"]) == ("run_ended", "failed")
+    assert end["detail"] == "NoProgress: nothing moved for 900 s\nstep 7 is saved; go on with run.resume=auto"
+
+
+def test_a_signal_ends_the_run_as_interrupted(tmp_path: Path):
+    end = end_of(tmp_path / "run", Interrupted("interrupted before the first step", signal.SIGHUP))
+    assert (end["kind"], end["reason"]) == ("run_ended", "interrupted")
