@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -45,9 +45,9 @@ class StuckActor(FakeActor):
         await self._maybe_wait("publish")
         return await super().publish(version)
 
-    async def save(self, folder: Path) -> None:
+    async def save(self, folder: Path) -> Awaitable[None]:
         await self._maybe_wait("save")
-        await super().save(folder)
+        return await super().save(folder)
 
     async def record(
         self, path: Path, step: int, tasks: Sequence[Task], groups: Sequence[Group], assigned: Assigned
@@ -190,9 +190,9 @@ class MortalActor(FakeActor):
         self._check_alive()
         await super().fetch(groups, plan)
 
-    async def save(self, folder: Path) -> None:
+    async def save(self, folder: Path) -> Awaitable[None]:
         self._check_alive()
-        await super().save(folder)
+        return await super().save(folder)
 
     def _check_alive(self) -> None:
         if self.version >= 2:
