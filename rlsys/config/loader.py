@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -56,8 +56,14 @@ class Layer:
 
 def load(config: type[C], paths: Sequence[str | Path], overrides: Sequence[str]) -> C:
     """Read, merge and validate. Raises `ConfigError` with every problem, each with its key and source."""
+    layers = [*(_read(Path(p)) for p in paths), *(_override(o) for o in overrides)]
+    return _validated(config, layers, ", ".join(str(p) for p in paths) or "command line")
+
+
+def _validated(config: type[C], layers: Sequence[Layer], where: str) -> C:
+    """Merge the layers and validate the result. `where` is the source of keys that none of them has."""
     merged, plugins = Layer({}), dict(_plugins_under(config))
-    for layer in [*(_read(Path(p)) for p in paths), *(_override(o) for o in overrides)]:
+    for layer in layers:
         for at in plugins:
             _write_out(layer, at)
         _merge(merged.tree, layer.tree, merged.sources)
@@ -65,8 +71,30 @@ def load(config: type[C], paths: Sequence[str | Path], overrides: Sequence[str])
     try:
         return config.model_validate(merged.tree)
     except ValidationError as error:
-        where = ", ".join(str(p) for p in paths) or "command line"
         raise ConfigError(_report(list(problems_in(error)), config, merged, where)) from None
+
+
+def load_sections(config: type[C], path: Path, sections: Collection[str], overrides: Sequence[str] = ()) -> C:
+    """Read these sections of a file, with the defaults for all others, so that no code which those name is imported.
+
+    Raises `ConfigError` as `load` does.
+    """
+    layer = _read(path)
+    tree = {name: value for name, value in layer.tree.items() if name in sections}
+    return _validated(config, [Layer(tree, layer.sources), *map(_override, overrides)], str(path))
+
+
+def texts_in(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield every text of a configuration with its key, e.g. `("reward.fn", "exact")`. Imports nothing."""
+    waiting: list[tuple[Location, object]] = [((), _read(path).tree)]
+    while waiting:
+        at, value = waiting.pop()
+        if isinstance(value, str):
+            yield dotted(at), value
+        elif isinstance(value, dict):
+            waiting += [((*at, key), each) for key, each in value.items()]
+        elif isinstance(value, list):
+            waiting += [((*at, index), each) for index, each in enumerate(value)]
 
 
 def dump(tree: Mapping[str, object]) -> str:

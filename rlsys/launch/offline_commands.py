@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from rlsys.batch.packing import BatchPlan
 from rlsys.config import Config
+from rlsys.config.loader import load_sections
 from rlsys.config.resource_plan import evaluation_roles, needs
 from rlsys.data.inspection import Inspection, Rendering, inspect
 from rlsys.data.row_adapters import AS_FOUND, Columns
@@ -32,6 +33,10 @@ from rlsys.types import Task
 
 if TYPE_CHECKING:
     from workers.train.fsdp import FsdpBackend
+
+
+EXPORTED = ("run", "model", "data", "train")
+"""Sections that an export depends on, or that have no default."""
 
 
 def evaluate(
@@ -58,6 +63,7 @@ def evaluate(
         overrides += [_override("eval.data", None), _override("eval.data", data)]  # otherwise they would be merged
     if is_run:
         _check_has_one_policy(run)
+        preflight.check_code(run, run / CONFIG, overrides)
         config = Config.load(run / CONFIG, overrides)
     else:
         needed = {"run.steps": 1, "model.path": target, "data.path": "none is read"}
@@ -159,12 +165,14 @@ def made_once(folder: Path, make: Callable[[Path], object]) -> Path:
 def export(run: Path, to: Path, step: str = "latest") -> Path:
     """Write a checkpoint of a run as a model folder (safetensors, config, tokenizer); returns the folder.
 
+    Of the configuration only `EXPORTED` is read, and no code that the configuration names is imported.
     Raises `CheckpointError` if the run has no such complete checkpoint.
     """
     checkpoint = preflight.checkpoint_of(run, step)
     from workers.worker_set import export_checkpoint
 
-    export_checkpoint(Config.load(run / CONFIG), checkpoint / "actor", to)
+    config = load_sections(Config, run / CONFIG, EXPORTED, ["stabilizer=null"])  # the default one needs longer runs
+    export_checkpoint(config, checkpoint / "actor", to)
     return to
 
 
@@ -177,6 +185,7 @@ def replay(folder: Path) -> ReplayedStep:
     """
     failed = read_failed(folder)
     preflight.prepare_imports()
+    preflight.check_code(folder.parent.parent if folder.parent.name == "failed" else folder, folder / CONFIG)
     config = Config.load(folder / CONFIG)
     preflight.check_model(config)
     from workers.replay.step_replay import replay as compute
@@ -197,6 +206,8 @@ def replay_step(run: Path, step: int, *, debug: bool = False) -> RetrainedSteps:
     preflight.check_is_run(run)
     recording = RecordedSteps.of(run, step)
     preflight.prepare_imports()
+    for path in dict.fromkeys(path_at(run, each) for each in (*recording.steps, step)):
+        preflight.check_code(run, path)
     config, changed = Config.load(path_at(run, step)), changed_keys(run, recording.steps)
     preflight.check_model(config)
     if debug and config.train.ranks > 1:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import and_
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from rlsys.algorithm import Signal
 from rlsys.config import Config
+from rlsys.config.loader import texts_in
 from rlsys.config.policy_sections import PolicySection
 from rlsys.data.task_file import Place, load_tasks
 from rlsys.data.task_source import TaskSource
@@ -41,6 +43,33 @@ def prepare_imports() -> None:
     """Resolve `module:name` of a configuration in the current folder, as `python -m` does, in workers too."""
     ensure_not_shadowed()
     import_from_here()
+
+
+def check_code(run: Path, config: Path, overrides: Sequence[str] = ()) -> None:
+    """Raise `ConfigError` if a configuration in a run folder names code that lies in this folder.
+
+    Such code came with the folder, perhaps from others. Keys among the overrides are the user's own choice.
+    """
+    chosen = tuple(override.removeprefix("--").partition("=")[0] for override in overrides)
+    for key, text in texts_in(config):
+        inside = (file for file in _code_files(text) if file.resolve().is_relative_to(run.resolve()))
+        if not (chosen and key.startswith(chosen)) and (file := next(inside, None)):
+            raise ConfigError(
+                f"{config}: {key}: {text} is code in the run folder itself ({file}), and may come from others: "
+                "read it and move it elsewhere, or name it in an override, if the command takes overrides"
+            )
+
+
+def _code_files(text: str) -> Iterator[Path]:
+    """Existing files and packages that `file.py:name` or `module:name` could mean."""
+    place, colon, _ = text.rpartition(":")
+    if place.endswith(".py"):
+        yield from filter(Path.exists, [Path(place)])
+    elif colon and all(part.isidentifier() for part in place.split(".")):
+        for root in map(Path, ("", *sys.path)):
+            stem = root.joinpath(*place.split("."))
+            yield from stem.parent.glob(f"{stem.name}.*")
+            yield from filter(Path.is_dir, [stem])
 
 
 def check_model(config: Config) -> None:

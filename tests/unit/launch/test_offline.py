@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
 
 from rlsys.config import Config
-from rlsys.errors import CheckpointError
-from rlsys.launch.offline_commands import exported, made_once
-from rlsys.launch.preflight import rooted
+from rlsys.config.loader import load_sections
+from rlsys.errors import CheckpointError, ConfigError
+from rlsys.launch.offline_commands import EXPORTED, evaluate, export, exported, made_once
+from rlsys.launch.preflight import check_code, rooted
+from rlsys.loop.checkpoint import CONFIG
 
+PLANTED = """\
+from pathlib import Path
+
+Path(__file__).with_name("imported").touch()
+"""
 NEEDED = ["run.steps=1", "model.path=org/none"]
 
 
@@ -56,3 +64,42 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path):
         made_once(tmp_path / "gone" / "model", filling)
     with pytest.raises(CheckpointError, match=r"rlsys export .*/run --to FOLDER --step 000001`, and evaluate that"):
         exported(tmp_path / "run" / "checkpoints" / "step_000001")
+
+
+def planted(folder: Path, *lines: str) -> Path:
+    """A run folder from others, with code that leaves the file `imported` if it is imported."""
+    run = folder / "run"
+    run.mkdir()
+    (run / "planted.py").write_text(PLANTED)
+    (run / CONFIG).write_text("\n".join(["run: {steps: 1}", "model: {path: m}", "data: {path: d}", *lines]))
+    return run
+
+
+@pytest.mark.parametrize(
+    "line", ["algorithm: planted:Own", "stabilizer: planted:Own", "rollout: {workflow: planted:Own}", "tracking: [p:O]"]
+)
+def test_an_export_imports_no_code_of_the_run(tmp_path: Path, line: str):
+    run = planted(tmp_path, line)
+    with chdir(run):
+        config = load_sections(Config, run / CONFIG, EXPORTED, ["stabilizer=null"])
+        with pytest.raises(CheckpointError, match="has no complete checkpoint"):
+            export(run, tmp_path / "model")
+    assert (config.run.steps, config.model.path) == (1, "m")
+    assert not (run / "imported").exists()
+
+
+@pytest.mark.parametrize(
+    "line", ["algorithm: planted:Own", "reward: {fn: RUN/planted.py:score}", "reward: {fn: [{fn: planted:score}]}"]
+)
+def test_code_inside_a_run_folder_is_refused(tmp_path: Path, line: str):
+    run = planted(tmp_path, line.replace("RUN", str(tmp_path / "run")))
+    with chdir(run), pytest.raises(ConfigError, match=r"is code in the run folder itself \(.*planted.py\)"):
+        evaluate(str(run))
+    assert not (run / "imported").exists()
+
+
+def test_code_that_an_override_names_may_lie_in_a_run_folder(tmp_path: Path):
+    run = planted(tmp_path, f"reward: {{fn: {tmp_path}/run/planted.py:score}}")
+    check_code(run, run / CONFIG, [f"--reward.fn={run}/planted.py:score"])
+    with pytest.raises(ConfigError, match=r"reward.fn: .* is code in the run folder"):
+        check_code(run, run / CONFIG, ["train.lr=1"])
