@@ -212,7 +212,7 @@ async def replica(model: Model, engine: EngineName, threads: int) -> AsyncIterat
     def one(name: str) -> Remote[RolloutWorker]:
         return start(BenchWorker, name, partial(BenchWorker.of, name, spec, {}, None), spec.resources, DEADLINE_S)
 
-    pool = RolloutPool(PoolSpec(1, one, DEADLINE_S, max_attempts=1))
+    pool = RolloutPool(PoolSpec(1, one, DEADLINE_S, DEADLINE_S, max_attempts=1))
     await pool.ready()
     yield pool
     await pool.close()

@@ -189,6 +189,8 @@ class EngineStats:
     """Tokens sampled since start."""
     num_cached_tokens: int = 0
     """Prompt tokens since start with keys and values from a prefix cache."""
+    step_age_s: float = 0.0
+    """Seconds since the running step began; 0 between steps."""
 
 
 @dataclass(frozen=True, slots=True)

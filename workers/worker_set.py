@@ -260,7 +260,7 @@ def _replicas(
         build = partial(RolloutWorker.of, name, spec, members, partials)
         return start(RolloutWorker, name, build, spec.resources, ANSWER_S)
 
-    return PoolSpec(section.replicas, one, limits.lease_s, limits.max_attempts)
+    return PoolSpec(section.replicas, one, limits.lease_s, limits.silence_s, limits.max_attempts)
 
 
 def _generator_spec(
@@ -290,7 +290,7 @@ def start_rewards(config: Config) -> RewardPool:
     def one(name: str) -> Remote[RewardWorker]:
         return start(RewardWorker, name, partial(RewardWorker.of, name, *arguments), resources, limits.lease_s)
 
-    return RewardPool(PoolSpec(reward.workers, one, limits.lease_s, limits.max_attempts))
+    return RewardPool(PoolSpec(reward.workers, one, limits.lease_s, limits.silence_s, limits.max_attempts))
 
 
 def start_reference(config: Config, policy: str = POLICY) -> ReferenceHandle:

@@ -242,6 +242,9 @@ class LimitsSection(Section):
     killed and filled again."""
     step_s: PositiveFloat = 120.0
     """Deadline of one decoding step of an engine, seconds; after it, the replica is replaced."""
+    silence_s: PositiveFloat = 6.0
+    """Seconds without a heartbeat after which a rollout replica or a reward worker is replaced. A thread of its own
+    answers for the worker, so a long computation does not count; a process that is stopped does."""
     no_progress_s: PositiveFloat = 900.0
     """Seconds without a finished group or step after which the run ends with a table of pending work."""
     max_attempts: PositiveInt = 3

@@ -42,6 +42,8 @@ class RouterLoad:
     is_live: bool = True
     stats: EngineStats | None = None
     """Last reported statistics of its engine."""
+    is_stuck: bool = False
+    """Is it live, and makes no progress at the moment?"""
 
     @property
     def is_full(self) -> bool:
@@ -57,12 +59,13 @@ def choose(
     """Return the replica for a request of `weight`; `home` has its prefix cached.
 
     The result is `home`, unless overloaded, else the first replica with the least weight. Full replicas are used only
-    if all are full, replicas outside `among` only if none of those is live, and dead ones never. Raises `ValueError` if
-    none is live.
+    if all are full, replicas outside `among` only if none of those is live, stuck ones only if all are stuck, and dead
+    ones never. Raises `ValueError` if none is live.
     """
     live = [i for i, load in enumerate(loads) if load.is_live]
     if not live:
         raise ValueError("no replica is live: wait for one to join")
+    live = [i for i in live if not loads[i].is_stuck] or live
     live = [i for i in live if among is not None and i in among] or live
     fit = [i for i in live if not loads[i].is_full] or live
     least = min(fit, key=lambda i: loads[i].weight)
@@ -100,6 +103,10 @@ class Router:
     def report(self, replica: int, stats: EngineStats | None) -> None:
         """Record the latest statistics of a replica."""
         self.loads[replica].stats = stats
+
+    def set_stuck(self, replica: int, is_stuck: bool) -> None:
+        """Pass a replica over, or no longer."""
+        self.loads[replica].is_stuck = is_stuck
 
     def leave(self, replica: int) -> None:
         """Mark a replica as gone, with its cache: no request goes there until `join`."""

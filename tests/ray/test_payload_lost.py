@@ -91,7 +91,7 @@ def test_groups_lost_with_a_node_are_named_and_others_survive(three_nodes: Clust
     writers = [start(Writer, "writer", Writer, NO_MATHS, 60.0, place=node) for node in (here, there)]
     actor = ActorHandle([start(Rank, f"actor-{r}", Rank, NO_MATHS, 60.0, place=here) for r in range(2)])
     build = partial(Judge, (), 1, 60.0)
-    rewards = RewardPool(PoolSpec(1, lambda name: start(Judge, name, build, NO_MATHS, 60.0, place=here), 60.0, 1))
+    rewards = RewardPool(PoolSpec(1, lambda name: start(Judge, name, build, NO_MATHS, 60.0, place=here), 60.0, 6.0, 1))
     reference = ReferenceHandle(start(Reader, "reference", Reader, NO_MATHS, 60.0, place=here))
 
     def planned(groups: list[Group]) -> BatchPlan:

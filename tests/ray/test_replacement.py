@@ -1,13 +1,20 @@
-"""The only replica dies under several groups: all of them wait for its successor, and none is lost."""
+"""The only replica dies or freezes under its groups: all of them wait for its successor, and none is lost."""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import time
+
+import psutil
+import pytest
 
 from rlsys.contracts import RolledOut
-from rlsys.errors import WorkerDied
+from rlsys.errors import DeadlineExceeded, WorkerDied
 from rlsys.types import POLICY, Assignment, Task
 from tests.jobs import config_of
+from workers.ray.cluster import NO_MATHS, log_folder
+from workers.ray.remote_proxy import Remote, start
 from workers.worker_set import WorkerSet
 
 TASK = Task(id="t", prompt="312>", answer="123")
@@ -39,3 +46,58 @@ def test_groups_of_a_dead_only_replica_run_on_its_successor(cluster, model_path,
     assert {name for name, _ in ends} == {"rollout-0"}
     assert {done.group.replica for _, done in ends} == {"rollout-0.1"}
     assert sorted(done.group.group_id for _, done in ends) == [0, 1, 2, 3, 4]
+
+
+def test_a_stopped_replica_is_replaced_within_seconds(cluster, model_path, data_path, tmp_path):
+    crew = WorkerSet.of(config_of(model_path, data_path, tmp_path, ["limits.silence_s=5"]))
+    rollouts, task = crew.rollouts, Assignment(0, TASK, 2, 0, seed=0)
+
+    async def main() -> float:
+        await crew.ready()
+        await crew.lines[POLICY].actor.publish(0)
+        await rollouts.run(task)
+        ours = psutil.Process().children(recursive=True)
+        replicas = [process for process in ours if process.cmdline()[:1] == ["ray::RolloutWorker"]]
+        max(replicas, key=psutil.Process.create_time).suspend()  # older ones are those of other tests
+        began = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match="rollout-0 while answering a heartbeat: none within 5 s"):
+            await rollouts.run(task)
+        await rollouts.restart("rollout-0", lambda worker, seconds: None)
+        done = await rollouts.run(task)
+        took_s = time.monotonic() - began
+        assert done.group.replica == "rollout-0.1"
+        await crew.close()
+        return took_s
+
+    assert asyncio.run(asyncio.wait_for(main(), 100)) < 40, "10.5 minutes with the lease alone"
+
+
+class Hoarder:
+    """Computes without giving the interpreter's lock away."""
+
+    async def hoard(self, seconds: int) -> None:
+        ctypes.PyDLL("").sleep(seconds)
+
+    async def close(self) -> None: ...
+
+
+async def beat_on(worker: Remote[Hoarder]) -> None:
+    while True:
+        await worker.beat(3.0)
+
+
+def test_a_worker_that_keeps_the_lock_writes_its_stacks(cluster):
+    async def main() -> None:
+        worker = start(Hoarder, "hoarder", Hoarder, NO_MATHS, 60.0)
+        await worker.setup()
+        await worker.beat(3.0)
+        hoarding = asyncio.create_task(worker.call(Hoarder.hoard, 100))
+        with pytest.raises(DeadlineExceeded):
+            await beat_on(worker)
+        worker.kill()
+        with pytest.raises(WorkerDied):
+            await hoarding
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    logs = [path.read_text() for path in log_folder().glob("worker-*.err")]
+    assert any("Timeout (0:00:02)" in log and "in hoard" in log for log in logs)

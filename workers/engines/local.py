@@ -75,6 +75,7 @@ class LocalEngine(SteppingEngine):
             num_waiting=len(self._waiting),
             kv_used=num_running / self._spec.slots,
             num_tokens=self._decoder.num_tokens,
+            step_age_s=self.step_age_s,
         )
 
     # ------------------------------------------------------------------------------------------- on the step thread

@@ -9,6 +9,7 @@ Subclasses define a step. Admission, pausing, abortion, deadlines and shutdown a
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from asyncio import AbstractEventLoop, CancelledError, Future, get_running_loop, to_thread
 from collections import deque
@@ -60,6 +61,7 @@ class _Turn:
     """One turn of the step thread, compared by identity."""
 
     deadline_s: float
+    began_s: float = field(default_factory=time.monotonic)
 
 
 class SteppingEngine(ABC):
@@ -122,6 +124,12 @@ class SteppingEngine(ABC):
     @property
     def version(self) -> PolicyVersion:
         return self._version
+
+    @property
+    def step_age_s(self) -> float:
+        """See `EngineStats.step_age_s`."""
+        turn = self._turn
+        return 0.0 if turn is None else time.monotonic() - turn.began_s
 
     @property
     def versions(self) -> tuple[PolicyVersion, ...]:

@@ -132,6 +132,7 @@ class VllmEngine(SteppingEngine):
             kv_used=self._core.scheduler.kv_cache_manager.usage,
             num_tokens=self._num_tokens,
             num_cached_tokens=self._num_cached,
+            step_age_s=self.step_age_s,
         )
 
     # ------------------------------------------------------------------------------------------- on the step thread

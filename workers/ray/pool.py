@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from rlsys.errors import DeadlineExceeded, RlsysError, RunAborted, WeightsMismatch, WorkerDied, WorkerError
+from rlsys.util import deadlines
 from rlsys.weight_sync.sync import with_deadline
 from workers.ray.remote_proxy import CallStream, Chunks, PayloadRef, Remote
 
 W = TypeVar("W")
 Recovered: TypeAlias = Callable[[str, float], None]
 """Takes the name of a worker that died, and the seconds until its successor was ready."""
+BEATS = 3
+"""Heartbeats within the silence that ends a member."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,8 @@ class PoolSpec(Generic[W]):
     """Gives one worker a process, given its name."""
     lease_s: float
     """Deadline of one piece of work."""
+    silence_s: float
+    """Seconds without a heartbeat after which a member is replaced."""
     max_attempts: int
     """Times a place is filled again after a failure, before it stays empty."""
 
@@ -50,7 +55,7 @@ class PoolMember(Generic[W]):
 class Pool(Generic[W]):
     """Workers of one kind, any of which can do the next piece of work.
 
-    One that fails is replaced in the background, while work goes to the others.
+    One that fails or sends no heartbeat is replaced in the background, while work goes to the others.
     """
 
     def __init__(self, kind: str, phase: str, supply: PoolSpec[W]) -> None:
@@ -132,7 +137,7 @@ class Pool(Generic[W]):
 
     def _succeeded(self, member: PoolMember[W]) -> PoolMember[W]:
         """Kill a member and put a successor in its place; the successor is not set up yet."""
-        member.worker.kill()
+        self._spawn(member.worker.kill_with_stacks())
         successor = self.members[member.index] = self._member(member.index, member.generation + 1)
         return successor
 
@@ -153,6 +158,36 @@ class Pool(Generic[W]):
         member.is_live = True
         self._joined(member)
         self._notify()
+        self._spawn(self._watch(member))
+
+    async def _watch(self, member: PoolMember[W]) -> None:
+        """Replace a live member once its process is dead or silent; its work fails at once.
+
+        Waits a third of `silence_s` between two heartbeats; ends when the member is no longer live.
+        """
+        while member.is_live:
+            try:
+                await self._check(member)
+            except (WorkerDied, DeadlineExceeded) as failure:
+                if not member.is_live:
+                    return
+                if not member.num_running:  # otherwise the callers report it
+                    self.on_failure(failure)
+                self._replace(member, self.on_recovery)
+                member.calls.fail(failure)
+            await deadlines.sleep(self._supply.silence_s / BEATS)  # silence cannot notify
+
+    async def _check(self, member: PoolMember[W]) -> None:
+        """Raise `WorkerDied`, or `DeadlineExceeded` if a member is silent."""
+        silence_s = self._supply.silence_s
+        try:
+            await member.worker.beat(silence_s)
+        except DeadlineExceeded as late:
+            detail = (
+                f"none within {silence_s:g} s: its process is stopped, or a computation keeps the interpreter's lock"
+            )
+            remedy = "see the stacks in its log, or raise limits.silence_s if its machine is overloaded"
+            raise DeadlineExceeded(member.name, late.phase, f"{detail}; {remedy}") from late
 
     def _leave(self, worker: str) -> None:
         """Give nothing more to the member called `worker`."""

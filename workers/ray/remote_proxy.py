@@ -13,6 +13,7 @@ No other module calls `.remote()`.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -49,6 +50,12 @@ BESIDE = "beside"
 """Ray's name for the second thread of a worker without async methods."""
 CLOSE_S = 5.0
 """Deadline for a worker to free its resources."""
+DUMP_S = 1.0
+"""Deadline for a worker to write its stacks into its log."""
+STDERR = 2
+"""Descriptor of the worker's log."""
+HEARTBEAT = "heartbeat"
+"""Ray's name for the calls of a worker that a thread of their own answers."""
 
 
 class _Process:
@@ -92,6 +99,16 @@ class _ManyAtOnce(_Process):
 
     async def call(self, path: str, *args: object, **kwargs: object) -> object:
         return await _result(self._method(path)(*args, **kwargs))
+
+    @ray.method(concurrency_group=HEARTBEAT)
+    def beat(self, silence_s: float) -> None:
+        """Answer, whatever the worker computes. The process writes its stacks to its log unless the next heartbeat
+        comes within two thirds of `silence_s`: then a computation keeps the interpreter's lock."""
+        faulthandler.dump_traceback_later(silence_s * 2 / 3, file=STDERR)
+
+    @ray.method(concurrency_group=HEARTBEAT)
+    def dump_stacks(self) -> None:
+        faulthandler.dump_traceback(file=STDERR)
 
     async def stream(self, path: str, *args: object) -> AsyncIterator[object]:
         async for part in self._method(path)(*args):
@@ -180,6 +197,21 @@ class Remote(Generic[W]):
             await call(self.actor.call.remote("close"), self.name, "closing", CLOSE_S)
         self.kill()
 
+    async def beat(self, silence_s: float) -> None:
+        """Return once the process of a worker with async methods answers, even if the worker computes.
+
+        Raises `WorkerDied`, or `DeadlineExceeded` after `silence_s`.
+        """
+        await call(self.actor.beat.remote(silence_s), self.name, "answering a heartbeat", silence_s)
+
+    async def kill_with_stacks(self) -> None:
+        """Let a worker with async methods write its stacks into its log, if it can; then kill its process."""
+        try:
+            with suppress(RlsysError):
+                await call(self.actor.dump_stacks.remote(), self.name, "writing its stacks", DUMP_S)
+        finally:
+            self.kill()
+
     def kill(self, *, restart: bool = False) -> None:
         """Kill the process. With `restart`, Ray starts it again, if it was started with `restarts`."""
         ray.kill(self.actor, no_restart=not restart)
@@ -224,8 +256,8 @@ def start(
     }
     if ray.util.get_node_ip_address() == LOOPBACK:  # of a cluster that `connect` starts: collectives stay there too
         environment |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
-    groups: dict[str, Any] = {} if is_async else {"concurrency_groups": {BESIDE: 1}}  # not in Ray's stubs
-    actor = (ray.remote(**groups)(process) if groups else ray.remote(process)).options(
+    groups = {HEARTBEAT if is_async else BESIDE: 1}
+    actor = ray.remote(concurrency_groups=groups)(process).options(  # pyrefly: ignore[unexpected-keyword]
         num_cpus=resources.num_cpus,
         num_gpus=resources.num_gpus,
         max_restarts=-1 if restarts else 0,
@@ -364,6 +396,11 @@ class CallStream(Generic[Request, Answer]):
         self._worker, self._phase, self._start = worker, phase, start
         self._unsent: list[tuple[Request, asyncio.Future[tuple[Answer, PayloadRef]]]] = []
         self._reading: set[asyncio.Task[None]] = set()
+        self._waiting: set[asyncio.Future[tuple[Answer, PayloadRef]]] = set()
+
+    def fail(self, failure: RlsysError) -> None:
+        """Raise `failure` in every call that waits for its answer."""
+        self._fail(self._waiting, failure)
 
     async def call(self, request: Request) -> tuple[Answer, PayloadRef]:
         """The answer to one request, and the reference to its payload.
@@ -376,6 +413,8 @@ class CallStream(Generic[Request, Answer]):
         if not self._unsent:
             loop.call_soon(self._send)
         self._unsent.append((request, answer))
+        self._waiting.add(answer)
+        answer.add_done_callback(self._waiting.discard)
         return await answer
 
     def _send(self) -> None:

@@ -29,6 +29,8 @@ ANSWER_S = 30.0
 """Deadline of a call that does not sample."""
 QUESTION_S = 2.0
 """Deadline of a call whose answer only improves a choice."""
+STUCK_S = 5.0
+"""Age of a step from which other replicas are preferred."""
 CHARACTERS_PER_TOKEN = 4
 """Estimate for a prompt where there is no tokenizer. It only weighs groups against each other."""
 
@@ -155,6 +157,18 @@ class RolloutPool(Pool[RolloutWorker]):
         if (dead := self._called(death.worker)) is not None and dead.is_live:
             self.on_failure(death)
             self._replace(dead, self.on_recovery)
+
+    async def _check(self, member: PoolMember[RolloutWorker]) -> None:
+        """See `Pool._check`. A replica in a long step, or too busy to tell, is passed over until it goes on."""
+        await super()._check(member)
+        try:
+            stats = await member.worker.within(QUESTION_S).call(RolloutWorker.stats)
+        except DeadlineExceeded:
+            is_stuck = True
+        else:
+            is_stuck = stats.step_age_s > STUCK_S
+        if member.is_live:
+            self._router.set_stuck(member.index, is_stuck)
 
     def _joined(self, member: PoolMember[RolloutWorker]) -> None:
         self._router.join(member.index)

@@ -136,7 +136,7 @@ class RolloutWorker:
         busy = Busy(self.name, start_s, time.monotonic())
         pulls = tuple(pull for generator in self._generators.values() for pull in generator.take_pulls())
         waited_s, others = start_s - arrived_s, tuple(views[1:])
-        return RolledOut(views[0], busy, self._stats(), waited_s, others, pulls), episodes
+        return RolledOut(views[0], busy, self.stats(), waited_s, others, pulls), episodes
 
     @remote("telling its engines")
     def choices(self) -> dict[str, EngineChoice]:
@@ -153,6 +153,19 @@ class RolloutWorker:
     def load(self, policy: str) -> ReplicaLoad:
         """The load of one policy."""
         return self._generators[policy].load()
+
+    @remote("telling its statistics")
+    def stats(self) -> EngineStats:
+        """Statistics of all engines together."""
+        stats = [generator.stats() for generator in self._generators.values()]
+        return EngineStats(
+            num_running=sum(s.num_running for s in stats),
+            num_waiting=sum(s.num_waiting for s in stats),
+            kv_used=max(s.kv_used for s in stats),
+            num_tokens=sum(s.num_tokens for s in stats),
+            num_cached_tokens=sum(s.num_cached_tokens for s in stats),
+            step_age_s=max(s.step_age_s for s in stats),
+        )
 
     @remote("forgetting {owner}")
     async def forget(self, owner: str) -> None:
@@ -232,15 +245,4 @@ class RolloutWorker:
             weights=await self._generators[name].vouched(policy, versions),
             payload=None,
             policy=name,
-        )
-
-    def _stats(self) -> EngineStats:
-        """Statistics of all engines together."""
-        stats = [generator.stats() for generator in self._generators.values()]
-        return EngineStats(
-            num_running=sum(s.num_running for s in stats),
-            num_waiting=sum(s.num_waiting for s in stats),
-            kv_used=max(s.kv_used for s in stats),
-            num_tokens=sum(s.num_tokens for s in stats),
-            num_cached_tokens=sum(s.num_cached_tokens for s in stats),
         )

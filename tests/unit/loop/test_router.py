@@ -231,14 +231,14 @@ class Actor:
         async def remote(*arguments: object) -> dict[str, Acknowledged]:
             return {}
 
-    setup = call
+    setup = dump_stacks = call
 
 
 class Told(RolloutPool):
     """A pool whose replicas answer at once, and tell who was asked; the ones in `dead` are gone."""
 
     def __init__(self, size: int) -> None:
-        super().__init__(PoolSpec(size, self._start, lease_s=1.0, max_attempts=1))
+        super().__init__(PoolSpec(size, self._start, lease_s=1.0, silence_s=6.0, max_attempts=1))
         self.asked: list[str] = []
         self.dead: set[str] = set()
         self.answer = asyncio.Event()
@@ -246,6 +246,8 @@ class Told(RolloutPool):
 
     def _start(self, name: str) -> Remote[RolloutWorker]:
         return Remote(name, RolloutWorker, Actor(), ANSWER_S)
+
+    async def _check(self, member: PoolMember) -> None: ...
 
     async def _sent(self, member: PoolMember, request: object, phase: str) -> tuple[object, PayloadRef]:
         assert isinstance(request, tuple)

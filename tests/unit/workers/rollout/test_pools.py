@@ -15,7 +15,7 @@ from rlsys.simulate.virtual_clock import run_virtual
 from rlsys.types import POLICY, Acknowledged, Assignment, EngineStats, ReplicaLoad, Task
 from tests.groups import group as group_of
 from workers.ray.pool import PoolMember, PoolSpec
-from workers.ray.remote_proxy import PayloadRef, Remote
+from workers.ray.remote_proxy import CallStream, PayloadRef, Remote
 from workers.rollout.partial_responses import Partials
 from workers.rollout.rollout_pool import ANSWER_S, RolloutPool
 from workers.rollout.rollout_worker import RolloutWorker
@@ -69,6 +69,9 @@ class Actor(Process):
     give_away: Method = field(default_factory=lambda: Method(()))
     forget: Method = field(default_factory=Method)
     age_s: Method = field(default_factory=Method)
+    stats: Method = field(default_factory=lambda: Method(EngineStats(0, 0, 0.0, 0)))
+    beat: Method = field(default_factory=Method)
+    dump_stacks: Method = field(default_factory=Method)
 
 
 class Scripted(RolloutPool):
@@ -84,7 +87,7 @@ class Scripted(RolloutPool):
         self.failures: list[WorkerError] = []
         self.started: list[str] = []
         self.recovered: list[str] = []
-        super().__init__(PoolSpec(size, self._start, lease_s=10.0, max_attempts=2), partials=partials)
+        super().__init__(PoolSpec(size, self._start, lease_s=10.0, silence_s=6.0, max_attempts=2), partials=partials)
         self.on_failure = self.failures.append
         self.on_recovery = lambda name, seconds: self.recovered.append(name)
 
@@ -497,7 +500,86 @@ def test_a_retried_group_leaves_no_record_of_its_failure():
     asyncio.run(scenario())
 
 
+# --------------------------------------------------------------------------------------------------------- heartbeats
+
+
+def test_a_frozen_replica_loses_its_groups_and_place_within_seconds():
+    async def scenario() -> None:
+        pool = Leased(2)
+        group = await pool.sent()
+        pool.members[0].worker.actor.beat.answer = pool.members[0].worker.actor.dump_stacks.answer = asyncio.Event()
+        frozen_s = asyncio.get_running_loop().time()
+        with pytest.raises(DeadlineExceeded, match=r"rollout-0 while answering a heartbeat: none within 6 s"):
+            await group
+        assert asyncio.get_running_loop().time() - frozen_s <= 8.0
+        await asyncio.sleep(2.0)
+        assert [member.name for member in pool.members] == ["rollout-0.1", "rollout-1"]
+        assert (pool.killed, pool.recovered) == (["rollout-0"], ["rollout-0"])
+        assert pool.failures == [], "the group reports it"
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("answer", [died("rollout-0"), asyncio.Event()])
+def test_an_idle_lost_replica_is_reported_and_replaced(answer: object):
+    async def scenario() -> None:
+        pool = Scripted(1)
+        await pool.ready()
+        pool.members[0].worker.actor.beat.answer = answer
+        await asyncio.sleep(10.0)
+        assert ([failure.worker for failure in pool.failures], pool.recovered) == (["rollout-0"], ["rollout-0"])
+        assert pool.started == ["rollout-0", "rollout-0.1"]
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("answer", [EngineStats(1, 0, 0.1, 0, step_age_s=7.0), asyncio.Event()])
+def test_a_stuck_replica_is_passed_over_until_it_goes_on(answer: object):
+    async def scenario() -> None:
+        pool = Scripted(2)
+        await pool.ready()
+        stats = pool.members[0].worker.actor.stats
+        went_on, stats.answer = stats.answer, answer
+        await asyncio.sleep(5.0)
+        groups = [asyncio.create_task(pool.run(assignment(0)))]
+        await settle()
+        stats.answer = went_on
+        await asyncio.sleep(5.0)
+        groups.append(asyncio.create_task(pool.run(assignment(1))))
+        await settle()
+        assert [name for name, _, _ in pool.asked] == ["rollout-1", "rollout-0"]
+        assert pool.failures == [], "it keeps its place"
+        for name in ("rollout-1", "rollout-0"):
+            pool.end(name)
+        await asyncio.gather(*groups)
+
+    run_virtual(scenario())
+
+
+def test_a_hung_replica_writes_its_stacks_before_it_is_killed():
+    async def scenario() -> None:
+        pool = Scripted(2)
+        await pool.ready()
+        hung = pool.members[0].worker.actor.dump_stacks
+        hung.answer = asyncio.Event()
+        await pool.replaced("rollout-0")
+        await settle()
+        assert (len(hung.asked), pool.killed) == (1, [])
+        hung.answer.set()
+        await settle()
+        assert pool.killed == ["rollout-0"]
+
+    asyncio.run(scenario())
+
+
 # ------------------------------------------------------------------------------------------------------------- leases
+
+
+class Silent:
+    """A stream without an answer."""
+
+    def _get_next_ref_n(self, n: int) -> list[Call]:
+        return [Call(asyncio.Event())] * n
 
 
 class Leased(Scripted):
@@ -511,6 +593,14 @@ class Leased(Scripted):
 
         async def call(self, request: object) -> tuple[object, PayloadRef]:
             return await self.answer
+
+    async def sent(self) -> asyncio.Task[RolledOut]:
+        """A group on replica 0 that is never answered."""
+        await self.ready()
+        self.members[0].calls = CallStream("rollout-0", "rolling out", lambda requests: Silent())
+        group = asyncio.create_task(self.run(assignment()))
+        await settle()
+        return group
 
     async def running(self, began_s: float | None) -> tuple[asyncio.Future, asyncio.Task[RolledOut]]:
         """A group on a replica that waits until `began_s` to begin it; for ever if None."""
