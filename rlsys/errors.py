@@ -41,6 +41,10 @@ class CheckpointError(RlsysError):
     """A checkpoint that could not be written or read. Earlier checkpoints are untouched."""
 
 
+class ClusterError(RlsysError):
+    """A local Ray cluster that did not start. The text names the folder of Ray's logs and the remedies."""
+
+
 class WorkerError(RlsysError):
     """Failure of one worker in one phase. `worker` is its name, `phase` its activity."""
 

@@ -268,10 +268,20 @@ class RaySection(Section):
     """Ray cluster of the run."""
 
     address: str | None = None
-    """`auto`, `host:port` or `ray://host:port`. None: join this process's connection or the job's cluster, else start a
-    local one."""
+    """`auto` or `host:port`, of a cluster that this machine is a node of. None: join this process's connection or the
+    job's cluster, else start a local one."""
     num_cpus: PositiveInt | None = None
     """CPUs of a local cluster; None: all CPUs of the machine."""
+
+    @field_validator("address")
+    @classmethod
+    def _is_no_client(cls, address: str | None) -> str | None:
+        if address and address.startswith("ray://"):
+            raise ValueError(
+                "a driver must run inside the cluster, and ray:// is for programs outside: submit it with "
+                "`ray job submit --address http://HEAD:8265`, or start it on a node with ray.address=auto"
+            )
+        return address
 
 
 class Config(Section):

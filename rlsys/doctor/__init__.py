@@ -142,7 +142,7 @@ def ray_token(environ: Mapping[str, str], default: Path) -> str | None:
 def ask_cluster(address: str, question: str, key: str, token: str | None = None) -> str | None:
     """Value of `key` in the answer of the head node's dashboard; None if it does not answer.
 
-    `address`: as for `ray.init` (`auto`, `host:6379`, `ray://host:10001`), or of the dashboard (`http://host:port`).
+    `address`: as for `ray.init` (`auto`, `host:6379`), or of the dashboard (`http://host:port`).
     """
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     request = urllib.request.Request(f"{_dashboard_of(address)}/api/{question}", headers=headers)

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray._private import ray_constants
-from ray.exceptions import RayError
 
-from rlsys.errors import ConfigError
+from rlsys.errors import ClusterError, ConfigError
 from rlsys.util.signals import signals_kept
 
 if TYPE_CHECKING:
@@ -67,24 +66,35 @@ def connect(address: str | None, num_cpus: int | None) -> Cluster:
     In order: the cluster that this process has joined; `address`; the one of the Ray job or RAY_ADDRESS; a new local
     one. Only processes on this machine that have its token can reach a new cluster.
 
-    Raises `ConfigError` if `address` does not answer.
+    Raises `ConfigError` if the cluster at `address` cannot be joined, `ClusterError` if no local one starts in time.
     """
     if ray.is_initialized():
         return Cluster(is_ours=False)
     address = address or os.environ.get("RAY_ADDRESS")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-    try:
-        if address and address != "local":
+    if address and address != "local":
+        if address.startswith("ray://"):
+            raise ConfigError(f"RAY_ADDRESS={address}: a driver must run inside the cluster: unset it, see ray.address")
+        try:
             with signals_kept():
                 ray.init(address=address, **quiet)
-        else:
-            _ensure_token()
-            num_cpus = num_cpus or max(len(os.sched_getaffinity(0)), 2)
-            with _on_loopback(), signals_kept():
-                ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
-    except (ConnectionError, RayError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"ray.address: cannot join {address or 'a local cluster'!r}: {error}") from error
+        except Exception as error:  # Ray raises plain `Exception` too
+            raise ConfigError(
+                f"ray.address: cannot join {address!r}: {error}; this machine must be a node of that cluster, and have "
+                "its token and its versions of Ray and Python"
+            ) from error
+        return Cluster(is_ours=True)
+    _ensure_token()
+    num_cpus = num_cpus or max(len(os.sched_getaffinity(0)), 2)
+    try:
+        with _on_loopback(), signals_kept():
+            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
+    except Exception as error:  # Ray raises plain `Exception` too
+        raise ClusterError(
+            f"a local Ray cluster did not start: {error}; see its logs in ray/session_latest/logs under RAY_TMPDIR, "
+            "TMPDIR or /tmp; if the machine is overloaded, run `ray start --head` first, and set ray.address=auto"
+        ) from error
     return Cluster(is_ours=True)
 
 

@@ -170,6 +170,12 @@ algorithm: {type: grop}
     ]
 
 
+def test_an_address_of_ray_client_is_refused_with_the_ways_to_join(tmp_path: Path):
+    _, problem = refusal(write(tmp_path, MINIMAL), overrides=("ray.address=ray://head:10001",))
+    assert "ray.address: a driver must run inside the cluster" in problem
+    assert "`ray job submit --address http://HEAD:8265`" in problem
+
+
 def test_weight_change_beside_needs_the_local_engine(tmp_path: Path):
     path = write(tmp_path, MINIMAL)
     beside = "  command line: rollout.weight_change=beside: rollout.weight_change: "
