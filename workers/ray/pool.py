@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from rlsys.errors import DeadlineExceeded, RlsysError, RunAborted, WeightsMismatch, WorkerDied, WorkerError
@@ -18,6 +19,8 @@ Recovered: TypeAlias = Callable[[str, float], None]
 """Takes the name of a worker that died, and the seconds until its successor was ready."""
 BEATS = 3
 """Heartbeats within the silence that ends a member."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""Pause before a lost place is tried again; it doubles up to the longest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,8 @@ class PoolSpec(Generic[W]):
     silence_s: float
     """Seconds without a heartbeat after which a member is replaced."""
     max_attempts: int
-    """Times a place is filled again after a failure, before it stays empty."""
+    """Failed attempts at filling a place again, after which it counts as lost. It is tried again all the same, with
+    pauses."""
 
 
 @dataclass(eq=False)
@@ -48,8 +52,6 @@ class PoolMember(Generic[W]):
     num_running: int = 0
     is_live: bool = False
     """Is it set up, and has not failed since?"""
-    is_given_up: bool = False
-    """Will nobody take its place?"""
 
 
 class Pool(Generic[W]):
@@ -69,6 +71,8 @@ class Pool(Generic[W]):
         """Called after each recovery from such a death: see `restart`."""
         self._replacing: set[int] = set()
         """Places for which a successor is being set up."""
+        self._lost: set[int] = set()
+        """Places that could not be filled again so far."""
         self._last_failure = ""
         self._changed = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
@@ -81,7 +85,7 @@ class Pool(Generic[W]):
         """Replace the member called `worker` if it still has its place; return once any member can serve.
 
         `on_recovery` is told its name, and the seconds until its successor was ready. Raises `RunAborted` if `worker`
-        is none of this pool, or nobody is left.
+        is none of this pool, or all places are lost.
         """
         if (dead := self._called(worker)) is not None:
             self._replace(dead, on_recovery)
@@ -93,15 +97,15 @@ class Pool(Generic[W]):
         """Close every member that answers, and end all of them."""
         for task in self._background:
             task.cancel()
-        await asyncio.gather(*(member.worker.end() for member in self.members if not member.is_given_up))
+        await asyncio.gather(*(member.worker.end() for member in self.members))
 
     async def _serving(self) -> None:
-        """Return once a member is live; unblocked by a replacement that is set up, or by the last place given up.
+        """Return once a member is live; unblocked by a replacement that is set up, or by the loss of the last place.
 
         Raises `RunAborted` then.
         """
         while not self._live():
-            if all(member.is_given_up for member in self.members):
+            if len(self._lost) == len(self.members):
                 raise RunAborted(f"no {self._kind} worker is left; the last failure: {self._last_failure}")
             await self._changed.wait()
 
@@ -113,10 +117,13 @@ class Pool(Generic[W]):
             self._spawn(self._recovered(dead, self._succeeded(dead), on_recovery))
 
     async def _recovered(self, dead: PoolMember[W], successor: PoolMember[W], on_recovery: Recovered) -> None:
-        """Set up the successor of a dead member; if that fails, another, up to the allowed attempts."""
+        """Set up the successor of a dead member; if that fails, another.
+
+        Waits for a pause once the place is lost: what it lacks, such as a node, cannot notify.
+        """
         began_s = asyncio.get_running_loop().time()
-        for attempt in range(self._supply.max_attempts):
-            if attempt:
+        for attempt in count(1):
+            if attempt > 1:
                 successor = self._succeeded(successor)
             try:
                 await self._set_up(successor)
@@ -126,13 +133,15 @@ class Pool(Generic[W]):
                 )
                 self._last_failure = str(failure)
                 self.on_failure(failure)
+                if (num_more := attempt - self._supply.max_attempts) >= 0:
+                    successor.worker.kill()
+                    self._lost.add(dead.index)
+                    self._notify()
+                    await deadlines.sleep(min(FIRST_PAUSE_S * 2 ** min(num_more, 10), LONGEST_PAUSE_S))
             else:
+                self._lost.discard(dead.index)
                 on_recovery(dead.name, asyncio.get_running_loop().time() - began_s)
                 break
-        else:
-            successor.worker.kill()
-            successor.is_given_up = True
-            self._notify()
         self._replacing.discard(dead.index)
 
     def _succeeded(self, member: PoolMember[W]) -> PoolMember[W]:

@@ -212,7 +212,28 @@ def test_a_failed_successor_is_reported_and_replaced(error: RlsysError):
     asyncio.run(scenario())
 
 
-def test_replicas_are_abandoned_after_max_attempts_until_the_run_aborts():
+def test_a_lost_place_is_tried_again_with_pauses_until_it_returns():
+    async def scenario() -> None:
+        pool = Scripted()
+        await pool.ready()
+        pool.set_ups = {f"rollout-0.{n}": ModelError("no node has a GPU") for n in range(1, 12)}
+        await pool.replaced("rollout-0")
+        await asyncio.sleep(1 + 2 + 4 + 8 + 16 + 32 + 3.5 * 60)
+        assert pool.recovered == []
+        group = asyncio.create_task(pool.run(assignment()))
+        await settle()
+        assert pool.asked == [("rollout-1", 0, False)], "others go on"
+        pool.end("rollout-1")
+        await group
+        await asyncio.sleep(60.0)
+        assert [failure.worker for failure in pool.failures] == [f"rollout-0.{n}" for n in range(1, 12)]
+        assert pool.recovered == ["rollout-0"]
+        assert [member.name for member in pool.members] == ["rollout-0.12", "rollout-1"]
+
+    run_virtual(scenario())
+
+
+def test_a_pool_that_lost_all_places_aborts_the_run():
     async def scenario() -> None:
         pool = Scripted()
         await pool.ready()
