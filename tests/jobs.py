@@ -25,6 +25,7 @@ def keys_of(model_path: Path, data_path: Path, folder: Path) -> list[str]:
         "train.lr=1e-3",
         "checkpoint.every=1",
         "checkpoint.keep_last=9",
+        "limits.silence_s=60",  # a busy machine is not a frozen worker
     ]
 
 
