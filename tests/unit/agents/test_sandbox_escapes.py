@@ -15,6 +15,7 @@ import platform
 import shutil
 import subprocess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -182,7 +183,7 @@ def run_as_nobody(program: str, folder: Path) -> str:
     launcher, home = shutil.copy(confinement.__file__, folder / "launcher.py"), folder / "home"
     home.mkdir()
     (home / "main.py").write_text(program)
-    for path in (*folder.parents[:2], folder, home, launcher):
+    for path in (folder, home, launcher):
         Path(path).chmod(0o755)
     os.chown(home, NOBODY, NOBODY)
     read, write = os.pipe()
@@ -210,14 +211,15 @@ def run_as_nobody(program: str, folder: Path) -> str:
 
 
 @pytest.fixture(scope="module", params=["this user", "nobody"])
-def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+def report(request: pytest.FixtureRequest) -> dict[str, int]:
     program = PROGRAM.replace("ATTEMPTS", repr([*attempts().items()]))
     if request.param == "this user":
         output = asyncio.run(run_python(program, limits=ProgramLimits(wall_s=20))).output
     elif os.getuid() != 0 or not Path(SYSTEM_PYTHON).exists():
         pytest.skip(f"needs root, to become another user, and {SYSTEM_PYTHON}")
     else:
-        output = run_as_nobody(program, tmp_path_factory.mktemp("nobody"))
+        with TemporaryDirectory() as folder:  # pytest's own are closed to other users
+            output = run_as_nobody(program, Path(folder))
     return json.loads(output)
 
 
