@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import secrets
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,8 @@ import pytest
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
 
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as under `nohup`: commands that tests start would inherit it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_AUTH_MODE", "token")

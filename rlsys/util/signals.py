@@ -8,8 +8,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from socket import socketpair
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -58,18 +59,33 @@ def signals_kept() -> Iterator[None]:
 
     The processes never see SIGHUP: they outlive the terminal, until their parent has used them to save. A SIGHUP that
     arrives in the block is handled after it. A handler of SIGTERM that the block installs is replaced by the one before
-    it; if it was called and raised `SystemExit`, as Ray's does, the signal is handled again first.
+    it. A SIGTERM that came to the block's handler is handled again: Ray's raises `SystemExit`, which is lost if Python
+    happens to run a callback whose exceptions it ignores.
     """
-    if threading.current_thread() is not threading.main_thread():
+    handler = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
         return
-    mask, handler = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP}), signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    except SystemExit:
-        signal.signal(signal.SIGTERM, handler)
-        signal.raise_signal(signal.SIGTERM)
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    num_handled = 0
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal num_handled
+        num_handled += 1
+        handler(number, frame)
+
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    reader, writer = socketpair()
+    with reader, writer:
+        reader.setblocking(False)
+        writer.setblocking(False)
+        before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)  # gets every signal, as a byte
+        signal.signal(signal.SIGTERM, handle)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+            signal.set_wakeup_fd(before)
+            with suppress(BlockingIOError):
+                if reader.recv(4096).count(signal.SIGTERM) > num_handled:
+                    signal.raise_signal(signal.SIGTERM)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -98,6 +98,34 @@ def test_a_library_cannot_take_a_termination_away(is_during: bool):
     assert asyncio.run(terminated()) == signal.SIGTERM
 
 
+def test_a_termination_that_a_library_loses_stops_the_run():
+    async def terminated() -> int | None:
+        stopped = asyncio.Event()
+        with Interruptible(stopped.set) as interruptible:
+            with signals_kept():
+                signal.signal(signal.SIGTERM, lambda number, frame: None)
+                signal.raise_signal(signal.SIGTERM)
+                assert interruptible.signal is None
+            await stopped.wait()
+        return interruptible.signal
+
+    assert asyncio.run(terminated()) == signal.SIGTERM
+
+
+def test_a_termination_before_a_library_starts_is_handled_once():
+    async def terminated() -> int | None:
+        stopped = asyncio.Event()
+        with Interruptible(stopped.set) as interruptible:
+            with signals_kept():
+                signal.raise_signal(signal.SIGTERM)
+                assert interruptible.signal == signal.SIGTERM
+                signal.signal(signal.SIGTERM, lambda number, frame: None)
+            await stopped.wait()
+        return interruptible.signal
+
+    assert asyncio.run(terminated()) == signal.SIGTERM, "a second one would have ended this process"
+
+
 def test_a_hangup_while_a_library_starts_is_handled_after_it():
     async def hung_up() -> int | None:
         stopped = asyncio.Event()
