@@ -189,8 +189,10 @@ from tests.unit.workers.reward.test_reward_worker import RewardSpec, scores
 if __name__ == "__main__":
     scores(RewardSpec({spec.fn!r}, "judge"), "start {started} hang", timeout_s=60)
 """)
-    with subprocess.Popen([sys.executable, program], cwd=Path.cwd()) as worker_process:
+    root = Path(__file__).parents[4]
+    with subprocess.Popen([sys.executable, program], env={**os.environ, "PYTHONPATH": str(root)}) as worker_process:
         while not started.exists():
+            assert worker_process.poll() is None, "it ended before its function started anything"
             time.sleep(0.01)  # a file of another process sets no event
         worker_process.kill()
     assert all(is_gone(int(pid)) for pid in started.read_text().split())
