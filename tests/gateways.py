@@ -128,4 +128,4 @@ def served(session: Session, scenario: Callable[[Served], Awaitable[T]]) -> T:
             assert not gateway.endpoints
         return result
 
-    return asyncio.run(asyncio.wait_for(main(), 20))
+    return asyncio.run(asyncio.wait_for(main(), 100))

@@ -105,7 +105,7 @@ def played(workers: Sequence[RolloutWorker], scenario: Callable[[], Coroutine[ob
             for worker in workers:
                 await worker.close()
 
-    return asyncio.run(asyncio.wait_for(main(), 20))
+    return asyncio.run(asyncio.wait_for(main(), 100))
 
 
 async def until(is_so: Callable[[], bool]) -> None:

@@ -167,7 +167,7 @@ def run(source: Kit | Callable[[], Engine], scenario: Callable[[Engine], Awaitab
         finally:
             await kit.finish(engine)
 
-    return asyncio.run(asyncio.wait_for(main(), 60))
+    return asyncio.run(asyncio.wait_for(main(), 200))
 
 
 async def pause_after(engine: Engine, num_tokens: int) -> None:

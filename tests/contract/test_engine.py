@@ -140,7 +140,7 @@ def test_close_ends_every_call_and_leaves_no_thread_behind(kit: Kit) -> None:
                 await later
         engine.abort("a")
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 200))
     left = set(threading.enumerate())
     assert left <= threads
     assert not any(thread.name == "rollout-0 steps" for thread in left)
@@ -330,7 +330,7 @@ def test_a_failed_step_fails_all_waiting_and_later_calls() -> None:
             assert isinstance(end.__cause__, RuntimeError)
         await engine.close()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 200))
 
 
 def test_a_prompt_of_another_tokenizer_is_refused_and_harms_nobody() -> None:

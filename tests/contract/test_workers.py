@@ -40,7 +40,7 @@ class Kit:
     kill_evaluation: Callable[[], None]
 
     def play(self, scenario: Coroutine[object, object, T]) -> T:
-        return self.runner.run(asyncio.wait_for(scenario, 60))
+        return self.runner.run(asyncio.wait_for(scenario, 200))
 
 
 @pytest.fixture(params=["fakes", "ray"])

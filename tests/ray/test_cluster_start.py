@@ -39,5 +39,5 @@ def test_a_cluster_that_cannot_start_or_be_joined_is_named(
     long = {"RAY_TMPDIR": str(tmp_path / (99 * "x"))}  # too long for Ray's sockets
     env = {**os.environ, "PYTHONPATH": str(Path.cwd()), **long, **changes}
     words = [sys.executable, "-c", CONNECT, address]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=200, check=False)
     assert done.stdout.startswith(says), done.stdout + done.stderr

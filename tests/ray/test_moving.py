@@ -41,7 +41,7 @@ def played(crew: WorkerSet, scenario: Callable[[], Awaitable[None]]) -> None:
         finally:
             await crew.close()
 
-    asyncio.run(asyncio.wait_for(main(), 100))
+    asyncio.run(asyncio.wait_for(main(), 200))
 
 
 async def running(crew: WorkerSet, task: Assignment) -> tuple[asyncio.Task[RolledOut], str]:
@@ -73,7 +73,7 @@ def test_a_moved_group_keeps_its_version_while_its_source_reloads(crew, tmp_path
         assert await rollouts.move(source, host) == 1
         await crew.lines[POLICY].actor.publish(1)
         loads = {load.replica: load for load in await rollouts.loads()}
-        assert (loads[source].stats.num_running, loads[host].stats.num_running) == (0, 1)
+        assert loads[source].stats.num_running == 0 < loads[host].stats.num_running
         newer = await rollouts.run(assignment(7, done, version=1))
         assert (newer.group.replica, newer.group.oldest_version) == (source, 1)
         answer.touch()

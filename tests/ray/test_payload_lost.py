@@ -134,4 +134,4 @@ def test_groups_lost_with_a_node_are_named_and_others_survive(three_nodes: Clust
         await rewards.close()
         await reference.close()
 
-    asyncio.run(asyncio.wait_for(scenario(), 100))
+    asyncio.run(asyncio.wait_for(scenario(), 200))

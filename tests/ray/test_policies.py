@@ -98,5 +98,5 @@ def test_groups_of_several_policies_survive_a_dead_replica(cluster, model_path, 
         await crew.close()
         return ends
 
-    ends = asyncio.run(asyncio.wait_for(main(), 150))
+    ends = asyncio.run(asyncio.wait_for(main(), 200))
     assert any("rollout-0" in given for given in ends)

@@ -153,4 +153,4 @@ def test_a_process_that_ray_restarts_builds_its_worker_again(server):
             except WorkerDied:
                 await asyncio.sleep(0.1)
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 200))

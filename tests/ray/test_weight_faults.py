@@ -135,7 +135,7 @@ def assert_noticed(config: Config, relays: RayRelays, rollouts: RolloutPool, not
         finally:
             await crew.close()
 
-    assert asyncio.run(asyncio.wait_for(main(), 100)) == 4
+    assert asyncio.run(asyncio.wait_for(main(), 200)) == 4
     events.close()
     failures = [e for e in rows(config.run_dir / "events.jsonl") if e["kind"] == "worker_failed"]
     assert any(noticed in failure["detail"] for failure in failures)

@@ -106,7 +106,7 @@ def served(scenario: Callable[[Endpoint, Session], Awaitable[T]], limits: Gatewa
         finally:
             await gateway.close()
 
-    result = asyncio.run(asyncio.wait_for(main(), 30))
+    result = asyncio.run(asyncio.wait_for(main(), 100))
     assert not problems
     return result
 

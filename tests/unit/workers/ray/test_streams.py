@@ -42,7 +42,7 @@ def test_a_broken_stream_fails_every_pending_call():
 
     async def scenario() -> None:
         stream: CallStream[int, int] = CallStream("rollout-0", "rolling out", lambda requests: Broken())
-        answers = await asyncio.wait_for(asyncio.gather(stream.call(1), stream.call(2), return_exceptions=True), 5)
+        answers = await asyncio.wait_for(asyncio.gather(stream.call(1), stream.call(2), return_exceptions=True), 100)
         assert [str(answer) for answer in answers] == ["rollout-0 while rolling out: ValueError: no such reference"] * 2
 
     asyncio.run(scenario())

@@ -56,7 +56,7 @@ def test_others_are_served_while_a_large_text_is_tokenized(prompt: Prompt):
         first, *others = await asyncio.gather(*large)
         assert len(first) == LARGE + 1 and others == [first] * 3
 
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), 100))
     assert codec.num_texts == 2, "the episodes of a group share their prompt"
 
 
