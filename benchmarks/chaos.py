@@ -1,136 +1,280 @@
-"""Run with randomly killed workers, compared with an undisturbed run: equal work, and recovery times.
+"""One run under random faults, one after the other: what they break, and how long each holds the run up.
 
-    python -m benchmarks.chaos [--quick | --short]
+    python -m benchmarks.chaos [--faults 200 | --quick | --short] [--seed 0]
 
-Three raylets on this machine, the tiny sorter with slow tools (`benchmarks.slow_tools`), three rollout replicas, two
-reward workers, a relay on each node, `max_staleness` 2; `--short` has one of each. Every few seconds SIGKILL ends one
-process of one of these kinds, at any point of its work. `is_same` is true if both runs consumed the same multiset of
-tasks.
+Three raylets on this machine, the tiny sorter trained by PPO with a critic and a KL reference, a rollout replica and a
+relay on each raylet, two reward workers, `max_staleness` 2; `--short` has one raylet. After every fault the run has to
+do further steps; where the fault ends the run, it is resumed.
+
+| fault | what happens |
+| --- | --- |
+| `rollout`, `reward`, `relay`, `reference`, `actor`, `critic` | SIGKILL for one process of the kind |
+| `frozen ...` | SIGSTOP for one process of the kind |
+| `node` | a raylet other than the head is killed with all that runs on it; another joins |
+| `driver` | SIGKILL for the command |
+| `SIGINT`, `SIGTERM`, `SIGHUP` | as from a terminal, Docker or Slurm |
+| `damage` | SIGKILL for the command, then a byte of the newest checkpoint is changed, or one of its files cut |
+| `second start` | the same command beside the run: it has to be refused |
+| `file limit` | for two seconds the driver can write no file beyond its present size, as on a full disk |
+
+`broken` lists what may never happen and did: a group trained twice, or neither trained nor dropped nor pending; a group
+id with two tasks; a version published with two hashes, or restored with another hash; a damaged checkpoint that nothing
+tells of; an exit code other than documented; a pause of more than 30 s between steps without an event that names its
+cause; a signal that is not answered within 30 s.
 """
 
 from __future__ import annotations
 
 import random
+import resource
+import signal
 import subprocess
 import tempfile
 import time
-from collections import Counter, defaultdict
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
+from benchmarks.disturbed_run import PROCESSES, DisturbedRun, Line, is_step
 from benchmarks.measure import (
     ENV,
+    Raylets,
     parser_of,
     print_result,
     progress,
     raylets,
-    rows_of,
     sorter,
     spread,
     train_command,
 )
+from rlsys.loop.checkpoint import find_latest, read_state
 
-KINDS = {"rollout": "ray::RolloutWorker", "reward": "ray::RewardWorker", "relay": "ray::Relay"}
-CPUS = 9
+CPUS = 12
 """CPUs of all nodes together."""
 STORE_BYTES = 256 << 20
+LIMIT_S = 180.0
+"""Deadline for a further step."""
+PAUSE_S = 30.0
+CAUSES = ("worker_failed", "rolled_back", "checkpoint_passed_over", "run_started", "run_ended", "alert_raised")
+"""Kinds of events that name the cause of a pause."""
+EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
+FILE_LIMIT_S = 2.0
 
 
 @dataclass
-class Killer:
-    """Killer of random processes, one every `every_s` on average."""
+class Chaos:
+    """A disturbed run, and what was found."""
 
-    every_s: float
+    run: DisturbedRun
+    cluster: Raylets
     chance: random.Random
-    killed: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
+    held_up_s: dict[str, list[float]] = field(default_factory=dict)
+    """By fault: seconds until the next step."""
+    answered_s: list[float] = field(default_factory=list)
+    """Seconds from each signal to the end of the command."""
+    broken: list[str] = field(default_factory=list)
+    num_damaged: int = 0
 
-    def strike(self) -> None:
-        """Kill one process of a random kind, if there is one; Ray sets the command of a worker to its title."""
-        kind = self.chance.choice(sorted(KINDS))
-        below = {process.pid for process in psutil.Process().children(recursive=True)}  # those of this cluster
-        running = (process for process in psutil.process_iter(["cmdline"]) if process.pid in below)
-        if targets := [p for p in running if " ".join(p.info["cmdline"] or ()).startswith(KINDS[kind])]:
-            with suppress(psutil.NoSuchProcess):
-                self.chance.choice(targets).kill()
-                self.killed[kind] += 1
+    def strike(self, fault: str) -> None:
+        """Cause one fault, and wait for two further steps."""
+        progress(f"{self.counts.total() + 1}: {fault}")
+        began_s = time.time()
+        self._faults()[fault]()
+        self.counts[fault] += 1
+        if self.run.process is not None and self.run.process.poll() is not None:
+            self.run.start()
+        end = self.run.wait(lambda line: is_step(line) and line["time_s"] > began_s, LIMIT_S)
+        self.run.wait(is_step, LIMIT_S)
+        self.held_up_s.setdefault(fault, []).append(end["time_s"] - began_s)
+
+    def faults(self) -> list[str]:
+        """Names of all faults; frozen workers and dead nodes, which take longest, come once, others twice."""
+        table = self._faults()
+        return [name for name in table for _ in range(1 if "frozen" in name or name == "node" else 2)]
+
+    def _faults(self) -> dict[str, Callable[[], None]]:
+        table: dict[str, Callable[[], None]] = {}
+        for kind in PROCESSES:
+            table[kind] = lambda kind=kind: self._signal(kind, signal.SIGKILL)
+        for kind in ("rollout", "reward", "actor"):
+            table[f"frozen {kind}"] = lambda kind=kind: self._signal(kind, signal.SIGSTOP)
+        for name in EXIT_CODES:
+            table[name] = lambda name=name: self.interrupt(name)
+        if self.cluster.cluster.worker_nodes:
+            table["node"] = self._lose_node
+        return table | {
+            "driver": self._kill_driver,
+            "damage": self._damage,
+            "second start": self._start_twice,
+            "file limit": self._limit_files,
+        }
+
+    def _signal(self, kind: str, how: int) -> None:
+        if targets := self.run.workers(kind):
+            self.chance.choice(targets).send_signal(how)
+
+    def _lose_node(self) -> None:
+        self.cluster.kill(self.chance)
+        self.cluster.add()
+
+    def interrupt(self, name: str) -> None:
+        code, seconds = self.run.end(getattr(signal, name), LIMIT_S)
+        self.answered_s.append(seconds)
+        if code != EXIT_CODES[name] or seconds > PAUSE_S:
+            self.broken.append(f"{name}: exit code {code} after {seconds:.1f} s")
+
+    def _kill_driver(self) -> None:
+        self.run.end(signal.SIGKILL, LIMIT_S)
+
+    def _damage(self) -> None:
+        self._kill_driver()
+        folder = self.run.folder / "checkpoints"
+        newest = find_latest(folder)
+        if newest is None or len(list(folder.glob("step_*"))) < 2:  # a run does not start if all are damaged
+            return
+        victim = self.chance.choice(sorted(path for path in newest.rglob("*") if path.is_file()))
+        content = bytearray(victim.read_bytes())
+        place = self.chance.randrange(len(content))
+        if self.chance.random() < 0.5:
+            content[place] ^= 1 << self.chance.randrange(8)
+        else:
+            del content[place:]
+        victim.write_bytes(content)
+        self.num_damaged += 1
+
+    def _start_twice(self) -> None:
+        done = subprocess.run(
+            [*self.run.command, "run.resume=auto"],
+            env=ENV,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        if done.returncode != 2 or "Traceback" in done.stderr:
+            self.broken.append(f"second start: exit code {done.returncode}: {done.stderr[-300:]}")
+
+    def _limit_files(self) -> None:
+        assert self.run.process is not None
+        driver = psutil.Process(self.run.process.pid)
+        size = (self.run.folder / "events.jsonl").stat().st_size
+        driver.rlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+        try:
+            self.run.process.wait(FILE_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            driver.rlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        else:  # a checkpoint could not be written
+            if self.run.process.returncode != 1 or "Traceback" in self.run.console:
+                self.broken.append(f"file limit: exit code {self.run.process.returncode}")
+
+    def check(self) -> None:
+        """Add what the events and the newest checkpoint show to be broken."""
+        newest = find_latest(self.run.folder / "checkpoints")
+        assert newest is not None
+        state = read_state(newest)
+        pending = {issued.group_id for issued in state.ledger.pending}
+        self.broken += broken_laws(self.run.events, pending, state.ledger.next_group_id)
+        told = sum(line["kind"] == "checkpoint_passed_over" for line in self.run.events)
+        if told < self.num_damaged:
+            self.broken.append(f"{self.num_damaged} checkpoints were damaged, and {told} passed over")
+
+
+def broken_laws(events: list[Line], pending: set[int], num_issued: int) -> list[str]:
+    """Describe the laws that the events of a run break, whose newest checkpoint has these groups pending."""
+    broken: list[str] = []
+    task_of: dict[int, str] = {}
+    steps: dict[int, list[int]] = {}
+    """Groups by step, of the steps that are behind the weights."""
+    hashes: dict[int, str] = {}
+    expected: dict[int, str] = {}
+    """Hash with which a version has to be published next."""
+    published: set[int] = set()
+    dropped: set[int] = set()
+    last_s, is_named = 0.0, True
+    for line in events:
+        kind = line["kind"]
+        is_named = is_named or kind in CAUSES
+        if kind == "run_started":
+            first = line["first_step"]
+            steps = {step: groups for step, groups in steps.items() if step <= first}
+            expected, published = {first: hashes[first]} if first in hashes else {}, set()
+        elif kind == "rolled_back":
+            steps = {step: groups for step, groups in steps.items() if step <= line["restored"]}
+            expected[line["version"]] = hashes[line["restored"]]
+        elif kind == "weights_published":
+            version, hash_ = line["version"], line["hash"]
+            if version in published:
+                broken.append(f"version {version} was published twice")
+            if expected.pop(version, hash_) != hash_:
+                broken.append(f"version {version} was restored with another hash")
+            published.add(version)
+            hashes[version] = hash_
+        elif kind == "group_issued":
+            if task_of.setdefault(line["group_id"], line["task_id"]) != line["task_id"]:
+                broken.append(f"group {line['group_id']} has two tasks")
+        elif kind == "group_dropped":
+            dropped.add(line["group_id"])
+        elif kind == "step_done":
+            steps[line["step"]] = line["group_ids"]
+            if last_s and line["time_s"] - last_s > PAUSE_S and not is_named:
+                broken.append(f"{line['time_s'] - last_s:.1f} s before step {line['step']}, for no named cause")
+            last_s, is_named = line["time_s"], False
+    trained = Counter(group_id for groups in steps.values() for group_id in groups)
+    broken += [f"group {group_id} was trained {count} times" for group_id, count in trained.items() if count > 1]
+    broken += [f"group {group_id} is trained and pending" for group_id in pending & trained.keys()]
+    lost = set(range(num_issued)) - trained.keys() - dropped - pending
+    return broken + [f"group {group_id} is lost" for group_id in sorted(lost)]
 
 
 def main() -> None:
-    """Run both and print the result line."""
-    parser = parser_of(__doc__, quick="40 steps instead of 5 minutes")
-    parser.add_argument("--seed", type=int, default=0, help="of the kills")
+    """Disturb a run; print the result line, and exit with 1 if anything is broken."""
+    parser = parser_of(__doc__, quick="20 faults")
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0, help="of the faults")
     arguments = parser.parse_args()
-    steps, nodes, every_s = {"full": (200, 3, 6.0), "quick": (40, 3, 6.0), "short": (2, 1, 4.0)}[arguments.size]
-    prepared = sorter(arguments.size)
-    killer = Killer(every_s, chance=random.Random(arguments.seed))
-    with raylets(nodes, CPUS // nodes, STORE_BYTES) as address:
-        calm, calm_s, _ = run(prepared, steps, nodes, address, None)
-        progress(f"undisturbed: {steps} steps in {calm_s:.0f} s")
-        consumed, disturbed_s, failures = run(prepared, steps, nodes, address, killer)
+    num_nodes = 1 if arguments.size == "short" else 3
+    num_faults = {"full": arguments.faults, "quick": 20, "short": 2}[arguments.size]
+    began = time.monotonic()
+    with (
+        tempfile.TemporaryDirectory(prefix="chaos_") as name,
+        raylets(num_nodes, CPUS // num_nodes, STORE_BYTES) as nodes,
+    ):
+        command = train_command(
+            sorter(arguments.size), Path(name), f"ray.address={nodes.address}", "run.steps=1000000",
+            "algorithm.type=ppo", "algorithm.kl_coef=0.01", f"rollout.replicas={num_nodes}", "reward.workers=2",
+            "train.groups_per_step=8", "asynchrony.max_staleness=2", "checkpoint.every=5", "checkpoint.keep_last=4",
+            "record.rollouts_every=0", "limits.max_attempts=50",
+        )  # fmt: skip
+        chaos = Chaos(DisturbedRun(command, Path(name) / "run"), nodes, random.Random(arguments.seed))
+        chaos.run.start()
+        try:
+            chaos.run.wait_steps(2, LIMIT_S)
+            waiting: list[str] = []
+            for _ in range(num_faults):  # every fault comes, in random order, before any comes again
+                waiting = waiting or chaos.chance.sample(chaos.faults(), len(chaos.faults()))
+                chaos.strike("actor" if arguments.size == "short" and not chaos.counts else waiting.pop())
+            chaos.interrupt("SIGINT")
+        except RuntimeError as error:
+            chaos.broken.append(f"after {sum(chaos.counts.values())} faults: {error}")
+        finally:
+            chaos.run.kill()
+            chaos.run.follow()
+        chaos.check()
     print_result(
         {
-            "is_same": consumed == calm,
-            "groups": consumed.total(),
-            "killed": dict(killer.killed),
-            "seconds": {"undisturbed": calm_s, "disturbed": disturbed_s},
-            **failures,
-            "steps": steps,
+            "broken": chaos.broken,
+            "faults": dict(sorted(chaos.counts.items())),
+            "held_up_s": {fault: spread(seconds) for fault, seconds in sorted(chaos.held_up_s.items())},
+            "signal_answered_s": spread(chaos.answered_s) if chaos.answered_s else None,
+            "steps": sum(map(is_step, chaos.run.events)),
+            "seconds": time.monotonic() - began,
         }
     )
-
-
-def run(
-    prepared: Path, steps: int, nodes: int, address: str, killer: Killer | None
-) -> tuple[Counter[str], float, dict[str, object]]:
-    """Run one training; return the number of times each task was trained, the seconds, and figures of failures."""
-    with tempfile.TemporaryDirectory(prefix="chaos_") as name:
-        folder = Path(name)
-        command = train_command(
-            prepared, folder, f"ray.address={address}", f"run.steps={steps}", "record.rollouts_every=1",
-            "checkpoint.every=0", "rollout.workflow=benchmarks.slow_tools:SlowTools", f"rollout.replicas={nodes}",
-            "rollout.num_cpus=1", f"reward.workers={min(2, nodes)}", "train.groups_per_step=8",
-            "asynchrony.max_staleness=2", "limits.max_attempts=50", "limits.lease_s=60", "limits.transfer_s=60",
-        )  # fmt: skip
-        began = time.monotonic()
-        with (folder / "log").open("w") as output:
-            training = subprocess.Popen(command, env=ENV, stdout=output, stderr=output)
-            _disturb(training, killer, folder / "run" / "metrics.jsonl")
-        seconds = time.monotonic() - began
-        if training.returncode:
-            tail = (folder / "log").read_text()[-4000:]
-            raise RuntimeError(f"{' '.join(command)}: exit code {training.returncode}\n{tail}")
-        rollouts = (folder / "run" / "rollouts").glob("step_*.jsonl")
-        consumed = Counter(row["task"]["id"] for path in rollouts for row in rows_of(path))
-        return consumed, seconds, _failures(folder / "run")
-
-
-def _disturb(training: subprocess.Popen, killer: Killer | None, metrics: Path) -> None:
-    """Wait for the run to end; once it trains, strike at random intervals."""
-    while training.poll() is None:
-        wait_s = 0.5 if killer is None else killer.chance.expovariate(1 / killer.every_s)
-        with suppress(subprocess.TimeoutExpired):
-            training.wait(wait_s)
-            return
-        if killer is not None and metrics.exists() and metrics.stat().st_size:
-            killer.strike()
-
-
-def _failures(folder: Path) -> dict[str, object]:
-    """Return figures of a run; `recovery_s` is from the discovery of each failure until a successor was ready, by kind
-    of worker."""
-    events = rows_of(folder / "events.jsonl")
-    recovery_s: dict[str, list[float]] = defaultdict(list)
-    for event in events:
-        if event["kind"] == "worker_restarted":
-            recovery_s[event["worker"].partition("-")[0]].append(event["seconds"])
-    return {
-        "recovery_s": {kind: spread(seconds) for kind, seconds in recovery_s.items()},
-        "dropped": rows_of(folder / "metrics.jsonl")[-1]["async/dropped"],
-        "reissued": sum(event["kind"] in ("worker_failed", "group_reissued") for event in events),
-    }
+    raise SystemExit(bool(chaos.broken))
 
 
 if __name__ == "__main__":

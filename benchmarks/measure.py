@@ -10,6 +10,7 @@ import argparse
 import ctypes
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -184,21 +185,44 @@ def _end(message: str) -> NoReturn:
 
 
 @contextmanager
-def raylets(num_nodes: int, num_cpus: int, store_bytes: int) -> Iterator[str]:
-    """Start a cluster of raylets on this machine, with so much each; yield its address."""
+def raylets(num_nodes: int, num_cpus: int, store_bytes: int) -> Iterator[Raylets]:
+    """Start a cluster of raylets on this machine, with so much each."""
     import ray
-    from ray.cluster_utils import Cluster
 
-    cluster = Cluster()
-    unused: dict[str, bool] = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+    cluster = Raylets(num_cpus, store_bytes)
     for _ in range(num_nodes):
-        cluster.add_node(num_cpus=num_cpus, object_store_memory=store_bytes, **unused)
+        cluster.add()
     try:
-        assert cluster.address is not None
-        yield cluster.address
+        yield cluster
     finally:
         ray.shutdown()
-        cluster.shutdown()
+        cluster.cluster.shutdown()
+
+
+class Raylets:
+    """Raylets of equal size on this machine. The first is the head."""
+
+    def __init__(self, num_cpus: int, store_bytes: int) -> None:
+        from ray.cluster_utils import Cluster
+
+        self.cluster = Cluster()
+        self._size = {"num_cpus": num_cpus, "object_store_memory": store_bytes}
+
+    @property
+    def address(self) -> str:
+        """Address for `ray.address`."""
+        assert self.cluster.address is not None
+        return self.cluster.address
+
+    def add(self) -> None:
+        """Start another raylet."""
+        unused: dict[str, bool] = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+        self.cluster.add_node(**self._size, **unused)
+
+    def kill(self, chance: random.Random) -> None:
+        """Kill one raylet that is not the head, with its processes."""
+        nodes = sorted(self.cluster.worker_nodes, key=lambda node: node.node_id)
+        self.cluster.remove_node(chance.choice(nodes), allow_graceful=False)
 
 
 def engine_spec(engine: EngineName, path: str, dtype: Dtype, slots: int = 64, max_context: int = 512) -> EngineSpec:

@@ -191,8 +191,8 @@ def measured(megabytes: int, num_relays: int, repeats: int) -> list[dict]:
     """Measure two rows: everything changed, and 1 %."""
     num_bytes = megabytes * MEGABYTE
     memory = 2 * num_bytes + max(100 * MEGABYTE, num_bytes // 3)  # two versions, and buckets in transit
-    with raylets(num_relays, 2, memory) as address:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    with raylets(num_relays, 2, memory) as cluster:
+        ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         tier = Tier(num_bytes)
         try:
             publishes = asyncio.run(tier.publishes([1.0] * repeats + [0.01] * repeats))

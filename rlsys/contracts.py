@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from rlsys.algorithm import Assigned, Signal
 from rlsys.batch.packing import BatchPlan
@@ -166,14 +166,20 @@ class Rewards(Protocol):
 
 
 class Reference(Protocol):
-    """Worker that adds one extra column to groups as they arrive."""
+    """Worker with a frozen model that adds one extra column to groups as they arrive."""
 
     async def annotate(self, groups: Sequence[Group], signal: Signal) -> list[Group]:
         """Return the groups with a reference to the new column in `columns[signal]`. Raises `PayloadLost`."""
 
+    async def restart(self, worker: str, on_recovery: Callable[[str, float], None]) -> None:
+        """Replace the worker if its process is the one called `worker`; return once it can serve.
+
+        `on_recovery` receives that name and the seconds until the replacement was ready, once for any number of calls.
+        """
+
 
 class StepAnnotator(Protocol):
-    """Worker that computes one extra column for a complete step."""
+    """Worker that computes one extra column for a complete step: the critic, or a `Reference`."""
 
     async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
         """Return one reference per rank, to the columns of its micro-batches, updates in order. Each column is one
@@ -199,6 +205,12 @@ class TrainedModel(Protocol):
         Returns once they are copied to host memory: the next step may change them. The result is awaited until the
         copy is on disk. Raises `CheckpointError` in either part.
         """
+
+    async def watch(self) -> None:
+        """Return never. Raises `WorkerDied` soon after a rank died, and `DeadlineExceeded` for one that is frozen."""
+
+    async def restart(self) -> None:
+        """End all ranks, start others, and return once they are set up: with the initial model and a new optimizer."""
 
 
 class Critic(TrainedModel, StepAnnotator, Protocol):
@@ -288,3 +300,10 @@ class Workers:
     """Workers for the signals made on complete steps; for `Signal.VALUES` it is the critic."""
     critic: Critic | None = None
     """None if the algorithm needs no values."""
+    reference: Reference | None = None
+    """The worker behind the columns of a frozen model; None if the algorithm needs none."""
+
+    @property
+    def models(self) -> dict[Literal["actor", "critic"], TrainedModel]:
+        """Trained models by the name that their ranks' names begin with, in the order of their training."""
+        return {"actor": self.actor} if self.critic is None else {"actor": self.actor, "critic": self.critic}

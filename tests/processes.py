@@ -9,6 +9,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import psutil
+
 
 def is_gone(pid: int) -> bool:
     """Does the process end within ten seconds?"""
@@ -20,6 +22,19 @@ def is_gone(pid: int) -> bool:
         return bool(select.select([descriptor], [], [], 10)[0])
     finally:
         os.close(descriptor)
+
+
+def kill_worker(kind: str) -> None:
+    """Kill the youngest process of a Ray worker of this class that this process started."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            title = " ".join(process.cmdline())
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+        if title.startswith(f"ray::{kind}"):
+            found.append(process)
+    max(found, key=psutil.Process.create_time).kill()
 
 
 def run_module(name: str, arguments: Sequence[str], environment: Mapping[str, str], folder: Path) -> None:

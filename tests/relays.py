@@ -124,10 +124,12 @@ class Node:
         return call.result()
 
 
-def announced(version: int, buckets: Sequence[str], num_bytes: int = 1000, place: str = "actor") -> Announcement:
-    """A version whose buckets, of `num_bytes` each, are called so; its bytes lie with the actor at `place`."""
+def announced(
+    version: int, buckets: Sequence[str], num_bytes: int = 1000, place: str = "actor", actor: str = "actor-0"
+) -> Announcement:
+    """A version whose buckets, of `num_bytes` each, are called so; its bytes lie with `actor` at `place`."""
     manifest = Manifest(version, f"hash-of-{version}", tuple(Bucket(name, num_bytes, ()) for name in buckets))
-    origin = Origin("actor-0", place, {name: Blob("actor-0", name, num_bytes) for name in buckets})
+    origin = Origin(actor, place, {name: Blob(actor, name, num_bytes) for name in buckets})
     return Announcement(manifest, origin, num_sent=num_bytes * len(buckets), seconds=0.0)
 
 

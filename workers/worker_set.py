@@ -16,7 +16,7 @@ from rlsys.types import POLICY, Sampling
 from workers.engines.engine import EngineChoice, EngineSpec
 from workers.ray.cluster import NO_MATHS, Resources, node_ids
 from workers.ray.pool import Pool, PoolSpec
-from workers.ray.remote_proxy import Remote, start
+from workers.ray.remote_proxy import Remote, start, successor_name
 from workers.relay.relay_pool import RayRelays
 from workers.reward.reward_worker import RewardPool, RewardWorker
 from workers.rollout.generator import WeightChange
@@ -37,6 +37,8 @@ VLLM_MEMORY = 0.9
 """Share of a GPU's memory that all engines of a replica use together, unless `rollout.vllm_args` sets one per
 engine."""
 PROBE_TOKENS = 32
+MODEL_PATIENCE = 5
+"""Multiple of `limits.silence_s` that actor, critic and reference may be silent."""
 REFERENCE_SIGNALS = {Signal.REFERENCE_LOGPROBS, Signal.REFERENCE_MISMATCHED}
 """Signals that the reference worker computes."""
 
@@ -74,6 +76,7 @@ class PolicyWorkers:
             evaluation=evaluation,
             step_annotators={signal: worker for signal, worker in of_steps.items() if worker},
             critic=critic,
+            reference=reference,
         )
 
 
@@ -163,7 +166,8 @@ def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
     )
     publisher = ObjectStorePublisher(relays.members, config.limits.transfer_s)
     ranks = _ranks(config, "actor", ActorRank, spec.resources, spec, publisher)
-    return ActorHandle(ranks, has_pairs=Signal.POLICY_MISMATCHED in config.algorithm.signals)
+    has_pairs = Signal.POLICY_MISMATCHED in config.algorithm.signals
+    return ActorHandle(ranks, _silence_s(config), has_pairs=has_pairs)
 
 
 def start_critic(config: Config) -> CriticHandle:
@@ -177,16 +181,30 @@ def start_critic(config: Config) -> CriticHandle:
         algorithm=config.algorithm,
         resources=Resources(section.num_cpus, section.num_gpus, section.threads),
     )
-    return CriticHandle(_ranks(config, "critic", CriticRank, spec.resources, spec, config.model.path))
+    ranks = _ranks(config, "critic", CriticRank, spec.resources, spec, config.model.path)
+    return CriticHandle(ranks, _silence_s(config))
 
 
-def _ranks(config: Config, name: str, kind: type[W], resources: Resources, *arguments: object) -> list[Remote[W]]:
-    """Start the ranks of the actor or the critic; `arguments` follow the number of the rank."""
-    deadline_s = config.limits.no_progress_s
-    return [
-        start(kind, f"{name}-{r}", partial(kind, r, *arguments), resources, deadline_s)
-        for r in range(config.train.ranks)
-    ]
+def _ranks(
+    config: Config, name: str, kind: type[W], resources: Resources, *arguments: object
+) -> Callable[[int], list[Remote[W]]]:
+    """Return what starts the ranks of the actor or the critic, after so many others of each; `arguments` follow the
+    number of the rank."""
+    deadline_s, num_ranks = config.limits.no_progress_s, config.train.ranks
+
+    def all_ranks(num_before: int) -> list[Remote[W]]:
+        return [
+            start(kind, successor_name(f"{name}-{r}", num_before), partial(kind, r, *arguments), resources, deadline_s)
+            for r in range(num_ranks)
+        ]
+
+    return all_ranks
+
+
+def _silence_s(config: Config) -> float:
+    """Seconds without a heartbeat after which actor, critic and reference are replaced: longer than for a replica,
+    because a false alarm costs the steps since the last checkpoint."""
+    return MODEL_PATIENCE * config.limits.silence_s
 
 
 def _probe_length(config: Config) -> int:
@@ -299,4 +317,9 @@ def start_reference(config: Config, policy: str = POLICY) -> ReferenceHandle:
     resources = Resources(section.num_cpus, section.num_gpus, section.threads)
     arguments = config.model.path, config.model.dtype, config.rollout.temperature, config.train.micro_batch_tokens
     build = partial(resources.build, partial(ReferenceWorker, *arguments, policy=policy))
-    return ReferenceHandle(start(ReferenceWorker, "reference", build, resources, config.limits.no_progress_s))
+
+    def one(num_before: int) -> Remote[ReferenceWorker]:
+        name = successor_name("reference", num_before)
+        return start(ReferenceWorker, name, build, resources, config.limits.no_progress_s)
+
+    return ReferenceHandle(one, _silence_s(config))

@@ -15,6 +15,7 @@ from rlsys.monitoring.events import (
     GroupReissued,
     GroupRolledOut,
     GroupScored,
+    RolledBack,
     RunStarted,
     StepDone,
 )
@@ -107,6 +108,7 @@ class Groups:
         GroupDropped,
         GroupReissued,
         StepDone,
+        RolledBack,
     )
 
     def observe(self, event: Event, time_s: float) -> None:
@@ -135,7 +137,7 @@ class Groups:
                 facts.where, facts.reason, self.num_reissued = "", reason, self.num_reissued + 1
             case StepDone():
                 self._trained(event, time_s)
-            case RunStarted(first_step=first):
+            case RunStarted(first_step=first) | RolledBack(restored=first):
                 self._back_to(first)
             case _:
                 pass
@@ -184,7 +186,10 @@ class Groups:
         return facts
 
     def _back_to(self, step: int) -> None:
-        """Reset at the start of a session: groups not trained up to `step` are reported again, or lost."""
+        """Reset at the start of a session, or when steps are lost.
+
+        Groups not trained up to `step` are reported again, or lost.
+        """
         for at in [at for at in self.by_step if at > step]:
             del self.by_step[at]
         for group_id, facts in self.by_group_id.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -19,6 +20,7 @@ from rlsys.monitoring.events import (
     EvalDone,
     Event,
     PhaseDone,
+    RolledBack,
     RunEnded,
     RunStarted,
     StepDone,
@@ -113,13 +115,13 @@ class EventHistory:
 
     def _table(self) -> Mapping[type, list[_Hears]]:
         """Event type -> its handlers, in order."""
-        own = (RunStarted, PhaseDone, EngineChosen, StepDone, EvalDone, WorkerFailed, RunEnded)
+        own = (RunStarted, PhaseDone, EngineChosen, StepDone, EvalDone, WorkerFailed, RolledBack, RunEnded)
         table: dict[type, list[_Hears]] = {}
         for kinds, hear in (
             (own, self._hear),
             (Groups.HEARS, self.groups.observe),
             (Replicas.HEARS, self.replicas.observe),
-            ((RunStarted, StepDone, RunEnded), self.alarms.observe),
+            ((RunStarted, StepDone, RolledBack, RunEnded), self.alarms.observe),
         ):
             for kind in kinds:
                 table.setdefault(kind, []).append(hear)
@@ -143,6 +145,8 @@ class EventHistory:
                 self.columns.put(step, metrics)
             case WorkerFailed():
                 self.failure = event
+            case RolledBack(total_steps=total) if self.started is not None:
+                self.started = replace(self.started, total_steps=total)
             case RunEnded():
                 self.ended = event
             case _:

@@ -15,7 +15,7 @@ from rlsys.dashboard.folders import RunFolder
 from rlsys.dashboard.http_problems import NoSuch
 from rlsys.dashboard.run_files import Tail
 from rlsys.monitoring.alerts import Alarms
-from rlsys.monitoring.events import AlertRaised, Event, PhaseDone, RunEnded, RunStarted, StepDone
+from rlsys.monitoring.events import AlertRaised, Event, PhaseDone, RolledBack, RunEnded, RunStarted, StepDone
 from rlsys.monitoring.trackers.console import ConsoleSink, note_of
 
 NUM_NOTES = 20
@@ -115,6 +115,8 @@ class _Followed:
             case RunStarted(total_steps=total):
                 self._total_steps = total
                 self.has_ended, self._late_after = False, None  # the run continues
+            case RolledBack(total_steps=total):
+                self._total_steps = total
             case PhaseDone() | StepDone():
                 self.has_ended = False  # also continues: of several policies, each start is in the policy's own file
             case RunEnded():

@@ -20,7 +20,7 @@ from rlsys.data.task_source import TaskSource
 from rlsys.doctor import ensure_not_shadowed
 from rlsys.errors import CheckpointError, ConfigError, DataError, ModelError
 from rlsys.launch.config_history import keep_earlier
-from rlsys.loop.checkpoint import CONFIG, STEP, find_intact, find_latest, newest_first, problem_of, step_of
+from rlsys.loop.checkpoint import CONFIG, STEP, find_latest, newest_first, newest_whole, problem_of, step_of
 from rlsys.rewards.reward_function import RewardSum
 from rlsys.types import Task
 from rlsys.util.files import can_be_hub_name, write_atomically
@@ -174,14 +174,7 @@ def start_of(config: Config) -> Start:
 
 
 def _newest_in(run: Path) -> Start:
-    checkpoint, problems = find_intact(run / "checkpoints")
-    if checkpoint is None and problems:
-        raise CheckpointError(
-            f"every checkpoint of {run} is damaged, and nothing was started:\n"
-            + "\n".join(f"  {problem}" for problem in problems)
-            + "\nrestore these files from a copy, or start a new run with another run.name"
-        )
-    return Start(checkpoint, problems)
+    return Start(*newest_whole(run / "checkpoints"))
 
 
 def check_run_dir(config: Config) -> None:

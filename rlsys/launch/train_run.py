@@ -285,7 +285,7 @@ class TrainingJob:
                     with phase(run.events, "load_checkpoint"):
                         starts[name] = await drivers[name].restore(run.checkpoint)
             for name, run in self.runs.items():
-                run.events.emit(RunStarted(str(run.config.run_dir), starts[name], run.config.run.steps))
+                run.events.emit(RunStarted(str(run.config.run_dir), starts[name], drivers[name].end))
             self.events.emit(PhaseDone("start_up", time.monotonic() - self.began))
             interruptible.stop = lambda: [driver.stop() for driver in drivers.values()]
             if joint is None:
@@ -295,7 +295,7 @@ class TrainingJob:
         finally:
             await workers.close()
         lanes = [driver.evaluation for driver in drivers.values() if driver.evaluation is not None]
-        is_cut = any(reached[name] < driver.steps for name, driver in drivers.items())
+        is_cut = any(reached[name] < driver.end for name, driver in drivers.items())
         is_cut = is_cut or any(lane.was_given_up for lane in lanes)
         if interruptible.signal is not None and is_cut:
             raise Interrupted(self._interruption(drivers, reached), interruptible.signal)

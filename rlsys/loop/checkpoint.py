@@ -43,7 +43,7 @@ from xxhash import xxh3_128
 
 from rlsys.algorithm import Signal, TrajectoryAdvantage
 from rlsys.contracts import Workers
-from rlsys.errors import CheckpointError, DataError
+from rlsys.errors import CheckpointError, DataError, WorkerError
 from rlsys.loop.task_ledger import LedgerState
 from rlsys.types import PolicyVersion
 from rlsys.util.files import flush, write_atomically
@@ -65,6 +65,8 @@ class DriverState:
     ledger: LedgerState
     past: dict[str, float] = field(default_factory=dict)
     """Metrics of the previous step, see `Algorithm.finalize_advantages`; empty in checkpoints older than this key."""
+    num_lost: int = 0
+    """Versions whose steps were lost with the actor, so that `version - num_lost` steps are behind the weights."""
     state_v: int = STATE_FORMAT
     """Format of the file; a file without this key has format 1."""
 
@@ -149,7 +151,7 @@ class Checkpoints:
 
     @contextmanager
     def _lost(self, step: int, partial: Path) -> Iterator[None]:
-        """Remove a checkpoint that fails half way, and name the last good one in its error."""
+        """Remove a checkpoint that fails half way. If no worker is the cause, name the last good one in its error."""
         try:
             yield
         except (OSError, CheckpointError) as error:
@@ -161,6 +163,9 @@ class Checkpoints:
                 f"{f'the last good one is {last}' if last else 'none was saved before'}. "
                 "Make room, then go on with run.resume=auto"
             ) from error
+        except WorkerError:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
 
     def _retire(self) -> None:
         """Delete all but the newest `keep_last` checkpoints and those of `keep_every`. `latest` names the newest."""
@@ -194,6 +199,18 @@ def find_intact(folder: Path) -> tuple[Path | None, list[str]]:
             return checkpoint, problems
         problems.append(problem)
     return None, problems
+
+
+def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
+    """Do the same as `find_intact`; raises `CheckpointError` if there are checkpoints and all are damaged."""
+    checkpoint, problems = find_intact(folder)
+    if checkpoint is None and problems:
+        raise CheckpointError(
+            f"every checkpoint in {folder} is damaged:\n"
+            + "\n".join(f"  {problem}" for problem in problems)
+            + "\nrestore these files from a copy, or start a new run with another run.name"
+        )
+    return checkpoint, problems
 
 
 def newest_first(folder: Path) -> Iterator[Path]:
@@ -280,12 +297,18 @@ def check_written(folder: Path) -> None:
 
 async def save_models(workers: Workers, folder: Path) -> Awaitable[None]:
     """Save actor, and critic if there is one, into `folder`: see `TrainedModel.save`. Raises `CheckpointError`."""
-    models = {ACTOR: workers.actor} if workers.critic is None else {ACTOR: workers.actor, CRITIC: workers.critic}
-    written = [await model.save(folder / name) for name, model in models.items()]
+    written: list[Awaitable[None]] = []
+    try:
+        for name, model in workers.models.items():
+            written.append(await model.save(folder / name))
+    except BaseException:
+        for writing in written:
+            asyncio.ensure_future(writing).cancel()
+        raise
 
     async def finish() -> None:
         await asyncio.gather(*written)
-        for name in models:
+        for name in workers.models:
             check_written(folder / name)
 
     return finish()

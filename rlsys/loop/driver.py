@@ -4,7 +4,7 @@
     produce    permits, tasks      episodes, rewards  a free permit                  learn releasing a step's permits
     annotate   episodes            a signal's column  a rolled-out group             produce
     learn      groups that have    weights, metrics   the oldest groups to have all  produce and annotate, or a group
-               all their columns                      their columns                  being dropped
+               all their columns                      their columns                  being dropped; the death of a rank
     evaluate   pinned weights      eval metrics       its replicas and rewards       their results
     supervise  dead relays         filled relays      a relay to die                 never; cancelled at the end
     repack     loads of replicas   moves              a publish, or `repack_s`       never; cancelled at the end
@@ -12,6 +12,12 @@
     watch      idle time           NoProgress         the no-progress limit          never; cancelled at the end
 
 The driver decides and never touches the payload of a group. Synchronous RL is this loop with `max_staleness: 0`.
+
+If a rank of actor or critic dies, all ranks are replaced, and the run goes on from its newest checkpoint as a resume
+would: the ledger goes back with the weights, so each group of a lost step is rolled out again, with its id and seed.
+Rollouts, rewards and relays stay. A version is published once: the restored weights get a new one. From then on
+`version - num_lost` steps are behind the weights. Groups in flight were sampled from versions that no longer exist,
+further from the restored weights than the staleness bound allows, and are given up.
 """
 
 from __future__ import annotations
@@ -34,9 +40,10 @@ from rlsys.errors import (
     RunAborted,
     TrainingError,
     WorkerDied,
+    WorkerError,
     first_of,
 )
-from rlsys.loop.checkpoint import GROUPS, Checkpoints, DriverState, load_models, read_state, save_models
+from rlsys.loop.checkpoint import GROUPS, Checkpoints, DriverState, load_models, newest_whole, read_state, save_models
 from rlsys.loop.evaluation import EvaluationLane
 from rlsys.loop.failure_policy import DroppedGroups, FailurePolicy, GivenUp, Retries
 from rlsys.loop.group_queue import LEARNER, GroupQueue, InFlightGroup, Permit
@@ -46,10 +53,12 @@ from rlsys.loop.replica_watcher import ReplicaWatcher
 from rlsys.loop.step_metrics import StepClock, step_metrics
 from rlsys.loop.task_ledger import Curriculum
 from rlsys.monitoring.events import (
+    CheckpointPassedOver,
     CheckpointSaved,
     EpisodeGrafted,
     Events,
     FileSkipped,
+    RolledBack,
     RolloutsWritten,
     StepDone,
     WorkerFailed,
@@ -85,7 +94,7 @@ class Driver:
     events: Events
     shape: BatchShape
     steps: int
-    """Policy version at which the run ends."""
+    """Optimizer steps behind the weights at which the run ends."""
     no_progress_s: float
     run_dir: Path
     config: Callable[[], str]
@@ -103,26 +112,54 @@ class Driver:
     """What the learner waits for, and the seconds that each may last after `stop`."""
     _longest_s: float = field(default=STOP_S, init=False)
     """Seconds of the longest step of this session, at least `STOP_S`."""
+    num_lost: int = field(default=0, init=False)
+    """Versions whose steps were lost with the actor."""
     _version: PolicyVersion = field(default=0, init=False)
-    """The last finished step."""
+    """The last finished step, or that of the restored weights."""
+    _restored: PolicyVersion = field(default=0, init=False)
+    """Version of the weights that this session began with, or went back to."""
+    _origin: Path | DriverState | None = field(default=None, init=False)
+    """Where this session began: its checkpoint, or the state of a new run."""
     _saving: asyncio.Task[None] | None = field(default=None, init=False)
     """Writing of the newest checkpoint."""
+    _filling: list[asyncio.Task[None]] = field(default_factory=list, init=False)
+    """The loops of producers and annotators."""
+    _num_deaths: int = field(default=0, init=False)
+    """Deaths of actor or critic since the last finished step."""
+    _trouble: WorkerError | None = field(default=None, init=False)
+    """Failure of actor or critic that a producer met."""
 
     def __post_init__(self) -> None:
         self._clock = StepClock(self.events)
         self._dropped_groups = DroppedGroups(self.queue, self.failures)
         self._retries = Retries(self.events, self._dropped_groups.decide)
-        failed = self.run_dir / "failed"
-        self._learner = Learner(self.workers, self.algorithm, self.shape, self._clock.span, failed, self.config)
+        self._troubled = asyncio.Event()
+        self._num_synchronous = self.queue.synchronous_until
+        self._learner = Learner(
+            self.workers,
+            self.algorithm,
+            self.shape,
+            self._clock.span,
+            self.run_dir / "failed",
+            self.config,
+            self._retries,
+        )
+
+    @property
+    def end(self) -> PolicyVersion:
+        """Policy version at which the run ends."""
+        return self.steps + self.num_lost
 
     async def run(self, start: PolicyVersion) -> PolicyVersion:
-        """Train from version `start` to `steps`; return the version reached, which is lower only after `stop`.
+        """Train from version `start` to `end`; return the version reached, which is lower only after `stop`.
 
         Raises the `RlsysError` that ended the run, once the last finished step is saved: a note of the error names the
         checkpoint to go on from. The same holds if the caller cancels this. Any other exception is a bug, and
         propagates without a save.
         """
-        self._version = start
+        self._version = self._restored = start
+        if self._origin is None:
+            self._origin = DriverState(start, {}, self.queue.ledger.state())
         async with self._until_stopped():
             await self.weights.publish(start)
         learning = asyncio.create_task(self._learn())
@@ -130,11 +167,11 @@ class Driver:
             await self._loop(learning)
             await asyncio.wait([learning])  # after `stop` it may still be in a step
             learning.result()
-            await self._save_rest(start)
+            await self._save_rest()
         except (RlsysError, asyncio.CancelledError) as error:
             await asyncio.gather(learning, return_exceptions=True)
             if not isinstance(error, TrainingError | CheckpointError):  # these tell themselves what is saved
-                await self._save_after(error, start)
+                await self._save_after(error)
             raise
         finally:
             learning.cancel()
@@ -152,10 +189,9 @@ class Driver:
             async with asyncio.TaskGroup() as loops:
                 if self.evaluation:
                     self.evaluation.attach(loops, self.queue.progress.moved)
-                others = [loops.create_task(self._produce()) for _ in range(self.queue.capacity)]
-                others += [loops.create_task(self._annotate(signal)) for signal in sorted(self.queue.signals)]
-                others.append(loops.create_task(self._watch()))
-                others.append(loops.create_task(self.supervise()))
+                self._loops = loops
+                self._fill_queue()
+                others = [loops.create_task(self._watch()), loops.create_task(self.supervise())]
                 if self.repacker:
                     self.repacker.published(self._version)
                     others.append(loops.create_task(self.repacker.run()))
@@ -169,7 +205,7 @@ class Driver:
                         await self.weights.settled()
                 finally:
                     self.stop()
-                for loop in others:
+                for loop in (*others, *self._filling):
                     loop.cancel()
         except BaseExceptionGroup as errors:
             raise first_of(errors) from None
@@ -182,20 +218,37 @@ class Driver:
         `DataError` if the tasks have changed.
         """
         state = read_state(checkpoint)
-        queue, version = self.queue, state.version
+        self._origin = checkpoint
+        await self._restore(checkpoint, state, state.version)
+        return state.version
+
+    async def _restore(self, checkpoint: Path, state: DriverState, version: PolicyVersion) -> None:
+        """Load `checkpoint`, whose driver's part is `state`, as `version`: another one than its own if versions were
+        published since."""
         num_synchronous = await load_models(self.workers, checkpoint)
-        queue.synchronous_until = version_after(self.algorithm, num_synchronous, start=version, end=self.steps)
-        num_groups = max(0, self.steps - version) * queue.groups_per_step
+        step = state.version - state.num_lost
+        until = version_after(self.algorithm, num_synchronous, start=step, end=self.steps)
+        groups = await self.workers.actor.load_groups(checkpoint / GROUPS)
+        self._begin_at(state, version, until - step, groups)
+        self.weights.published |= state.published
+        self.checkpoints.last_saved = state.version
+
+    def _begin_at(
+        self, state: DriverState, version: PolicyVersion, num_synchronous: int, groups: Sequence[Group]
+    ) -> None:
+        """Go on from `state` as `version`; the next `num_synchronous` steps are synchronous. `groups` are finished."""
+        queue = self.queue
+        self.num_lost = state.num_lost + version - state.version
+        queue.synchronous_until = version + num_synchronous
+        num_groups = max(0, self.end - version) * queue.groups_per_step
         room = min(queue.permits_at(version), num_groups)
         places = {entry.group_id: place for place, entry in enumerate(state.ledger.pending[:room])}
-        groups = await self.workers.actor.load_groups(checkpoint / GROUPS)
         finished = [group for group in groups if group.group_id in places]
         finished = [g for g in finished if g.oldest_version >= queue.oldest_at(places[g.group_id], version)]
-        self.weights.published |= state.published
         queue.restore(state.ledger, version, num_groups, finished)
-        self.checkpoints.last_saved = version
         self._learner.past = state.past
-        return version
+        if self.evaluation:
+            self.evaluation.last = self.end
 
     def stop(self) -> None:
         """Finish the current step, save, and return from `run`. All other work ends at once; its groups are rolled out
@@ -227,6 +280,11 @@ class Driver:
                 raise
 
     # --------------------------------------------------------------------------------------------------------- produce
+
+    def _fill_queue(self) -> None:
+        """Start the loops of producers and annotators."""
+        self._filling = [self._loops.create_task(self._produce()) for _ in range(self.queue.capacity)]
+        self._filling += [self._loops.create_task(self._annotate(signal)) for signal in sorted(self.queue.signals)]
 
     async def _produce(self) -> None:
         """Roll out and score one group after the other.
@@ -262,7 +320,14 @@ class Driver:
         rolled_out = await self.workers.rollouts.run(group.assignment)
         self._clock.add("rollout", rolled_out.busy)  # at once: events align its end with the present
         emit_busy(self.events, "pulling", rolled_out.pulls, answered_s=rolled_out.busy.end_s)
-        await self.weights.verify(rolled_out.group)
+        try:
+            await self.weights.verify(rolled_out.group)
+        except (WorkerDied, DeadlineExceeded) as failure:
+            if not self._is_of_model(failure):
+                raise
+            self._trouble = failure
+            self._troubled.set()
+            await asyncio.Event().wait()  # the learner cancels this loop: its version will never arrive
         self._clock.offer(rolled_out.group, rolled_out.waited_s)
         self.queue.finish_rollout(group, rolled_out)
 
@@ -311,8 +376,10 @@ class Driver:
         while True:
             taken = await self.queue.take_for(signal, ANNOTATED_AT_ONCE * self.shape.max_tokens)
             began = loop.time()
+            maker = self.workers.annotators[signal]
+            groups = [each.group for each in taken]
             try:
-                annotated = await self.workers.annotators[signal].annotate([each.group for each in taken], signal)
+                annotated = await self._retries.persist(maker, lambda: maker.annotate(groups, signal))  # noqa: B023
             except PayloadLost as error:
                 self.queue.put_back(signal, self._dropped_groups.reissue_lost(error, taken))
                 continue
@@ -323,6 +390,84 @@ class Driver:
     # ----------------------------------------------------------------------------------------------------------- learn
 
     async def _learn(self) -> None:
+        """Train until the end, or `stop`. If a rank of actor or critic dies or freezes, replace all and go on.
+
+        Raises `RunAborted` if that happens `limits.max_attempts` times without a finished step, or after `stop`.
+        """
+        failure: WorkerError | None = None
+        while True:
+            try:
+                if failure is not None:
+                    await self._replace_models(failure)
+                watches = [model.watch() for model in self.workers.models.values()]
+                await deadlines.unless(self._train(), *watches, self._meet_trouble())
+            except (WorkerDied, DeadlineExceeded) as error:
+                self._num_deaths += 1
+                if not self._is_of_model(error):
+                    raise
+                if self._stopping or self._num_deaths >= self.failures.limits.max_attempts:
+                    raise RunAborted(str(error)) from error
+                failure = error
+            else:
+                return
+
+    async def _meet_trouble(self) -> None:
+        """Raise the failure of actor or critic that a producer met; wait until there is one."""
+        await self._troubled.wait()
+        assert self._trouble is not None
+        raise self._trouble
+
+    def _is_of_model(self, failure: WorkerError) -> bool:
+        return failure.worker.startswith(tuple(self.workers.models))
+
+    async def _replace_models(self, failure: WorkerError) -> None:
+        """Replace all ranks of actor and critic, and go on from the newest whole checkpoint, as a new version.
+
+        Raises `WorkerDied` or `DeadlineExceeded` if that fails, and `CheckpointError` if all checkpoints are damaged.
+        """
+        began = asyncio.get_running_loop().time()
+        self.events.emit(WorkerFailed(failure.worker, failure.phase, str(failure)))
+        self._learner.is_half_way = True  # nothing can be saved until a checkpoint is loaded
+        self._troubled.clear()
+        for loop in self._filling:
+            loop.cancel()
+        await asyncio.gather(*self._filling, return_exceptions=True)
+        if self.evaluation:
+            self.evaluation.give_up()
+        self.weights.give_up()
+        async with self._until_stopped():
+            await asyncio.gather(*(model.restart() for model in self.workers.models.values()))
+            if self._saving is not None:  # it failed with the ranks, unless it was all but written
+                await asyncio.gather(self._saving, return_exceptions=True)
+                self._saving = None
+            self._version = self._restored = self._version + 1
+            checkpoint = await self._roll_back()
+            await self.weights.publish(self._version)
+            self._learner.is_half_way = False
+        if self._learner.is_half_way:
+            return  # by `stop`
+        if self.repacker:
+            self.repacker.published(self._version)
+        self._fill_queue()
+        self.events.emit(RolledBack(self._version, checkpoint, self.num_lost, self.end))
+        self.events.emit(WorkerRestarted(failure.worker, asyncio.get_running_loop().time() - began))
+
+    async def _roll_back(self) -> PolicyVersion:
+        """Load the newest whole checkpoint, or what this session began with, as `_version`; return its own version."""
+        checkpoint, problems = await asyncio.to_thread(newest_whole, self.checkpoints.folder)
+        for problem in problems:
+            self.events.emit(CheckpointPassedOver(problem))
+        origin = checkpoint or self._origin
+        if isinstance(origin, Path):
+            state = read_state(origin)
+            await self._restore(origin, state, self._version)
+        else:
+            assert origin is not None, "`run` sets it"
+            state = origin
+            self._begin_at(state, self._version, self._num_synchronous, ())
+        return state.version
+
+    async def _train(self) -> None:
         """Run one optimizer step after the other.
 
         Consumes groups that have all their columns, produces weights and metrics. Waits for the oldest groups to be
@@ -330,7 +475,7 @@ class Driver:
         when the next one is due, and at the end. `stop` unblocks every wait.
         """
         await self._evaluate(self._version)
-        while self._version < self.steps and not self._stopping:
+        while self._version < self.end and not self._stopping:
             groups: list[InFlightGroup] = []
             async with self._until_stopped():
                 with self._clock.span("wait_batch"):
@@ -352,6 +497,7 @@ class Driver:
         if self.evaluation:
             async with self._until_stopped():
                 await self.evaluation.end()
+        await self._saved()
 
     def _finish(self, groups: Sequence[InFlightGroup], result: StepResult) -> list[Task]:
         """Count a trained step, whether or not its weights could be published; return its tasks."""
@@ -363,7 +509,7 @@ class Driver:
         if self.repacker:
             metrics["async/moved"] = self.repacker.num_moved
         metrics |= self._curation.metrics()
-        self._version = version + 1
+        self._version, self._num_deaths = version + 1, 0
         self.events.emit(StepDone(version + 1, metrics, tuple(group.group_id for group in groups)))
         return tasks
 
@@ -376,8 +522,6 @@ class Driver:
     async def _train_step(self, groups: Sequence[InFlightGroup], version: PolicyVersion) -> StepResult | None:
         """Train one step; return None if it fails and its groups are put back, reissued or dropped, or if it does not
         end in time after `stop`.
-
-        Raises `RunAborted` if a worker that the step needs is lost: such workers are not replaced within a run.
         """
         result, began = None, asyncio.get_running_loop().time()
         try:
@@ -387,8 +531,6 @@ class Driver:
             self.queue.put_back(LEARNER, self._dropped_groups.reissue_lost(error, groups))
         except NoSignal as error:
             self._dropped_groups.drop_step(groups, error)
-        except (WorkerDied, DeadlineExceeded) as error:
-            raise RunAborted(str(error)) from error
         else:
             self._longest_s = max(self._longest_s, asyncio.get_running_loop().time() - began)
             if result is None:
@@ -413,7 +555,7 @@ class Driver:
                     self.events.emit(RolloutsWritten(step, str(path)))
 
     async def _maybe_save(self, step: int) -> None:
-        is_last = step >= self.steps or self._stopping
+        is_last = step >= self.end or self._stopping
         if self._saving is not None and self._saving.done():
             await self._saving  # raises why the last one failed
         if not self.checkpoints.is_due(step, asyncio.get_running_loop().time(), is_last=is_last):
@@ -437,21 +579,21 @@ class Driver:
         if wait.expired():
             raise CheckpointError(_UNSAVED.format(self._version))
 
-    async def _save_rest(self, start: PolicyVersion) -> None:
+    async def _save_rest(self) -> None:
         """Save the last finished step, unless that is done, or a later step changed the weights and did not end."""
-        if self._version > start and not self._learner.is_half_way:
+        if self._version > self._restored and not self._learner.is_half_way:
             await self._maybe_save(self._version)
         await self._saved()
 
-    async def _save_after(self, error: BaseException, start: PolicyVersion) -> None:
+    async def _save_after(self, error: BaseException) -> None:
         """Save what there is before `error` ends the run, and note in it what can be resumed."""
         reason = "" if not self._learner.is_half_way else "a later step did not end"
         try:
-            await self._save_rest(start)
+            await self._save_rest()
         except RlsysError as problem:
             reason = str(problem)
         saved = self.checkpoints.last_saved
-        if saved != self._version and self._version > start:
+        if saved != self._version and self._version > self._restored:
             error.add_note(f"step {self._version} could not be saved: {reason}")
         kept = "no step is saved; begin anew" if saved is None else f"step {saved} is saved; go on"
         error.add_note(f"{kept} with run.resume=auto")
@@ -461,14 +603,13 @@ class Driver:
         is lost."""
         finished = self.queue.finished  # the hashes of all their versions have arrived: they were verified
         past = dict(self._learner.past)
-        state = DriverState(step, dict(self.weights.published), self.queue.ledger.state(), past)
+        state = DriverState(step, dict(self.weights.published), self.queue.ledger.state(), past, self.num_lost)
 
         async def begin(folder: Path) -> Awaitable[None]:
             models = await save_models(self.workers, folder)
 
             async def finish() -> None:
-                await self._save_groups(folder / GROUPS, finished)
-                await models
+                await asyncio.gather(self._save_groups(folder / GROUPS, finished), models)
 
             return finish()
 

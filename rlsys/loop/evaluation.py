@@ -266,6 +266,10 @@ class EvaluationLane:
     def stop(self) -> None:
         """Cancel the running evaluation, and start no other."""
         self._is_stopped = True
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Cancel the running evaluation, because the weights it pins are lost with the actor that owned them."""
         if self._under_way and self._under_way.cancel():
             self.was_given_up = True
 

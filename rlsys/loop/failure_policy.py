@@ -9,7 +9,7 @@ from math import ceil
 from typing import TypeVar
 
 from rlsys.config.schema import LimitsSection
-from rlsys.contracts import Rewards, Rollouts
+from rlsys.contracts import Reference, Rewards, Rollouts
 from rlsys.errors import (
     DeadlineExceeded,
     NoSignal,
@@ -85,7 +85,7 @@ class Retries:
     _failed: set[str] = field(default_factory=set)
     """Names of workers. A replacement has a new name."""
 
-    async def persist(self, pool: Rollouts | Rewards, attempt_once: Callable[[], Awaitable[T]]) -> T:
+    async def persist(self, pool: Rollouts | Rewards | Reference, attempt_once: Callable[[], Awaitable[T]]) -> T:
         """Attempt until success.
 
         A failed worker of `pool` is replaced in the background; the next attempt waits for that only if no other worker
@@ -104,7 +104,7 @@ class Retries:
                 death = error if isinstance(error, WorkerError) else None
         raise AssertionError("unreachable")
 
-    async def _replace(self, pool: Rollouts | Rewards, death: WorkerError) -> None:
+    async def _replace(self, pool: Rollouts | Rewards | Reference, death: WorkerError) -> None:
         if death.worker not in self._failed:
             self._failed.add(death.worker)
             self.events.emit(WorkerFailed(death.worker, death.phase, str(death)))

@@ -20,10 +20,11 @@ from typing import Literal, TypeAlias, TypeVar
 
 from rlsys.algorithm import Algorithm, Assigned, Signal
 from rlsys.batch.packing import BatchPlan, num_trained, plan_batch
-from rlsys.contracts import TrainedModel, TrainStats, Workers
+from rlsys.contracts import TrainStats, Workers
 from rlsys.errors import ConfigError, NoSignal, NothingToTrain, PayloadLost, RlsysError, TrainingError
 from rlsys.loop.checkpoint import CONFIG, GROUPS, STEP, FailedStep, save_models
-from rlsys.types import Group, PolicyVersion
+from rlsys.loop.failure_policy import Retries
+from rlsys.types import Group, PolicyVersion, Ref
 from rlsys.util.files import write_atomically
 
 T = TypeVar("T")
@@ -92,6 +93,7 @@ class Learner:
     """Folder for steps with non-finite numbers."""
     config: Callable[[], str]
     """Returns the run's configuration as YAML; it is saved with such a step."""
+    retries: Retries
     past: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the previous step, from actor, critic and `Algorithm.finalize_advantages`; saved in checkpoints."""
     is_half_way: bool = False
@@ -142,15 +144,16 @@ class Learner:
         if not any(num_trained(*pair) for pair in zip(groups, settled.groups, strict=True)):
             raise NoSignal(f"of a step of {len(groups)} groups nothing is left to train once advantages are settled")
         plan = self.shape.plan(groups, settled.groups, self.algorithm)
-        with self.span("fetch", self._models):
-            await _all(model.fetch(groups, plan) for model in self._models.values())
-        makers, signals = self.workers.step_annotators, [s for s in sorted(self.algorithm.signals) if s.made == "step"]
+        models = self.workers.models
+        with self.span("fetch", models):
+            await _all(model.fetch(groups, plan) for model in models.values())
+        signals = [s for s in sorted(self.algorithm.signals) if s.made == "step"]
         with self.span("columns", {"critic" if signal is Signal.VALUES else REFERENCE for signal in signals}):
-            made = await _all(makers[signal].annotate_step(groups, plan, signal) for signal in signals)
+            made = await _all(self._annotated(groups, plan, signal) for signal in signals)
         columns = dict(zip(signals, made, strict=True))
         stats: list[TrainStats] = []
         self.is_half_way = True
-        for name, model in self._models.items():
+        for name, model in models.items():
             try:
                 with self.span("train", [name]):
                     stats.append(await model.train_step(plan, columns))
@@ -161,11 +164,12 @@ class Learner:
         self.is_half_way = False
         return StepResult(groups, settled.groups, TrainStats(metrics, sum(of_model.train_s for of_model in stats)))
 
-    @property
-    def _models(self) -> dict[_Model, TrainedModel]:
-        """Trained models, in order."""
-        actor, critic = self.workers.actor, self.workers.critic
-        return {"actor": actor} if critic is None else {"actor": actor, "critic": critic}
+    async def _annotated(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
+        """Return the column of a step. A reference that fails is replaced, and attempts it again."""
+        maker, reference = self.workers.step_annotators[signal], self.workers.reference
+        if reference is None or signal is Signal.VALUES:
+            return await maker.annotate_step(groups, plan, signal)
+        return await self.retries.persist(reference, lambda: maker.annotate_step(groups, plan, signal))
 
     async def _keep(
         self, groups: Sequence[Group], assigned: Assigned, version: PolicyVersion, failed: _Model, error: TrainingError

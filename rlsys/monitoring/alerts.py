@@ -19,7 +19,17 @@ from statistics import median
 
 from rlsys.monitoring import alert_signals as gauges
 from rlsys.monitoring.alert_signals import AlertSignal, SignalReading
-from rlsys.monitoring.events import AlertRaised, EngineChosen, Event, Events, PhaseDone, RunEnded, RunStarted, StepDone
+from rlsys.monitoring.events import (
+    AlertRaised,
+    EngineChosen,
+    Event,
+    Events,
+    PhaseDone,
+    RolledBack,
+    RunEnded,
+    RunStarted,
+    StepDone,
+)
 
 MARGIN = 0.8
 """An alert closes when its signal is below this share of the threshold; for low values, above 1 / this."""
@@ -217,8 +227,9 @@ class Alarms:
     def observe(self, event: Event, time_s: float) -> Sequence[Alert]:
         """Process one event, emitted at `time_s` (Unix seconds), and return the alerts it raises.
 
-        Only `RunStarted`, `StepDone` and `RunEnded` change the state. Other events only show that time passes, so a
-        reader may leave them out and call `silent`. A metric that is not a number must be NaN, not missing.
+        Only `RunStarted`, `StepDone`, `RolledBack` and `RunEnded` change the state. Other events only show that time
+        passes, so a reader may leave them out and call `silent`. A metric that is not a number must be NaN, not
+        missing.
         """
         match event:
             case RunStarted(first_step=first, total_steps=total):
@@ -229,6 +240,9 @@ class Alarms:
             case RunEnded():
                 self._moved_s = None
                 return []  # nothing follows the end of a run
+            case RolledBack(total_steps=total):
+                self._total_steps = total
+                return []
             case PhaseDone() | EngineChosen():
                 return []  # start-up, maybe of a run that resumes days after it was killed
             case _:

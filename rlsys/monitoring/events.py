@@ -217,6 +217,19 @@ class CheckpointPassedOver(Event):
     """The file, and what is wrong with it."""
 
 
+class RolledBack(Event):
+    """Actor and critic were replaced, and train on from an older state: the steps between the two versions are lost."""
+
+    version: PolicyVersion
+    """New version of the restored weights."""
+    restored: PolicyVersion
+    """Their version in the checkpoint; 0 for the initial model."""
+    num_lost: int
+    """Versions of the whole run that are no longer steps behind the weights."""
+    total_steps: int
+    """Version at which the run ends now."""
+
+
 class EvalDone(Event):
     """A version was evaluated on a data set."""
 

@@ -15,11 +15,11 @@ import orjson
 
 from rlsys.errors import DataError
 from rlsys.loop.checkpoint import STEP, is_complete, step_of
-from rlsys.monitoring.events import RunStarted, StepDone, WeightsPublished
+from rlsys.monitoring.events import RolledBack, RunStarted, StepDone, WeightsPublished
 from rlsys.replay.rollout_log import ROLLOUT_FORMAT, RolloutRecord, decoder_of, read_rollouts
 from rlsys.types import PolicyVersion
 
-_KINDS = tuple(f'{{"kind":"{event.kind}"'.encode() for event in (RunStarted, WeightsPublished, StepDone))
+_KINDS = tuple(f'{{"kind":"{event.kind}"'.encode() for event in (RunStarted, WeightsPublished, StepDone, RolledBack))
 """Beginnings of the relevant lines; a run has many other events."""
 
 
@@ -31,6 +31,8 @@ class RunHistory:
     """Hash of the published weights by version."""
     ends: dict[int, StepDone] = field(default_factory=dict)
     """Results by step. A run older than `group_ids` has none."""
+    lost: set[int] = field(default_factory=set)
+    """Versions that are no longer steps behind the weights: lost with the actor, see `RolledBack`."""
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Add the next event of `_KINDS`."""
@@ -38,6 +40,11 @@ class RunHistory:
             first = line["first_step"]
             self.hashes = {version: hash_ for version, hash_ in self.hashes.items() if version <= first}
             self.ends = {step: end for step, end in self.ends.items() if step <= first}
+            self.lost = {step for step in self.lost if step <= first}
+        elif line["kind"] == RolledBack.kind:
+            back = decoder_of(RolledBack)(line)
+            self.lost |= {*range(back.restored + 1, back.version + 1)}
+            self.ends = {step: end for step, end in self.ends.items() if step not in self.lost}
         elif line["kind"] == WeightsPublished.kind:
             self.hashes[line["version"]] = line["hash"]
         else:
@@ -81,7 +88,7 @@ class RecordedSteps:
     @property
     def steps(self) -> Sequence[int]:
         """Steps to train, in order."""
-        return range(self.start + 1, self.step + 1)
+        return [step for step in range(self.start + 1, self.step + 1) if step not in self.history.lost]
 
     @property
     def beginning(self) -> str:

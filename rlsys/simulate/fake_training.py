@@ -22,15 +22,60 @@ if TYPE_CHECKING:
     from rlsys.simulate.fake_world import FakeWorld
 
 
-class _FakeModel:
-    """Common base of actor and critic: a step trains exactly the groups that were fetched for its plan."""
+class _FakeProcess:
+    """A process that dies in the calls that `FakeWorld.training_deaths` lists, and is dead until its restart."""
+
+    name = ""
+    """Name of its worker; a successor has another."""
 
     def __init__(self, world: FakeWorld) -> None:
         self.world = world
+        self._kind, self._num_before = self.name, 0
+        self._death: WorkerDied | None = None
+        self._died = asyncio.Event()
+
+    def _begin(self, call: str) -> None:
+        """Begin a call. Raises `WorkerDied` if the process dies in it, or is dead."""
+        if self._death is None and self.world.dies(self._kind, call):
+            self._death = WorkerDied(self.name, call, "the process is gone")
+            self._died.set()
+        self._check_alive()
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise self._death
+
+    async def _live_again(self) -> None:
+        await asyncio.sleep(self.world.restart_s)
+        self._num_before += 1
+        self.name = f"{self._kind}.{self._num_before}"
+        self._death = None
+        self._died.clear()
+
+
+class _FakeModel(_FakeProcess):
+    """Common base of actor and critic: a step trains exactly the groups that were fetched for its plan."""
+
+    def __init__(self, world: FakeWorld) -> None:
+        super().__init__(world)
         self.fetched: Sequence[Group] = ()
         self._plan: BatchPlan | None = None
 
+    async def watch(self) -> None:
+        await self._died.wait()
+        self._check_alive()
+
+    async def restart(self) -> None:
+        await self._live_again()
+        self._end_step()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Return to the initial model."""
+        raise NotImplementedError
+
     async def fetch(self, groups: Sequence[Group], plan: BatchPlan) -> None:
+        self._begin("fetch")
         await self.world.fetch(self._fetching, groups)
         self.fetched, self._plan = groups, plan
 
@@ -54,6 +99,7 @@ class _FakeModel:
     async def _save(self, path: Path, state: Mapping[str, object]) -> None:
         """Write a copy of the state. It takes `FakeWorld.save_s`, beside the next steps."""
         await asyncio.sleep(self.world.save_s)
+        self._check_alive()
         self.world.check_disk(path)
         await asyncio.to_thread(_write, path, json.dumps(state))
 
@@ -66,18 +112,28 @@ def _write(path: Path, text: str) -> None:
 class FakeActor(_FakeModel):
     """Implement `Actor`: its weights are a number that depends on all trained groups, in order."""
 
+    name = "actor-0"
+
     def __init__(self, world: FakeWorld) -> None:
         super().__init__(world)
-        self.version = 0
+        self.version = self.num_steps = 0
         self.num_seen = 0
         """Number of policy steps that the stabilizer has seen."""
         self.last_step: tuple[BatchPlan, Mapping[Signal, Sequence[Ref]]] | None = None
         self.stall_s: list[float] = []
 
+    def _forget(self) -> None:
+        self.world.weights, self.world.consumed = 0, Counter()
+        self.num_steps = self.num_seen = 0
+
     async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
+        self._begin("train_step")
         self._check_step(plan, columns)
         seconds = self.world.step_s(self.version, self.fetched)
         await asyncio.sleep(seconds)
+        self._check_alive()
+        if self.num_steps == 0:
+            self.world.trained.clear()  # by an actor that was replaced before any checkpoint
         if self.version == self.world.nan_at:
             raise TrainingError(f"the loss of step {self.version + 1} is nan", update=len(plan[0].updates) - 1)
         for group in self.fetched:
@@ -89,13 +145,16 @@ class FakeActor(_FakeModel):
         metrics = {"loss": self.world.weights % 1000 / 7, **self.world.steer(self.version, len(plan[0].updates))}
         self.last_step = (plan, columns)
         self._end_step()
-        self.num_seen += self.world.synchronous_steps > 0 and self.world.trains_policy(self.version)
+        self.num_seen += self.world.synchronous_steps > 0 and self.world.trains_policy(self.num_steps)
         self.version += 1
+        self.num_steps += 1
         return TrainStats(metrics, seconds)
 
     async def publish(self, version: PolicyVersion) -> Published:
+        self._begin("publish")
         self.version, began_s = version, now()
         await asyncio.sleep(self.world.publish_s)
+        self._check_alive()
         self.world.send(version)
         self.stall_s.append(now() - began_s)
         return Published(version, self.world.num_bytes, self.stall_s[-1])
@@ -104,24 +163,30 @@ class FakeActor(_FakeModel):
         """Do nothing: fake relays lose no version."""
 
     async def save(self, folder: Path) -> Awaitable[None]:
+        self._begin("save")
         weights, consumed = self.world.weights, Counter(self.world.consumed)
-        state = {"weights": weights, "version": self.version, "consumed": consumed, "num_seen": self.num_seen}
+        counts = {"version": self.version, "num_steps": self.num_steps, "num_seen": self.num_seen}
+        state = {"weights": weights, "consumed": consumed, **counts}
         return self._save(folder / "weights.json", state)
 
     async def load(self, folder: Path) -> int:
+        self._begin("load")
         state = json.loads((folder / "weights.json").read_text())
         self.world.weights, self.version = state["weights"], state["version"]
         self.world.consumed = Counter(state["consumed"])
-        self.num_seen = state["num_seen"]
+        self.world.trained = [(version, group) for version, group in self.world.trained if version < self.version]
+        self.num_steps, self.num_seen = state["num_steps"], state["num_seen"]
         return max(0, self.world.synchronous_steps - self.num_seen)
 
     async def record(
         self, path: Path, step: int, tasks: Sequence[Task], groups: Sequence[Group], assigned: Assigned
     ) -> None:
+        self._begin("record")
         rows = zip(tasks, groups, assigned, strict=True)
         write_rollouts(path, [RolloutRecord.of(step, t, g, _payload(g), a) for t, g, a in rows])
 
     async def save_groups(self, path: Path, groups: Sequence[Group]) -> None:
+        self._begin("save_groups")
         await self.world.fetch("save_groups", groups)
         write_groups(path, [GroupRecord(g, _payload(g)) for g in groups])
 
@@ -132,28 +197,37 @@ class FakeActor(_FakeModel):
 class FakeCritic(_FakeModel):
     """Implement `Critic`: its value of every state is the number of its steps."""
 
+    name = "critic-0"
     _fetching = "fetch_critic"
 
     def __init__(self, world: FakeWorld) -> None:
         super().__init__(world)
         self.num_steps = 0
 
+    def _forget(self) -> None:
+        self.num_steps = 0
+
     async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
+        self._begin("annotate_step")
         self._check_fetched(plan)
         return _columns(self.world, groups, plan, signal, float(self.num_steps))
 
     async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
+        self._begin("train_step")
         self._check_step(plan, columns)
         seconds = self.world.critic_s(self.num_steps)
         await asyncio.sleep(seconds)
+        self._check_alive()
         self._end_step()
         self.num_steps += 1
         return TrainStats({"critic/loss": 1 / self.num_steps}, seconds)
 
     async def save(self, folder: Path) -> Awaitable[None]:
+        self._begin("save")
         return self._save(folder / "critic.json", {"num_steps": self.num_steps})
 
     async def load(self, folder: Path) -> None:
+        self._begin("load")
         self.num_steps = json.loads((folder / "critic.json").read_text())["num_steps"]
 
 
@@ -179,18 +253,29 @@ class FakeRelays:
         await asyncio.Event().wait()
 
 
-class FakeReference:
+class FakeReference(_FakeProcess):
     """Implement `Reference` and `StepAnnotator`: every trained token gets logprob -1."""
 
+    name = "reference"
+
     def __init__(self, world: FakeWorld) -> None:
-        self.world = world
+        super().__init__(world)
+        self._replacing = asyncio.Lock()
+
+    async def restart(self, worker: str, on_recovery: Callable[[str, float], None]) -> None:
+        async with self._replacing:
+            if worker == self.name:
+                await self._live_again()
+                on_recovery(worker, self.world.restart_s)
 
     async def annotate(self, groups: Sequence[Group], signal: Signal) -> list[Group]:
+        self._begin("annotate")
         await asyncio.sleep(sum(self.world.annotate_s(group.group_id) for group in groups))
         await self.world.fetch("annotate", groups)
         return [replace(g, columns={**g.columns, signal: [(-1.0,) * 3] * len(g.episodes)}) for g in groups]
 
     async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
+        self._begin("annotate_step")
         await self.world.fetch("annotate_step", groups)
         return _columns(self.world, groups, plan, signal, -1.0)
 

@@ -96,6 +96,9 @@ class FakeWorld:
     too."""
     notice_s: Callable[[int], float] = lambda number: 0.0
     """Seconds until the n-th fetch of a lost payload raises, counted from 0 over all calls."""
+    training_deaths: Mapping[str, Collection[int]] = field(default_factory=dict)
+    """Deaths of training workers, by worker and call (`actor-0 train_step`, `critic-0 fetch`, `reference annotate`):
+    the indices, from 0, of the calls in which it dies."""
     num_eval_replicas: int = 1
     """Replicas of the evaluation lane."""
     eval_s: Callable[[int], float] = lambda group_id: 1.0
@@ -126,6 +129,7 @@ class FakeWorld:
         self.gone: dict[int, Ref] = {}
         """Lost payloads, by their `id`; kept so that no other payload reuses the `id`."""
         self._num_given_up = 0
+        self.num_calls: Counter[str] = Counter()
 
     @property
     def trained_group_ids(self) -> list[int]:
@@ -171,6 +175,12 @@ class FakeWorld:
             await asyncio.sleep(self.notice_s(self._num_given_up - 1))
             raise PayloadLost(gone)
 
+    def dies(self, worker: str, call: str) -> bool:
+        """Count a call of a training worker; return True if it dies in it."""
+        key = f"{worker} {call}"
+        self.num_calls[key] += 1
+        return self.num_calls[key] - 1 in self.training_deaths.get(key, ())
+
     def check_disk(self, folder: Path) -> None:
         """Raise `OSError` if the disk is full at this folder."""
         if self.disk_is_full_at is not None and self.disk_is_full_at in str(folder):
@@ -201,6 +211,7 @@ class FakeWorld:
             evaluation=FakePinnedRollouts(self),
             step_annotators={Signal.REFERENCE_MISMATCHED: reference, Signal.VALUES: critic},
             critic=critic,
+            reference=reference,
         )
 
 

@@ -9,13 +9,14 @@ event loop, so that a deadline costs a table entry instead of a timer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from inspect import signature
 from math import inf
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 TICK_S = 1.0
 """Longest tick, and the longest delay of a tick that is not a gap."""
@@ -47,6 +48,25 @@ async def sleep(seconds: float) -> None:
         await over.wait()
     finally:
         ticks.cancel(entry)
+
+
+async def unless(work: Coroutine[Any, Any, T], *troubles: Awaitable[None]) -> T:
+    """Return the result of `work`; if one of the `troubles` raises before, cancel it and raise that.
+
+    Waits for `work`; unblocked by its end, or by a trouble. All of them have ended when this returns.
+    """
+    main = asyncio.create_task(work)
+    others = [asyncio.ensure_future(trouble) for trouble in troubles]
+    try:
+        done, _ = await asyncio.wait([main, *others], return_when=asyncio.FIRST_COMPLETED)
+        if main not in done:
+            for trouble in done:
+                trouble.result()
+        return await main
+    finally:
+        for task in (main, *others):
+            task.cancel()
+        await asyncio.gather(main, *others, return_exceptions=True)
 
 
 def now() -> float:

@@ -123,7 +123,7 @@ class Relay:
         self._wait_s = transfer_s / TRIES
         self._buckets: dict[str, Ref] = {}
         self._borrowed: set[str] = set()
-        """Buckets without a local copy, for lack of memory."""
+        """Buckets that belong to another process: the actor on this node, or a source that lacked memory for a copy."""
         self._known: dict[PolicyVersion, Announcement] = {}
         self._complete: dict[PolicyVersion, Arrival] = {}
         self._expected: dict[PolicyVersion, frozenset[str]] = {}
@@ -280,13 +280,19 @@ class Relay:
                 self._changed.notify_all()
 
     async def _pull(self, announcement: Announcement, sources: list[RelayPeer], wait: bool) -> None:
-        """Pull the missing buckets. Failed sources are removed from `sources`."""
+        """Pull the missing buckets. Failed sources are removed from `sources`.
+
+        A borrowed bucket is taken again: the actor that owned it may have been replaced.
+        """
         manifest, origin = announcement.manifest, announcement.origin
         held = self._buckets.keys() - self._borrowed
         missing = [bucket for bucket in dict.fromkeys(b.hash for b in manifest.buckets) if bucket not in held]
         if origin.place == self.place:
+            newer = {b.hash for v in self._complete if v > manifest.version for b in self._known[v].manifest.buckets}
             for bucket in missing:
-                await self._put(bucket, origin.refs[bucket])
+                if bucket not in self._buckets or bucket not in newer:
+                    self._borrowed.add(bucket)
+                    await self._put(bucket, origin.refs[bucket])
             return
         sources.append(origin)
         room = asyncio.Semaphore(IN_FLIGHT)

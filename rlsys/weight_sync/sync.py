@@ -185,9 +185,10 @@ class WeightSync:
         await asyncio.gather(*(self.arrived(version) for version in list(self._arriving)))
 
     def give_up(self) -> None:
-        """Stop waiting for arrivals."""
+        """Stop waiting for arrivals: their versions count as never published."""
         for task in self._arriving.values():
             task.cancel()
+        self._arriving.clear()
 
     async def verify(self, group: Group) -> None:
         """Raise `WeightsMismatch` if a version in the group is older than its permit, or lacks an acknowledgement of

@@ -27,7 +27,7 @@ KEYS = {
         "speedup_at_4", "speedup", "reward", "seconds_per_step", "staleness", "staleness_max", "wait_batch_share",
         "steps", "correction",
     },
-    "chaos": {"is_same", "groups", "killed", "seconds", "recovery_s", "dropped", "reissued", "steps"},
+    "chaos": {"broken", "faults", "held_up_s", "signal_answered_s", "steps", "seconds"},
     "dashboard": {
         "open_s", "reader_mb", "whole_run_ms", "page_ms", "page_ms_worst", "live_latency_s", "emit_us", "emit_share",
         "events_per_step", "groups_per_step", "day_growth_mb", "day_events", "day_steps", "events",
@@ -38,6 +38,7 @@ KEYS = {
     "overhead": {
         "ms_per_step", "ms_per_group", "overhead_ms", "driver_cpu_share", "start_up_s", "start_up_breakdown_s",
     },
+    "recovery": {"recovery_s", "step_s", "interrupt_s"},
     "relay": {"stall_over_memcpy", "flatness", "left_out", "rows"},
     "schedules": {"schedules", "seconds", "broken", "groups_issued_again", "largest_staleness"},
 }  # fmt: skip
@@ -60,11 +61,11 @@ def answer_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
     context = get_context("forkserver")
     context.set_forkserver_preload(["examples.sort.prepare", "workers.rollout.rollout_pool", "workers.train.fsdp"])
 
-    with raylets(1, 8, 256 << 20) as address:
+    with raylets(1, 8, 256 << 20) as cluster:
 
         def answer(name: str, *arguments: str) -> Any:
             folder = tmp_path_factory.mktemp(name)
-            given = (f"benchmarks.{name}", arguments, {"RAY_ADDRESS": address}, folder)
+            given = (f"benchmarks.{name}", arguments, {"RAY_ADDRESS": cluster.address}, folder)
             process = context.Process(target=run_module, args=given)
             process.start()
             process.join()

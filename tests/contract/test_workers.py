@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,11 +21,13 @@ from rlsys.testing import FakePinnedRollouts, FakeRewards, FakeRollouts, FakeWor
 from rlsys.types import Assignment, Group, Task, Turn
 from tests.groups import num_ok
 from tests.jobs import config_of
+from tests.processes import kill_worker
 from workers.ray.pool import Pool
 from workers.worker_set import WorkerSet
 
 T = TypeVar("T")
 SIZE = 4
+PUBLISH = "actor-0 publish"
 TASK = Task(id="t", prompt="312>", answer="123")
 
 
@@ -38,6 +41,8 @@ class Kit:
     kill_rollout: Callable[[], None]
     kill_reward: Callable[[], None]
     kill_evaluation: Callable[[], None]
+    kill_actor: Callable[[], None]
+    """For the fakes, it dies in its next publish."""
 
     def play(self, scenario: Coroutine[object, object, T]) -> T:
         return self.runner.run(asyncio.wait_for(scenario, 200))
@@ -56,6 +61,7 @@ def fakes(runner: asyncio.Runner) -> Kit:
     rollout_faults: dict[int, Fault] = {}
     reward_faults: dict[int, Fault] = {}
     eval_faults: dict[int, Fault] = {}
+    training_deaths: dict[str, set[int]] = {}
     world = FakeWorld(
         rollout_s=lambda group_id: 0.0,
         reward_s=lambda group_id: 0.0,
@@ -66,6 +72,7 @@ def fakes(runner: asyncio.Runner) -> Kit:
         reward_faults=reward_faults,
         eval_s=lambda group_id: 0.0,
         eval_faults=eval_faults,
+        training_deaths=training_deaths,
     )
     workers = world.workers()
     rollouts, rewards, evaluation = workers.rollouts, workers.rewards, workers.evaluation
@@ -78,6 +85,7 @@ def fakes(runner: asyncio.Runner) -> Kit:
         lambda: rollout_faults.update({rollouts.num_calls: Fault.DIES}),
         lambda: reward_faults.update({rewards.num_calls: Fault.DIES}),
         lambda: eval_faults.update({evaluation.num_calls: Fault.DIES}),
+        lambda: training_deaths.update({PUBLISH: {world.num_calls[PUBLISH]}}),
     )
 
 
@@ -103,6 +111,7 @@ def on_ray(cluster, model_path: Path, data_path: Path, tmp_path_factory: pytest.
             killer(crew.rollouts),
             killer(crew.rewards),
             killer(pinned),
+            partial(kill_worker, "ActorRank"),
         )
         runner.run(crew.close())
 
@@ -389,6 +398,26 @@ def test_a_step_changes_weights_and_a_load_restores_them(kit, tmp_path):
         assert after.hash != before.hash
         await actor.load(tmp_path / "actor")
         assert (await published(kit, 20)).hash == before.hash
+
+    kit.play(scenario())
+
+
+def test_a_dead_actor_is_noticed_and_its_successor_loads_its_state(kit, tmp_path):
+    async def scenario() -> None:
+        actor = kit.workers.actor
+        await trained(kit, 22)
+        await (await actor.save(tmp_path / "actor"))
+        noticed = asyncio.create_task(actor.watch())
+        kit.kill_actor()
+        with pytest.raises(WorkerDied, match="actor-0"):
+            await actor.publish(24)
+        with pytest.raises(WorkerDied, match="actor-0"):
+            await noticed
+        await actor.restart()
+        await actor.load(tmp_path / "actor")
+        arrival = await published(kit, 25)
+        assert {a.hash for a in (await rolled_out(kit, version=25)).weights} == {arrival.hash}
+        await trained(kit, 26)
 
     kit.play(scenario())
 

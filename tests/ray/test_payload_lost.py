@@ -89,10 +89,10 @@ def test_groups_lost_with_a_node_are_named_and_others_survive(three_nodes: Clust
     doomed = three_nodes.add_node(num_cpus=1, object_store_memory=100 << 20)
     (there,) = [node for node in node_ids() if node == doomed.node_id]
     writers = [start(Writer, "writer", Writer, NO_MATHS, 60.0, place=node) for node in (here, there)]
-    actor = ActorHandle([start(Rank, f"actor-{r}", Rank, NO_MATHS, 60.0, place=here) for r in range(2)])
+    actor = ActorHandle(lambda _: [start(Rank, f"actor-{r}", Rank, NO_MATHS, 60.0, place=here) for r in range(2)], 60.0)
     build = partial(Judge, (), 1, 60.0)
     rewards = RewardPool(PoolSpec(1, lambda name: start(Judge, name, build, NO_MATHS, 60.0, place=here), 60.0, 6.0, 1))
-    reference = ReferenceHandle(start(Reader, "reference", Reader, NO_MATHS, 60.0, place=here))
+    reference = ReferenceHandle(lambda _: start(Reader, "reference", Reader, NO_MATHS, 60.0, place=here), 60.0)
 
     def planned(groups: list[Group]) -> BatchPlan:
         assigned = [tuple(TrajectoryAdvantage(episode, 0, 1.0) for episode in range(2)) for _ in groups]

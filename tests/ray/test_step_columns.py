@@ -87,9 +87,11 @@ class Trainers:
         trains = [partial(ActorRank, rank, actor, nowhere) for rank in ranks]
         values = [partial(CriticRank, rank, critic, str(model_path)) for rank in ranks]
         return cls(
-            ActorHandle([start(ActorRank, "actor", build, SMALL, 60.0) for build in trains], has_pairs=True),
-            CriticHandle([start(CriticRank, "critic", build, SMALL, 60.0) for build in values]),
-            ReferenceHandle(start(ReferenceWorker, "reference", score, SMALL, 60.0)),
+            ActorHandle(
+                lambda _: [start(ActorRank, "actor", build, SMALL, 60.0) for build in trains], 60.0, has_pairs=True
+            ),
+            CriticHandle(lambda _: [start(CriticRank, "critic", build, SMALL, 60.0) for build in values], 60.0),
+            ReferenceHandle(lambda _: start(ReferenceWorker, "reference", score, SMALL, 60.0), 60.0),
         )
 
     async def step(self, num_ranks: int) -> Mapping[str, float]:

@@ -18,7 +18,7 @@ from rlsys.testing import EventRecorder, FakeActor, FakeRelays, FakeRewards, Fak
 from rlsys.testing.fake_run import start_of
 from rlsys.types import POLICY, Acknowledged, Assignment, Episode, Group, PolicyVersion, ReplicaLoad, VersionSpan
 from rlsys.util.deadlines import Progress
-from tests.simulate.schedules import MACHINE_FAULTS, Choosy, heavy_tailed, most_failures
+from tests.simulate.schedules import DEADLY_TO_ACTORS, MACHINE_FAULTS, Choosy, heavy_tailed, most_failures
 from tests.simulate.world import driver_on
 
 STEPS = 8
@@ -150,9 +150,15 @@ class Session:
         return await train_jointly(self.joint, self.drivers, starts)
 
 
-def random_session(chance: random.Random, folder: Path, limits: Mapping[str, Mapping[str, Any]]) -> Session:
-    """Two policies under latencies with long tails, and faults of all that they share and of what is theirs."""
+def random_session(
+    chance: random.Random, folder: Path, limits: Mapping[str, Mapping[str, Any]], *, dies: bool = False
+) -> Session:
+    """Two policies under latencies with long tails, and faults of all that they share and of what is theirs; `dies`:
+    of their actors too."""
     worlds = {name: _world(chance) for name in limits}
+    for world in worlds.values() if dies else ():
+        calls = chance.sample(DEADLY_TO_ACTORS, chance.randint(0, 2))
+        world.training_deaths = {call: {chance.randint(1, 9)} for call in calls}
     most = sum(most_failures(world) for world in worlds.values()) + 1
     limits = {name: {**own, "max_attempts": most} for name, own in limits.items()}
     quiet = chance.choice((0, 0, 4))

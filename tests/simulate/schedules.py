@@ -16,7 +16,7 @@ from rlsys.data.task_source import TaskSource
 from rlsys.loop.checkpoint import read_state
 from rlsys.loop.driver import Driver
 from rlsys.loop.task_ledger import Curriculum, LedgerState
-from rlsys.monitoring.events import CheckpointSaved, Event, GroupDropped, GroupReissued
+from rlsys.monitoring.events import CheckpointSaved, Event, GroupDropped, GroupReissued, RolledBack
 from rlsys.testing import FakeWorld, Fault, RewardAsAdvantage, run_virtual, tasks
 from rlsys.testing.fake_run import go_on
 from rlsys.types import Group
@@ -26,6 +26,13 @@ from tests.simulate.world import NUM_TASKS, StopAfter, driver_on
 STALENESS = (0, 1, 2, 4, 8)
 STEPS = 12
 MACHINE_FAULTS = (Fault.DIES, Fault.HANGS, Fault.WRONG_WEIGHTS)
+DEADLY_TO_ACTORS = tuple(f"actor-0 {call}" for call in ("fetch", "train_step", "publish", "save", "save_groups"))
+DEADLY = (
+    *DEADLY_TO_ACTORS,
+    *(f"critic-0 {call}" for call in ("fetch", "annotate_step", "train_step", "save")),
+    *(f"reference {call}" for call in ("annotate", "annotate_step")),
+)
+"""Calls in which a worker of the training side may die."""
 LOSABLE = ("score", "annotate", "fetch", "fetch_critic", "annotate_step", "save_groups")
 
 
@@ -72,6 +79,7 @@ class Outcome:
     num_grafted: int
     num_passed_over: int
     num_smaller: int
+    num_rolled_back: int
 
 
 Session: TypeAlias = "tuple[FakeWorld, Driver, Witness]"
@@ -104,6 +112,7 @@ def sessions_of(seed: int) -> tuple[list[Session], Mapping[str, Any]]:
     }
     limits["num_updates"] = chance.randint(1, limits["groups_per_step"])
     limits["rules"] = rules_of(seed)
+    limits["deaths"] = deaths_of(seed)
     stop_at = chance.randint(1, STEPS - 1) if chance.random() < 0.25 else STEPS
     with TemporaryDirectory() as folder:
         return [_session(chance, Path(folder), limits, stop) for stop in sorted({stop_at, STEPS})], limits
@@ -114,7 +123,7 @@ def outcome_of(sessions: Sequence[Session], limits: Mapping[str, Any]) -> Outcom
     world, driver, witness = sessions[-1]
     num_groups = driver.queue.groups_per_step * STEPS
     trained = [group_id for world, _, _ in sessions for group_id in world.trained_group_ids]
-    dropped = [group_id for _, _, told in sessions[:-1] for group_id in told.lasting_drops()]
+    dropped = [group_id for _, _, told in sessions[:-1] for group_id, _ in told.lasting_drops()]
     dropped += [group_id for group_id, _ in witness.dropped]
     source = TaskSource(tasks(NUM_TASKS), seed=0)
     expected = Counter(source.next().id for _ in range(num_groups))
@@ -122,7 +131,7 @@ def outcome_of(sessions: Sequence[Session], limits: Mapping[str, Any]) -> Outcom
         limits["algorithm"] == Choosy(needs=limits["algorithm"].needs) and limits["rules"] == CurationSection()
     )
     curations = [driver.queue.ledger.curation for _, driver, _ in sessions]
-    synchronous = [each for world, _, _ in sessions for each in world.staleness_by_version.items()]
+    synchronous = sorted(each for world, _, _ in sessions for each in world.staleness_by_version.items())
     return Outcome(
         max_staleness=driver.queue.max_staleness,
         bound=driver.queue.staleness_bound,
@@ -136,11 +145,12 @@ def outcome_of(sessions: Sequence[Session], limits: Mapping[str, Any]) -> Outcom
             and not driver.queue.ledger.open
             and (world.consumed == expected or not is_undisturbed)
         ),
-        is_calibrated=all(most == 0 for version, most in synchronous if version < limits["synchronous_steps"]),
+        is_calibrated=all(most == 0 for _, most in synchronous[: limits["synchronous_steps"]]),
         has_all_permits=not any(told.wrong_counts for _, _, told in sessions),
         num_grafted=sum(curation.num_grafted for curation in curations),
         num_passed_over=sum(curation.num_passed_over for curation in curations),
         num_smaller=sum(curation.num_smaller for curation in curations),
+        num_rolled_back=witness.num_rolled_back,
     )
 
 
@@ -148,6 +158,9 @@ def _session(chance: random.Random, folder: Path, limits: Mapping[str, Any], sto
     """One driver's part of a run, from the newest checkpoint until step `stop`."""
     limits, world = dict(limits), world_of(chance)
     rules: CurationSection = limits.pop("rules")
+    deaths: Mapping[str, set[int]] = limits.pop("deaths")
+    if stop == STEPS:  # a stopped run is not rolled back
+        world.training_deaths = deaths
     if rules != CurationSection():
         world.reward = lambda group_id, episode: float(random.Random(group_id * 97 + episode).random() < 0.35)
         world.payload_losses = {**world.payload_losses, "graft": {chance.randrange(6)}}
@@ -156,7 +169,7 @@ def _session(chance: random.Random, folder: Path, limits: Mapping[str, Any], sto
     driver.events.attach(witness)
     if stop < STEPS:
         driver.events.attach(StopAfter(driver, stop))
-    assert run_virtual(go_on(driver)) == stop
+    assert run_virtual(go_on(driver)) == stop + driver.num_lost
     witness.count_permits()
     return world, driver, witness
 
@@ -175,10 +188,18 @@ def rules_of(seed: int) -> CurationSection:
     )
 
 
+def deaths_of(seed: int) -> dict[str, set[int]]:
+    """In every third schedule, workers of the training side die, but not before the first weights are published."""
+    chance = random.Random(f"deaths {seed}")
+    if chance.random() < 0.67:
+        return {}
+    return {call: {chance.randint(1, 12)} for call in chance.sample(DEADLY, chance.randint(1, 4))}
+
+
 def most_failures(world: FakeWorld) -> int:
-    """How often one group can fail in one way, at most: of rolling it out, of scoring it, of keeping its payload."""
+    """How often one group or step can fail in one way, at most."""
     num_losses = sum(len(calls) for calls in world.payload_losses.values())
-    return max(len(world.rollout_faults), len(world.reward_faults), num_losses)
+    return max(len(world.rollout_faults), len(world.reward_faults), num_losses, len(world.training_deaths))
 
 
 def world_of(chance: random.Random) -> FakeWorld:
@@ -217,6 +238,7 @@ class Witness:
     wrong_counts: list[int] = field(default_factory=list)
     """Of permits, too many or too few."""
     num_reissued: int = 0
+    num_rolled_back: int = 0
     dropped: list[tuple[int, float]] = field(default_factory=list)
     """Group id and time of each drop, in order."""
     saved: tuple[LedgerState, float] | None = None
@@ -226,13 +248,16 @@ class Witness:
         self.num_reissued += isinstance(event, GroupReissued)
         if isinstance(event, CheckpointSaved):
             self.saved = read_state(Path(event.path)).ledger, time_s - event.seconds
+        if isinstance(event, RolledBack):
+            self.num_rolled_back += 1
+            self.dropped = self.lasting_drops() if self.saved else []
         if isinstance(event, GroupDropped):
             self.dropped.append((event.group_id, time_s))
         else:  # of several groups that are dropped at once, each has its event
             self.count_permits()
 
-    def lasting_drops(self) -> list[int]:
-        """Dropped groups that a resume from the newest checkpoint does not roll out again, in order.
+    def lasting_drops(self) -> list[tuple[int, float]]:
+        """Drops of groups that a resume from the newest checkpoint does not roll out again, in order.
 
         It does so with a group that was dropped after the state was captured, and is open or not yet issued in it.
         """
@@ -240,11 +265,12 @@ class Witness:
         ledger, captured_s = self.saved
         pending = {issued.group_id for issued in ledger.pending}
         undone = {group_id for group_id, _ in self.dropped if group_id in pending or group_id >= ledger.next_group_id}
-        return [n for n, dropped_s in self.dropped if n not in undone or dropped_s < captured_s - ROUNDING_S]
+        return [(n, at_s) for n, at_s in self.dropped if n not in undone or at_s < captured_s - ROUNDING_S]
 
     def count_permits(self) -> None:
         queue = self.driver.queue
-        if queue.num_permits != min(queue.permits_at(queue.version), (STEPS - queue.version) * queue.groups_per_step):
+        num_groups = (self.driver.end - queue.version) * queue.groups_per_step
+        if queue.num_permits != min(queue.permits_at(queue.version), num_groups):
             self.wrong_counts.append(queue.num_permits)
 
     def close(self) -> None:

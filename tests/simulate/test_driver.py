@@ -297,7 +297,7 @@ def test_an_annotator_that_fails_ends_the_run_with_its_words(tmp_path):
     world = FakeWorld()
     workers = replace(world.workers(), annotators={Signal.REFERENCE_LOGPROBS: Dead(world)})
     driver = driver_on(world, tmp_path, signals=frozenset(Signal), workers=workers)
-    with pytest.raises(WorkerDied, match="reference while scoring 1 groups: the process is gone"):
+    with pytest.raises(RunAborted, match=r"3 attempts.*reference while scoring 1 groups: the process is gone"):
         run_virtual(driver.run(0))
 
 

@@ -15,7 +15,7 @@ from rlsys.contracts import Published, Workers
 from rlsys.errors import CheckpointError, NoProgress, RunAborted, TrainingError, WorkerDied, full_text
 from rlsys.loop.checkpoint import find_latest, step_of
 from rlsys.loop.driver import SAVE_S, STOP_S, Driver
-from rlsys.monitoring.events import StepDone
+from rlsys.monitoring.events import RolledBack, StepDone
 from rlsys.testing import EventRecorder, FakeActor, FakeWorld, Fault, run_virtual
 from rlsys.types import Group, PolicyVersion, Task
 from tests.simulate.test_evaluation_lane import evaluated
@@ -184,17 +184,17 @@ def test_a_failure_of_rollouts_saves_all_finished_steps(tmp_path: Path, max_stal
 
 
 class MortalActor(FakeActor):
-    """Dies in its third step, and answers nothing from then on."""
+    """Dies at version 2 and above, after every restart too."""
 
     async def fetch(self, groups: Sequence[Group], plan: BatchPlan) -> None:
-        self._check_alive()
+        self._refuse()
         await super().fetch(groups, plan)
 
     async def save(self, folder: Path) -> Awaitable[None]:
-        self._check_alive()
+        self._refuse()
         return await super().save(folder)
 
-    def _check_alive(self) -> None:
+    def _refuse(self) -> None:
         if self.version >= 2:
             raise WorkerDied(
                 "actor-0", "fetching the data of a step", "no step is saved; begin anew with run.resume=auto"
@@ -208,11 +208,13 @@ class MortalActor(FakeActor):
 def test_a_dead_actor_leaves_the_last_checkpoint(tmp_path: Path, every: int, told: str):
     world = FakeWorld()
     workers = replace(world.workers(), actor=MortalActor(world))
-    driver = driver_on(world, tmp_path, checkpoint_every=every, workers=workers)
-    with pytest.raises((RunAborted, WorkerDied)) as raised:
+    recorder = EventRecorder()
+    driver = driver_on(world, tmp_path, checkpoint_every=every, workers=workers, recorder=recorder)
+    with pytest.raises(RunAborted) as raised:
         run_virtual(driver.run(0))
     assert full_text(raised.value).endswith(told)
-    assert "step 2 could not be saved: actor-0" in full_text(raised.value)
+    assert "could not be saved" not in full_text(raised.value), "the lost step is told when the run goes back"
+    assert recorder.of(RolledBack)[0].restored == every
 
 
 def test_a_failed_step_is_kept_and_not_saved(tmp_path: Path):

@@ -29,7 +29,7 @@ def test_schedules_cover_skipped_tasks_and_smaller_groups_and_grafts():
 @pytest.mark.parametrize("seed", [6094, 8652])
 def test_a_stopped_run_drops_nothing_after_its_last_checkpoint(seed):
     before = sessions_of(seed)[0][0][2]
-    assert {group_id for group_id, _ in before.dropped} == set(before.lasting_drops())
+    assert {group_id for group_id, _ in before.dropped} == {group_id for group_id, _ in before.lasting_drops()}
     assert played(seed).is_exactly_once
 
 

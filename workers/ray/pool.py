@@ -12,13 +12,11 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from rlsys.errors import DeadlineExceeded, RlsysError, RunAborted, WeightsMismatch, WorkerDied, WorkerError
 from rlsys.util import deadlines
 from rlsys.weight_sync.sync import with_deadline
-from workers.ray.remote_proxy import CallStream, Chunks, PayloadRef, Remote
+from workers.ray.remote_proxy import BEATS, CallStream, Chunks, PayloadRef, Remote, successor_name
 
 W = TypeVar("W")
 Recovered: TypeAlias = Callable[[str, float], None]
 """Takes the name of a worker that died, and the seconds until its successor was ready."""
-BEATS = 3
-"""Heartbeats within the silence that ends a member."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Pause before a lost place is tried again; it doubles up to the longest."""
 
@@ -151,7 +149,7 @@ class Pool(Generic[W]):
         return successor
 
     def _member(self, index: int, generation: int = 0) -> PoolMember[W]:
-        name = f"{self._kind}-{index}" + (f".{generation}" if generation else "")
+        name = successor_name(f"{self._kind}-{index}", generation)
         worker = self._supply.start(name)
         calls = CallStream(name, self._phase, lambda requests: self._send(worker, requests))
         return PoolMember(index, generation, name, worker, calls)

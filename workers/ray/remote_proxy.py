@@ -30,6 +30,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlsys.errors import DeadlineExceeded, PayloadLost, RlsysError, WorkerDied, WorkerError
+from rlsys.util import deadlines
 from rlsys.util.deadlines import phase_of, timeout
 from workers.ray.cluster import LOOPBACK, Resources, free_port
 
@@ -56,6 +57,8 @@ STDERR = 2
 """Descriptor of the worker's log."""
 HEARTBEAT = "heartbeat"
 """Ray's name for the calls of a worker that a thread of their own answers."""
+BEATS = 3
+"""Heartbeats within the silence that ends a worker."""
 
 
 class _Process:
@@ -72,6 +75,16 @@ class _Process:
         if self._worker is None:
             self._worker = self._build()
         return attrgetter(path)(self._worker)
+
+    @ray.method(concurrency_group=HEARTBEAT)
+    def beat(self, silence_s: float) -> None:
+        """Answer, whatever the worker computes. The process writes its stacks to its log unless the next heartbeat
+        comes within two thirds of `silence_s`: then a computation keeps the interpreter's lock."""
+        faulthandler.dump_traceback_later(silence_s * 2 / 3, file=STDERR)
+
+    @ray.method(concurrency_group=HEARTBEAT)
+    def dump_stacks(self) -> None:
+        faulthandler.dump_traceback(file=STDERR)
 
 
 class _OneAtATime(_Process):
@@ -99,16 +112,6 @@ class _ManyAtOnce(_Process):
 
     async def call(self, path: str, *args: object, **kwargs: object) -> object:
         return await _result(self._method(path)(*args, **kwargs))
-
-    @ray.method(concurrency_group=HEARTBEAT)
-    def beat(self, silence_s: float) -> None:
-        """Answer, whatever the worker computes. The process writes its stacks to its log unless the next heartbeat
-        comes within two thirds of `silence_s`: then a computation keeps the interpreter's lock."""
-        faulthandler.dump_traceback_later(silence_s * 2 / 3, file=STDERR)
-
-    @ray.method(concurrency_group=HEARTBEAT)
-    def dump_stacks(self) -> None:
-        faulthandler.dump_traceback(file=STDERR)
 
     async def stream(self, path: str, *args: object) -> AsyncIterator[object]:
         async for part in self._method(path)(*args):
@@ -197,15 +200,24 @@ class Remote(Generic[W]):
             await call(self.actor.call.remote("close"), self.name, "closing", CLOSE_S)
         self.kill()
 
+    async def watch_process(self, silence_s: float) -> None:
+        """Return never. Raises `WorkerDied` soon after the process died, or what `beat` raises for a silent one.
+
+        Waits a third of `silence_s` between two heartbeats; only the end of the process unblocks it.
+        """
+        while True:
+            await self.beat(silence_s)
+            await deadlines.sleep(silence_s / BEATS)  # silence cannot notify
+
     async def beat(self, silence_s: float) -> None:
-        """Return once the process of a worker with async methods answers, even if the worker computes.
+        """Return once the process answers, even if the worker computes.
 
         Raises `WorkerDied`, or `DeadlineExceeded` after `silence_s`.
         """
         await call(self.actor.beat.remote(silence_s), self.name, "answering a heartbeat", silence_s)
 
     async def kill_with_stacks(self) -> None:
-        """Let a worker with async methods write its stacks into its log, if it can; then kill its process."""
+        """Let a worker write its stacks into its log, if it can; then kill its process."""
         try:
             with suppress(RlsysError):
                 await call(self.actor.dump_stacks.remote(), self.name, "writing its stacks", DUMP_S)
@@ -256,7 +268,7 @@ def start(
     }
     if ray.util.get_node_ip_address() == LOOPBACK:  # of a cluster that `connect` starts: collectives stay there too
         environment |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
-    groups = {HEARTBEAT if is_async else BESIDE: 1}
+    groups = {HEARTBEAT: 1} if is_async else {HEARTBEAT: 1, BESIDE: 1}
     actor = ray.remote(concurrency_groups=groups)(process).options(  # pyrefly: ignore[unexpected-keyword]
         num_cpus=resources.num_cpus,
         num_gpus=resources.num_gpus,
@@ -266,6 +278,14 @@ def start(
         runtime_env={"env_vars": environment},
     )
     return Remote(name, kind, actor.remote(build), deadline_s, place)
+
+
+def successor_name(name: str, num_before: int) -> str:
+    """Return the name of a worker that follows `num_before` others in the place `name`.
+
+    It differs from theirs, so that an old failure is never taken for its own.
+    """
+    return f"{name}.{num_before}" if num_before else name
 
 
 async def call(ref: Awaitable[T], worker: str, phase: str, deadline_s: float | None = None) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from rlsys.batch.packing import BatchPlan
 from rlsys.contracts import Published, TrainStats
 from rlsys.errors import PayloadLost
 from rlsys.types import Group, PolicyVersion, Ref, Task
+from rlsys.util.deadlines import unless
 from workers.ray.remote_proxy import Parcel, PayloadRef, Remote
 from workers.train.ranks import ActorRank, CriticRank, Rank, StepParcel
 from workers.train.reference_worker import ReferenceWorker
@@ -25,8 +27,12 @@ T = TypeVar("T")
 class ReferenceHandle:
     """Implements `Reference` for `Signal.REFERENCE_LOGPROBS`, `StepAnnotator` for `Signal.REFERENCE_MISMATCHED`."""
 
-    def __init__(self, worker: Remote[ReferenceWorker]) -> None:
-        self._worker = worker
+    def __init__(self, start: Callable[[int], Remote[ReferenceWorker]], silence_s: float) -> None:
+        """`start(n)` gives a process to the successor of `n` others; one without a heartbeat for `silence_s` has
+        failed."""
+        self._start, self._silence_s = start, silence_s
+        self._num_before, self._worker = 0, start(0)
+        self._replacing = asyncio.Lock()
 
     async def ready(self) -> None:
         await self._worker.setup()
@@ -34,27 +40,58 @@ class ReferenceHandle:
     async def close(self) -> None:
         self._worker.kill()
 
+    async def restart(self, worker: str, on_recovery: Callable[[str, float], None]) -> None:
+        async with self._replacing:
+            if worker != self._worker.name:
+                return
+            began_s = time.monotonic()
+            await self._worker.kill_with_stacks()
+            self._num_before += 1
+            self._worker = self._start(self._num_before)
+            await self.ready()
+            on_recovery(worker, time.monotonic() - began_s)
+
     async def annotate(self, groups: Sequence[Group], signal: Signal) -> list[Group]:
-        _, (column,) = await self._worker.split(ReferenceWorker.annotate, 1, _payloads(groups))
+        _, (column,) = await self._split(ReferenceWorker.annotate, 1, _payloads(groups))
         return [replace(g, columns={**g.columns, signal: PayloadRef(column, i)}) for i, g in enumerate(groups)]
 
     async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
         plans = plan
         parcel = StepParcel.of(groups, plans, (), has_pairs=True)
-        _, columns = await self._worker.split(ReferenceWorker.annotate_step, len(plans), parcel, plans)
+        _, columns = await self._split(ReferenceWorker.annotate_step, len(plans), parcel, plans)
         return [*columns]
+
+    async def _split(self, method: Callable[..., Any], num_kept: int, *args: object) -> tuple[Any, list[Any]]:
+        """See `Remote.split`; raises as soon as the process is dead or silent."""
+        worker = self._worker
+        return await unless(worker.split(method, num_kept, *args), worker.watch_process(self._silence_s))
 
 
 class RanksHandle(Generic[R]):
     """All ranks of the actor, or of the critic."""
 
-    def __init__(self, ranks: Sequence[Remote[R]], *, has_pairs: bool = False) -> None:
-        """`has_pairs`: True if the ranks make mismatched pairs themselves."""
-        self._ranks, self._has_pairs = ranks, has_pairs
+    def __init__(
+        self, start: Callable[[int], Sequence[Remote[R]]], silence_s: float, *, has_pairs: bool = False
+    ) -> None:
+        """`start(n)` gives processes to all ranks, after `n` others of each.
+
+        A rank without a heartbeat for `silence_s` has failed. `has_pairs`: the ranks make mismatched pairs themselves.
+        """
+        self._start, self._silence_s, self._has_pairs = start, silence_s, has_pairs
+        self._num_before, self._ranks = 0, start(0)
 
     async def ready(self) -> None:
         address = await self._ranks[0].address() if len(self._ranks) > 1 else ""
         await asyncio.gather(*(rank.setup(address) for rank in self._ranks))
+
+    async def watch(self) -> None:
+        await asyncio.gather(*(rank.watch_process(self._silence_s) for rank in self._ranks))
+
+    async def restart(self) -> None:
+        await asyncio.gather(*(rank.kill_with_stacks() for rank in self._ranks))
+        self._num_before += 1
+        self._ranks = self._start(self._num_before)
+        await self.ready()
 
     async def close(self) -> None:
         for rank in self._ranks:

@@ -36,7 +36,10 @@ class ConsoleSink:
         if isinstance(event, events.StepDone):
             self._step_times_s.append(time_s)
             self._screen.progress(printable(self._progress(event)), event.step, time_s)
-        elif (line := note_of(event)) is not None:
+            return
+        if isinstance(event, events.RolledBack):
+            self._total = event.total_steps
+        if (line := note_of(event)) is not None:
             self._screen.note(printable(line))
 
     def close(self) -> None:
@@ -94,6 +97,9 @@ def note_of(event: events.Event) -> str | None:
             return f"checkpoint of step {step}: {path}"
         case events.CheckpointPassedOver(problem=problem):
             return f"a newer checkpoint is passed over: {problem}"
+        case events.RolledBack(version=version, restored=restored, total_steps=total):
+            lost = f"{version - restored} versions are lost, and the run ends at step {total}"
+            return f"actor and critic train on from step {restored} as version {version}: {lost}"
         case events.FileSkipped(path=path, problem=problem):
             return f"{path} is not written, and the run goes on: {problem}"
         case events.FileStalled(path=path, problem=problem, seconds=seconds, num_lost=num_lost):

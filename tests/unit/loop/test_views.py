@@ -65,7 +65,7 @@ class Unmoved(GRPO):
 
 def learner() -> Learner:
     clock = StepClock()
-    return Learner(FakeWorld().workers(), GRPO(group_size=2), BatchShape(1, 100), clock.span, None, str)  # type: ignore[arg-type]
+    return Learner(FakeWorld().workers(), GRPO(group_size=2), BatchShape(1, 100), clock.span, None, str, None)  # type: ignore[arg-type]
 
 
 def test_a_policy_without_turns_has_no_signal_and_no_failure():

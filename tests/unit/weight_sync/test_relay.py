@@ -114,6 +114,26 @@ def test_the_relay_on_the_actors_node_keeps_the_actors_bytes():
     run_virtual(main())
 
 
+@pytest.mark.parametrize("place", ["relay-0", "relay-1"])
+def test_the_bytes_of_a_replaced_actor_are_not_kept(place):
+    async def main() -> None:
+        net = Net()
+        chain = net.chain(2)
+        old = announced(0, ["a", "b"], place="relay-0")
+        await sent(chain, old)
+        actor_first = sorted(chain, key=lambda node: node.name != place)
+        await sent(actor_first, announced(1, ["b"], place=place, actor="actor-0.1"))
+        owner = "actor-0.1" if place == "relay-0" else "relay-0"
+        assert (await chain[0].relay.newest(1))[1] == [Blob(owner, "b", 1000)]
+        assert (await chain[1].relay.newest(1))[1] == [Blob("relay-1", "b", 1000)]
+        await chain[0].relay.refill([], Holding((old,), None))
+        assert (await chain[0].relay.newest(1))[1] == (await chain[0].relay.newest(0))[1], (
+            "an older version changes nothing"
+        )
+
+    run_virtual(main())
+
+
 def test_an_arrival_tells_how_much_travelled_and_for_how_long():
     async def main() -> None:
         chain = Net(bytes_per_s=1000.0).chain(2)
