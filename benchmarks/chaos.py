@@ -13,9 +13,16 @@ do further steps; where the fault ends the run, it is resumed.
 | `node` | a raylet other than the head is killed with all that runs on it; another joins |
 | `driver` | SIGKILL for the command |
 | `SIGINT`, `SIGTERM`, `SIGHUP` | as from a terminal, Docker or Slurm |
+| `head` | the cluster's state service (GCS) is killed; once the command has ended, all raylets are replaced |
 | `damage` | SIGKILL for the command, then a byte of the newest checkpoint is changed, or one of its files cut |
+| `damaged run` | the same for another file of the run than its events; one that a run refuses is put back |
+| `shared memory` | /dev/shm is full for two seconds; not if more than 2 GiB of it are free, see below |
 | `second start` | the same command beside the run: it has to be refused |
 | `file limit` | for two seconds the driver can write no file beyond its present size, as on a full disk |
+
+Processes see a small /dev/shm of their own under
+
+    unshare -m sh -c "mount -t tmpfs -o size=1g tmpfs /dev/shm && exec python -m benchmarks.chaos"
 
 `broken` lists what may never happen and did: a group trained twice, or neither trained nor dropped nor pending; a group
 id with two tasks; a version published with two hashes, or restored with another hash; a damaged checkpoint that nothing
@@ -25,14 +32,16 @@ cause; a signal that is not answered within 30 s.
 
 from __future__ import annotations
 
+import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -62,6 +71,8 @@ CAUSES = ("worker_failed", "rolled_back", "checkpoint_passed_over", "run_started
 """Kinds of events that name the cause of a pause."""
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
 FILE_LIMIT_S = 2.0
+SHM = Path("/dev/shm")
+SMALL_SHM = 2 << 30
 
 
 @dataclass
@@ -76,6 +87,8 @@ class Chaos:
     """By fault: seconds until the next step."""
     answered_s: list[float] = field(default_factory=list)
     """Seconds from each signal to the end of the command."""
+    named_s: list[float] = field(default_factory=list)
+    """Seconds from each loss of the head to the end of the command."""
     broken: list[str] = field(default_factory=list)
     num_damaged: int = 0
 
@@ -105,10 +118,13 @@ class Chaos:
         for name in EXIT_CODES:
             table[name] = lambda name=name: self.interrupt(name)
         if self.cluster.cluster.worker_nodes:
-            table["node"] = self._lose_node
+            table |= {"node": self._lose_node, "head": self._lose_head}
+        if shutil.disk_usage(SHM).free <= SMALL_SHM:
+            table["shared memory"] = self._fill_shared_memory
         return table | {
             "driver": self._kill_driver,
             "damage": self._damage,
+            "damaged run": self._damage_other,
             "second start": self._start_twice,
             "file limit": self._limit_files,
         }
@@ -120,6 +136,25 @@ class Chaos:
     def _lose_node(self) -> None:
         self.cluster.kill(self.chance)
         self.cluster.add()
+
+    def _lose_head(self) -> None:
+        assert self.run.process is not None
+        self.cluster.lose_head()
+        began_s = time.monotonic()
+        code = self.run.process.wait(LIMIT_S)
+        self.named_s.append(time.monotonic() - began_s)
+        self.run.follow()
+        ended = self.run.events[-1]
+        if code != 1 or ended["kind"] != "run_ended" or "Traceback" in self.run.console:
+            self.broken.append(f"head: exit code {code} after {self.named_s[-1]:.1f} s; last event {ended}")
+        self.cluster.start_again()
+        kept = [word for word in self.run.command if not word.startswith("ray.address=")]
+        self.run.command = [*kept, f"ray.address={self.cluster.address}"]
+
+    def _fill_shared_memory(self) -> None:
+        with tempfile.NamedTemporaryFile(dir=SHM) as file:
+            os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(SHM).free)
+            time.sleep(FILE_LIMIT_S)
 
     def interrupt(self, name: str) -> None:
         code, seconds = self.run.end(getattr(signal, name), LIMIT_S)
@@ -136,15 +171,33 @@ class Chaos:
         newest = find_latest(folder)
         if newest is None or len(list(folder.glob("step_*"))) < 2:  # a run does not start if all are damaged
             return
-        victim = self.chance.choice(sorted(path for path in newest.rglob("*") if path.is_file()))
-        content = bytearray(victim.read_bytes())
-        place = self.chance.randrange(len(content))
-        if self.chance.random() < 0.5:
-            content[place] ^= 1 << self.chance.randrange(8)
-        else:
-            del content[place:]
-        victim.write_bytes(content)
+        self._damage_one(newest)
         self.num_damaged += 1
+
+    def _damage_other(self) -> None:
+        self._kill_driver()
+        victim, content = self._damage_one(self.run.folder, besides=("checkpoints", "events.jsonl", "console.log"))
+        self.run.start()
+        assert self.run.process is not None
+        try:
+            self.run.wait(lambda line: line["kind"] == "run_started", LIMIT_S)
+        except RuntimeError:
+            if self.run.process.poll() != 2 or victim.name not in self.run.console[-2000:]:
+                raise
+            victim.write_bytes(content)
+
+    def _damage_one(self, folder: Path, besides: Sequence[str] = ()) -> tuple[Path, bytes]:
+        """Change a bit of one file beneath `folder`, or cut the file; return its path, and what it held."""
+        files = (path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
+        victim = self.chance.choice(sorted(path for path in files if path.relative_to(folder).parts[0] not in besides))
+        content = victim.read_bytes()
+        place, damaged = self.chance.randrange(len(content)), bytearray(content)
+        if self.chance.random() < 0.5:
+            damaged[place] ^= 1 << self.chance.randrange(8)
+        else:
+            del damaged[place:]
+        victim.write_bytes(damaged)
+        return victim, content
 
     def _start_twice(self) -> None:
         done = subprocess.run(
@@ -270,6 +323,7 @@ def main() -> None:
             "faults": dict(sorted(chaos.counts.items())),
             "held_up_s": {fault: spread(seconds) for fault, seconds in sorted(chaos.held_up_s.items())},
             "signal_answered_s": spread(chaos.answered_s) if chaos.answered_s else None,
+            "head_named_s": spread(chaos.named_s) if chaos.named_s else None,
             "steps": sum(map(is_step, chaos.run.events)),
             "seconds": time.monotonic() - began,
         }

@@ -219,6 +219,18 @@ class Raylets:
         unused: dict[str, bool] = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
         self.cluster.add_node(**self._size, **unused)
 
+    def lose_head(self) -> None:
+        """Kill the head's cluster state service (GCS), without which no raylet lives long."""
+        self.cluster.head_node.kill_gcs_server(check_alive=False)
+
+    def start_again(self) -> None:
+        """Replace all raylets by as many of a new cluster, which has another address."""
+        count = len(self.cluster.list_all_nodes())
+        self.cluster.shutdown()
+        self.cluster = type(self.cluster)()
+        for _ in range(count):
+            self.add()
+
     def kill(self, chance: random.Random) -> None:
         """Kill one raylet that is not the head, with its processes."""
         nodes = sorted(self.cluster.worker_nodes, key=lambda node: node.node_id)
