@@ -45,6 +45,10 @@ class ClusterError(RlsysError):
     """A local Ray cluster that did not start. The text names the folder of Ray's logs and the remedies."""
 
 
+class ClusterLost(ClusterError):
+    """Loss of the Ray cluster during its use: of its head, or of this node's raylet. The text names which."""
+
+
 class WorkerError(RlsysError):
     """Failure of one worker in one phase. `worker` is its name, `phase` its activity."""
 

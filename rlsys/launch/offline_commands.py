@@ -115,17 +115,18 @@ async def _evaluate(
     num_cpus, num_gpus = needs(evaluation_roles(config))
     cluster = ray_cluster.connect(config.ray.address, preflight.local_cpus(config, num_cpus))
     try:
-        ray_cluster.check_capacity(num_cpus, num_gpus)
-        model_path = config.model.path if checkpoint is None else str(exported(checkpoint))
-        rollouts, rewards = start_fixed_rollouts(config, model_path), start_rewards(config)
-        try:
-            await asyncio.gather(rollouts.ready(), rewards.ready())
-            evaluator = evaluator_of(config, rollouts, rewards, sets, Events([ConsoleSink(total_steps=0)]))
-            async with asyncio.TaskGroup() as work:
-                measuring = {name: work.create_task(evaluator.measure(name)) for name in sets}
-            return {name: measured.result() for name, measured in measuring.items()}
-        finally:
-            await asyncio.gather(rollouts.close(), rewards.close())
+        async with cluster.watch.during():
+            ray_cluster.check_capacity(num_cpus, num_gpus)
+            model_path = config.model.path if checkpoint is None else str(exported(checkpoint))
+            rollouts, rewards = start_fixed_rollouts(config, model_path), start_rewards(config)
+            try:
+                await asyncio.gather(rollouts.ready(), rewards.ready())
+                evaluator = evaluator_of(config, rollouts, rewards, sets, Events([ConsoleSink(total_steps=0)]))
+                async with asyncio.TaskGroup() as work:
+                    measuring = {name: work.create_task(evaluator.measure(name)) for name in sets}
+                return {name: measured.result() for name, measured in measuring.items()}
+            finally:
+                await asyncio.gather(rollouts.close(), rewards.close())
     finally:
         cluster.close()
 

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Literal
 
 from rlsys.config import Config
 from rlsys.config.resource_plan import plan_of
-from rlsys.errors import ConfigError, Interrupted, full_text
+from rlsys.errors import ClusterLost, ConfigError, Interrupted, full_text
 from rlsys.launch import preflight
 from rlsys.launch.dashboard_process import dashboard_beside
 from rlsys.launch.run_lock import locked
 from rlsys.loop.build_driver import build_driver
+from rlsys.loop.checkpoint import find_latest, step_of
 from rlsys.loop.driver import Driver
 from rlsys.loop.multi_policy import Joint, JointRewards, JointRollouts, train_jointly
 from rlsys.monitoring.alerts import AlertSink
@@ -220,29 +221,33 @@ class TrainingJob:
     @contextmanager
     def end_emitted(self) -> Iterator[None]:
         """Emit on every bus how the block ended, and close the bus."""
-        ends = [(run.events, run.result) for run in self.runs.values()]
-        if self.config.policies:
-            ends.append((self.events, self.result))
-
-        def emit(reason: Literal["finished", "interrupted", "failed"], detail: str = "") -> None:
-            for events, result in ends:
-                events.emit(RunEnded(result.steps, reason, detail))
-
         try:
             yield
-            emit("finished")
+            self._emit_end("finished")
         except Interrupted:
-            emit("interrupted")
+            self._emit_end("interrupted")
             raise
         except KeyboardInterrupt:
-            emit("interrupted")
+            self._emit_end("interrupted")
             raise Interrupted("interrupted before the first step", signal.SIGINT) from None
         except BaseException as error:
-            emit("failed", f"{type(error).__name__}: {full_text(error)}")
+            self._emit_failure(error)
             raise
         finally:
-            for events, _ in ends:
+            for events, _ in self._ends():
                 events.close()
+
+    def _ends(self) -> list[tuple[Events, TrainResult]]:
+        """Every bus, with the result that it fills."""
+        ends = [(run.events, run.result) for run in self.runs.values()]
+        return [*ends, (self.events, self.result)] if self.config.policies else ends
+
+    def _emit_end(self, reason: Literal["finished", "interrupted", "failed"], detail: str = "") -> None:
+        for events, result in self._ends():
+            events.emit(RunEnded(result.steps, reason, detail))
+
+    def _emit_failure(self, error: BaseException) -> None:
+        self._emit_end("failed", f"{type(error).__name__}: {full_text(error)}")
 
     async def train_in_cluster(self) -> None:
         """Look everything up, join or start a cluster, train there."""
@@ -259,16 +264,37 @@ class TrainingJob:
                     num_cpus = preflight.local_cpus(self.config, plan.num_cpus)
                     cluster = ray_cluster.connect(self.config.ray.address, num_cpus)
                 try:
-                    ray_cluster.check_capacity(plan.num_cpus, plan.num_gpus)
-                    link_logs(self.config.run_dir, ray_cluster.log_folder(), self.events)
-                    await self._train(data, interruptible)
+                    async with cluster.watch.during(self._emit_loss, self._end_stuck):
+                        ray_cluster.check_capacity(plan.num_cpus, plan.num_gpus)
+                        link_logs(self.config.run_dir, ray_cluster.log_folder(), self.events)
+                        await self._train(data, interruptible)
                     self.result.steps = min(run.result.steps for run in self.runs.values())
+                except ClusterLost as lost:
+                    self._note_saved(lost)
+                    raise
                 finally:
                     cluster.close()
             except (asyncio.CancelledError, SystemExit):
                 if interruptible.signal is None:
                     raise
                 raise Interrupted("interrupted before the first step", interruptible.signal) from None
+
+    def _emit_loss(self, lost: ClusterLost) -> None:
+        self.events.emit(WorkerFailed("the cluster", "running the workers", str(lost)))
+
+    def _end_stuck(self, lost: ClusterLost) -> None:
+        """Emit the end for a main thread that a call into the lost cluster blocks."""
+        self._note_saved(lost)
+        self._emit_failure(lost)
+        for events, _ in self._ends():
+            events.close()
+
+    def _note_saved(self, lost: ClusterLost) -> None:
+        """Note in the error what can be resumed."""
+        for name, run in self.runs.items():
+            policy, saved = f"{name}: " * bool(self.config.policies), find_latest(run.config.run_dir / "checkpoints")
+            kept = "no step is saved; begin anew" if saved is None else f"step {step_of(saved)} is saved; go on"
+            lost.add_note(f"{policy}{kept} with run.resume=auto")
 
     async def _train(self, data: preflight.Data, interruptible: Interruptible) -> None:
         """Start the workers, train, end them. Raises `Interrupted` if the user stopped any of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,9 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from rlsys.loop.checkpoint import find_latest
+from tests.jobs import keys_of
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(sys.executable).parent
 RLSYS = SCRIPTS / "rlsys"
+ENDLESS = 100_000
+"""Steps of a run that a test ends."""
 DEADLINE_S = 200.0
 """For anything a test waits for: minutes pass on a busy machine, seconds on a quiet one."""
 
@@ -42,6 +48,10 @@ class Command:
             start_new_session=True,
             env={key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"},
         )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def __enter__(self) -> Self:
         return self
@@ -92,6 +102,46 @@ def wait_until(is_so: Callable[[], bool]) -> None:
     while not is_so():
         assert time.monotonic() - began < DEADLINE_S, "waited in vain"
         time.sleep(0.05)
+
+
+@dataclass
+class Job:
+    """A run in the making: its file, its keys, and what it wrote so far."""
+
+    file: Path
+    keys: list[str]
+    run_dir: Path
+
+    def train(self, steps: int, *keys: str) -> Command:
+        return Command(RLSYS, "train", self.file, *self.keys, f"run.steps={steps}", *keys)
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps in `metrics.jsonl`, resumed ones included."""
+        metrics = self.run_dir / "metrics.jsonl"
+        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+        return [json.loads(line)["step"] for line in lines if line.endswith("\n")]
+
+    @property
+    def saved(self) -> int:
+        """Step of the latest complete checkpoint."""
+        latest = find_latest(self.run_dir / "checkpoints")
+        assert latest is not None
+        return int(latest.name.removeprefix("step_"))
+
+    def interrupted(self, how: Callable[[Command], None], *keys: str) -> Ended:
+        """Train, and end it once a step is done."""
+        before = len(self.steps)
+        with self.train(ENDLESS, "checkpoint.every=0", *keys) as command:
+            command.wait_until(lambda: len(self.steps) > before)
+            how(command)
+            return command.end()
+
+
+def job_in(folder: Path, model_path: Path, data_path: Path) -> Job:
+    file = folder / "job.yaml"
+    file.write_text("run: {steps: 4}\n")
+    return Job(file, keys_of(model_path, data_path, folder), folder / "run")
 
 
 def _session(pid: int) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,54 +14,10 @@ import pytest
 from ray.job_submission import JobStatus, JobSubmissionClient
 from transformers import AutoModelForCausalLM
 
-from rlsys.loop.checkpoint import find_latest
-from tests.jobs import keys_of
-from tests.ray.commands import RLSYS, ROOT, SCRIPTS, Command, Ended, rlsys, wait_until
+from tests.ray.commands import ENDLESS, RLSYS, ROOT, SCRIPTS, Command, Ended, Job, job_in, rlsys, wait_until
 from workers.ray.cluster import free_port
 
 pytestmark = pytest.mark.timeout(400)
-
-ENDLESS = 100_000
-
-
-@dataclass
-class Job:
-    """A run in the making: its file, its keys, and what it wrote so far."""
-
-    file: Path
-    keys: list[str]
-    run_dir: Path
-
-    def train(self, steps: int, *keys: str) -> Command:
-        return Command(RLSYS, "train", self.file, *self.keys, f"run.steps={steps}", *keys)
-
-    @property
-    def steps(self) -> list[int]:
-        """Steps in `metrics.jsonl`, resumed ones included."""
-        metrics = self.run_dir / "metrics.jsonl"
-        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
-        return [json.loads(line)["step"] for line in lines if line.endswith("\n")]
-
-    @property
-    def saved(self) -> int:
-        """Step of the latest complete checkpoint."""
-        latest = find_latest(self.run_dir / "checkpoints")
-        assert latest is not None
-        return int(latest.name.removeprefix("step_"))
-
-    def interrupted(self, how: Callable[[Command], None], *keys: str) -> Ended:
-        """Train, and end it once a step is done."""
-        before = len(self.steps)
-        with self.train(ENDLESS, "checkpoint.every=0", *keys) as command:
-            command.wait_until(lambda: len(self.steps) > before)
-            how(command)
-            return command.end()
-
-
-def job_in(folder: Path, model_path: Path, data_path: Path) -> Job:
-    file = folder / "job.yaml"
-    file.write_text("run: {steps: 4}\n")
-    return Job(file, keys_of(model_path, data_path, folder), folder / "run")
 
 
 @dataclass

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import secrets
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,12 +19,16 @@ from ray._private import ray_constants
 
 from rlsys.errors import ClusterError, ConfigError
 from rlsys.util.signals import signals_kept
+from workers.ray import cluster_keeper
+from workers.ray.cluster_watch import ClusterWatch
 
 if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
+SEMAPHORES = "rlsys-"
+"""Begin of the names of semaphores in a local cluster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +61,16 @@ class Cluster:
     """The Ray cluster of this run. `close` shuts down only a cluster that `connect` started."""
 
     is_ours: bool
+    keeper: subprocess.Popen[str] | None = None
+    """Process that ends a local cluster with this process."""
+    watch: ClusterWatch = field(default_factory=ClusterWatch.of_this_process)
 
     def close(self) -> None:
         if self.is_ours:
             ray.shutdown()
+        self.watch.end()
+        if self.keeper is not None:
+            self.keeper.communicate()
 
 
 def connect(address: str | None, num_cpus: int | None) -> Cluster:
@@ -87,15 +100,55 @@ def connect(address: str | None, num_cpus: int | None) -> Cluster:
         return Cluster(is_ours=True)
     _ensure_token()
     num_cpus = num_cpus or max(len(os.sched_getaffinity(0)), 2)
+    mark = f"{os.getpid()}-{secrets.token_hex(8)}"
+    keeper = _start_keeper(mark)
     try:
-        with _on_loopback(), signals_kept():
+        with _on_loopback(), _marked(mark), signals_kept():
             ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
     except Exception as error:  # Ray raises plain `Exception` too
+        keeper.communicate()
         raise ClusterError(
             f"a local Ray cluster did not start: {error}; see its logs in ray/session_latest/logs under RAY_TMPDIR, "
             "TMPDIR or /tmp; if the machine is overloaded, run `ray start --head` first, and set ray.address=auto"
         ) from error
-    return Cluster(is_ours=True)
+    assert keeper.stdin is not None
+    keeper.stdin.write(f"{log_folder().parent}/ray_spilled_objects*\n{_semaphores(mark)}*\n")
+    keeper.stdin.flush()
+    return Cluster(is_ours=True, keeper=keeper)
+
+
+def _start_keeper(mark: str) -> subprocess.Popen[str]:
+    """Start what ends the processes with this mark once this process ends, or closes the standard input of it."""
+    words = [sys.executable, "-I", "-S", cluster_keeper.__file__, mark]
+    # A session of its own: Ctrl-C and the end of the terminal are not for it.
+    return subprocess.Popen(words, stdin=subprocess.PIPE, text=True, start_new_session=True)
+
+
+@contextmanager
+def _marked(mark: str) -> Iterator[None]:
+    """Give the processes that start in this block, and all that they start, a mark in their environment."""
+    # Ray's agents overwrite their environment with their title unless SPT_NOENV is set.
+    added = {cluster_keeper.MARK: mark, "SPT_NOENV": "1"}
+    before = {name: os.environ.get(name) for name in added}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _semaphores(mark: str) -> str:
+    return f"/dev/shm/sem.{SEMAPHORES}{mark}"
+
+
+def mark_semaphores() -> None:
+    """Put the mark of this process's cluster into the names of its semaphores, so that the keeper finds their files.
+
+    They stay behind where a process is killed together with its resource tracker.
+    """
+    if mark := os.environ.get(cluster_keeper.MARK):
+        multiprocessing.current_process()._config["semprefix"] = f"/{SEMAPHORES}{mark}"  # pyrefly: ignore
 
 
 def _ensure_token() -> None:

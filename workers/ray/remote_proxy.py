@@ -32,7 +32,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlsys.errors import DeadlineExceeded, PayloadLost, RlsysError, WorkerDied, WorkerError
 from rlsys.util import deadlines
 from rlsys.util.deadlines import phase_of, timeout
-from workers.ray.cluster import LOOPBACK, Resources, free_port
+from workers.ray.cluster import LOOPBACK, Resources, free_port, mark_semaphores
 
 W = TypeVar("W")
 V = TypeVar("V")
@@ -68,6 +68,7 @@ class _Process:
     """
 
     def __init__(self, build: Callable[..., object]) -> None:
+        mark_semaphores()
         self._build = build
         self._worker: object = None
 
