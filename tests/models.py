@@ -34,10 +34,11 @@ def tiny_qwen3(**changes: Any) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(Qwen3Config(**sizes)).eval()
 
 
-def tiny_llama() -> LlamaForCausalLM:
+def tiny_llama(**changes: Any) -> LlamaForCausalLM:
     """Untied embeddings, grouped queries."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=False)).eval()
+    sizes: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "tie_word_embeddings": False, **changes}
+    return LlamaForCausalLM(LlamaConfig(**sizes)).eval()
 
 
 def tiny_sorter(head_dim: int = 16) -> Qwen3ForCausalLM:

@@ -158,6 +158,7 @@ def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
         dtype=config.model.dtype,
         num_ranks=train.ranks,
         optimizer=optimizer_settings(config),
+        activation_checkpointing=train.activation_checkpointing,
         algorithm=config.algorithm,
         stabilizer=config.stabilizer,
         temperature=config.rollout.temperature,
@@ -178,6 +179,7 @@ def start_critic(config: Config) -> CriticHandle:
         dtype=config.model.dtype,
         num_ranks=config.train.ranks,
         optimizer=critic_optimizer_settings(config),
+        activation_checkpointing=config.train.activation_checkpointing,
         algorithm=config.algorithm,
         resources=Resources(section.num_cpus, section.num_gpus, section.threads),
     )

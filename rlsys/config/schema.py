@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -139,6 +139,11 @@ class RolloutSection(Section):
     """GPUs Ray reserves for one replica."""
 
 
+ActivationCheckpointing: TypeAlias = Literal["none", "selective", "full"]
+"""Activations of a decoder layer that are not kept for the backward, but computed again: none; all but the results of
+matrix products and of attention; all but the layer's input."""
+
+
 class TrainSection(Section):
     """Worker that trains, and the settings of one step (AdamW)."""
 
@@ -163,6 +168,9 @@ class TrainSection(Section):
     """Largest gradient norm, over all parameters and ranks."""
     micro_batch_tokens: PositiveInt = 8192
     """Most tokens of one forward and backward pass; shared prompts count once. Bounds memory, changes no gradient."""
+    activation_checkpointing: ActivationCheckpointing = "none"
+    """What a decoder layer computes again for its backward, instead of keeping it: `none`; `selective`: all but the
+    results of matrix products and of attention; `full`: everything. Saves memory for time, changes no gradient."""
     threads: PositiveInt = 1
     """CPU threads of one rank."""
     num_cpus: NonNegativeFloat = 1.0

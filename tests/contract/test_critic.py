@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from rlsys.algorithm import LossInputs, LossOutput, Signal, TokenAdvantages
 from rlsys.batch.packing import RankPlan
 from rlsys.batch.tensors import StepData
+from rlsys.config.schema import ActivationCheckpointing
 from rlsys.errors import ModelError, TrainingError
 from rlsys.monitoring.metric_catalog import undocumented
 from tests.models import VOCAB, save_model, tiny_llama, tiny_qwen3
@@ -84,11 +85,12 @@ class Job:
     num_updates: int = 1
     max_tokens: int = 40
     dtype: Dtype = "float32"
+    checkpointing: ActivationCheckpointing = "none"
     load: Path | None = None
 
 
 def do(job: Job, ranks: RankGroup) -> list[dict[str, float]]:
-    critic = CriticBackend(job.model_path, SETTINGS, ranks, dtype=job.dtype)
+    critic = CriticBackend(job.model_path, SETTINGS, ranks, dtype=job.dtype, activation_checkpointing=job.checkpointing)
     if job.load:
         critic.load(job.load)
     steps = range(job.num_steps)
@@ -96,6 +98,16 @@ def do(job: Job, ranks: RankGroup) -> list[dict[str, float]]:
     assert job.load or critic.step == job.num_steps
     critic.save(job.folder).wait()
     return metrics
+
+
+@pytest.mark.parametrize("how", ["selective", "full"])
+def test_checkpointing_changes_no_bit_of_a_critic(
+    how: ActivationCheckpointing, model_path: str, tmp_path: Path
+) -> None:
+    plain = Job(model_path=model_path, folder=tmp_path / "plain", num_updates=2)
+    checkpointed = replace(plain, folder=tmp_path / "checkpointed", checkpointing=how)
+    assert do(plain, RankGroup()) == do(checkpointed, RankGroup())
+    assert differing(everything_in(plain.folder), everything_in(checkpointed.folder)) == []
 
 
 def weights_in(folder: Path) -> dict[str, Tensor]:

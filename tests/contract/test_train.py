@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from rlsys.algorithm import Algorithm
+from rlsys.config.schema import ActivationCheckpointing
 from rlsys.errors import CheckpointError, ModelError
 from rlsys.monitoring.metric_catalog import undocumented
 from tests.models import save_model, tiny_llama, tiny_qwen3
@@ -50,6 +51,7 @@ class Job:
     max_tokens: int = 40
     dtype: Literal["float32", "bfloat16"] = "float32"
     algorithm: Algorithm = PLAIN
+    checkpointing: ActivationCheckpointing = "none"
     probes: bool = False
     """Is the model asked for a probe before every step, and before it is saved?"""
     load: Path | None = None
@@ -63,7 +65,10 @@ def train_step(backend: FsdpBackend, ranks: RankGroup, job: Job) -> dict[str, fl
 
 
 def do(job: Job, ranks: RankGroup) -> Outcome:
-    backend = FsdpBackend(job.model_path, SETTINGS, ranks, dtype=job.dtype, probe_length=8 if job.probes else 0)
+    backend = FsdpBackend(
+        job.model_path, SETTINGS, ranks, dtype=job.dtype, probe_length=8 if job.probes else 0,
+        activation_checkpointing=job.checkpointing,
+    )  # fmt: skip
     if job.load:
         backend.load(job.load)
     metrics = []
@@ -115,6 +120,18 @@ def test_two_ranks_arrive_at_the_weights_of_one(
         assert exact(b) == pytest.approx(exact(a), rel=1e-4, abs=1e-5)
         assert b == pytest.approx(a, rel=1.01 * BIN_WIDTH, abs=1e-5)
         assert c == b
+
+
+@pytest.mark.parametrize("how", ["selective", "full"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_checkpointing_changes_no_bit_on_two_ranks(
+    how: ActivationCheckpointing, dtype: Literal["float32", "bfloat16"], two_ranks: TwoRanks, model_path: str
+) -> None:
+    job = Job(model_path=model_path, dtype=dtype, num_updates=2, probes=True)
+    (plain, metrics, _), _ = two_ranks(do, job)
+    (checkpointed, same_metrics, _), _ = two_ranks(do, replace(job, checkpointing=how))
+    assert differing(plain, checkpointed) == []
+    assert metrics == same_metrics
 
 
 def exact(metrics: dict[str, float]) -> dict[str, float]:

@@ -67,6 +67,7 @@ class Trainers:
             dtype="float32",
             num_ranks=num_ranks,
             optimizer=SETTINGS,
+            activation_checkpointing="none",
             algorithm=ALGORITHM,
             stabilizer=None,
             temperature=1.0,
@@ -78,6 +79,7 @@ class Trainers:
             dtype="float32",
             num_ranks=num_ranks,
             optimizer=replace(SETTINGS, lr=0.1),
+            activation_checkpointing="none",
             algorithm=ALGORITHM,
             resources=SMALL,
         )

@@ -142,12 +142,17 @@ class Models:
         self._config, self._ranks = job.config, ranks
         config, device = job.config, partial(job.device, rank=ranks.rank)
         path, dtype, signals = config.model.path, config.model.dtype, config.algorithm.signals
-        self.policy = FsdpBackend(path, optimizer_settings(config), ranks, dtype=dtype, device=device(POLICY))
+        how = config.train.activation_checkpointing
+        self.policy = FsdpBackend(
+            path, optimizer_settings(config), ranks, dtype=dtype, device=device(POLICY), activation_checkpointing=how
+        )
         self._stabilizer = config.stabilizer.start(self.policy.shards()) if config.stabilizer else None
         self._critic = self._reference = None
         if Signal.VALUES in signals:
             own, settings = config.critic.path or path, critic_optimizer_settings(config)
-            self._critic = CriticBackend(own, settings, ranks, dtype=dtype, device=device(CRITIC))
+            self._critic = CriticBackend(
+                own, settings, ranks, dtype=dtype, device=device(CRITIC), activation_checkpointing=how
+            )
         if Signal.REFERENCE_MISMATCHED in signals:
             temperature, max_tokens = config.rollout.temperature, config.train.micro_batch_tokens
             self._reference = ReferenceWorker(path, dtype, temperature, max_tokens, device(REFERENCE))

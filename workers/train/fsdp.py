@@ -17,6 +17,7 @@ from rlsys.algorithm import Algorithm, LossInputs
 from rlsys.batch.packing import RankPlan, SampleRef
 from rlsys.batch.samples import Sample
 from rlsys.batch.tensors import MicroBatch, StepData
+from rlsys.config.schema import ActivationCheckpointing
 from rlsys.stabilizer import Stabilizer
 from rlsys.types import VersionSpan
 from rlsys.weight_sync.sync import Probe, TensorSpec
@@ -42,6 +43,7 @@ class FsdpBackend(Sharded):
         dtype: Literal["float32", "bfloat16"] = "float32",
         device: torch.device = CPU,
         probe_length: int = 0,
+        activation_checkpointing: ActivationCheckpointing = "none",
     ) -> None:
         """Load the whole model from `model_path` on every rank, then keep this rank's shard. Raises `ModelError`.
 
@@ -50,7 +52,9 @@ class FsdpBackend(Sharded):
         self._model_path, self._model = model_path, load_model(model_path, torch.float32, device)
         self._probe_ids = probe_tokens(self._model, probe_length) if probe_length else ()
         self._scorer = Scorer(self._model)
-        super().__init__(self._model, self._scorer, settings, ranks, dtype)
+        super().__init__(
+            self._model, self._scorer, settings, ranks, dtype, activation_checkpointing=activation_checkpointing
+        )
         self._kept: list[tuple[tuple[SampleRef, ...], LossInputs, Tensor, Tensor]] = []
         """Arguments of `TokenColumns.of` for each micro-batch of the last step: tensors stay on the device."""
 

@@ -16,10 +16,11 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rlsys.batch.tensors import MicroBatch
 from rlsys.errors import ModelError
+from workers.train.activations import continued, prompt_cache
 
 MAX_LOGITS = 2**25
 """Logits alive at once (128 MiB in fp32). More are computed in chunks, and again in the backward pass."""
@@ -83,11 +84,10 @@ def hidden_states(model: PreTrainedModel, mb: MicroBatch) -> Tensor:
             "shared prompts cannot be trained past the window; lower the length limits or take another model"
         )
     device = mb.prompts_PL.device
-    cache = DynamicCache()
+    cache = prompt_cache()
     # Padding is on the right, where causality alone hides it from real tokens: no mask.
     prompts_PLH = model.base_model(input_ids=mb.prompts_PL, past_key_values=cache, use_cache=True).last_hidden_state
     before_PH = prompts_PLH[torch.arange(P, device=device), mb.prompt_lengths_P - 1]
-    cache.batch_select_indices(mb.prompt_of_S)
     lengths_S = mb.prompt_lengths_P[mb.prompt_of_S]
     is_prompt_SL = torch.arange(L, device=device) < lengths_S[:, None]
     # No token follows the last one, so it is left out. A lone token stays: all ranks must make the same passes.
@@ -96,7 +96,7 @@ def hidden_states(model: PreTrainedModel, mb: MicroBatch) -> Tensor:
         input_ids=mb.completions_ST[:, :num_run],
         attention_mask=torch.cat([is_prompt_SL, is_prompt_SL.new_ones(S, num_run)], dim=1),
         position_ids=lengths_S[:, None] + torch.arange(num_run, device=device),
-        past_key_values=cache,
+        past_key_values=continued(cache, mb.prompt_of_S),
         use_cache=True,
     ).last_hidden_state
     hidden_STH = torch.cat([before_PH.index_select(0, mb.prompt_of_S)[:, None], after_STH], dim=1)[:, :T]

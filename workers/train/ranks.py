@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from rlsys.algorithm import Algorithm, Signal, TrajectoryAdvantage
 from rlsys.batch.packing import RankPlan
+from rlsys.config.schema import ActivationCheckpointing
 from rlsys.contracts import Published, TrainStats
 from rlsys.errors import CheckpointError, PayloadLost
 from rlsys.replay.rollout_log import GroupRecord, RolloutRecord, read_groups, write_groups, write_rollouts
@@ -82,6 +83,7 @@ class RankSpec:
     dtype: Literal["float32", "bfloat16"]
     num_ranks: int
     optimizer: OptimizerSettings
+    activation_checkpointing: ActivationCheckpointing
     algorithm: Algorithm
     resources: Resources
 
@@ -176,8 +178,9 @@ class ActorRank(Rank):
         device = spec.resources.claim()
         ranks = RankGroup(rank, spec.num_ranks, address=address)
         self._backend = self._policy = FsdpBackend(
-            spec.model_path, spec.optimizer, ranks, dtype=spec.dtype, device=device, probe_length=spec.probe_length
-        )
+            spec.model_path, spec.optimizer, ranks, dtype=spec.dtype, device=device, probe_length=spec.probe_length,
+            activation_checkpointing=spec.activation_checkpointing,
+        )  # fmt: skip
         if spec.stabilizer:
             self._stabilizer = spec.stabilizer.start(self._policy.shards())
 
@@ -290,8 +293,9 @@ class CriticRank(Rank):
         device = spec.resources.claim()
         ranks = RankGroup(rank, spec.num_ranks, address=address)
         self._backend = self._critic = CriticBackend(
-            spec.model_path, spec.optimizer, ranks, dtype=spec.dtype, device=device
-        )
+            spec.model_path, spec.optimizer, ranks, dtype=spec.dtype, device=device,
+            activation_checkpointing=spec.activation_checkpointing,
+        )  # fmt: skip
 
     @remote("valuing a step")
     def values(self, plan: RankPlan) -> tuple[int, StepColumn]:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
+from rlsys.config.schema import ActivationCheckpointing
 from rlsys.errors import CheckpointError, TrainingError
 from rlsys.stabilizer import GradientDecision, Stabilizer
+from workers.train.activations import checkpoint_layers, decoder_layers
 from workers.train.optimizer import (
     AdamUpdates,
     OptimizerSettings,
@@ -46,6 +47,7 @@ class Sharded:
         ranks: RankGroup,
         dtype: Literal["float32", "bfloat16"],
         *,
+        activation_checkpointing: ActivationCheckpointing = "none",
         in_float32: Sequence[nn.Module] = (),
     ) -> None:
         """`module` names the parameters. `root` is the module that is called; it has no other parameters.
@@ -55,6 +57,7 @@ class Sharded:
         self._module, self._root, self._settings, self._ranks = module, root, settings, ranks
         self._device = next(module.parameters()).device
         self.dtype = torch.float32 if dtype == "float32" else torch.bfloat16
+        checkpoint_layers(root, activation_checkpointing)
         if ranks.num_ranks > 1 or self.dtype is not torch.float32:
             self._shard(in_float32)
         self._optimizer = adamw(module, settings)
@@ -180,12 +183,11 @@ class Sharded:
         """
         mesh = self._ranks.mesh(self._device)
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
-        models = [module for module in self._root.modules() if isinstance(module, PreTrainedModel)]
-        layers = {name for model in models for name in model._no_split_modules or ()}
+        layers = decoder_layers(self._root)
         for module in list(self._root.modules()):
             if module in in_float32:
                 fully_shard(module, mesh=mesh)
-            elif type(module).__name__ in layers:
+            elif module in layers:
                 fully_shard(module, mesh=mesh, mp_policy=policy)
         # The root's input is a batch whose logprobs must stay fp32.
         root_policy = MixedPrecisionPolicy(

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from rlsys.algorithm import Algorithm, Signal
 from rlsys.batch.packing import RankPlan
 from rlsys.batch.tensors import MicroBatch, StepData
+from rlsys.config.schema import ActivationCheckpointing
 from rlsys.errors import ModelError
 from workers.train.logprobs import hidden_states
 from workers.train.model_loading import CPU, load_tokenizer, on_device, pretrained
@@ -76,13 +77,17 @@ class CriticBackend(Sharded):
         *,
         dtype: Literal["float32", "bfloat16"] = "float32",
         device: torch.device = CPU,
+        activation_checkpointing: ActivationCheckpointing = "none",
     ) -> None:
         """Load the whole causal language model from `model_path` on every rank, then keep this rank's shard.
 
         Raises `ModelError`.
         """
         self._model = load_value_model(model_path, device)
-        super().__init__(self._model, self._model, settings, ranks, dtype, in_float32=[self._model.head])
+        super().__init__(
+            self._model, self._model, settings, ranks, dtype,
+            activation_checkpointing=activation_checkpointing, in_float32=[self._model.head],
+        )  # fmt: skip
 
     def values(self, plan: RankPlan, data: StepData) -> StepColumn:
         """Value of the state before each trained token, for each of this rank's micro-batches."""

@@ -1,0 +1,92 @@
+"""Memory and time of a forward and backward with activation checkpointing, against one without.
+
+    python -m benchmarks.trainer [--quick | --short]
+
+A model with SmolLM2-135M's sizes and random weights, in fp32 on one thread, and one micro-batch of groups that share a
+prompt. `peak_mb` counts the bytes of tensors that are alive at once, beyond weights and gradients; `seconds` are CPU
+time. Every measurement has a fresh process. Ratios are those of runs that follow each other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import get_args
+
+from benchmarks.measure import Size, in_fresh_process, in_turn, parser_of, print_result, ratios, spreads
+from rlsys.config.schema import ActivationCheckpointing
+
+REPEATS = {"full": 5, "quick": 1, "short": 1}
+POSITIONS = {"full": 2048, "quick": 2048, "short": 64}
+GROUP_SIZE = 8
+PROMPT = 64
+
+
+def main() -> None:
+    """Measure each way of checkpointing in turn; print the result line."""
+    size: Size = parser_of(__doc__, quick="one repeat instead of five").parse_args().size
+
+    def run(_: int, how: str) -> dict[str, float]:
+        return in_fresh_process("benchmarks.trainer:measure", how, POSITIONS[size], 2 if size == "short" else 30)
+
+    runs = in_turn(REPEATS[size], get_args(ActivationCheckpointing), run)
+    over = {how: {what: ratios(each, runs["none"], what) for what in each[0]} for how, each in runs.items()}
+    figures = {how: spreads(each) for how, each in runs.items()}
+    print_result({"checkpointing": figures, "over_none": over, "positions": POSITIONS[size]})
+
+
+def measure(how: ActivationCheckpointing, num_positions: int, num_layers: int) -> dict[str, float]:
+    """Return `peak_mb` and `seconds` of one forward and backward over so many completion tokens."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from rlsys.batch.samples import Sample
+    from rlsys.batch.tensors import MicroBatch
+    from rlsys.types import VersionSpan
+    from workers.train.activations import checkpoint_layers
+    from workers.train.logprobs import trained_logprobs
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49_152, hidden_size=576, intermediate_size=1_536, num_hidden_layers=num_layers,
+        num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    checkpoint_layers(model, how)
+    length = num_positions // GROUP_SIZE
+    versions = (VersionSpan(0, length),)
+    samples = [
+        Sample(tuple(range(PROMPT)), tuple(range(i, i + length)), (True,) * length, (0.0,) * length, versions)
+        for i in range(GROUP_SIZE)
+    ]
+    batch, seconds = MicroBatch.of(samples), []
+
+    def step() -> None:
+        began = time.process_time()
+        trained_logprobs(model, batch, 1.0)[0].sum().backward()
+        seconds.append(time.process_time() - began)
+
+    peak = peak_of(step)
+    return {"peak_mb": peak / 2**20, "seconds": seconds[0]}
+
+
+def peak_of(compute: Callable[[], None]) -> int:
+    """Return the most bytes of tensors on the CPU that are alive at once while `compute` runs, beyond those before."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        compute()
+    assert profiled.profiler is not None
+    changes = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for change in sorted(changes, key=lambda event: event.start_ns()):
+        live += change.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+if __name__ == "__main__":
+    main()
