@@ -16,11 +16,11 @@ do further steps; where the fault ends the run, it is resumed.
 | `head` | the cluster's state service (GCS) is killed; once the command has ended, all raylets are replaced |
 | `damage` | SIGKILL for the command, then a byte of the newest checkpoint is changed, or one of its files cut |
 | `damaged run` | the same for another file of the run than its events; one that a run refuses is put back |
-| `shared memory` | /dev/shm is full for two seconds; not if more than 2 GiB of it are free, see below |
+| `shared memory` | /dev/shm is full for two seconds, and raylets that this kills are replaced; see below |
 | `second start` | the same command beside the run: it has to be refused |
 | `file limit` | for two seconds the driver can write no file beyond its present size, as on a full disk |
 
-Processes see a small /dev/shm of their own under
+The last one comes only if at most 2 GiB of /dev/shm are free, as under
 
     unshare -m sh -c "mount -t tmpfs -o size=1g tmpfs /dev/shm && exec python -m benchmarks.chaos"
 
@@ -32,7 +32,6 @@ cause; a signal that is not answered within 30 s.
 
 from __future__ import annotations
 
-import os
 import random
 import resource
 import shutil
@@ -42,6 +41,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -88,7 +88,7 @@ class Chaos:
     answered_s: list[float] = field(default_factory=list)
     """Seconds from each signal to the end of the command."""
     named_s: list[float] = field(default_factory=list)
-    """Seconds from each loss of the head to the end of the command."""
+    """Seconds from each loss of the cluster to the end of the command."""
     broken: list[str] = field(default_factory=list)
     num_damaged: int = 0
 
@@ -138,23 +138,31 @@ class Chaos:
         self.cluster.add()
 
     def _lose_head(self) -> None:
-        assert self.run.process is not None
         self.cluster.lose_head()
+        self._end_with_cluster()
+
+    def _end_with_cluster(self) -> None:
+        """Wait until the command has ended because of its cluster, and start another cluster."""
+        assert self.run.process is not None
         began_s = time.monotonic()
         code = self.run.process.wait(LIMIT_S)
         self.named_s.append(time.monotonic() - began_s)
         self.run.follow()
         ended = self.run.events[-1]
         if code != 1 or ended["kind"] != "run_ended" or "Traceback" in self.run.console:
-            self.broken.append(f"head: exit code {code} after {self.named_s[-1]:.1f} s; last event {ended}")
+            self.broken.append(f"lost cluster: exit code {code} after {self.named_s[-1]:.1f} s; last event {ended}")
         self.cluster.start_again()
         kept = [word for word in self.run.command if not word.startswith("ray.address=")]
         self.run.command = [*kept, f"ray.address={self.cluster.address}"]
 
     def _fill_shared_memory(self) -> None:
-        with tempfile.NamedTemporaryFile(dir=SHM) as file:
-            os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(SHM).free)
+        with tempfile.NamedTemporaryFile(dir=SHM, buffering=0) as file:
+            with suppress(OSError):
+                while True:
+                    file.write(bytes(1 << 16))
             time.sleep(FILE_LIMIT_S)
+        if self.cluster.replace_dead():  # a raylet that cannot write to its store is killed by the kernel
+            self._end_with_cluster()
 
     def interrupt(self, name: str) -> None:
         code, seconds = self.run.end(getattr(signal, name), LIMIT_S)
@@ -323,7 +331,7 @@ def main() -> None:
             "faults": dict(sorted(chaos.counts.items())),
             "held_up_s": {fault: spread(seconds) for fault, seconds in sorted(chaos.held_up_s.items())},
             "signal_answered_s": spread(chaos.answered_s) if chaos.answered_s else None,
-            "head_named_s": spread(chaos.named_s) if chaos.named_s else None,
+            "loss_named_s": spread(chaos.named_s) if chaos.named_s else None,
             "steps": sum(map(is_step, chaos.run.events)),
             "seconds": time.monotonic() - began,
         }

@@ -223,6 +223,13 @@ class Raylets:
         """Kill the head's cluster state service (GCS), without which no raylet lives long."""
         self.cluster.head_node.kill_gcs_server(check_alive=False)
 
+    def replace_dead(self) -> bool:
+        """Replace raylets that have ended; return True if one of them is the head, which stays as it is."""
+        for node in [node for node in self.cluster.worker_nodes if not node.remaining_processes_alive()]:
+            self.cluster.remove_node(node, allow_graceful=False)
+            self.add()
+        return not self.cluster.head_node.remaining_processes_alive()
+
     def start_again(self) -> None:
         """Replace all raylets by as many of a new cluster, which has another address."""
         count = len(self.cluster.list_all_nodes())

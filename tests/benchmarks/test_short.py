@@ -27,7 +27,7 @@ KEYS = {
         "speedup_at_4", "speedup", "reward", "seconds_per_step", "staleness", "staleness_max", "wait_batch_share",
         "steps", "correction",
     },
-    "chaos": {"broken", "faults", "held_up_s", "signal_answered_s", "head_named_s", "steps", "seconds"},
+    "chaos": {"broken", "faults", "held_up_s", "signal_answered_s", "loss_named_s", "steps", "seconds"},
     "dashboard": {
         "open_s", "reader_mb", "whole_run_ms", "page_ms", "page_ms_worst", "live_latency_s", "emit_us", "emit_share",
         "events_per_step", "groups_per_step", "day_growth_mb", "day_events", "day_steps", "events",
