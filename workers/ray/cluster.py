@@ -8,7 +8,7 @@ import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray._private import ray_constants
+from ray._private import worker as ray_worker
 
 from rlsys.errors import ClusterError, ConfigError
+from rlsys.util.native_output import STDERR
 from rlsys.util.signals import signals_kept
 from workers.ray import cluster_keeper
 from workers.ray.cluster_watch import ClusterWatch
@@ -66,6 +68,8 @@ class Cluster:
     watch: ClusterWatch = field(default_factory=ClusterWatch.of_this_process)
 
     def close(self) -> None:
+        if self.keeper is not None and self.watch.has_lost:
+            self.keeper.communicate()  # Ray waits longer for what is left of a cluster
         if self.is_ours:
             ray.shutdown()
         self.watch.end()
@@ -85,6 +89,7 @@ def connect(address: str | None, num_cpus: int | None) -> Cluster:
         return Cluster(is_ours=False)
     address = address or os.environ.get("RAY_ADDRESS")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray_worker.print_to_stdstream = _print_native
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address and address != "local":
         if address.startswith("ray://"):
@@ -149,6 +154,12 @@ def mark_semaphores() -> None:
     """
     if mark := os.environ.get(cluster_keeper.MARK):
         multiprocessing.current_process()._config["semprefix"] = f"/{SEMAPHORES}{mark}"  # pyrefly: ignore
+
+
+def _print_native(data: Mapping[str, Any], ignore_prefix: bool) -> None:
+    """Print Ray's reports on the cluster, such as the end of the raylet's log, where native code writes, instead of on
+    stdout."""
+    os.write(STDERR, "".join(f"{line}\n" for line in data["lines"]).encode())
 
 
 def _ensure_token() -> None:
