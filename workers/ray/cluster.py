@@ -23,6 +23,7 @@ from rlsys.util.native_output import STDERR
 from rlsys.util.signals import signals_kept
 from workers.ray import cluster_keeper
 from workers.ray.cluster_watch import ClusterWatch
+from workers.ray.shared_memory import local_store_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +84,8 @@ def connect(address: str | None, num_cpus: int | None) -> Cluster:
     In order: the cluster that this process has joined; `address`; the one of the Ray job or RAY_ADDRESS; a new local
     one. Only processes on this machine that have its token can reach a new cluster.
 
-    Raises `ConfigError` if the cluster at `address` cannot be joined, `ClusterError` if no local one starts in time.
+    Raises `ConfigError` if the cluster at `address` cannot be joined, `ClusterError` if no local one starts in time, or
+    /dev/shm is full.
     """
     if ray.is_initialized():
         return Cluster(is_ours=False)
@@ -105,11 +107,12 @@ def connect(address: str | None, num_cpus: int | None) -> Cluster:
         return Cluster(is_ours=True)
     _ensure_token()
     num_cpus = num_cpus or max(len(os.sched_getaffinity(0)), 2)
+    store = local_store_bytes()
     mark = f"{os.getpid()}-{secrets.token_hex(8)}"
     keeper = _start_keeper(mark)
     try:
         with _on_loopback(), _marked(mark), signals_kept():
-            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
+            ray.init(address="local", num_cpus=num_cpus, object_store_memory=store, include_dashboard=False, **quiet)
     except Exception as error:  # Ray raises plain `Exception` too
         keeper.communicate()
         raise ClusterError(
