@@ -48,6 +48,7 @@ from rlsys.monitoring.trackers.jsonl import JsonlSink
 from rlsys.monitoring.trackers.tracker_thread import InThread
 from rlsys.types import POLICY, PolicyVersion
 from rlsys.util.deadlines import Progress
+from rlsys.util.native_output import native_output_in
 from rlsys.util.signals import Interruptible
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def train(config: Config, *, progress: bool = True) -> TrainResult:
             preflight.write_run_dir(config)
         for name, own in owns.items():
             preflight.write_run_dir(own, starts[name].checkpoint)
-        with dashboard_beside(config):
+        with native_output_in(config.run_dir / "logs" / "driver.log"), dashboard_beside(config):
             job = TrainingJob.of(config, owns, starts, began, progress=progress)
             with job.end_emitted():
                 asyncio.run(job.train_in_cluster())

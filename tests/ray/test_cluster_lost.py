@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -14,6 +15,20 @@ from tests.ray.commands import ENDLESS, Command, job_in, wait_until
 from workers.ray.cluster_keeper import MARK
 
 pytestmark = pytest.mark.timeout(400)
+
+
+BLOCKED = """
+import asyncio, os, signal, time
+from workers.ray.cluster import connect
+
+async def main():
+    cluster = connect(None, 2)
+    async with cluster.watch.during(on_stuck=lambda lost: print("stuck", flush=True)):
+        os.kill(cluster.watch.raylet, signal.SIGKILL)
+        time.sleep(100)
+
+asyncio.run(main())
+"""
 
 
 def process_of(command: Command, name: str) -> psutil.Process:
@@ -53,7 +68,8 @@ def test_a_lost_cluster_is_named_and_the_run_resumes(
         process_of(command, name).kill()
         ended = command.end()
         wait_until(lambda: not left_of(command.pid))
-    assert ended.code == 1, ended.stderr
+    assert (ended.code, ended.stdout) == (1, ""), ended.stderr
+    assert "[state-dump]" not in ended.stderr
     (message,) = (line for line in ended.stderr.splitlines() if line.startswith("rlsys: "))
     assert message.startswith(f"rlsys: the Ray cluster is lost: {says}")
     assert ended.stderr.splitlines()[-1] == f"step {job.saved} is saved; go on with run.resume=auto"
@@ -64,6 +80,14 @@ def test_a_lost_cluster_is_named_and_the_run_resumes(
     assert rows[-1]["detail"].startswith(f"ClusterLost: the Ray cluster is lost: {says}")
     with job.train(job.saved + 1, "run.resume=must") as command:
         assert command.end().code == 0
+
+
+def test_a_loss_under_a_blocked_call_ends_the_process():
+    with Command(sys.executable, "-c", BLOCKED) as command:
+        ended = command.end()
+        wait_until(lambda: not left_of(command.pid))
+    assert (ended.code, ended.stdout) == (1, "stuck\n")
+    assert ended.stderr.splitlines()[-1].startswith("rlsys: the Ray cluster is lost: the raylet of this node")
 
 
 def test_a_killed_run_leaves_nothing_behind(model_path: Path, data_path: Path, tmp_path: Path):

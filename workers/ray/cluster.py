@@ -8,7 +8,7 @@ import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray._private import ray_constants
+from ray._private import worker as ray_worker
 
 from rlsys.errors import ClusterError, ConfigError
+from rlsys.util.native_output import STDERR
 from rlsys.util.signals import signals_kept
 from workers.ray import cluster_keeper
 from workers.ray.cluster_watch import ClusterWatch
+from workers.ray.shared_memory import local_store_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +69,8 @@ class Cluster:
     watch: ClusterWatch = field(default_factory=ClusterWatch.of_this_process)
 
     def close(self) -> None:
+        if self.keeper is not None and self.watch.has_lost:
+            self.keeper.communicate()  # Ray waits longer for what is left of a cluster
         if self.is_ours:
             ray.shutdown()
         self.watch.end()
@@ -79,12 +84,14 @@ def connect(address: str | None, num_cpus: int | None) -> Cluster:
     In order: the cluster that this process has joined; `address`; the one of the Ray job or RAY_ADDRESS; a new local
     one. Only processes on this machine that have its token can reach a new cluster.
 
-    Raises `ConfigError` if the cluster at `address` cannot be joined, `ClusterError` if no local one starts in time.
+    Raises `ConfigError` if the cluster at `address` cannot be joined, `ClusterError` if no local one starts in time, or
+    /dev/shm is full.
     """
     if ray.is_initialized():
         return Cluster(is_ours=False)
     address = address or os.environ.get("RAY_ADDRESS")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray_worker.print_to_stdstream = _print_native
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address and address != "local":
         if address.startswith("ray://"):
@@ -100,11 +107,12 @@ def connect(address: str | None, num_cpus: int | None) -> Cluster:
         return Cluster(is_ours=True)
     _ensure_token()
     num_cpus = num_cpus or max(len(os.sched_getaffinity(0)), 2)
+    store = local_store_bytes()
     mark = f"{os.getpid()}-{secrets.token_hex(8)}"
     keeper = _start_keeper(mark)
     try:
         with _on_loopback(), _marked(mark), signals_kept():
-            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
+            ray.init(address="local", num_cpus=num_cpus, object_store_memory=store, include_dashboard=False, **quiet)
     except Exception as error:  # Ray raises plain `Exception` too
         keeper.communicate()
         raise ClusterError(
@@ -149,6 +157,12 @@ def mark_semaphores() -> None:
     """
     if mark := os.environ.get(cluster_keeper.MARK):
         multiprocessing.current_process()._config["semprefix"] = f"/{SEMAPHORES}{mark}"  # pyrefly: ignore
+
+
+def _print_native(data: Mapping[str, Any], ignore_prefix: bool) -> None:
+    """Print Ray's reports on the cluster, such as the end of the raylet's log, where native code writes, instead of on
+    stdout."""
+    os.write(STDERR, "".join(f"{line}\n" for line in data["lines"]).encode())
 
 
 def _ensure_token() -> None:

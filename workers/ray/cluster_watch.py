@@ -68,6 +68,11 @@ class ClusterWatch:
         raylet, _, _ = struct.unpack("3i", peer)
         return cls((host.strip("[]"), int(port)), raylet, node.get_logs_dir_path())
 
+    @property
+    def has_lost(self) -> bool:
+        """True after a loss."""
+        return self._lost is not None
+
     def end(self) -> None:
         """End the watch: the cluster is no longer used."""
         self._ended.set()

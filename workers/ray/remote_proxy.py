@@ -33,6 +33,7 @@ from rlsys.errors import DeadlineExceeded, PayloadLost, RlsysError, WorkerDied, 
 from rlsys.util import deadlines
 from rlsys.util.deadlines import phase_of, timeout
 from workers.ray.cluster import LOOPBACK, Resources, free_port, mark_semaphores
+from workers.ray.shared_memory import shared_memory_problem
 
 W = TypeVar("W")
 V = TypeVar("V")
@@ -300,13 +301,21 @@ async def call(ref: Awaitable[T], worker: str, phase: str, deadline_s: float | N
             return await ref
     except RayTaskError as error:  # comes first: one for a TimeoutError of the worker is both
         cause = error.cause
-        raise (cause if isinstance(cause, RlsysError) else WorkerError(worker, phase, str(error))) from error
+        raise (
+            cause if isinstance(cause, RlsysError) else WorkerError(worker, phase, _with_cause(str(error)))
+        ) from error
     except TimeoutError as error:
         raise DeadlineExceeded(worker, phase, f"no answer within {deadline_s:g} s") from error
     except RayActorError as error:
-        raise WorkerDied(worker, phase, _first_line(error)) from error
+        raise WorkerDied(worker, phase, _with_cause(_first_line(error))) from error
     except RayError as error:
-        raise WorkerDied(worker, phase, f"{type(error).__name__}: {_first_line(error)}") from error
+        raise WorkerDied(worker, phase, _with_cause(f"{type(error).__name__}: {_first_line(error)}")) from error
+
+
+def _with_cause(detail: str) -> str:
+    """Add a likely cause to the detail of a failure: a full /dev/shm on this node."""
+    problem = shared_memory_problem()
+    return f"{detail}; {problem}" if problem else detail
 
 
 def _first_line(error: BaseException) -> str:

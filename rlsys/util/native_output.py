@@ -1,0 +1,46 @@
+"""Output of native code, which writes to descriptor 2 and knows nothing of `sys.stderr`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+STDERR = 2
+
+
+@contextmanager
+def native_output_in(log: Path) -> Iterator[None]:
+    """Append what native code writes to stderr in this block to `log`, while `sys.stderr` stays where it is.
+
+    A log that cannot be opened is passed over: then native code writes where it did.
+    """
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError:
+        yield
+        return
+    before, terminal = sys.stderr, os.dup(STDERR)
+    before.flush()
+    is_same = _descriptor_of(before) == STDERR
+    with os.fdopen(terminal, "w", buffering=1, errors="backslashreplace") as kept:
+        if is_same:
+            sys.stderr = kept
+        os.dup2(descriptor, STDERR)
+        os.close(descriptor)
+        try:
+            yield
+        finally:
+            os.dup2(terminal, STDERR)
+            if sys.stderr is kept:
+                sys.stderr = before
+
+
+def _descriptor_of(stream: object) -> int | None:
+    try:
+        return stream.fileno()  # type: ignore[attr-defined]
+    except (AttributeError, OSError):
+        return None

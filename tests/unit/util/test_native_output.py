@@ -1,0 +1,36 @@
+"""Native code writes to a log while Python goes on writing to its stderr."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+WRITES = """
+import os, sys
+from pathlib import Path
+from rlsys.util.native_output import native_output_in
+
+with native_output_in(Path(sys.argv[1])):
+    os.write(2, b"native inside\\n")
+    sys.stderr.write("python inside\\n")
+os.write(2, b"native after\\n")
+sys.stderr.write("python after\\n")
+"""
+
+
+def stderr_with(log: Path) -> str:
+    words = [sys.executable, "-c", WRITES, str(log)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=60, check=True, cwd=Path.cwd()).stderr
+
+
+def test_native_output_goes_to_the_log(tmp_path: Path):
+    log = tmp_path / "logs" / "driver.log"
+    assert stderr_with(log) == "python inside\nnative after\npython after\n"
+    assert log.read_text() == "native inside\n"
+
+
+def test_a_log_that_cannot_be_opened_is_passed_over(tmp_path: Path):
+    (tmp_path / "logs").touch()
+    lines = ["native inside", "python inside", "native after", "python after"]
+    assert stderr_with(tmp_path / "logs" / "driver.log").splitlines() == lines
