@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from rlsys.algorithm import Algorithm, Signal, version_after
-from rlsys.config.config_problems import nested, refuse
+from rlsys.config.config_problems import nearest, nested, refuse
 from rlsys.config.plugins import (
     ALGORITHMS,
     STABILIZERS,
@@ -229,6 +229,12 @@ class CheckpointSection(Section):
     """Checkpoints kept; older ones are deleted."""
     keep_every: NonNegativeInt = 0
     """Keep checkpoints of steps that are multiples of this too; 0: none."""
+    keep_best: NonNegativeInt = 0
+    """Keep so many of the best checkpoints too, by `best_by`, and save every evaluated step; 0: none."""
+    best_by: str | None = None
+    """Metric of the evaluation that `keep_best` compares, e.g. `eval/held_out/mean`."""
+    best_is: Literal["highest", "lowest"] = "highest"
+    """Direction in which `best_by` is better."""
 
 
 class LimitsSection(Section):
@@ -453,6 +459,22 @@ class Config(Section):
         if algorithm is not None:
             refuse(curation.problems(algorithm, asynchrony and asynchrony.max_staleness))
         return curation
+
+    @field_validator("checkpoint")
+    @classmethod
+    def _can_be_compared(cls, checkpoint: CheckpointSection, info: ValidationInfo) -> CheckpointSection:
+        evaluation, metric = info.data.get("eval"), checkpoint.best_by
+        if evaluation is None or not checkpoint.keep_best:
+            return checkpoint
+        there = f"there are: {', '.join(evaluation.metrics)}"
+        if not evaluation.every:
+            raise nested([(("keep_best",), "there is no evaluation; set eval.every and eval.data, or set this to 0")])
+        if metric is None:
+            raise nested([(("best_by",), f"checkpoint.keep_best needs the name of a metric; {there}")])
+        if metric not in evaluation.metrics:
+            text = f"the evaluation has no metric {metric}; {nearest(metric, evaluation.metrics, there)}"
+            raise nested([(("best_by",), text)])
+        return checkpoint
 
     @field_validator("asynchrony")
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from rlsys.doctor import ensure_not_shadowed
 from rlsys.errors import CheckpointError, ConfigError, DataError, ModelError
 from rlsys.launch.config_history import keep_earlier
 from rlsys.loop.checkpoint import CONFIG, STEP, find_latest, newest_first, newest_whole, problem_of, step_of
+from rlsys.monitoring.events import CheckpointSaved
 from rlsys.rewards.reward_function import RewardSum
 from rlsys.types import Task
 from rlsys.util.files import can_be_hub_name, write_atomically
@@ -28,6 +30,8 @@ from rlsys.util.importing import import_from_here
 
 POLICIES = "policies"
 """Folder in the directory of a run of several policies, with a run directory for each trained policy."""
+
+_STEP = re.compile(rb'"step":(\d+)')
 
 
 @dataclass(frozen=True)
@@ -174,7 +178,23 @@ def start_of(config: Config) -> Start:
 
 
 def _newest_in(run: Path) -> Start:
-    return Start(*newest_whole(run / "checkpoints"))
+    found = Start(*newest_whole(run / "checkpoints"))
+    if found.checkpoint is None and (saved := _saved_steps(run)):
+        raise CheckpointError(
+            f"{run / 'checkpoints'} is empty, and {run / 'events.jsonl'} lists a checkpoint of step {saved[-1]}: "
+            "restore one from a copy, or start a new run with another run.name"
+        )
+    return found
+
+
+def _saved_steps(run: Path) -> list[int]:
+    """Steps of all checkpoints that the run completed, by its events, in order."""
+    beginning = f'{{"kind":"{CheckpointSaved.kind}"'.encode()
+    try:
+        with (run / "events.jsonl").open("rb") as lines:
+            return [int(match[1]) for line in lines if line.startswith(beginning) and (match := _STEP.search(line))]
+    except FileNotFoundError:
+        return []
 
 
 def check_run_dir(config: Config) -> None:
@@ -279,7 +299,7 @@ def checkpoint_of(run: Path, step: str) -> Path:
     """
     check_is_run(run)
     checkpoints = run / "checkpoints"
-    if not (step == "latest" or step.isdigit()):
+    if not (step == "latest" or step.isdecimal()):
         raise ConfigError(f"step {step!r} is neither a number nor `latest`")
     checkpoint = next(newest_first(checkpoints), None) if step == "latest" else checkpoints / STEP.format(int(step))
     if checkpoint is None or not checkpoint.is_dir():

@@ -232,6 +232,7 @@ class Driver:
         self._begin_at(state, version, until - step, groups)
         self.weights.published |= state.published
         self.checkpoints.last_saved = state.version
+        self.checkpoints.best.restore(state.scores)
 
     def _begin_at(
         self, state: DriverState, version: PolicyVersion, num_synchronous: int, groups: Sequence[Group]
@@ -603,7 +604,8 @@ class Driver:
         is lost."""
         finished = self.queue.finished  # the hashes of all their versions have arrived: they were verified
         past = dict(self._learner.past)
-        state = DriverState(step, dict(self.weights.published), self.queue.ledger.state(), past, self.num_lost)
+        published, scores = dict(self.weights.published), self.checkpoints.best.state()
+        state = DriverState(step, published, self.queue.ledger.state(), past, self.num_lost, scores)
 
         async def begin(folder: Path) -> Awaitable[None]:
             models = await save_models(self.workers, folder)
