@@ -18,6 +18,7 @@ from rlsys.loop.evaluation import EvaluationLane, Evaluator
 from rlsys.loop.failure_policy import FailurePolicy
 from rlsys.loop.group_queue import GroupQueue
 from rlsys.loop.learner import BatchShape
+from rlsys.loop.remote_checkpoints import CheckpointCopies, RemoteCheckpoints
 from rlsys.loop.repack import Repacker
 from rlsys.loop.task_ledger import Curriculum, Ledger
 from rlsys.monitoring.events import Events
@@ -44,15 +45,17 @@ def build_driver(
     transfer_s, bound, saves = config.limits.transfer_s, config.staleness_bound, config.checkpoint
     best = BestCheckpoints(saves.keep_best, saves.best_by or "", saves.best_is == "highest", config.eval.every)
     weights = WeightSync(workers.actor, workers.relays, transfer_s, max_age=bound, events=events)
+    checkpoints = Checkpoints(
+        config.run_dir / "checkpoints", saves.every, saves.keep_last, saves.keep_every, saves.every_s, best
+    )
+    remote = RemoteCheckpoints(config.copies) if config.copies else None
     return Driver(
         workers=workers,
         algorithm=config.algorithm,
         queue=_queue_of(config, tasks, events, progress or Progress()),
         weights=weights,
         failures=FailurePolicy(config.limits),
-        checkpoints=Checkpoints(
-            config.run_dir / "checkpoints", saves.every, saves.keep_last, saves.keep_every, saves.every_s, best
-        ),
+        checkpoints=checkpoints,
         events=events,
         shape=shape_of(config),
         steps=config.run.steps,
@@ -61,6 +64,7 @@ def build_driver(
         config=config.to_yaml,
         rollouts_every=config.record.rollouts_every,
         evaluation=_evaluation_of(config, workers, weights, eval_sets or {}, events, best),
+        copies=CheckpointCopies(checkpoints, remote, events) if remote else None,
         repacker=_repacker_of(config, workers.rollouts, events),
         look_s=look_s,
     )

@@ -266,10 +266,15 @@ def model_problem_of(folder: Path) -> str | None:
     return manifest if isinstance(manifest, str) else _difference(folder, manifest)
 
 
+def parse_manifest(content: bytes) -> dict[str, SavedFile]:
+    """Return the files of a manifest by their relative paths. Raises `ValueError`."""
+    return _MANIFEST.validate_json(content)
+
+
 def _read_manifest(folder: Path) -> dict[str, SavedFile] | str:
     """Return the manifest, or why there is none."""
     try:
-        return _MANIFEST.validate_json((folder / MANIFEST).read_bytes())
+        return parse_manifest((folder / MANIFEST).read_bytes())
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is damaged"
         return f"{folder / MANIFEST} cannot be read: {reason}"

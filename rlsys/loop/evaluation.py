@@ -233,6 +233,13 @@ class EvaluationLane:
         """
         self._loops, self._on_progress = loops, on_progress
 
+    def recall(self) -> None:
+        """Add the results that earlier sessions wrote for versions with known hashes to `best`: one may have ended
+        after the last checkpoint."""
+        for version in self.weights.published:
+            for dataset in self.evaluator.sets:
+                self._is_done(dataset, version)
+
     async def begin(self, version: PolicyVersion) -> None:
         """Evaluate `version`, the newest published, if it is due.
 
