@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from rlsys.algorithm import Algorithm, Signal, version_after
-from rlsys.config.config_problems import nested, refuse
+from rlsys.config.config_problems import nearest, nested, refuse, shown
 from rlsys.config.plugins import (
     ALGORITHMS,
     STABILIZERS,
@@ -42,7 +42,9 @@ from rlsys.stabilizer import StabilizerPlugin
 
 def _resume(value: str) -> str:
     if value not in ("auto", "never", "must") and "/" not in value:
-        raise PydanticCustomError("resume", "should be auto, never, must, or the folder of a run (with a `/` in it)")
+        raise PydanticCustomError(
+            "resume", "should be auto, never, must, or the folder or URL of a run (with a `/` in it)"
+        )
     return value
 
 
@@ -63,8 +65,9 @@ class RunSection(Section):
     steps: PositiveInt
     """Optimizer steps of the whole run, including those before a resume."""
     resume: Annotated[str, AfterValidator(_resume)] = "never"
-    """never: start a new run; refused if an earlier run took a step. auto: resume from the latest checkpoint, else
-    start. must: resume, or fail. A folder: start a new run from the latest checkpoint of the run in that folder."""
+    """never: start a new run; refused if an earlier run took a step. auto: resume from the latest checkpoint, or its
+    copy (`checkpoint.copy_to`), else start. must: resume, or fail. A folder: start a new run from the latest checkpoint
+    of the run in that folder. A URL: the same, from the copies of that run, `COPY_TO/NAME`."""
 
 
 class ModelSection(Section):
@@ -237,6 +240,22 @@ class CheckpointSection(Section):
     """Checkpoints kept; older ones are deleted."""
     keep_every: NonNegativeInt = 0
     """Keep checkpoints of steps that are multiples of this too; 0: none."""
+    keep_best: NonNegativeInt = 0
+    """Keep so many of the best checkpoints too, by `best_by`, and save every evaluated step; 0: none."""
+    best_by: str | None = None
+    """Metric of the evaluation that `keep_best` compares, e.g. `eval/held_out/mean`."""
+    best_is: Literal["highest", "lowest"] = "highest"
+    """Direction in which `best_by` is better."""
+    copy_to: str | None = None
+    """Folder or bucket to which each checkpoint is copied in the background, a URL of fsspec such as `s3://bucket/path`;
+    the copies of the run are in `copy_to/NAME`. Credentials come from the environment. None: no copies."""
+
+    @field_validator("copy_to")
+    @classmethod
+    def _is_url(cls, copy_to: str | None) -> str | None:
+        if copy_to is not None and "://" not in copy_to:
+            raise ValueError(f"should be a URL, such as s3://bucket/path or file:///folder (got {shown(copy_to)})")
+        return copy_to and copy_to.rstrip("/")
 
 
 class LimitsSection(Section):
@@ -349,6 +368,11 @@ class Config(Section):
         """Directory of this run: `run.folder/run.name`."""
         return self.run.folder / self.run.name
 
+    @property
+    def copies(self) -> str | None:
+        """URL of the copies of this run's checkpoints; None: there are none."""
+        return self.checkpoint.copy_to and f"{self.checkpoint.copy_to}/{self.run.name}/checkpoints"
+
     def of(self, policy: str) -> Config:
         """Configuration of one of several policies as a run, in the directory `policies/NAME` of this run."""
         run, resume = self.run, self.run.resume
@@ -356,6 +380,9 @@ class Config(Section):
         resume = f"{resume}/policies/{policy}" if "/" in resume else resume
         sections["run"] = run.model_copy(update={"folder": self.run_dir / "policies", "name": policy, "resume": resume})
         sections["rollout"] = self.rollout.model_copy(update={"repack_s": 0.0})  # its groups do not move
+        if copies := self.checkpoint.copy_to:
+            update = {"copy_to": f"{copies}/{run.name}/policies"}
+            sections["checkpoint"] = self.checkpoint.model_copy(update=update)
         return type(self).model_validate(self.policies[policy].over(sections))
 
     @property
@@ -461,6 +488,22 @@ class Config(Section):
         if algorithm is not None:
             refuse(curation.problems(algorithm, asynchrony and asynchrony.max_staleness))
         return curation
+
+    @field_validator("checkpoint")
+    @classmethod
+    def _can_be_compared(cls, checkpoint: CheckpointSection, info: ValidationInfo) -> CheckpointSection:
+        evaluation, metric = info.data.get("eval"), checkpoint.best_by
+        if evaluation is None or not checkpoint.keep_best:
+            return checkpoint
+        there = f"there are: {', '.join(evaluation.metrics)}"
+        if not evaluation.every:
+            raise nested([(("keep_best",), "there is no evaluation; set eval.every and eval.data, or set this to 0")])
+        if metric is None:
+            raise nested([(("best_by",), f"checkpoint.keep_best needs the name of a metric; {there}")])
+        if metric not in evaluation.metrics:
+            text = f"the evaluation has no metric {metric}; {nearest(metric, evaluation.metrics, there)}"
+            raise nested([(("best_by",), text)])
+        return checkpoint
 
     @field_validator("asynchrony")
     @classmethod

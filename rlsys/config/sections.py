@@ -151,6 +151,11 @@ DataSets = Annotated[
 ]
 
 
+def ks_up_to(samples: int) -> list[int]:
+    """Return the values of k for pass@k: 1, 2, 4, ... and `samples`; 6 gives `[1, 2, 4, 6]`."""
+    return sorted({*(1 << i for i in range(samples.bit_length())), samples})
+
+
 class EvalSection(Section):
     """Data and settings of the evaluation of a policy."""
 
@@ -170,6 +175,12 @@ class EvalSection(Section):
     replicas: PositiveInt = 1
     """Replicas that generate for evaluation only, each with the resources of `rollout`. In training they start if
     `every` is more than 0."""
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of the metrics by which checkpoints can be compared, e.g. `eval/held_out/pass@4`."""
+        names = ["mean", *(f"pass@{k}" for k in ks_up_to(self.samples)), "truncated_frac", "failed_frac", "length_mean"]
+        return [f"eval/{dataset}/{name}" for dataset in self.data for name in names]
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:

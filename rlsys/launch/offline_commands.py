@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import pdb
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from rlsys.errors import CheckpointError, ConfigError, first_of
 from rlsys.launch import preflight
 from rlsys.launch.config_history import changed_keys, path_at
 from rlsys.loop.build_driver import evaluator_of, shape_of
-from rlsys.loop.checkpoint import CONFIG, read_failed
+from rlsys.loop.checkpoint import CONFIG, model_problem_of, read_failed, write_manifest
 from rlsys.loop.evaluation import EvalMetrics
 from rlsys.monitoring.events import Events
 from rlsys.monitoring.trackers.console import ConsoleSink
@@ -134,11 +135,18 @@ async def _evaluate(
 def exported(checkpoint: Path) -> Path:
     """Export a checkpoint of a run as a model folder, once; it is stored with the checkpoint and deleted with it.
 
-    Raises `CheckpointError` if it cannot be written.
+    A damaged model folder is written again. Raises `CheckpointError` if it cannot be written.
     """
     run, step = checkpoint.parent.parent, checkpoint.name.removeprefix("step_")
+
+    def make(folder: Path) -> None:
+        export(run, folder, step)
+        write_manifest(folder)
+
     try:
-        return made_once(checkpoint / "model", lambda folder: export(run, folder, step))
+        if (model := checkpoint / "model").exists() and model_problem_of(model):
+            shutil.rmtree(model)
+        return made_once(model, make)
     except OSError as error:
         raise CheckpointError(
             f"{checkpoint}: cannot write the model folder that is evaluated: {error.strerror or error}; write it "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from rlsys.doctor import ensure_not_shadowed
 from rlsys.errors import CheckpointError, ConfigError, DataError, ModelError
 from rlsys.launch.config_history import keep_earlier
 from rlsys.loop.checkpoint import CONFIG, STEP, find_latest, newest_first, newest_whole, problem_of, step_of
+from rlsys.loop.remote_checkpoints import RemoteCheckpoints
+from rlsys.monitoring.events import CheckpointSaved
 from rlsys.rewards.reward_function import RewardSum
 from rlsys.types import Task
 from rlsys.util.files import can_be_hub_name, write_atomically
@@ -28,6 +31,8 @@ from rlsys.util.importing import import_from_here
 
 POLICIES = "policies"
 """Folder in the directory of a run of several policies, with a run directory for each trained policy."""
+
+_STEP = re.compile(rb'"step":(\d+)')
 
 
 @dataclass(frozen=True)
@@ -156,25 +161,78 @@ def start_of(config: Config) -> Start:
     """
     resume, run = config.run.resume, config.run_dir
     if resume == "never":
-        if _holds_run(run):
+        held = str(run) if _holds_run(run) else config.copies if config.copies and _copies_in(config.copies) else None
+        if held is not None:
             raise ConfigError(
-                f"run.name: {run} holds a run already; choose another run.name, "
+                f"run.name: {held} holds a run already; choose another run.name, "
                 "go on with run.resume=auto, or remove the folder"
             )
         return Start(None)
-    own = _newest_in(run)
+    own = _newest_of(config)
     if resume == "must" and own.checkpoint is None:
         raise CheckpointError(f"run.resume is must, and {run} has no complete checkpoint")
     if resume in ("auto", "must"):
         return own
-    other = _newest_in(Path(resume))
+    if own.checkpoint is not None:
+        return own
+    is_url = "://" in resume
+    other = _fetched(f"{resume.rstrip('/')}/checkpoints", run) if is_url else _newest_in(Path(resume))
     if other.checkpoint is None:
         raise CheckpointError(f"run.resume: {resume} has no complete checkpoint")
-    return other if own.checkpoint is None else own
+    return other
+
+
+def may_fetch(config: Config) -> bool:
+    """Return True if `start_of` may write a checkpoint into the run directory."""
+    return config.copies is not None or "://" in config.run.resume
+
+
+def _newest_of(config: Config) -> Start:
+    """Find the newest whole checkpoint of a run; fetch that of its copies if there is none on this machine."""
+    if config.copies is None:
+        return _newest_in(config.run_dir)
+    try:
+        own = _newest_in(config.run_dir)
+    except CheckpointError as error:
+        fetched = _fetched(config.copies, config.run_dir)
+        if fetched.checkpoint is None:
+            raise
+        return Start(fetched.checkpoint, [str(error), *fetched.passed_over])
+    return _fetched(config.copies, config.run_dir) if own.checkpoint is None else own
+
+
+def _fetched(copies: str, run: Path) -> Start:
+    return Start(*RemoteCheckpoints(copies).fetch_newest(run / "checkpoints"))
+
+
+def _copies_in(url: str) -> bool:
+    """Return True if a run has copies at `url`. Raises `ConfigError` if it cannot be read."""
+    try:
+        return bool(RemoteCheckpoints(url).names())
+    except ConfigError:
+        raise
+    except Exception as error:  # each file system has errors of its own
+        raise ConfigError(f"checkpoint.copy_to: {url} cannot be read: {error!r}") from error
 
 
 def _newest_in(run: Path) -> Start:
-    return Start(*newest_whole(run / "checkpoints"))
+    found = Start(*newest_whole(run / "checkpoints"))
+    if found.checkpoint is None and (saved := _saved_steps(run)):
+        raise CheckpointError(
+            f"{run / 'checkpoints'} is empty, and {run / 'events.jsonl'} lists a checkpoint of step {saved[-1]}: "
+            "restore one from a copy, or start a new run with another run.name"
+        )
+    return found
+
+
+def _saved_steps(run: Path) -> list[int]:
+    """Steps of all checkpoints that the run completed, by its events, in order."""
+    beginning = f'{{"kind":"{CheckpointSaved.kind}"'.encode()
+    try:
+        with (run / "events.jsonl").open("rb") as lines:
+            return [int(match[1]) for line in lines if line.startswith(beginning) and (match := _STEP.search(line))]
+    except FileNotFoundError:
+        return []
 
 
 def check_run_dir(config: Config) -> None:
@@ -279,7 +337,7 @@ def checkpoint_of(run: Path, step: str) -> Path:
     """
     check_is_run(run)
     checkpoints = run / "checkpoints"
-    if not (step == "latest" or step.isdigit()):
+    if not (step == "latest" or step.isdecimal()):
         raise ConfigError(f"step {step!r} is neither a number nor `latest`")
     checkpoint = next(newest_first(checkpoints), None) if step == "latest" else checkpoints / STEP.format(int(step))
     if checkpoint is None or not checkpoint.is_dir():

@@ -131,7 +131,8 @@ def train(config: Config, *, progress: bool = True) -> TrainResult:
     owns = config.trained if config.policies else {POLICY: config}
     if not config.run_dir.is_dir():
         for own in owns.values():
-            preflight.start_of(own)  # a run that is refused leaves no folder
+            if not preflight.may_fetch(own):
+                preflight.start_of(own)  # a run that is refused leaves no folder
         preflight.make_run_dir(config)
     with locked(config.run_dir):
         starts = {name: preflight.start_of(own) for name, own in owns.items()}

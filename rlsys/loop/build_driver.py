@@ -12,11 +12,13 @@ from rlsys.config import Config
 from rlsys.contracts import Rewards, Rollouts, Workers
 from rlsys.data.task_source import TaskSource
 from rlsys.loop.checkpoint import Checkpoints
+from rlsys.loop.checkpoint_scores import BestCheckpoints
 from rlsys.loop.driver import Driver
 from rlsys.loop.evaluation import EvaluationLane, Evaluator
 from rlsys.loop.failure_policy import FailurePolicy
 from rlsys.loop.group_queue import GroupQueue
 from rlsys.loop.learner import BatchShape
+from rlsys.loop.remote_checkpoints import CheckpointCopies, RemoteCheckpoints
 from rlsys.loop.repack import Repacker
 from rlsys.loop.task_ledger import Curriculum, Ledger
 from rlsys.monitoring.events import Events
@@ -41,16 +43,19 @@ def build_driver(
     one `progress`. `look_s` is the time between two observations of replicas and queue, for events; 0 disables them.
     """
     transfer_s, bound, saves = config.limits.transfer_s, config.staleness_bound, config.checkpoint
+    best = BestCheckpoints(saves.keep_best, saves.best_by or "", saves.best_is == "highest", config.eval.every)
     weights = WeightSync(workers.actor, workers.relays, transfer_s, max_age=bound, events=events)
+    checkpoints = Checkpoints(
+        config.run_dir / "checkpoints", saves.every, saves.keep_last, saves.keep_every, saves.every_s, best
+    )
+    remote = RemoteCheckpoints(config.copies) if config.copies else None
     return Driver(
         workers=workers,
         algorithm=config.algorithm,
         queue=_queue_of(config, tasks, events, progress or Progress()),
         weights=weights,
         failures=FailurePolicy(config.limits),
-        checkpoints=Checkpoints(
-            config.run_dir / "checkpoints", saves.every, saves.keep_last, saves.keep_every, saves.every_s
-        ),
+        checkpoints=checkpoints,
         events=events,
         shape=shape_of(config),
         steps=config.run.steps,
@@ -58,7 +63,8 @@ def build_driver(
         run_dir=config.run_dir,
         config=config.to_yaml,
         rollouts_every=config.record.rollouts_every,
-        evaluation=_evaluation_of(config, workers, weights, eval_sets or {}, events),
+        evaluation=_evaluation_of(config, workers, weights, eval_sets or {}, events, best),
+        copies=CheckpointCopies(checkpoints, remote, events) if remote else None,
         repacker=_repacker_of(config, workers.rollouts, events),
         look_s=look_s,
     )
@@ -98,13 +104,18 @@ def _queue_of(config: Config, tasks: TaskSource, events: Events, progress: Progr
 
 
 def _evaluation_of(
-    config: Config, workers: Workers, weights: WeightSync, sets: Mapping[str, Sequence[Task]], events: Events
+    config: Config,
+    workers: Workers,
+    weights: WeightSync,
+    sets: Mapping[str, Sequence[Task]],
+    events: Events,
+    best: BestCheckpoints,
 ) -> EvaluationLane | None:
     if workers.evaluation is None or not config.eval.every:
         return None
     evaluator = evaluator_of(config, workers.evaluation, workers.rewards, sets, events)
     folder = config.run_dir / "evaluations"
-    return EvaluationLane(evaluator, workers.evaluation, weights, config.run.steps, folder)
+    return EvaluationLane(evaluator, workers.evaluation, weights, config.run.steps, folder, best)
 
 
 def _repacker_of(config: Config, rollouts: Rollouts, events: Events) -> Repacker | None:

@@ -31,10 +31,11 @@ import asyncio
 import hashlib
 import json
 import shutil
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -44,11 +45,13 @@ from xxhash import xxh3_128
 from rlsys.algorithm import Signal, TrajectoryAdvantage
 from rlsys.contracts import Workers
 from rlsys.errors import CheckpointError, DataError, WorkerError
+from rlsys.loop.checkpoint_scores import BestCheckpoints
 from rlsys.loop.task_ledger import LedgerState
 from rlsys.types import PolicyVersion
 from rlsys.util.files import flush, write_atomically
 
 GROUPS, STATE, ACTOR, CRITIC, CONFIG = "groups.jsonl", "driver.json", "actor", "critic", "config.resolved.yaml"
+MANIFEST = "manifest.json"
 """File names in the folders."""
 STEP = "step_{:06d}"
 STATE_FORMAT = 1
@@ -67,6 +70,8 @@ class DriverState:
     """Metrics of the previous step, see `Algorithm.finalize_advantages`; empty in checkpoints older than this key."""
     num_lost: int = 0
     """Versions whose steps were lost with the actor, so that `version - num_lost` steps are behind the weights."""
+    scores: dict[str, dict[PolicyVersion, float | None]] = field(default_factory=dict)
+    """Results of evaluations by metric and version, see `BestCheckpoints`; empty in checkpoints older than this key."""
     state_v: int = STATE_FORMAT
     """Format of the file; a file without this key has format 1."""
 
@@ -98,6 +103,8 @@ class Checkpoints:
     """Checkpoints of multiples of this are kept too; 0: none."""
     every_s: float = 0.0
     """Seconds after which the next step is saved too; 0: never."""
+    best: BestCheckpoints = field(default_factory=lambda: BestCheckpoints(0))
+    """Those that are kept by their evaluation. Each evaluated step is saved, if there are to be any."""
     last_saved: int | None = None
     """Step of the newest complete checkpoint."""
     _begun: int | None = None
@@ -110,7 +117,8 @@ class Checkpoints:
             self._since_s = now_s
         is_new = step not in (self.last_saved, self._begun)
         is_time = self.every_s > 0 and now_s - self._since_s >= self.every_s
-        is_due = is_new and (is_last or is_time or (self.every > 0 and step % self.every == 0))
+        is_due = is_last or is_time or self.best.is_due(step) or (self.every > 0 and step % self.every == 0)
+        is_due = is_due and is_new
         if is_due:
             self._since_s = now_s
         return is_due
@@ -141,7 +149,7 @@ class Checkpoints:
     def _complete(self, state: DriverState, partial: Path) -> Path:
         final = partial.with_suffix("")
         (partial / STATE).write_bytes(_STATE.dump_json(state, indent=1))
-        (partial / "manifest.json").write_bytes(_MANIFEST.dump_json(_manifest_of(partial), indent=1))
+        write_manifest(partial)
         flush(partial, partial.iterdir())
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
@@ -168,10 +176,18 @@ class Checkpoints:
             raise
 
     def _retire(self) -> None:
-        """Delete all but the newest `keep_last` checkpoints and those of `keep_every`. `latest` names the newest."""
-        for old in list(newest_first(self.folder))[self.keep_last :]:
-            if not (self.keep_every and step_of(old) % self.keep_every == 0):
+        """Delete all checkpoints but those of `kept`. `latest` names the newest."""
+        checkpoints = list(newest_first(self.folder))
+        kept = self.kept([step_of(checkpoint) for checkpoint in checkpoints])
+        for old in checkpoints:
+            if step_of(old) not in kept:
                 shutil.rmtree(old, ignore_errors=True)
+
+    def kept(self, steps: Sequence[int]) -> set[int]:
+        """Return those of `steps`, newest first, whose checkpoints are kept: the newest `keep_last`, the multiples of
+        `keep_every`, and the best."""
+        multiples = {step for step in steps if self.keep_every and step % self.keep_every == 0}
+        return {*steps[: self.keep_last]} | multiples | self.best.kept(steps)
 
 
 def step_of(checkpoint: Path) -> PolicyVersion:
@@ -233,17 +249,45 @@ def problem_of(checkpoint: Path, *, sizes_only: bool = False) -> str | None:
 
     `sizes_only`: do not read their contents.
     """
+    manifest = _read_manifest(checkpoint)
+    if isinstance(manifest, str):
+        return manifest
+    if missing := {GROUPS, STATE} - manifest.keys():
+        return f"{checkpoint / MANIFEST} does not list {min(missing)}"
+    if problem := _difference(checkpoint, manifest, sizes_only=sizes_only):
+        return problem
+    step = step_of(checkpoint)
+    return None if sizes_only or _saved_step(checkpoint) in (step, None) else f"{checkpoint / STATE} is of another step"
+
+
+def model_problem_of(folder: Path) -> str | None:
+    """Do the same for a model folder that `write_manifest` completed."""
+    manifest = _read_manifest(folder)
+    return manifest if isinstance(manifest, str) else _difference(folder, manifest)
+
+
+def parse_manifest(content: bytes) -> dict[str, SavedFile]:
+    """Return the files of a manifest by their relative paths. Raises `ValueError`."""
+    return _MANIFEST.validate_json(content)
+
+
+def _read_manifest(folder: Path) -> dict[str, SavedFile] | str:
+    """Return the manifest, or why there is none."""
     try:
-        manifest = _MANIFEST.validate_json((checkpoint / "manifest.json").read_bytes())
+        return parse_manifest((folder / MANIFEST).read_bytes())
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is damaged"
-        return f"{checkpoint / 'manifest.json'} cannot be read: {reason}"
-    missing = {GROUPS, STATE} - manifest.keys()
-    if missing:
-        return f"{checkpoint / 'manifest.json'} does not list {min(missing)}"
+        return f"{folder / MANIFEST} cannot be read: {reason}"
+
+
+def _difference(folder: Path, manifest: Mapping[str, SavedFile], *, sizes_only: bool = False) -> str | None:
+    """Return the first difference between the files in `folder` and their manifest.
+
+    A further file beside those of a subfolder is one too, because readers of weights read all files there.
+    """
 
     def differs(name: str) -> str | None:
-        path, saved = checkpoint / name, manifest[name]
+        path, saved = folder / name, manifest[name]
         try:
             if (size := path.stat().st_size) != saved.num_bytes:
                 return f"{path} has {size} bytes, and was saved with {saved.num_bytes}"
@@ -251,12 +295,28 @@ def problem_of(checkpoint: Path, *, sizes_only: bool = False) -> str | None:
                 return f"{path} has other contents than were saved"
         except OSError as error:
             return f"{path} cannot be read: {error.strerror}"
+        except ValueError:  # a name that no file can have
+            return f"{folder / MANIFEST} is damaged: it lists {name!r}"
         return None
 
     if sizes_only:
         return next(filter(None, map(differs, manifest)), None)
     with ThreadPoolExecutor(_HASHED_AT_ONCE) as threads:
-        return next(filter(None, threads.map(differs, manifest)), None)
+        if problem := next(filter(None, threads.map(differs, manifest)), None):
+            return problem
+    subfolders = sorted({(folder / name).parent for name in manifest} - {folder})
+    further = (path for parent in subfolders for path in sorted(parent.iterdir()))
+    unknown = (path for path in further if path.relative_to(folder).as_posix() not in manifest and path.is_file())
+    return next((f"{path} was not saved with this checkpoint" for path in unknown), None)
+
+
+def _saved_step(checkpoint: Path) -> object:
+    """Return the step in the driver's part; None if it has none, which `read_state` refuses in words."""
+    try:
+        row = json.loads((checkpoint / STATE).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return row.get("version") if isinstance(row, dict) else None
 
 
 def file_hash(path: Path) -> str:
@@ -265,11 +325,13 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, xxh3_128).hexdigest()  # pyrefly: ignore[bad-argument-type]
 
 
-def _manifest_of(folder: Path) -> dict[str, SavedFile]:
+def write_manifest(folder: Path) -> None:
+    """Write sizes and hashes of all files in `folder`, which completes it. Raises `OSError`."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     with ThreadPoolExecutor(_HASHED_AT_ONCE) as threads:
         saved = threads.map(lambda path: SavedFile(path.stat().st_size, file_hash(path)), paths)
-    return {path.relative_to(folder).as_posix(): each for path, each in zip(paths, saved, strict=True)}
+        manifest = {path.relative_to(folder).as_posix(): each for path, each in zip(paths, saved, strict=True)}
+    (folder / MANIFEST).write_bytes(_MANIFEST.dump_json(manifest, indent=1))
 
 
 def read_state(checkpoint: Path) -> DriverState:
@@ -283,10 +345,23 @@ def read_state(checkpoint: Path) -> DriverState:
         row = json.loads(path.read_bytes())
         state_v = row.get("state_v", 1) if isinstance(row, dict) else None
         if state_v == STATE_FORMAT:
-            return _STATE.validate_python(row)
-    except ValueError as error:  # from json and pydantic
+            state = _STATE.validate_python(row)
+            _check_sense(state)
+            return state
+    except (ValueError, RecursionError) as error:  # from json, pydantic and `_check_sense`
         raise CheckpointError(f"{path} cannot be read: {error}; {_OTHERWISE}") from error
     raise CheckpointError(f"{path} has format {state_v}, and this version of rlsys reads {STATE_FORMAT}; {_OTHERWISE}")
+
+
+def _check_sense(state: DriverState) -> None:
+    """Raise `ValueError` for numbers that no run saves."""
+    ledger, ids = state.ledger, [issued.group_id for issued in state.ledger.pending]
+    if not 0 <= state.num_lost <= state.version:
+        raise ValueError(f"{state.num_lost} of {state.version} versions are lost")
+    if ledger.num_consumed < 0 or any(a >= b for a, b in pairwise([-1, *ids, ledger.next_group_id])):
+        raise ValueError(f"the pending groups {ids} are not in order below {ledger.next_group_id}")
+    if any(issued.size is not None and issued.size < 1 for issued in ledger.pending):
+        raise ValueError("a pending group has no episodes")
 
 
 def check_written(folder: Path) -> None:

@@ -48,6 +48,7 @@ from rlsys.loop.evaluation import EvaluationLane
 from rlsys.loop.failure_policy import DroppedGroups, FailurePolicy, GivenUp, Retries
 from rlsys.loop.group_queue import LEARNER, GroupQueue, InFlightGroup, Permit
 from rlsys.loop.learner import REFERENCE, BatchShape, Learner, StepResult
+from rlsys.loop.remote_checkpoints import CheckpointCopies
 from rlsys.loop.repack import Repacker
 from rlsys.loop.replica_watcher import ReplicaWatcher
 from rlsys.loop.step_metrics import StepClock, step_metrics
@@ -103,6 +104,8 @@ class Driver:
     """Steps between two that write their groups to `run_dir/rollouts`; 0 writes none."""
     evaluation: EvaluationLane | None = None
     """None in a run without evaluation."""
+    copies: CheckpointCopies | None = None
+    """None in a run whose checkpoints are not copied."""
     repacker: Repacker | None = None
     """None if moving trajectories gains nothing."""
     look_s: float = 0
@@ -179,6 +182,8 @@ class Driver:
             if self._saving is not None:
                 await asyncio.wait([self._saving], timeout=SAVE_S)
                 self._saving.cancel()
+            if self.copies:
+                await self.copies.end(SAVE_S)
             self.weights.give_up()
         return self._version
 
@@ -232,6 +237,9 @@ class Driver:
         self._begin_at(state, version, until - step, groups)
         self.weights.published |= state.published
         self.checkpoints.last_saved = state.version
+        self.checkpoints.best.restore(state.scores)
+        if self.evaluation:
+            self.evaluation.recall()
 
     def _begin_at(
         self, state: DriverState, version: PolicyVersion, num_synchronous: int, groups: Sequence[Group]
@@ -603,7 +611,8 @@ class Driver:
         is lost."""
         finished = self.queue.finished  # the hashes of all their versions have arrived: they were verified
         past = dict(self._learner.past)
-        state = DriverState(step, dict(self.weights.published), self.queue.ledger.state(), past, self.num_lost)
+        published, scores = dict(self.weights.published), self.checkpoints.best.state()
+        state = DriverState(step, published, self.queue.ledger.state(), past, self.num_lost, scores)
 
         async def begin(folder: Path) -> Awaitable[None]:
             models = await save_models(self.workers, folder)
@@ -618,6 +627,8 @@ class Driver:
     async def _finish_save(self, step: int, began: float, writing: Awaitable[Path]) -> None:
         path = await writing
         self.events.emit(CheckpointSaved(step, str(path), asyncio.get_running_loop().time() - began))
+        if self.copies:
+            self.copies.begin()
 
     async def _save_groups(self, path: Path, groups: Sequence[InFlightGroup]) -> None:
         """Write the groups; leave out those whose payload is lost, and reissue them unless they are in training now."""

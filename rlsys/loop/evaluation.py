@@ -12,10 +12,11 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TypeAlias
 
-from rlsys.config.sections import EvalSection
+from rlsys.config.sections import EvalSection, ks_up_to
 from rlsys.contracts import PinnedRollouts, Rewards, Rollouts
 from rlsys.data.task_source import content_hash
 from rlsys.errors import PayloadLost, RlsysError, TaskTooLong, WeightsMismatch
+from rlsys.loop.checkpoint_scores import BestCheckpoints
 from rlsys.loop.failure_policy import FailurePolicy, Retries
 from rlsys.monitoring.events import EvalDone, Events, FileSkipped, emit_busy
 from rlsys.types import Assignment, Group, OutcomeKind, PolicyVersion, Task
@@ -98,11 +99,6 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
         raise ValueError(f"pass@{k} of {num_samples} samples, {num_passed} of them passed, is not defined")
     subsets = math.comb(num_samples, k)
     return (subsets - math.comb(num_samples - num_passed, k)) / subsets
-
-
-def ks_up_to(samples: int) -> list[int]:
-    """Return the values of k for pass@k: 1, 2, 4, ... and `samples`; 6 gives `[1, 2, 4, 6]`."""
-    return sorted({*(1 << i for i in range(samples.bit_length())), samples})
 
 
 def eval_metrics_of(groups: Sequence[Group], samples: int, pass_reward: float, num_too_long: int) -> EvalMetrics:
@@ -223,6 +219,8 @@ class EvaluationLane:
     last: PolicyVersion
     """Version at which the run ends; evaluated for any value of `eval.every`."""
     folder: Path
+    best: BestCheckpoints = field(default_factory=lambda: BestCheckpoints(0))
+    """Receives all results."""
     was_given_up: bool = field(default=False, init=False)
     """True if an evaluation that was due did not begin, or was cancelled by `stop`."""
     _under_way: asyncio.Task[None] | None = field(default=None, init=False)
@@ -234,6 +232,13 @@ class EvaluationLane:
         Called once, before all other methods.
         """
         self._loops, self._on_progress = loops, on_progress
+
+    def recall(self) -> None:
+        """Add the results that earlier sessions wrote for versions with known hashes to `best`: one may have ended
+        after the last checkpoint."""
+        for version in self.weights.published:
+            for dataset in self.evaluator.sets:
+                self._is_done(dataset, version)
 
     async def begin(self, version: PolicyVersion) -> None:
         """Evaluate `version`, the newest published, if it is due.
@@ -299,17 +304,21 @@ class EvaluationLane:
         seconds = asyncio.get_running_loop().time() - began
         self._write(dataset, version, measures)
         metrics = measures.as_metrics(dataset)
+        self.best.add(version, {f"eval/{dataset}/{name}": value for name, value in measures.as_json().items()})
         self.evaluator.events.emit(EvalDone(version, dataset, self.weights.published[version], seconds, metrics))
 
     def _path(self, dataset: str, version: PolicyVersion) -> Path:
         return self.folder / dataset / f"step_{version:06d}.json"
 
     def _is_done(self, dataset: str, version: PolicyVersion) -> bool:
-        path = self._path(dataset, version)
-        if not path.is_file():
+        try:
+            row = json.loads(self._path(dataset, version).read_bytes())
+        except (OSError, ValueError):  # not there, or damaged
             return False
-        row = json.loads(path.read_bytes())
-        return all(row.get(key) == value for key, value in self._measured(dataset, version).items())
+        if not (isinstance(row, dict) and self._measured(dataset, version).items() <= row.items()):
+            return False
+        self.best.add(version, {f"eval/{dataset}/{name}": value for name, value in row.items()})
+        return True
 
     def _measured(self, dataset: str, version: PolicyVersion) -> dict[str, str | float]:
         """Return all that determines a result: the weights, the tasks (after `eval.limit`) and the rules."""

@@ -217,6 +217,22 @@ class CheckpointPassedOver(Event):
     """The file, and what is wrong with it."""
 
 
+class CheckpointCopied(Event):
+    """A checkpoint is complete at `checkpoint.copy_to`."""
+
+    step: int
+    url: str
+    seconds: float
+
+
+class CheckpointCopyFailed(Event):
+    """A checkpoint could not be copied to `checkpoint.copy_to`; the next checkpoint tries again."""
+
+    step: int
+    url: str
+    problem: str
+
+
 class RolledBack(Event):
     """Actor and critic were replaced, and train on from an older state: the steps between the two versions are lost."""
 

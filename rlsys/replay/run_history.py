@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from rlsys.errors import DataError
-from rlsys.loop.checkpoint import STEP, is_complete, step_of
+from rlsys.loop.checkpoint import STEP, newest_first, problem_of, step_of
 from rlsys.monitoring.events import RolledBack, RunStarted, StepDone, WeightsPublished
 from rlsys.replay.rollout_log import ROLLOUT_FORMAT, RolloutRecord, decoder_of, read_rollouts
 from rlsys.types import PolicyVersion
@@ -135,8 +135,8 @@ def read_history(run: Path) -> RunHistory:
 
 
 def _newest_before(folder: Path, step: int) -> Path | None:
-    older = (path for path in folder.glob("step_*[0-9]") if step_of(path) < step)
-    return next((path for path in sorted(older, key=step_of, reverse=True) if is_complete(path)), None)
+    older = (path for path in newest_first(folder) if step_of(path) < step)
+    return next((path for path in sorted(older, key=step_of, reverse=True) if problem_of(path) is None), None)
 
 
 def _listed(group_ids: Sequence[int]) -> str:

@@ -78,6 +78,19 @@ def test_an_interrupted_and_resumed_run_has_bit_identical_weights(step, whole_ru
         assert said(config.run_dir / name) == said(whole_run / name)
 
 
+def test_a_run_without_its_folder_goes_on_from_copies(whole_run, model_path, data_path, tmp_path):
+    keys = ["rollout.replicas=2", f"checkpoint.copy_to=file://{tmp_path / 'store'}", "run.resume=auto"]
+    config = config_of(model_path, data_path, tmp_path / "runs", [*keys, "run.steps=3"])
+    train(config, progress=False)
+    assert [row["step"] for row in rows_of(config.run_dir, "events.jsonl") if row["kind"] == "checkpoint_copied"][
+        -1
+    ] == 3
+    shutil.rmtree(config.run_dir)
+    assert train(config_of(model_path, data_path, tmp_path / "runs", keys), progress=False).steps == 4
+    assert [row["step"] for row in rows_of(config.run_dir, "metrics.jsonl")] == [4]
+    assert are_equal(weights_of(config.run_dir), weights_of(whole_run))
+
+
 def said(path: Path) -> list[object]:
     """What a step trained: tasks, tokens, logprobs, rewards."""
     return [(r.group_id, r.task, r.episodes, r.advantages) for r in read_rollouts(path)]

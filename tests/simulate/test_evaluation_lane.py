@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from rlsys.config.sections import EvalSection
 from rlsys.contracts import GroupScores, RolledOut, Workers
 from rlsys.errors import NoProgress, RunAborted
-from rlsys.loop.checkpoint import find_latest
+from rlsys.loop.checkpoint import find_latest, step_of
+from rlsys.loop.checkpoint_scores import BestCheckpoints
 from rlsys.loop.driver import Driver
 from rlsys.loop.evaluation import EvaluationLane, Evaluator
 from rlsys.monitoring.events import EvalDone, Event, FileSkipped, StepDone, WorkerRestarted
@@ -423,3 +424,23 @@ def test_changed_rules_or_tasks_measure_the_same_weights_again(tmp_path):
     row = json.loads((tmp_path / "evaluations/hard/step_000006.json").read_text())
     assert (row["samples"], row["temperature"], row["seed"], row["pass_reward"]) == (2, 1.0, 0, 1.0)
     assert due(tmp_path, pass_reward=1.0, max_open=2) == []
+
+
+def test_the_best_checkpoint_is_kept_across_a_resume(tmp_path):
+    """The mean of a version depends on its weights; a second session must know the results of the first."""
+    recorder = EventRecorder()
+
+    def train(steps: int) -> BestCheckpoints:
+        driver = evaluated(TellingWorld(), tmp_path, recorder, every=1, steps=steps)
+        assert driver.evaluation is not None
+        best = BestCheckpoints(1, "eval/held_out/mean", every=1)
+        driver.checkpoints.best, driver.evaluation.best, driver.checkpoints.keep_last = best, best, 1
+        run_virtual(driver.run(0) if not find_latest(tmp_path / "checkpoints") else go_on(driver))
+        return best
+
+    train(5)
+    assert train(10).scores.keys() == set(range(11))
+    means = {e.step: e.metrics["eval/held_out/mean"] for e in recorder.of(EvalDone) if e.dataset == "held_out"}
+    best = max(range(1, 10), key=lambda step: (means[step], step))
+    kept = {step_of(path) for path in (tmp_path / "checkpoints").glob("step_*")}
+    assert {best, 10} <= kept <= {best, 9, 10}

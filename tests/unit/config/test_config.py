@@ -564,3 +564,21 @@ def test_the_critic_folder_is_checked_only_with_a_critic(tmp_path: Path):
     check_model(Config.load(path, gone))
     with pytest.raises(ModelError, match=r"critic\.path: there is no folder .*gone"):
         check_model(Config.load(path, [*gone, "algorithm.asks=[values]"]))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            ["checkpoint.best_by=eval/hard/men"],
+            r"best_by: the evaluation has no .*did you mean `eval/hard/mean`",
+        ),
+        ([], r"checkpoint\.best_by: checkpoint\.keep_best needs the name of a metric; there are: eval/hard/mean, eval"),
+        (["eval.every=0"], r"checkpoint\.keep_best: there is no evaluation; set eval\.every"),
+    ],
+    ids=["unknown", "none", "no evaluation"],
+)
+def test_a_metric_that_no_evaluation_has_is_refused(tmp_path: Path, keys: list[str], message: str):
+    evaluated = ["eval.every=2", "eval.data={hard: hard.jsonl}", "checkpoint.keep_best=2", *keys]
+    with pytest.raises(ConfigError, match=message):
+        Config.load(write(tmp_path, MINIMAL), evaluated)

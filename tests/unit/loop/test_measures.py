@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlsys.config.sections import EvalSection, ks_up_to
 from rlsys.errors import RlsysError
-from rlsys.loop.evaluation import EvalMetrics, eval_metrics_of, ks_up_to, pass_at_k, table_of
+from rlsys.loop.evaluation import EvalMetrics, eval_metrics_of, pass_at_k, table_of
 from rlsys.monitoring.metric_catalog import undocumented
 from rlsys.types import OK, TRUNCATED, EpisodeMeta, Group, Outcome, failed
 from tests.groups import episode, group
@@ -50,6 +51,13 @@ def test_pass_at_k_of_more_than_there_is_is_refused(n, c, k):
 @pytest.mark.parametrize(("samples", "ks"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
 def test_k_doubles_up_to_the_samples_there_are(samples, ks):
     assert ks_up_to(samples) == ks
+
+
+@pytest.mark.parametrize("samples", [1, 6])
+def test_metrics_by_which_checkpoints_compare_exist(samples):
+    section = EvalSection(data={"a": "a.jsonl"}, samples=samples, temperature=1.0)
+    measured = eval_metrics_of([group(0, episodes=[sample(1.0)] * samples)], samples, 1.0, 0).as_metrics("a")
+    assert {*section.metrics} <= measured.keys()
 
 
 def sample(reward: float | None, outcome: Outcome = OK, length: int = 3) -> EpisodeMeta:
