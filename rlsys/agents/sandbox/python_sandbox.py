@@ -11,17 +11,18 @@ The program is a fresh interpreter in a temporary folder, with a clean environme
 | `landlock` | reading and writing files outside the folder; the interpreter and the system's libraries can be read |
 | `seccomp` | system calls that are not on a list: the network; starting, signalling and tracing processes |
 | `seccomp` | also changes of the mode, owner, times or attributes of any file |
+| `bubblewrap` | seeing other files, processes and the network at all; its folder is in memory, with a limited size |
 | the deadline | the program is killed at it, when the episode is cancelled, and when the parent process ends |
 
-Root's capabilities are dropped as well. The program can start threads, but no process. If the kernel lacks a guard of
+`bubblewrap` is used where it works: it is a program that not every machine has. Root's capabilities are dropped as
+well. The program can start threads, but no process. If the kernel lacks a guard of
 `ProgramLimits.requires`, nothing runs and `SandboxError` is raised; `PythonResult.guards` lists the active guards.
 Linux only, x86-64 and ARM64.
 
 The sandbox is for code that a policy writes while it learns: loops, floods of output, deletions, a look at the answers.
 It does not withstand a deliberate attack. The program shares the kernel, the user id and the disk with the training
-run. It sees the names, sizes and times of all files, and can keep several cores busy until `ProgramLimits.cpu_s` is
-used up. Against attacks, run code in a container or virtual machine, and call that from a
-tool.
+run. It can keep several cores busy until `ProgramLimits.cpu_s` is used up, and without `bubblewrap` it sees the names,
+sizes and times of all files. Against attacks, run code in a container or virtual machine, and call that from a tool.
 
 Starting a program costs about 50 ms of one core, mostly for the interpreter.
 """
@@ -90,7 +91,7 @@ class ProgramLimits:
     """Size of each written file, and of the whole output."""
     total_mb: int = 128
     """Size of everything that the program writes: output, files, and files that it deletes. With more, checked 20 times
-    a second, the program is killed."""
+    a second, the program is killed. With `bubblewrap`, its folder is full at 8 MB more."""
     files: int = 1000
     """Files, folders and links in the program's folder. With more, checked 20 times a second, or with paths too long to
     count them, the program is killed."""
@@ -103,7 +104,8 @@ class ProgramLimits:
     """Files and folders that the program may read besides the interpreter's, e.g. a data set."""
     requires: tuple[Guard, ...] = ("landlock", "seccomp")
     """Guards without which nothing runs. Without `seccomp` the program could reach the network and start processes that
-    outlive it; without `landlock` it could read and delete every file that the training run can."""
+    outlive it; without `landlock` it could read and delete every file that the training run can. Add `bubblewrap` to
+    refuse machines where it does not work."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from rlsys.agents.sandbox import python_sandbox as sandbox
 from rlsys.agents.sandbox.python_sandbox import ProgramLimits, PythonResult, python_tool, run_python
 from rlsys.agents.tool_calls import ToolCall
 from rlsys.agents.tools import Toolbox
+from rlsys.errors import SandboxError
 from tests.processes import is_gone, requires_bubblewrap
 
 FAST = ProgramLimits(wall_s=20, cpu_s=5, memory_mb=256)
@@ -646,3 +647,23 @@ print(asyncio.run(run_python("print('run')", limits=ProgramLimits(requires=("lan
         "see `rlsys.agents.sandbox.python_sandbox.ProgramLimits.requires`"
     )
     assert allowed == "run"
+
+
+def test_bubblewrap_may_be_required(has_bubblewrap: bool):
+    limits = ProgramLimits(requires=("bubblewrap", "landlock", "seccomp"))
+    if has_bubblewrap:
+        assert ran("print(1)", limits=limits).output == "1\n"
+    else:
+        with pytest.raises(SandboxError, match="bubblewrap: no `bwrap` on the PATH; install the package bubblewrap"):
+            ran("print(1)", limits=limits)
+
+
+@pytest.mark.skipif(shutil.which("sh") is None, reason="no shell")
+def test_a_bubblewrap_that_does_not_work_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    broken = tmp_path / "bwrap"
+    broken.write_text("#!/bin/sh\necho no user namespaces >&2; exit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert ran("print(1)").guards == ("landlock", "seccomp")
+    with pytest.raises(SandboxError, match=f"{broken} does not work here: no user namespaces"):
+        ran("print(1)", limits=ProgramLimits(requires=("bubblewrap",)))
