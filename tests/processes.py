@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import runpy
 import select
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
+import pytest
 
 
 def is_gone(pid: int) -> bool:
@@ -22,6 +24,13 @@ def is_gone(pid: int) -> bool:
         return bool(select.select([descriptor], [], [], 10)[0])
     finally:
         os.close(descriptor)
+
+
+def requires_bubblewrap() -> bool:
+    """True if bubblewrap is installed; a test is skipped without it, and fails if it is installed and refused."""
+    if shutil.which("bwrap") is None:
+        pytest.skip("no bwrap; the package bubblewrap has it")
+    return True
 
 
 def kill_worker(kind: str) -> None:

@@ -6,6 +6,7 @@ versions and build variants are read from package metadata.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -17,10 +18,11 @@ from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 from urllib.parse import urlsplit
 
-from rlsys.errors import RlsysError
+from rlsys.agents.sandbox.python_sandbox import Guard, ProgramLimits, run_python
+from rlsys.errors import RlsysError, SandboxError, ToolError
 
 GIB = 2**30
 MIN_PYTHON = (3, 11)
@@ -57,6 +59,10 @@ class Facts:
     """Packages of `requirements/cpu.lock`; empty outside a checkout."""
     origins: Mapping[str, Path | None]
     """File or folder from which `rlsys`, `workers` and `algorithms` are imported."""
+    sandbox_guards: tuple[str, ...] = ("bubblewrap", "landlock", "seccomp")
+    """Guards of the sandbox that work on this machine."""
+    sandbox_problem: str = ""
+    """Reason why the others do not."""
     cluster_address: str | None = None
     cluster_ray: str | None = None
     """Ray's version on the cluster at the given address; None if unknown."""
@@ -74,6 +80,7 @@ def gather(address: str | None = None) -> Facts:
     token = ray_token(os.environ, Path("~/.ray/auth_token").expanduser())
     auth = ask_cluster(address, "authentication_mode", "authentication_mode") if address else None
     ray = ask_cluster(address, "version", "ray_version", token if auth == "token" else None) if address else None
+    guards, problem = sandbox_guards()
     return Facts(
         python=sys.version_info[:3],
         num_cpus=len(os.sched_getaffinity(0)),
@@ -86,6 +93,8 @@ def gather(address: str | None = None) -> Facts:
         required=_required(metadata.requires("rlsys") or []),
         locked=locked(LOCK.read_text()) if LOCK.exists() else {},
         origins=origins(),
+        sandbox_guards=guards,
+        sandbox_problem=problem,
         cluster_address=address,
         cluster_ray=ray,
         cluster_auth=auth,
@@ -97,6 +106,17 @@ def gather(address: str | None = None) -> Facts:
 def origins() -> dict[str, Path | None]:
     """Location from which each of our packages would be imported now."""
     return {name: _origin(name) for name in PACKAGES}
+
+
+def sandbox_guards() -> tuple[tuple[str, ...], str]:
+    """Run an empty program in the sandbox. Returns the guards that it had, and the reason why others are missing."""
+    problem = ""
+    for requires in (get_args(Guard), ()):
+        try:
+            return asyncio.run(run_python("", limits=ProgramLimits(requires=requires))).guards, problem
+        except (SandboxError, ToolError) as error:
+            problem = problem or str(error).partition(";")[0]
+    return (), problem
 
 
 def _origin(name: str) -> Path | None:
@@ -322,6 +342,18 @@ def vector_units(facts: Facts) -> Finding:
     return Finding("ok", "the CPU has AVX-512")
 
 
+def sandbox(facts: Facts) -> Finding:
+    """Check which guards a program of the sandbox has."""
+    missing = [guard for guard in get_args(Guard) if guard not in facts.sandbox_guards]
+    if not missing:
+        return Finding("ok", f"programs in the sandbox have {', '.join(facts.sandbox_guards)}")
+    what = f"programs in the sandbox have no {', '.join(missing)}: {facts.sandbox_problem}"
+    if missing == ["bubblewrap"]:
+        cure = "apt install bubblewrap (0.7 or newer), and allow user namespaces; docs/security.md"
+        return Finding("warn", f"{what}. They see names, sizes and times of all files", cure)
+    return Finding("warn", what, "tools that run code fail here: use a newer kernel, or a container that allows them")
+
+
 CHECKS: tuple[Callable[[Facts], Finding], ...] = (
     python_version,
     packages,
@@ -334,6 +366,7 @@ CHECKS: tuple[Callable[[Facts], Finding], ...] = (
     disk_space,
     threads,
     vector_units,
+    sandbox,
 )
 
 

@@ -11,17 +11,18 @@ The program is a fresh interpreter in a temporary folder, with a clean environme
 | `landlock` | reading and writing files outside the folder; the interpreter and the system's libraries can be read |
 | `seccomp` | system calls that are not on a list: the network; starting, signalling and tracing processes |
 | `seccomp` | also changes of the mode, owner, times or attributes of any file |
+| `bubblewrap` | seeing other files, processes and the network at all; its folder is in memory, with a limited size |
 | the deadline | the program is killed at it, when the episode is cancelled, and when the parent process ends |
 
-Root's capabilities are dropped as well. The program can start threads, but no process. If the kernel lacks a guard of
+`bubblewrap` is used where it works: it is a program that not every machine has. Root's capabilities are dropped as
+well. The program can start threads, but no process. If the kernel lacks a guard of
 `ProgramLimits.requires`, nothing runs and `SandboxError` is raised; `PythonResult.guards` lists the active guards.
 Linux only, x86-64 and ARM64.
 
 The sandbox is for code that a policy writes while it learns: loops, floods of output, deletions, a look at the answers.
 It does not withstand a deliberate attack. The program shares the kernel, the user id and the disk with the training
-run. It sees the names, sizes and times of all files, and can keep several cores busy until `ProgramLimits.cpu_s` is
-used up. Against attacks, run code in a container or virtual machine, and call that from a
-tool.
+run. It can keep several cores busy until `ProgramLimits.cpu_s` is used up, and without `bubblewrap` it sees the names,
+sizes and times of all files. Against attacks, run code in a container or virtual machine, and call that from a tool.
 
 Starting a program costs about 50 ms of one core, mostly for the interpreter.
 """
@@ -29,32 +30,36 @@ Starting a program costs about 50 ms of one core, mostly for the interpreter.
 from __future__ import annotations
 
 import asyncio
-import errno
 import itertools
 import json
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from rlsys.agents.sandbox.programs import CapturedOutput, capturing, pipe
+from rlsys.agents.sandbox import bubblewrap
+from rlsys.agents.sandbox.bubblewrap import BubblewrapUnusable
+from rlsys.agents.sandbox.program_usage import LauncherReport, StoredFiles, num_threads, num_written
+from rlsys.agents.sandbox.programs import CapturedOutput, capturing
 from rlsys.agents.tools import Tool, tool
 from rlsys.errors import SandboxError, ToolError
 
-Guard: TypeAlias = Literal["landlock", "seccomp"]
+Guard: TypeAlias = Literal["bubblewrap", "landlock", "seccomp"]
 Watched: TypeAlias = Literal["wall_s", "file_mb", "total_mb", "files", "threads"]
 """Fields of `ProgramLimits` that the parent process checks."""
 
 _LAUNCHER = Path(__file__).with_name("confinement.py")
-_READABLE = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/etc/ssl/openssl.cnf")
+_LIBRARIES = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/etc/ssl/openssl.cnf")
+_READABLE = (sys.prefix, sys.base_prefix, sys.exec_prefix, *_LIBRARIES)
 _HOME = "home"
 """The program's folder, inside a temporary folder in which the program cannot write."""
 _EXCESS = {
@@ -67,6 +72,9 @@ _GRACE_S = 5.0
 """Seconds between the program's deadline, which normally ends it, and the tool's."""
 _LOOK_S = 0.05
 """Seconds between two checks of a program's use."""
+_SPARE_MB = 8
+"""Room in a folder in memory beyond `ProgramLimits.total_mb`, so that a check can see the excess."""
+_REASON_CHARS = 500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +91,7 @@ class ProgramLimits:
     """Size of each written file, and of the whole output."""
     total_mb: int = 128
     """Size of everything that the program writes: output, files, and files that it deletes. With more, checked 20 times
-    a second, the program is killed."""
+    a second, the program is killed. With `bubblewrap`, its folder is full at 8 MB more."""
     files: int = 1000
     """Files, folders and links in the program's folder. With more, checked 20 times a second, or with paths too long to
     count them, the program is killed."""
@@ -96,7 +104,8 @@ class ProgramLimits:
     """Files and folders that the program may read besides the interpreter's, e.g. a data set."""
     requires: tuple[Guard, ...] = ("landlock", "seccomp")
     """Guards without which nothing runs. Without `seccomp` the program could reach the network and start processes that
-    outlive it; without `landlock` it could read and delete every file that the training run can."""
+    outlive it; without `landlock` it could read and delete every file that the training run can. Add `bubblewrap` to
+    refuse machines where it does not work."""
 
 
 @dataclass(frozen=True)
@@ -146,15 +155,19 @@ async def run_python(code: str, *, stdin: str = "", limits: ProgramLimits = Prog
     """
     began = time.monotonic()
     output = CapturedOutput(limits.output_bytes)
-    with pipe() as (report, told):
+    bwrap = await asyncio.to_thread(_bubblewrap, limits.requires)
+    report, told = LauncherReport.pair()
+    with report.receiver, told:
         async with _folder(code) as folder:
-            async with _started(folder, stdin, told, output, limits) as process:
-                exceeded = await _exceeded(process, folder, output, limits)
-            os.set_blocking(report.fileno(), False)  # a process that is starting may have inherited the other end
-            guards = _reported((report.read(4096) or b"").decode(), process, exceeded)
+            with closing(StoredFiles(folder, limits.files, is_apart=bwrap is not None)) as stored:
+                async with _started(folder, stdin, told, output, limits, bwrap) as process:
+                    exceeded = await _exceeded(process, report, stored, output, limits)
+        report.look()
     assert process.returncode is not None
     text = output.kept.replace(os.fsencode(folder + os.sep), b"").decode(errors="replace")
-    return PythonResult(text, process.returncode, time.monotonic() - began, exceeded, output.is_cut, guards)
+    guards = (*(("bubblewrap",) if bwrap else ()), *_reported(report.line, process, exceeded, text))
+    exit_code = process.returncode if bwrap is None else _inner_exit_code(process.returncode)
+    return PythonResult(text, exit_code, time.monotonic() - began, exceeded, output.is_cut, guards)
 
 
 def python_tool(limits: ProgramLimits = ProgramLimits()) -> Tool:
@@ -170,17 +183,45 @@ def python_tool(limits: ProgramLimits = ProgramLimits()) -> Tool:
 # ---------------------------------------------------------------------------------------------------------- the process
 
 
+def _bubblewrap(requires: Sequence[Guard]) -> str | None:
+    """Path of a bubblewrap that works here; None if there is none."""
+    try:
+        return bubblewrap.find(_READABLE)
+    except BubblewrapUnusable as error:
+        if "bubblewrap" in requires:
+            raise _refusal(error) from error
+        return None
+
+
+@contextmanager
+def _wrapped(bwrap: str | None, folder: str, limits: ProgramLimits) -> Iterator[tuple[list[str], list[int]]]:
+    """Yield the command line of bubblewrap and the descriptors that it inherits; both are empty without it."""
+    if bwrap is None:
+        yield [], []
+        return
+    readable = (*_READABLE, *limits.readable, str(_LAUNCHER))
+    num_bytes = (limits.total_mb + _SPARE_MB) << 20
+    with Path(folder, "main.py").open("rb") as main:
+        number = main.fileno()
+        yield bubblewrap.command(bwrap, folder=folder, main=number, readable=readable, num_bytes=num_bytes), [number]
+
+
 @asynccontextmanager
 async def _started(
-    folder: str, stdin: str, told: IO[bytes], output: CapturedOutput, limits: ProgramLimits
+    folder: str,
+    stdin: str,
+    told: socket.socket,
+    output: CapturedOutput,
+    limits: ProgramLimits,
+    bwrap: str | None,
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """Start the program; on exit, kill its process group and read its output."""
     asked = {
-        "parent": os.getpid(),
+        "parent": os.getpid() if bwrap is None else 1,  # as the launcher sees it
         "report": told.fileno(),
         "folder": folder,
-        "readable": [sys.prefix, sys.base_prefix, sys.exec_prefix, *_READABLE, *limits.readable],
-        "requires": limits.requires,
+        "readable": (*_READABLE, *limits.readable),
+        "requires": [guard for guard in limits.requires if guard != "bubblewrap"],
         "limits": {
             "cpu_s": limits.cpu_s,
             "memory_bytes": limits.memory_mb << 20,
@@ -191,18 +232,18 @@ async def _started(
     launcher = (sys.executable, "-I", "-S", str(_LAUNCHER), json.dumps(asked))
     program = (sys.executable, "-s", "-P", "-u", "-X", "utf8", "main.py")
     async with capturing(output) as write:
-        with tempfile.TemporaryFile() as given:
+        with tempfile.TemporaryFile() as given, _wrapped(bwrap, folder, limits) as (wrapped, files):
             try:
                 given.write(stdin.encode(errors="replace"))
                 given.seek(0)
                 process = await asyncio.create_subprocess_exec(
-                    *(*launcher, *program),
+                    *(*wrapped, *launcher, *program),
                     stdin=given,
                     stdout=write,
                     stderr=asyncio.subprocess.STDOUT,
                     cwd=folder,
                     env=_environment(folder),
-                    pass_fds=[told.fileno()],
+                    pass_fds=[told.fileno(), *files],
                     start_new_session=True,
                 )
             except OSError as error:
@@ -218,7 +259,11 @@ async def _started(
 
 
 async def _exceeded(
-    process: asyncio.subprocess.Process, folder: str, output: CapturedOutput, limits: ProgramLimits
+    process: asyncio.subprocess.Process,
+    report: LauncherReport,
+    stored: StoredFiles,
+    output: CapturedOutput,
+    limits: ProgramLimits,
 ) -> Watched | None:
     """Wait for the program; return the limit for which it has to be killed, or None if it has ended.
 
@@ -233,52 +278,17 @@ async def _exceeded(
             return None
         if output.num_bytes > limits.file_mb << 20:
             return "file_mb"
-        if _num_threads(process.pid) > limits.threads:
+        report.look()
+        if report.pid is None:  # the program has not started
+            continue
+        if num_threads(report.pid) > limits.threads:
             return "threads"
-        num_files, num_bytes = _stored(folder, limits.files)
+        num_files, num_bytes = stored.count(report.pid)
         if num_files > limits.files:
             return "files"
-        if max(num_bytes, _num_written(process.pid)) > limits.total_mb << 20:
+        if max(num_bytes, num_written(report.pid)) > limits.total_mb << 20:
             return "total_mb"
     return "wall_s"
-
-
-def _num_threads(pid: int) -> int:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()  # `PID (NAME) STATE ...`, see proc(5)
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return int(status.rpartition(")")[2].split()[17])
-
-
-def _num_written(pid: int) -> int:
-    """Bytes that a process has written by system calls, or, if more, to disks by these and through mapped memory."""
-    try:
-        lines = Path(f"/proc/{pid}/io").read_text().splitlines()  # `wchar: 12`, see proc(5)
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    counts = {name: int(count) for name, _, count in (line.partition(": ") for line in lines)}
-    return max(counts["wchar"], counts["write_bytes"])
-
-
-def _stored(folder: str, most: int) -> tuple[int, int]:
-    """Count entries and bytes beneath a folder that may change meanwhile. Stops after `most` entries, and counts a
-    folder that cannot be read as more."""
-    num_files, num_bytes, folders = 0, 0, [folder]
-    while folders and num_files <= most:
-        try:
-            with os.scandir(folders.pop()) as entries:
-                for entry in itertools.islice(entries, most + 1 - num_files):
-                    num_files += 1
-                    num_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append(entry.path)
-        except OSError as error:
-            if error.errno in (errno.ENAMETOOLONG, errno.EACCES):
-                return most + 1, num_bytes
-            if error.errno not in (errno.ENOENT, errno.ENOTDIR):  # removed or replaced meanwhile
-                raise
-    return num_files, num_bytes
 
 
 # ----------------------------------------------------------------------------------------------------------- its folder
@@ -350,15 +360,25 @@ def _emptied(folder: int, above: int, number: Iterator[int]) -> list[str]:
 # ---------------------------------------------------------------------------------------------- report and environment
 
 
-def _reported(line: str, process: asyncio.subprocess.Process, exceeded: Watched | None) -> tuple[str, ...]:
+def _reported(line: str, process: asyncio.subprocess.Process, exceeded: Watched | None, text: str) -> list[str]:
     if line.startswith("!"):
-        raise SandboxError(
-            f"cannot run a program in the sandbox: {line[1:]}; see "
-            f"`rlsys.agents.sandbox.python_sandbox.ProgramLimits.requires`"
-        )
+        raise _refusal(line[1:])
     if not line and exceeded is None:
-        raise ToolError(f"the launcher of the sandbox, {_LAUNCHER}, ended with exit code {process.returncode}")
-    return tuple(line.split())
+        what = f"the launcher of the sandbox, {_LAUNCHER}, ended with exit code {process.returncode}"
+        raise ToolError(f"{what}: {text.strip()[:_REASON_CHARS]}" if text.strip() else what)
+    return line.split()
+
+
+def _refusal(reason: object) -> SandboxError:
+    return SandboxError(
+        f"cannot run a program in the sandbox: {reason}; see "
+        f"`rlsys.agents.sandbox.python_sandbox.ProgramLimits.requires`"
+    )
+
+
+def _inner_exit_code(code: int) -> int:
+    """Exit code of the program from that of bubblewrap, which ends with 128 + the number of a signal, as shells do."""
+    return 128 - code if code - 128 in signal.valid_signals() else code
 
 
 def _environment(folder: str) -> dict[str, str]:

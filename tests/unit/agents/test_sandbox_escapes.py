@@ -1,4 +1,5 @@
-"""Attempts to escape from the sandbox or to abuse it: one program makes them all, as root and as another user.
+"""Attempts to escape from the sandbox or to abuse it: one program makes them all, as root and as another user, with
+and without bubblewrap.
 
 An attempt is contained if it raises `OSError`; a system call, if the filter refuses it. Should one succeed, it does no
 harm to the machine. Attempts that need a program of their own, such as floods and evaded
@@ -19,8 +20,9 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from rlsys.agents.sandbox import confinement
+from rlsys.agents.sandbox import bubblewrap, confinement
 from rlsys.agents.sandbox.python_sandbox import ProgramLimits, run_python
+from tests.processes import requires_bubblewrap
 
 NOBODY = 65534
 SYSTEM_PYTHON = "/usr/bin/python3"
@@ -156,9 +158,29 @@ ATTEMPTS = {
     "limits of the parent": "resource.prlimit(parent, resource.RLIMIT_NOFILE, (8, 8))",
 }
 
+HIDDEN = {
+    # what only bubblewrap contains: names, sizes and times of files elsewhere, and other processes
+    "size of a file of another": "os.stat('/etc/passwd')",
+    "access to a file of another": "os.access('/etc/passwd', os.F_OK) or refuse()",
+    "link of a file of another": "os.readlink('/etc/mtab')",
+    "time of root's folder": "os.stat('/root/.profile')",
+    "size of a log": "os.stat('/var/log/dpkg.log')",
+    "room on the disk": "os.statvfs('/var')",
+    "folders in /home": "os.stat('/home')",
+    "temporary files of others by name": f"os.stat({__file__!r})",
+    "processes": "os.stat(f'/proc/{parent}')",
+    "program of the parent": "os.readlink('/proc/self/exe')",
+    "the first process": "os.stat('/proc/1/status')",
+    "devices": "os.stat('/sys/class/net')",
+    "a disk by name": "os.stat('/dev/tty')",
+    "shared memory by name": "os.stat('/dev/shm')",
+}
+
 PROGRAM = """
 import ctypes, fcntl, json, os, resource, socket as s
 libc, me, parent, report = ctypes.CDLL(None, use_errno=True), os.getpid(), os.getppid(), {}
+def refuse():
+    raise OSError(2, "refused")
 def call(*arguments):
     if libc.syscall(*arguments) < 0:
         raise OSError(ctypes.get_errno(), "refused")
@@ -175,29 +197,36 @@ print(json.dumps(report))
 def attempts() -> dict[str, str]:
     column = confinement._MACHINES[platform.machine()][0]
     split = {name: text.split(" ", 2) for name, text in CALLS.items()}
-    return {name: f"call({parts[column]}, {parts[2]})" for name, parts in split.items()} | ATTEMPTS
+    return {name: f"call({parts[column]}, {parts[2]})" for name, parts in split.items()} | ATTEMPTS | HIDDEN
 
 
-def run_as_nobody(program: str, folder: Path) -> str:
+def run_as_nobody(program: str, folder: Path, *, has_bubblewrap: bool) -> str:
     """Start the launcher as a user without powers, from a copy that this user can read."""
     launcher, home = shutil.copy(confinement.__file__, folder / "launcher.py"), folder / "home"
     home.mkdir()
-    (home / "main.py").write_text(program)
+    main = home / "main.py"
+    main.write_text(program)
     for path in (folder, home, launcher):
         Path(path).chmod(0o755)
     os.chown(home, NOBODY, NOBODY)
     read, write = os.pipe()
     limits = {"cpu_s": 5, "memory_bytes": 1 << 28, "file_bytes": 1 << 24, "open_files": 64}
-    asked = {"parent": os.getpid(), "report": write, "folder": str(home), "readable": ["/usr", "/lib", "/lib64"]}
+    readable = ["/usr", "/lib", "/lib64"]
+    parent = 1 if has_bubblewrap else os.getpid()
+    asked = {"parent": parent, "report": write, "folder": str(home), "readable": readable}
     asked |= {"requires": ["landlock", "seccomp"], "limits": limits}
     command = [SYSTEM_PYTHON, "-I", "-S", launcher, json.dumps(asked), SYSTEM_PYTHON, "-I", "main.py"]
+    given = os.open(main, os.O_RDONLY)
+    if has_bubblewrap:
+        paths = {"folder": str(home), "main": given, "readable": [*readable, str(launcher)]}
+        command = [*bubblewrap.command(shutil.which("bwrap") or "", **paths, num_bytes=1 << 24), *command]
     who = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
     try:
         ran = subprocess.run(
             command,
             check=False,
             cwd=home,
-            pass_fds=[write],
+            pass_fds=[write, *([given] if has_bubblewrap else [])],
             capture_output=True,
             text=True,
             start_new_session=True,
@@ -205,27 +234,48 @@ def run_as_nobody(program: str, folder: Path) -> str:
             **who,
         )
     finally:
+        os.close(given)
         os.close(read)
         os.close(write)
     return ran.stdout or ran.stderr
 
 
-@pytest.fixture(scope="module", params=["this user", "nobody"])
-def report(request: pytest.FixtureRequest) -> dict[str, int]:
+WAYS = ["this user", "nobody", "this user, bubblewrap", "nobody, bubblewrap"]
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def way(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def report(way: str) -> dict[str, int]:
     program = PROGRAM.replace("ATTEMPTS", repr([*attempts().items()]))
-    if request.param == "this user":
-        output = asyncio.run(run_python(program, limits=ProgramLimits(wall_s=20))).output
-    elif os.getuid() != 0 or not Path(SYSTEM_PYTHON).exists():
+    has_bubblewrap = "bubblewrap" in way and requires_bubblewrap()
+    if "nobody" not in way:
+        with pytest.MonkeyPatch.context() as patch:
+            if not has_bubblewrap:
+                patch.setenv("PATH", "")
+            result = asyncio.run(run_python(program, limits=ProgramLimits(wall_s=20)))
+        assert ("bubblewrap" in result.guards) == has_bubblewrap
+        return json.loads(result.output)
+    if os.getuid() != 0 or not Path(SYSTEM_PYTHON).exists():
         pytest.skip(f"needs root, to become another user, and {SYSTEM_PYTHON}")
-    else:
-        with TemporaryDirectory() as folder:  # pytest's own are closed to other users
-            output = run_as_nobody(program, Path(folder))
-    return json.loads(output)
+    with TemporaryDirectory() as folder:  # pytest's own are closed to other users
+        return json.loads(run_as_nobody(program, Path(folder), has_bubblewrap=has_bubblewrap))
 
 
-@pytest.mark.parametrize("attempt", [*CALLS, *ATTEMPTS])
-def test_every_attempt_is_contained(report: dict[str, int], attempt: str):
+@pytest.mark.parametrize("attempt", [*CALLS, *ATTEMPTS, *HIDDEN])
+def test_every_attempt_is_contained(way: str, report: dict[str, int], attempt: str):
+    if attempt in HIDDEN and "bubblewrap" not in way:
+        pytest.skip("only bubblewrap contains it")
     assert report[attempt] in (errno.EPERM, errno.ENOSYS) if attempt in CALLS else report[attempt] != 0
+
+
+def test_a_program_in_bubblewrap_sees_only_its_own_paths():
+    requires_bubblewrap()
+    mounts = asyncio.run(run_python("import os; print(os.path.lexists('/home'), os.path.lexists('/proc'))"))
+    assert mounts.output == "False False\n"
 
 
 EVASIONS = {

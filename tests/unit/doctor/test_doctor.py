@@ -57,6 +57,18 @@ def test_a_healthy_machine_has_nothing_to_mend():
 @pytest.mark.parametrize(
     ("facts", "level", "what", "cure"),
     [
+        (
+            replace(HEALTHY, sandbox_guards=("landlock", "seccomp"), sandbox_problem="no `bwrap` on the PATH"),
+            "warn",
+            "have no bubblewrap: no `bwrap` on the PATH",
+            "apt install bubblewrap",
+        ),
+        (
+            replace(HEALTHY, sandbox_guards=(), sandbox_problem="seccomp: refused"),
+            "warn",
+            "have no bubblewrap, landlock, seccomp: seccomp: refused",
+            "newer kernel",
+        ),
         (replace(HEALTHY, python=(3, 10, 1)), "fail", "Python 3.10.1 is too old", "Python 3.11"),
         (replace(HEALTHY, required=frozenset({"torch", "typer"})), "fail", "not installed: typer", "make setup"),
         (
