@@ -24,6 +24,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
+    from ray._private.node import Node
+
     from rlsys.types import Episode, Group
     from workers.engines.engine import EngineName, EngineSpec
 
@@ -221,14 +223,19 @@ class Raylets:
 
     def lose_head(self) -> None:
         """Kill the head's cluster state service (GCS), without which no raylet lives long."""
-        self.cluster.head_node.kill_gcs_server(check_alive=False)
+        self._head.kill_gcs_server(check_alive=False)
 
     def replace_dead(self) -> bool:
         """Replace raylets that have ended; return True if one of them is the head, which stays as it is."""
         for node in [node for node in self.cluster.worker_nodes if not node.remaining_processes_alive()]:
             self.cluster.remove_node(node, allow_graceful=False)
             self.add()
-        return not self.cluster.head_node.remaining_processes_alive()
+        return not self._head.remaining_processes_alive()
+
+    @property
+    def _head(self) -> Node:
+        assert self.cluster.head_node is not None
+        return self.cluster.head_node
 
     def start_again(self) -> None:
         """Replace all raylets by as many of a new cluster, which has another address."""

@@ -16,7 +16,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
@@ -113,7 +113,7 @@ def _samples(run: DisturbedRun, steps: int) -> list[Sample]:
 
 def _sample(run: DisturbedRun) -> Sample:
     assert run.process is not None
-    figures: Counter[str] = Counter()
+    figures: dict[str, float] = defaultdict(float)
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
             title = " ".join(process.cmdline())

@@ -79,7 +79,7 @@ def peak_of(compute: Callable[[], None]) -> int:
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         compute()
-    assert profiled.profiler is not None
+    assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
     changes = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     live = peak = 0
     for change in sorted(changes, key=lambda event: event.start_ns()):

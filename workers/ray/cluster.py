@@ -106,6 +106,7 @@ def connect(address: str | None, num_cpus: int | None) -> Cluster:
             ) from error
         return Cluster(is_ours=True)
     _ensure_token()
+    os.environ.setdefault("RAY_task_events_report_interval_ms", "0")  # else the head keeps 100,000 tasks in memory
     num_cpus = num_cpus or max(len(os.sched_getaffinity(0)), 2)
     store = local_store_bytes()
     mark = f"{os.getpid()}-{secrets.token_hex(8)}"
