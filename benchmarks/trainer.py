@@ -83,7 +83,7 @@ def peak_of(compute: Callable[[], None]) -> int:
     changes = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     live = peak = 0
     for change in sorted(changes, key=lambda event: event.start_ns()):
-        live += change.nbytes()
+        live += change.nbytes()  # pyrefly: ignore[missing-attribute]  (of C++)
         peak = max(peak, live)
     return peak
 
