@@ -208,6 +208,17 @@ def check_capacity(needed_cpus: float, needed_gpus: float) -> None:
             )
 
 
+def lacking(needed: Resources) -> str:
+    """Name what a process needs and the cluster has not free; empty if it has."""
+    free, have = ray.available_resources(), ray.cluster_resources()
+    needs = (("CPU", needed.num_cpus), ("GPU", needed.num_gpus))
+    return ", ".join(
+        f"it needs {count:g} {name}s, and {free.get(name, 0.0):g} of the cluster's {have.get(name, 0.0):g} are free"
+        for name, count in needs
+        if free.get(name, 0.0) < count
+    )
+
+
 def node_ids() -> list[str]:
     """Live nodes; the driver's node first."""
     here = ray.get_runtime_context().get_node_id()

@@ -67,6 +67,8 @@ class Pool(Generic[W]):
         detects."""
         self.on_recovery: Recovered = lambda name, seconds: None
         """Called after each recovery from such a death: see `restart`."""
+        self.on_unplaced: Callable[[WorkerError], None] = lambda lack: None
+        """Called again and again while a member waits for a place that the cluster does not have."""
         self._replacing: set[int] = set()
         """Places for which a successor is being set up."""
         self._lost: set[int] = set()
@@ -161,7 +163,7 @@ class Pool(Generic[W]):
         return [member for member in self.members if member.is_live]
 
     async def _set_up(self, member: PoolMember[W]) -> None:
-        await member.worker.setup()
+        await member.worker.setup(silence_s=self._supply.silence_s, on_unplaced=self.on_unplaced)
         member.is_live = True
         self._joined(member)
         self._notify()

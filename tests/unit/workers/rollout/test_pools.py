@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import ray
@@ -102,7 +103,7 @@ class Scripted(RolloutPool):
     class Worker(Remote[RolloutWorker]):
         pool: Scripted
 
-        async def setup(self, *args: object) -> None:
+        async def setup(self, *args: object, **watch: Any) -> None:
             match self.pool.set_ups.get(self.name):
                 case Exception() as error:
                     raise error
