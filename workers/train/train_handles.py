@@ -36,6 +36,10 @@ class ReferenceHandle:
         """Called again and again while the worker waits for a place that the cluster does not have."""
         self._replacing = asyncio.Lock()
 
+    @property
+    def processes(self) -> list[Remote[ReferenceWorker]]:
+        return [self._worker]
+
     async def ready(self) -> None:
         await self._worker.setup(silence_s=self._silence_s, on_unplaced=self.on_unplaced)
 
@@ -83,6 +87,10 @@ class RanksHandle(Generic[R]):
         self._num_before, self._ranks = 0, start(0)
         self.on_unplaced: Callable[[WorkerError], None] = lambda lack: None
         """Called again and again while a rank waits for a place that the cluster does not have."""
+
+    @property
+    def processes(self) -> Sequence[Remote[R]]:
+        return self._ranks
 
     async def ready(self) -> None:
         address = await self._ranks[0].address() if len(self._ranks) > 1 else ""

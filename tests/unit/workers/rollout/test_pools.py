@@ -234,6 +234,26 @@ def test_a_lost_place_is_tried_again_with_pauses_until_it_returns():
     run_virtual(scenario())
 
 
+def test_a_replica_gives_way_to_a_scarcer_worker_and_returns():
+    async def scenario() -> None:
+        pool = Scripted()
+        await pool.ready()
+        pool.give_way("reward-0.1")
+        (failure,) = pool.failures
+        assert str(failure) == "rollout-1 while giving way: the cluster has no other room for reward-0.1"
+        assert (pool.killed, [worker.name for worker in pool.processes]) == (["rollout-1"], ["rollout-0"])
+        pool.give_way("reward-0.1")
+        assert pool.killed == ["rollout-1"], "the only replica stays"
+        await pool.replaced("rollout-1")  # the group that failed with it asks for that
+        await asyncio.sleep(59.0)
+        assert pool.started == ["rollout-0", "rollout-1"]
+        await asyncio.sleep(2.0)
+        assert pool.started == ["rollout-0", "rollout-1", "rollout-1.1"]
+        assert pool.recovered == ["rollout-1"]
+
+    run_virtual(scenario())
+
+
 def test_a_pool_that_lost_all_places_aborts_the_run():
     async def scenario() -> None:
         pool = Scripted()
