@@ -14,7 +14,7 @@ from rlsys.contracts import PinnedRollouts, Rewards, Rollouts, Workers
 from rlsys.errors import WorkerError
 from rlsys.types import POLICY, Sampling
 from workers.engines.engine import EngineChoice, EngineSpec
-from workers.ray.cluster import NO_MATHS, Resources, node_ids
+from workers.ray.cluster import NO_MATHS, Resources, node_ids, short_of, totals
 from workers.ray.pool import Pool, PoolSpec
 from workers.ray.remote_proxy import Remote, start, successor_name
 from workers.relay.relay_pool import RayRelays
@@ -97,10 +97,11 @@ class WorkerSet:
         lines = {name: PolicyWorkers.of(own, name) for name, own in (config.trained or {POLICY: config}).items()}
         relays = {name: line.relays for name, line in lines.items()}
         partials = None if config.policies else start_partials()
+        rewards = start_rewards(config)  # placed before rollouts: a run needs each of them
         return cls(
             lines,
             start_rollouts(config, relays, partials),
-            start_rewards(config),
+            rewards,
             start_evaluation(config, relays[POLICY]) if config.eval.every else None,
             partials,
         )
@@ -125,10 +126,30 @@ class WorkerSet:
         return line.workers(self.rollouts, self.rewards, self.evaluation)
 
     def watch(self, on_failure: Callable[[WorkerError], None], on_recovery: Callable[[str, float], None]) -> None:
-        """Call these for failures and recoveries that the pools see in the background; see `Pool`."""
+        """Call these for failures and recoveries that the pools see in the background; see `Pool`.
+
+        `on_failure` is also called once for each worker that waits for a place which the cluster does not have. If that
+        is no rollout or evaluation replica, and the live nodes are too small for the run, a rollout replica gives way.
+        """
+        unplaced: set[str] = set()
+
+        def note(lack: WorkerError) -> None:
+            if lack.worker not in unplaced:
+                unplaced.add(lack.worker)
+                on_failure(lack)
+
+        def make_room(lack: WorkerError) -> None:
+            note(lack)
+            short = short_of((each.resources for handle in self._handles() for each in handle.processes), totals())
+            replica = self.rollouts.members[0].worker.resources
+            if ("CPU" in short and replica.num_cpus) or ("GPU" in short and replica.num_gpus):
+                self.rollouts.give_way(lack.worker)
+
         for pool in (self.rollouts, self.rewards, self.evaluation):
             if pool:
                 pool.on_failure, pool.on_recovery = on_failure, on_recovery
+        for handle in self._handles():
+            handle.on_unplaced = note if handle in (self.rollouts, self.evaluation) else make_room
 
     async def close(self) -> None:
         """End every worker, even if the cluster stays up."""

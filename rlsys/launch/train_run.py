@@ -329,16 +329,16 @@ class TrainingJob:
             raise Interrupted(self._interruption(drivers, reached), interruptible.signal)
 
     async def _set_up(self, workers: WorkerSet) -> None:
-        """Return once all workers are set up; emit what happens to their pools from then on."""
+        """Return once all workers are set up; emit what happens to them in the background, from now on."""
         events = self.events
-        with phase(events, "start_workers"):
-            await workers.ready()
-        for worker, choice in await workers.engines():
-            events.emit(EngineChosen(worker, choice.engine, choice.reason))
         workers.watch(
             lambda error: events.emit(WorkerFailed(error.worker, error.phase, str(error))),
             lambda worker, seconds: events.emit(WorkerRestarted(worker, seconds)),
         )
+        with phase(events, "start_workers"):
+            await workers.ready()
+        for worker, choice in await workers.engines():
+            events.emit(EngineChosen(worker, choice.engine, choice.reason))
 
     def _drivers(self, workers: WorkerSet, joint: Joint | None, data: preflight.Data) -> dict[str, Driver]:
         progress = Progress()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
+import re
+import signal
 import time
 from contextlib import suppress
 
@@ -11,10 +14,10 @@ import psutil
 import pytest
 
 from rlsys.contracts import RolledOut
-from rlsys.errors import DeadlineExceeded, WorkerDied
+from rlsys.errors import DeadlineExceeded, WorkerDied, WorkerError
 from rlsys.types import POLICY, Assignment, Task
 from tests.jobs import config_of
-from workers.ray.cluster import NO_MATHS, log_folder
+from workers.ray.cluster import NO_MATHS, Resources, log_folder
 from workers.ray.remote_proxy import Remote, start
 from workers.worker_set import WorkerSet
 
@@ -79,6 +82,43 @@ def is_replica(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):  # gone, or a zombie
         return process.cmdline()[:1] == ["ray::RolloutWorker"]
     return False
+
+
+def stop() -> Hoarder:
+    """A model that stops its process while it is loaded."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return Hoarder()
+
+
+def test_a_worker_that_freezes_in_its_set_up_is_noticed(cluster):
+    async def main() -> None:
+        worker = start(Hoarder, "frozen-0", stop, NO_MATHS, 60.0)
+        with pytest.raises(DeadlineExceeded, match="frozen-0 while answering a heartbeat: no answer within 4 s"):
+            await worker.setup(silence_s=0.4)
+        worker.kill()
+
+    asyncio.run(asyncio.wait_for(main(), 200))
+
+
+def test_a_worker_without_a_place_is_named(cluster):
+    lacks: list[str] = []
+    seen = asyncio.Event()
+
+    def note(lack: WorkerError) -> None:
+        lacks.append(str(lack))
+        seen.set()
+
+    async def main() -> None:
+        worker = start(Hoarder, "large-0", Hoarder, Resources(num_cpus=99), 60.0)
+        waiting = asyncio.create_task(worker.setup(on_unplaced=note))
+        await seen.wait()
+        waiting.cancel()
+        worker.kill()
+
+    asyncio.run(asyncio.wait_for(main(), 200))
+    assert re.fullmatch(
+        r"large-0 while waiting for a place: it needs 99 CPUs, and \S+ of the cluster's 8 are free", lacks[0]
+    )
 
 
 class Hoarder:

@@ -8,7 +8,8 @@ import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -200,13 +201,37 @@ def log_folder() -> Path:
 
 def check_capacity(needed_cpus: float, needed_gpus: float) -> None:
     """Raise `ConfigError` if the cluster can never place the run, instead of waiting forever."""
-    have = ray.cluster_resources()
+    have = totals()
     for name, needed in (("CPU", needed_cpus), ("GPU", needed_gpus)):
         if needed > have.get(name, 0.0):
             raise ConfigError(
                 f"the run needs {needed:g} {name}s and the cluster has {have.get(name, 0.0):g}: "
                 f"lower num_{name.lower()}s, replicas, ranks or workers, or raise ray.num_cpus on a machine of your own"
             )
+
+
+def lacking(needed: Resources) -> str:
+    """Name what a process needs and the cluster has not free; empty if it has."""
+    free, have = ray.available_resources(), totals()
+    needs = (("CPU", needed.num_cpus), ("GPU", needed.num_gpus))
+    return ", ".join(
+        f"it needs {count:g} {name}s, and {free.get(name, 0.0):g} of the cluster's {have.get(name, 0.0):g} are free"
+        for name, count in needs
+        if free.get(name, 0.0) < count
+    )
+
+
+def totals() -> Mapping[str, float]:
+    """Resources of all live nodes together, for example `{"CPU": 8.0}`."""
+    return ray.cluster_resources()
+
+
+def short_of(needs: Iterable[Resources], have: Mapping[str, float]) -> set[str]:
+    """What a cluster that has so much has too little of for all these processes: CPU, GPU, both or neither."""
+    needed = Counter[str]()
+    for need in needs:
+        needed.update({"CPU": need.num_cpus, "GPU": need.num_gpus})
+    return {name for name, count in needed.items() if count > have.get(name, 0.0)}
 
 
 def node_ids() -> list[str]:

@@ -67,8 +67,12 @@ class Pool(Generic[W]):
         detects."""
         self.on_recovery: Recovered = lambda name, seconds: None
         """Called after each recovery from such a death: see `restart`."""
+        self.on_unplaced: Callable[[WorkerError], None] = lambda lack: None
+        """Called again and again while a member waits for a place that the cluster does not have."""
         self._replacing: set[int] = set()
         """Places for which a successor is being set up."""
+        self._given: set[int] = set()
+        """Places that are empty because their member gave way."""
         self._lost: set[int] = set()
         """Places that could not be filled again so far."""
         self._last_failure = ""
@@ -90,6 +94,34 @@ class Pool(Generic[W]):
         elif not worker.startswith(self._kind):
             raise RunAborted(f"{worker} failed, and cannot be replaced in a run; resume with run.resume=auto")
         await self._serving()
+
+    @property
+    def processes(self) -> list[Remote[W]]:
+        """Members that have a place or wait for one."""
+        return [member.worker for member in self.members if member.index not in self._given]
+
+    def give_way(self, worker: str) -> None:
+        """End the last live member, unless it is the only one, so that `worker`, which is scarcer, has its resources.
+
+        Its place is tried again after a pause.
+        """
+        *others, last = self._live() or [None]
+        if not others or last is None:
+            return
+        failure = WorkerDied(last.name, "giving way", f"the cluster has no other room for {worker}")
+        self.on_failure(failure)
+        self._leave(last.name)
+        last.calls.fail(failure)
+        last.worker.kill()
+        self._replacing.add(last.index)
+        self._given.add(last.index)
+        self._spawn(self._return(last))
+
+    async def _return(self, member: PoolMember[W]) -> None:
+        """Fill the place of a member that gave way. Waits for a pause: room in the cluster cannot notify."""
+        await deadlines.sleep(LONGEST_PAUSE_S)
+        self._given.discard(member.index)
+        await self._recovered(member, self._succeeded(member), self.on_recovery)
 
     async def close(self) -> None:
         """Close every member that answers, and end all of them."""
@@ -161,7 +193,7 @@ class Pool(Generic[W]):
         return [member for member in self.members if member.is_live]
 
     async def _set_up(self, member: PoolMember[W]) -> None:
-        await member.worker.setup()
+        await member.worker.setup(silence_s=self._supply.silence_s, on_unplaced=self.on_unplaced)
         member.is_live = True
         self._joined(member)
         self._notify()

@@ -32,7 +32,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlsys.errors import DeadlineExceeded, PayloadLost, RlsysError, WorkerDied, WorkerError
 from rlsys.util import deadlines
 from rlsys.util.deadlines import phase_of, timeout
-from workers.ray.cluster import LOOPBACK, Resources, free_port, mark_semaphores
+from workers.ray.cluster import LOOPBACK, NO_MATHS, Resources, free_port, lacking, mark_semaphores
 from workers.ray.shared_memory import shared_memory_problem
 
 W = TypeVar("W")
@@ -48,6 +48,10 @@ ASYNC_CALLS = 10_000
 """Maximum concurrent calls of an async actor. The real limit on groups in flight is the permits."""
 SET_UP_S = 600.0
 """Deadline for a worker to load its model and be ready."""
+SET_UP_PATIENCE = 10
+"""Multiple of `limits.silence_s` that a worker may be silent while it is set up: loading a model can keep the lock."""
+UNPLACED_S = 5.0
+"""Seconds without a process after which what a worker needs is compared with what is free."""
 BESIDE = "beside"
 """Ray's name for the second thread of a worker without async methods."""
 CLOSE_S = 5.0
@@ -140,6 +144,8 @@ class Remote(Generic[W]):
     """Deadline for an answer, in seconds; methods with `patience` have a multiple of it."""
     place: str = ""
     """The node that the process is bound to."""
+    resources: Resources = NO_MATHS
+    """Resources of the process."""
     part: str = ""
     """Attribute of the worker that is called here, e.g. `generator.`; empty for the worker."""
 
@@ -188,9 +194,30 @@ class Remote(Generic[W]):
         """The same worker with another deadline."""
         return replace(self, deadline_s=deadline_s)
 
-    async def setup(self, *args: object) -> None:
-        """Build the worker; `args` follow the arguments given to `build`."""
-        await call(self.actor.setup.remote(*args), self.name, "setting up", SET_UP_S)
+    async def setup(
+        self, *args: object, silence_s: float = SET_UP_S, on_unplaced: Callable[[WorkerError], None] = lambda lack: None
+    ) -> None:
+        """Build the worker; `args` follow the arguments given to `build`.
+
+        Raises `DeadlineExceeded` if its process sends no heartbeat for ten times `silence_s`. `on_unplaced` is called
+        again and again while there is no process and the cluster has too little free for one.
+        """
+        await self._placed(on_unplaced)
+        patience_s = min(SET_UP_PATIENCE * silence_s, SET_UP_S)
+        setting_up = call(self.actor.setup.remote(*args), self.name, "setting up", SET_UP_S)
+        await deadlines.unless(setting_up, self.watch_process(patience_s))
+
+    async def _placed(self, on_unplaced: Callable[[WorkerError], None]) -> None:
+        """Return once there is a process. Waits for free resources, which cannot notify."""
+        answer = call(self.actor.__ray_ready__.remote(), self.name, "starting", SET_UP_S)
+        started = asyncio.ensure_future(answer)
+        try:
+            while not (await asyncio.wait([started], timeout=UNPLACED_S))[0]:
+                if lack := await asyncio.to_thread(lacking, self.resources):
+                    on_unplaced(WorkerError(self.name, "waiting for a place", lack))
+            await started
+        finally:
+            started.cancel()
 
     async def address(self) -> str:
         """A free address on the node of a worker without async methods, e.g. `tcp://10.0.0.4:41234`."""
@@ -279,7 +306,7 @@ def start(
         scheduling_strategy=NodeAffinitySchedulingStrategy(place, soft=False) if place else "DEFAULT",
         runtime_env={"env_vars": environment},
     )
-    return Remote(name, kind, actor.remote(build), deadline_s, place)
+    return Remote(name, kind, actor.remote(build), deadline_s, place, resources)
 
 
 def successor_name(name: str, num_before: int) -> str:

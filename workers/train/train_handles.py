@@ -12,7 +12,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 from rlsys.algorithm import Assigned, Signal
 from rlsys.batch.packing import BatchPlan
 from rlsys.contracts import Published, TrainStats
-from rlsys.errors import PayloadLost
+from rlsys.errors import PayloadLost, WorkerError
 from rlsys.types import Group, PolicyVersion, Ref, Task
 from rlsys.util.deadlines import unless
 from workers.ray.remote_proxy import Parcel, PayloadRef, Remote
@@ -32,10 +32,16 @@ class ReferenceHandle:
         failed."""
         self._start, self._silence_s = start, silence_s
         self._num_before, self._worker = 0, start(0)
+        self.on_unplaced: Callable[[WorkerError], None] = lambda lack: None
+        """Called again and again while the worker waits for a place that the cluster does not have."""
         self._replacing = asyncio.Lock()
 
+    @property
+    def processes(self) -> list[Remote[ReferenceWorker]]:
+        return [self._worker]
+
     async def ready(self) -> None:
-        await self._worker.setup()
+        await self._worker.setup(silence_s=self._silence_s, on_unplaced=self.on_unplaced)
 
     async def close(self) -> None:
         self._worker.kill()
@@ -79,10 +85,17 @@ class RanksHandle(Generic[R]):
         """
         self._start, self._silence_s, self._has_pairs = start, silence_s, has_pairs
         self._num_before, self._ranks = 0, start(0)
+        self.on_unplaced: Callable[[WorkerError], None] = lambda lack: None
+        """Called again and again while a rank waits for a place that the cluster does not have."""
+
+    @property
+    def processes(self) -> Sequence[Remote[R]]:
+        return self._ranks
 
     async def ready(self) -> None:
         address = await self._ranks[0].address() if len(self._ranks) > 1 else ""
-        await asyncio.gather(*(rank.setup(address) for rank in self._ranks))
+        watched = {"silence_s": self._silence_s, "on_unplaced": self.on_unplaced}
+        await asyncio.gather(*(rank.setup(address, **watched) for rank in self._ranks))
 
     async def watch(self) -> None:
         await asyncio.gather(*(rank.watch_process(self._silence_s) for rank in self._ranks))

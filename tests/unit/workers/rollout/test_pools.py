@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import ray
@@ -102,7 +103,7 @@ class Scripted(RolloutPool):
     class Worker(Remote[RolloutWorker]):
         pool: Scripted
 
-        async def setup(self, *args: object) -> None:
+        async def setup(self, *args: object, **watch: Any) -> None:
             match self.pool.set_ups.get(self.name):
                 case Exception() as error:
                     raise error
@@ -229,6 +230,26 @@ def test_a_lost_place_is_tried_again_with_pauses_until_it_returns():
         assert [failure.worker for failure in pool.failures] == [f"rollout-0.{n}" for n in range(1, 12)]
         assert pool.recovered == ["rollout-0"]
         assert [member.name for member in pool.members] == ["rollout-0.12", "rollout-1"]
+
+    run_virtual(scenario())
+
+
+def test_a_replica_gives_way_to_a_scarcer_worker_and_returns():
+    async def scenario() -> None:
+        pool = Scripted()
+        await pool.ready()
+        pool.give_way("reward-0.1")
+        (failure,) = pool.failures
+        assert str(failure) == "rollout-1 while giving way: the cluster has no other room for reward-0.1"
+        assert (pool.killed, [worker.name for worker in pool.processes]) == (["rollout-1"], ["rollout-0"])
+        pool.give_way("reward-0.1")
+        assert pool.killed == ["rollout-1"], "the only replica stays"
+        await pool.replaced("rollout-1")  # the group that failed with it asks for that
+        await asyncio.sleep(59.0)
+        assert pool.started == ["rollout-0", "rollout-1"]
+        await asyncio.sleep(2.0)
+        assert pool.started == ["rollout-0", "rollout-1", "rollout-1.1"]
+        assert pool.recovered == ["rollout-1"]
 
     run_virtual(scenario())
 
