@@ -117,7 +117,7 @@ class Rank:
 
     @remote("copying its state for a checkpoint")
     def save(self, folder: Path) -> None:
-        """Copy the state, and begin to write it. The next step may change it."""
+        """Begin to copy the state, then to write it. The next step waits with its changes until it is copied."""
         self._writing = self._backend.save(folder, self._stabilizer)
 
     @remote("writing a checkpoint")

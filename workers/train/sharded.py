@@ -28,7 +28,7 @@ from workers.train.optimizer import (
     squared_norm,
 )
 from workers.train.rank_group import RankGroup
-from workers.train.state_files import Writing, load_state, save_state, saved_names
+from workers.train.state_files import StateWriter, Writing, load_state, saved_names
 from workers.train.step_data import Part, RankStep
 
 
@@ -62,6 +62,7 @@ class Sharded:
             self._shard(in_float32)
         self._optimizer = adamw(module, settings)
         self._step = torch.zeros((), dtype=torch.int64)
+        self._state_writer = StateWriter(ranks, self._device)
 
     @property
     def step(self) -> int:
@@ -107,6 +108,7 @@ class Sharded:
 
     def end_step(self) -> None:
         """Count the step."""
+        self._state_writer.wait_copied()
         self._step += 1
 
     def update(self, loss: Tensor, what: str, index: int, stabilizer: Stabilizer | None = None) -> dict[str, float]:
@@ -116,6 +118,7 @@ class Sharded:
         Raises `TrainingError`, which calls the update `what`, on all ranks and before any change, if the loss or the
         gradient's norm is not finite. A stabilizer never gets such a gradient.
         """
+        self._state_writer.wait_copied()
         gradients, all_reduce = local_gradients(self._module), self._ranks.sum
         total, squares = all_reduce(torch.stack([loss.double(), squared_norm(gradients)])).tolist()
         _check_finite({"loss": total, "grad_norm": squares}, what, index)
@@ -144,12 +147,12 @@ class Sharded:
     def save(self, folder: Path, stabilizer: Stabilizer | None = None) -> Writing:
         """Save weights, optimizer, step and stabilizer state; each rank writes its share.
 
-        Returns once they are copied, and a step may change them.
+        A step may begin at once: its update waits until all is copied.
         """
         state = self._state()
         if stabilizer:
             state["stabilizer"] = _as_sharded(stabilizer.state_dict(), self.parameters())
-        return save_state(state, folder, self._ranks)
+        return self._state_writer.save(state, folder)
 
     def load(self, folder: Path, stabilizer: Stabilizer | None = None) -> None:
         """Restore a checkpoint from any number of ranks, bit for bit.
@@ -157,6 +160,7 @@ class Sharded:
         A stabilizer without state in the checkpoint stays as it is; state without a stabilizer is ignored. Raises
         `CheckpointError`, also for another stabilizer's state.
         """
+        self._state_writer.wait_copied()
         state, live = self._state(), stabilizer.state_dict() if stabilizer else {}
         saved = saved_names(folder, "stabilizer") if stabilizer else set()
         if saved:

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 
 from rlsys.errors import CheckpointError
 from workers.train.optimizer import local
@@ -27,8 +28,6 @@ from workers.train.rank_group import RankGroup
 
 State: TypeAlias = Mapping[str, Mapping[str, Tensor]]
 """Part -> name -> tensor, possibly a shard (`DTensor`)."""
-_AT_ONCE = StagingOptions(False, False, False, False)
-"""Copy to ordinary memory, before `async_save` returns."""
 FILE_BYTES = 1 << 30
 """Size of a file, unless one tensor is larger. A rank holds a second copy of one file in memory while it writes."""
 
@@ -38,24 +37,66 @@ class Writing:
     """Copy of a state in host memory, which a thread writes."""
 
     folder: Path
-    _future: Future[object]
+    _copied: Future[None] | None
+    _written: Future[None]
+
+    def wait_copied(self) -> None:
+        """Return once the state is copied, or could not be, which `wait` tells: it may change from then on."""
+        if self._copied is not None:
+            wait([self._copied])
 
     def wait(self) -> None:
         """Return once every rank's files are written. Raises `CheckpointError`."""
         with _doing("write training state to", self.folder):
-            self._future.result()
+            self._written.result()
+
+    def settle(self) -> None:
+        """Return once nothing is read from the copy, written or not."""
+        wait([self._written])
 
 
-def save_state(state: State, folder: Path, ranks: RankGroup) -> Writing:
-    """Copy the state to host memory, and write it in a thread; each rank writes its shards. Collective."""
-    writer = HuggingFaceStorageWriter(str(folder), _files_of(state), save_distributed=True)
-    stager = DefaultStager(_AT_ONCE)
-    detached = {part: {name: t.detach() for name, t in tensors.items()} for part, tensors in state.items()}
-    alone = ranks.num_ranks == 1
-    writing = async_save(detached, storage_writer=writer, async_stager=stager, process_group=ranks.aside, no_dist=alone)
-    assert isinstance(writing, Future), "the copy is made before it returns"
-    writing.add_done_callback(lambda _: stager.close())
-    return Writing(folder, writing)
+class StateWriter:
+    """Writes the state of a rank to one checkpoint after the other, each from the same host memory."""
+
+    def __init__(self, ranks: RankGroup, device: torch.device) -> None:
+        """The host memory of state on a GPU is page-locked, and the copy ends at once. State in host memory is copied
+        in a thread, beside the forward and backward passes of the next step.
+        """
+        is_gpu = device.type == "cuda"
+        self._ranks = ranks
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=is_gpu,
+                use_shared_memory=False,
+                use_async_staging=not is_gpu,
+                use_non_blocking_copy=is_gpu,
+            )
+        )
+        self._newest: Writing | None = None
+
+    def save(self, state: State, folder: Path) -> Writing:
+        """Begin to copy the state to host memory, then write it in a thread; each rank writes its shards. Collective.
+
+        The state may change only after `wait_copied`.
+        """
+        if self._newest is not None:
+            self._newest.settle()
+        writer = HuggingFaceStorageWriter(str(folder), _files_of(state), save_distributed=True)
+        detached = {part: {name: t.detach() for name, t in tensors.items()} for part, tensors in state.items()}
+        alone, group = self._ranks.num_ranks == 1, self._ranks.aside
+        saving = async_save(
+            detached, storage_writer=writer, async_stager=self._stager, process_group=group, no_dist=alone
+        )
+        if isinstance(saving, AsyncSaveResponse):
+            self._newest = Writing(folder, saving.staging_completion, saving.upload_completion)
+        else:
+            self._newest = Writing(folder, None, saving)
+        return self._newest
+
+    def wait_copied(self) -> None:
+        """Return once the newest saved state may change."""
+        if self._newest is not None:
+            self._newest.wait_copied()
 
 
 def load_state(state: State, folder: Path, *, num_ranks: int) -> None:
