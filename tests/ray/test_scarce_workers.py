@@ -12,7 +12,7 @@ from rlsys.errors import WorkerError
 from tests.jobs import config_of
 from workers.worker_set import WorkerSet, start_fixed_rollouts, start_rewards
 
-KEYS = ["rollout.num_cpus=4", "reward.worker_cpus=4", "eval.replicas=2"]
+KEYS = ["rollout.num_cpus=4", "reward.num_cpus=4", "eval.replicas=2"]
 """One worker fills one node."""
 
 
