@@ -28,6 +28,9 @@ KEYS = {
         "steps", "correction",
     },
     "chaos": {"broken", "faults", "held_up_s", "signal_answered_s", "loss_named_s", "steps", "seconds"},
+    "checkpoint": {
+        "copy_s", "first_copy_s", "last_phases_s", "resume_s", "save_s", "stall_s", "stall_share", "state_mb",
+    },
     "dashboard": {
         "open_s", "reader_mb", "whole_run_ms", "page_ms", "page_ms_worst", "live_latency_s", "emit_us", "emit_share",
         "events_per_step", "groups_per_step", "day_growth_mb", "day_events", "day_steps", "events",
