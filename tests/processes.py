@@ -6,6 +6,7 @@ import os
 import runpy
 import select
 import shutil
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,13 @@ def is_gone(pid: int) -> bool:
         return bool(select.select([descriptor], [], [], 10)[0])
     finally:
         os.close(descriptor)
+
+
+def is_reset(client: socket.socket) -> bool:
+    """Does the other side break the connection within twenty seconds, though this one reads nothing?"""
+    poll = select.poll()
+    poll.register(client, select.POLLHUP)
+    return bool(poll.poll(20_000))
 
 
 def requires_bubblewrap() -> bool:

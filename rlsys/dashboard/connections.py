@@ -1,4 +1,4 @@
-"""Limits of the dashboard's connections: their number, and the time a request may take to arrive."""
+"""Limits of the dashboard's connections: their number, and the time that requests and answers may take."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ class ConnectionLimits:
     """Seconds from the first byte of a request, or from the connection, to the end of its headers."""
     idle_s: int = 5
     """Seconds between two requests of a connection."""
+    answer_s: float = 30.0
+    """Seconds in which a client that reads too slowly has to catch up. Then the connection is closed."""
 
 
 DEFAULT_LIMITS = ConnectionLimits()
 
 
 def protocol_of(limits: ConnectionLimits) -> type[H11Protocol]:
-    """Return uvicorn's protocol, which has no deadline for headers, with that deadline."""
+    """Return uvicorn's protocol, which has no deadlines for headers and for reading answers, with both."""
 
     class Connection(H11Protocol):
         _late: asyncio.TimerHandle | None = None
+        _unread: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # pyrefly: ignore[bad-override]
             super().connection_made(transport)
@@ -41,12 +44,26 @@ def protocol_of(limits: ConnectionLimits) -> type[H11Protocol]:
             elif self._late is None:
                 self._expect()
 
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._unread = self.loop.call_later(limits.answer_s, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._catch_up()
+
         def connection_lost(self, exc: Exception | None) -> None:
             self._cancel()
+            self._catch_up()
             super().connection_lost(exc)
 
         def _expect(self) -> None:
             self._late = self.loop.call_later(limits.request_s, self.transport.close)
+
+        def _catch_up(self) -> None:
+            if self._unread is not None:
+                self._unread.cancel()
+                self._unread = None
 
         def _cancel(self) -> None:
             if self._late is not None:

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Self
-
-from pebble import ProcessExpired, ProcessPool
+from typing import TYPE_CHECKING, Self, TypeAlias
 
 from rlsys.batch.samples import versions_of
 from rlsys.contracts import Busy, Graft, GroupScores, with_episode
@@ -36,12 +33,15 @@ from rlsys.util.deadlines import remote
 from workers.ray.cluster import Resources
 from workers.ray.pool import Pool, PoolMember, PoolSpec
 from workers.ray.remote_proxy import Chunks, Parcel, PayloadRef, Remote, answer_in_chunks
+from workers.reward.process_pool import CallPool, PoolBroken, ProcessEnded
 from workers.reward.reward_process import LimitedOutput, confine
 
 if TYPE_CHECKING:
     from rlsys.config.reward_section import RewardModelSection
     from workers.reward.reward_model import RewardModel
 
+Functions: TypeAlias = "CallPool[list[Score]]"
+"""The processes in which a user's functions run."""
 _OUTPUT_BYTES_PER_MINUTE = 1_000_000
 
 
@@ -70,13 +70,12 @@ class RewardWorker:
         self._is_slow = False
         """True if the last group had a timeout: the next group is scored one by one."""
         self._room = asyncio.Semaphore(processes)
-        self._calls: set[asyncio.Future[list[Score]]] = set()
+        self._starting: set[asyncio.Task[object]] = set()
         self._pool, self._output = None, None
         if specs:
-            spawn = multiprocessing.get_context("spawn")
-            self._output = LimitedOutput(spawn, _OUTPUT_BYTES_PER_MINUTE)
-            arguments = specs, memory_mb, self._output.write
-            self._pool = ProcessPool(processes, initializer=_load, initargs=arguments, context=spawn)
+            self._output = LimitedOutput(multiprocessing.get_context("spawn"), _OUTPUT_BYTES_PER_MINUTE)
+            self._pool = CallPool(_score_all, processes, timeout_s, _load, (specs, memory_mb, self._output.write))
+        self._processes = processes
         self._model, self._model_thread = model, ThreadPoolExecutor(1, thread_name_prefix=MODEL)
 
     @classmethod
@@ -103,7 +102,11 @@ class RewardWorker:
     async def start(self) -> None:
         """Start every process. Returns once one of them is ready. Without this call, the first `score` starts them."""
         if self._pool is not None:
-            await self._call(self._pool, Task(id="", prompt=""), ())
+            calls = [self._call(self._pool, Task(id="", prompt=""), ()) for _ in range(self._processes)]
+            self._starting = {asyncio.ensure_future(call) for call in calls}
+            ready, _ = await asyncio.wait(self._starting, return_when=asyncio.FIRST_COMPLETED)
+            for start in ready:
+                start.result()
 
     async def score_each(self, tasks: Sequence[Task], parcel: Parcel) -> AsyncIterator[object]:
         """Score groups, one per task; see `answer_in_chunks`."""
@@ -153,12 +156,10 @@ class RewardWorker:
         """End every process at once; pending `score` calls raise `WorkerDied`. Idempotent."""
         self._model_thread.shutdown(wait=False)
         if self._pool is not None:
-            self._pool.stop()
-            await asyncio.to_thread(self._pool.join)
+            await asyncio.to_thread(self._pool.close)
+            await asyncio.gather(*self._starting, return_exceptions=True)
         if self._output is not None:
             await asyncio.to_thread(self._output.close)
-        for call in [c for c in self._calls if not c.done()]:
-            call.set_exception(WorkerDied(self.name, "scoring a group", "it was closed"))
 
     async def _judge(self, task: Task, completions: Sequence[RewardInput]) -> list[Score]:
         """Scores of the functions and the model, computed concurrently."""
@@ -178,7 +179,7 @@ class RewardWorker:
             raise WorkerDied(self.name, "scoring with the reward model", f"{type(error).__name__}: {error}") from error
         return [weighted(score_of(logit), MODEL, model.weight) for logit in logits]
 
-    async def _by_functions(self, pool: ProcessPool, task: Task, completions: Sequence[RewardInput]) -> list[Score]:
+    async def _by_functions(self, pool: Functions, task: Task, completions: Sequence[RewardInput]) -> list[Score]:
         """Score all at once; one by one after a hang or a death. After a hang, later groups are also scored one by one,
         until all episodes of a group finish in time."""
         async with self._room:
@@ -188,38 +189,27 @@ class RewardWorker:
                     return await self._call(pool, task, completions)
                 except TimeoutError:
                     self._is_slow = True
-                except ProcessExpired:
+                except ProcessEnded:
                     pass
             scores = list(await asyncio.gather(*(self._judge_one(pool, task, c) for c in completions)))
             if was_slow:
                 self._is_slow = self._late in scores
             return scores
 
-    async def _judge_one(self, pool: ProcessPool, task: Task, completion: RewardInput) -> Score:
+    async def _judge_one(self, pool: Functions, task: Task, completion: RewardInput) -> Score:
         try:
             return (await self._call(pool, task, [completion]))[0]
         except TimeoutError:
             return self._late
-        except ProcessExpired as death:
-            return Score(None, _crash(death.exitcode))
+        except ProcessEnded as death:
+            return Score(None, str(death))
 
-    async def _call(self, pool: ProcessPool, task: Task, completions: Sequence[RewardInput]) -> list[Score]:
+    async def _call(self, pool: Functions, task: Task, completions: Sequence[RewardInput]) -> list[Score]:
         """Run a call in the pool. Cancelling it kills the process."""
         try:
-            scored = pool.schedule(_score_all, args=(task, completions), timeout=self._timeout_s)
-            call = asyncio.wrap_future(scored)
-            self._calls.add(call)
-            call.add_done_callback(self._calls.discard)
-            return await call
-        except RuntimeError as error:
-            raise WorkerDied(self.name, "scoring a group", f"its pool of processes broke: {error!r}") from error
-
-
-def _crash(exit_code: int) -> str:
-    """Describe the unexpected end of a reward process: `its process crashed (SIGSEGV)`."""
-    if exit_code >= 0:
-        return f"its process ended with exit code {exit_code}"
-    return f"its process crashed ({signal.Signals(-exit_code).name})"
+            return await pool.call(task, completions)
+        except PoolBroken as error:
+            raise WorkerDied(self.name, "scoring a group", f"its pool of processes broke: {error}") from error
 
 
 # ------------------------------------------------------------------------------------------- in the killable processes

@@ -71,6 +71,8 @@ class GatewayLimits:
     so that no connection is closed during a request."""
     body_s: float = 30.0
     """Seconds from the headers of a request to the end of its body."""
+    answer_s: float = 30.0
+    """Seconds until the client has read an answer, but for what fits into buffers. Then the connection is closed."""
 
 
 DEFAULT_LIMITS = GatewayLimits()
@@ -184,7 +186,7 @@ class Gateway:
         self.endpoints: dict[int, Endpoint] = {}
         """Endpoints of open sessions, by number."""
         self._num_sessions = 0
-        app = web.Application(client_max_size=MAX_BODY, middlewares=[_in_openai_form, self._bounded])
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[self._written, _in_openai_form, self._bounded])
         app.router.add_post("/s/{session}/v1/chat/completions", self._chat)
         app.router.add_get("/s/{session}/v1/models", self._models)
         app.router.add_get("/s/{session}/v1/models/{model:.+}", self._model)
@@ -260,6 +262,19 @@ class Gateway:
             raise Refused(408, f"the body did not arrive within {self._limits.body_s:g} s") from None
         except (web.RequestPayloadError, HttpProcessingError) as error:
             raise Refused(400, f"the body cannot be read: {error}") from None
+
+    @web.middleware
+    async def _written(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Send the answer. Waits for the client to read it; unblocked by its deadline, or the end of the connection."""
+        response = await handler(request)
+        try:
+            async with asyncio.timeout(self._limits.answer_s):
+                await response.prepare(request)
+                await response.write_eof()
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
+        return response
 
     @web.middleware
     async def _bounded(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from random import Random
@@ -18,6 +19,7 @@ from rlsys.agents.session import Session
 from rlsys.util.logs import LINES_PER_MINUTE
 from tests.damage import ODD_JSON, with_odd_value, with_other_bytes
 from tests.gateways import CALL, WEATHER, session_of, user
+from tests.processes import is_reset
 
 T = TypeVar("T")
 
@@ -92,13 +94,15 @@ async def answer_to(endpoint: Endpoint, sent: bytes) -> tuple[int, bytes]:
     return (int(head.split()[1]) if head else 0), body
 
 
-def served(scenario: Callable[[Endpoint, Session], Awaitable[T]], limits: GatewayLimits = DEFAULT_LIMITS) -> T:
+def served(
+    scenario: Callable[[Endpoint, Session], Awaitable[T]], limits: GatewayLimits = DEFAULT_LIMITS, reply: str = "fine"
+) -> T:
     """What the scenario returns, in which the server left no error to its event loop."""
     problems: list[dict[str, object]] = []
 
     async def main() -> T:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: problems.append(context))
-        gateway, session = Gateway(limits), session_of(lambda prompt: "fine")
+        gateway, session = Gateway(limits), session_of(lambda prompt: reply)
         await gateway.start()
         try:
             async with gateway.serve(session) as endpoint:
@@ -141,6 +145,22 @@ def test_a_body_that_does_not_arrive_is_answered_408():
 
     status, body = served(scenario, GatewayLimits(body_s=0.05))
     assert status == 408 and b"the body did not arrive within 0.05 s" in body
+
+
+def test_a_client_that_does_not_read_its_answers_is_hung_up_on():
+    def is_cut_off(client: socket.socket, request: bytes) -> bool:
+        with suppress(ConnectionError):
+            client.sendall(request * 5000)  # the answers fill every buffer
+        return is_reset(client)
+
+    async def scenario(endpoint: Endpoint, session: Session) -> bool:
+        name = 1500 * "x"  # the answer repeats it
+        lines = [f"GET /s/0/v1/models/{name} HTTP/1.1", f"Host: {HOST}", f"Authorization: Bearer {endpoint.api_key}"]
+        port = int(endpoint.base_url.split(":")[2].split("/")[0])
+        with socket.create_connection((HOST, port), 20) as client:
+            return await asyncio.to_thread(is_cut_off, client, "\r\n".join([*lines, "", ""]).encode())
+
+    assert served(scenario, GatewayLimits(answer_s=0.05))
 
 
 def test_connections_over_the_cap_are_answered_503():

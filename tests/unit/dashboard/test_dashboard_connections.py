@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -14,8 +14,9 @@ from rlsys.dashboard.connections import ConnectionLimits
 from rlsys.util.logs import LINES_PER_MINUTE, BoundedLog
 from tests.dashboards import served
 from tests.histories import small_run
+from tests.processes import is_reset
 
-HASTY = ConnectionLimits(most=3, request_s=0.3, idle_s=1)
+HASTY = ConnectionLimits(most=3, request_s=0.3, idle_s=1, answer_s=0.3)
 REQUEST = b"GET /api/runs HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 
 
@@ -53,6 +54,15 @@ def test_an_idle_connection_is_closed(address) -> None:
     with socket.create_connection(address, 10) as connection:
         connection.sendall(REQUEST + b"\r\n")
         assert rest_of(connection).startswith(b"HTTP/1.1 200")
+
+
+def test_a_client_that_does_not_read_its_answers_is_hung_up_on(address) -> None:
+    with socket.create_connection(address, 10) as connection:
+        connection.setblocking(False)
+        with suppress(BlockingIOError):  # until the server reads no more, since its answers are not read
+            while True:
+                connection.send((REQUEST + b"\r\n") * 1000)
+        assert is_reset(connection)
 
 
 def test_requests_beyond_the_limit_of_connections_get_503(address) -> None:

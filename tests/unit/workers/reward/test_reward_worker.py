@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 TASK = Task(id="t", prompt="Sort 21", answer="12", info={"level": "easy"})
 
 JUDGE = """
-import os, signal, subprocess, time
+import os, signal, subprocess, sys, time
 
 def judge(completion, answer, level):
     match completion:
@@ -44,6 +44,12 @@ def judge(completion, answer, level):
         case "text": return "good"
         case "hang": time.sleep(60)
         case "die": os._exit(3)
+        case "vanish": os._exit(0)
+        case "fork": os.fork(); return 0.25
+        case "stop": os.kill(os.getpid(), signal.SIGSTOP)
+        case "ignore": ignore_signals_and_hang()
+        case "killed": os.kill(os.getpid(), signal.SIGKILL)
+        case "grow": grow()
         case "crash": os.kill(os.getpid(), signal.SIGSEGV)
         case "large": return len(bytearray(1 << 31))
         case "alarm": return alarmed()
@@ -60,11 +66,26 @@ def start(file, end):
     pids = [subprocess.Popen(sleep, start_new_session=apart).pid for apart in (False, True)]
     if not (forked := os.fork()):
         time.sleep(600)
+    # neither of the group, nor with the environment, nor a child of this process
+    nowhere = "import os; p = os.fork(); p and (print(p, flush=True), os._exit(0)); os.setsid(); os.closerange(0, 64)"
+    code = nowhere + "; os.execve('/bin/sleep', ['sleep', '600'], {})"
+    pids.append(int(subprocess.check_output([sys.executable, "-c", code], env={}, start_new_session=True)))
     with open(file + ".new", "w") as pid_file:
         print(*pids, forked, file=pid_file)
     os.rename(file + ".new", file)
     if end == "crash": os._exit(3)
     time.sleep(60)
+
+def ignore_signals_and_hang():
+    for number in signal.valid_signals() - {9, 19}:
+        signal.signal(number, signal.SIG_IGN)
+    while True:
+        time.sleep(60)
+
+def grow():
+    kept = []
+    while True:
+        kept.append(bytearray(1 << 24))
 
 async def verl(data_source, solution_str, ground_truth):
     return {"score": 2.0, "acc": solution_str == ground_truth}
@@ -167,6 +188,57 @@ def test_a_dead_process_costs_only_the_episode_that_killed_it(spec: RewardSpec) 
 
 def test_a_crash_is_reported_with_its_signal_not_as_a_timeout(spec: RewardSpec) -> None:
     assert scores(spec, "crash") == (Score(None, "its process crashed (SIGSEGV)"),)
+
+
+ENDS = {
+    "die": "its process ended with exit code 3",
+    "vanish": "its process ended with exit code 0",
+    "crash": "its process crashed (SIGSEGV)",
+    "killed": "its process crashed (SIGKILL)",
+    "grow": "judge: raised MemoryError",
+    "hang": "took longer than 1 s",
+    "stop": "took longer than 1 s",
+    "ignore": "took longer than 1 s",
+}
+
+
+def test_no_end_of_a_process_is_taken_for_another(spec: RewardSpec) -> None:
+    ended = scores(spec, *ENDS, timeout_s=1, memory_mb=512)
+    assert [str(score.failure).startswith(text) for score, text in zip(ended, ENDS.values(), strict=True)] == [True] * 8
+
+
+def test_a_child_that_returns_from_the_function_answers_nothing(spec: RewardSpec) -> None:
+    assert scores(spec, "fork", "12") == (scored_as(0.25), scored_as(1.0))
+
+
+def test_a_process_that_ended_between_calls_is_replaced(spec: RewardSpec) -> None:
+    others = set(multiprocessing.active_children())
+
+    async def scored() -> tuple[Score, ...]:
+        async with worker(spec) as judge:
+            (process,) = set(multiprocessing.active_children()) - others
+            process.kill()
+            assert process.pid is not None and is_gone(process.pid)
+            return await judge.score(TASK, (episode("12"),))
+
+    assert asyncio.run(scored()) == (scored_as(1.0),)
+
+
+def test_a_cancelled_call_ends_its_process(spec: RewardSpec, tmp_path: Path) -> None:
+    started = tmp_path / "pids"
+
+    async def scored() -> tuple[Score, ...]:
+        async with worker(spec, timeout_s=600) as judge:
+            hung = asyncio.create_task(judge.score(TASK, (episode(f"start {started} hang"),)))
+            while not started.exists():  # noqa: ASYNC110  (a file of another process sets no event)
+                await asyncio.sleep(0.01)
+            hung.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await hung
+            return await judge.score(TASK, (episode("12"),))
+
+    assert asyncio.run(scored()) == (scored_as(1.0),)
+    assert all(is_gone(int(pid)) for pid in started.read_text().split())
 
 
 def test_memory_of_a_function_is_limited(spec: RewardSpec) -> None:
