@@ -53,7 +53,7 @@ def main() -> None:
     print_result({**saves, **resumes})
 
 
-def _model(folder: Path, **sizes: int) -> Path:
+def _model(folder: Path, **sizes: Any) -> Path:
     """Write a random model of these sizes, with the tokenizer of `examples.sort`."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
