@@ -53,7 +53,7 @@ def main() -> None:
     print_result({**saves, **resumes})
 
 
-def _model(folder: Path, **sizes: Any) -> Path:
+def _model(folder: Path, **sizes: Any) -> Path:  # noqa: ANN401  (of the configuration)
     """Write a random model of these sizes, with the tokenizer of `examples.sort`."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -97,7 +97,7 @@ def saves_of(model: Path, folder: Path, repeats: int) -> dict[str, object]:
         progress(f"copy {alone_s[-1]:.3f} s, stall {stall_s:.3f} s, save {save_s:.3f} s")
     state_mb = sum(p.numel() for p in backend.parameters().values()) * 12 / 1e6
     copies = {"first_copy_s": alone_s[0], "copy_s": spread(alone_s[1:]), "state_mb": round(state_mb)}
-    return copies | spreads(rows[1:])
+    return {**copies, **spreads(rows[1:])}
 
 
 def resumes_of(folder: Path, repeats: int, size: Size) -> dict[str, object]:
