@@ -62,7 +62,8 @@ def _model(folder: Path, **sizes: int) -> Path:
 
     torch.manual_seed(0)
     heads = sizes["hidden_size"] // 64
-    config = LlamaConfig(**sizes, num_attention_heads=heads, num_key_value_heads=heads, tie_word_embeddings=True)
+    shape = {**sizes, "num_attention_heads": heads, "num_key_value_heads": heads, "tie_word_embeddings": True}
+    config = LlamaConfig.from_dict(shape)
     LlamaForCausalLM(config).save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     return folder
@@ -97,7 +98,7 @@ def saves_of(model: Path, folder: Path, repeats: int) -> dict[str, object]:
         progress(f"copy {alone_s[-1]:.3f} s, stall {stall_s:.3f} s, save {save_s:.3f} s")
     state_mb = sum(p.numel() for p in backend.parameters().values()) * 12 / 1e6
     copies = {"first_copy_s": alone_s[0], "copy_s": spread(alone_s[1:]), "state_mb": round(state_mb)}
-    return copies | spreads(rows[1:])
+    return {**copies, **spreads(rows[1:])}
 
 
 def resumes_of(folder: Path, repeats: int, size: Size) -> dict[str, object]:
