@@ -62,7 +62,8 @@ def _model(folder: Path, **sizes: Any) -> Path:  # noqa: ANN401  (of the configu
 
     torch.manual_seed(0)
     heads = sizes["hidden_size"] // 64
-    config = LlamaConfig(**sizes, num_attention_heads=heads, num_key_value_heads=heads, tie_word_embeddings=True)
+    shape = {**sizes, "num_attention_heads": heads, "num_key_value_heads": heads, "tie_word_embeddings": True}
+    config = LlamaConfig.from_dict(shape)
     LlamaForCausalLM(config).save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     return folder

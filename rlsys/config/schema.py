@@ -43,7 +43,7 @@ from rlsys.stabilizer import StabilizerPlugin
 def _resume(value: str) -> str:
     if value not in ("auto", "never", "must") and "/" not in value:
         raise PydanticCustomError(
-            "resume", "should be auto, never, must, or the folder or URL of a run (with a `/` in it)"
+            "resume", "should be auto, never, must, or the folder of a run, or its URL (with a `/` in it)"
         )
     return value
 
