@@ -28,6 +28,7 @@ KEYS = {
         "steps", "correction",
     },
     "chaos": {"broken", "faults", "held_up_s", "signal_answered_s", "steps", "seconds"},
+    "damage": {"configs", "rows", "gateway", "folders"},
     "dashboard": {
         "open_s", "reader_mb", "whole_run_ms", "page_ms", "page_ms_worst", "live_latency_s", "emit_us", "emit_share",
         "events_per_step", "groups_per_step", "day_growth_mb", "day_events", "day_steps", "events",
