@@ -21,7 +21,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from random import Random
 
-from benchmarks.measure import parser_of, print_result, progress
+from benchmarks.measure import ENV, parser_of, print_result, progress
 from tests.histories import small_run
 from tests.unit.agents.test_gateway_damage import REQUESTS_PER_CASE, ask_damaged
 from tests.unit.config.test_config_damage import use_damaged, valid_configurations
@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     given = parser.parse_args()
     count = 5 if given.size == "short" else given.count
+    os.environ.update(ENV)  # a damaged name of a model is looked up in no hub
     signal.signal(signal.SIGALRM, _hang)
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
