@@ -119,10 +119,14 @@ HEALTHY = json.dumps({"model": "policy", "messages": [user("hi")]}).encode()
 
 
 def test_damaged_requests_are_answered_as_documented(fuzz_case: int):
-    random = Random(fuzz_case)
+    ask_damaged(Random(fuzz_case), REQUESTS_PER_CASE)
+
+
+def ask_damaged(random: Random, num: int) -> None:
+    """Send damaged requests to a gateway at the same time, and then a healthy one."""
 
     async def scenario(endpoint: Endpoint, session: Session) -> set[int]:
-        requests = [damaged(endpoint, random) for _ in range(REQUESTS_PER_CASE)]
+        requests = [damaged(endpoint, random) for _ in range(num)]
         answers = await asyncio.gather(*(answer_to(endpoint, sent) for sent in requests))
         assert (await answer_to(endpoint, request_to(endpoint, HEALTHY)))[0] == 200
         await endpoint.while_sound(asyncio.sleep(0))  # nothing was raised in the workflow

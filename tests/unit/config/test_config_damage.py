@@ -58,8 +58,11 @@ agents: {a: proposer, b: solver}
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
+    return valid_configurations(tmp_path_factory.mktemp("valid"))
+
+
+def valid_configurations(folder: Path) -> list[tuple[str, str]]:
     """Names and texts of valid configurations: as a user writes them, resolved, and as JSON."""
-    folder = tmp_path_factory.mktemp("valid")
     (folder / "rows.jsonl").write_text('{"prompt": "2+3?", "answer": 5}\n')
     found = []
     for text in (WHOLE, POLICIES):
@@ -75,16 +78,21 @@ def test_a_damaged_configuration_is_valid_or_refused_in_words(
 ) -> None:
     random = Random(fuzz_case)
     for _ in range(CONFIGURATIONS_PER_CASE):
-        name, text = random.choice(written)
-        path = tmp_path / name
-        path.write_text(text)
-        for _ in range(random.choice([1, 1, 2])):
-            damage(path, random)
-        overrides = random.choice([[], [], [f"{random.choice(KEYS)}={random.choice(ODD_YAML)}"]])
-        with suppress(RlsysError):
-            check([str(path), *overrides])
-            assert Config.load(path, overrides).to_yaml()
-            train([str(path), *overrides], dry_run=True)
+        use_damaged(written, tmp_path, random)
+
+
+def use_damaged(written: list[tuple[str, str]], folder: Path, random: Random) -> None:
+    """Damage one of these configurations, and check it, load it and start to train with it."""
+    name, text = random.choice(written)
+    path = folder / name
+    path.write_text(text)
+    for _ in range(random.choice([1, 1, 2])):
+        damage(path, random)
+    overrides = random.choice([[], [], [f"{random.choice(KEYS)}={random.choice(ODD_YAML)}"]])
+    with suppress(RlsysError):
+        check([str(path), *overrides])
+        assert Config.load(path, overrides).to_yaml()
+        train([str(path), *overrides], dry_run=True)
 
 
 KEYS = ("run", "run.steps", "model.path", "reward.fn", "train.lr", "eval.data", "policies", "rollout.vllm_args", "x.y")

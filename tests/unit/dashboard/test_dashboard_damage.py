@@ -11,6 +11,7 @@ from random import Random
 
 import pytest
 
+from rlsys.cli import export, replay
 from rlsys.dashboard.html_report import report_of
 from rlsys.dashboard.http_server import Answer
 from rlsys.dashboard.queries import Readings
@@ -58,14 +59,23 @@ def answers(readings: Readings) -> Iterator[object]:
 def test_questions_about_damaged_runs_are_answered_or_refused(whole: Path, tmp_path: Path, fuzz_case: int) -> None:
     random = Random(fuzz_case)
     for i in range(FOLDERS_PER_CASE):
-        run = tmp_path / str(i) / "run"
-        shutil.copytree(whole, run)
-        files = sorted(path for path in run.rglob("*") if path.is_file())
-        for _ in range(random.choice([1, 1, 2, 4])):
-            damage(random.choice([*3 * [path for path in files if path.parent == run], *files]), random)
-        readings = Readings(run.parent)
-        assert all(Answer(answer).body for answer in answers(readings))
-        with suppress(RlsysError):
-            report_of(Readings(run))
-        with suppress(RlsysError):
-            tail(run, io.StringIO(), once=True)
+        read_damaged(whole, tmp_path / str(i), random)
+
+
+def read_damaged(whole: Path, folder: Path, random: Random) -> None:
+    """Copy a run into a folder, damage files of it, and let every reader read it."""
+    run = folder / "run"
+    shutil.copytree(whole, run)
+    files = sorted(path for path in run.rglob("*") if path.is_file())
+    for _ in range(random.choice([1, 1, 2, 4])):
+        damage(random.choice([*3 * [path for path in files if path.parent == run], *files]), random)
+    readings = Readings(run.parent)
+    assert all(Answer(answer).body for answer in answers(readings))
+    with suppress(RlsysError):
+        report_of(Readings(run))
+    with suppress(RlsysError):
+        tail(run, io.StringIO(), once=True)
+    with suppress(RlsysError):
+        export(run, folder / "model")
+    with suppress(RlsysError):
+        replay(run, step=1)

@@ -26,10 +26,15 @@ COLUMNS = (None, None, ["prompt=prompt"], ["answer=reward_model.ground_truth"], 
 def test_a_damaged_file_is_described_or_refused_in_words(tmp_path: Path, fuzz_case: int) -> None:
     random = Random(fuzz_case)
     for _ in range(FILES_PER_CASE):
-        form = json.dumps(random.choice(FORMS))
-        path = tmp_path / random.choice(["rows.jsonl", "rows.json"])
-        path.write_text("".join(form.replace("{}", str(i)) + "\n" for i in range(random.randint(1, 9))))
-        for _ in range(random.choice([1, 1, 3])):
-            damage(path, random)
-        with suppress(RlsysError):
-            inspect_data(str(path), columns=random.choice(COLUMNS), as_json=random.random() < 0.3)
+        describe_damaged(tmp_path, random)
+
+
+def describe_damaged(folder: Path, random: Random) -> None:
+    """Write a data file, damage it, and describe it."""
+    form = json.dumps(random.choice(FORMS))
+    path = folder / random.choice(["rows.jsonl", "rows.json"])
+    path.write_text("".join(form.replace("{}", str(i)) + "\n" for i in range(random.randint(1, 9))))
+    for _ in range(random.choice([1, 1, 3])):
+        damage(path, random)
+    with suppress(RlsysError):
+        inspect_data(str(path), columns=random.choice(COLUMNS), as_json=random.random() < 0.3)
