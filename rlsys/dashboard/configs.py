@@ -47,7 +47,7 @@ def read_config(folder: RunFolder, sections: Sequence[str] = ()) -> RunConfig:
         return RunConfig()
     try:
         return _config_of(text, sections)
-    except (ValueError, RecursionError):  # foreign YAML: an invalid date, a recursive mapping
+    except (ValueError, KeyError, RecursionError):  # foreign YAML: an invalid date, `!!bool x`, a recursive mapping
         return RunConfig(text)
 
 
@@ -89,4 +89,7 @@ def _parsed(text: str) -> _Tree:
 
 
 def _shown(config: RunConfig, key: str) -> str | None:
-    return str(config.values[key]) if key in config.values else None
+    try:
+        return str(config.values[key]) if key in config.values else None
+    except ValueError:  # foreign YAML: a number of more than 4300 digits
+        return "a number too long to show"

@@ -46,7 +46,7 @@ class CallPool(Generic[T]):
         given: tuple[Any, ...],
     ) -> None:
         """Every process first calls `set_up(*given)`, which does not count as part of a call and has no deadline."""
-        self._members = [_Member(function, set_up, given) for _ in range(num)]
+        self._members = [_CallProcess(function, set_up, given) for _ in range(num)]
         self._idle = list(self._members)
         self._places = asyncio.Semaphore(num)
         self._timeout_s = timeout_s
@@ -74,7 +74,7 @@ class CallPool(Generic[T]):
             finally:
                 self._idle.append(member)
 
-    def _submit(self, member: _Member[T], arguments: tuple[object, ...]) -> Future[T]:
+    def _submit(self, member: _CallProcess[T], arguments: tuple[object, ...]) -> Future[T]:
         try:
             return self._threads.submit(member.call, arguments, self._timeout_s)
         except RuntimeError as error:
@@ -94,7 +94,7 @@ class CallPool(Generic[T]):
 
 
 @dataclass
-class _Running:
+class _StartedProcess:
     process: Any
     connection: Connection
     ended: int
@@ -109,10 +109,10 @@ class _Running:
         return code
 
 
-class _Member(Generic[T]):
+class _CallProcess(Generic[T]):
     def __init__(self, function: Callable[..., T], set_up: Callable[..., None], given: tuple[Any, ...]) -> None:
         self._arguments = function, set_up, given
-        self._running: _Running | None = None
+        self._running: _StartedProcess | None = None
         self._is_closed = False
         self._lock = threading.Lock()
         """Held while `_running` changes, never during a call."""
@@ -161,7 +161,7 @@ class _Member(Generic[T]):
         if running is not None:
             running.release()
 
-    def _start(self) -> _Running:
+    def _start(self) -> _StartedProcess:
         ours, theirs = _SPAWN.Pipe()
         process = _SPAWN.Process(target=_serve, args=(theirs, *self._arguments), name="reward")
         with self._lock:
@@ -170,7 +170,7 @@ class _Member(Generic[T]):
             process.start()
             theirs.close()
             assert process.pid is not None
-            self._running = running = _Running(process, ours, os.pidfd_open(process.pid))
+            self._running = running = _StartedProcess(process, ours, os.pidfd_open(process.pid))
         with suppress(OSError, EOFError):
             wait([running.connection, running.ended])
             if running.connection.poll():
@@ -178,7 +178,7 @@ class _Member(Generic[T]):
                 return running
         raise PoolBroken(f"a process {_end(self._discard(running))} while it started")
 
-    def _discard(self, running: _Running) -> int:
+    def _discard(self, running: _StartedProcess) -> int:
         """Kill the process if it is alive, and return its exit code."""
         with self._lock:
             self._running = None

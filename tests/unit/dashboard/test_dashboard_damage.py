@@ -62,6 +62,15 @@ def test_questions_about_damaged_runs_are_answered_or_refused(whole: Path, tmp_p
         read_damaged(whole, tmp_path / str(i), random)
 
 
+@pytest.mark.parametrize("value", ["!!bool x", "0x" + "f" * 5000, "2024-99-99"])
+def test_an_odd_value_of_a_configuration_is_shown(whole: Path, tmp_path: Path, value: str) -> None:
+    for name, seed in (("a", value), ("b", "1")):
+        shutil.copytree(whole, tmp_path / name)
+        (tmp_path / name / "config.resolved.yaml").write_text(f"run:\n  seed: {seed}\n")
+    readings = Readings(tmp_path)
+    assert all(Answer(answer).body for answer in (readings.run("a"), readings.compare(["a", "b"])))
+
+
 def read_damaged(whole: Path, folder: Path, random: Random) -> None:
     """Copy a run into a folder, damage files of it, and let every reader read it."""
     run = folder / "run"
