@@ -30,12 +30,12 @@ class RunConfig:
     def text_of(self, key: str) -> str:
         """Value as text; empty if the key is missing or null."""
         value = self.values.get(key)
-        return "" if value is None else str(value)
+        return "" if value is None else _text(value)
 
     def int_of(self, key: str) -> int | None:
         """Value as an integer; None if it is not one."""
         value = self.values.get(key)
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
+        return value if type(value) is int and value.bit_length() < 64 else None
 
 
 def read_config(folder: RunFolder, sections: Sequence[str] = ()) -> RunConfig:
@@ -89,7 +89,11 @@ def _parsed(text: str) -> _Tree:
 
 
 def _shown(config: RunConfig, key: str) -> str | None:
+    return _text(config.values[key]) if key in config.values else None
+
+
+def _text(value: object) -> str:
     try:
-        return str(config.values[key]) if key in config.values else None
+        return str(value)
     except ValueError:  # foreign YAML: a number of more than 4300 digits
         return "a number too long to show"

@@ -26,6 +26,10 @@ RISE_STEPS = 20
 """Number of steps in each of the two means that a rise compares."""
 
 
+_MOST = 1e100
+"""Greater values are not taken for measurements."""
+
+
 class SignalReading(NamedTuple):
     """Value of a signal after a step."""
 
@@ -213,8 +217,9 @@ class RewardByLength:
 
 
 def _finite(metrics: Mapping[str, float], name: str) -> float | None:
+    """Value whose sums and squares are finite too; None if there is none."""
     value = metrics.get(name)
-    return value if value is not None and isfinite(value) else None
+    return value if value is not None and abs(value) < _MOST else None
 
 
 def _shown(name: str, value: float) -> str:

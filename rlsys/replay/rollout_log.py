@@ -10,13 +10,14 @@ them again (`assigned`, `columns`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
 from math import nan
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, TypeAlias, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import orjson
 
@@ -210,7 +211,8 @@ def decoder_of(hint: object) -> Callable[[Any], Any]:
     """Decoder from parsed JSON to values of a type.
 
     Of an object, only the fields of the dataclass are read: `orjson` also writes cached properties. A field that a file
-    of an older version lacks takes its default. Null is NaN where the type is `float`.
+    of an older version lacks takes its default. Null is NaN where the type is `float`. Raises `TypeError` for another
+    kind of value than a number, text or truth value that the type says.
     """
     origin, arguments = get_origin(hint), get_args(hint)
     if isinstance(hint, type) and is_dataclass(hint):
@@ -219,16 +221,29 @@ def decoder_of(hint: object) -> Callable[[Any], Any]:
         return lambda f: hint(**{name: decode(f[name]) for name, decode in decoders.items() if name in f})
     if origin is tuple:
         each = decoder_of(arguments[0])
-        return tuple if each is _as_is else lambda items: tuple(map(each, items))
+        kinds = _kinds_of(arguments[0])
+        return (lambda items: tuple(_checked(items, kinds))) if kinds else lambda items: tuple(map(each, items))
     if origin is Mapping:
         each = decoder_of(arguments[1])
         return lambda items: {name: each(value) for name, value in items.items()}
     if any(get_origin(form) is tuple for form in arguments):
         return lambda value: tuple(value) if isinstance(value, list) else value
     if hint is float:
-        return lambda value: nan if value is None else value
-    return hint if isinstance(hint, type) and issubclass(hint, Enum) else _as_is
+        return lambda value: nan if value is None else _checked((value,), {int, float})[0]
+    if kinds := _kinds_of(hint):
+        return lambda value: _checked((value,), kinds)[0]
+    return hint if isinstance(hint, type) and issubclass(hint, Enum) else lambda value: value
 
 
-def _as_is(value: Record) -> Record:
-    return value
+def _kinds_of(hint: object) -> Set[type]:
+    """Types of the JSON values of a plain type, or union of them. Empty for others, and for `float`: it may be null."""
+    kinds = set(get_args(hint)) if get_origin(hint) in (Union, UnionType) else {hint}
+    if hint is float or not kinds <= {int, str, bool, float, NoneType}:
+        return set()
+    return cast("Set[type]", kinds | {int} if float in kinds else kinds)
+
+
+def _checked(values: Sequence[Any], kinds: Set[type]) -> Sequence[Any]:
+    if not set(map(type, values)) <= kinds:
+        raise TypeError(f"a value should be {' or '.join(sorted(kind.__name__ for kind in kinds))}")
+    return values

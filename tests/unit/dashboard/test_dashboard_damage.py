@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
@@ -66,9 +67,20 @@ def test_questions_about_damaged_runs_are_answered_or_refused(whole: Path, tmp_p
 def test_an_odd_value_of_a_configuration_is_shown(whole: Path, tmp_path: Path, value: str) -> None:
     for name, seed in (("a", value), ("b", "1")):
         shutil.copytree(whole, tmp_path / name)
-        (tmp_path / name / "config.resolved.yaml").write_text(f"run:\n  seed: {seed}\n")
+        (tmp_path / name / "config.resolved.yaml").write_text(f"run:\n  seed: {seed}\nmodel:\n  path: {seed}\n")
     readings = Readings(tmp_path)
     assert all(Answer(answer).body for answer in (readings.run("a"), readings.compare(["a", "b"])))
+
+
+@pytest.mark.parametrize("value", ["1e308", "-1e308"])
+def test_a_run_with_enormous_metrics_is_shown(whole: Path, tmp_path: Path, value: str) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    events = tmp_path / "run" / "events.jsonl"
+    events.write_bytes(
+        re.sub(rb'("metrics":\{.*?"gac/cosine":)[^,}]+', rb"\g<1>" + value.encode(), events.read_bytes())
+    )
+    assert value.encode() in events.read_bytes()
+    assert Answer(Readings(tmp_path).run("run")).body
 
 
 def read_damaged(whole: Path, folder: Path, random: Random) -> None:

@@ -257,3 +257,10 @@ def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
         lines.write('{"group": {}, "episodes": []}\n')
     with pytest.raises(DataError, match=rf"{path}:2: not a record of this version"):
         read_groups(path)
+
+
+@pytest.mark.parametrize(("name", "value"), [("step", "1"), ("group_id", None), ("replica", 3), ("step", True)])
+def test_a_field_of_another_kind_is_refused(name: str, value: object) -> None:
+    row = orjson.loads(FORMAT_1)
+    with pytest.raises(DataError, match="should be"):
+        rollout_of(orjson.dumps({**row, name: value}))
