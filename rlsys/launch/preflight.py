@@ -173,13 +173,13 @@ def start_of(config: Config) -> Start:
         raise CheckpointError(f"run.resume is must, and {run} has no complete checkpoint")
     if resume in ("auto", "must"):
         return own
-    if own.checkpoint is not None:
-        return own
     is_url = "://" in resume
+    if is_url and own.checkpoint is not None:
+        return own  # the other need not be fetched again
     other = _fetched(f"{resume.rstrip('/')}/checkpoints", run) if is_url else _newest_in(Path(resume))
     if other.checkpoint is None:
         raise CheckpointError(f"run.resume: {resume} has no complete checkpoint")
-    return other
+    return other if own.checkpoint is None else own
 
 
 def may_fetch(config: Config) -> bool:
