@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from reprlib import Repr
 from typing import Any, TypeAlias
 
 from rlsys.dashboard.folders import CONFIG, RunFolder
@@ -12,6 +13,9 @@ from rlsys.dashboard.responses import Difference
 from rlsys.util.leaves import leaves
 
 _Tree: TypeAlias = Mapping[str, Any]
+
+_BRIEF = Repr()
+_BRIEF.maxlevel, _BRIEF.maxlist, _BRIEF.maxdict, _BRIEF.maxstring, _BRIEF.maxother = 3, 100, 100, 1000, 100
 
 _SECTION = re.compile(r"^(?=\w+:)", re.MULTILINE)
 """Beginning of a section, in YAML with one key per line as runs write it."""
@@ -93,7 +97,8 @@ def _shown(config: RunConfig, key: str) -> str | None:
 
 
 def _text(value: object) -> str:
+    """Value as text. Of lists and mappings, a bounded part: aliases of foreign YAML can make them enormous."""
     try:
-        return str(value)
+        return _BRIEF.repr(value) if isinstance(value, Collection) and not isinstance(value, str) else str(value)
     except ValueError:  # foreign YAML: a number of more than 4300 digits
         return "a number too long to show"

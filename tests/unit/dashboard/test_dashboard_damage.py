@@ -72,6 +72,15 @@ def test_an_odd_value_of_a_configuration_is_shown(whole: Path, tmp_path: Path, v
     assert all(Answer(answer).body for answer in (readings.run("a"), readings.compare(["a", "b"])))
 
 
+def test_aliases_that_grow_without_bound_are_shown_in_part(whole: Path, tmp_path: Path) -> None:
+    grown = ", ".join(f"a{i}: &a{i} [{', '.join(8 * [f'*a{i - 1}' if i else 'x'])}]" for i in range(20))
+    for name in "ab":
+        shutil.copytree(whole, tmp_path / name)
+        (tmp_path / name / "config.resolved.yaml").write_text(f"run: {{name: {name}, {grown}}}\n")
+    readings = Readings(tmp_path)
+    assert all(Answer(answer).body for answer in (readings.run("a"), readings.compare(["a", "b"])))
+
+
 @pytest.mark.parametrize("value", ["1e308", "-1e308"])
 def test_a_run_with_enormous_metrics_is_shown(whole: Path, tmp_path: Path, value: str) -> None:
     shutil.copytree(whole, tmp_path / "run")
