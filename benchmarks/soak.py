@@ -50,9 +50,14 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # daemons whose parent ends stay our descendants
     before = _shared_memory()
     with tempfile.TemporaryDirectory(prefix="soak_") as name:
-        keys = ("algorithm.kl_coef=0.01", "asynchrony.max_staleness=2", "eval.every=50", "checkpoint.every=25")
+        keys = ("ray.address=local", "algorithm.kl_coef=0.01", "asynchrony.max_staleness=2", "eval.every=50")
         command = train_command(
-            sorter(arguments.size), Path(name), *keys, f"run.steps={steps}", f"train.groups_per_step={GROUPS_PER_STEP}"
+            sorter(arguments.size),
+            Path(name),
+            *keys,
+            "checkpoint.every=25",
+            f"run.steps={steps}",
+            f"train.groups_per_step={GROUPS_PER_STEP}",
         )
         run = DisturbedRun(command, Path(name) / "run")
         began = time.monotonic()

@@ -38,7 +38,7 @@ def _problem(program: str, readable: tuple[str, ...]) -> str:
     """Try it once in this process, with every option that a program gets; empty if it works."""
     with Path(os.devnull).open("rb") as nothing:
         number = nothing.fileno()
-        wrapped = command(program, folder="/tmp", main=number, readable=readable, num_bytes=1 << 20)
+        wrapped = command(program, folder="/tmp/rlsys-trial/home", main=number, readable=readable, num_bytes=1 << 20)
         trial = [*wrapped, sys.executable, "-I", "-S", "-c", ""]
         try:
             ran = subprocess.run(trial, pass_fds=[number], capture_output=True, timeout=_TRIAL_S, check=False)

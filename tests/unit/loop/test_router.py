@@ -231,7 +231,7 @@ class Actor:
         async def remote(*arguments: object) -> dict[str, Acknowledged]:
             return {}
 
-    setup = dump_stacks = call
+    setup = dump_stacks = __ray_ready__ = call
 
 
 class Told(RolloutPool):
