@@ -12,7 +12,7 @@ import pytest
 from rlsys.data.task_file import load_tasks
 from rlsys.data.task_source import TaskSource
 from rlsys.loop.build_driver import build_driver
-from rlsys.monitoring.events import Event, Events, RolledBack, StepDone, WeightsPublished, WorkerRestarted
+from rlsys.monitoring.events import Event, Events, RolledBack, WeightsPublished, WorkerRestarted
 from rlsys.testing import EventRecorder
 from tests.jobs import config_of
 from tests.processes import kill_worker
@@ -23,14 +23,14 @@ KEYS = ["train.ranks=2", "algorithm.kl_coef=0.1", "asynchrony.max_staleness=0", 
 
 @dataclass
 class Killer:
-    """Kills a process when a step is done."""
+    """Kills a process when the weights of a version have arrived."""
 
     kinds: Mapping[int, str]
-    """Kind of process by step."""
+    """Kind of process by version."""
     killed: list[str] = field(default_factory=list)
 
     def handle(self, event: Event, time_s: float) -> None:
-        if isinstance(event, StepDone) and (kind := self.kinds.get(event.step)) and kind not in self.killed:
+        if isinstance(event, WeightsPublished) and (kind := self.kinds.get(event.version)) and kind not in self.killed:
             self.killed.append(kind)
             kill_worker(kind)
 
