@@ -61,7 +61,7 @@ def marks_of(command: Sequence[str], env: Mapping[str, str], metrics: Path, step
     Waits for rows by polling, because neither peer can notify us; a poll misses a step's end by at most `POLL_S`.
     Raises `RuntimeError` with the end of its output if the command fails.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # daemons whose parent ends: their CPU time counts
+    adopt_orphans()  # their CPU time counts
     metrics.parent.mkdir(parents=True, exist_ok=True)
     log_path = metrics.with_suffix(".log")
     marks: list[Mark] = []
@@ -78,6 +78,11 @@ def marks_of(command: Sequence[str], env: Mapping[str, str], metrics: Path, step
         tail = "\n".join(log_path.read_text().splitlines()[-20:])
         raise RuntimeError(f"{' '.join(command)}: exit code {process.returncode} after {len(marks)} marks\n{tail}")
     return marks
+
+
+def adopt_orphans() -> None:
+    """Let descendants whose parent ends become children of this process."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def parser_of(description: str | None, *, quick: str = "") -> argparse.ArgumentParser:

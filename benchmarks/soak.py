@@ -11,7 +11,6 @@ of the run that live after it, and its files in /dev/shm, which is shared: run n
 
 from __future__ import annotations
 
-import ctypes
 import shutil
 import signal
 import tempfile
@@ -25,7 +24,7 @@ from statistics import median
 import psutil
 
 from benchmarks.disturbed_run import DisturbedRun, is_step
-from benchmarks.measure import parser_of, print_result, progress, sorter, train_command
+from benchmarks.measure import adopt_orphans, parser_of, print_result, progress, sorter, train_command
 
 GROUPS = {"full": 20_000, "quick": 4_000, "short": 256}
 GROUPS_PER_STEP = 32
@@ -36,7 +35,6 @@ GROWTH = 1.05
 SLACK = 2
 """Growth that is none: counts differ between two moments."""
 SHM = Path("/dev/shm")
-_PR_SET_CHILD_SUBREAPER = 36
 
 Sample = Mapping[str, float]
 
@@ -47,7 +45,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int)
     arguments = parser.parse_args()
     steps = -(-(arguments.groups or GROUPS[arguments.size]) // GROUPS_PER_STEP)
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # daemons whose parent ends stay our descendants
+    adopt_orphans()
     before = _shared_memory()
     with tempfile.TemporaryDirectory(prefix="soak_") as name:
         keys = ("ray.address=local", "algorithm.kl_coef=0.01", "asynchrony.max_staleness=2", "eval.every=50")

@@ -172,8 +172,8 @@ class TrainSection(Section):
     micro_batch_tokens: PositiveInt = 8192
     """Most tokens of one forward and backward pass; shared prompts count once. Bounds memory, changes no gradient."""
     activation_checkpointing: ActivationCheckpointing = "none"
-    """What a decoder layer computes again for its backward, instead of keeping it: `none`; `selective`: all but the
-    results of matrix products and of attention; `full`: everything. Saves memory for time, changes no gradient."""
+    """Activations that a decoder layer computes again for its backward, instead of keeping them: `none`; `selective`:
+    all but the results of matrix products and of attention; `full`: all. Saves memory for time, changes no gradient."""
     threads: PositiveInt = 1
     """CPU threads of one rank."""
     num_cpus: NonNegativeFloat = 1.0

@@ -122,7 +122,7 @@ class Driver:
     _restored: PolicyVersion = field(default=0, init=False)
     """Version of the weights that this session began with, or went back to."""
     _origin: Path | DriverState | None = field(default=None, init=False)
-    """Where this session began: its checkpoint, or the state of a new run."""
+    """Beginning of this session: its checkpoint, or the state of a new run."""
     _saving: asyncio.Task[None] | None = field(default=None, init=False)
     """Writing of the newest checkpoint."""
     _filling: list[asyncio.Task[None]] = field(default_factory=list, init=False)

@@ -227,7 +227,7 @@ def totals() -> Mapping[str, float]:
 
 
 def short_of(needs: Iterable[Resources], have: Mapping[str, float]) -> set[str]:
-    """What a cluster that has so much has too little of for all these processes: CPU, GPU, both or neither."""
+    """Return the resources, CPU or GPU, of which a cluster with `have` has too little for all of `needs` together."""
     needed = Counter[str]()
     for need in needs:
         needed.update({"CPU": need.num_cpus, "GPU": need.num_gpus})

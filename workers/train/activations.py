@@ -1,4 +1,4 @@
-"""What a forward keeps for its backward: activation checkpointing, and the cache of shared prompts.
+"""Memory of a forward for its backward: activation checkpointing, and the cache of shared prompts.
 
 The cache differs from the one of the Transformers library in that a layer may be run twice with it, as activation
 checkpointing does: a pass over prompts hands each layer's keys and values on, a pass over completions only reads them,
@@ -35,7 +35,7 @@ def decoder_layers(root: nn.Module) -> list[nn.Module]:
 
 
 def checkpoint_layers(root: nn.Module, how: ActivationCheckpointing) -> None:
-    """Let each decoder layer of `root` compute activations again in its backward. Call it before `fully_shard`."""
+    """Let each decoder layer of `root` compute activations again in its backward. Must precede `fully_shard`."""
     if how == "none":
         return
     contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if how == "selective" else {}

@@ -1,4 +1,4 @@
-"""What a running program uses, as the process that started it can see."""
+"""Counts of what a running program uses, as the process that started it can see them."""
 
 from __future__ import annotations
 
