@@ -44,9 +44,15 @@ def trained_logprobs(
 
     At most `max_logits` logits are alive at once, or those of one token. Raises `ModelError`, see `hidden_states`.
     """
-    hidden_NH = hidden_states(model, micro_batch)
     tokens_N = micro_batch.completions_ST.flatten()[micro_batch.trained_N]
     head = cast("nn.Linear", model.get_output_embeddings())
+    return token_logprobs(head, hidden_states(model, micro_batch), tokens_N, temperature, max_logits=max_logits)
+
+
+def token_logprobs(
+    head: nn.Linear, hidden_NH: Tensor, tokens_N: Tensor, temperature: float, *, max_logits: int
+) -> tuple[Tensor, Tensor]:
+    """`(logprobs_N, entropy_N)` of tokens after these hidden states, chunk by chunk; see `trained_logprobs`."""
     rows = max(1, max_logits // head.out_features)
     chunked = zip(hidden_NH.split(rows), tokens_N.split(rows), strict=True)
     if len(tokens_N) <= rows or not torch.is_grad_enabled():
