@@ -39,6 +39,8 @@ class ModelSizes:
     """All parameters."""
     largest_layer: int
     """Parameters of the largest decoder layer."""
+    largest_matrix: int
+    """Elements of the largest parameter of a decoder layer, whose gradient `StepBytes.layers` includes."""
     outside: int
     """Parameters outside of the decoder layers: embeddings, the last norm, the output matrix."""
     untied_head: int
@@ -152,12 +154,13 @@ def _buffers(sizes: ModelSizes, shards: int, value_bytes: int) -> _Buffers:
         return _Buffers()
     outside, layer, head = (value_bytes * n for n in (sizes.outside, sizes.largest_layer, sizes.untied_head))
     in_flight = layer if shards > 1 else 0  # one rank copies its weights without an all-gather
+    gradients = layer - value_bytes * sizes.largest_matrix
     layer_input, root_input = MASTER_BYTES * sizes.largest_layer, MASTER_BYTES * sizes.outside
     kept = outside + in_flight
     scattered = 1 / shards if shards > 1 else 2  # one rank copies the input twice
     return _Buffers(
         logits=kept,
-        layers=kept + head + in_flight + max(2 * layer + layer_input, round(layer_input * (1 + scattered))),
+        layers=kept + head + in_flight + max(layer + gradients + layer_input, round(layer_input * (1 + scattered))),
         embeddings=kept + head + layer_input,
         end=in_flight + max(outside + root_input, round(root_input * (1 + scattered))),
     )

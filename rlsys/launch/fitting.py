@@ -318,8 +318,7 @@ class MemoryPlanner:
             remark=self._sequences(settings, memory) if len(own) == 1 else "",
         )
         if _engine(config) == "vllm" and one.limit is not None:
-            share = min(1.0, one.num_gpus / one.num_devices)
-            one = replace(one, limit=round(self._gpus.memory * min(share, self._share(config, len(own)) * len(own))))
+            one = replace(one, limit=round(self._gpus.memory * min(1.0, self._share(config, len(own)) * len(own))))
         if not config.eval.every:
             return (one,)
         return one, replace(one, name="evaluation", count=config.eval.replicas, remark="")

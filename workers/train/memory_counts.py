@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlsys.config.memory_plan import ForwardBytes, LinearBytes, ModelSizes, StepBytes
 from rlsys.errors import ModelError
 from workers.train.activations import checkpoint_layers, decoder_layers
-from workers.train.logprobs import MAX_LOGITS, token_logprobs
+from workers.train.logprobs import MAX_LOGITS, row_states, token_logprobs
 from workers.train.model_loading import check_exists
+from workers.train.row_attention import AttentionRow, Block
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -32,26 +33,19 @@ if TYPE_CHECKING:
 
 Dtype: TypeAlias = Literal["float32", "bfloat16"]
 META = torch.device("meta")
-COUNTED_ATTENTION = "rlsys_counted"
 FEWEST = 64
 """Positions of the smallest micro-batch that is counted: fewer than these do not show the slope."""
 
 
-def counted_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """Causal attention that keeps no matrix of positions by positions, as flash attention does; on the meta device."""
-    output, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True, scale=scaling)
-    return output.transpose(1, 2).contiguous(), None
+class OneRun(AttentionRow):
+    """Row of one sample. Sliding windows are ignored, so that no tensor but those of the model is needed."""
 
+    def __init__(self, num_positions: int) -> None:
+        whole = slice(0, num_positions)
+        self._one = [Block(whole, whole, is_causal=True)]
 
-AttentionInterface.register(COUNTED_ATTENTION, counted_attention)
+    def blocks(self, window: int | None) -> list[Block]:
+        return self._one
 
 
 class LiveBytes(TorchDispatchMode):
@@ -144,9 +138,7 @@ class CountedModel:
             if getattr(text, "layer_types", None) is not None:
                 text.layer_types = text.layer_types[:depth]
         with META:
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=getattr(torch, dtype), trust_remote_code=False, attn_implementation=COUNTED_ATTENTION
-            )
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
         return model.eval()
 
 
@@ -169,9 +161,10 @@ def _sizes(model: PreTrainedModel) -> ModelSizes:
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None:
         raise ValueError("it has no output matrix")
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(model)]
-    if not layers:
+    numbers = [[p.numel() for p in layer.parameters()] for layer in decoder_layers(model)]
+    if not numbers:
         raise ValueError("its decoder layers are not known")
+    layers = [*map(sum, numbers)]
     total = sum(p.numel() for p in model.parameters())
     matrix = head.get_parameter("weight")
     is_tied = matrix is embeddings.get_parameter("weight")
@@ -180,6 +173,7 @@ def _sizes(model: PreTrainedModel) -> ModelSizes:
     return ModelSizes(
         parameters=total,
         largest_layer=max(layers),
+        largest_matrix=max(map(max, numbers)),
         outside=total - sum(layers),
         untied_head=0 if is_tied else matrix.numel(),
         vocabulary=len(matrix),
@@ -223,9 +217,8 @@ def _count_forward(model: PreTrainedModel, positions: int) -> list[int]:
 
 def _hidden(model: PreTrainedModel, positions: int) -> Tensor:
     """Hidden states of one row of so many tokens, each of which is trained."""
-    ids = torch.zeros(1, positions, dtype=torch.int64, device=META)
-    hidden_1TH = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    return hidden_1TH.flatten(0, 1).index_select(0, torch.arange(positions, device=META))
+    indices_R = torch.arange(positions, device=META)
+    return row_states(model, indices_R, indices_R, OneRun(positions)).index_select(0, indices_R)
 
 
 def _logprobs(model: PreTrainedModel, hidden_NH: Tensor) -> Tensor:
