@@ -1,10 +1,17 @@
-"""Memory and time of a forward and backward with activation checkpointing, against one without.
+"""Memory and time of training: activation checkpointing, packed rows against padded matrices, and a bare loop.
 
     python -m benchmarks.trainer [--quick | --short]
 
-A model with SmolLM2-135M's sizes and random weights, in fp32 on one thread, and one micro-batch of groups that share a
-prompt. `peak_mb` counts the bytes of tensors that are alive at once, beyond weights and gradients; `seconds` are CPU
-time. Every measurement has a fresh process. Ratios are those of runs that follow each other.
+A model with SmolLM2-135M's sizes and random weights, in fp32 on one thread; `seconds` are CPU time. Every measurement
+has a fresh process. Ratios are those of runs that follow each other.
+
+| figure | meaning |
+| --- | --- |
+| `checkpointing`, `over_none` | one micro-batch of samples with one prompt, by the way of activation checkpointing |
+| `peak_mb` | bytes of tensors that are alive at once, beyond weights and gradients |
+| `positions` | positions of planned rows per distinct token, by mean and sigma of log-normal lengths of completions |
+| `packed_over_padded` | speed of forward and backward over the same samples: rows over padded matrices |
+| `over_bare` | speed of a training step over that of a loop in PyTorch on the same rows |
 """
 
 from __future__ import annotations
@@ -14,6 +21,7 @@ from collections.abc import Callable
 from typing import get_args
 
 from benchmarks.measure import Size, in_fresh_process, in_turn, parser_of, print_result, ratios, spreads
+from benchmarks.packed_rows import positions_per_token
 from rlsys.config.schema import ActivationCheckpointing
 
 REPEATS = {"full": 5, "quick": 1, "short": 1}
@@ -32,7 +40,25 @@ def main() -> None:
     runs = in_turn(REPEATS[size], get_args(ActivationCheckpointing), run)
     over = {how: {what: ratios(each, runs["none"], what) for what in each[0]} for how, each in runs.items()}
     figures = {how: spreads(each) for how, each in runs.items()}
-    print_result({"checkpointing": figures, "over_none": over, "positions": POSITIONS[size]})
+    small = (1, 2) if size == "short" else (4, 30)
+    ways = {"forward": ("packed", "padded"), "step": ("rlsys", "bare")}
+    speeds: dict[str, dict[str, float | int]] = {}
+    for what, both in ways.items():
+        function = f"benchmarks.packed_rows:{what}_seconds"
+        timed = in_turn(
+            REPEATS[size], both, lambda repeat, who, f=function: {"s": in_fresh_process(f, who, *small, 1 + repeat)}
+        )
+        own, other = (timed[who] for who in both)
+        speeds[what] = ratios(other, own, "s")
+    print_result(
+        {
+            "checkpointing": figures,
+            "over_none": over,
+            "positions": positions_per_token(),
+            "packed_over_padded": speeds["forward"],
+            "over_bare": speeds["step"],
+        }
+    )
 
 
 def measure(how: ActivationCheckpointing, num_positions: int, num_layers: int) -> dict[str, float]:
