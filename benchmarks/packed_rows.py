@@ -53,7 +53,7 @@ def forward_seconds(how: Literal["packed", "padded"], num_groups: int, num_layer
     from workers.train.logprobs import trained_logprobs
 
     torch.set_num_threads(1)
-    model, rng = _model(num_layers), random.Random(seed)
+    model, rng = random_model(num_layers), random.Random(seed)
     samples = [sample for _ in range(num_groups) for sample in _samples(rng, *SMALL_MIX)]
     began = time.process_time()
     if how == "packed":
@@ -88,13 +88,13 @@ def step_seconds(who: Literal["rlsys", "bare"], num_groups: int, num_layers: int
     (plan,) = _plan(payloads, 1, SMALL_MICRO_BATCH)
     algorithm = GRPO()
     with tempfile.TemporaryDirectory() as folder:
-        _model(num_layers).save_pretrained(folder)
+        random_model(num_layers).save_pretrained(folder)
         if who == "rlsys":
             trainer = FsdpBackend(folder, OptimizerSettings(lr=1e-5, total_steps=9), RankGroup())
             began = time.process_time()
             trainer.train_step(plan, StepData(payloads, [{}] * num_groups), algorithm, temperature=1.0)
             return time.process_time() - began
-        model = _model(num_layers).eval()
+        model = random_model(num_layers).eval()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=True)
         data, began = StepData(payloads, [{}] * num_groups), time.process_time()
         for micro_batch in plan.micro_batches:
@@ -109,7 +109,7 @@ def step_seconds(who: Literal["rlsys", "bare"], num_groups: int, num_layers: int
         return time.process_time() - began
 
 
-def _model(num_layers: int) -> LlamaForCausalLM:
+def random_model(num_layers: int) -> LlamaForCausalLM:
     """Build a model with SmolLM2-135M's sizes and random weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
