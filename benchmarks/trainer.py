@@ -1,56 +1,46 @@
-"""Memory and time of a forward and backward with activation checkpointing, against one without; planned memory.
+"""Memory and time of training: activation checkpointing, packed rows against padded matrices, and a bare loop.
 
     python -m benchmarks.trainer [--quick | --short]
 
-A model with SmolLM2-135M's sizes and random weights, in fp32 on one thread, and one micro-batch of groups that share a
-prompt. `peak_mb` counts the bytes of tensors that are alive at once, beyond weights and gradients; `seconds` are CPU
-time. Every measurement has a fresh process. Ratios are those of runs that follow each other.
+A model with SmolLM2-135M's sizes and random weights, in fp32 on one thread; `seconds` are CPU time. Every measurement
+has a fresh process. Ratios are those of runs that follow each other.
 
-`plan_error` compares `rlsys plan` with a measured step of a rank: backward of a second micro-batch and the update. It is
-(planned - measured) / measured, of all memory (`total`) and of what comes on top of weights, gradients and moments
-(`beyond_state`).
+| figure | meaning |
+| --- | --- |
+| `checkpointing`, `over_none` | one micro-batch of samples with one prompt, by the way of activation checkpointing |
+| `peak_mb` | bytes of tensors that are alive at once, beyond weights and gradients |
+| `positions` | positions of planned rows per distinct token, by mean and sigma of log-normal lengths of completions |
+| `packed_over_padded` | speed of forward and backward over the same samples: rows over padded matrices |
+| `over_bare` | speed of a training step over that of a loop in PyTorch on the same rows |
+| `plan_error` | (planned - measured) / measured memory of a rank, in all and beyond weights, gradients and moments |
+| `load_peak_over_shard` | peak memory of one of four ranks that loads bfloat16 files to fp32 shards, over the bytes of |
+| | its shards and of the largest tensor |
 """
 
 from __future__ import annotations
 
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from itertools import product
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Event, Thread
+from typing import TYPE_CHECKING, get_args
 
-from benchmarks.measure import Size, in_fresh_process, in_turn, parser_of, print_result, progress, ratios, spreads
+from benchmarks.measure import Size, in_fresh_process, in_turn, parser_of, print_result, ratios, spreads
+from benchmarks.packed_rows import positions_per_token, random_model
+from benchmarks.planned_memory import plan_errors
 from rlsys.config.schema import ActivationCheckpointing
 
 if TYPE_CHECKING:
-    from rlsys.batch.tensors import MicroBatch
-
-Dtype: TypeAlias = Literal["float32", "bfloat16"]
+    from transformers import PreTrainedModel
 
 REPEATS = {"full": 5, "quick": 1, "short": 1}
 POSITIONS = {"full": 2048, "quick": 2048, "short": 64}
-PLAN_POSITIONS = {"full": 1024, "quick": 1024, "short": 64}
 GROUP_SIZE = 8
 PROMPT = 64
-
-SMOLLM2: dict[str, Any] = {
-    "vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1_536, "num_hidden_layers": 30,
-    "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
-}  # fmt: skip
-SMALL: dict[str, Any] = {
-    "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 4_096, "tie_word_embeddings": False,
-}  # fmt: skip
-MODELS: dict[str, dict[str, Any]] = {
-    "qwen3": {"model_type": "qwen3", **SMALL},
-    "smollm2": {"model_type": "llama", **SMOLLM2},
-    "qwen3_moe": {
-        "model_type": "qwen3_moe", **SMALL, "moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4,
-    },
-}  # fmt: skip
-PLANNED = tuple(MODELS)
-LAYOUTS: tuple[tuple[int, Dtype], ...] = ((1, "float32"), (2, "bfloat16"))
+LOADING_RANKS = 4
 
 
 def main() -> None:
@@ -58,38 +48,57 @@ def main() -> None:
     size: Size = parser_of(__doc__, quick="one repeat instead of five").parse_args().size
 
     def run(_: int, how: str) -> dict[str, float]:
-        return in_fresh_process("benchmarks.trainer:measure", how, POSITIONS[size], 2 if size == "short" else 30)
+        return in_fresh_process("benchmarks.trainer:measure", how, POSITIONS[size], num_layers)
 
+    num_layers = 2 if size == "short" else 30
     runs = in_turn(REPEATS[size], get_args(ActivationCheckpointing), run)
     over = {how: {what: ratios(each, runs["none"], what) for what in each[0]} for how, each in runs.items()}
     figures = {how: spreads(each) for how, each in runs.items()}
-    errors = {}
-    for model, (num_ranks, dtype), how in product(
-        PLANNED[:1] if size == "short" else PLANNED, LAYOUTS, ("none", "full")
-    ):
-        case = f"{model}, {num_ranks} x {dtype}, {how}"
-        errors[case] = in_fresh_process(
-            "benchmarks.trainer:plan_error", model, num_ranks, dtype, how, PLAN_POSITIONS[size]
+    small = (1, 2) if size == "short" else (4, 30)
+    ways = {"forward": ("packed", "padded"), "step": ("rlsys", "bare")}
+    speeds: dict[str, dict[str, float | int]] = {}
+    for what, both in ways.items():
+        function = f"benchmarks.packed_rows:{what}_seconds"
+        timed = in_turn(
+            REPEATS[size], both, lambda repeat, who, f=function: {"s": in_fresh_process(f, who, *small, 1 + repeat)}
         )
-        progress(f"{case}: {errors[case]}")
-    print_result({"checkpointing": figures, "over_none": over, "positions": POSITIONS[size], "plan_error": errors})
+        own, other = (timed[who] for who in both)
+        speeds[what] = ratios(other, own, "s")
+    print_result(
+        {
+            "checkpointing": figures,
+            "over_none": over,
+            "positions": positions_per_token(),
+            "packed_over_padded": speeds["forward"],
+            "over_bare": speeds["step"],
+            "plan_error": plan_errors(size),
+            "load_peak_over_shard": in_fresh_process("benchmarks.trainer:measure_load", num_layers),
+        }
+    )
 
 
 def measure(how: ActivationCheckpointing, num_positions: int, num_layers: int) -> dict[str, float]:
     """Return `peak_mb` and `seconds` of one forward and backward over so many completion tokens."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
+    from rlsys.batch.samples import Sample
+    from rlsys.batch.tensors import MicroBatch
+    from rlsys.types import VersionSpan
     from workers.train.activations import checkpoint_layers
     from workers.train.logprobs import trained_logprobs
 
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SMOLLM2 | {"num_hidden_layers": num_layers})).eval()
+    model = random_model(num_layers).eval()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     checkpoint_layers(model, how)
-    batch, seconds = _group(num_positions), []
+    length = num_positions // GROUP_SIZE
+    versions = (VersionSpan(0, length),)
+    samples = [
+        Sample(tuple(range(PROMPT)), tuple(range(i, i + length)), (True,) * length, (0.0,) * length, versions)
+        for i in range(GROUP_SIZE)
+    ]
+    batch, seconds = MicroBatch.of(samples), []
 
     def step() -> None:
         began = time.process_time()
@@ -100,79 +109,66 @@ def measure(how: ActivationCheckpointing, num_positions: int, num_layers: int) -
     return {"peak_mb": peak / 2**20, "seconds": seconds[0]}
 
 
-def _group(num_positions: int, prompt: int = PROMPT) -> MicroBatch:
-    """Build the micro-batch of one group, with so many completion tokens that are all trained."""
-    from rlsys.batch.samples import Sample
-    from rlsys.batch.tensors import MicroBatch
-    from rlsys.types import VersionSpan
-
-    length = num_positions // GROUP_SIZE
-    versions = (VersionSpan(0, length),)
-    return MicroBatch.of(
-        [
-            Sample(tuple(range(prompt)), tuple(range(i, i + length)), (True,) * length, (0.0,) * length, versions)
-            for i in range(GROUP_SIZE)
-        ]
-    )
-
-
-def plan_error(
-    model: str, num_ranks: int, dtype: Dtype, how: ActivationCheckpointing, positions: int
-) -> dict[str, float]:
-    """Return the relative errors of the plan of one rank, `total` and `beyond_state`."""
-    import torch
-    from transformers import AutoConfig
-
-    from rlsys.config.memory_plan import rank_memory
-    from workers.train.memory_counts import CountedModel
+def measure_load(num_layers: int) -> float:
+    """Return `load_peak_over_shard`."""
     from workers.train.rank_group import in_processes
 
-    with tempfile.TemporaryDirectory(prefix="benchmark_") as folder:
-        AutoConfig.for_model(**MODELS[model]).save_pretrained(folder)
-        counted = CountedModel(folder)
-        step = counted.step(dtype, how, positions, has_head=True)
-        value_bytes = getattr(torch, dtype).itemsize
-        planned = rank_memory(counted.sizes, step, shards=num_ranks, positions=positions, value_bytes=value_bytes)
-        work = partial(_rank_step, folder, num_ranks, dtype, how, positions)
-        measured = in_processes(num_ranks, work, "measuring") if num_ranks > 1 else work(0, "")
-    state, beyond = measured["state"], measured["beyond_state"]
-    planned_state = planned.weights + planned.gradients + planned.optimizer
-    return {
-        "total": planned.total / (state + beyond) - 1,
-        "beyond_state": (planned.total - planned_state) / beyond - 1,
-        "measured_mb": (state + beyond) / 2**20,
-    }
+    with TemporaryDirectory() as folder:
+        random_model(num_layers).bfloat16().save_pretrained(folder)
+        return in_processes(LOADING_RANKS, partial(_load, folder), "loading")
 
 
-def _rank_step(
-    folder: str, num_ranks: int, dtype: Dtype, how: ActivationCheckpointing, positions: int, rank: int, address: str
-) -> dict[str, int]:
-    """Measure the second micro-batch and the update of one rank; return bytes."""
+def _load(path: str, rank: int, address: str) -> float:
+    """Load as one rank; return its peak over the bytes of its shards and of the largest tensor."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from torch.distributed.tensor import DTensor
 
+    from workers.train.layout import Layout
     from workers.train.logprobs import Scorer
-    from workers.train.optimizer import OptimizerSettings
+    from workers.train.model_loading import CPU, load_model, outline
     from workers.train.rank_group import RankGroup
-    from workers.train.sharded import Sharded
 
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
-    scorer, ranks = Scorer(model), RankGroup(rank, num_ranks, address=address)
-    settings = OptimizerSettings(lr=1e-5, total_steps=1)
-    sharded = Sharded(model, scorer, settings, ranks, dtype, activation_checkpointing=how)
-    batch = _group(positions, prompt=1)
+    ranks = RankGroup(rank, LOADING_RANKS, address=address)
 
-    def backward() -> torch.Tensor:
-        loss = -scorer(batch, 1.0)[0].mean()
-        loss.backward()
-        return loss.detach()
+    def lay_out(model: PreTrainedModel) -> None:
+        Layout(ranks, torch.float32, CPU).apply(Scorer(model))
 
-    backward()
-    beyond = peak_of(lambda: sharded.update(backward(), "an update", 0) and None)
-    weights = sum(shard.nbytes for shard in sharded.shards().values())
-    return {"state": 4 * weights, "beyond_state": beyond}  # weights, gradients and two moments
+    lay_out(outline(path))  # imports all that loading needs
+    with peak_memory() as peak:
+        model = load_model(path, torch.float32, CPU, lay_out)
+    weights = [weight.detach() for weight in model.parameters()]
+    shards = sum(weight.to_local().nbytes for weight in weights if isinstance(weight, DTensor))
+    ranks.close()
+    return peak() / (shards + max(weight.nbytes for weight in weights))
+
+
+@contextmanager
+def peak_memory() -> Iterator[Callable[[], int]]:
+    """Watch the process's anonymous memory; the result returns its peak in bytes beyond that at the start.
+
+    Pages of mapped files do not count: the kernel drops them when memory is short.
+    """
+    start, ended = anonymous_bytes(), Event()
+    found = [start]
+
+    def watch() -> None:
+        while not ended.wait(0.001):
+            found.append(max(found[-1], anonymous_bytes()))
+
+    watcher = Thread(target=watch)
+    watcher.start()
+    try:
+        yield lambda: found[-1] - start
+    finally:
+        ended.set()
+        watcher.join()
+
+
+def anonymous_bytes() -> int:
+    """Return the bytes of resident memory of this process that lie in no file."""
+    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    return (resident - shared) * 4096
 
 
 def peak_of(compute: Callable[[], None]) -> int:

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -21,6 +22,7 @@ from rlsys.config.schema import ActivationCheckpointing
 from rlsys.stabilizer import Stabilizer
 from rlsys.types import VersionSpan
 from rlsys.weight_sync.sync import Probe, TensorSpec
+from workers.train.layout import Layout
 from workers.train.logprobs import Scorer
 from workers.train.model_loading import CPU, load_model, load_tokenizer
 from workers.train.optimizer import OptimizerSettings
@@ -29,6 +31,24 @@ from workers.train.rank_metrics import Mismatch, StepMetrics
 from workers.train.sharded import Sharded
 from workers.train.step_data import Part, RankStep
 from workers.train.token_columns import TokenColumns
+
+
+class Policy(Scorer):
+    """The policy as one module, which also samples, token by token."""
+
+    @torch.no_grad()
+    def sample(self, length: int, *, seed: int = 0) -> tuple[int, ...]:
+        """Sample `length` tokens at temperature 1 after the model's first token (or token 0); deterministic."""
+        model, generator = self.model, torch.Generator().manual_seed(seed)
+        cache = DynamicCache(config=model.config)
+        first = model.config.get_text_config().bos_token_id
+        ids = [first if isinstance(first, int) else 0]
+        while len(ids) < length:
+            newest = torch.tensor([ids[-1:]], device=model.device)
+            logits_V = model(input_ids=newest, past_key_values=cache, use_cache=True).logits[0, -1]
+            probs_V = logits_V.float().softmax(-1).cpu()
+            ids.append(int(torch.multinomial(probs_V, 1, generator=generator)))
+        return tuple(ids)
 
 
 class FsdpBackend(Sharded):
@@ -45,16 +65,21 @@ class FsdpBackend(Sharded):
         probe_length: int = 0,
         activation_checkpointing: ActivationCheckpointing = "none",
     ) -> None:
-        """Load the whole model from `model_path` on every rank, then keep this rank's shard. Raises `ModelError`.
+        """Load this rank's shards of the model in `model_path`. Raises `ModelError`.
 
         `probe_length` is the number of tokens of a probe, 0 for none.
         """
-        self._model_path, self._model = model_path, load_model(model_path, torch.float32, device)
-        self._probe_ids = probe_tokens(self._model, probe_length) if probe_length else ()
-        self._scorer = Scorer(self._model)
-        super().__init__(
-            self._model, self._scorer, settings, ranks, dtype, activation_checkpointing=activation_checkpointing
-        )
+        layout = Layout(ranks, getattr(torch, dtype), device, activation_checkpointing)
+
+        def lay_out(model: PreTrainedModel) -> None:
+            self._scorer = Policy(model)
+            layout.apply(self._scorer)
+
+        self._model_path, self._model = model_path, load_model(model_path, torch.float32, device, lay_out)
+        super().__init__(self._model, self._scorer, settings, layout)
+        register_fsdp_forward_method(self._scorer, Policy.sample.__name__)
+        self._probe_ids = self._scorer.sample(probe_length) if probe_length else ()
+        self.reshard()
         self._kept: list[tuple[tuple[SampleRef, ...], LossInputs, Tensor, Tensor]] = []
         """Arguments of `TokenColumns.of` for each micro-batch of the last step: tensors stay on the device."""
 
@@ -160,18 +185,3 @@ class FsdpBackend(Sharded):
                 self._model.generation_config.save_pretrained(folder)
             save_torch_state_dict(weights, folder)
             load_tokenizer(self._model_path).save_pretrained(folder)
-
-
-@torch.inference_mode()
-def probe_tokens(model: PreTrainedModel, length: int, *, seed: int = 0) -> tuple[int, ...]:
-    """Sample `length` tokens at temperature 1 after the model's first token (or token 0); deterministic."""
-    generator = torch.Generator().manual_seed(seed)
-    cache = DynamicCache(config=model.config)
-    first = model.config.get_text_config().bos_token_id
-    ids = [first if isinstance(first, int) else 0]
-    while len(ids) < length:
-        newest = torch.tensor([ids[-1:]], device=model.device)
-        logits_V = model(input_ids=newest, past_key_values=cache, use_cache=True).logits[0, -1]
-        probs_V = logits_V.float().softmax(-1).cpu()
-        ids.append(int(torch.multinomial(probs_V, 1, generator=generator)))
-    return tuple(ids)

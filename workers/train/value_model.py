@@ -5,19 +5,20 @@ Shape suffixes: as in `rlsys.batch.tensors`, and `H` hidden size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rlsys.algorithm import Algorithm, Signal
 from rlsys.batch.packing import RankPlan
 from rlsys.batch.tensors import MicroBatch, StepData
 from rlsys.config.schema import ActivationCheckpointing
 from rlsys.errors import ModelError
+from workers.train.layout import Layout
 from workers.train.logprobs import hidden_states
-from workers.train.model_loading import CPU, load_tokenizer, on_device, pretrained
+from workers.train.model_loading import CPU, load_base_model, load_tokenizer
 from workers.train.optimizer import OptimizerSettings
 from workers.train.rank_group import RankGroup
 from workers.train.rank_metrics import StepMetrics
@@ -48,8 +49,7 @@ class ValueModel(nn.Module):
 
 def load_value_model(path: str, device: torch.device = CPU) -> ValueModel:
     """Load the initial critic from a causal language model, in fp32. Raises `ModelError`."""
-    loaded = pretrained(AutoModelForCausalLM, path, torch.float32, key="critic.path", what="causal language model")
-    return ValueModel(on_device(cast("PreTrainedModel", loaded.base_model), device)).to(device)
+    return ValueModel(load_base_model(path, torch.float32, device, key="critic.path")).to(device)
 
 
 def check_vocabulary(path: str, policy_path: str) -> None:
@@ -79,15 +79,15 @@ class CriticBackend(Sharded):
         device: torch.device = CPU,
         activation_checkpointing: ActivationCheckpointing = "none",
     ) -> None:
-        """Load the whole causal language model from `model_path` on every rank, then keep this rank's shard.
+        """Load this rank's shards of the causal language model in `model_path`. Raises `ModelError`."""
+        layout = Layout(ranks, getattr(torch, dtype), device, activation_checkpointing)
 
-        Raises `ModelError`.
-        """
-        self._model = load_value_model(model_path, device)
-        super().__init__(
-            self._model, self._model, settings, ranks, dtype,
-            activation_checkpointing=activation_checkpointing, in_float32=[self._model.head],
-        )  # fmt: skip
+        def lay_out(base: PreTrainedModel) -> None:
+            self._model = ValueModel(base)
+            layout.apply(self._model, in_float32=[self._model.head])
+
+        load_base_model(model_path, torch.float32, device, lay_out, key="critic.path")
+        super().__init__(self._model.to(device), self._model, settings, layout)
 
     def values(self, plan: RankPlan, data: StepData) -> StepColumn:
         """Value of the state before each trained token, for each of this rank's micro-batches."""
