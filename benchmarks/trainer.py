@@ -12,8 +12,8 @@ has a fresh process. Ratios are those of runs that follow each other.
 | `positions` | positions of planned rows per distinct token, by mean and sigma of log-normal lengths of completions |
 | `packed_over_padded` | speed of forward and backward over the same samples: rows over padded matrices |
 | `over_bare` | speed of a training step over that of a loop in PyTorch on the same rows |
-| `load_peak_over_shard` | peak memory of one of four ranks that loads bfloat16 files to fp32 shards, over the bytes of its |
-| | shards and of the largest tensor |
+| `load_peak_over_shard` | peak memory of one of four ranks that loads bfloat16 files to fp32 shards, over the |
+| | bytes of its shards and of the largest tensor |
 """
 
 from __future__ import annotations
