@@ -23,7 +23,7 @@ from rlsys.errors import ModelError
 from workers.train.activations import checkpoint_layers, decoder_layers
 from workers.train.logprobs import MAX_LOGITS, row_states, token_logprobs
 from workers.train.model_loading import check_exists
-from workers.train.row_attention import AttentionRow, AttentionBlock
+from workers.train.row_attention import AttentionBlock, AttentionRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
