@@ -12,9 +12,9 @@ has a fresh process. Ratios are those of runs that follow each other.
 | `positions` | positions of planned rows per distinct token, by mean and sigma of log-normal lengths of completions |
 | `packed_over_padded` | speed of forward and backward over the same samples: rows over padded matrices |
 | `over_bare` | speed of a training step over that of a loop in PyTorch on the same rows |
-| `plan_error` | (planned - measured) / measured memory of a rank, in all and beyond weights, gradients and moments |
-| `load_peak_over_shard` | peak memory of one of four ranks that loads bfloat16 files to fp32 shards, over the bytes of |
-| | its shards and of the largest tensor |
+| `plan_error` | memory of `rlsys plan` against that of a measured step, see `benchmarks.planned_memory` |
+| `load_peak_over_shard` | peak memory of one of four ranks that loads bfloat16 files to fp32 shards, over the |
+| | bytes of its shards and of the largest tensor |
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, get_args
 
 from benchmarks.measure import Size, in_fresh_process, in_turn, parser_of, print_result, ratios, spreads
 from benchmarks.packed_rows import positions_per_token, random_model
-from benchmarks.planned_memory import plan_errors
 from rlsys.config.schema import ActivationCheckpointing
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ def main() -> None:
             "positions": positions_per_token(),
             "packed_over_padded": speeds["forward"],
             "over_bare": speeds["step"],
-            "plan_error": plan_errors(size),
+            "plan_error": in_fresh_process("benchmarks.planned_memory:plan_errors", size),
             "load_peak_over_shard": in_fresh_process("benchmarks.trainer:measure_load", num_layers),
         }
     )
