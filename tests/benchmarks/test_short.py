@@ -45,7 +45,9 @@ KEYS = {
     "recovery": {"recovery_s", "step_s", "interrupt_s"},
     "relay": {"stall_over_memcpy", "flatness", "left_out", "rows"},
     "soak": {"broken", "left_behind", "growth", "last", "groups", "samples", "seconds"},
-    "trainer": {"checkpointing", "over_none", "positions", "load_peak_over_shard"},
+    "trainer": {
+        "checkpointing", "over_none", "positions", "load_peak_over_shard", "all_gathers", "reduce_scatters",
+    },
     "schedules": {"schedules", "seconds", "broken", "groups_issued_again", "largest_staleness"},
 }  # fmt: skip
 """Of the closing line, by benchmark."""
