@@ -180,6 +180,7 @@ def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
         num_ranks=train.ranks,
         optimizer=optimizer_settings(config),
         activation_checkpointing=train.activation_checkpointing,
+        gather_weights=train.gather_weights,
         algorithm=config.algorithm,
         stabilizer=config.stabilizer,
         temperature=config.rollout.temperature,
@@ -201,6 +202,7 @@ def start_critic(config: Config) -> CriticHandle:
         num_ranks=config.train.ranks,
         optimizer=critic_optimizer_settings(config),
         activation_checkpointing=config.train.activation_checkpointing,
+        gather_weights=config.train.gather_weights,
         algorithm=config.algorithm,
         resources=Resources(section.num_cpus, section.num_gpus, section.threads),
     )

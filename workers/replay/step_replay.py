@@ -142,17 +142,19 @@ class Models:
         self._config, self._ranks = job.config, ranks
         config, device = job.config, partial(job.device, rank=ranks.rank)
         path, dtype, signals = config.model.path, config.model.dtype, config.algorithm.signals
-        how = config.train.activation_checkpointing
+        how, often = config.train.activation_checkpointing, config.train.gather_weights
         self.policy = FsdpBackend(
-            path, optimizer_settings(config), ranks, dtype=dtype, device=device(POLICY), activation_checkpointing=how
-        )
+            path, optimizer_settings(config), ranks, dtype=dtype, device=device(POLICY),
+            activation_checkpointing=how, gather_weights=often,
+        )  # fmt: skip
         self._stabilizer = config.stabilizer.start(self.policy.shards()) if config.stabilizer else None
         self._critic = self._reference = None
         if Signal.VALUES in signals:
             own, settings = config.critic.path or path, critic_optimizer_settings(config)
             self._critic = CriticBackend(
-                own, settings, ranks, dtype=dtype, device=device(CRITIC), activation_checkpointing=how
-            )
+                own, settings, ranks, dtype=dtype, device=device(CRITIC),
+                activation_checkpointing=how, gather_weights=often,
+            )  # fmt: skip
         if Signal.REFERENCE_MISMATCHED in signals:
             temperature, max_tokens = config.rollout.temperature, config.train.micro_batch_tokens
             self._reference = ReferenceWorker(path, dtype, temperature, max_tokens, device(REFERENCE))

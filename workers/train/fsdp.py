@@ -18,7 +18,7 @@ from rlsys.algorithm import Algorithm, LossInputs
 from rlsys.batch.packing import RankPlan, SampleRef
 from rlsys.batch.samples import Sample
 from rlsys.batch.tensors import MicroBatch, StepData
-from rlsys.config.schema import ActivationCheckpointing
+from rlsys.config.schema import ActivationCheckpointing, GatherWeights
 from rlsys.stabilizer import Stabilizer
 from rlsys.types import VersionSpan
 from rlsys.weight_sync.sync import Probe, TensorSpec
@@ -64,12 +64,13 @@ class FsdpBackend(Sharded):
         device: torch.device = CPU,
         probe_length: int = 0,
         activation_checkpointing: ActivationCheckpointing = "none",
+        gather_weights: GatherWeights = "micro_batch",
     ) -> None:
         """Load this rank's shards of the model in `model_path`. Raises `ModelError`.
 
         `probe_length` is the number of tokens of a probe, 0 for none.
         """
-        layout = Layout(ranks, getattr(torch, dtype), device, activation_checkpointing)
+        layout = Layout(ranks, getattr(torch, dtype), device, activation_checkpointing, gather_weights)
 
         def lay_out(model: PreTrainedModel) -> None:
             self._scorer = Policy(model)

@@ -41,7 +41,7 @@ class Sharded:
 
         `layout` is applied to `root`.
         """
-        self._module, self._root, self._settings = module, root, settings
+        self._module, self._root, self._settings, self._layout = module, root, settings, layout
         self._ranks, self._device, self.dtype = layout.ranks, layout.device, layout.dtype
         self._optimizer = adamw(module, settings)
         self._step = torch.zeros((), dtype=torch.int64)
@@ -83,7 +83,9 @@ class Sharded:
         for index, parts in enumerate(updates):
             self._optimizer.zero_grad()
             loss = torch.zeros((), device=self._device)
-            for part in parts:
+            last = len(step.plan.updates[index]) - 1
+            for place, part in enumerate(parts):
+                self._layout.begin_pass(self._root, is_last=place == last)
                 loss += accumulate(part)
             for name, figure in self.update(loss, what + step.update_name(index), index, stabilizer).items():
                 reported.setdefault(name, []).append(figure)

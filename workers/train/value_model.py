@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from rlsys.algorithm import Algorithm, Signal
 from rlsys.batch.packing import RankPlan
 from rlsys.batch.tensors import MicroBatch, StepData
-from rlsys.config.schema import ActivationCheckpointing
+from rlsys.config.schema import ActivationCheckpointing, GatherWeights
 from rlsys.errors import ModelError
 from workers.train.layout import Layout
 from workers.train.logprobs import hidden_states
@@ -78,9 +78,10 @@ class CriticBackend(Sharded):
         dtype: Literal["float32", "bfloat16"] = "float32",
         device: torch.device = CPU,
         activation_checkpointing: ActivationCheckpointing = "none",
+        gather_weights: GatherWeights = "micro_batch",
     ) -> None:
         """Load this rank's shards of the causal language model in `model_path`. Raises `ModelError`."""
-        layout = Layout(ranks, getattr(torch, dtype), device, activation_checkpointing)
+        layout = Layout(ranks, getattr(torch, dtype), device, activation_checkpointing, gather_weights)
 
         def lay_out(base: PreTrainedModel) -> None:
             self._model = ValueModel(base)
