@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from rlsys.algorithm import Algorithm, Signal
 from rlsys.batch.packing import RankPlan
 from rlsys.batch.tensors import MicroBatch, StepData
+from rlsys.config.lora_section import LoraSection
 from rlsys.config.schema import ActivationCheckpointing
 from rlsys.errors import ModelError
+from workers.train.adapter_files import facts_of, start_adapter
 from workers.train.logprobs import hidden_states
 from workers.train.model_loading import CPU, load_tokenizer, on_device, pretrained
 from workers.train.optimizer import OptimizerSettings
@@ -46,9 +48,9 @@ class ValueModel(nn.Module):
         return self.head(hidden_states(self.base, micro_batch).float()).sum(-1)  # sums one element; FSDP allows no view
 
 
-def load_value_model(path: str, device: torch.device = CPU) -> ValueModel:
-    """Load the initial critic from a causal language model, in fp32. Raises `ModelError`."""
-    loaded = pretrained(AutoModelForCausalLM, path, torch.float32, key="critic.path", what="causal language model")
+def load_value_model(path: str, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> ValueModel:
+    """Load the initial critic from a causal language model, in `dtype`, with a head in fp32. Raises `ModelError`."""
+    loaded = pretrained(AutoModelForCausalLM, path, dtype, key="critic.path", what="causal language model")
     return ValueModel(on_device(cast("PreTrainedModel", loaded.base_model), device)).to(device)
 
 
@@ -78,15 +80,18 @@ class CriticBackend(Sharded):
         dtype: Literal["float32", "bfloat16"] = "float32",
         device: torch.device = CPU,
         activation_checkpointing: ActivationCheckpointing = "none",
+        lora: LoraSection | None = None,
     ) -> None:
         """Load the whole causal language model from `model_path` on every rank, then keep this rank's shard.
 
-        Raises `ModelError`.
+        With `lora`, only the head and an adapter of the model are trained; the frozen model is in `dtype`. Raises
+        `ModelError`.
         """
-        self._model = load_value_model(model_path, device)
+        self._model = load_value_model(model_path, device, getattr(torch, dtype) if lora else torch.float32)
+        adapter = facts_of(lora, start_adapter(self._model.base, lora, model_path)) if lora else None
         super().__init__(
             self._model, self._model, settings, ranks, dtype,
-            activation_checkpointing=activation_checkpointing, in_float32=[self._model.head],
+            activation_checkpointing=activation_checkpointing, in_float32=[self._model.head], adapter=adapter,
         )  # fmt: skip
 
     def values(self, plan: RankPlan, data: StepData) -> StepColumn:
