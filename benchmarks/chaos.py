@@ -318,6 +318,8 @@ def main() -> None:
             for _ in range(num_faults):  # every fault comes, in random order, before any comes again
                 waiting = waiting or chaos.chance.sample(chaos.faults(), len(chaos.faults()))
                 chaos.strike("actor" if arguments.size == "short" and not chaos.counts else waiting.pop())
+                if chaos.broken:
+                    progress(f"broken: {chaos.broken[-1]}")
             chaos.interrupt("SIGINT")
         except RuntimeError as error:
             chaos.broken.append(f"after {sum(chaos.counts.values())} faults: {error}")

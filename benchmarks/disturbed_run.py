@@ -65,7 +65,10 @@ class DisturbedRun:
             lines = file.read().splitlines(keepends=True)
         whole = [line for line in lines if line.endswith(b"\n")]
         self._read += sum(map(len, whole))
-        new = [json.loads(line) for line in whole]
+        new = []
+        for line in whole:
+            with suppress(json.JSONDecodeError):  # a command that was killed on a full disk cut it
+                new.append(json.loads(line))
         self.events += new
         return new
 

@@ -95,7 +95,8 @@ class Graft:
         """Return the group with the replaced episode. `payload` refers to the episodes composed by `with_episode`;
         `versions` are theirs. The donated episode keeps its reward, versions and acknowledgements. Columns are removed,
         because they belong to the old episodes."""
-        episodes = with_episode(self.group.episodes, self.episode, self.donor.episodes[self.donor_episode])
+        donated = with_episode(self.group.episodes, self.episode, self.donor.episodes[self.donor_episode])
+        episodes = tuple(episode.unordered() for episode in donated)
         held = {span.version for span in versions}
         weights = dict.fromkeys(a for a in (*self.group.weights, *self.donor.weights) if a.version in held)
         return replace(

@@ -213,7 +213,11 @@ class SampleMeta:
     num_completion: int
     num_trained: int
     prompt_key: int
-    """Equal for samples whose prompt ids are equal: they share one prefix pass."""
+    """Equal for samples whose prompt ids are equal."""
+    order: int = 0
+    """Place of the sample in its group by its tokens."""
+    num_shared: int = 0
+    """Leading tokens that it has in common with the sample before it in that order."""
 
 
 @dataclass(frozen=True)
@@ -243,6 +247,16 @@ class EpisodeMeta:
     def is_failed(self) -> bool:
         """True if its root failed. A failed subagent is left out alone, and the rest of the episode is used."""
         return self.trajectories[0].outcome.is_failed
+
+    def unordered(self) -> EpisodeMeta:
+        """Return the same episode without order among the samples of its group: only equal prompts are then shared."""
+        return replace(
+            self,
+            trajectories=tuple(
+                replace(t, samples=tuple(replace(s, order=0, num_shared=0) for s in t.samples))
+                for t in self.trajectories
+            ),
+        )
 
 
 @dataclass(frozen=True)

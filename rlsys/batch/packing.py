@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 from rlsys.algorithm import Aggregation, TrajectoryAdvantage
+from rlsys.batch.prefix_tree import num_reused_of, num_run
 from rlsys.types import Group, SampleMeta
 
 
@@ -72,27 +73,31 @@ def plan_batch(
     max_tokens: int,
     num_updates: int = 1,
     has_pairs: bool = False,
+    pair_cost: float = 0.0,
 ) -> BatchPlan:
     """Plan a step.
 
     `assigned[i]` are the advantages of `groups[i]`. The groups with something to train are cut, in order, into
     `num_updates` runs of nearly equally many groups, or into single groups if there are fewer. Within an update,
-    samples of a group with an equal prompt stay in one bundle, so that the prompt is computed once. A bundle that alone
-    exceeds `max_tokens` (prompt once plus completions) is split. Ranks get bundles of about equally many tokens
-    (`balanced`). Each rank then fills micro-batches of at most `max_tokens`, or one sample. With `has_pairs`
-    this limit also holds when every sample follows its partner's prompt. Samples without a trained token are left out.
+    samples of a group stay in one bundle, in the order of their tokens, so that shared prefixes are computed once. A
+    bundle that alone exceeds `max_tokens` is split. Ranks get bundles of about equal cost (`balanced`): a token costs
+    1, and `pair_cost` for each token it attends to. Each rank then fills micro-batches of at most `max_tokens`, or one
+    sample. With `has_pairs` this limit also holds when every sample follows its partner's prompt. Samples without a
+    trained token are left out.
     Raises `ValueError` if nothing is left, or for more updates than groups.
     """
     if num_updates > len(groups):
         raise ValueError(f"a step of {len(groups)} groups cannot be cut into {num_updates} updates")
-    found = [list(_samples(i, group, assigned[i])) for i, group in enumerate(groups)]
+    found = [_samples(i, group, assigned[i]) for i, group in enumerate(groups)]
     trained = [samples for samples in found if samples]
     if not trained:
         raise ValueError("nothing to train: no trajectory of these groups was assigned an advantage")
     partners = _partners(groups)
     others = [None if partner is None or not has_pairs else _first_sample(groups[partner]) for partner in partners]
-    least_prompts = [other.num_prompt if other else 0 for other in others]
-    updates = [_update(run, aggregation, num_ranks, max_tokens, least_prompts) for run in _runs(trained, num_updates)]
+    prompts = [other.num_prompt if other else 0 for other in others]
+    updates = [
+        _update(run, aggregation, num_ranks, max_tokens, pair_cost, prompts) for run in _runs(trained, num_updates)
+    ]
     num_tokens = sum(sample.meta.num_trained for samples in trained for sample in samples)
     return tuple(RankPlan(of_rank, num_tokens, partners) for of_rank in zip(*updates, strict=True))
 
@@ -102,44 +107,34 @@ def num_trained(group: Group, assigned: Sequence[TrajectoryAdvantage]) -> int:
     return sum(sample.meta.num_trained for sample in _samples(0, group, assigned))
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Cost of samples that go through the model together: both matrices are padded to their longest row."""
-
-    num_samples: int = 0
-    longest_completion: int = 0
-    num_prompts: int = 0
-    longest_prompt: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Token positions the model computes, including padding."""
-        return self.num_samples * self.longest_completion + self.num_prompts * self.longest_prompt
-
-    def __add__(self, other: Load) -> Load:
-        """Return the load of both together."""
-        return Load(
-            self.num_samples + other.num_samples,
-            max(self.longest_completion, other.longest_completion),
-            self.num_prompts + other.num_prompts,
-            max(self.longest_prompt, other.longest_prompt),
-        )
-
-
 class _Sample(NamedTuple):
     """A sample to train, before its weight is known."""
 
     ref: SampleRef
     meta: SampleMeta
+    num_shared: int
+    """Leading tokens that it has in common with the trained sample before it."""
 
 
-def _samples(index: int, group: Group, assigned: Sequence[TrajectoryAdvantage]) -> Iterator[_Sample]:
+def _samples(index: int, group: Group, assigned: Sequence[TrajectoryAdvantage]) -> list[_Sample]:
+    """Return the samples to train, in the order of their tokens."""
     advantages = {(a.episode, a.trajectory, a.sample): a.advantage for a in assigned}
-    for (e, t), trajectory in group.trajectories():
-        for s, meta in enumerate(trajectory.samples):
-            advantage = advantages.get((e, t, s), advantages.get((e, t, None)))
-            if advantage is not None and meta.num_trained:
-                yield _Sample(SampleRef(index, e, t, s, advantage, token_weight=0.0), meta)
+    own = {place for place, _ in group.trajectories()}
+    every = (
+        (meta, e, t, s)
+        for e, episode in enumerate(group.episodes)
+        for t, trajectory in enumerate(episode.trajectories)
+        for s, meta in enumerate(trajectory.samples)
+    )
+    samples: list[_Sample] = []
+    num_shared = 0
+    for meta, e, t, s in sorted(every, key=lambda one: (one[0].order, one[0].prompt_key)):
+        num_shared = min(num_shared, meta.num_shared)
+        advantage = advantages.get((e, t, s), advantages.get((e, t, None))) if (e, t) in own else None
+        if advantage is not None and meta.num_trained:
+            samples.append(_Sample(SampleRef(index, e, t, s, advantage, token_weight=0.0), meta, num_shared))
+            num_shared = num_run(meta)
+    return samples
 
 
 def _runs(trained: Sequence[list[_Sample]], num_runs: int) -> Iterator[Sequence[list[_Sample]]]:
@@ -155,12 +150,13 @@ def _update(
     aggregation: Aggregation,
     num_ranks: int,
     max_tokens: int,
-    least_prompts: Sequence[int],
+    pair_cost: float,
+    partner_prompts: Sequence[int],
 ) -> list[tuple[MicroBatchPlan, ...]]:
     """Return the micro-batches of each rank for one update."""
     samples = [sample for of_group in groups for sample in of_group]
-    bundles = _bundles(samples, _token_weights(samples, aggregation), max_tokens, least_prompts)
-    shares = balanced([bundle.load.num_tokens for bundle in bundles], num_ranks)
+    bundles = _bundles(groups, _token_weights(samples, aggregation), max_tokens, pair_cost, partner_prompts)
+    shares = balanced([bundle.cost for bundle in bundles], num_ranks)
     ranks = [_fill([bundles[i] for i in share], max_tokens) for share in shares]
     depth = max(len(r) for r in ranks)
     filler = MicroBatchPlan((bundles[0].samples[0],), weight=0.0)
@@ -181,11 +177,11 @@ def _token_weights(samples: Sequence[_Sample], aggregation: Aggregation) -> list
             return [1 / (len(samples) * aggregation.budget)] * len(samples)
         case "agents":
             num_tokens: Counter[tuple[int, int, int]] = Counter()
-            for ref, meta in samples:
+            for ref, meta, _ in samples:
                 num_tokens[ref.group, ref.episode, ref.trajectory] += meta.num_trained
             num_agents = Counter((g, e) for g, e, _ in num_tokens)
             shares = {(g, e, t): 1 / (len(num_agents) * num_agents[g, e] * n) for (g, e, t), n in num_tokens.items()}
-            return [shares[ref.group, ref.episode, ref.trajectory] for ref, _ in samples]
+            return [shares[ref.group, ref.episode, ref.trajectory] for ref, *_ in samples]
 
 
 def _partners(groups: Sequence[Group]) -> tuple[int | None, ...]:
@@ -210,48 +206,65 @@ def _first_sample(group: Group) -> SampleMeta | None:
 
 @dataclass(slots=True)
 class _Bundle:
-    """Samples of one group that share a prompt."""
+    """Neighbours of one group, in the order of their tokens, which share prefixes."""
 
-    order: tuple[int, ...]
-    load: Load
-    samples: list[SampleRef]
+    samples: list[SampleRef] = field(default_factory=list)
+    num_tokens: int = 0
+    """Tokens of its part of a row."""
+    num_pair_tokens: int = 0
+    """The same if every sample follows its partner's prompt."""
+    cost: float = 0.0
+
+    def can_take(self, num_tokens: int, num_pair_tokens: int, max_tokens: int) -> bool:
+        """Return True if so many more tokens fit."""
+        return max(self.num_tokens + num_tokens, self.num_pair_tokens + num_pair_tokens) <= max_tokens
+
+    def add(self, samples: Iterable[SampleRef], num_tokens: int, num_pair_tokens: int) -> None:
+        self.samples += samples
+        self.num_tokens += num_tokens
+        self.num_pair_tokens += num_pair_tokens
 
 
 def _bundles(
-    samples: Sequence[_Sample], weights: Sequence[float], max_tokens: int, least_prompts: Sequence[int]
+    groups: Sequence[list[_Sample]],
+    weights: Sequence[float],
+    max_tokens: int,
+    pair_cost: float,
+    partner_prompts: Sequence[int],
 ) -> list[_Bundle]:
-    """Bundle the samples of each group. Neighbours in length share a bundle, so that one long completion does not pad
-    all others. A prompt counts with at least the length in `least_prompts`: the partner's prompt may be longer."""
-    weighed = [(meta, replace(ref, token_weight=weight)) for (ref, meta), weight in zip(samples, weights, strict=True)]
-    open_by_prompt: dict[tuple[int, int], _Bundle] = {}
-    done: list[_Bundle] = []
-    for meta, ref in sorted(weighed, key=lambda sample: (sample[1].group, sample[0].num_completion)):
-        bundle = open_by_prompt.get((ref.group, meta.prompt_key))
-        more = Load(1, meta.num_completion)
-        if bundle is None or (bundle.load + more).num_tokens > max_tokens:
-            num_prompt = max(meta.num_prompt, least_prompts[ref.group])
-            place = (ref.group, ref.episode, ref.trajectory, ref.sample)
-            bundle = open_by_prompt[ref.group, meta.prompt_key] = _Bundle(place, Load(0, 0, 1, num_prompt), [])
-            done.append(bundle)
-        bundle.load += more
-        bundle.samples.append(ref)
-    return done
+    """Bundle neighbours in each group until no more fit. `partner_prompts` are by group, 0 without pairs."""
+    bundles: list[_Bundle] = []
+    following = iter(weights)
+    for samples in groups:
+        before: SampleMeta | None = None
+        for sample, weight in zip(samples, following, strict=False):
+            meta, partner_prompt = sample.meta, partner_prompts[sample.ref.group]
+            length, num_reused = num_run(meta), num_reused_of(meta, sample.num_shared, before) if before else 0
+            num_own = meta.num_completion if partner_prompt else 0
+            if before is None or not bundles[-1].can_take(length - num_reused, num_own, max_tokens):
+                bundles.append(_Bundle(num_pair_tokens=partner_prompt))
+                num_reused = 0
+            bundle = bundles[-1]
+            bundle.add([replace(sample.ref, token_weight=weight)], length - num_reused, num_own)
+            bundle.cost += length - num_reused + pair_cost * (length * length - num_reused * num_reused) / 2
+            before = meta
+    return bundles
 
 
-def _fill(bundles: list[_Bundle], max_tokens: int) -> list[MicroBatchPlan]:
-    """Fill micro-batches with neighbours in length: a bundle that does not fit opens the next one."""
-    micro_batches: list[list[SampleRef]] = []
-    load = Load()
-    for bundle in sorted(bundles, key=lambda b: (b.load.longest_completion, b.order)):
-        if not micro_batches or (load + bundle.load).num_tokens > max_tokens:
-            micro_batches.append([])
-            load = Load()
-        micro_batches[-1] += bundle.samples
-        load += bundle.load
-    return [MicroBatchPlan(tuple(m)) for m in micro_batches]
+def _fill(bundles: Sequence[_Bundle], max_tokens: int) -> list[MicroBatchPlan]:
+    """Fill micro-batches, the largest bundle first, each into the fullest one that has room (best-fit decreasing)."""
+    rows: list[_Bundle] = []
+    for bundle in sorted(bundles, key=lambda bundle: -bundle.num_tokens):
+        need = bundle.num_tokens, bundle.num_pair_tokens
+        fitting = [row for row in rows if row.can_take(*need, max_tokens)]
+        if not fitting:
+            rows.append(_Bundle())
+        row = max(fitting, key=lambda row: row.num_tokens) if fitting else rows[-1]
+        row.add(bundle.samples, *need)
+    return [MicroBatchPlan(tuple(row.samples)) for row in rows]
 
 
-def balanced(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
+def balanced(sizes: Sequence[float], num_parts: int) -> list[list[int]]:
     """Split the indices of `sizes` into `num_parts` parts with nearly equal sums.
 
     Returns the better of two heuristics by the largest sum, which determines the waiting time; greedy in a draw.
@@ -263,10 +276,10 @@ def balanced(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
     return min(ways, key=lambda parts: max(sum(sizes[i] for i in part) for part in parts))
 
 
-def greedy(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
+def greedy(sizes: Sequence[float], num_parts: int) -> list[list[int]]:
     """Assign each size, largest first, to the part with the least sum."""
     parts: list[list[int]] = [[] for _ in range(num_parts)]
-    sums = [(0, part) for part in range(num_parts)]
+    sums = [(0.0, part) for part in range(num_parts)]
     for i in _largest_first(sizes):
         total, part = heapq.heappop(sums)
         parts[part].append(i)
@@ -274,11 +287,11 @@ def greedy(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
     return parts
 
 
-def differenced(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
+def differenced(sizes: Sequence[float], num_parts: int) -> list[list[int]]:
     """Apply the largest differencing method (Karmarkar and Karp, 1982). Every size begins as a separate partition.
     Repeatedly, the two least even partitions are merged, the largest part of one with the smallest of the other, until
     one is left."""
-    rest: list[tuple[int, list[int]]] = [(0, [])] * (num_parts - 1)
+    rest: list[tuple[float, list[int]]] = [(0, [])] * (num_parts - 1)
     partitions = [(-sizes[i], order, [*rest, (sizes[i], [i])]) for order, i in enumerate(_largest_first(sizes))]
     heapq.heapify(partitions)
     if not partitions:
@@ -291,5 +304,5 @@ def differenced(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
     return [sorted(part) for _, part in reversed(partitions[0][2])]
 
 
-def _largest_first(sizes: Sequence[int]) -> list[int]:
+def _largest_first(sizes: Sequence[float]) -> list[int]:
     return sorted(range(len(sizes)), key=lambda i: -sizes[i])

@@ -9,12 +9,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from rlsys.batch.prefix_tree import token_order
 from rlsys.types import POLICY, Episode, EpisodeMeta, SampleMeta, Trajectory, TrajectoryMeta, Turn, VersionSpan
 
+if TYPE_CHECKING:
+    from rlsys.batch.prefix_tree import Ints
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class Sample:
     """Unit of training: a prompt, then a completion of which the tokens sampled by the policy are trained."""
 
@@ -27,13 +35,20 @@ class Sample:
     versions: tuple[VersionSpan, ...]
     """Spans of the trained tokens, in order, by policy version."""
 
-    @property
-    def meta(self) -> SampleMeta:
+    @cached_property
+    def run_ids(self) -> Ints:
+        """Tokens that the model runs: nothing follows the last one."""
+        return np.array(self.prompt_ids + self.completion_ids[:-1], dtype=np.int64)
+
+    def meta(self, order: int, num_shared: int) -> SampleMeta:
+        """Metadata, given the sample's place in the order of tokens, see `token_order`."""
         return SampleMeta(
             num_prompt=len(self.prompt_ids),
             num_completion=len(self.completion_ids),
             num_trained=sum(self.is_trained),
             prompt_key=hash(self.prompt_ids),
+            order=order,
+            num_shared=num_shared,
         )
 
 
@@ -94,19 +109,21 @@ def _joined(run: list[Turn]) -> Sample:
 
 
 def meta_of(episodes: tuple[Episode, ...]) -> tuple[EpisodeMeta, ...]:
-    """Return the metadata of each episode."""
+    """Return the metadata of each episode of a group."""
+    found = list(samples_in(episodes))
+    metas: dict[tuple[int, int], list[SampleMeta]] = {}
+    for ((e, t, _), sample), place in zip(found, token_order([sample.run_ids for _, sample in found]), strict=True):
+        metas.setdefault((e, t), []).append(sample.meta(*place))
     return tuple(
         EpisodeMeta(
             tuple(
-                TrajectoryMeta(
-                    t.agent, t.parent, t.outcome, t.reward, tuple(s.meta for s in samples_of(t)), policy=t.policy
-                )
-                for t in episode.trajectories
+                TrajectoryMeta(o.agent, o.parent, o.outcome, o.reward, tuple(metas.get((e, t), ())), policy=o.policy)
+                for t, o in enumerate(episode.trajectories)
             ),
             episode.num_tool_calls,
             episode.num_sequential,
         )
-        for episode in episodes
+        for e, episode in enumerate(episodes)
     )
 
 

@@ -1,26 +1,25 @@
-"""Tensors of one micro-batch: every distinct prompt once, the following completions, and the inputs of the loss.
+"""Tensors of one micro-batch: a row of tokens in which shared prefixes occur once, and the inputs of the loss.
 
-Shape suffixes: `P` distinct prompts, `L` tokens of the longest prompt, `S` samples, `T` tokens of the longest
-completion, `N` trained tokens, in sample order. Both matrices are padded on the right with token 0, which nothing
-attends to.
+Shape suffixes: `R` positions of the row, `S` samples, `N` trained tokens, in sample order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rlsys.algorithm import LossInputs, Signal
-from rlsys.batch.packing import Load, MicroBatchPlan
+from rlsys.batch.packing import MicroBatchPlan
+from rlsys.batch.prefix_tree import PrefixRow, num_reused, token_order
 from rlsys.batch.samples import Sample, samples_in
 from rlsys.types import Episode, PolicyVersion
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     StepColumn: TypeAlias = Sequence[NDArray[np.float32]]
@@ -30,16 +29,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Samples that go through the model together."""
+    """Samples that go through the model together, as one row without padding: see `PrefixRow`."""
 
-    prompts_PL: Tensor
-    prompt_lengths_P: Tensor
-    completions_ST: Tensor
-    completion_lengths_S: Tensor
-    prompt_of_S: Tensor
-    """Row of `prompts_PL` that each sample continues."""
-    trained_N: Tensor
-    """Trained tokens as indices into the flattened `completions_ST`, ascending."""
+    tokens_R: Tensor
+    positions_R: Tensor
+    until_R: Tensor
+    before_N: Tensor
+    """Position in the row before each trained token: the state there predicts the token."""
+    targets_N: Tensor
+    """Trained tokens."""
     num_trained_S: Tensor
     versions_N: Tensor
     """Policy version each trained token was sampled from."""
@@ -57,39 +55,41 @@ class MicroBatch:
         columns: _Columns | None = None,
         token_weights: Sequence[float] = (),
     ) -> MicroBatch:
-        """Pack samples into one micro-batch.
+        """Pack samples into one micro-batch; neighbours share prefixes.
 
         Each sample has an advantage, a token weight (0 if left out, for scoring only) and, per column, one float per
         completion token. Raises `ValueError` if a column, or the versions of a sample, do not match its tokens.
         """
-        rows: dict[tuple[int, ...], int] = {}
-        prompt_of = [rows.setdefault(s.prompt_ids, len(rows)) for s in samples]
-        width = max(len(s.completion_ids) for s in samples)
-        num_trained_S = torch.tensor([sum(s.is_trained) for s in samples])
+        row = PrefixRow.of([s.run_ids for s in samples], [len(s.prompt_ids) for s in samples])
+        trained = [np.flatnonzero(s.is_trained) for s in samples]
+        num_trained_S = torch.tensor([len(of_sample) for of_sample in trained])
+        before = [
+            places[len(s.prompt_ids) - 1 + of_sample]
+            for s, places, of_sample in zip(samples, row.places, trained, strict=True)
+        ]
 
-        def trained(values: Iterator[Sequence[float]]) -> Tensor:
-            picked = (v for s, row in zip(samples, values, strict=True) for v in _trained(row, s.is_trained))
-            return torch.tensor(list(picked), dtype=torch.float32)
+        def picked(values: Iterator[Sequence[float]], dtype: type = np.float32) -> Tensor:
+            rows = zip(values, samples, trained, strict=True)
+            return torch.from_numpy(np.concatenate([_checked(v, s, dtype)[of_sample] for v, s, of_sample in rows]))
 
         def spread(values: Sequence[float]) -> Tensor:
             values_S = torch.tensor(values or [0.0] * len(samples), dtype=torch.float32)
             return values_S.repeat_interleave(num_trained_S)
 
         return cls(
-            prompts_PL=_padded(list(rows), max(map(len, rows))),
-            prompt_lengths_P=torch.tensor([len(p) for p in rows]),
-            completions_ST=_padded([s.completion_ids for s in samples], width),
-            completion_lengths_S=torch.tensor([len(s.completion_ids) for s in samples]),
-            prompt_of_S=torch.tensor(prompt_of),
-            trained_N=torch.tensor(
-                [i * width + t for i, s in enumerate(samples) for t, is_on in enumerate(s.is_trained) if is_on]
-            ),
+            tokens_R=torch.from_numpy(row.tokens_R),
+            positions_R=torch.from_numpy(row.positions_R),
+            until_R=torch.from_numpy(row.until_R),
+            before_N=torch.from_numpy(np.concatenate(before)),
+            targets_N=picked((s.completion_ids for s in samples), np.int64),
             num_trained_S=num_trained_S,
-            versions_N=torch.tensor([version for s in samples for version in _versions(s)]),
-            behavior_logprobs_N=trained(s.logprobs for s in samples),
+            versions_N=torch.from_numpy(
+                np.concatenate([_versions(s, len(n)) for s, n in zip(samples, trained, strict=True)])
+            ),
+            behavior_logprobs_N=picked(s.logprobs for s in samples),
             advantages_N=spread(advantages),
             weights_N=spread(token_weights),
-            columns_N={signal: trained(iter(column)) for signal, column in (columns or {}).items()},
+            columns_N={signal: picked(iter(column)) for signal, column in (columns or {}).items()},
         )
 
     def loss_inputs(self, version: PolicyVersion, proximal_logprobs_N: Tensor) -> LossInputs:
@@ -147,8 +147,8 @@ class StepData:
             return batch
         columns_N = {s: torch.tensor(column[place], dtype=torch.float32) for s, column in self._step_columns.items()}
         for signal, column_N in columns_N.items():
-            if len(column_N) != len(batch.trained_N):
-                raise ValueError(f"{signal} has {len(column_N)} entries for {len(batch.trained_N)} trained tokens")
+            if len(column_N) != len(batch.targets_N):
+                raise ValueError(f"{signal} has {len(column_N)} entries for {len(batch.targets_N)} trained tokens")
         return replace(batch, columns_N={**batch.columns_N, **columns_N})
 
     def _built(self, plan: MicroBatchPlan) -> MicroBatch:
@@ -190,42 +190,35 @@ class StepData:
         return self._samples[group]
 
 
-def packed(samples: Sequence[Sample], max_tokens: int) -> Iterator[MicroBatch]:
-    """Yield micro-batches of at most `max_tokens` (or one sample) for scoring only, with samples in order.
+def packed(samples: Sequence[Sample], max_tokens: int) -> Iterator[tuple[list[int], MicroBatch]]:
+    """Yield micro-batches of at most `max_tokens` (or one sample) for scoring only, and the indices of their samples.
 
-    Neighbours with the same prompt compute it once, so pass the samples of a group together.
+    Samples are taken in the order of their tokens, so that they share all prefixes.
     """
-    batch: list[Sample] = []
-    prompts: set[tuple[int, ...]] = set()
-    load = Load()
-    for sample in samples:
-        is_new = sample.prompt_ids not in prompts
-        more = Load(1, len(sample.completion_ids), int(is_new), len(sample.prompt_ids))
-        if batch and (load + more).num_tokens > max_tokens:
-            yield MicroBatch.of(batch)
-            batch, prompts, load = [], set(), Load()
-            more = Load(1, len(sample.completion_ids), 1, len(sample.prompt_ids))
-        batch.append(sample)
-        prompts.add(sample.prompt_ids)
-        load += more
+    places = token_order([sample.run_ids for sample in samples])
+    batch: list[int] = []
+    num_tokens = 0
+    for index in sorted(range(len(samples)), key=lambda i: places[i][0]):
+        run, num_prompt = samples[index].run_ids, len(samples[index].prompt_ids)
+        reused = num_reused(places[index][1], num_prompt, len(samples[batch[-1]].prompt_ids)) if batch else 0
+        if batch and num_tokens + len(run) - reused > max_tokens:
+            yield batch, MicroBatch.of([samples[i] for i in batch])
+            batch, num_tokens, reused = [], 0, 0
+        batch.append(index)
+        num_tokens += len(run) - reused
     if batch:
-        yield MicroBatch.of(batch)
+        yield batch, MicroBatch.of([samples[i] for i in batch])
 
 
-def _versions(sample: Sample) -> list[int]:
+def _versions(sample: Sample, num_trained: int) -> NDArray[np.int64]:
     """Return the version of each trained token."""
-    versions = [span.version for span in sample.versions for _ in range(span.num_tokens)]
-    num_trained = sum(sample.is_trained)
-    if len(versions) != num_trained:
-        raise ValueError(f"{len(versions)} tokens have a version in a sample with {num_trained} trained ones")
-    return versions
+    counts = [span.num_tokens for span in sample.versions]
+    if sum(counts) != num_trained:
+        raise ValueError(f"{sum(counts)} tokens have a version in a sample with {num_trained} trained ones")
+    return np.repeat(np.array([span.version for span in sample.versions], dtype=np.int64), counts)
 
 
-def _padded(rows: Sequence[Sequence[int]], width: int) -> Tensor:
-    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
-
-
-def _trained(row: Sequence[float], is_trained: Sequence[bool]) -> Iterator[float]:
-    if len(row) != len(is_trained):
-        raise ValueError(f"a column has {len(row)} entries for a completion of {len(is_trained)} tokens")
-    return (value for value, is_on in zip(row, is_trained, strict=True) if is_on)
+def _checked(row: Sequence[float], sample: Sample, dtype: type) -> NDArray[Any]:
+    if len(row) != len(sample.completion_ids):
+        raise ValueError(f"a column has {len(row)} entries for a completion of {len(sample.completion_ids)} tokens")
+    return np.array(row, dtype=dtype)

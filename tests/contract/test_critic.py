@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,12 +19,12 @@ from transformers import PreTrainedTokenizerFast
 
 from rlsys.algorithm import LossInputs, LossOutput, Signal, TokenAdvantages
 from rlsys.batch.packing import RankPlan
-from rlsys.batch.tensors import StepData
+from rlsys.batch.tensors import MicroBatch, StepData
 from rlsys.config.lora_section import LoraSection
 from rlsys.config.schema import ActivationCheckpointing
 from rlsys.errors import ModelError, TrainingError
 from rlsys.monitoring.metric_catalog import undocumented
-from tests.models import VOCAB, save_model, tiny_llama, tiny_qwen3
+from tests.models import VOCAB, random_prompt, random_sample, save_model, tiny_llama, tiny_qwen3
 from tests.training import SETTINGS, Surrogate, TwoRanks, data_of, differing, everything_in, planned
 from workers.train.rank_group import RankGroup
 from workers.train.value_model import CriticBackend, Fit, ValueModel, check_vocabulary
@@ -142,17 +143,14 @@ def test_a_value_is_the_head_on_the_preceding_hidden_state(make) -> None:
     """By one forward over each whole sequence alone, in value and in gradient."""
     model = ValueModel(make().base_model)
     torch.nn.init.normal_(model.head.weight)
-    plan, data = step_of(RankGroup(), Valued(), max_tokens=10_000)
-    ((micro_batch,),) = plan.updates
-    batch = data.micro_batch(micro_batch)
-    values_N = model(batch)
-    prompts = [batch.prompts_PL[p, : batch.prompt_lengths_P[p]] for p in batch.prompt_of_S.tolist()]
-    completions = [row[:length] for row, length in zip(batch.completions_ST, batch.completion_lengths_S, strict=True)]
+    rng = random.Random(0)
+    prompt = random_prompt(rng)
+    samples = [random_sample(rng, prompt, turns) for turns in (1, 2, 3)]
+    values_N = model(MicroBatch.of(samples))
     by_hand = []
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        hidden_TH = model.base(input_ids=torch.cat([prompt, completion])[None]).last_hidden_state[0]
-        width = batch.completions_ST.shape[1]
-        trained = [i - row * width for i in batch.trained_N.tolist() if i // width == row]
+    for sample in samples:
+        hidden_TH = model.base(input_ids=torch.tensor(sample.run_ids)[None]).last_hidden_state[0]
+        trained = [t for t, is_trained in enumerate(sample.is_trained) if is_trained]
         by_hand.append(model.head(hidden_TH[[len(prompt) + t - 1 for t in trained]])[:, 0])
     expected_N = torch.cat(by_hand)
     torch.testing.assert_close(values_N, expected_N, rtol=1e-4, atol=1e-5)

@@ -375,7 +375,7 @@ def _replayed(
     ]
 
     def spell(token: int) -> str:
-        return str(tokenizer.decode([int(part.batch.completions_ST.flatten()[part.batch.trained_N[token]])]))
+        return str(tokenizer.decode([int(part.batch.targets_N[token])]))
 
     (ref,) = part.samples
     group = records[ref.group].group

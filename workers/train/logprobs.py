@@ -1,16 +1,14 @@
-"""Logprobs of trained tokens under a causal language model, with each distinct prompt run once.
+"""Logprobs of trained tokens under a causal language model, from one row without padding that computes prefixes once.
 
-A prompt's keys and values are computed once, *with gradient*, and expanded to the samples that continue it. The
-completions then run on top of that cache. The result and its gradient equal those of plain forwards over whole
-sequences, but the members of a group share the cost of their prompt. Logits exist only for trained tokens, one chunk at
-a time.
+The result and its gradient equal those of plain forwards over whole sequences. Logits exist only for trained tokens,
+one chunk at a time.
 
 Shape suffixes: as in `rlsys.batch.tensors`, and `V` vocabulary, `H` hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -18,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from rlsys.batch.tensors import MicroBatch
-from rlsys.errors import ModelError
-from workers.train.activations import continued, prompt_cache
+from rlsys.batch.samples import Sample
+from rlsys.batch.tensors import MicroBatch, packed
+from workers.train.row_attention import AttentionRow, use_row_attention
 
 MAX_LOGITS = 2**25
 """Logits alive at once (128 MiB in fp32). More are computed in chunks, and again in the backward pass."""
@@ -42,10 +40,10 @@ def trained_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """`(logprobs_N, entropy_N)` of the trained tokens at a sampling temperature, in nats and fp32; entropy is detached.
 
-    At most `max_logits` logits are alive at once, or those of one token. Raises `ModelError`, see `hidden_states`.
+    At most `max_logits` logits are alive at once, or those of one token.
     """
     hidden_NH = hidden_states(model, micro_batch)
-    tokens_N = micro_batch.completions_ST.flatten()[micro_batch.trained_N]
+    tokens_N = micro_batch.targets_N
     head = cast("nn.Linear", model.get_output_embeddings())
     rows = max(1, max_logits // head.out_features)
     chunked = zip(hidden_NH.split(rows), tokens_N.split(rows), strict=True)
@@ -57,50 +55,37 @@ def trained_logprobs(
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def score(model: PreTrainedModel, micro_batches: Iterable[MicroBatch], temperature: float) -> list[tuple[float, ...]]:
-    """Per sample, in order, one logprob per completion token, 0.0 where not trained. Without gradient."""
+def score(
+    model: PreTrainedModel, samples: Sequence[Sample], temperature: float, *, max_tokens: int
+) -> list[tuple[float, ...]]:
+    """Per sample, one logprob per completion token, 0.0 where not trained. Without gradient.
+
+    At most `max_tokens` tokens, or one sample, go through the model together.
+    """
     device = next(model.parameters()).device
-    rows: list[tuple[float, ...]] = []
-    for micro_batch in micro_batches:
+    rows: list[tuple[float, ...]] = [()] * len(samples)
+    for indices, micro_batch in packed(samples, max_tokens):
         with torch.inference_mode():
             logprobs_N, _ = trained_logprobs(model, micro_batch.to(device), temperature)
-        all_ST = torch.zeros(micro_batch.completions_ST.shape)
-        all_ST.view(-1)[micro_batch.trained_N] = logprobs_N.cpu()
-        lengths = micro_batch.completion_lengths_S.tolist()
-        rows += [tuple(row[:length]) for row, length in zip(all_ST.tolist(), lengths, strict=True)]
+        lengths = micro_batch.num_trained_S.tolist()
+        for index, own_N in zip(indices, logprobs_N.cpu().split(lengths), strict=True):
+            is_trained = torch.tensor(samples[index].is_trained)
+            row = torch.zeros(is_trained.shape).masked_scatter_(is_trained, own_N)
+            rows[index] = tuple(row.tolist())
     return rows
 
 
 def hidden_states(model: PreTrainedModel, mb: MicroBatch) -> Tensor:
-    """The last hidden state *before* each trained token, `(N, H)`, from which its logits are computed.
-
-    Raises `ModelError` if the model's sliding window is shorter than prompt and completion together.
-    """
-    (P, L), (S, T) = mb.prompts_PL.shape, mb.completions_ST.shape
-    window = getattr(model.config.get_text_config(), "sliding_window", None)
-    if window is not None and window < L + T:
-        raise ModelError(
-            f"the model attends to a sliding window of {window} tokens, and a sample has up to {L + T}: "
-            "shared prompts cannot be trained past the window; lower the length limits or take another model"
-        )
-    device = mb.prompts_PL.device
-    cache = prompt_cache()
-    # Padding is on the right, where causality alone hides it from real tokens: no mask.
-    prompts_PLH = model.base_model(input_ids=mb.prompts_PL, past_key_values=cache, use_cache=True).last_hidden_state
-    before_PH = prompts_PLH[torch.arange(P, device=device), mb.prompt_lengths_P - 1]
-    lengths_S = mb.prompt_lengths_P[mb.prompt_of_S]
-    is_prompt_SL = torch.arange(L, device=device) < lengths_S[:, None]
-    # No token follows the last one, so it is left out. A lone token stays: all ranks must make the same passes.
-    num_run = max(1, T - 1)
-    after_STH = model.base_model(
-        input_ids=mb.completions_ST[:, :num_run],
-        attention_mask=torch.cat([is_prompt_SL, is_prompt_SL.new_ones(S, num_run)], dim=1),
-        position_ids=lengths_S[:, None] + torch.arange(num_run, device=device),
-        past_key_values=continued(cache, mb.prompt_of_S),
-        use_cache=True,
+    """The last hidden state *before* each trained token, `(N, H)`, from which its logits are computed."""
+    use_row_attention(model)
+    hidden_1RH = model.base_model(
+        input_ids=mb.tokens_R[None],
+        position_ids=mb.positions_R[None],
+        attention_mask=mb.tokens_R.new_ones(1, 1, 1, 1),  # given, so that the model builds none
+        row=AttentionRow.of(mb.until_R, mb.positions_R),
+        use_cache=False,
     ).last_hidden_state
-    hidden_STH = torch.cat([before_PH.index_select(0, mb.prompt_of_S)[:, None], after_STH], dim=1)[:, :T]
-    return hidden_STH.flatten(0, 1).index_select(0, mb.trained_N)
+    return hidden_1RH[0].index_select(0, mb.before_N)
 
 
 def _token_logprobs(head: nn.Module, hidden_NH: Tensor, tokens_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -55,12 +55,11 @@ class ReferenceWorker:
 
     def logprobs(self, payload: tuple[Episode, ...]) -> list[tuple[float, ...]]:
         """One row per sample, in the order of `samples_in`: a logprob per completion token, 0.0 where not trained."""
-        from rlsys.batch.tensors import packed
         from workers.train.logprobs import score
 
         samples = list(samples_in(payload))
         own = [sample for (e, t, _), sample in samples if payload[e].trajectories[t].policy == self._policy]
-        rows = iter(score(self._model, packed(own, self._max_tokens), self._temperature) if own else ())
+        rows = iter(score(self._model, own, self._temperature, max_tokens=self._max_tokens))
         return [
             next(rows) if payload[e].trajectories[t].policy == self._policy else (0.0,) * len(sample.completion_ids)
             for (e, t, _), sample in samples

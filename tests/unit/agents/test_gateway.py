@@ -196,7 +196,7 @@ def test_a_branch_shares_what_came_before_and_trains_it_once():
     assert branch.parent == 0 and len(list(samples_of(trunk))) == 1
     before = trunk.turns[0].prompt_ids + trunk.turns[0].output_ids
     assert branch.turns[0].prompt_ids[: len(before)] == before
-    assert sum(sample.meta.num_trained for t in (trunk, branch) for sample in samples_of(t)) == 4 * len("reply 1")
+    assert sum(sum(sample.is_trained) for t in (trunk, branch) for sample in samples_of(t)) == 4 * len("reply 1")
 
 
 def test_two_concurrent_requests_from_one_prefix_make_two_branches():

@@ -17,7 +17,7 @@ from rlsys.agents.workflows.offline import Offline
 from rlsys.algorithm import Signal
 from rlsys.batch.packing import plan_batch
 from rlsys.batch.samples import samples_in, samples_of
-from rlsys.batch.tensors import StepData, packed
+from rlsys.batch.tensors import StepData
 from rlsys.config.plugins import WORKFLOWS
 from rlsys.data.task_file import load_tasks
 from rlsys.errors import ConfigError, DataError, TaskTooLong
@@ -171,7 +171,7 @@ def test_recorded_tokens_have_engine_logprobs_and_the_stop_token() -> None:
     ((group, payload),) = rolled_out(replica(local_engine(model)), task(completion="021", label=False))
     (turn,) = payload[0].trajectories[0].turns
     assert turn.output_ids == (*TextTokenizer(build_tokenizer()).encode("021"), 1)
-    (expected,) = score(tiny_sorter(), packed([s for _, s in samples_in(payload)], 64), 1.0)
+    (expected,) = score(tiny_sorter(), [s for _, s in samples_in(payload)], 1.0, max_tokens=64)
     assert turn.logprobs == pytest.approx(expected, abs=1e-5)
     assert group.versions == (VersionSpan(0, 4),)
     assert (turn.text, payload[0].trajectories[0].reward) == ("021", 0.0)
@@ -235,7 +235,7 @@ def test_kto_learns_offline_and_engine_logprobs_match_the_trainer(tmp_path: Path
     assert settled.metrics == {"kto/desirable_frac": 0.5}
     plan = plan_batch(groups, settled.groups, kto.aggregation, num_ranks=1, max_tokens=512)[0]
     columns = [
-        {Signal.REFERENCE_LOGPROBS: score(tiny_sorter(), packed([s for _, s in samples_in(payload)], 64), 1.0)}
+        {Signal.REFERENCE_LOGPROBS: score(tiny_sorter(), [s for _, s in samples_in(payload)], 1.0, max_tokens=64)}
         for payload in payloads
     ]
     backend = FsdpBackend(str(tmp_path), OptimizerSettings(lr=1e-2, total_steps=10), RankGroup())

@@ -17,7 +17,7 @@ from algorithms.kto import KTO
 from rlsys.algorithm import LossInputs, LossOutput, Signal
 from rlsys.batch.packing import plan_batch
 from rlsys.batch.samples import samples_in
-from rlsys.batch.tensors import MicroBatch, StepData, packed
+from rlsys.batch.tensors import MicroBatch, StepData
 from rlsys.monitoring.metric_catalog import undocumented
 from rlsys.types import OK, EpisodeMeta, Group, SampleMeta, TrajectoryMeta, failed
 from tests.groups import episode, group
@@ -388,7 +388,7 @@ def test_it_trains_and_moves_wanted_from_unwanted(tmp_path: Path) -> None:
     scorer = Scorer(reference)
     columns = []
     for payload in payloads:
-        rows = score(reference, packed([sample for _, sample in samples_in(payload)], 64), 1.0)
+        rows = score(reference, [sample for _, sample in samples_in(payload)], 1.0, max_tokens=64)
         columns.append({Signal.REFERENCE_LOGPROBS: rows})
     data = StepData(payloads, columns)
     with torch.no_grad():
@@ -418,7 +418,7 @@ def test_the_reference_point_does_not_depend_on_micro_batches(tmp_path: Path) ->
     def metrics_of(max_tokens: int) -> dict[str, float]:
         plan = plan_batch(groups, given_, kto.aggregation, num_ranks=1, max_tokens=max_tokens)[0]
         data = StepData(payloads, [{Signal.REFERENCE_LOGPROBS: rows} for rows in zeros])
-        lengths = [len(data.micro_batch(one).trained_N) for one in plan.updates[0]]
+        lengths = [len(data.micro_batch(one).targets_N) for one in plan.updates[0]]
         far = [torch.full((n,), -9.0).numpy() for n in lengths]
         data = data.with_columns({Signal.REFERENCE_MISMATCHED: far})
         return FsdpBackend(path, OptimizerSettings(lr=1e-3, total_steps=10), RankGroup()).train_step(

@@ -30,12 +30,11 @@ OTHER = Sample((7, 8, 9), (1, 2), (True, True), (-4.0, -5.0), (VersionSpan(2, 2)
 def test_the_tensors_by_hand() -> None:
     columns = {REFERENCE: [[0.1], [0.2, 9.0, 0.3], [0.4, 0.5]]}
     batch = MicroBatch.of([SHORT, LONG, OTHER], [1.0, -1.0, 0.5], columns, [0.25, 0.5, 0.125])
-    assert batch.prompts_PL.tolist() == [[1, 2, 0], [7, 8, 9]]
-    assert batch.prompt_lengths_P.tolist() == [2, 3]
-    assert batch.prompt_of_S.tolist() == [0, 0, 1]
-    assert batch.completions_ST.tolist() == [[3, 0, 0], [4, 5, 6], [1, 2, 0]]
-    assert batch.completion_lengths_S.tolist() == [1, 3, 2]
-    assert batch.trained_N.tolist() == [0, 3, 5, 6, 7]
+    assert batch.tokens_R.tolist() == [1, 2, 4, 5, 7, 8, 9, 1]
+    assert batch.positions_R.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert batch.until_R.tolist() == [4, 4, 4, 4, 8, 8, 8, 8]
+    assert batch.before_N.tolist() == [1, 1, 3, 6, 7]
+    assert batch.targets_N.tolist() == [3, 4, 6, 1, 2]
     assert batch.num_trained_S.tolist() == [1, 2, 2]
     assert batch.versions_N.tolist() == [0, 1, 3, 2, 2]
     assert batch.weights_N.tolist() == [0.25, 0.5, 0.5, 0.125, 0.125]
@@ -71,7 +70,7 @@ PLAN = MicroBatchPlan((SampleRef(1, 0, 0, 0, 0.5, 0.25), SampleRef(0, 1, 0, 0, -
 def test_a_plan_finds_its_samples_and_their_columns() -> None:
     columns = [{REFERENCE: [[0.1], [0.2, 9.0, 0.3]]}, {REFERENCE: [[0.4, 0.5]]}]
     batch = StepData(PAYLOADS, columns).micro_batch(PLAN)
-    assert batch.prompts_PL.tolist() == [[7, 8, 9], [1, 2, 0]]
+    assert batch.tokens_R.tolist() == [7, 8, 9, 1, 1, 2, 4, 5]
     assert batch.advantages_N.tolist() == [0.5, 0.5, -1.0, -1.0]
     assert batch.weights_N.tolist() == [0.25, 0.25, 0.125, 0.125]
     assert batch.columns_N[REFERENCE].tolist() == pytest.approx([0.4, 0.5, 0.2, 0.3])
@@ -90,7 +89,7 @@ def test_a_micro_batch_is_built_once_for_all_its_columns() -> None:
     data = data_of(PAYLOADS)
     valued = data.micro_batch(PLAN)
     trained = data.with_columns({Signal.VALUES: [torch.ones(4).numpy()]}).micro_batch(PLAN)
-    assert trained.prompts_PL is valued.prompts_PL
+    assert trained.tokens_R is valued.tokens_R
     assert Signal.VALUES not in valued.columns_N
     assert trained.columns_N[Signal.VALUES].tolist() == [1.0] * 4
 
@@ -98,18 +97,15 @@ def test_a_micro_batch_is_built_once_for_all_its_columns() -> None:
 def test_mismatched_pairs_have_the_first_prompt_of_the_partner() -> None:
     batch = data_of(PAYLOADS).mismatched(PLAN, [1, 0])
     assert batch is not None
-    assert batch.prompts_PL.tolist() == [[1, 2, 0], [7, 8, 9]]
-    assert batch.completions_ST.tolist() == [[1, 2, 0], [4, 5, 6]]
+    assert batch.tokens_R.tolist() == [1, 2, 1, 7, 8, 9, 4, 5]
+    assert batch.targets_N.tolist() == [1, 2, 4, 6]
     assert batch.num_trained_S.tolist() == [2, 2]
     assert data_of(PAYLOADS).mismatched(PLAN, [None, None]) is None
 
 
-@pytest.mark.parametrize(
-    ("max_tokens", "sizes"), [(1, [1, 1, 1]), (7, [1, 1, 1]), (8, [2, 1]), (14, [2, 1]), (15, [3])]
-)
+@pytest.mark.parametrize(("max_tokens", "sizes"), [(1, [1, 1, 1]), (3, [1, 1, 1]), (4, [2, 1]), (7, [2, 1]), (8, [3])])
 def test_packing_for_scoring_counts_a_shared_prompt_once(max_tokens: int, sizes: list[int]) -> None:
-    batches = list(packed([SHORT, LONG, OTHER], max_tokens))
-    assert [len(b.completions_ST) for b in batches] == sizes
+    assert [len(indices) for indices, _ in packed([SHORT, LONG, OTHER], max_tokens)] == sizes
 
 
 AGGREGATIONS = [Aggregation("tokens"), Aggregation("sequences"), Aggregation("budget", 7), Aggregation("agents")]

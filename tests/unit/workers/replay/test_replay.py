@@ -18,7 +18,7 @@ from rlsys import launch
 from rlsys.algorithm import Signal, TrajectoryAdvantage
 from rlsys.batch.packing import plan_batch
 from rlsys.batch.samples import samples_in
-from rlsys.batch.tensors import StepData, packed
+from rlsys.batch.tensors import StepData
 from rlsys.cli import app
 from rlsys.config import Config
 from rlsys.errors import ConfigError, DataError
@@ -109,7 +109,7 @@ class Failed:
         """What the trainer makes of the same step."""
         reference = load_model(self.model, torch.float32)
         columns = [
-            {Signal.REFERENCE_LOGPROBS: score(reference, packed([s for _, s in samples_in(p)], 64), 1.0)}
+            {Signal.REFERENCE_LOGPROBS: score(reference, [s for _, s in samples_in(p)], 1.0, max_tokens=64)}
             for p in self.payloads
         ]
         algorithm = replace(self.config.algorithm, variant="apo_zero_unpaired")  # pyrefly: ignore[unexpected-keyword]

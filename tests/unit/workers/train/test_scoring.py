@@ -11,11 +11,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlsys.batch.samples import Sample
-from rlsys.batch.tensors import MicroBatch, packed
+from rlsys.batch.tensors import MicroBatch
 from rlsys.errors import ModelError
 from rlsys.types import VersionSpan
 from tests.models import VOCAB, random_prompt, random_sample, tiny_llama, tiny_qwen3
 from workers.train.logprobs import score, trained_logprobs
+from workers.train.row_attention import AttentionRow, row_attention
 
 MODELS = pytest.mark.parametrize("make", [tiny_qwen3, tiny_llama])
 
@@ -109,7 +110,7 @@ def test_completions_of_one_token_need_no_other() -> None:
 @pytest.mark.parametrize("max_tokens", [1, 30, 10_000])
 def test_scores_come_back_per_sample_whatever_the_packing(max_tokens: int) -> None:
     model, samples = tiny_llama(), some_samples(3)
-    rows = score(model, packed(samples, max_tokens), 0.9)
+    rows = score(model, samples, 0.9, max_tokens=max_tokens)
     assert [len(row) for row in rows] == [len(s.completion_ids) for s in samples]
     for row, sample in zip(rows, samples, strict=True):
         expected = iter(plain(model, [sample], 0.9)[0].tolist())
@@ -124,10 +125,23 @@ def test_bfloat16_gives_fp32_logprobs_that_are_close() -> None:
     torch.testing.assert_close(rough_N, exact_N, rtol=0, atol=0.05)
 
 
-def test_a_sliding_window_shorter_than_a_sample_is_refused() -> None:
-    model = tiny_qwen3(use_sliding_window=True, sliding_window=4, max_window_layers=0)
-    with pytest.raises(ModelError, match="sliding window of 4 tokens, and a sample has up to"):
-        trained_logprobs(model, micro_batch(some_samples()), 1.0)
+@pytest.mark.parametrize("window", [2, 4, 20])
+def test_a_sliding_window_sees_the_same_tokens_as_a_plain_forward(window: int) -> None:
+    model = tiny_qwen3(use_sliding_window=True, sliding_window=window, max_window_layers=1).double()
+    samples = some_samples()
+    expected_N, _ = plain(model, samples, 1.0)
+    actual_N, _ = trained_logprobs(model, micro_batch(samples), 1.0)
+    torch.testing.assert_close(actual_N.double(), expected_N, rtol=2e-6, atol=2e-6)
+    expected = gradients(model, expected_N)
+    for name, gradient in gradients(model, actual_N).items():
+        assert (expected[name] - gradient).norm() <= 2e-6 * gradient.norm(), name
+
+
+def test_attention_with_unknown_parts_is_refused() -> None:
+    row = AttentionRow.of(torch.tensor([1]), torch.tensor([0]))
+    one = torch.zeros(1, 1, 1, 4)
+    with pytest.raises(ModelError, match="Identity asks for attention with s_aux, softcap, which is not supported"):
+        row_attention(torch.nn.Identity(), one, one, one, None, scaling=1.0, row=row, s_aux=one, softcap=3.0)
 
 
 @pytest.mark.gpu

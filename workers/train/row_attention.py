@@ -1,0 +1,315 @@
+"""Attention over one row of tokens in which the samples of a micro-batch share prefixes (`PrefixRow`).
+
+`AttentionRow` cuts the row into blocks: each run of new tokens attends causally to itself, and everything below a run
+in the tree attends to all of it. On the CPU, PyTorch's flash attention computes each block, and the blocks of a query
+are joined by their log-sum-exps, forward and backward. So no matrix over the whole row exists, keys and values are not
+copied for each sample, and nothing is masked except by a sliding window. On CUDA, flex attention takes the same rule as
+a mask; that never ran.
+
+Shape suffixes: `R` positions of the row, `B` blocks computed together, `Q` and `L` their queries and keys, `H` query
+heads, `K` key-value heads, `D` width of a head.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from rlsys.errors import ModelError
+
+ROW_ATTENTION = "rlsys_row"
+"""Name of this attention in the configuration of a model."""
+_LONG = 128
+"""Runs of at least so many tokens are blocks of their own; shorter ones are computed together."""
+_KNOWN = {"position_ids", "is_causal", "cache_position", "use_cache", "output_attentions"}
+"""Arguments of the Transformers library that change no result here. Others, as attention sinks, are refused."""
+_Rows: TypeAlias = "slice | Tensor"
+
+_sdpa = cast("Callable[..., tuple[Tensor, None]]", sdpa_attention_forward)
+_attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Tokens of the row from `start` to `end`, to which positions up to `until` may attend."""
+
+    start: int
+    end: int
+    until: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+    @property
+    def num_below(self) -> int:
+        return self.until - self.end
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Queries and keys of which all, or the causal half, attend to each other."""
+
+    queries: _Rows
+    """Part of the row, or `(B, Q)` positions."""
+    keys: _Rows
+    """Part of the row, or `(B, L)` positions."""
+    is_causal: bool
+    real: Tensor | None = None
+    """Indices into the flattened queries without padding, which repeats a query; None without padding."""
+    mask_QL: Tensor | None = None
+    """0 where a query attends to a key, else minus infinity; None where it attends to all."""
+
+    def rows(self) -> _Rows:
+        """Return the positions of the queries, without padding."""
+        if isinstance(self.queries, slice):
+            return self.queries
+        flat = self.queries.flatten()
+        return flat if self.real is None else flat[self.real]
+
+    def own(self, values_BQHD: Tensor) -> Tensor:
+        """Return the values of `rows()`, `(rows, ...)`."""
+        flat = values_BQHD.flatten(0, 1)
+        return flat if self.real is None else flat[self.real]
+
+
+class AttentionRow:
+    """Rule of a row, and the blocks that it consists of."""
+
+    def __init__(self, until_R: Tensor, positions_R: Tensor) -> None:
+        self._until_R, self._positions_R = until_R, positions_R
+        self._blocks: dict[int | None, list[Block]] = {}
+        self._masks: dict[int | None, BlockMask] = {}
+
+    @classmethod
+    def of(cls, until_R: Tensor, positions_R: Tensor) -> AttentionRow:
+        """Build the rule from `MicroBatch.until_R` and `MicroBatch.positions_R`."""
+        return cls(until_R, positions_R)
+
+    def blocks(self, window: int | None) -> list[Block]:
+        """Return the blocks; with a `window`, tokens attend only to that many of their newest ones, themselves
+        included."""
+        if window is not None and window > int(self._positions_R.max()):
+            window = None
+        if window not in self._blocks:
+            device, runs = self._until_R.device, runs_of(self._until_R.tolist())
+            found = _blocks(runs, device) if window is None else self._windowed(runs, window)
+            self._blocks[window] = list(found)
+        return self._blocks[window]
+
+    def _windowed(self, runs: list[Run], window: int) -> Iterator[Block]:
+        positions_R = self._positions_R
+        for run in runs:
+            own = slice(run.start, run.end)
+            distance_QL = positions_R[own, None] - positions_R[own]
+            yield Block(own, own, is_causal=False, mask_QL=_bias((distance_QL >= 0) & (distance_QL < window)))
+            # Only queries that see the last key: others see none, and the sum of their weights is 0.
+            below_Q = torch.arange(run.end, run.until, device=positions_R.device)
+            near_Q = below_Q[positions_R[below_Q] - positions_R[run.end - 1] < window]
+            if len(near_Q):
+                distance_QL = positions_R[near_Q, None] - positions_R[own]
+                keys_1L = torch.arange(run.start, run.end, device=positions_R.device)[None]
+                yield Block(near_Q[None], keys_1L, is_causal=False, mask_QL=_bias(distance_QL < window))
+
+    def mask(self, window: int | None) -> BlockMask:
+        """Return the rule as a mask of flex attention."""
+        if window not in self._masks:
+            until_R, positions_R, size = self._until_R, self._positions_R, len(self._until_R)
+
+            def attends(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+                is_on_path = (key <= query) & (query < until_R[key])
+                return is_on_path if window is None else is_on_path & (positions_R[query] - positions_R[key] < window)
+
+            self._masks[window] = create_block_mask(attends, None, None, size, size, device=str(until_R.device))
+        return self._masks[window]
+
+
+def runs_of(until: list[int]) -> list[Run]:
+    """Cut a row into runs of tokens to which the same positions may attend.
+
+    >>> runs_of([5, 5, 3, 5, 5])  # a prompt of two tokens, then completions of one and two
+    [Run(start=0, end=2, until=5), Run(start=2, end=3, until=3), Run(start=3, end=5, until=5)]
+    """
+    starts = [i for i in range(len(until)) if i == 0 or until[i] != until[i - 1]]
+    return [Run(start, end, until[start]) for start, end in zip(starts, [*starts[1:], len(until)], strict=True)]
+
+
+def _blocks(runs: list[Run], device: torch.device) -> Iterator[Block]:
+    """Blocks of all runs; short ones of similar size together."""
+    own: dict[int, list[Run]] = defaultdict(list)
+    below: dict[tuple[int, int], list[Run]] = defaultdict(list)
+    for run in runs:
+        if run.length >= _LONG:
+            yield Block(slice(run.start, run.end), slice(run.start, run.end), is_causal=True)
+        else:
+            own[run.length.bit_length()].append(run)
+    for alike in own.values():
+        queries_BQ, real = _padded([(run.start, run.end) for run in alike], device)
+        yield Block(queries_BQ, queries_BQ, is_causal=True, real=real)
+    for run in runs:
+        if run.num_below and run.length * run.num_below >= _LONG * _LONG:
+            yield Block(slice(run.end, run.until), slice(run.start, run.end), is_causal=False)
+        elif run.num_below:
+            below[run.length, run.num_below.bit_length()].append(run)
+    for alike in below.values():
+        queries_BQ, real = _padded([(run.end, run.until) for run in alike], device)
+        keys_BL, _ = _padded([(run.start, run.end) for run in alike], device)
+        yield Block(queries_BQ, keys_BL, is_causal=False, real=real)
+
+
+def _padded(spans: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Positions of each span, the last one repeated up to the length of the longest; and where nothing is repeated."""
+    starts_B1, ends_B1 = torch.tensor(spans)[:, :1], torch.tensor(spans)[:, 1:]
+    positions_BQ = starts_B1 + torch.arange(int((ends_B1 - starts_B1).max()))
+    is_real_BQ = positions_BQ < ends_B1
+    real = None if is_real_BQ.all() else is_real_BQ.flatten().nonzero()[:, 0].to(device)
+    return positions_BQ.minimum(ends_B1 - 1).to(device), real
+
+
+def _bias(is_seen_QL: Tensor) -> Tensor:
+    return torch.zeros(is_seen_QL.shape, device=is_seen_QL.device).masked_fill_(~is_seen_QL, -torch.inf)
+
+
+class _JoinedBlocks(torch.autograd.Function):
+    """Attention of a row as its blocks, on the CPU.
+
+    Softmax over the keys of several blocks is the average of the blocks' results with weights exp(lse_b - lse), where
+    lse is the log-sum-exp over all keys. The backward pass of flash attention needs only the joined result and lse:
+    given them, each block's gradients are its shares of the whole gradients (ring attention, arXiv:2310.01889).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        query_RHD: Tensor,
+        key_RKD: Tensor,
+        value_RKD: Tensor,
+        blocks: list[Block],
+        scale: float,
+    ) -> Tensor:
+        num_kv, summed = key_RKD.shape[1], torch.promote_types(query_RHD.dtype, torch.float32)
+        joined_RHD = query_RHD.new_zeros(query_RHD.shape, dtype=summed)
+        lse_RH = query_RHD.new_full(query_RHD.shape[:2], -torch.inf, dtype=summed)
+        for block in blocks:
+            out, lse = _attend(
+                _heads(query_RHD, block.queries, num_kv), _heads(key_RKD, block.keys, num_kv, query_RHD.shape[1]),
+                _heads(value_RKD, block.keys, num_kv, query_RHD.shape[1]), 0.0, block.is_causal,
+                attn_mask=_cast(block.mask_QL, query_RHD.dtype), scale=scale,
+            )  # fmt: skip
+            rows, own = block.rows(), block.own(_tokens(out, num_kv)).to(summed)
+            own_lse = block.own(_tokens(lse[..., None], num_kv))[..., 0]
+            before = lse_RH[rows]
+            total = torch.logaddexp(before, own_lse)
+            share, own_share = (before - total).exp_(), (own_lse - total).exp_()
+            lse_RH[rows] = total
+            joined_RHD[rows] = joined_RHD[rows] * share[..., None] + own * own_share[..., None]
+        result_RHD = joined_RHD.to(query_RHD.dtype)
+        ctx.save_for_backward(query_RHD, key_RKD, value_RKD, result_RHD, lse_RH)
+        ctx.blocks, ctx.scale = blocks, scale
+        return result_RHD
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        (gradient_RHD,) = gradients
+        query_RHD, key_RKD, value_RKD, result_RHD, lse_RH = ctx.saved_tensors
+        num_kv, num_heads = key_RKD.shape[1], query_RHD.shape[1]
+        sums = [t.new_zeros(t.shape, dtype=lse_RH.dtype) for t in (query_RHD, key_RKD, value_RKD)]
+        for block in ctx.blocks:
+            gradient = _heads(gradient_RHD, block.queries, num_kv, real=block.real)
+            lse = _heads(lse_RH[..., None], block.queries, num_kv)[..., 0]
+            shares = _attend_backward(
+                gradient, _heads(query_RHD, block.queries, num_kv),
+                _heads(key_RKD, block.keys, num_kv, num_heads), _heads(value_RKD, block.keys, num_kv, num_heads),
+                _heads(result_RHD, block.queries, num_kv), lse, 0.0, block.is_causal,
+                attn_mask=_cast(block.mask_QL, query_RHD.dtype), scale=ctx.scale,
+            )  # fmt: skip
+            for whole, share, rows in zip(sums, shares, (block.queries, block.keys, block.keys), strict=True):
+                one_each = _tokens(share, num_kv)
+                if whole is not sums[0]:
+                    one_each = one_each.unflatten(2, (num_kv, -1)).sum(3)
+                if isinstance(rows, slice):
+                    whole[rows] += one_each[0]
+                else:
+                    whole.index_add_(0, rows.flatten(), one_each.flatten(0, 1).to(whole.dtype))
+        return *(t.to(query_RHD.dtype) for t in sums), None, None
+
+
+def _heads(x_RHD: Tensor, rows: _Rows, num_kv: int, num_heads: int = 0, real: Tensor | None = None) -> Tensor:
+    """Rows as `(B * K, H / K, Q, D)`. Key-value heads are repeated to `num_heads` without a copy. All rows but the
+    `real` ones become 0."""
+    if isinstance(rows, slice):
+        x_BQHD = x_RHD[rows][None]
+    else:
+        x_BQHD = x_RHD[rows.flatten()].unflatten(0, rows.shape)
+        if real is not None:
+            is_padding = torch.ones(rows.numel(), dtype=torch.bool).index_fill_(0, real, False)
+            x_BQHD = x_BQHD.masked_fill(is_padding.view(rows.shape)[..., None, None], 0.0)
+    x = x_BQHD.unflatten(2, (num_kv, -1)).permute(0, 2, 3, 1, 4).flatten(0, 1)
+    return x.expand(-1, num_heads // num_kv, -1, -1) if num_heads else x
+
+
+def _tokens(x: Tensor, num_kv: int) -> Tensor:
+    """`(B, Q, H, D)` from `(B * K, H / K, Q, D)`."""
+    return x.unflatten(0, (-1, num_kv)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _cast(mask_QL: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if mask_QL is None else mask_QL.to(dtype)
+
+
+@cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention)
+
+
+def row_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    row: AttentionRow | None = None,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """Attention of a model's layer, in the form of the Transformers library; as its `sdpa` without a `row`.
+
+    Raises `ModelError` for a model whose attention has parts that are not known here.
+    """
+    if row is None:
+        given = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, **others}
+        return _sdpa(module, query, key, value, attention_mask, **given)
+    if unknown := sorted(name for name, given in others.items() if name not in _KNOWN and given is not None):
+        raise ModelError(
+            f"{type(module).__name__} asks for attention with {', '.join(unknown)}, which is not supported"
+        )
+    if query.device.type == "cuda":
+        mask = row.mask(sliding_window)
+        found = _compiled_flex()(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
+        return found.transpose(1, 2), None
+    heads = (x[0].transpose(0, 1) for x in (query, key, value))
+    return cast("Tensor", _JoinedBlocks.apply(*heads, row.blocks(sliding_window), scaling))[None], None
+
+
+def use_row_attention(model: PreTrainedModel) -> None:
+    """Let the model's layers attend by a row where they are given one, and as `sdpa` where not."""
+    if model.config._attn_implementation != ROW_ATTENTION:
+        model.set_attn_implementation(ROW_ATTENTION)
+
+
+AttentionInterface.register(ROW_ATTENTION, row_attention)
+AttentionMaskInterface.register(ROW_ATTENTION, sdpa_mask)
