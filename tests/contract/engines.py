@@ -146,7 +146,7 @@ def local_lora(**choices: Any) -> LocalEngine:
 
 
 def vllm(*, tied: bool, **choices: Any) -> Engine:
-    """vLLM on a folder with the model of `Kit.model`."""
+    """vLLM on a folder with the model of `Kit.model`; with `lora`, that model is the base."""
     from workers.engines.vllm import VllmEngine
 
     with tempfile.TemporaryDirectory() as folder:
@@ -164,6 +164,9 @@ REAL = [
     pytest.param(Kit(local_lora, tied=True, has_adapter=True), id="local-lora"),
     pytest.param(Kit(lambda: vllm(tied=True), tied=True, is_costly=True), id="vllm-tied", marks=VLLM),
     pytest.param(Kit(lambda: vllm(tied=False), tied=False, is_costly=True), id="vllm-untied", marks=VLLM),
+    pytest.param(
+        Kit(lambda: vllm(tied=True, lora=LORA), tied=True, is_costly=True, has_adapter=True), id="vllm-lora", marks=VLLM
+    ),
 ]
 ALL = [pytest.param(Kit(scripted, tied=None), id="scripted"), *REAL]
 with_a_model = pytest.mark.parametrize("kit", REAL, indirect=True)
