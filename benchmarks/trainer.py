@@ -1,25 +1,44 @@
-"""Memory and time of a forward and backward with activation checkpointing, against one without.
+"""Memory and time of training: activation checkpointing, packed rows against padded matrices, and a bare loop.
 
     python -m benchmarks.trainer [--quick | --short]
 
-A model with SmolLM2-135M's sizes and random weights, in fp32 on one thread, and one micro-batch of groups that share a
-prompt. `peak_mb` counts the bytes of tensors that are alive at once, beyond weights and gradients; `seconds` are CPU
-time. Every measurement has a fresh process. Ratios are those of runs that follow each other.
+A model with SmolLM2-135M's sizes and random weights, in fp32 on one thread; `seconds` are CPU time. Every measurement
+has a fresh process. Ratios are those of runs that follow each other.
+
+| figure | meaning |
+| --- | --- |
+| `checkpointing`, `over_none` | one micro-batch of samples with one prompt, by the way of activation checkpointing |
+| `peak_mb` | bytes of tensors that are alive at once, beyond weights and gradients |
+| `positions` | positions of planned rows per distinct token, by mean and sigma of log-normal lengths of completions |
+| `packed_over_padded` | speed of forward and backward over the same samples: rows over padded matrices |
+| `over_bare` | speed of a training step over that of a loop in PyTorch on the same rows |
+| `load_peak_over_shard` | peak memory of one of four ranks that loads bfloat16 files to fp32 shards, over the bytes of its |
+| | shards and of the largest tensor |
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import get_args
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Event, Thread
+from typing import TYPE_CHECKING, get_args
 
 from benchmarks.measure import Size, in_fresh_process, in_turn, parser_of, print_result, ratios, spreads
+from benchmarks.packed_rows import positions_per_token, random_model
 from rlsys.config.schema import ActivationCheckpointing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 REPEATS = {"full": 5, "quick": 1, "short": 1}
 POSITIONS = {"full": 2048, "quick": 2048, "short": 64}
 GROUP_SIZE = 8
 PROMPT = 64
+LOADING_RANKS = 4
 
 
 def main() -> None:
@@ -27,18 +46,37 @@ def main() -> None:
     size: Size = parser_of(__doc__, quick="one repeat instead of five").parse_args().size
 
     def run(_: int, how: str) -> dict[str, float]:
-        return in_fresh_process("benchmarks.trainer:measure", how, POSITIONS[size], 2 if size == "short" else 30)
+        return in_fresh_process("benchmarks.trainer:measure", how, POSITIONS[size], num_layers)
 
+    num_layers = 2 if size == "short" else 30
     runs = in_turn(REPEATS[size], get_args(ActivationCheckpointing), run)
     over = {how: {what: ratios(each, runs["none"], what) for what in each[0]} for how, each in runs.items()}
     figures = {how: spreads(each) for how, each in runs.items()}
-    print_result({"checkpointing": figures, "over_none": over, "positions": POSITIONS[size]})
+    small = (1, 2) if size == "short" else (4, 30)
+    ways = {"forward": ("packed", "padded"), "step": ("rlsys", "bare")}
+    speeds: dict[str, dict[str, float | int]] = {}
+    for what, both in ways.items():
+        function = f"benchmarks.packed_rows:{what}_seconds"
+        timed = in_turn(
+            REPEATS[size], both, lambda repeat, who, f=function: {"s": in_fresh_process(f, who, *small, 1 + repeat)}
+        )
+        own, other = (timed[who] for who in both)
+        speeds[what] = ratios(other, own, "s")
+    print_result(
+        {
+            "checkpointing": figures,
+            "over_none": over,
+            "positions": positions_per_token(),
+            "packed_over_padded": speeds["forward"],
+            "over_bare": speeds["step"],
+            "load_peak_over_shard": in_fresh_process("benchmarks.trainer:measure_load", num_layers),
+        }
+    )
 
 
 def measure(how: ActivationCheckpointing, num_positions: int, num_layers: int) -> dict[str, float]:
     """Return `peak_mb` and `seconds` of one forward and backward over so many completion tokens."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     from rlsys.batch.samples import Sample
     from rlsys.batch.tensors import MicroBatch
@@ -47,12 +85,7 @@ def measure(how: ActivationCheckpointing, num_positions: int, num_layers: int) -
     from workers.train.logprobs import trained_logprobs
 
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=49_152, hidden_size=576, intermediate_size=1_536, num_hidden_layers=num_layers,
-        num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
+    model = random_model(num_layers).eval()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     checkpoint_layers(model, how)
@@ -71,6 +104,68 @@ def measure(how: ActivationCheckpointing, num_positions: int, num_layers: int) -
 
     peak = peak_of(step)
     return {"peak_mb": peak / 2**20, "seconds": seconds[0]}
+
+
+def measure_load(num_layers: int) -> float:
+    """Return `load_peak_over_shard`."""
+    from workers.train.rank_group import in_processes
+
+    with TemporaryDirectory() as folder:
+        random_model(num_layers).bfloat16().save_pretrained(folder)
+        return in_processes(LOADING_RANKS, partial(_load, folder), "loading")
+
+
+def _load(path: str, rank: int, address: str) -> float:
+    """Load as one rank; return its peak over the bytes of its shards and of the largest tensor."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    from workers.train.layout import Layout
+    from workers.train.logprobs import Scorer
+    from workers.train.model_loading import CPU, load_model, outline
+    from workers.train.rank_group import RankGroup
+
+    torch.set_num_threads(1)
+    ranks = RankGroup(rank, LOADING_RANKS, address=address)
+
+    def lay_out(model: PreTrainedModel) -> None:
+        Layout(ranks, torch.float32, CPU).apply(Scorer(model))
+
+    lay_out(outline(path))  # imports all that loading needs
+    with peak_memory() as peak:
+        model = load_model(path, torch.float32, CPU, lay_out)
+    weights = [weight.detach() for weight in model.parameters()]
+    shards = sum(weight.to_local().nbytes for weight in weights if isinstance(weight, DTensor))
+    ranks.close()
+    return peak() / (shards + max(weight.nbytes for weight in weights))
+
+
+@contextmanager
+def peak_memory() -> Iterator[Callable[[], int]]:
+    """Watch the process's anonymous memory; the result returns its peak in bytes beyond that at the start.
+
+    Pages of mapped files do not count: the kernel drops them when memory is short.
+    """
+    start, ended = anonymous_bytes(), Event()
+    found = [start]
+
+    def watch() -> None:
+        while not ended.wait(0.001):
+            found.append(max(found[-1], anonymous_bytes()))
+
+    watcher = Thread(target=watch)
+    watcher.start()
+    try:
+        yield lambda: found[-1] - start
+    finally:
+        ended.set()
+        watcher.join()
+
+
+def anonymous_bytes() -> int:
+    """Return the bytes of resident memory of this process that lie in no file."""
+    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    return (resident - shared) * 4096
 
 
 def peak_of(compute: Callable[[], None]) -> int:

@@ -1,5 +1,5 @@
-"""Command line: `rlsys train | eval | export | replay | dashboard | tail | report | simulate | config | data | workflow
-| doctor | algorithms`.
+"""Command line: `rlsys train | plan | eval | export | replay | dashboard | tail | report | simulate | config | data
+| workflow | doctor | algorithms`.
 
 Every command is a thin layer over a function that Python can call too. An `RlsysError` becomes its message on stderr
 and its exit code; any other error is a bug and shows its traceback. Commands import their modules when they run, so
@@ -47,6 +47,11 @@ Job = Annotated[
 ]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Overrides.")]
+Gpus = Annotated[int | None, typer.Option(min=1, help="GPUs of the cluster; else as many as the workers reserve.")]
+GpuMemory = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Memory of each, as 80GB; else that of this machine's GPU, or 80GB."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="End with one line of JSON on stdout.")]
 
 
@@ -56,9 +61,13 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Look up model, data and rewards; print what the job needs.")
     ] = False,
+    gpus: Gpus = None,
+    gpu_memory: GpuMemory = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a model with the configuration FILE."""
+    if not dry_run and (gpus is not None or gpu_memory is not None):
+        raise typer.BadParameter("--gpus and --gpu-memory need --dry-run: a run takes the GPUs that there are")
     config = _load(job)
     from rlsys import launch
 
@@ -69,9 +78,29 @@ def train(
     from rlsys.config.resource_plan import plan_of
 
     launch.look_up(config)
-    plan = plan_of(config)
-    found = {"config": config.model_dump(mode="json"), "plan": asdict(plan)}
-    _echo(found, [config.to_yaml(), *(f"# {line}" for line in plan.lines())], as_json=as_json)
+    resources = plan_of(config)
+    memory = launch.memory_plan(config, gpus=gpus, gpu_memory=gpu_memory) if launch.has_folders(config) else None
+    found = {"config": config.model_dump(mode="json"), "plan": asdict(resources), "memory": memory and memory.as_json()}
+    unknown = "memory: not planned, because no folder here has the model's config.json; `rlsys plan` fetches it"
+    lines = [*resources.lines(), *(memory.lines() if memory else [unknown])]
+    _echo(found, [config.to_yaml(), *(f"# {line}" for line in lines)], as_json=as_json)
+    if memory:
+        memory.check()
+
+
+@app.command(context_settings=OVERRIDES)
+def plan(job: Job, gpus: Gpus = None, gpu_memory: GpuMemory = None, as_json: AsJson = False) -> None:
+    """Show the memory of each worker of the configuration FILE by owner; exit 2 if it does not fit.
+
+    It is computed from the model's config.json: no weights are read, and nothing is started. If the plan does not fit,
+    the error names the nearest one that does.
+    """
+    config = _load(job)
+    from rlsys import launch
+
+    planned = launch.memory_plan(config, gpus=gpus, gpu_memory=gpu_memory)
+    _echo(planned.as_json(), planned.lines(), as_json=as_json)
+    planned.check()
 
 
 @app.command("eval", context_settings=OVERRIDES)

@@ -9,7 +9,17 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from rlsys.batch.samples import Sample
 from rlsys.types import Episode, Trajectory, Turn, VersionSpan
@@ -39,6 +49,22 @@ def tiny_llama(**changes: Any) -> LlamaForCausalLM:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "tie_word_embeddings": False, **changes}
     return LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+
+
+def tiny_gemma3(**changes: Any) -> Gemma3ForCausalLM:
+    """Tied embeddings that are scaled, and layers with two rotary bases; no sliding window within its context."""
+    torch.manual_seed(0)
+    heads: dict[str, Any] = {"num_key_value_heads": 2, "query_pre_attn_scalar": 8, "sliding_window": 128}
+    sizes: dict[str, Any] = {**SIZES, **heads, "tie_word_embeddings": True, **changes}
+    return Gemma3ForCausalLM(Gemma3TextConfig(**sizes)).eval()
+
+
+def tiny_qwen3_moe(**changes: Any) -> Qwen3MoeForCausalLM:
+    """Four experts a layer, of which a token uses two; on disk each expert has matrices of its own."""
+    torch.manual_seed(0)
+    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    sizes: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "tie_word_embeddings": False, **experts, **changes}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)).eval()
 
 
 def tiny_sorter(head_dim: int = 16) -> Qwen3ForCausalLM:

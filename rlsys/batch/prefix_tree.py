@@ -93,4 +93,5 @@ class PrefixRow:
 def _num_equal(one: Ints, other: Ints) -> int:
     size = min(len(one), len(other))
     differs = one[:size] != other[:size]
-    return int(differs.argmax()) if differs.any() else size
+    first = int(differs.argmax())
+    return first if differs[first] else size

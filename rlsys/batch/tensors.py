@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from itertools import chain
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -61,16 +62,14 @@ class MicroBatch:
         completion token. Raises `ValueError` if a column, or the versions of a sample, do not match its tokens.
         """
         row = PrefixRow.of([s.run_ids for s in samples], [len(s.prompt_ids) for s in samples])
-        trained = [np.flatnonzero(s.is_trained) for s in samples]
-        num_trained_S = torch.tensor([len(of_sample) for of_sample in trained])
-        before = [
-            places[len(s.prompt_ids) - 1 + of_sample]
-            for s, places, of_sample in zip(samples, row.places, trained, strict=True)
-        ]
+        is_trained = np.fromiter(chain.from_iterable(s.is_trained for s in samples), np.bool_)
+        lengths = [len(s.completion_ids) for s in samples]
+        num_trained_S = torch.tensor([sum(s.is_trained) for s in samples])
+        before = [places[len(s.prompt_ids) - 1 :] for s, places in zip(samples, row.places, strict=True)]
 
-        def picked(values: Iterator[Sequence[float]], dtype: type = np.float32) -> Tensor:
-            rows = zip(values, samples, trained, strict=True)
-            return torch.from_numpy(np.concatenate([_checked(v, s, dtype)[of_sample] for v, s, of_sample in rows]))
+        def picked(rows: Sequence[Sequence[float]], dtype: type = np.float32) -> Tensor:
+            _check(rows, lengths)
+            return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype)[is_trained])
 
         def spread(values: Sequence[float]) -> Tensor:
             values_S = torch.tensor(values or [0.0] * len(samples), dtype=torch.float32)
@@ -80,16 +79,14 @@ class MicroBatch:
             tokens_R=torch.from_numpy(row.tokens_R),
             positions_R=torch.from_numpy(row.positions_R),
             until_R=torch.from_numpy(row.until_R),
-            before_N=torch.from_numpy(np.concatenate(before)),
-            targets_N=picked((s.completion_ids for s in samples), np.int64),
+            before_N=torch.from_numpy(np.concatenate(before)[is_trained]),
+            targets_N=picked([s.completion_ids for s in samples], np.int64),
             num_trained_S=num_trained_S,
-            versions_N=torch.from_numpy(
-                np.concatenate([_versions(s, len(n)) for s, n in zip(samples, trained, strict=True)])
-            ),
-            behavior_logprobs_N=picked(s.logprobs for s in samples),
+            versions_N=torch.from_numpy(_versions(samples, num_trained_S.tolist())),
+            behavior_logprobs_N=picked([s.logprobs for s in samples]),
             advantages_N=spread(advantages),
             weights_N=spread(token_weights),
-            columns_N={signal: picked(iter(column)) for signal, column in (columns or {}).items()},
+            columns_N={signal: picked(column) for signal, column in (columns or {}).items()},
         )
 
     def loss_inputs(self, version: PolicyVersion, proximal_logprobs_N: Tensor) -> LossInputs:
@@ -210,15 +207,17 @@ def packed(samples: Sequence[Sample], max_tokens: int) -> Iterator[tuple[list[in
         yield batch, MicroBatch.of([samples[i] for i in batch])
 
 
-def _versions(sample: Sample, num_trained: int) -> NDArray[np.int64]:
+def _versions(samples: Sequence[Sample], num_trained: Sequence[int]) -> NDArray[np.int64]:
     """Return the version of each trained token."""
-    counts = [span.num_tokens for span in sample.versions]
-    if sum(counts) != num_trained:
-        raise ValueError(f"{sum(counts)} tokens have a version in a sample with {num_trained} trained ones")
-    return np.repeat(np.array([span.version for span in sample.versions], dtype=np.int64), counts)
+    for sample, size in zip(samples, num_trained, strict=True):
+        if (count := sum(span.num_tokens for span in sample.versions)) != size:
+            raise ValueError(f"{count} tokens have a version in a sample with {size} trained ones")
+    spans = [span for sample in samples for span in sample.versions]
+    versions = np.array([span.version for span in spans], dtype=np.int64)
+    return np.repeat(versions, [span.num_tokens for span in spans])
 
 
-def _checked(row: Sequence[float], sample: Sample, dtype: type) -> NDArray[Any]:
-    if len(row) != len(sample.completion_ids):
-        raise ValueError(f"a column has {len(row)} entries for a completion of {len(sample.completion_ids)} tokens")
-    return np.array(row, dtype=dtype)
+def _check(rows: Sequence[Sequence[float]], lengths: Sequence[int]) -> None:
+    for row, length in zip(rows, lengths, strict=True):
+        if len(row) != length:
+            raise ValueError(f"a column has {len(row)} entries for a completion of {length} tokens")

@@ -171,7 +171,8 @@ class TrainSection(Section):
     clip_norm: PositiveFloat = 1.0
     """Largest gradient norm, over all parameters and ranks."""
     micro_batch_tokens: PositiveInt = 8192
-    """Most tokens of one forward and backward pass; shared prompts count once. Bounds memory, changes no gradient."""
+    """Most tokens of one forward and backward pass, a row without padding in which shared prefixes count once; a longer
+    sample has a row of its own. Bounds memory, changes no gradient."""
     activation_checkpointing: ActivationCheckpointing = "none"
     """Activations that a decoder layer computes again for its backward, instead of keeping them: `none`; `selective`:
     all but the results of matrix products and of attention; `full`: all. Saves memory for time, changes no gradient."""

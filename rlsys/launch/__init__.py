@@ -5,19 +5,23 @@
 works from the command line, from a Python script (also after a call of `ray.init`) and inside a Ray job.
 """
 
+from rlsys.launch.fitting import FittedPlan, has_folders, memory_plan
 from rlsys.launch.offline_commands import evaluate, export, inspect_data, replay, replay_step
 from rlsys.launch.preflight import look_up
 from rlsys.launch.train_run import TrainResult, train
 from rlsys.launch.try_workflow import Tried, config_to_try, try_workflow
 
 __all__ = [
+    "FittedPlan",
     "TrainResult",
     "Tried",
     "config_to_try",
     "evaluate",
     "export",
+    "has_folders",
     "inspect_data",
     "look_up",
+    "memory_plan",
     "replay",
     "replay_step",
     "train",

@@ -45,7 +45,10 @@ KEYS = {
     "recovery": {"recovery_s", "step_s", "interrupt_s"},
     "relay": {"stall_over_memcpy", "flatness", "left_out", "rows"},
     "soak": {"broken", "left_behind", "growth", "last", "groups", "samples", "seconds"},
-    "trainer": {"checkpointing", "over_none", "positions"},
+    "trainer": {
+        "checkpointing", "over_none", "positions", "packed_over_padded", "over_bare",
+        "load_peak_over_shard",
+    },
     "schedules": {"schedules", "seconds", "broken", "groups_issued_again", "largest_staleness"},
 }  # fmt: skip
 """Of the closing line, by benchmark."""

@@ -32,9 +32,9 @@ from rlsys.replay.replay_results import Comparison, NonFinite, ReplayedSample, R
 from rlsys.replay.rollout_log import GroupRecord, RolloutRecord, read_groups
 from rlsys.replay.run_history import RecordedSteps
 from rlsys.types import POLICY
-from workers.train.adapter_files import start_adapter
 from workers.train.fsdp import FsdpBackend
 from workers.train.logprobs import trained_logprobs
+from workers.train.lora import add_adapter
 from workers.train.model_loading import CPU, load_model, load_tokenizer
 from workers.train.optimizer import (
     critic_optimizer_settings,
@@ -284,7 +284,7 @@ def _policy(config: Config, folder: Path, device: torch.device) -> _Trained:
     lora, path = config.train.lora, config.model.path
     model = load_model(path, getattr(torch, config.model.dtype) if lora else torch.float32, device)
     if lora:
-        start_adapter(model, lora, path)
+        add_adapter(model, lora, path, torch.float32)
     _restore(model, folder / ACTOR, model, config)
     return _Trained("policy", model, _scores(model, config), config.algorithm.loss)
 
@@ -293,7 +293,7 @@ def _critic(config: Config, folder: Path, device: torch.device) -> _Trained:
     lora, path = config.critic_lora, config.critic.path or config.model.path
     model = load_value_model(path, device, getattr(torch, config.model.dtype) if lora else torch.float32)
     if lora:
-        start_adapter(model.base, lora, path)
+        add_adapter(model.base, lora, path, torch.float32)
     _restore(model, folder / CRITIC, model.base, config)
     return _Trained("critic", model, model, config.algorithm.value_loss)
 

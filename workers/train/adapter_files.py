@@ -7,8 +7,9 @@ checkpoint and its published versions name the hash of the base.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +18,18 @@ import xxhash
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlsys.config.lora_section import LoraSection
 from rlsys.errors import CheckpointError, ModelError
-from workers.train.lora import adapter_of, add_adapter
+from workers.train.lora import A, adapted_layers, adapter_of, add_adapter
 from workers.train.model_loading import check_exists
 from workers.train.state_files import load_state, saved_shapes
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from peft.tuners.lora import Linear as LoraLayer
     from transformers import PreTrainedModel
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -67,19 +70,60 @@ def _weight_files(path: str) -> list[Path]:
     return [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
 
 
-def start_adapter(model: PreTrainedModel, lora: LoraSection, path: str) -> str:
-    """Add the adapter that training starts from to the model of `path`, in fp32. Returns the hash of the base.
+class Adapter:
+    """The adapter of a model in training, on its way into a model that is laid out before its weights are read."""
 
-    Raises `ModelError`.
-    """
-    base = base_hash(path)
-    add_adapter(model, lora, path)
-    adapter = adapter_of(model)
-    for parameter in adapter.values():
-        parameter.data = parameter.data.float()
-    if lora.path is not None:
-        read_adapter(lora.path, adapter, lora, base)
-    return base
+    def __init__(self, lora: LoraSection, path: str) -> None:
+        """`path` is that of the model."""
+        self._lora, self._path = lora, path
+        self._layers: dict[str, LoraLayer] = {}
+        """Adapted layers by their names in the model."""
+
+    @contextmanager
+    def taken_out(self, model: PreTrainedModel) -> Iterator[None]:
+        """Add the adapter, in fp32; take it out after the block, which lays the model out with it.
+
+        The files of a model name its layers, and an adapted layer has another name. The layout stays: it belongs to
+        modules, whatever their names. Raises `ModelError` for targets that match no layer.
+        """
+        add_adapter(model, self._lora, self._path, torch.float32)
+        self._layers = adapted_layers(model)
+        yield
+        for name, layer in self._layers.items():
+            model.set_submodule(name, layer.get_base_layer())
+
+    @torch.no_grad()
+    def start(self, model: PreTrainedModel) -> str:
+        """Put the adapter back into the loaded model, with the weights that training starts from.
+
+        They are the same in every process: A comes from a fixed seed. Returns the hash of the base. Raises
+        `ModelError` if `train.lora.path` contains no adapter of this base, rank, scale or kind.
+        """
+        model.requires_grad_(False)  # parameters that were read are new
+        for name, layer in self._layers.items():
+            model.set_submodule(name, layer)
+            for kind in layer.adapter_layer_names:
+                layer.get_submodule(kind).to_empty(device=model.device)
+        generator = torch.Generator().manual_seed(0)
+        adapter = adapter_of(model)
+        for name, parameter in adapter.items():
+            parameter.requires_grad_(True)
+            whole = torch.zeros(parameter.shape)
+            if name.endswith(A):
+                nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)  # as `peft` does
+            write(parameter, whole)
+        base = base_hash(self._path)
+        if self._lora.path is not None:
+            read_adapter(self._lora.path, adapter, self._lora, base)
+        return base
+
+
+def write(parameter: Tensor, whole: Tensor) -> None:
+    """Write a whole tensor into a parameter, or this rank's part of it into a shard. Not collective."""
+    if isinstance(parameter, DTensor):
+        mesh, placements = parameter.device_mesh, parameter.placements
+        whole = distribute_tensor(whole.to(parameter.device), mesh, placements, src_data_rank=None)
+    parameter.copy_(whole)
 
 
 def write_adapter(folder: Path, adapter: Mapping[str, Tensor], config: LoraConfig, base: str) -> None:
@@ -114,7 +158,7 @@ def read_adapter(path: str, into: Mapping[str, Tensor], lora: LoraSection, base:
     if problems:
         raise ModelError(f"train.lora.path: the adapter in {path} does not fit: {'; '.join(problems)}")
     for name, tensor in found.items():
-        into[name].copy_(tensor)
+        write(into[name], tensor)
 
 
 def _config_problems(config: Any, lora: LoraSection) -> Iterator[str]:  # noqa: ANN401  (of a foreign file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -22,7 +24,8 @@ from rlsys.config.schema import ActivationCheckpointing
 from rlsys.stabilizer import Stabilizer
 from rlsys.types import VersionSpan
 from rlsys.weight_sync.sync import Probe, TensorSpec
-from workers.train.adapter_files import facts_of, start_adapter, write_adapter
+from workers.train.adapter_files import Adapter, facts_of, write_adapter
+from workers.train.layout import Layout
 from workers.train.logprobs import Scorer
 from workers.train.lora import merge, peft_config, published, without_adapter
 from workers.train.model_loading import CPU, load_model, load_tokenizer, outline
@@ -35,6 +38,24 @@ from workers.train.token_columns import TokenColumns
 
 if TYPE_CHECKING:
     from rlsys.batch.tensors import StepColumn
+
+
+class Policy(Scorer):
+    """The policy as one module, which also samples, token by token."""
+
+    @torch.no_grad()
+    def sample(self, length: int, *, seed: int = 0) -> tuple[int, ...]:
+        """Sample `length` tokens at temperature 1 after the model's first token (or token 0); deterministic."""
+        model, generator = self.model, torch.Generator().manual_seed(seed)
+        cache = DynamicCache(config=model.config)
+        first = model.config.get_text_config().bos_token_id
+        ids = [first if isinstance(first, int) else 0]
+        while len(ids) < length:
+            newest = torch.tensor([ids[-1:]], device=model.device)
+            logits_V = model(input_ids=newest, past_key_values=cache, use_cache=True).logits[0, -1]
+            probs_V = logits_V.float().softmax(-1).cpu()
+            ids.append(int(torch.multinomial(probs_V, 1, generator=generator)))
+        return tuple(ids)
 
 
 class FsdpBackend(Sharded):
@@ -52,21 +73,28 @@ class FsdpBackend(Sharded):
         activation_checkpointing: ActivationCheckpointing = "none",
         lora: LoraSection | None = None,
     ) -> None:
-        """Load the whole model from `model_path` on every rank, then keep this rank's shard. Raises `ModelError`.
+        """Load this rank's shards of the model in `model_path`. Raises `ModelError`.
 
         `probe_length` is the number of tokens of a probe, 0 for none. With `lora`, only an adapter is trained; the
         frozen model is in `dtype`.
         """
+        layout = Layout(ranks, getattr(torch, dtype), device, activation_checkpointing)
+        adapter = Adapter(lora, model_path) if lora else None
+
+        def lay_out(model: PreTrainedModel) -> None:
+            self._scorer = Policy(model)
+            with adapter.taken_out(model) if adapter else nullcontext():
+                layout.apply(self._scorer)
+
         self._model_path, self._lora = model_path, lora
-        self._model = load_model(model_path, getattr(torch, dtype) if lora else torch.float32, device)
-        self.base = start_adapter(self._model, lora, model_path) if lora else None
+        self._model = load_model(model_path, layout.dtype if lora else torch.float32, device, lay_out)
+        self.base = adapter.start(self._model) if adapter else None
         """Hash of the frozen base; None if all weights are trained."""
-        self._probe_ids = probe_tokens(self._model, probe_length) if probe_length else ()
-        self._scorer = Scorer(self._model)
-        super().__init__(
-            self._model, self._scorer, settings, ranks, dtype, activation_checkpointing=activation_checkpointing,
-            adapter=facts_of(lora, self.base) if lora and self.base else None,
-        )  # fmt: skip
+        facts = facts_of(lora, self.base) if lora and self.base else None
+        super().__init__(self._model, self._scorer, settings, layout, facts)
+        register_fsdp_forward_method(self._scorer, Policy.sample.__name__)
+        self._probe_ids = self._scorer.sample(probe_length) if probe_length else ()
+        self.reshard()
         self._kept: list[tuple[tuple[SampleRef, ...], LossInputs, Tensor, Tensor]] = []
         """Arguments of `TokenColumns.of` for each micro-batch of the last step: tensors stay on the device."""
 
@@ -204,18 +232,3 @@ class FsdpBackend(Sharded):
                 self._model.generation_config.save_pretrained(folder)
             save_torch_state_dict(weights, folder)
             load_tokenizer(self._model_path).save_pretrained(folder)
-
-
-@torch.inference_mode()
-def probe_tokens(model: PreTrainedModel, length: int, *, seed: int = 0) -> tuple[int, ...]:
-    """Sample `length` tokens at temperature 1 after the model's first token (or token 0); deterministic."""
-    generator = torch.Generator().manual_seed(seed)
-    cache = DynamicCache(config=model.config)
-    first = model.config.get_text_config().bos_token_id
-    ids = [first if isinstance(first, int) else 0]
-    while len(ids) < length:
-        newest = torch.tensor([ids[-1:]], device=model.device)
-        logits_V = model(input_ids=newest, past_key_values=cache, use_cache=True).logits[0, -1]
-        probs_V = logits_V.float().softmax(-1).cpu()
-        ids.append(int(torch.multinomial(probs_V, 1, generator=generator)))
-    return tuple(ids)

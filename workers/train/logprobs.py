@@ -42,9 +42,15 @@ def trained_logprobs(
 
     At most `max_logits` logits are alive at once, or those of one token.
     """
-    hidden_NH = hidden_states(model, micro_batch)
-    tokens_N = micro_batch.targets_N
     head = cast("nn.Linear", model.get_output_embeddings())
+    hidden_NH = hidden_states(model, micro_batch)
+    return token_logprobs(head, hidden_NH, micro_batch.targets_N, temperature, max_logits=max_logits)
+
+
+def token_logprobs(
+    head: nn.Linear, hidden_NH: Tensor, tokens_N: Tensor, temperature: float, *, max_logits: int
+) -> tuple[Tensor, Tensor]:
+    """`(logprobs_N, entropy_N)` of tokens after these hidden states, chunk by chunk; see `trained_logprobs`."""
     rows = max(1, max_logits // head.out_features)
     chunked = zip(hidden_NH.split(rows), tokens_N.split(rows), strict=True)
     if len(tokens_N) <= rows or not torch.is_grad_enabled():
@@ -77,15 +83,21 @@ def score(
 
 def hidden_states(model: PreTrainedModel, mb: MicroBatch) -> Tensor:
     """The last hidden state *before* each trained token, `(N, H)`, from which its logits are computed."""
+    row = AttentionRow.of(mb.until_R, mb.positions_R)
+    return row_states(model, mb.tokens_R, mb.positions_R, row).index_select(0, mb.before_N)
+
+
+def row_states(model: PreTrainedModel, tokens_R: Tensor, positions_R: Tensor, row: AttentionRow) -> Tensor:
+    """The last hidden state of each token of a row, `(R, H)`."""
     use_row_attention(model)
     hidden_1RH = model.base_model(
-        input_ids=mb.tokens_R[None],
-        position_ids=mb.positions_R[None],
-        attention_mask=mb.tokens_R.new_ones(1, 1, 1, 1),  # given, so that the model builds none
-        row=AttentionRow.of(mb.until_R, mb.positions_R),
+        input_ids=tokens_R[None],
+        position_ids=positions_R[None],
+        attention_mask=tokens_R.new_ones(1, 1, 1, 1),  # given, so that the model builds none
+        row=row,
         use_cache=False,
     ).last_hidden_state
-    return hidden_1RH[0].index_select(0, mb.before_N)
+    return hidden_1RH[0]
 
 
 def _token_logprobs(head: nn.Module, hidden_NH: Tensor, tokens_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from rlsys.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from peft.tuners.lora import Linear as LoraLayer
 
 NAME = "default"
 """Name of the adapter in its model; a model has one."""
@@ -29,19 +30,18 @@ A, B = ".lora_A.weight", ".lora_B.weight"
 """Ends of the published names."""
 
 
-def add_adapter(model: PreTrainedModel, lora: LoraSection, path: str) -> None:
-    """Freeze the model of `path` and add an adapter without effect, in the type and on the device of the model.
+def add_adapter(model: PreTrainedModel, lora: LoraSection, path: str, dtype: torch.dtype | None = None) -> None:
+    """Freeze the model of `path` and add an adapter without effect, on the model's device; `dtype` None: in its type.
 
-    It is the same for every process: A comes from a fixed seed. Raises `ModelError` for targets that match no layer,
-    `ConfigError` without `peft`.
+    Raises `ModelError` for targets that match no layer, `ConfigError` without `peft`.
     """
     try:
         from peft import inject_adapter_in_model
     except ModuleNotFoundError as error:
         raise ConfigError("train.lora needs peft: pip install 'rlsys[lora]', or set train.lora=null") from error
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        inject_adapter_in_model(peft_config(model, lora, path), model, NAME)
+    inject_adapter_in_model(peft_config(model, lora, path), model, NAME)
+    for parameter in adapter_of(model).values():
+        parameter.data = parameter.data.to(dtype or model.dtype)
 
 
 def peft_config(model: PreTrainedModel, lora: LoraSection, path: str) -> LoraConfig:
@@ -91,12 +91,17 @@ def published(model: nn.Module, *, has_aliases: bool = False) -> dict[str, nn.Pa
     return adapter_of(model) or dict(model.named_parameters(remove_duplicate=not has_aliases))
 
 
+def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
+    """Layers of the model that have an adapter, by name."""
+    from peft.tuners.lora import Linear as LoraLayer
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
     """Compute with the frozen model alone. For forwards without gradient."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    layers = adapted_layers(model).values()
     own = list(adapter_of(model).values())
     try:
         for layer in layers:

@@ -76,12 +76,12 @@ class Block:
         if isinstance(self.queries, slice):
             return self.queries
         flat = self.queries.flatten()
-        return flat if self.real is None else flat[self.real]
+        return flat if self.real is None else flat.index_select(0, self.real)
 
     def own(self, values_BQHD: Tensor) -> Tensor:
         """Return the values of `rows()`, `(rows, ...)`."""
         flat = values_BQHD.flatten(0, 1)
-        return flat if self.real is None else flat[self.real]
+        return flat if self.real is None else flat.index_select(0, self.real)
 
 
 class AttentionRow:
@@ -209,11 +209,11 @@ class _JoinedBlocks(torch.autograd.Function):
             )  # fmt: skip
             rows, own = block.rows(), block.own(_tokens(out, num_kv)).to(summed)
             own_lse = block.own(_tokens(lse[..., None], num_kv))[..., 0]
-            before = lse_RH[rows]
+            before = _taken(lse_RH, rows)
             total = torch.logaddexp(before, own_lse)
             share, own_share = (before - total).exp_(), (own_lse - total).exp_()
-            lse_RH[rows] = total
-            joined_RHD[rows] = joined_RHD[rows] * share[..., None] + own * own_share[..., None]
+            _put(lse_RH, rows, total)
+            _put(joined_RHD, rows, (_taken(joined_RHD, rows) * share[..., None]).addcmul_(own, own_share[..., None]))
         result_RHD = joined_RHD.to(query_RHD.dtype)
         ctx.save_for_backward(query_RHD, key_RKD, value_RKD, result_RHD, lse_RH)
         ctx.blocks, ctx.scale = blocks, scale
@@ -245,13 +245,24 @@ class _JoinedBlocks(torch.autograd.Function):
         return *(t.to(query_RHD.dtype) for t in sums), None, None
 
 
+def _taken(x_RHD: Tensor, rows: _Rows) -> Tensor:
+    return x_RHD[rows] if isinstance(rows, slice) else x_RHD.index_select(0, rows)
+
+
+def _put(x_RHD: Tensor, rows: _Rows, values: Tensor) -> None:
+    if isinstance(rows, slice):
+        x_RHD[rows] = values
+    else:
+        x_RHD.index_copy_(0, rows, values)
+
+
 def _heads(x_RHD: Tensor, rows: _Rows, num_kv: int, num_heads: int = 0, real: Tensor | None = None) -> Tensor:
     """Rows as `(B * K, H / K, Q, D)`. Key-value heads are repeated to `num_heads` without a copy. All rows but the
     `real` ones become 0."""
     if isinstance(rows, slice):
         x_BQHD = x_RHD[rows][None]
     else:
-        x_BQHD = x_RHD[rows.flatten()].unflatten(0, rows.shape)
+        x_BQHD = x_RHD.index_select(0, rows.flatten()).unflatten(0, rows.shape)
         if real is not None:
             is_padding = torch.ones(rows.numel(), dtype=torch.bool).index_fill_(0, real, False)
             x_BQHD = x_BQHD.masked_fill(is_padding.view(rows.shape)[..., None, None], 0.0)

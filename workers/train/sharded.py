@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from rlsys.config.schema import ActivationCheckpointing
 from rlsys.errors import CheckpointError, TrainingError
 from rlsys.stabilizer import GradientDecision, Stabilizer
-from workers.train.activations import checkpoint_layers, decoder_layers
 from workers.train.adapter_files import PART, check_saved
+from workers.train.layout import Layout
 from workers.train.optimizer import (
     AdamUpdates,
     OptimizerSettings,
@@ -29,7 +27,6 @@ from workers.train.optimizer import (
     squared_norm,
     trained_parameters,
 )
-from workers.train.rank_group import RankGroup
 from workers.train.state_files import StateWriter, Writing, load_state, saved_shapes
 from workers.train.step_data import Part, RankStep
 
@@ -40,7 +37,7 @@ class Sharded:
     Frozen weights have no gradient and no state, and are neither saved nor loaded.
 
     Its methods and those of its subclasses are collective, unless noted otherwise: all ranks call them, in the same
-    order. A fp32 model on one rank is not sharded: that would be the identity, at the cost of FSDP's hooks.
+    order.
     """
 
     def __init__(
@@ -48,27 +45,18 @@ class Sharded:
         module: nn.Module,
         root: nn.Module,
         settings: OptimizerSettings,
-        ranks: RankGroup,
-        dtype: Literal["float32", "bfloat16"],
-        *,
-        activation_checkpointing: ActivationCheckpointing = "none",
-        in_float32: Sequence[nn.Module] = (),
+        layout: Layout,
         adapter: Mapping[str, Tensor] | None = None,
     ) -> None:
         """`module` names the parameters. `root` is the module that is called; it has no other parameters.
 
-        Submodules `in_float32` always compute in fp32. `adapter` has the facts of the adapter (`facts_of`), None if
-        the module has none.
+        `layout` is applied to `root`. `adapter` has the facts of the adapter (`facts_of`), None if the module has none.
         """
-        self._module, self._root, self._settings, self._ranks = module, root, settings, ranks
-        self._device, self._adapter = next(module.parameters()).device, adapter
-        self.dtype = torch.float32 if dtype == "float32" else torch.bfloat16
-        checkpoint_layers(root, activation_checkpointing)
-        if ranks.num_ranks > 1 or self.dtype is not torch.float32:
-            self._shard(in_float32)
+        self._module, self._root, self._settings, self._adapter = module, root, settings, adapter
+        self._ranks, self._device, self.dtype = layout.ranks, layout.device, layout.dtype
         self._optimizer = adamw(module, settings)
         self._step = torch.zeros((), dtype=torch.int64)
-        self._state_writer = StateWriter(ranks, self._device)
+        self._state_writer = StateWriter(self._ranks, self._device)
 
     @property
     def step(self) -> int:
@@ -192,29 +180,6 @@ class Sharded:
         optimizer = {f"optimizer.{name}": self._optimizer.state[p] for name, p in parameters.items()}
         adapter = {PART: self._adapter} if self._adapter else {}
         return {"model": {**parameters}, **optimizer, "progress": {"step": self._step}, **adapter}
-
-    def _shard(self, in_float32: Sequence[nn.Module]) -> None:
-        """Shard with one all-gather per decoder layer; the rest (embeddings, output matrix) is with the root.
-
-        Gradients are summed over ranks, not averaged: token weights refer to the loss of all ranks.
-        """
-        mesh = self._ranks.mesh(self._device)
-        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
-        layers = decoder_layers(self._root)
-        for module in list(self._root.modules()):
-            if module in in_float32:
-                fully_shard(module, mesh=mesh)
-            elif module in layers:
-                fully_shard(module, mesh=mesh, mp_policy=policy)
-        # The root's input is a batch whose logprobs must stay fp32.
-        root_policy = MixedPrecisionPolicy(
-            param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
-        fully_shard(self._root, mesh=mesh, mp_policy=root_policy)
-        for module in self._root.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
 
 
 def _check_finite(figures: Mapping[str, float], what: str, index: int) -> None:

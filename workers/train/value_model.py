@@ -5,11 +5,12 @@ Shape suffixes: as in `rlsys.batch.tensors`, and `H` hidden size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, cast
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rlsys.algorithm import Algorithm, Signal
 from rlsys.batch.packing import RankPlan
@@ -17,9 +18,10 @@ from rlsys.batch.tensors import MicroBatch, StepData
 from rlsys.config.lora_section import LoraSection
 from rlsys.config.schema import ActivationCheckpointing
 from rlsys.errors import ModelError
-from workers.train.adapter_files import facts_of, start_adapter
+from workers.train.adapter_files import Adapter, facts_of
+from workers.train.layout import Layout
 from workers.train.logprobs import hidden_states
-from workers.train.model_loading import CPU, load_tokenizer, on_device, pretrained
+from workers.train.model_loading import CPU, load_base_model, load_tokenizer
 from workers.train.optimizer import OptimizerSettings
 from workers.train.rank_group import RankGroup
 from workers.train.rank_metrics import StepMetrics
@@ -50,8 +52,7 @@ class ValueModel(nn.Module):
 
 def load_value_model(path: str, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> ValueModel:
     """Load the initial critic from a causal language model, in `dtype`, with a head in fp32. Raises `ModelError`."""
-    loaded = pretrained(AutoModelForCausalLM, path, dtype, key="critic.path", what="causal language model")
-    return ValueModel(on_device(cast("PreTrainedModel", loaded.base_model), device)).to(device)
+    return ValueModel(load_base_model(path, dtype, device, key="critic.path")).to(device)
 
 
 def check_vocabulary(path: str, policy_path: str) -> None:
@@ -82,17 +83,21 @@ class CriticBackend(Sharded):
         activation_checkpointing: ActivationCheckpointing = "none",
         lora: LoraSection | None = None,
     ) -> None:
-        """Load the whole causal language model from `model_path` on every rank, then keep this rank's shard.
+        """Load this rank's shards of the causal language model in `model_path`. Raises `ModelError`.
 
-        With `lora`, only the head and an adapter of the model are trained; the frozen model is in `dtype`. Raises
-        `ModelError`.
+        With `lora`, only the head and an adapter of the model are trained; the frozen model is in `dtype`.
         """
-        self._model = load_value_model(model_path, device, getattr(torch, dtype) if lora else torch.float32)
-        adapter = facts_of(lora, start_adapter(self._model.base, lora, model_path)) if lora else None
-        super().__init__(
-            self._model, self._model, settings, ranks, dtype,
-            activation_checkpointing=activation_checkpointing, in_float32=[self._model.head], adapter=adapter,
-        )  # fmt: skip
+        layout = Layout(ranks, getattr(torch, dtype), device, activation_checkpointing)
+        adapter = Adapter(lora, model_path) if lora else None
+
+        def lay_out(base: PreTrainedModel) -> None:
+            self._model = ValueModel(base)
+            with adapter.taken_out(base) if adapter else nullcontext():
+                layout.apply(self._model, in_float32=[self._model.head])
+
+        base = load_base_model(model_path, layout.dtype if lora else torch.float32, device, lay_out, key="critic.path")
+        facts = facts_of(lora, adapter.start(base)) if lora and adapter else None
+        super().__init__(self._model.to(device), self._model, settings, layout, facts)
 
     def values(self, plan: RankPlan, data: StepData) -> StepColumn:
         """Value of the state before each trained token, for each of this rank's micro-batches."""

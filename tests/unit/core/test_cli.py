@@ -51,6 +51,50 @@ def test_a_dry_run_says_what_the_job_needs(job: str):
     assert printed["config"]["algorithm"]["kl_coef"] == 0.1
 
 
+PLAN = [str(Path(__file__).parents[3] / "docs" / "plan" / "run.yaml"), "train.activation_checkpointing=full"]
+PLAN.append(f"model.path={Path(PLAN[0]).with_name('qwen2.5-0.5b')}")
+
+
+def test_a_plan_prints_a_row_for_each_worker():
+    done = CliRunner().invoke(app, ["plan", *PLAN, "--gpus", "8", "--gpu-memory", "80GB"])
+    assert done.exit_code == 0
+    head, *rows = done.stdout.splitlines()
+    assert head.split("  ")[0] == "GB on each device"
+    assert [row.split("  ")[0] for row in rows[:2]] == ["actor rank", "rollout"]
+    assert rows[-1] == "planned for GPUs: 8 x 80.0 GB; 8 reserved"
+
+
+def test_a_plan_that_does_not_fit_ends_with_2_and_the_nearest():
+    arguments = [*PLAN, "--gpus", "8", "--gpu-memory", "4GB", "--json"]
+    done = subprocess.run([RLSYS, "plan", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["fits"] is False
+    assert done.stderr.startswith("rlsys: this does not fit on 8 x 4.0 GB:\n  actor rank: ")
+    assert "what fits:" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_dry_run_shows_and_checks_the_memory_of_models_in_folders(job: str):
+    arguments = ["train", *PLAN, f"data.path={Path(job).with_name('tasks.jsonl')}", "reward.fn=exact", "--dry-run"]
+    done = CliRunner().invoke(app, [*arguments, "--gpu-memory", "80GB"])
+    assert done.exit_code == 0
+    assert "# planned for GPUs: 8 x 80.0 GB; 8 reserved" in done.stdout.splitlines()
+    refused = CliRunner().invoke(app, [*arguments, "--gpu-memory", "4GB"])
+    assert isinstance(refused.exception, ConfigError)
+
+
+def test_a_dry_run_without_the_model_plans_no_memory(job: str):
+    done = CliRunner().invoke(app, ["train", job, "--dry-run"])
+    assert "# memory: not planned, because no folder here has the model's config.json" in done.stdout
+
+
+def test_gpus_of_a_plan_need_a_dry_run(job: str):
+    done = CliRunner().invoke(app, ["train", job, "--gpus", "8"])
+    assert done.exit_code == 2
+    assert "--gpus and --gpu-memory need --dry-run" in done.stderr
+    assert CliRunner().invoke(app, ["plan", *PLAN, "--gpus", "0"]).exit_code == 2
+
+
 JUDGE = "def judge(completion, level): return 0.0\n"
 OFFLINE = ["rollout.workflow=offline", "algorithm.type=kto", "algorithm.group_size=1"]
 

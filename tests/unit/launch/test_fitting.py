@@ -1,0 +1,137 @@
+"""Memory plan of a configuration, and the nearest one that fits."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rlsys.config import Config
+from rlsys.errors import ConfigError, ModelError
+from rlsys.launch.fitting import FittedPlan, has_folders, memory_plan, parsed_size
+
+FOLDER = Path(__file__).parents[3] / "docs" / "plan"
+
+
+def config_of(*overrides: str, model: str = "qwen2.5-7b") -> Config:
+    return Config.load(FOLDER / "run.yaml", [f"model.path={FOLDER / model}", *overrides])
+
+
+def plan(*overrides: str, model: str = "qwen2.5-7b", gpus: int = 8) -> FittedPlan:
+    return memory_plan(config_of(*overrides, model=model), gpus=gpus, gpu_memory="80GB")
+
+
+def refusal(planned: FittedPlan) -> str:
+    with pytest.raises(ConfigError) as caught:
+        planned.check()
+    return str(caught.value)
+
+
+def test_a_plan_that_fits_is_accepted():
+    planned = plan("train.activation_checkpointing=full")
+    planned.check()
+    assert planned.fits
+    assert [worker.name for worker in planned.workers] == ["actor rank", "rollout"]
+
+
+def test_every_worker_of_the_configuration_has_a_row():
+    planned = plan("algorithm=ppo", "critic.num_gpus=1", "eval={every: 5, data: tasks.jsonl, replicas: 2}")
+    names = [(worker.name, worker.count) for worker in planned.workers]
+    assert names == [("actor rank", 4), ("critic rank", 4), ("rollout", 4), ("evaluation", 2)]
+    reference = plan("algorithm.kl_coef=0.1", "reference.num_gpus=1").workers[1]
+    assert (reference.name, reference.count) == ("reference", 1)
+    assert reference.memory.weights == pytest.approx(2 * 7.616e9, rel=1e-3)
+    assert reference.memory.optimizer == 0
+
+
+def test_full_training_of_72_billion_on_8_gpus_is_refused():
+    text = refusal(plan("rollout.num_gpus=0", "train.ranks=8", model="qwen2.5-72b"))
+    first, problem, *others = text.splitlines()
+    assert first == "this does not fit on 8 x 80.0 GB:"
+    assert re.match(r"  actor rank: \d{3}\.\d GB of 72\.0 GB; ", problem)
+    assert others[0] == "what fits:"
+    assert re.match(r"  on (32|64) GPUs: .*train\.ranks=(32|64)$", others[1])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "advice"),
+    [
+        (["train.ranks=4"], "train.activation_checkpointing=selective"),
+        (["rollout.replicas=6"], "train.activation_checkpointing=selective rollout.replicas=3"),
+        (["model.dtype=float32", "train.ranks=4", "data.max_prompt_tokens=8192"], None),
+    ],
+)
+def test_the_advice_fits_when_it_is_taken(overrides: list[str], advice: str | None):
+    planned = plan(*overrides)
+    assert not planned.fits
+    (nearest,) = planned.advice
+    assert advice in (None, nearest)
+    assert plan(*overrides, *nearest.split()).fits
+
+
+def test_the_advice_changes_as_few_keys_as_it_can():
+    (nearest,) = plan("train.activation_checkpointing=full", "rollout.replicas=8").advice
+    assert nearest == "rollout.replicas=4"
+
+
+def test_too_few_gpus_are_named():
+    text = refusal(plan("train.activation_checkpointing=full", gpus=2))
+    assert "  the workers reserve 8 GPUs, and there are 2" in text.splitlines()
+
+
+def test_a_rank_on_half_of_a_gpu_has_half_of_its_memory():
+    ranks, _ = plan("train.num_gpus=0.5", "train.activation_checkpointing=full").workers
+    assert ranks.limit == 36_000_000_000
+
+
+def test_a_cache_without_room_for_a_sequence_does_not_fit():
+    planned = plan("rollout.vllm_args={gpu_memory_utilization: 0.2}")
+    assert not planned.workers[1].fits
+
+
+def test_tensor_parallel_replicas_share_weights_and_cache():
+    one, two = (
+        plan("rollout.replicas=2", f"rollout.tensor_parallel={n}", f"rollout.num_gpus={n}").workers[1] for n in (1, 2)
+    )
+    assert two.memory.weights == pytest.approx(one.memory.weights / 2)
+    assert two.num_devices == 2
+    assert int(re.findall(r"\d+", two.remark)[0]) > 2 * int(re.findall(r"\d+", one.remark)[0])
+
+
+def test_workers_on_cpus_are_shown_without_a_limit():
+    planned = memory_plan(config_of("train.num_gpus=0", "rollout.num_gpus=0", model="qwen2.5-0.5b"))
+    planned.check()
+    assert [worker.limit for worker in planned.workers] == [None, None]
+    assert "planned for GPUs" not in "\n".join(planned.lines())
+
+
+def test_gpus_that_no_worker_reserves_are_refused():
+    config = config_of("train.num_gpus=0", "rollout.num_gpus=0")
+    with pytest.raises(ConfigError, match=r"^--gpus 8: no worker .* reserves a GPU; set train\.num_gpus"):
+        memory_plan(config, gpus=8)
+
+
+def test_several_policies_have_rows_of_their_own():
+    policies = "policies={a: {}, b: {is_frozen: true}}"
+    agents = "agents={lead: a, other: b}"
+    planned = plan(policies, agents, "train.activation_checkpointing=full", "stabilizer=null")
+    assert [worker.name for worker in planned.workers] == ["actor rank of a", "rollout"]
+    assert planned.workers[1].memory.weights == pytest.approx(2 * 2 * 7.616e9, rel=1e-3)
+
+
+@pytest.mark.parametrize("text", ["80XB", "80", "", "-80GB", "0GB", "GB", "nanGB"])
+def test_a_size_that_is_none_is_refused_with_an_example(text: str):
+    with pytest.raises(ConfigError, match=r"^--gpu-memory .*: not the memory of a GPU; .* as in 80GB$"):
+        parsed_size(text)
+
+
+def test_sizes_are_read_with_their_unit():
+    assert (parsed_size("80GB"), parsed_size("1.5 GiB")) == (80_000_000_000, 1_610_612_736)
+
+
+def test_a_model_without_a_configuration_is_refused_by_name(tmp_path: Path):
+    config = config_of(f"model.path={tmp_path}")
+    assert not has_folders(config)
+    with pytest.raises(ModelError, match=r"^model\.path "):
+        memory_plan(config)
