@@ -15,8 +15,8 @@ has a fresh process. Ratios are those of runs that follow each other.
 | `plan_error` | memory of `rlsys plan` against that of a measured step, see `benchmarks.planned_memory` |
 | `load_peak_over_shard` | peak memory of one of four ranks that loads bfloat16 files to fp32 shards, over the |
 | | bytes of its shards and of the largest tensor |
-| `all_gathers`, `reduce_scatters` | those of one layer and update of four micro-batches, as rank 0 of 64, counted with a |
-| | process group that sends nothing, by `train.gather_weights` |
+| `all_gathers`, `reduce_scatters` | those of one layer and update of four micro-batches, as rank 0 of 64, counted |
+| | with a process group that sends nothing, by `train.gather_weights` |
 """
 
 from __future__ import annotations

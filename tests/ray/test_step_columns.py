@@ -69,6 +69,7 @@ class Trainers:
             optimizer=SETTINGS,
             activation_checkpointing="none",
             gather_weights="micro_batch",
+            lora=None,
             algorithm=ALGORITHM,
             stabilizer=None,
             temperature=1.0,
@@ -82,6 +83,7 @@ class Trainers:
             optimizer=replace(SETTINGS, lr=0.1),
             activation_checkpointing="none",
             gather_weights="micro_batch",
+            lora=None,
             algorithm=ALGORITHM,
             resources=SMALL,
         )
