@@ -34,7 +34,7 @@ class Signal(StrEnum):
     """Extra per-token column that an algorithm needs; its worker starts only if it is declared."""
 
     REFERENCE_LOGPROBS = "reference_logprobs"
-    """Logprobs of the sampled tokens under the frozen initial model."""
+    """Logprobs of the sampled tokens under the frozen initial model; with LoRA, under the base of the adapter."""
     REFERENCE_MISMATCHED = "reference_mismatched"
     """The same tokens under the frozen initial model, but after the prompt of another task of the step."""
     POLICY_MISMATCHED = "policy_mismatched"
@@ -43,9 +43,9 @@ class Signal(StrEnum):
     """The critic's value of the state before each token, at the start of the step."""
 
     @property
-    def made(self) -> Literal["stream", "step", "actor"]:
-        """Stage of computation: on each group as it arrives, on the complete step, or by the actor's ranks."""
-        return _MADE[self]
+    def is_made_in_training(self) -> bool:
+        """True if the actor's ranks compute it in the step that reads it; every other signal has an annotator."""
+        return self is Signal.POLICY_MISMATCHED
 
     @property
     def is_paired(self) -> bool:
@@ -53,12 +53,8 @@ class Signal(StrEnum):
         return self in (Signal.REFERENCE_MISMATCHED, Signal.POLICY_MISMATCHED)
 
 
-_MADE: dict[Signal, Literal["stream", "step", "actor"]] = {
-    Signal.REFERENCE_LOGPROBS: "stream",
-    Signal.REFERENCE_MISMATCHED: "step",
-    Signal.POLICY_MISMATCHED: "actor",
-    Signal.VALUES: "step",
-}
+REFERENCE_SIGNALS = frozenset({Signal.REFERENCE_LOGPROBS, Signal.REFERENCE_MISMATCHED})
+"""Signals of a frozen model."""
 
 
 @dataclass(frozen=True, slots=True)

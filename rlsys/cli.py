@@ -136,11 +136,14 @@ def export(
     run: Run,
     to: Annotated[Path, typer.Option(help="Folder to write: safetensors, config and tokenizer.")],
     step: Annotated[str, typer.Option(help="Number of the checkpoint's step, or latest.")] = "latest",
+    as_adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write only the adapter of a run with train.lora, as peft does.")
+    ] = False,
 ) -> None:
-    """Write a checkpoint as a model folder that `AutoModelForCausalLM` loads."""
+    """Write a checkpoint as a model folder that `AutoModelForCausalLM` loads; an adapter is merged into its base."""
     from rlsys import launch
 
-    _say(str(launch.export(run, to, step)))
+    _say(str(launch.export(run, to, step, as_adapter=as_adapter)))
 
 
 @app.command()

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from rlsys.algorithm import Signal
-from rlsys.contracts import PinnedRollouts, Rewards, Rollouts, Workers
+from rlsys.algorithm import REFERENCE_SIGNALS, Signal
+from rlsys.contracts import PinnedRollouts, Rewards, Rollouts, StepAnnotator, Workers
 from rlsys.errors import WorkerError
 from rlsys.types import POLICY, Sampling
 from workers.engines.engine import EngineChoice, EngineSpec
@@ -39,8 +39,6 @@ engine."""
 PROBE_TOKENS = 32
 MODEL_PATIENCE = 5
 """Multiple of `limits.silence_s` that actor, critic and reference may be silent."""
-REFERENCE_SIGNALS = {Signal.REFERENCE_LOGPROBS, Signal.REFERENCE_MISMATCHED}
-"""Signals that the reference worker computes."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +49,8 @@ class PolicyWorkers:
     actor: ActorHandle
     critic: CriticHandle | None = None
     reference: ReferenceHandle | None = None
+    is_own_reference: bool = False
+    """True if the actor computes the columns of the reference."""
 
     @classmethod
     def of(cls, config: Config, policy: str = POLICY) -> PolicyWorkers:
@@ -60,17 +60,25 @@ class PolicyWorkers:
             relays,
             start_actor(config, relays),
             start_critic(config) if Signal.VALUES in signals else None,
-            start_reference(config, policy) if signals & REFERENCE_SIGNALS else None,
+            start_reference(config, policy) if config.has_reference else None,
+            is_own_reference=config.train.lora is not None,
         )
 
     def workers(self, rollouts: Rollouts, rewards: Rewards, evaluation: PinnedRollouts | None = None) -> Workers:
-        """The workers as the driver of this policy sees them."""
-        reference, critic = self.reference, self.critic
-        of_steps = {Signal.REFERENCE_MISMATCHED: reference, Signal.VALUES: critic}
+        """The workers as the driver of this policy sees them.
+
+        An actor that trains an adapter is its own reference: its ranks compute the columns of whole steps.
+        """
+        reference, critic, actor = self.reference, self.critic, self.actor
+        of_steps: dict[Signal, StepAnnotator | None] = {Signal.VALUES: critic}
+        if self.is_own_reference:
+            of_steps |= dict.fromkeys(REFERENCE_SIGNALS, actor)
+        else:
+            of_steps[Signal.REFERENCE_MISMATCHED] = reference
         return Workers(
             rollouts=rollouts,
             rewards=rewards,
-            actor=self.actor,
+            actor=actor,
             relays=self.relays,
             annotators={Signal.REFERENCE_LOGPROBS: reference} if reference else {},
             evaluation=evaluation,
@@ -180,6 +188,8 @@ def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
         num_ranks=train.ranks,
         optimizer=optimizer_settings(config),
         activation_checkpointing=train.activation_checkpointing,
+        gather_weights=train.gather_weights,
+        lora=train.lora,
         algorithm=config.algorithm,
         stabilizer=config.stabilizer,
         temperature=config.rollout.temperature,
@@ -188,7 +198,10 @@ def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
     )
     publisher = ObjectStorePublisher(relays.members, config.limits.transfer_s)
     ranks = _ranks(config, "actor", ActorRank, spec.resources, spec, publisher)
-    has_pairs = Signal.POLICY_MISMATCHED in config.algorithm.signals
+    signals = config.algorithm.signals
+    has_pairs = Signal.POLICY_MISMATCHED in signals or (
+        train.lora is not None and Signal.REFERENCE_MISMATCHED in signals
+    )
     return ActorHandle(ranks, _silence_s(config), has_pairs=has_pairs)
 
 
@@ -201,6 +214,8 @@ def start_critic(config: Config) -> CriticHandle:
         num_ranks=config.train.ranks,
         optimizer=critic_optimizer_settings(config),
         activation_checkpointing=config.train.activation_checkpointing,
+        gather_weights=config.train.gather_weights,
+        lora=config.critic_lora,
         algorithm=config.algorithm,
         resources=Resources(section.num_cpus, section.num_gpus, section.threads),
     )
@@ -236,15 +251,22 @@ def _probe_length(config: Config) -> int:
     return length if length > 1 else 0
 
 
-def export_checkpoint(config: Config, folder: Path, to: Path) -> None:
-    """Write the checkpoint in `folder` as a Hugging Face model folder. Raises `CheckpointError`."""
+def export_checkpoint(config: Config, folder: Path, to: Path, *, as_adapter: bool = False) -> None:
+    """Write the checkpoint in `folder` as a Hugging Face model folder, or only its adapter. Raises
+    `CheckpointError`."""
     from workers.train.fsdp import FsdpBackend
     from workers.train.rank_group import RankGroup
-    from workers.train.state_files import load_state
 
-    backend = FsdpBackend(config.model.path, optimizer_settings(config), RankGroup(), dtype=config.model.dtype)
-    load_state({"model": {**backend.parameters()}}, folder, num_ranks=1)
-    backend.export(to)
+    lora = config.train.lora
+    backend = FsdpBackend(
+        config.model.path, optimizer_settings(config), RankGroup(), dtype=config.model.dtype,
+        lora=lora and lora.model_copy(update={"path": None}),
+    )  # fmt: skip
+    backend.load_weights(folder)
+    if as_adapter:
+        backend.export_adapter(to)
+    else:
+        backend.export(to)
 
 
 def start_rollouts(
@@ -317,6 +339,7 @@ def _generator_spec(
         model_path=model_path,
         resident_versions=config.resident_versions if is_trained else 1,
         vllm_args=share_of_memory | rollout.vllm_args,
+        lora=None if pulls == "never" else config.train.lora,
     )
     change = WeightChange(rollout.weight_change if is_trained else "between", config.probe_tolerance)
     return GeneratorSpec(engine=engine, change=change, pulls=pulls)

@@ -22,8 +22,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from rlsys.algorithm import Algorithm, Signal, version_after
+from rlsys.algorithm import REFERENCE_SIGNALS, Algorithm, Signal, version_after
 from rlsys.config.config_problems import nearest, nested, refuse, shown
+from rlsys.config.lora_section import LoraSection
 from rlsys.config.plugins import (
     ALGORITHMS,
     STABILIZERS,
@@ -145,6 +146,8 @@ class RolloutSection(Section):
 ActivationCheckpointing: TypeAlias = Literal["none", "selective", "full"]
 """Activations of a decoder layer that are not kept for the backward, but computed again: none; all but the results of
 matrix products and of attention; all but the layer's input."""
+GatherWeights: TypeAlias = Literal["micro_batch", "update"]
+"""How long gathered weights, and the gradient that is not yet summed over ranks, are kept."""
 
 
 class TrainSection(Section):
@@ -175,6 +178,13 @@ class TrainSection(Section):
     activation_checkpointing: ActivationCheckpointing = "none"
     """Activations that a decoder layer computes again for its backward, instead of keeping them: `none`; `selective`:
     all but the results of matrix products and of attention; `full`: all. Saves memory for time, changes no gradient."""
+    gather_weights: GatherWeights = "micro_batch"
+    """How often ranks gather sharded weights and sum gradients: `micro_batch`: in every forward and backward pass;
+    `update`: once. `update` keeps the whole model in `model.dtype` and its whole gradient in fp32 on every rank during
+    an update, 6 bytes a parameter in bfloat16."""
+    lora: LoraSection | None = None
+    """Adapters that are trained instead of all weights, for the policy and the critic; null: none. `lora: {}` has the
+    defaults."""
     threads: PositiveInt = 1
     """CPU threads of one rank."""
     num_cpus: NonNegativeFloat = 1.0
@@ -205,7 +215,8 @@ class AsynchronySection(Section):
 
 
 class ReferenceSection(Section):
-    """The frozen initial model; it runs only where the algorithm asks for it."""
+    """The frozen initial model; it runs only where the algorithm asks for it, and not with `train.lora`: there the
+    ranks of the actor compute its columns, without the adapter."""
 
     threads: PositiveInt = 1
     """CPU threads of the worker."""
@@ -402,6 +413,17 @@ class Config(Section):
     def resident_versions(self) -> int:
         """Most sets of weights in a replica at the same time."""
         return (self.rollout.resident_versions or 2) if self.rollout.weight_change == "beside" else 1
+
+    @property
+    def critic_lora(self) -> LoraSection | None:
+        """The adapter of the critic: as `train.lora`, but without `path`, which is an adapter of the policy."""
+        lora = self.train.lora
+        return lora and lora.model_copy(update={"path": None})
+
+    @property
+    def has_reference(self) -> bool:
+        """True if the run has a reference worker. An actor that trains an adapter computes those columns itself."""
+        return self.train.lora is None and bool(self.algorithm.signals & REFERENCE_SIGNALS)
 
     @property
     def permits(self) -> int:

@@ -171,17 +171,21 @@ def made_once(folder: Path, make: Callable[[Path], object]) -> Path:
     return folder
 
 
-def export(run: Path, to: Path, step: str = "latest") -> Path:
+def export(run: Path, to: Path, step: str = "latest", *, as_adapter: bool = False) -> Path:
     """Write a checkpoint of a run as a model folder (safetensors, config, tokenizer); returns the folder.
 
-    Of the configuration only `EXPORTED` is read, and no code that the configuration names is imported.
-    Raises `CheckpointError` if the run has no such complete checkpoint.
+    The adapter of a run with `train.lora` is merged into its base; with `as_adapter` it is written alone, for
+    `peft.PeftModel.from_pretrained`. Of the configuration only `EXPORTED` is read, and no code that it names is
+    imported.
+    Raises `CheckpointError` if the run has no such complete checkpoint, `ConfigError` if it has no adapter.
     """
     checkpoint = preflight.checkpoint_of(run, step)
     from workers.worker_set import export_checkpoint
 
     config = load_sections(Config, run / CONFIG, EXPORTED, ["stabilizer=null"])  # the default one needs longer runs
-    export_checkpoint(config, checkpoint / "actor", to)
+    if as_adapter and config.train.lora is None:
+        raise ConfigError(f"--adapter: {run} trained all weights (train.lora is null); leave the option out")
+    export_checkpoint(config, checkpoint / "actor", to, as_adapter=as_adapter)
     return to
 
 

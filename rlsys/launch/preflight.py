@@ -78,13 +78,19 @@ def _code_files(text: str) -> Iterator[Path]:
 
 
 def check_model(config: Config) -> None:
-    """Raise `ModelError` for a folder that does not exist, before anything starts. Workers check a hub name.
+    """Raise `ModelError` for a folder that does not exist, before anything starts. Workers check a hub name, and
+    whether an adapter fits.
 
     Nothing is checked with a remote cluster, which may have other folders than this machine.
     """
     paths = {"model.path": config.model.path}
     if config.critic.path is not None and Signal.VALUES in config.algorithm.signals:
         paths["critic.path"] = config.critic.path
+    lora = config.train.lora
+    if lora and lora.path is not None and config.ray.address is None and not Path(lora.path).is_dir():
+        raise ModelError(
+            f"train.lora.path: there is no folder {lora.path}; give one with an adapter that peft has written"
+        )
     for key, path in paths.items():
         if config.ray.address is None and not can_be_hub_name(path) and not Path(path).is_dir():
             raise ModelError(f"{key}: there is no folder {path}; give one, or `org/name` on the hub")
@@ -297,6 +303,9 @@ def rooted(config: Config) -> Config:
     for name, section in (("model", config.model), ("critic", config.critic)):
         if section.path is not None:
             update[name] = section.model_copy(update={"path": _rooted_folder(section.path)})
+    if config.train.lora and config.train.lora.path is not None:
+        lora = config.train.lora.model_copy(update={"path": _rooted_folder(config.train.lora.path)})
+        update["train"] = config.train.model_copy(update={"lora": lora})
     update["policies"] = {name: _rooted_policy(policy) for name, policy in config.policies.items()}
     return config.model_copy(update=update)
 
@@ -304,7 +313,10 @@ def rooted(config: Config) -> Config:
 def _rooted_policy(policy: PolicySection) -> PolicySection:
     own = {name: getattr(policy, name) for name in ("model", "critic")}
     paths = {name: _rooted_folder(keys["path"]) for name, keys in own.items() if keys.get("path") is not None}
-    return policy.model_copy(update={name: {**own[name], "path": path} for name, path in paths.items()})
+    update = {name: {**own[name], "path": path} for name, path in paths.items()}
+    if (lora := policy.train.get("lora")) and lora.get("path") is not None:
+        update["train"] = {**policy.train, "lora": {**lora, "path": _rooted_folder(lora["path"])}}
+    return policy.model_copy(update=update)
 
 
 def _rooted_folder(path: str) -> str:

@@ -52,7 +52,7 @@ def build_driver(
     return Driver(
         workers=workers,
         algorithm=config.algorithm,
-        queue=_queue_of(config, tasks, events, progress or Progress()),
+        queue=_queue_of(config, workers, tasks, events, progress or Progress()),
         weights=weights,
         failures=FailurePolicy(config.limits),
         checkpoints=checkpoints,
@@ -85,7 +85,7 @@ def shape_of(config: Config) -> BatchShape:
     return BatchShape(train.ranks, train.micro_batch_tokens, train.updates_per_step, config.rollout.max_new_tokens)
 
 
-def _queue_of(config: Config, tasks: TaskSource, events: Events, progress: Progress) -> GroupQueue:
+def _queue_of(config: Config, workers: Workers, tasks: TaskSource, events: Events, progress: Progress) -> GroupQueue:
     algorithm, stabilizer, steps = config.algorithm, config.stabilizer, config.run.steps
     num_synchronous = stabilizer.synchronous_steps if stabilizer else 0
     return GroupQueue(
@@ -95,7 +95,7 @@ def _queue_of(config: Config, tasks: TaskSource, events: Events, progress: Progr
         version=0,
         num_groups=steps * config.train.groups_per_step,
         ledger=Ledger(tasks, algorithm.group_size, config.run.seed, Curriculum(config.curation)),
-        signals=frozenset(signal for signal in algorithm.signals if signal.made == "stream"),
+        signals=frozenset(algorithm.signals & workers.annotators.keys()),
         synchronous_until=version_after(algorithm, num_synchronous, start=0, end=steps),
         lease_s=config.limits.lease_s,
         events=events,

@@ -100,7 +100,7 @@ class Learner:
     """True while models train, and after a step that failed there: the weights then belong to no version."""
 
     def __post_init__(self) -> None:
-        made = {*self.workers.annotators, *self.workers.step_annotators, *(s for s in Signal if s.made == "actor")}
+        made = {*self.workers.annotators, *self.workers.step_annotators, *(s for s in Signal if s.is_made_in_training)}
         if self.workers.critic is None:
             made.discard(Signal.VALUES)
         if missing := sorted(self.algorithm.signals - made):
@@ -147,8 +147,8 @@ class Learner:
         models = self.workers.models
         with self.span("fetch", models):
             await _all(model.fetch(groups, plan) for model in models.values())
-        signals = [s for s in sorted(self.algorithm.signals) if s.made == "step"]
-        with self.span("columns", {"critic" if signal is Signal.VALUES else REFERENCE for signal in signals}):
+        signals = sorted(self.algorithm.signals & self.workers.step_annotators.keys())
+        with self.span("columns", {self._maker_of(signal) for signal in signals}):
             made = await _all(self._annotated(groups, plan, signal) for signal in signals)
         columns = dict(zip(signals, made, strict=True))
         stats: list[TrainStats] = []
@@ -167,9 +167,14 @@ class Learner:
     async def _annotated(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
         """Return the column of a step. A reference that fails is replaced, and attempts it again."""
         maker, reference = self.workers.step_annotators[signal], self.workers.reference
-        if reference is None or signal is Signal.VALUES:
+        if reference is None or maker is not reference:
             return await maker.annotate_step(groups, plan, signal)
         return await self.retries.persist(reference, lambda: maker.annotate_step(groups, plan, signal))
+
+    def _maker_of(self, signal: Signal) -> str:
+        """Return the name of the worker that computes a column of a step."""
+        maker = self.workers.step_annotators[signal]
+        return next((name for name, model in self.workers.models.items() if model is maker), REFERENCE)
 
     async def _keep(
         self, groups: Sequence[Group], assigned: Assigned, version: PolicyVersion, failed: _Model, error: TrainingError

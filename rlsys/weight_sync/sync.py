@@ -62,6 +62,8 @@ class Manifest:
     buckets: tuple[Bucket, ...]
     probe: Probe | None = None
     """Lets a replica verify that it computes with these weights."""
+    base: str | None = None
+    """Hash of the base, if the tensors are an adapter of it; None if they are all weights."""
 
     @property
     def num_bytes(self) -> int:

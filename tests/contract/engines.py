@@ -18,10 +18,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from rlsys.config.lora_section import LoraSection
 from rlsys.types import PolicyVersion, Sampling
 from tests.scripted_engine import ScriptedEngine
 from workers.engines.engine import Completion, Engine, EngineSpec, Request, spans_of
 from workers.engines.local import LocalEngine
+from workers.train.lora import adapter_of, add_adapter, published
 
 torch.set_num_threads(1)
 
@@ -65,25 +67,42 @@ def scripted(**choices: Any) -> ScriptedEngine:
     )  # fmt: skip
 
 
+LORA = LoraSection(rank=4, alpha=8.0)
+
+
+def adapted(*, seed: int = 0) -> PreTrainedModel:
+    """The tied model with an adapter: without effect for seed 0, random for others."""
+    model = qwen()
+    add_adapter(model, LORA, "tiny")
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in adapter_of(model).values():
+        if seed:
+            parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
 class Kit:
     """How to come by one engine, and what it takes."""
 
-    def __init__(self, build: Callable[[], Engine], *, tied: bool | None, is_costly: bool = False) -> None:
+    def __init__(
+        self, build: Callable[[], Engine], *, tied: bool | None, is_costly: bool = False, has_adapter: bool = False
+    ) -> None:
         """`tied` None: there is no model. A costly engine is used by one test after the other. An exact one gives the
-        same tokens and logprobs in the last bit, however it came by its keys and values."""
-        self.tied, self.is_exact = tied, not is_costly
+        same tokens and logprobs in the last bit, however it came by its keys and values. `has_adapter`: the engine
+        takes adapters of its model."""
+        self.tied, self.is_exact, self._has_adapter = tied, not is_costly, has_adapter
         self._build, self._is_costly = build, is_costly
         self._kept: Engine | None = None
 
-    def model(self) -> PreTrainedModel:
-        """The model whose weights are version 3."""
-        return qwen(tied=bool(self.tied))
+    def model(self, seed: int = 0) -> PreTrainedModel:
+        """The model that computes with `weights(seed)`; that of seed 0 is version 3."""
+        return adapted(seed=seed) if self._has_adapter else qwen(tied=bool(self.tied), seed=seed)
 
     def weights(self, seed: int) -> Mapping[str, Tensor]:
         """Weights that the engine takes; those of seed 0 are version 3."""
         if self.tied is None:
             return {"w": torch.full((2, 3), seed), "b": torch.zeros(3)}
-        return {k: p.detach() for k, p in qwen(tied=self.tied, seed=seed).named_parameters()}
+        return {k: p.detach() for k, p in published(self.model(seed)).items()}
 
     def make(self) -> Engine:
         """An engine that nobody uses, at version 3."""
@@ -121,8 +140,13 @@ class Kit:
             asyncio.run(self.close(self._kept))
 
 
+def local_lora(**choices: Any) -> LocalEngine:
+    """The local engine on a model with an adapter."""
+    return local(adapted(), lora=LORA, **choices)
+
+
 def vllm(*, tied: bool, **choices: Any) -> Engine:
-    """vLLM on a folder with the model of `Kit.model`."""
+    """vLLM on a folder with the model of `Kit.model`; with `lora`, that model is the base."""
     from workers.engines.vllm import VllmEngine
 
     with tempfile.TemporaryDirectory() as folder:
@@ -137,8 +161,12 @@ VLLM = pytest.mark.vllm
 REAL = [
     pytest.param(Kit(local, tied=True), id="local-tied"),
     pytest.param(Kit(lambda: local(qwen(tied=False)), tied=False), id="local-untied"),
+    pytest.param(Kit(local_lora, tied=True, has_adapter=True), id="local-lora"),
     pytest.param(Kit(lambda: vllm(tied=True), tied=True, is_costly=True), id="vllm-tied", marks=VLLM),
     pytest.param(Kit(lambda: vllm(tied=False), tied=False, is_costly=True), id="vllm-untied", marks=VLLM),
+    pytest.param(
+        Kit(lambda: vllm(tied=True, lora=LORA), tied=True, is_costly=True, has_adapter=True), id="vllm-lora", marks=VLLM
+    ),
 ]
 ALL = [pytest.param(Kit(scripted, tied=None), id="scripted"), *REAL]
 with_a_model = pytest.mark.parametrize("kit", REAL, indirect=True)

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from rlsys.algorithm import LossInputs, LossOutput, Signal, TokenAdvantages
 from rlsys.batch.packing import RankPlan
 from rlsys.batch.tensors import MicroBatch, StepData
+from rlsys.config.lora_section import LoraSection
 from rlsys.config.schema import ActivationCheckpointing
 from rlsys.errors import ModelError, TrainingError
 from rlsys.monitoring.metric_catalog import undocumented
@@ -87,11 +88,14 @@ class Job:
     max_tokens: int = 40
     dtype: Dtype = "float32"
     checkpointing: ActivationCheckpointing = "none"
+    lora: LoraSection | None = None
     load: Path | None = None
 
 
 def do(job: Job, ranks: RankGroup) -> list[dict[str, float]]:
-    critic = CriticBackend(job.model_path, SETTINGS, ranks, dtype=job.dtype, activation_checkpointing=job.checkpointing)
+    critic = CriticBackend(
+        job.model_path, SETTINGS, ranks, dtype=job.dtype, activation_checkpointing=job.checkpointing, lora=job.lora
+    )
     if job.load:
         critic.load(job.load)
     steps = range(job.num_steps)
@@ -109,6 +113,25 @@ def test_checkpointing_changes_no_bit_of_a_critic(
     checkpointed = replace(plain, folder=tmp_path / "checkpointed", checkpointing=how)
     assert do(plain, RankGroup()) == do(checkpointed, RankGroup())
     assert differing(everything_in(plain.folder), everything_in(checkpointed.folder)) == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_critic_with_lora_trains_its_head_and_an_adapter(
+    dtype: Dtype, two_ranks: TwoRanks, model_path: str, tmp_path: Path
+) -> None:
+    job = Job(model_path=model_path, folder=tmp_path / "one", dtype=dtype, lora=LoraSection(rank=4))
+    metrics = do(job, RankGroup())
+    two, same = two_ranks(do, replace(job, folder=tmp_path / "two"))
+    assert two == same
+    assert [m["critic/loss"] for m in two] == pytest.approx([m["critic/loss"] for m in metrics], rel=0.05)
+    weights = weights_in(job.folder)
+    assert {name for name in weights if ".lora_" not in name} == {"model.head.weight", "model.head.bias"}
+    assert all(t.abs().max() > 0 for t in weights.values())
+    tolerance = 1e-4 if dtype == "float32" else 0.05
+    for name, other in weights_in(tmp_path / "two").items():
+        torch.testing.assert_close(other, weights[name], rtol=0, atol=tolerance)
+    do(replace(job, load=job.folder, folder=tmp_path / "again", num_steps=0), RankGroup())
+    assert differing(everything_in(job.folder), everything_in(tmp_path / "again")) == []
 
 
 def weights_in(folder: Path) -> dict[str, Tensor]:

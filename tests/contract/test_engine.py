@@ -253,7 +253,7 @@ def test_scores_match_a_plain_forward_of_the_current_weights(kit: Kit) -> None:
         return [old, new]
 
     for seed, scores in enumerate(run(kit, scenario)):
-        model = qwen(tied=bool(kit.tied), seed=seed)
+        model = kit.model(seed)
         assert scores == pytest.approx(logprobs_by_hand(model, ask(prompt=ids[:1]), ids[1:]), abs=1e-4)
 
 

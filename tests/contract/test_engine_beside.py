@@ -15,6 +15,7 @@ from tests.contract.engines import (
     change,
     cut,
     local,
+    local_lora,
     logprobs_by_hand,
     pause_after,
     qwen,
@@ -29,6 +30,7 @@ KITS = [
     pytest.param(Kit(lambda: scripted(resident_versions=2), tied=None), id="scripted"),
     pytest.param(Kit(lambda: local(resident_versions=2), tied=True), id="local-tied"),
     pytest.param(Kit(lambda: local(qwen(tied=False), resident_versions=2), tied=False), id="local-untied"),
+    pytest.param(Kit(lambda: local_lora(resident_versions=2), tied=True, has_adapter=True), id="local-lora"),
 ]
 pytestmark = pytest.mark.parametrize("kit", KITS, indirect=True)
 SEEDS = range(4)
@@ -182,7 +184,7 @@ def test_scores_use_the_newest_version_and_disturb_no_older_request(kit: Kit) ->
         scores = await engine.score(ids)
         assert engine.versions == (3, 4)
         if kit.tied is not None:
-            by_hand = logprobs_by_hand(qwen(tied=kit.tied, seed=1), ask(prompt=ids[:1]), ids[1:])
+            by_hand = logprobs_by_hand(kit.model(1), ask(prompt=ids[:1]), ids[1:])
             assert scores == pytest.approx(by_hand, abs=1e-4)
         assert await asyncio.gather(*old) == whole
 

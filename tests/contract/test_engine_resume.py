@@ -86,7 +86,7 @@ def test_resuming_under_new_weights_keeps_tokens_and_adds_a_span(kit: Kit) -> No
     assert (done.output_ids[:count], done.logprobs[:count]) == (begun.output_ids, begun.logprobs)
     assert done.finish == "length"
     if kit.tied is not None:
-        by_hand = logprobs_by_hand(qwen(tied=kit.tied, seed=1), ask(), done.output_ids)
+        by_hand = logprobs_by_hand(kit.model(1), ask(), done.output_ids)
         assert done.logprobs[count:] == pytest.approx(by_hand[count:], abs=1e-4)
 
 

@@ -114,7 +114,7 @@ def test_a_request_after_a_load_uses_only_the_new_weights(kit: Kit) -> None:
         return await engine.generate(ask(prompt=prompt, new=20))
 
     done = run(kit, scenario)
-    model = qwen(tied=bool(kit.tied), seed=1)
+    model = kit.model(1)
     assert done.logprobs == pytest.approx(logprobs_by_hand(model, ask(prompt=prompt), done.output_ids), abs=1e-4)
 
 

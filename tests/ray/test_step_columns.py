@@ -68,6 +68,8 @@ class Trainers:
             num_ranks=num_ranks,
             optimizer=SETTINGS,
             activation_checkpointing="none",
+            gather_weights="micro_batch",
+            lora=None,
             algorithm=ALGORITHM,
             stabilizer=None,
             temperature=1.0,
@@ -80,6 +82,8 @@ class Trainers:
             num_ranks=num_ranks,
             optimizer=replace(SETTINGS, lr=0.1),
             activation_checkpointing="none",
+            gather_weights="micro_batch",
+            lora=None,
             algorithm=ALGORITHM,
             resources=SMALL,
         )

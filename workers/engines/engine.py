@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
+from rlsys.config.lora_section import LoraSection
 from rlsys.errors import WeightsMismatch
 from rlsys.types import EngineStats, PolicyVersion, Sampling, VersionSpan
 
@@ -113,6 +114,8 @@ class EngineSpec:
     replace the old."""
     vllm_args: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM."""
+    lora: LoraSection | None = None
+    """The adapter that `load` takes, on the frozen model of `model_path`; None: `load` takes all weights."""
 
     @classmethod
     def of(cls, config: Config) -> EngineSpec:
@@ -186,7 +189,7 @@ class Engine(Protocol):
         """
 
     async def load(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> str:
-        """Load all weights while paused. Returns their content hash.
+        """Load all weights, or those of the adapter, while paused. Returns their content hash.
 
         A tied output layer may be left out. Tensors are cast to the engine's dtype. With one resident version, they
         replace the old weights; running requests keep their cached keys and values or recompute them, as configured.
@@ -222,9 +225,12 @@ class ModelShapes:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelShapes:
-        """Shapes of a Hugging Face model, which may be on the meta device."""
-        every = model.named_parameters(remove_duplicate=False)
-        return cls({n: tuple(p.shape) for n, p in every}, frozenset(n for n, _ in model.named_parameters()))
+        """Shapes of a Hugging Face model, which may be on the meta device. Of a model with an adapter, only those of
+        the adapter."""
+        from workers.train.lora import published
+
+        every = published(model, has_aliases=True)
+        return cls({n: tuple(p.shape) for n, p in every.items()}, frozenset(published(model)))
 
 
 def check_weights(worker: str, weights: Mapping[str, Tensor], shapes: ModelShapes) -> None:

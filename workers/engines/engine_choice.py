@@ -10,6 +10,7 @@ import torch
 
 from rlsys.errors import ConfigError, ModelError, WorkerError
 from workers.engines.engine import EngineChoice, EngineName, EngineSpec
+from workers.train.lora import add_adapter
 from workers.train.model_loading import load_model, outline
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ async def start_engine(
         from workers.engines.local import LocalEngine
 
         model = load_model(spec.model_path, getattr(torch, spec.dtype), device)
+        if spec.lora:
+            add_adapter(model, spec.lora, spec.model_path)
         engine = LocalEngine(model, spec, stop_token_ids=stop_token_ids, name=worker)
     try:
         await engine.score((0, 0))

@@ -15,6 +15,7 @@ from rlsys.types import EngineStats, PolicyVersion
 from workers.engines.decoder import Decoder
 from workers.engines.engine import EngineSpec, ModelShapes, check_weights
 from workers.engines.stepping import EngineJob, SteppingEngine
+from workers.train.lora import published
 from workers.transport.buckets import content_hash
 
 if TYPE_CHECKING:
@@ -25,7 +26,11 @@ PREFILL_TOKENS = 4096
 
 
 class LocalEngine(SteppingEngine):
-    """Samples from a model on the device of the model. The engine owns the model; its thread runs until `close`."""
+    """Samples from a model on the device of the model. The engine owns the model; its thread runs until `close`.
+
+    An adapter is not merged: its layers compute base plus adapter, as those of the trainer do. So nothing is rounded
+    into the base, and a version computes the same, whatever was loaded before.
+    """
 
     def __init__(
         self,
@@ -170,7 +175,8 @@ class LocalEngine(SteppingEngine):
 
 
 class Residents:
-    """Weights by version; the model computes with the version last passed to `use`.
+    """Weights by version; the model computes with the version last passed to `use`. Of a model with an adapter, the
+    weights are those of the adapter, and all versions share the base.
 
     With several sets, their tensors are never written again. So a set may share equal tensors with the set before it,
     and requests of its version may run for any time.
@@ -178,9 +184,9 @@ class Residents:
 
     def __init__(self, model: PreTrainedModel, version: PolicyVersion) -> None:
         """Register the model's current weights as `version`."""
-        self._parameters = dict(model.named_parameters())
+        self._parameters = published(model)
         names = {id(parameter): name for name, parameter in self._parameters.items()}
-        every = model.named_parameters(remove_duplicate=False)
+        every = published(model, has_aliases=True).items()
         self._name_of = {alias: names[id(parameter)] for alias, parameter in every}  # tied tensors have several
         own = {name: p.data for name, p in self._parameters.items()}
         self._sets: dict[PolicyVersion, Mapping[str, Tensor]] = {version: own}  # replaced, not mutated: threads read it

@@ -23,6 +23,8 @@ from rlsys.types import EngineStats, PolicyVersion
 from rlsys.util.seeds import continuation_seed
 from workers.engines.engine import EngineSpec, ModelShapes, check_weights
 from workers.engines.stepping import EngineJob, SteppingEngine
+from workers.engines.vllm_lora import VllmAdapter
+from workers.train.lora import add_adapter
 from workers.train.model_loading import outline
 from workers.transport.buckets import content_hash
 
@@ -79,6 +81,7 @@ class VllmEngine(SteppingEngine):
     ) -> None:
         """Raises `ModelError` if vLLM does not support the model, `ConfigError` if it does not support an argument."""
         model = outline(spec.model_path)
+        self._adapter = VllmAdapter(model, spec.lora, spec.model_path) if spec.lora else None
         sequences = spec.slots + 1  # one more, for scoring
         ours: dict[str, Any] = {
             "model": spec.model_path,
@@ -87,13 +90,18 @@ class VllmEngine(SteppingEngine):
             "max_num_seqs": sequences,
             "tensor_parallel_size": spec.tensor_parallel,
             "distributed_executor_backend": "uni" if spec.tensor_parallel == 1 else "mp",
+            **(self._adapter.arguments if self._adapter else {}),
         }
         if device.type == "cpu":
             ours |= ON_CPU
             ours["max_num_batched_tokens"] = max(CPU_PREFILL_TOKENS, spec.max_context)
             ours["kv_cache_memory_bytes"] = _kv_bytes(model.config.get_text_config(), spec, sequences)
         self._llm = _start(device, ours, spec.vllm_args)
+        if spec.lora:
+            add_adapter(model, spec.lora, spec.model_path)
         self._shapes = ModelShapes.of(model)
+        if self._adapter:  # requests name the adapter from the first one on: it starts without effect
+            self._adapter.load(self._llm, {name: torch.zeros(shape) for name, shape in self._shapes.known.items()})
         self._jobs: dict[str, EngineJob] = {}
         self._scoring: dict[str, Future[tuple[float, ...]]] = {}
         self._num_requests = self._num_tokens = self._num_cached = 0
@@ -103,9 +111,12 @@ class VllmEngine(SteppingEngine):
         super().__init__(name, spec, version=version, num_vocab=num_vocab, stop_token_ids=stop_token_ids)
 
     async def stage(self, weights: Mapping[str, Tensor]) -> None:
-        """See `Engine.stage`: checks, hashes and, on a CPU, lays out a second set of weights, in a separate thread."""
+        """See `Engine.stage`: checks, hashes and, on a CPU, lays out a second set of weights, in a separate thread. An
+        adapter is only hashed."""
         check_weights(self._name, weights, self._shapes)
-        await self._ask("preparing for weights", partial(self._llm.collective_rpc, "rlsys_prepare"), self._spec.load_s)
+        if self._adapter is None:
+            prepare = partial(self._llm.collective_rpc, "rlsys_prepare")
+            await self._ask("preparing for weights", prepare, self._spec.load_s)
         try:
             held = await to_thread(self._stage, weights)
         except RlsysError:
@@ -192,6 +203,7 @@ class VllmEngine(SteppingEngine):
             params,
             supported_tasks=self._llm.get_supported_tasks(),
             priority=priority,
+            lora_request=self._adapter.request() if self._adapter else None,
         )
         self._llm.engine_core.add_request(request)
         return name
@@ -239,19 +251,24 @@ class VllmEngine(SteppingEngine):
             held = staged[1]
         else:
             check_weights(self._name, weights, self._shapes)
-            self._llm.collective_rpc("rlsys_prepare")
+            if self._adapter is None:
+                self._llm.collective_rpc("rlsys_prepare")
             held = self._stage(weights)
-        if self._spec.tensor_parallel > 1:
-            self._share(weights)
-        self._llm.collective_rpc("rlsys_swap")
+        if self._adapter:
+            self._adapter.load(self._llm, weights)
+        else:
+            if self._spec.tensor_parallel > 1:
+                self._share(weights)
+            self._llm.collective_rpc("rlsys_swap")
         if self._spec.kv_cache == "recompute":
             self._llm.reset_prefix_cache(reset_running_requests=True)
         self._become(version)
         return held
 
     def _stage(self, weights: Mapping[str, Tensor]) -> str:
-        """Stage the weights. With several shards, only hash them: the shards are busy, and load them in `_load`."""
-        if self._spec.tensor_parallel == 1:
+        """Stage the weights. With several shards, only hash them: the shards are busy, and load them in `_load`. An
+        adapter is only hashed too, because it is small."""
+        if self._adapter is None and self._spec.tensor_parallel == 1:
             with self._staging:  # the thread of a cancelled call may still run
                 self._llm.collective_rpc("rlsys_stage", args=(weights,))
         return content_hash(weights)
@@ -272,6 +289,8 @@ class VllmEngine(SteppingEngine):
 
     def _shut_down(self) -> None:
         self._llm.engine_core.shutdown()
+        if self._adapter:
+            self._adapter.close()
 
 
 def _start(device: torch.device, ours: Mapping[str, Any], users: Mapping[str, Any]) -> LLMEngine:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlsys.algorithm import LossInputs, LossOutput, Signal
+from rlsys.algorithm import REFERENCE_SIGNALS, LossInputs, LossOutput, Signal
 from rlsys.batch.packing import BatchPlan, MicroBatchPlan, RankPlan, plan_batch
 from rlsys.batch.tensors import MicroBatch, StepData
 from rlsys.loop.checkpoint import ACTOR, CRITIC, GROUPS, FailedStep
@@ -34,8 +34,15 @@ from rlsys.replay.run_history import RecordedSteps
 from rlsys.types import POLICY
 from workers.train.fsdp import FsdpBackend
 from workers.train.logprobs import trained_logprobs
+from workers.train.lora import add_adapter
 from workers.train.model_loading import CPU, load_model, load_tokenizer
-from workers.train.optimizer import critic_optimizer_settings, local_gradients, optimizer_settings, squared_norm
+from workers.train.optimizer import (
+    critic_optimizer_settings,
+    local_gradients,
+    optimizer_settings,
+    squared_norm,
+    trained_parameters,
+)
 from workers.train.rank_group import RankGroup, in_processes
 from workers.train.reference_worker import ReferenceWorker
 from workers.train.state_files import load_state
@@ -103,7 +110,7 @@ def models_on_gpu(config: Config) -> frozenset[str]:
     is_on_gpu = {
         POLICY: config.train.num_gpus > 0,
         CRITIC: Signal.VALUES in signals and config.critic.num_gpus > 0,
-        REFERENCE: Signal.REFERENCE_MISMATCHED in signals and config.reference.num_gpus > 0,
+        REFERENCE: config.has_reference and Signal.REFERENCE_MISMATCHED in signals and config.reference.num_gpus > 0,
     }
     return frozenset(model for model, is_there in is_on_gpu.items() if is_there)
 
@@ -142,18 +149,20 @@ class Models:
         self._config, self._ranks = job.config, ranks
         config, device = job.config, partial(job.device, rank=ranks.rank)
         path, dtype, signals = config.model.path, config.model.dtype, config.algorithm.signals
-        how = config.train.activation_checkpointing
+        how, often = config.train.activation_checkpointing, config.train.gather_weights
         self.policy = FsdpBackend(
-            path, optimizer_settings(config), ranks, dtype=dtype, device=device(POLICY), activation_checkpointing=how
-        )
+            path, optimizer_settings(config), ranks, dtype=dtype, device=device(POLICY),
+            activation_checkpointing=how, gather_weights=often, lora=config.train.lora,
+        )  # fmt: skip
         self._stabilizer = config.stabilizer.start(self.policy.shards()) if config.stabilizer else None
         self._critic = self._reference = None
         if Signal.VALUES in signals:
             own, settings = config.critic.path or path, critic_optimizer_settings(config)
             self._critic = CriticBackend(
-                own, settings, ranks, dtype=dtype, device=device(CRITIC), activation_checkpointing=how
-            )
-        if Signal.REFERENCE_MISMATCHED in signals:
+                own, settings, ranks, dtype=dtype, device=device(CRITIC),
+                activation_checkpointing=how, gather_weights=often, lora=config.critic_lora,
+            )  # fmt: skip
+        if Signal.REFERENCE_MISMATCHED in signals and config.has_reference:
             temperature, max_tokens = config.rollout.temperature, config.train.micro_batch_tokens
             self._reference = ReferenceWorker(path, dtype, temperature, max_tokens, device(REFERENCE))
 
@@ -182,6 +191,11 @@ class Models:
     def _columns(self, plan: RankPlan, data: StepData) -> dict[Signal, StepColumn]:
         """Columns that are computed per step."""
         columns: dict[Signal, StepColumn] = {}
+        if self._config.train.lora:
+            for signal in sorted(self._config.algorithm.signals & REFERENCE_SIGNALS):
+                temperature = self._config.rollout.temperature
+                with _threads(self._config.train.threads):
+                    columns[signal] = self.policy.reference(plan, data, signal, temperature)
         if self._reference is not None:
             with _threads(self._config.reference.threads):
                 columns[Signal.REFERENCE_MISMATCHED] = self._reference.mismatched(plan, data)
@@ -267,13 +281,19 @@ def _not_reproduced(failed: FailedStep) -> str | None:
 
 
 def _policy(config: Config, folder: Path, device: torch.device) -> _Trained:
-    model = load_model(config.model.path, torch.float32, device)
+    lora, path = config.train.lora, config.model.path
+    model = load_model(path, getattr(torch, config.model.dtype) if lora else torch.float32, device)
+    if lora:
+        add_adapter(model, lora, path, torch.float32)
     _restore(model, folder / ACTOR, model, config)
     return _Trained("policy", model, _scores(model, config), config.algorithm.loss)
 
 
 def _critic(config: Config, folder: Path, device: torch.device) -> _Trained:
-    model = load_value_model(config.critic.path or config.model.path, device)
+    lora, path = config.critic_lora, config.critic.path or config.model.path
+    model = load_value_model(path, device, getattr(torch, config.model.dtype) if lora else torch.float32)
+    if lora:
+        add_adapter(model.base, lora, path, torch.float32)
     _restore(model, folder / CRITIC, model.base, config)
     return _Trained("critic", model, model, config.algorithm.value_loss)
 
@@ -281,7 +301,7 @@ def _critic(config: Config, folder: Path, device: torch.device) -> _Trained:
 def _restore(model: nn.Module, folder: Path, computing: nn.Module, config: Config) -> None:
     """Load weights, then cast those of `computing` as mixed precision does: values computed from positions stay in
     fp32."""
-    load_state({"model": dict(model.named_parameters())}, folder, num_ranks=1)
+    load_state({"model": trained_parameters(model)}, folder, num_ranks=1)
     for parameter in computing.parameters():
         parameter.data = parameter.data.to(getattr(torch, config.model.dtype))
 

@@ -65,10 +65,12 @@ class Generator:
         change: WeightChange,
         recorder: PartialStream | None = None,
         choice: EngineChoice | None = None,
+        base: str | None = None,
     ) -> None:
         """`name` is that of the replica. Without a `puller` the engine keeps its initial weights. Without a `recorder`,
-        sampled tokens are lost with the replica. `choice` is the reason for this engine, if there was a choice."""
-        self.name, self.choice = name, choice
+        sampled tokens are lost with the replica. `choice` is the reason for this engine, if there was a choice. `base`
+        is the hash of the base to which the engine applies adapters, None if it loads whole weights."""
+        self.name, self.choice, self._base = name, choice, base
         self._engine, self._speech, self._puller = engine, speech, puller
         self._change, self._recorder = change, recorder
         self._acknowledged: dict[PolicyVersion, Acknowledged] = {}
@@ -297,6 +299,12 @@ class Generator:
         if manifest.version < version:
             detail = f"asked for version {version} or newer, and got {manifest.version}"
             raise WeightsMismatch(self.name, "pulling weights", detail)
+        if manifest.base != self._base:
+            detail = (
+                f"version {manifest.version} is {_kind(manifest.base)}, and this replica loads {_kind(self._base)}: "
+                "give every machine the same files at model.path"
+            )
+            raise WeightsMismatch(self.name, "pulling weights", detail)
         if before is not None and before[0].version >= manifest.version:
             return before
         await self._engine.stage(weights)
@@ -350,6 +358,10 @@ class Generator:
         if self._recording:
             self._recording.cancel()
         await self._engine.close()
+
+
+def _kind(base: str | None) -> str:
+    return "whole weights" if base is None else f"an adapter of the base {base}"
 
 
 async def _evict(place: Generator, ticket: Ticket, *, keep_cache: bool = False) -> None:

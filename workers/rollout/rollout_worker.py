@@ -56,6 +56,7 @@ async def load_generator(
 ) -> Generator:
     """Load the generator of a policy, in the process of the replica `name`."""
     from workers.engines.engine_choice import choose, start_engine
+    from workers.train.adapter_files import base_hash
     from workers.transport.object_store import ObjectStorePuller
 
     own, device = spec.generators[policy], spec.resources.claim()
@@ -65,9 +66,9 @@ async def load_generator(
     if own.pulls != "never":
         puller = ObjectStorePuller(relays, spec.transfer_s, is_pinned=own.pulls == "pinned")
     recorder = None if partials is None else PartialStream(partials.proxy)
-    return Generator(
-        name, engine, PolicyText(codec, spec.sampling, spec.max_prompt_tokens), puller, own.change, recorder, choice
-    )
+    base = base_hash(own.engine.model_path) if own.engine.lora else None
+    text = PolicyText(codec, spec.sampling, spec.max_prompt_tokens)
+    return Generator(name, engine, text, puller, own.change, recorder, choice, base)
 
 
 class RolloutWorker:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -14,23 +15,29 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from transformers import DynamicCache, PreTrainedModel
 
-from rlsys.algorithm import Algorithm, LossInputs
+from rlsys.algorithm import Algorithm, LossInputs, Signal
 from rlsys.batch.packing import RankPlan, SampleRef
 from rlsys.batch.samples import Sample
 from rlsys.batch.tensors import MicroBatch, StepData
-from rlsys.config.schema import ActivationCheckpointing
+from rlsys.config.lora_section import LoraSection
+from rlsys.config.schema import ActivationCheckpointing, GatherWeights
 from rlsys.stabilizer import Stabilizer
 from rlsys.types import VersionSpan
 from rlsys.weight_sync.sync import Probe, TensorSpec
+from workers.train.adapter_files import Adapter, facts_of, write_adapter
 from workers.train.layout import Layout
 from workers.train.logprobs import Scorer
-from workers.train.model_loading import CPU, load_model, load_tokenizer
+from workers.train.lora import merge, peft_config, published, without_adapter
+from workers.train.model_loading import CPU, load_model, load_tokenizer, outline
 from workers.train.optimizer import OptimizerSettings
 from workers.train.rank_group import RankGroup
 from workers.train.rank_metrics import Mismatch, StepMetrics
 from workers.train.sharded import Sharded
-from workers.train.step_data import Part, RankStep
+from workers.train.step_data import Part, RankStep, mismatched
 from workers.train.token_columns import TokenColumns
+
+if TYPE_CHECKING:
+    from rlsys.batch.tensors import StepColumn
 
 
 class Policy(Scorer):
@@ -64,19 +71,28 @@ class FsdpBackend(Sharded):
         device: torch.device = CPU,
         probe_length: int = 0,
         activation_checkpointing: ActivationCheckpointing = "none",
+        gather_weights: GatherWeights = "micro_batch",
+        lora: LoraSection | None = None,
     ) -> None:
         """Load this rank's shards of the model in `model_path`. Raises `ModelError`.
 
-        `probe_length` is the number of tokens of a probe, 0 for none.
+        `probe_length` is the number of tokens of a probe, 0 for none. With `lora`, only an adapter is trained; the
+        frozen model is in `dtype`.
         """
-        layout = Layout(ranks, getattr(torch, dtype), device, activation_checkpointing)
+        layout = Layout(ranks, getattr(torch, dtype), device, activation_checkpointing, gather_weights)
+        adapter = Adapter(lora, model_path) if lora else None
 
         def lay_out(model: PreTrainedModel) -> None:
             self._scorer = Policy(model)
-            layout.apply(self._scorer)
+            with adapter.taken_out(model) if adapter else nullcontext():
+                layout.apply(self._scorer)
 
-        self._model_path, self._model = model_path, load_model(model_path, torch.float32, device, lay_out)
-        super().__init__(self._model, self._scorer, settings, layout)
+        self._model_path, self._lora = model_path, lora
+        self._model = load_model(model_path, layout.dtype if lora else torch.float32, device, lay_out)
+        self.base = adapter.start(self._model) if adapter else None
+        """Hash of the frozen base; None if all weights are trained."""
+        facts = facts_of(lora, self.base) if lora and self.base else None
+        super().__init__(self._model, self._scorer, settings, layout, facts)
         register_fsdp_forward_method(self._scorer, Policy.sample.__name__)
         self._probe_ids = self._scorer.sample(probe_length) if probe_length else ()
         self.reshard()
@@ -134,17 +150,33 @@ class FsdpBackend(Sharded):
         """Per-token results of this rank's last step; empty before the first step. Not collective."""
         return [TokenColumns.of(*kept) for kept in self._kept]
 
+    def reference(self, plan: RankPlan, data: StepData, signal: Signal, temperature: float) -> StepColumn:
+        """A column of this rank's micro-batches under the frozen base: the forward without the adapter.
+
+        `signal` is `Signal.REFERENCE_LOGPROBS` or `Signal.REFERENCE_MISMATCHED`.
+        """
+        logprobs = torch.no_grad()(lambda batch: self._scorer(batch, temperature)[0])
+        with without_adapter(self._model):
+            if signal is Signal.REFERENCE_MISMATCHED:
+                column = [mismatched(data, m, plan.partners, logprobs, self._device) for m in plan.micro_batches]
+            else:
+                column = [logprobs(data.micro_batch(m).to(self._device)) for m in plan.micro_batches]
+        self.reshard()
+        return [logprobs_N.cpu().numpy() for logprobs_N in column]
+
     def specs(self, dtype: torch.dtype) -> list[TensorSpec]:
-        """Specs of the weights by Hugging Face name, without tied duplicates, as published in `dtype`."""
+        """Specs of what is published in `dtype`: the weights by Hugging Face name, without tied duplicates, or the
+        adapter by the names of `peft`."""
         named = str(dtype).removeprefix("torch.")
-        return [TensorSpec(name, named, tuple(p.shape)) for name, p in self.parameters().items()]
+        return [TensorSpec(name, named, tuple(p.shape)) for name, p in published(self._model).items()]
 
     def copy_weights(self, into: Mapping[str, Tensor]) -> None:
-        """Write the whole weights into these host tensors, cast to their dtype. Only rank 0 writes; others take part.
+        """Write the whole published tensors into these host tensors, cast to their dtype. Only rank 0 writes; others
+        take part.
 
         After the return, training may continue.
         """
-        for name, parameter in self.parameters().items():
+        for name, parameter in published(self._model).items():
             tensor = parameter.detach()
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if self._ranks.rank == 0:
@@ -153,7 +185,7 @@ class FsdpBackend(Sharded):
             torch.cuda.synchronize(self._device)
 
     def full_weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """A copy of the weights on the host, with the names of `specs`, for rank 0.
+        """A copy of the published tensors on the host, with the names of `specs`, for rank 0.
 
         Other ranks take part and get an empty dict.
         """
@@ -174,10 +206,26 @@ class FsdpBackend(Sharded):
         self.reshard()
         return Probe(self._probe_ids, tuple(logprobs_N.tolist()))
 
-    def export(self, folder: Path) -> None:
-        """Write config, safetensors and tokenizer, for `AutoModelForCausalLM.from_pretrained(folder)`."""
-        weights = self.full_weights(self.dtype)
+    def export_adapter(self, folder: Path) -> None:
+        """Write the adapter in fp32, for `peft.PeftModel.from_pretrained(base, folder)`."""
+        assert self._lora is not None and self.base is not None, "it trains an adapter"
+        adapter = self.full_weights(torch.float32)
         if self._ranks.rank == 0:
+            config = peft_config(outline(self._model_path), self._lora, self._model_path)
+            write_adapter(folder, adapter, config, self.base)
+
+    def export(self, folder: Path) -> None:
+        """Write config, safetensors and tokenizer, for `AutoModelForCausalLM.from_pretrained(folder)`.
+
+        An adapter is merged into its base in fp32, then cast.
+        """
+        weights = self.full_weights(torch.float32 if self._lora else self.dtype)
+        if self._ranks.rank == 0:
+            if self._lora:
+                whole = load_model(self._model_path, torch.float32)
+                adapter, weights = weights, {name: p.detach() for name, p in whole.named_parameters()}
+                merge(weights, adapter, self._lora)
+                weights = {name: tensor.to(self.dtype) for name, tensor in weights.items()}
             folder.mkdir(parents=True, exist_ok=True)
             self._model.config.dtype = self.dtype
             self._model.config.save_pretrained(folder)

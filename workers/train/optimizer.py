@@ -64,19 +64,26 @@ def critic_optimizer_settings(config: Config) -> OptimizerSettings:
     return replace(optimizer_settings(config), lr=config.critic.lr or 10 * config.train.lr)
 
 
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that are not frozen, by name, tied ones once."""
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
 def adamw(module: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
-    """AdamW over all parameters of a module, with allocated state: a fresh optimizer can be saved and loaded into."""
+    """AdamW over the trained parameters of a module, with allocated state: a fresh optimizer can be saved and loaded
+    into."""
     import torch
 
+    parameters = trained_parameters(module).values()
     optimizer = torch.optim.AdamW(
-        module.parameters(),
+        parameters,
         lr=settings.lr,
         betas=settings.betas,
         eps=settings.eps,
         weight_decay=settings.weight_decay,
         fused=True,
     )
-    for parameter in module.parameters():
+    for parameter in parameters:
         optimizer.state[parameter] = {
             "step": torch.zeros((), device=parameter.device),
             "exp_avg": torch.zeros_like(parameter),

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from rlsys.algorithm import Algorithm, Signal, TrajectoryAdvantage
 from rlsys.batch.packing import RankPlan
-from rlsys.config.schema import ActivationCheckpointing
+from rlsys.config.lora_section import LoraSection
+from rlsys.config.schema import ActivationCheckpointing, GatherWeights
 from rlsys.contracts import Published, TrainStats
 from rlsys.errors import CheckpointError, PayloadLost
 from rlsys.replay.rollout_log import GroupRecord, RolloutRecord, read_groups, write_groups, write_rollouts
@@ -84,6 +85,9 @@ class RankSpec:
     num_ranks: int
     optimizer: OptimizerSettings
     activation_checkpointing: ActivationCheckpointing
+    gather_weights: GatherWeights
+    lora: LoraSection | None
+    """The adapter to train; None: all weights."""
     algorithm: Algorithm
     resources: Resources
 
@@ -179,7 +183,7 @@ class ActorRank(Rank):
         ranks = RankGroup(rank, spec.num_ranks, address=address)
         self._backend = self._policy = FsdpBackend(
             spec.model_path, spec.optimizer, ranks, dtype=spec.dtype, device=device, probe_length=spec.probe_length,
-            activation_checkpointing=spec.activation_checkpointing,
+            activation_checkpointing=spec.activation_checkpointing, gather_weights=spec.gather_weights, lora=spec.lora,
         )  # fmt: skip
         if spec.stabilizer:
             self._stabilizer = spec.stabilizer.start(self._policy.shards())
@@ -196,6 +200,12 @@ class ActorRank(Rank):
             plan, data, spec.algorithm, temperature=spec.temperature, stabilizer=self._stabilizer
         )
 
+    @remote("scoring a step without the adapter")
+    def reference(self, plan: RankPlan, signal: Signal) -> tuple[int, StepColumn]:
+        """A receipt, and the column `signal` of the fetched step under the frozen base of the adapter."""
+        column = self._policy.reference(plan, self.fetched, signal, self._spec.temperature)
+        return len(column), column
+
     @remote("publishing version {version}")
     def publish(self, version: PolicyVersion) -> Published | None:
         """Copy the weights for the relays, from rank 0; the other ranks take part in gathering them.
@@ -211,7 +221,7 @@ class ActorRank(Rank):
             into = self._publisher.begin(specs, pin=self._spec.resources.num_gpus > 0)
         self._policy.copy_weights(into)
         probe = self._policy.probe()
-        return self._publisher.publish(version, probe, start_s) if self._rank == 0 else None
+        return self._publisher.publish(version, probe, start_s, self._policy.base) if self._rank == 0 else None
 
     @remote("announcing version {version} again")
     def announce_again(self, version: PolicyVersion) -> None:
@@ -294,7 +304,7 @@ class CriticRank(Rank):
         ranks = RankGroup(rank, spec.num_ranks, address=address)
         self._backend = self._critic = CriticBackend(
             spec.model_path, spec.optimizer, ranks, dtype=spec.dtype, device=device,
-            activation_checkpointing=spec.activation_checkpointing,
+            activation_checkpointing=spec.activation_checkpointing, gather_weights=spec.gather_weights, lora=spec.lora,
         )  # fmt: skip
 
     @remote("valuing a step")

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from rlsys.errors import CheckpointError, TrainingError
 from rlsys.stabilizer import GradientDecision, Stabilizer
+from workers.train.adapter_files import PART, check_saved
 from workers.train.layout import Layout
 from workers.train.optimizer import (
     AdamUpdates,
@@ -24,24 +25,35 @@ from workers.train.optimizer import (
     local,
     local_gradients,
     squared_norm,
+    trained_parameters,
 )
-from workers.train.state_files import StateWriter, Writing, load_state, saved_names
+from workers.train.state_files import StateWriter, Writing, load_state, saved_shapes
 from workers.train.step_data import Part, RankStep
 
 
 class Sharded:
-    """One rank of a model in training: master weights and AdamW state in fp32; the model computes in `dtype`.
+    """One rank of a model in training: trained weights and AdamW state in fp32; the model computes in `dtype`.
+
+    Frozen weights have no gradient and no state, and are neither saved nor loaded.
 
     Its methods and those of its subclasses are collective, unless noted otherwise: all ranks call them, in the same
     order.
     """
 
-    def __init__(self, module: nn.Module, root: nn.Module, settings: OptimizerSettings, layout: Layout) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        root: nn.Module,
+        settings: OptimizerSettings,
+        layout: Layout,
+        adapter: Mapping[str, Tensor] | None = None,
+    ) -> None:
         """`module` names the parameters. `root` is the module that is called; it has no other parameters.
 
-        `layout` is applied to `root`.
+        `layout` is applied to `root`. `adapter` has the facts of the adapter (`facts_of`), None if the module has none.
         """
         self._module, self._root, self._settings = module, root, settings
+        self._layout, self._adapter = layout, adapter
         self._ranks, self._device, self.dtype = layout.ranks, layout.device, layout.dtype
         self._optimizer = adamw(module, settings)
         self._step = torch.zeros((), dtype=torch.int64)
@@ -58,11 +70,11 @@ class Sharded:
         return learning_rate(self.step, self._settings)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Live parameters by name, tied ones once; those of a sharded model are `DTensor`s."""
-        return dict(self._module.named_parameters())
+        """Live trained parameters by name, tied ones once; those of a sharded model are `DTensor`s."""
+        return trained_parameters(self._module)
 
     def shards(self) -> dict[str, Tensor]:
-        """This rank's live shard of every parameter, for `StabilizerPlugin.start`. Not collective."""
+        """This rank's live shard of every trained parameter, for `StabilizerPlugin.start`. Not collective."""
         return {name: local(parameter.detach()) for name, parameter in self.parameters().items()}
 
     def train(
@@ -83,7 +95,9 @@ class Sharded:
         for index, parts in enumerate(updates):
             self._optimizer.zero_grad()
             loss = torch.zeros((), device=self._device)
-            for part in parts:
+            last = len(step.plan.updates[index]) - 1
+            for place, part in enumerate(parts):
+                self._layout.begin_pass(self._root, is_last=place == last)
                 loss += accumulate(part)
             for name, figure in self.update(loss, what + step.update_name(index), index, stabilizer).items():
                 reported.setdefault(name, []).append(figure)
@@ -141,13 +155,14 @@ class Sharded:
         """Restore a checkpoint from any number of ranks, bit for bit.
 
         A stabilizer without state in the checkpoint stays as it is; state without a stabilizer is ignored. Raises
-        `CheckpointError`, also for another stabilizer's state.
+        `CheckpointError`, also for another stabilizer's state, and for that of another adapter.
         """
         self._state_writer.wait_copied()
         state, live = self._state(), stabilizer.state_dict() if stabilizer else {}
-        saved = saved_names(folder, "stabilizer") if stabilizer else set()
+        check_saved(folder, self.parameters(), self._adapter, num_ranks=self._ranks.num_ranks)
+        saved = saved_shapes(folder, "stabilizer").keys() if stabilizer else set[str]()
         if saved:
-            if differing := saved.symmetric_difference(live):
+            if differing := saved ^ live.keys():
                 raise CheckpointError(
                     f"{folder} contains the state of another stabilizer; they differ in {len(differing)} tensors, as "
                     f"{min(differing)!r}: go on with the one it was saved with, or with `stabilizer: null`"
@@ -157,11 +172,17 @@ class Sharded:
         if stabilizer and saved:
             stabilizer.load_state_dict(live)
 
-    def _state(self) -> dict[str, dict[str, Tensor]]:
+    def load_weights(self, folder: Path) -> None:
+        """Restore only the trained weights of a checkpoint. Raises `CheckpointError` as `load`."""
+        check_saved(folder, self.parameters(), self._adapter, num_ranks=self._ranks.num_ranks)
+        load_state({"model": {**self.parameters()}}, folder, num_ranks=self._ranks.num_ranks)
+
+    def _state(self) -> dict[str, Mapping[str, Tensor]]:
         """Live tensors by name, without copies: weights, each weight's optimizer state, and the step."""
         parameters = self.parameters()
         optimizer = {f"optimizer.{name}": self._optimizer.state[p] for name, p in parameters.items()}
-        return {"model": {**parameters}, **optimizer, "progress": {"step": self._step}}
+        adapter = {PART: self._adapter} if self._adapter else {}
+        return {"model": {**parameters}, **optimizer, "progress": {"step": self._step}, **adapter}
 
 
 def _check_finite(figures: Mapping[str, float], what: str, index: int) -> None:

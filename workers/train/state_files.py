@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
@@ -105,11 +106,12 @@ def load_state(state: State, folder: Path, *, num_ranks: int) -> None:
         load(dict(state), storage_reader=_reader_of(folder), no_dist=num_ranks == 1)
 
 
-def saved_names(folder: Path, part: str) -> set[str]:
-    """Return the names of the tensors in one part of the saved state; empty if it was not saved."""
+def saved_shapes(folder: Path, part: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors in one part of the saved state, by name; empty if it was not saved."""
     with _doing("read training state from", folder):
         saved = _reader_of(folder).read_metadata().state_dict_metadata
-    return {name.removeprefix(f"{part}.") for name in saved if name.startswith(f"{part}.")}
+    of_part = {name.removeprefix(f"{part}."): each for name, each in saved.items() if name.startswith(f"{part}.")}
+    return {name: tuple(each.size) for name, each in of_part.items() if isinstance(each, TensorStorageMetadata)}
 
 
 def _reader_of(folder: Path) -> HuggingFaceStorageReader:

@@ -140,7 +140,13 @@ class RanksHandle(Generic[R]):
 
 
 class ActorHandle(RanksHandle[ActorRank]):
-    """Implements `Actor`."""
+    """Implements `Actor`, and `StepAnnotator` for the reference if it trains an adapter."""
+
+    async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
+        """Compute a column of the fetched data under the frozen base of the adapter."""
+        plans = zip(self._ranks, plan, strict=True)
+        told = await asyncio.gather(*(rank.split(ActorRank.reference, 1, of_rank, signal) for rank, of_rank in plans))
+        return [column for _, (column,) in told]
 
     async def publish(self, version: PolicyVersion) -> Published:
         receipt, *_ = await self._all(ActorRank.publish, version)

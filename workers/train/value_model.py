@@ -5,6 +5,7 @@ Shape suffixes: as in `rlsys.batch.tensors`, and `H` hidden size.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -14,8 +15,10 @@ from transformers import PreTrainedModel
 from rlsys.algorithm import Algorithm, Signal
 from rlsys.batch.packing import RankPlan
 from rlsys.batch.tensors import MicroBatch, StepData
-from rlsys.config.schema import ActivationCheckpointing
+from rlsys.config.lora_section import LoraSection
+from rlsys.config.schema import ActivationCheckpointing, GatherWeights
 from rlsys.errors import ModelError
+from workers.train.adapter_files import Adapter, facts_of
 from workers.train.layout import Layout
 from workers.train.logprobs import hidden_states
 from workers.train.model_loading import CPU, load_base_model, load_tokenizer
@@ -47,9 +50,9 @@ class ValueModel(nn.Module):
         return self.head(hidden_states(self.base, micro_batch).float()).sum(-1)  # sums one element; FSDP allows no view
 
 
-def load_value_model(path: str, device: torch.device = CPU) -> ValueModel:
-    """Load the initial critic from a causal language model, in fp32. Raises `ModelError`."""
-    return ValueModel(load_base_model(path, torch.float32, device, key="critic.path")).to(device)
+def load_value_model(path: str, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> ValueModel:
+    """Load the initial critic from a causal language model, in `dtype`, with a head in fp32. Raises `ModelError`."""
+    return ValueModel(load_base_model(path, dtype, device, key="critic.path")).to(device)
 
 
 def check_vocabulary(path: str, policy_path: str) -> None:
@@ -78,16 +81,24 @@ class CriticBackend(Sharded):
         dtype: Literal["float32", "bfloat16"] = "float32",
         device: torch.device = CPU,
         activation_checkpointing: ActivationCheckpointing = "none",
+        gather_weights: GatherWeights = "micro_batch",
+        lora: LoraSection | None = None,
     ) -> None:
-        """Load this rank's shards of the causal language model in `model_path`. Raises `ModelError`."""
-        layout = Layout(ranks, getattr(torch, dtype), device, activation_checkpointing)
+        """Load this rank's shards of the causal language model in `model_path`. Raises `ModelError`.
+
+        With `lora`, only the head and an adapter of the model are trained; the frozen model is in `dtype`.
+        """
+        layout = Layout(ranks, getattr(torch, dtype), device, activation_checkpointing, gather_weights)
+        adapter = Adapter(lora, model_path) if lora else None
 
         def lay_out(base: PreTrainedModel) -> None:
             self._model = ValueModel(base)
-            layout.apply(self._model, in_float32=[self._model.head])
+            with adapter.taken_out(base) if adapter else nullcontext():
+                layout.apply(self._model, in_float32=[self._model.head])
 
-        load_base_model(model_path, torch.float32, device, lay_out, key="critic.path")
-        super().__init__(self._model.to(device), self._model, settings, layout)
+        base = load_base_model(model_path, layout.dtype if lora else torch.float32, device, lay_out, key="critic.path")
+        facts = facts_of(lora, adapter.start(base)) if lora and adapter else None
+        super().__init__(self._model.to(device), self._model, settings, layout, facts)
 
     def values(self, plan: RankPlan, data: StepData) -> StepColumn:
         """Value of the state before each trained token, for each of this rank's micro-batches."""

@@ -76,11 +76,11 @@ class Snapshot:
         """Bytes of a bucket, without a copy."""
         return self._bytes[self._bounds[index] : self._bounds[index + 1]]
 
-    def manifest(self, version: PolicyVersion, probe: Probe | None = None) -> Manifest:
-        """Manifest of the current content, as `version`."""
+    def manifest(self, version: PolicyVersion, probe: Probe | None = None, base: str | None = None) -> Manifest:
+        """Manifest of the current content, as `version`. `base`: see `Manifest.base`."""
         buckets = [(self.bucket(i), pieces) for i, pieces in enumerate(self._layout)]
         named = tuple(Bucket(bucket_hash(data), data.nbytes, pieces) for data, pieces in buckets)
-        return Manifest(version, content_hash(self.tensors), named, probe)
+        return Manifest(version, content_hash(self.tensors), named, probe, base)
 
 
 def unpack(manifest: Manifest, buckets: Sequence[np.ndarray]) -> dict[str, Tensor]:

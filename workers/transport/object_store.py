@@ -86,14 +86,16 @@ class ObjectStorePublisher:
             self._snapshot = Snapshot(specs, bucket_bytes(len(self._relays), num_bytes), pin=pin)
         return self._snapshot.tensors
 
-    def publish(self, version: PolicyVersion, probe: Probe | None, start_s: float) -> Published:
+    def publish(
+        self, version: PolicyVersion, probe: Probe | None, start_s: float, base: str | None = None
+    ) -> Published:
         """Start the transfer of the written tensors and return. The stall is counted from `start_s` (monotonic clock).
 
-        With `probe`, replicas can check that they compute with these weights.
+        With `probe`, replicas can check that they compute with these weights. `base`: see `Manifest.base`.
         """
         assert self._snapshot is not None, "begin comes first"
         ended_s = time.monotonic()
-        self._start(self._hand_over(self._snapshot, version, probe, ended_s))
+        self._start(self._hand_over(self._snapshot, version, probe, base, ended_s))
         return Published(version, self._snapshot.num_bytes, ended_s - start_s)
 
     def announce_again(self, version: PolicyVersion) -> None:
@@ -121,9 +123,11 @@ class ObjectStorePublisher:
             detail = f"not done after {seconds:g} s more"
             raise DeadlineExceeded("actor-0", "handing the version before to the relays", detail) from error
 
-    async def _hand_over(self, snapshot: Snapshot, version: PolicyVersion, probe: Probe | None, ended_s: float) -> None:
+    async def _hand_over(
+        self, snapshot: Snapshot, version: PolicyVersion, probe: Probe | None, base: str | None, ended_s: float
+    ) -> None:
         """Store changed buckets, announce the version, and wait for the first relay to have it."""
-        manifest = snapshot.manifest(version, probe)
+        manifest = snapshot.manifest(version, probe, base)
         before = self._stored[max(self._stored)].origin.refs if self._stored else {}
         refs: dict[str, Ref] = {}
         num_sent = 0
