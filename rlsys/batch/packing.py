@@ -79,9 +79,9 @@ def plan_batch(
     `assigned[i]` are the advantages of `groups[i]`. The groups with something to train are cut, in order, into
     `num_updates` runs of nearly equally many groups, or into single groups if there are fewer. Within an update,
     samples of a group stay in one bundle, in the order of their tokens, so that shared prefixes are computed once. A
-    bundle that alone exceeds `max_tokens` is split. Ranks get bundles of about equally many
-    tokens (`balanced`). Each rank then fills micro-batches of at most `max_tokens`, or one sample. With `has_pairs` this limit also holds when every sample follows its partner's prompt. Samples without a
-    trained token are left out.
+    bundle that alone exceeds `max_tokens` is split. Ranks get bundles of about equally many tokens (`balanced`). Each
+    rank then fills micro-batches of at most `max_tokens`, or one sample. With `has_pairs` this limit also holds when
+    every sample follows its partner's prompt. Samples without a trained token are left out.
     Raises `ValueError` if nothing is left, or for more updates than groups.
     """
     if num_updates > len(groups):
