@@ -12,8 +12,11 @@ has a fresh process. Ratios are those of runs that follow each other.
 | `positions` | positions of planned rows per distinct token, by mean and sigma of log-normal lengths of completions |
 | `packed_over_padded` | speed of forward and backward over the same samples: rows over padded matrices |
 | `over_bare` | speed of a training step over that of a loop in PyTorch on the same rows |
-| `load_peak_over_shard` | peak memory of one of four ranks that loads bfloat16 files to fp32 shards, over the bytes of its |
-| | shards and of the largest tensor |
+| `plan_error` | memory of `rlsys plan` against that of a measured step, see `benchmarks.planned_memory` |
+| `load_peak_over_shard` | peak memory of one of four ranks that loads bfloat16 files to fp32 shards, over the |
+| | bytes of its shards and of the largest tensor |
+| `all_gathers`, `reduce_scatters` | those of one layer and update of four micro-batches, as rank 0 of 64, counted with a |
+| | process group that sends nothing, by `train.gather_weights` |
 """
 
 from __future__ import annotations
@@ -25,11 +28,11 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event, Thread
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from benchmarks.measure import Size, in_fresh_process, in_turn, parser_of, print_result, ratios, spreads
 from benchmarks.packed_rows import positions_per_token, random_model
-from rlsys.config.schema import ActivationCheckpointing
+from rlsys.config.schema import ActivationCheckpointing, GatherWeights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,6 +42,7 @@ POSITIONS = {"full": 2048, "quick": 2048, "short": 64}
 GROUP_SIZE = 8
 PROMPT = 64
 LOADING_RANKS = 4
+MANY_RANKS = 64
 
 
 def main() -> None:
@@ -62,6 +66,9 @@ def main() -> None:
         )
         own, other = (timed[who] for who in both)
         speeds[what] = ratios(other, own, "s")
+    collectives = {
+        how: in_fresh_process("benchmarks.trainer:collectives_of_a_layer", how, 4) for how in get_args(GatherWeights)
+    }
     print_result(
         {
             "checkpointing": figures,
@@ -69,6 +76,8 @@ def main() -> None:
             "positions": positions_per_token(),
             "packed_over_padded": speeds["forward"],
             "over_bare": speeds["step"],
+            "plan_error": in_fresh_process("benchmarks.planned_memory:plan_errors", size),
+            **{name: {how: each[name] for how, each in collectives.items()} for name in collectives["update"]},
             "load_peak_over_shard": in_fresh_process("benchmarks.trainer:measure_load", num_layers),
         }
     )
@@ -138,6 +147,48 @@ def _load(path: str, rank: int, address: str) -> float:
     shards = sum(weight.to_local().nbytes for weight in weights if isinstance(weight, DTensor))
     ranks.close()
     return peak() / (shards + max(weight.nbytes for weight in weights))
+
+
+def collectives_of_a_layer(gather: GatherWeights, num_micro_batches: int) -> dict[str, float]:
+    """Return the all-gathers and reduce-scatters of one layer and update: what more layers add, as rank 0 of 64."""
+    few, many = (_collectives(gather, num_micro_batches, num_layers) for num_layers in (1, 3))
+    return {name: (many[name] - few[name]) / 2 for name in few}
+
+
+def _collectives(gather: GatherWeights, num_micro_batches: int, num_layers: int) -> dict[str, int]:
+    """Count the collectives of one update of a tiny model; gathered weights are not those of a model."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from workers.train.layout import Layout
+    from workers.train.model_loading import CPU
+    from workers.train.rank_group import RankGroup
+
+    found = {"all_gathers": 0, "reduce_scatters": 0}
+
+    class Counter(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:  # noqa: ANN401
+            found["all_gathers"] += func is torch.ops.c10d._allgather_base_.default
+            found["reduce_scatters"] += func is torch.ops.c10d._reduce_scatter_base_.default
+            return func(*args, **(kwargs or {}))
+
+    ranks = RankGroup()
+    ranks.num_ranks = MANY_RANKS
+    dist.init_process_group("fake", rank=0, world_size=MANY_RANKS, store=FakeStore())
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
+    model: nn.Module = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=num_layers))
+    layout = Layout(ranks, torch.float32, CPU, gather_weights=gather)
+    layout.apply(model)
+    with Counter():
+        for place in range(num_micro_batches):
+            layout.begin_pass(model, is_last=place == num_micro_batches - 1)
+            model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    dist.destroy_process_group()
+    return found
 
 
 @contextmanager

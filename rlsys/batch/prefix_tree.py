@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-import numpy as np
-
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
     from rlsys.types import SampleMeta
@@ -73,6 +72,8 @@ class PrefixRow:
     @classmethod
     def of(cls, runs: Sequence[Ints], num_prompts: Sequence[int]) -> PrefixRow:
         """Build the row of samples with these tokens, of which the first `num_prompts` are their prompts."""
+        import numpy as np
+
         size = sum(map(len, runs))
         until_R, positions_R = np.zeros(size, np.int64), np.zeros(size, np.int64)
         places: list[Ints] = []
@@ -93,5 +94,5 @@ class PrefixRow:
 def _num_equal(one: Ints, other: Ints) -> int:
     size = min(len(one), len(other))
     differs = one[:size] != other[:size]
-    first = int(differs.argmax())
-    return first if differs[first] else size
+    first = int(differs.argmax()) if size else 0
+    return first if size and differs[first] else size

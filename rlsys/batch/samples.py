@@ -13,8 +13,6 @@ from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from rlsys.batch.prefix_tree import token_order
 from rlsys.types import POLICY, Episode, EpisodeMeta, SampleMeta, Trajectory, TrajectoryMeta, Turn, VersionSpan
 
@@ -38,6 +36,8 @@ class Sample:
     @cached_property
     def run_ids(self) -> Ints:
         """Tokens that the model runs: nothing follows the last one."""
+        import numpy as np
+
         return np.array(self.prompt_ids + self.completion_ids[:-1], dtype=np.int64)
 
     def meta(self, order: int, num_shared: int) -> SampleMeta:

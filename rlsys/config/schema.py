@@ -146,6 +146,8 @@ class RolloutSection(Section):
 ActivationCheckpointing: TypeAlias = Literal["none", "selective", "full"]
 """Activations of a decoder layer that are not kept for the backward, but computed again: none; all but the results of
 matrix products and of attention; all but the layer's input."""
+GatherWeights: TypeAlias = Literal["micro_batch", "update"]
+"""How long gathered weights, and the gradient that is not yet summed over ranks, are kept."""
 
 
 class TrainSection(Section):
@@ -176,6 +178,10 @@ class TrainSection(Section):
     activation_checkpointing: ActivationCheckpointing = "none"
     """Activations that a decoder layer computes again for its backward, instead of keeping them: `none`; `selective`:
     all but the results of matrix products and of attention; `full`: all. Saves memory for time, changes no gradient."""
+    gather_weights: GatherWeights = "micro_batch"
+    """How often ranks gather sharded weights and sum gradients: `micro_batch`: in every forward and backward pass;
+    `update`: once. `update` keeps the whole model in `model.dtype` and its whole gradient in fp32 on every rank during
+    an update, 6 bytes a parameter in bfloat16."""
     lora: LoraSection | None = None
     """Adapters that are trained instead of all weights, for the policy and the critic; null: none. `lora: {}` has the
     defaults."""

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from benchmarks.measure import in_fresh_process
 from rlsys.algorithm import Algorithm
-from rlsys.config.schema import ActivationCheckpointing
+from rlsys.config.schema import ActivationCheckpointing, GatherWeights
 from rlsys.errors import CheckpointError, ModelError
 from rlsys.monitoring.metric_catalog import undocumented
 from tests.models import save_model, tiny_llama, tiny_qwen3
@@ -52,6 +53,7 @@ class Job:
     dtype: Literal["float32", "bfloat16"] = "float32"
     algorithm: Algorithm = PLAIN
     checkpointing: ActivationCheckpointing = "none"
+    gather: GatherWeights = "micro_batch"
     probes: bool = False
     """Is the model asked for a probe before every step, and before it is saved?"""
     load: Path | None = None
@@ -67,7 +69,7 @@ def train_step(backend: FsdpBackend, ranks: RankGroup, job: Job) -> dict[str, fl
 def do(job: Job, ranks: RankGroup) -> Outcome:
     backend = FsdpBackend(
         job.model_path, SETTINGS, ranks, dtype=job.dtype, probe_length=8 if job.probes else 0,
-        activation_checkpointing=job.checkpointing,
+        activation_checkpointing=job.checkpointing, gather_weights=job.gather,
     )  # fmt: skip
     if job.load:
         backend.load(job.load)
@@ -132,6 +134,26 @@ def test_checkpointing_changes_no_bit_on_two_ranks(
     (checkpointed, same_metrics, _), _ = two_ranks(do, replace(job, checkpointing=how))
     assert differing(plain, checkpointed) == []
     assert metrics == same_metrics
+
+
+@pytest.mark.parametrize("how", ["none", "full"])
+@pytest.mark.parametrize("algorithm", [PLAIN, Measuring()])
+def test_weights_gathered_once_an_update_arrive_at_those_of_one_rank(
+    how: ActivationCheckpointing, algorithm: Algorithm, two_ranks: TwoRanks, model_path: str
+) -> None:
+    job = Job(model_path=model_path, algorithm=algorithm, num_updates=2, probes=True)
+    one, one_metrics, _ = on_one_rank(job)
+    (two, two_metrics, _), _ = two_ranks(do, replace(job, gather="update", checkpointing=how))
+    assert_close(two, one)
+    for a, b in zip(one_metrics, two_metrics, strict=True):
+        assert exact(b) == pytest.approx(exact(a), rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize(("gather", "num_gathers"), [("micro_batch", 2 * 3), ("update", 1)])
+def test_a_layer_is_gathered_and_summed_as_often_as_configured(gather: GatherWeights, num_gathers: int) -> None:
+    """Of 64 ranks, with three micro-batches an update."""
+    counted = in_fresh_process("benchmarks.trainer:collectives_of_a_layer", gather, 3)
+    assert counted == {"all_gathers": num_gathers, "reduce_scatters": 3 if gather == "micro_batch" else 1}
 
 
 def exact(metrics: dict[str, float]) -> dict[str, float]:

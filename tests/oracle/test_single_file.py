@@ -72,5 +72,5 @@ def test_staleness_zero_matches_losses_and_weights_of_the_single_file(folder):
     assert [row["reward/mean"] for row in ours] == pytest.approx([s.reward for s in steps], abs=1e-6)
     assert [row["loss"] for row in ours] == pytest.approx([s.loss for s in steps], abs=2e-6)
     for name, tensor in ours_weights.items():
-        assert torch.allclose(tensor, weights[name], rtol=1e-4, atol=2e-6), name
+        assert torch.allclose(tensor, weights[name], rtol=1e-4, atol=1e-5), name
     assert len({s.reward for s in steps}) > 1

@@ -20,7 +20,7 @@ from rlsys.batch.packing import RankPlan, SampleRef
 from rlsys.batch.samples import Sample
 from rlsys.batch.tensors import MicroBatch, StepData
 from rlsys.config.lora_section import LoraSection
-from rlsys.config.schema import ActivationCheckpointing
+from rlsys.config.schema import ActivationCheckpointing, GatherWeights
 from rlsys.stabilizer import Stabilizer
 from rlsys.types import VersionSpan
 from rlsys.weight_sync.sync import Probe, TensorSpec
@@ -71,6 +71,7 @@ class FsdpBackend(Sharded):
         device: torch.device = CPU,
         probe_length: int = 0,
         activation_checkpointing: ActivationCheckpointing = "none",
+        gather_weights: GatherWeights = "micro_batch",
         lora: LoraSection | None = None,
     ) -> None:
         """Load this rank's shards of the model in `model_path`. Raises `ModelError`.
@@ -78,7 +79,7 @@ class FsdpBackend(Sharded):
         `probe_length` is the number of tokens of a probe, 0 for none. With `lora`, only an adapter is trained; the
         frozen model is in `dtype`.
         """
-        layout = Layout(ranks, getattr(torch, dtype), device, activation_checkpointing)
+        layout = Layout(ranks, getattr(torch, dtype), device, activation_checkpointing, gather_weights)
         adapter = Adapter(lora, model_path) if lora else None
 
         def lay_out(model: PreTrainedModel) -> None:

@@ -23,7 +23,7 @@ from rlsys.errors import ModelError
 from workers.train.activations import checkpoint_layers, decoder_layers
 from workers.train.logprobs import MAX_LOGITS, row_states, token_logprobs
 from workers.train.model_loading import check_exists
-from workers.train.row_attention import AttentionRow, Block
+from workers.train.row_attention import AttentionBlock, AttentionRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -42,9 +42,9 @@ class OneRun(AttentionRow):
 
     def __init__(self, num_positions: int) -> None:
         whole = slice(0, num_positions)
-        self._one = [Block(whole, whole, is_causal=True)]
+        self._one = [AttentionBlock(whole, whole, is_causal=True)]
 
-    def blocks(self, window: int | None) -> list[Block]:
+    def blocks(self, window: int | None) -> list[AttentionBlock]:
         return self._one
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from rlsys.algorithm import Algorithm, Signal, TrajectoryAdvantage
 from rlsys.batch.packing import RankPlan
 from rlsys.config.lora_section import LoraSection
-from rlsys.config.schema import ActivationCheckpointing
+from rlsys.config.schema import ActivationCheckpointing, GatherWeights
 from rlsys.contracts import Published, TrainStats
 from rlsys.errors import CheckpointError, PayloadLost
 from rlsys.replay.rollout_log import GroupRecord, RolloutRecord, read_groups, write_groups, write_rollouts
@@ -85,6 +85,7 @@ class RankSpec:
     num_ranks: int
     optimizer: OptimizerSettings
     activation_checkpointing: ActivationCheckpointing
+    gather_weights: GatherWeights
     lora: LoraSection | None
     """The adapter to train; None: all weights."""
     algorithm: Algorithm
@@ -182,7 +183,8 @@ class ActorRank(Rank):
         ranks = RankGroup(rank, spec.num_ranks, address=address)
         self._backend = self._policy = FsdpBackend(
             spec.model_path, spec.optimizer, ranks, dtype=spec.dtype, device=device, probe_length=spec.probe_length,
-            activation_checkpointing=spec.activation_checkpointing, lora=spec.lora,
+            activation_checkpointing=spec.activation_checkpointing, gather_weights=spec.gather_weights,
+            lora=spec.lora,
         )  # fmt: skip
         if spec.stabilizer:
             self._stabilizer = spec.stabilizer.start(self._policy.shards())
@@ -303,7 +305,8 @@ class CriticRank(Rank):
         ranks = RankGroup(rank, spec.num_ranks, address=address)
         self._backend = self._critic = CriticBackend(
             spec.model_path, spec.optimizer, ranks, dtype=spec.dtype, device=device,
-            activation_checkpointing=spec.activation_checkpointing, lora=spec.lora,
+            activation_checkpointing=spec.activation_checkpointing, gather_weights=spec.gather_weights,
+            lora=spec.lora,
         )  # fmt: skip
 
     @remote("valuing a step")

@@ -41,7 +41,7 @@ _attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_ba
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Segment:
     """Tokens of the row from `start` to `end`, to which positions up to `until` may attend."""
 
     start: int
@@ -58,7 +58,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class AttentionBlock:
     """Queries and keys of which all, or the causal half, attend to each other."""
 
     queries: _Rows
@@ -89,7 +89,7 @@ class AttentionRow:
 
     def __init__(self, until_R: Tensor, positions_R: Tensor) -> None:
         self._until_R, self._positions_R = until_R, positions_R
-        self._blocks: dict[int | None, list[Block]] = {}
+        self._blocks: dict[int | None, list[AttentionBlock]] = {}
         self._masks: dict[int | None, BlockMask] = {}
 
     @classmethod
@@ -97,30 +97,30 @@ class AttentionRow:
         """Build the rule from `MicroBatch.until_R` and `MicroBatch.positions_R`."""
         return cls(until_R, positions_R)
 
-    def blocks(self, window: int | None) -> list[Block]:
+    def blocks(self, window: int | None) -> list[AttentionBlock]:
         """Return the blocks; with a `window`, tokens attend only to that many of their newest ones, themselves
         included."""
         if window is not None and window > int(self._positions_R.max()):
             window = None
         if window not in self._blocks:
-            device, runs = self._until_R.device, runs_of(self._until_R.tolist())
+            device, runs = self._until_R.device, segments_of(self._until_R.tolist())
             found = _blocks(runs, device) if window is None else self._windowed(runs, window)
             self._blocks[window] = list(found)
         return self._blocks[window]
 
-    def _windowed(self, runs: list[Run], window: int) -> Iterator[Block]:
+    def _windowed(self, runs: list[Segment], window: int) -> Iterator[AttentionBlock]:
         positions_R = self._positions_R
         for run in runs:
             own = slice(run.start, run.end)
             distance_QL = positions_R[own, None] - positions_R[own]
-            yield Block(own, own, is_causal=False, mask_QL=_bias((distance_QL >= 0) & (distance_QL < window)))
+            yield AttentionBlock(own, own, is_causal=False, mask_QL=_bias((distance_QL >= 0) & (distance_QL < window)))
             # Only queries that see the last key: others see none, and the sum of their weights is 0.
             below_Q = torch.arange(run.end, run.until, device=positions_R.device)
             near_Q = below_Q[positions_R[below_Q] - positions_R[run.end - 1] < window]
             if len(near_Q):
                 distance_QL = positions_R[near_Q, None] - positions_R[own]
                 keys_1L = torch.arange(run.start, run.end, device=positions_R.device)[None]
-                yield Block(near_Q[None], keys_1L, is_causal=False, mask_QL=_bias(distance_QL < window))
+                yield AttentionBlock(near_Q[None], keys_1L, is_causal=False, mask_QL=_bias(distance_QL < window))
 
     def mask(self, window: int | None) -> BlockMask:
         """Return the rule as a mask of flex attention."""
@@ -135,37 +135,37 @@ class AttentionRow:
         return self._masks[window]
 
 
-def runs_of(until: list[int]) -> list[Run]:
+def segments_of(until: list[int]) -> list[Segment]:
     """Cut a row into runs of tokens to which the same positions may attend.
 
-    >>> runs_of([5, 5, 3, 5, 5])  # a prompt of two tokens, then completions of one and two
-    [Run(start=0, end=2, until=5), Run(start=2, end=3, until=3), Run(start=3, end=5, until=5)]
+    >>> segments_of([5, 5, 3, 5, 5])  # a prompt of two tokens, then completions of one and two
+    [Segment(start=0, end=2, until=5), Segment(start=2, end=3, until=3), Segment(start=3, end=5, until=5)]
     """
     starts = [i for i in range(len(until)) if i == 0 or until[i] != until[i - 1]]
-    return [Run(start, end, until[start]) for start, end in zip(starts, [*starts[1:], len(until)], strict=True)]
+    return [Segment(start, end, until[start]) for start, end in zip(starts, [*starts[1:], len(until)], strict=True)]
 
 
-def _blocks(runs: list[Run], device: torch.device) -> Iterator[Block]:
+def _blocks(runs: list[Segment], device: torch.device) -> Iterator[AttentionBlock]:
     """Blocks of all runs; short ones of similar size together."""
-    own: dict[int, list[Run]] = defaultdict(list)
-    below: dict[tuple[int, int], list[Run]] = defaultdict(list)
+    own: dict[int, list[Segment]] = defaultdict(list)
+    below: dict[tuple[int, int], list[Segment]] = defaultdict(list)
     for run in runs:
         if run.length >= _LONG:
-            yield Block(slice(run.start, run.end), slice(run.start, run.end), is_causal=True)
+            yield AttentionBlock(slice(run.start, run.end), slice(run.start, run.end), is_causal=True)
         else:
             own[run.length.bit_length()].append(run)
     for alike in own.values():
         queries_BQ, real = _padded([(run.start, run.end) for run in alike], device)
-        yield Block(queries_BQ, queries_BQ, is_causal=True, real=real)
+        yield AttentionBlock(queries_BQ, queries_BQ, is_causal=True, real=real)
     for run in runs:
         if run.num_below and run.length * run.num_below >= _LONG * _LONG:
-            yield Block(slice(run.end, run.until), slice(run.start, run.end), is_causal=False)
+            yield AttentionBlock(slice(run.end, run.until), slice(run.start, run.end), is_causal=False)
         elif run.num_below:
             below[run.length, run.num_below.bit_length()].append(run)
     for alike in below.values():
         queries_BQ, real = _padded([(run.end, run.until) for run in alike], device)
         keys_BL, _ = _padded([(run.start, run.end) for run in alike], device)
-        yield Block(queries_BQ, keys_BL, is_causal=False, real=real)
+        yield AttentionBlock(queries_BQ, keys_BL, is_causal=False, real=real)
 
 
 def _padded(spans: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
@@ -195,7 +195,7 @@ class _JoinedBlocks(torch.autograd.Function):
         query_RHD: Tensor,
         key_RKD: Tensor,
         value_RKD: Tensor,
-        blocks: list[Block],
+        blocks: list[AttentionBlock],
         scale: float,
     ) -> Tensor:
         num_kv, summed = key_RKD.shape[1], torch.promote_types(query_RHD.dtype, torch.float32)

@@ -52,7 +52,8 @@ class Sharded:
 
         `layout` is applied to `root`. `adapter` has the facts of the adapter (`facts_of`), None if the module has none.
         """
-        self._module, self._root, self._settings, self._adapter = module, root, settings, adapter
+        self._module, self._root, self._settings = module, root, settings
+        self._layout, self._adapter = layout, adapter
         self._ranks, self._device, self.dtype = layout.ranks, layout.device, layout.dtype
         self._optimizer = adamw(module, settings)
         self._step = torch.zeros((), dtype=torch.int64)
@@ -94,7 +95,9 @@ class Sharded:
         for index, parts in enumerate(updates):
             self._optimizer.zero_grad()
             loss = torch.zeros((), device=self._device)
-            for part in parts:
+            last = len(step.plan.updates[index]) - 1
+            for place, part in enumerate(parts):
+                self._layout.begin_pass(self._root, is_last=place == last)
                 loss += accumulate(part)
             for name, figure in self.update(loss, what + step.update_name(index), index, stabilizer).items():
                 reported.setdefault(name, []).append(figure)

@@ -16,7 +16,7 @@ from rlsys.algorithm import Algorithm, Signal
 from rlsys.batch.packing import RankPlan
 from rlsys.batch.tensors import MicroBatch, StepData
 from rlsys.config.lora_section import LoraSection
-from rlsys.config.schema import ActivationCheckpointing
+from rlsys.config.schema import ActivationCheckpointing, GatherWeights
 from rlsys.errors import ModelError
 from workers.train.adapter_files import Adapter, facts_of
 from workers.train.layout import Layout
@@ -81,13 +81,14 @@ class CriticBackend(Sharded):
         dtype: Literal["float32", "bfloat16"] = "float32",
         device: torch.device = CPU,
         activation_checkpointing: ActivationCheckpointing = "none",
+        gather_weights: GatherWeights = "micro_batch",
         lora: LoraSection | None = None,
     ) -> None:
         """Load this rank's shards of the causal language model in `model_path`. Raises `ModelError`.
 
         With `lora`, only the head and an adapter of the model are trained; the frozen model is in `dtype`.
         """
-        layout = Layout(ranks, getattr(torch, dtype), device, activation_checkpointing)
+        layout = Layout(ranks, getattr(torch, dtype), device, activation_checkpointing, gather_weights)
         adapter = Adapter(lora, model_path) if lora else None
 
         def lay_out(base: PreTrainedModel) -> None:
