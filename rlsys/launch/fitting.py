@@ -278,7 +278,7 @@ class MemoryPlanner:
         train, critic, reference = config.train, config.critic, config.reference
         signals = config.algorithm.signals
         yield self._worker("actor rank", settings.ranks, train.num_gpus, self._rank(config, settings, is_critic=False))
-        if signals & REFERENCE_SIGNALS:
+        if config.has_reference:
             memory = frozen_memory(
                 self._sizes(config.model.path),
                 self._forward(config.model.path, settings),
@@ -291,7 +291,7 @@ class MemoryPlanner:
             yield self._worker("critic rank", settings.ranks, critic.num_gpus, memory)
 
     def _rank(self, config: Config, settings: MemorySettings, *, is_critic: bool) -> Memory:
-        from workers.train.memory_counts import stabilizer_bytes
+        from workers.train.memory_counts import adapter_parameters, stabilizer_bytes
 
         path, key = config.model.path, "model.path"
         if is_critic and config.critic.path is not None:
@@ -304,6 +304,7 @@ class MemoryPlanner:
             positions=_positions(config, settings),
             value_bytes=VALUE_BYTES[settings.dtype],
             stabilizer_bytes=0.0 if is_critic else stabilizer_bytes(config.stabilizer),
+            adapter=adapter_parameters(path, config.train.lora) if config.train.lora else None,
         )
 
     def _sampling(self, settings: MemorySettings) -> tuple[WorkerMemory, ...]:
@@ -345,7 +346,7 @@ class MemoryPlanner:
             slots=settings.slots,
             context=context,
             value_bytes=value_bytes,
-            versions=config.resident_versions,
+            versions=1 if config.train.lora else config.resident_versions,  # adapters share one base
         )
 
     def _share(self, config: Config, num_engines: int) -> float:

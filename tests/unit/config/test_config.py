@@ -546,6 +546,7 @@ def test_more_updates_than_groups_are_refused(tmp_path: Path):
 )
 def test_only_workers_for_the_requested_signals_start(tmp_path: Path, asks: str, roles: object):
     path = write(tmp_path, MINIMAL + f"train: {{ranks: 3}}\nalgorithm: {{type: '{__name__}:Curious', asks: {asks}}}\n")
+    assert "reference" not in {role.name for role in plan_of(Config.load(path, ["train.lora.rank=4"])).roles}
     plan = plan_of(Config.load(path, ["critic.num_cpus=2"]))
     assert {role.name: role.count for role in plan.roles} == roles
     assert plan.num_cpus == sum(role.count * (2 if role.name == "critic rank" else 1) for role in plan.roles)
