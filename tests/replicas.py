@@ -46,6 +46,8 @@ class Shelf:
     late: bool = False
     """What it hands out is one version older than asked for."""
     probe: Probe | None = None
+    base: str | None = None
+    """Hash of the base, if it hands out adapters."""
     pulls: list[int] = field(default_factory=list)
     _arrival: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -62,7 +64,7 @@ class Shelf:
         weights = weights_of(version)
         if self.corrupted:
             weights["w"][1] += 1
-        return Manifest(version, hash_of(version), (), self.probe), weights
+        return Manifest(version, hash_of(version), (), self.probe, self.base), weights
 
 
 def own_tokens(request: Request) -> Sequence[int]:
@@ -83,11 +85,12 @@ def replica_of(
     workflow: Workflow | None = None,
     num_tokens: int = 6,
     recorder: PartialStream | None = None,
+    base: str | None = None,
 ) -> RolloutWorker:
-    """A replica that takes prompts of 60 tokens, and replies with `num_tokens`."""
+    """A replica that takes prompts of 60 tokens, and replies with `num_tokens`; with `base`, it takes adapters."""
     sampling = Sampling(max_new_tokens=num_tokens)
     speech = PolicyText(TextTokenizer(build_tokenizer()), sampling, max_prompt_tokens=60)
-    generator = Generator(name, engine, speech, puller, WeightChange(when, tolerance=1e-3), recorder)
+    generator = Generator(name, engine, speech, puller, WeightChange(when, tolerance=1e-3), recorder, base=base)
     return RolloutWorker(name, workflow or SingleTurn(), {POLICY: generator})
 
 

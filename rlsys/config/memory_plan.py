@@ -120,19 +120,24 @@ def rank_memory(
     positions: int,
     value_bytes: int,
     stabilizer_bytes: float = 0.0,
+    adapter: int | None = None,
 ) -> Memory:
     """Memory of one of `shards` ranks that train a model together, at the moment of the most within a step.
 
     `value_bytes` are those of one number of the type that the model computes in; `stabilizer_bytes` those that the
-    stabilizer keeps per parameter. The gradients of earlier micro-batches of the update are there.
+    stabilizer keeps per trained parameter. The gradients of earlier micro-batches of the update are there. `adapter`
+    is the number of parameters of an adapter that is trained instead of the model; its activations, few numbers per
+    position and layer, are left out.
     """
-    own = -(-sizes.parameters // shards)
+    own = -(-(sizes.parameters if adapter is None else adapter) // shards)
+    frozen = 0 if adapter is None else value_bytes * -(-sizes.parameters // shards)
     state = Memory(
-        weights=MASTER_BYTES * own,
+        weights=MASTER_BYTES * own + frozen,
         gradients=MASTER_BYTES * own,
         optimizer=round((2 * MASTER_BYTES + stabilizer_bytes) * own),
     )
-    moments = _moments(step, _buffers(sizes, shards, value_bytes), positions)
+    buffers = _buffers(sizes, shards, value_bytes) if adapter is None else _frozen_buffers(sizes, shards, value_bytes)
+    moments = _moments(step, buffers, positions)
     return max((replace(state, **moment) for moment in moments), key=lambda memory: memory.total)
 
 
@@ -167,6 +172,15 @@ def _buffers(sizes: ModelSizes, shards: int, value_bytes: int) -> _Buffers:
         embeddings=kept + head + layer_input,
         end=in_flight + max(outside + root_input, round(root_input * (1 + scattered))),
     )
+
+
+def _frozen_buffers(sizes: ModelSizes, shards: int, value_bytes: int) -> _Buffers:
+    """Bytes of gathered weights as in `_buffers`, of a model without gradients. One rank keeps it in the type it
+    computes in, and gathers nothing."""
+    if shards == 1:
+        return _Buffers()
+    outside, layer = value_bytes * sizes.outside, value_bytes * sizes.largest_layer
+    return _Buffers(logits=outside + layer, layers=outside + 3 * layer, embeddings=outside + layer, end=outside)
 
 
 def _moments(step: StepBytes, buffers: _Buffers, positions: int) -> Iterator[dict[str, int]]:

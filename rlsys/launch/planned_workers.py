@@ -38,7 +38,6 @@ VLLM_POSITIONS = 8192
 PREFILL_POSITIONS = 4096
 """Positions of one prefill of the engine `local`."""
 VALUE_BYTES = {"float32": 4, "bfloat16": 2}
-REFERENCE_SIGNALS = {Signal.REFERENCE_LOGPROBS, Signal.REFERENCE_MISMATCHED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +95,7 @@ class PlannedWorkers:
         train, critic, reference = config.train, config.critic, config.reference
         signals = config.algorithm.signals
         yield self._worker("actor rank", settings.ranks, train.num_gpus, self._rank(config, settings, is_critic=False))
-        if signals & REFERENCE_SIGNALS:
+        if config.has_reference:
             memory = frozen_memory(
                 self.sizes(config.model.path),
                 self._forward(config.model.path, settings),
@@ -109,7 +108,7 @@ class PlannedWorkers:
             yield self._worker("critic rank", settings.ranks, critic.num_gpus, memory)
 
     def _rank(self, config: Config, settings: MemorySettings, *, is_critic: bool) -> Memory:
-        from workers.train.memory_counts import stabilizer_bytes
+        from workers.train.memory_counts import adapter_parameters, stabilizer_bytes
 
         path, key = config.model.path, "model.path"
         if is_critic and config.critic.path is not None:
@@ -122,6 +121,7 @@ class PlannedWorkers:
             positions=_positions(config, settings),
             value_bytes=VALUE_BYTES[settings.dtype],
             stabilizer_bytes=0.0 if is_critic else stabilizer_bytes(config.stabilizer),
+            adapter=adapter_parameters(path, config.train.lora) if config.train.lora else None,
         )
 
     def sampling(self, settings: MemorySettings) -> tuple[WorkerMemory, ...]:
@@ -163,7 +163,7 @@ class PlannedWorkers:
             slots=settings.slots,
             context=context,
             value_bytes=value_bytes,
-            versions=config.resident_versions,
+            versions=1 if config.train.lora else config.resident_versions,  # adapters share one base
         )
 
     def _share(self, config: Config, num_engines: int) -> float:

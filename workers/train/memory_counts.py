@@ -22,12 +22,14 @@ from rlsys.config.memory_plan import ForwardBytes, LinearBytes, ModelSizes, Step
 from rlsys.errors import ModelError
 from workers.train.activations import checkpoint_layers, decoder_layers
 from workers.train.logprobs import MAX_LOGITS, row_states, token_logprobs
-from workers.train.model_loading import check_exists
+from workers.train.lora import adapter_of, add_adapter
+from workers.train.model_loading import check_exists, outline
 from workers.train.row_attention import AttentionBlock, AttentionRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from rlsys.config.lora_section import LoraSection
     from rlsys.config.schema import ActivationCheckpointing
     from rlsys.stabilizer import StabilizerPlugin
 
@@ -145,6 +147,13 @@ class CountedModel:
 def memory_of_gpu() -> int | None:
     """Return the memory of this machine's first GPU; None without one. Never ran on a machine with a GPU."""
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+
+
+def adapter_parameters(path: str, lora: LoraSection) -> int:
+    """Return the number of parameters of an adapter of the model in `path`. Raises `ModelError`."""
+    model = outline(path)
+    add_adapter(model, lora, path)
+    return sum(parameter.numel() for parameter in adapter_of(model).values())
 
 
 def stabilizer_bytes(stabilizer: StabilizerPlugin | None) -> float:

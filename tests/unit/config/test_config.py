@@ -447,7 +447,7 @@ def test_a_configuration_cannot_be_changed(tmp_path: Path):
 def test_every_key_has_a_docstring_and_the_total_is_bounded():
     keys = leaves(Config)
     assert [key for key, text in keys if not text] == []
-    assert len(keys) <= 107
+    assert len(keys) <= 110
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in kind.installed()])
@@ -546,6 +546,7 @@ def test_more_updates_than_groups_are_refused(tmp_path: Path):
 )
 def test_only_workers_for_the_requested_signals_start(tmp_path: Path, asks: str, roles: object):
     path = write(tmp_path, MINIMAL + f"train: {{ranks: 3}}\nalgorithm: {{type: '{__name__}:Curious', asks: {asks}}}\n")
+    assert "reference" not in {role.name for role in plan_of(Config.load(path, ["train.lora.rank=4"])).roles}
     plan = plan_of(Config.load(path, ["critic.num_cpus=2"]))
     assert {role.name: role.count for role in plan.roles} == roles
     assert plan.num_cpus == sum(role.count * (2 if role.name == "critic rank" else 1) for role in plan.roles)

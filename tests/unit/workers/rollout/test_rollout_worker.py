@@ -197,6 +197,29 @@ def test_a_failed_relay_fails_only_the_replica_that_pulls(kind: type[WorkerError
     assert raised.value.worker == "rollout-0"
 
 
+@pytest.mark.parametrize(
+    ("published", "own", "message"),
+    [
+        ("b1", "b2", "version 2 is an adapter of the base b1, and this replica loads an adapter of the base b2"),
+        ("b1", None, "version 2 is an adapter of the base b1, and this replica loads whole weights"),
+        (None, "b2", "version 2 is whole weights, and this replica loads an adapter of the base b2"),
+    ],
+)
+def test_an_adapter_of_another_base_is_refused_by_name(published: str | None, own: str | None, message: str):
+    engine = scripted("rollout-0", lambda request: [DIGIT] * 99)
+    worker = replica_of(Shelf(version=2, base=published), engine, num_tokens=REPLY_TOKENS, base=own)
+    with pytest.raises(WeightsMismatch, match=message):
+        played(worker, lambda: worker.run(assignment(2)))
+    assert engine.version == -1
+
+
+def test_an_adapter_of_its_own_base_is_loaded():
+    engine = scripted("rollout-0", lambda request: [DIGIT] * 99)
+    worker = replica_of(Shelf(version=2, base="b1"), engine, num_tokens=REPLY_TOKENS, base="b1")
+    played(worker, lambda: worker.run(assignment(2)))
+    assert engine.version == 2
+
+
 def test_acknowledgements_are_kept_while_a_running_group_needs_them():
     shelf = Shelf()
     worker = replica_of(shelf, scripted("rollout-0", num_slots=1), when="inflight", num_tokens=99)
