@@ -131,7 +131,7 @@ def _load(path: str, rank: int, address: str) -> float:
     import torch
     from torch.distributed.tensor import DTensor
 
-    from workers.train.layout import Layout
+    from workers.train.layout import RankLayout
     from workers.train.logprobs import Scorer
     from workers.train.model_loading import CPU, load_model, outline
     from workers.train.rank_group import RankGroup
@@ -140,7 +140,7 @@ def _load(path: str, rank: int, address: str) -> float:
     ranks = RankGroup(rank, LOADING_RANKS, address=address)
 
     def lay_out(model: PreTrainedModel) -> None:
-        Layout(ranks, torch.float32, CPU).apply(Scorer(model))
+        RankLayout(ranks, torch.float32, CPU).apply(Scorer(model))
 
     lay_out(outline(path))  # imports all that loading needs
     with peak_memory() as peak:
@@ -166,7 +166,7 @@ def _collectives(gather: GatherWeights, num_micro_batches: int, num_layers: int)
     from torch.utils._python_dispatch import TorchDispatchMode
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from workers.train.layout import Layout
+    from workers.train.layout import RankLayout
     from workers.train.model_loading import CPU
     from workers.train.rank_group import RankGroup
 
@@ -183,7 +183,7 @@ def _collectives(gather: GatherWeights, num_micro_batches: int, num_layers: int)
     dist.init_process_group("fake", rank=0, world_size=MANY_RANKS, store=FakeStore())
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
     model: nn.Module = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=num_layers))
-    layout = Layout(ranks, torch.float32, CPU, gather_weights=gather)
+    layout = RankLayout(ranks, torch.float32, CPU, gather_weights=gather)
     layout.apply(model)
     with Counter():
         for place in range(num_micro_batches):

@@ -73,17 +73,15 @@ def plan_batch(
     max_tokens: int,
     num_updates: int = 1,
     has_pairs: bool = False,
-    pair_cost: float = 0.0,
 ) -> BatchPlan:
     """Plan a step.
 
     `assigned[i]` are the advantages of `groups[i]`. The groups with something to train are cut, in order, into
     `num_updates` runs of nearly equally many groups, or into single groups if there are fewer. Within an update,
     samples of a group stay in one bundle, in the order of their tokens, so that shared prefixes are computed once. A
-    bundle that alone exceeds `max_tokens` is split. Ranks get bundles of about equal cost (`balanced`): a token costs
-    1, and `pair_cost` for each token it attends to. Each rank then fills micro-batches of at most `max_tokens`, or one
-    sample. With `has_pairs` this limit also holds when every sample follows its partner's prompt. Samples without a
-    trained token are left out.
+    bundle that alone exceeds `max_tokens` is split. Ranks get bundles of about equally many tokens (`balanced`). Each
+    rank then fills micro-batches of at most `max_tokens`, or one sample. With `has_pairs` this limit also holds when
+    every sample follows its partner's prompt. Samples without a trained token are left out.
     Raises `ValueError` if nothing is left, or for more updates than groups.
     """
     if num_updates > len(groups):
@@ -95,9 +93,7 @@ def plan_batch(
     partners = _partners(groups)
     others = [None if partner is None or not has_pairs else _first_sample(groups[partner]) for partner in partners]
     prompts = [other.num_prompt if other else 0 for other in others]
-    updates = [
-        _update(run, aggregation, num_ranks, max_tokens, pair_cost, prompts) for run in _runs(trained, num_updates)
-    ]
+    updates = [_update(run, aggregation, num_ranks, max_tokens, prompts) for run in _runs(trained, num_updates)]
     num_tokens = sum(sample.meta.num_trained for samples in trained for sample in samples)
     return tuple(RankPlan(of_rank, num_tokens, partners) for of_rank in zip(*updates, strict=True))
 
@@ -150,13 +146,12 @@ def _update(
     aggregation: Aggregation,
     num_ranks: int,
     max_tokens: int,
-    pair_cost: float,
     partner_prompts: Sequence[int],
 ) -> list[tuple[MicroBatchPlan, ...]]:
     """Return the micro-batches of each rank for one update."""
     samples = [sample for of_group in groups for sample in of_group]
-    bundles = _bundles(groups, _token_weights(samples, aggregation), max_tokens, pair_cost, partner_prompts)
-    shares = balanced([bundle.cost for bundle in bundles], num_ranks)
+    bundles = _bundles(groups, _token_weights(samples, aggregation), max_tokens, partner_prompts)
+    shares = balanced([bundle.num_tokens for bundle in bundles], num_ranks)
     ranks = [_fill([bundles[i] for i in share], max_tokens) for share in shares]
     depth = max(len(r) for r in ranks)
     filler = MicroBatchPlan((bundles[0].samples[0],), weight=0.0)
@@ -213,7 +208,6 @@ class _Bundle:
     """Tokens of its part of a row."""
     num_pair_tokens: int = 0
     """The same if every sample follows its partner's prompt."""
-    cost: float = 0.0
 
     def can_take(self, num_tokens: int, num_pair_tokens: int, max_tokens: int) -> bool:
         """Return True if so many more tokens fit."""
@@ -229,7 +223,6 @@ def _bundles(
     groups: Sequence[list[_Sample]],
     weights: Sequence[float],
     max_tokens: int,
-    pair_cost: float,
     partner_prompts: Sequence[int],
 ) -> list[_Bundle]:
     """Bundle neighbours in each group until no more fit. `partner_prompts` are by group, 0 without pairs."""
@@ -244,9 +237,7 @@ def _bundles(
             if before is None or not bundles[-1].can_take(length - num_reused, num_own, max_tokens):
                 bundles.append(_Bundle(num_pair_tokens=partner_prompt))
                 num_reused = 0
-            bundle = bundles[-1]
-            bundle.add([replace(sample.ref, token_weight=weight)], length - num_reused, num_own)
-            bundle.cost += length - num_reused + pair_cost * (length * length - num_reused * num_reused) / 2
+            bundles[-1].add([replace(sample.ref, token_weight=weight)], length - num_reused, num_own)
             before = meta
     return bundles
 
@@ -264,7 +255,7 @@ def _fill(bundles: Sequence[_Bundle], max_tokens: int) -> list[MicroBatchPlan]:
     return [MicroBatchPlan(tuple(row.samples)) for row in rows]
 
 
-def balanced(sizes: Sequence[float], num_parts: int) -> list[list[int]]:
+def balanced(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
     """Split the indices of `sizes` into `num_parts` parts with nearly equal sums.
 
     Returns the better of two heuristics by the largest sum, which determines the waiting time; greedy in a draw.
@@ -276,10 +267,10 @@ def balanced(sizes: Sequence[float], num_parts: int) -> list[list[int]]:
     return min(ways, key=lambda parts: max(sum(sizes[i] for i in part) for part in parts))
 
 
-def greedy(sizes: Sequence[float], num_parts: int) -> list[list[int]]:
+def greedy(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
     """Assign each size, largest first, to the part with the least sum."""
     parts: list[list[int]] = [[] for _ in range(num_parts)]
-    sums = [(0.0, part) for part in range(num_parts)]
+    sums = [(0, part) for part in range(num_parts)]
     for i in _largest_first(sizes):
         total, part = heapq.heappop(sums)
         parts[part].append(i)
@@ -287,11 +278,11 @@ def greedy(sizes: Sequence[float], num_parts: int) -> list[list[int]]:
     return parts
 
 
-def differenced(sizes: Sequence[float], num_parts: int) -> list[list[int]]:
+def differenced(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
     """Apply the largest differencing method (Karmarkar and Karp, 1982). Every size begins as a separate partition.
     Repeatedly, the two least even partitions are merged, the largest part of one with the smallest of the other, until
     one is left."""
-    rest: list[tuple[float, list[int]]] = [(0, [])] * (num_parts - 1)
+    rest: list[tuple[int, list[int]]] = [(0, [])] * (num_parts - 1)
     partitions = [(-sizes[i], order, [*rest, (sizes[i], [i])]) for order, i in enumerate(_largest_first(sizes))]
     heapq.heapify(partitions)
     if not partitions:
@@ -304,5 +295,5 @@ def differenced(sizes: Sequence[float], num_parts: int) -> list[list[int]]:
     return [sorted(part) for _, part in reversed(partitions[0][2])]
 
 
-def _largest_first(sizes: Sequence[float]) -> list[int]:
+def _largest_first(sizes: Sequence[int]) -> list[int]:
     return sorted(range(len(sizes)), key=lambda i: -sizes[i])

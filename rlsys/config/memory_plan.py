@@ -47,6 +47,9 @@ class ModelSizes:
     """Parameters of the output matrix; 0 if it is the matrix of the embeddings."""
     vocabulary: int
     """Rows of the output matrix."""
+    heads: int
+    """Attention heads of queries."""
+    key_value_heads: int
     cached: int
     """Numbers that one token adds to a key-value cache, over all layers."""
 
@@ -239,14 +242,15 @@ def blocks_memory(
 ) -> Memory:
     """Memory of one shard of vLLM, whose cache takes what is left of the `granted` bytes: one sequence at the least.
 
-    `positions` are those of one step.
+    Shards beyond the key-value heads repeat these. `positions` are those of one step.
     """
     memory = Memory(
         weights=value_bytes * sizes.parameters // shards,
         activations=forward.layers.at(positions),
         logits=SAMPLING_BYTES * slots * sizes.vocabulary // shards,
     )
-    return replace(memory, kv_cache=max(granted - memory.total, value_bytes * sizes.cached * context // shards))
+    sequence = value_bytes * sizes.cached * context // min(shards, sizes.key_value_heads)
+    return replace(memory, kv_cache=max(granted - memory.total, sequence))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,47 +11,33 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from rlsys.algorithm import Signal
 from rlsys.config import Config
-from rlsys.config.memory_plan import (
-    ForwardBytes,
-    Memory,
-    ModelSizes,
-    StepBytes,
-    WorkerMemory,
-    blocks_memory,
-    frozen_memory,
-    gigabytes,
-    rank_memory,
-    slots_memory,
-    table_of,
-)
+from rlsys.config.memory_plan import WorkerMemory, gigabytes, table_of
 from rlsys.config.resource_plan import plan_of
 from rlsys.config.schema import ActivationCheckpointing
 from rlsys.errors import ConfigError
-
-if TYPE_CHECKING:
-    from workers.train.memory_counts import CountedModel
+from rlsys.launch.planned_workers import MemorySettings, PlannedWorkers, context_of, engine_of
 
 USUAL_GPU = 80 * 10**9
 """Memory of a GPU where none is given and this machine has none."""
-USABLE = 0.9
-"""Part of a GPU's memory for the tensors of a rank. The rest is for CUDA's context, NCCL, and fragmentation."""
-VLLM_SHARE = 0.92
-"""Part of a GPU's memory that one vLLM takes by default (`gpu_memory_utilization`)."""
-VLLM_MEMORY = 0.9
-"""Part that several vLLMs of a replica take together by default."""
-VLLM_POSITIONS = 8192
-"""Positions of one step of vLLM on a large GPU by default (`max_num_batched_tokens`)."""
-PREFILL_POSITIONS = 4096
-"""Positions of one prefill of the engine `local`."""
 MOST_RANKS = 4096
-VALUE_BYTES = {"float32": 4, "bfloat16": 2}
-REFERENCE_SIGNALS = {Signal.REFERENCE_LOGPROBS, Signal.REFERENCE_MISMATCHED}
+MOST_SHARDS = 8
+"""Of one replica: the GPUs of one machine."""
+NUMBERS = ("micro_batch_tokens", "slots", "replicas", "tensor_parallel", "ranks")
+KEYS = {
+    "activation_checkpointing": "train.activation_checkpointing",
+    "micro_batch_tokens": "train.micro_batch_tokens",
+    "slots": "rollout.slots",
+    "dtype": "model.dtype",
+    "replicas": "rollout.replicas",
+    "tensor_parallel": "rollout.tensor_parallel",
+    "ranks": "train.ranks",
+}
+"""Key in the configuration of each setting; the sooner one of two equal changes is preferred."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,44 +52,6 @@ class Gpus:
 
     def __str__(self) -> str:
         return f"{self.count} x {gigabytes(self.memory)}" + (" (assumed: give --gpu-memory)" if self.is_assumed else "")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemorySettings:
-    """Keys that change memory, with values of a configuration."""
-
-    activation_checkpointing: ActivationCheckpointing
-    micro_batch_tokens: int
-    dtype: Literal["float32", "bfloat16"]
-    ranks: int
-    tensor_parallel: int
-    slots: int
-    replicas: int
-
-    @classmethod
-    def of(cls, config: Config) -> MemorySettings:
-        return cls(
-            activation_checkpointing=config.train.activation_checkpointing,
-            micro_batch_tokens=config.train.micro_batch_tokens,
-            dtype=config.model.dtype,
-            ranks=config.train.ranks,
-            tensor_parallel=config.rollout.tensor_parallel,
-            slots=config.rollout.slots,
-            replicas=config.rollout.replicas,
-        )
-
-
-NUMBERS = ("micro_batch_tokens", "slots", "replicas", "tensor_parallel", "ranks")
-KEYS = {
-    "activation_checkpointing": "train.activation_checkpointing",
-    "micro_batch_tokens": "train.micro_batch_tokens",
-    "slots": "rollout.slots",
-    "dtype": "model.dtype",
-    "replicas": "rollout.replicas",
-    "tensor_parallel": "rollout.tensor_parallel",
-    "ranks": "train.ranks",
-}
-"""Key in the configuration of each setting; the sooner one of two equal changes is preferred."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +117,12 @@ def memory_plan(config: Config, *, gpus: int | None = None, gpu_memory: str | No
 
     own = memory_of_gpu() if memory is None else None
     planned = Gpus(gpus or ceil(reserved), memory or own or USUAL_GPU, is_assumed=not (memory or own))
-    return MemoryPlanner(config, planned).plan()
+    workers, settings = PlannedWorkers(config, planned.memory), MemorySettings.of(config)
+    found = (*workers.training(settings), *workers.sampling(settings))
+    plan = FittedPlan(planned, workers.num_gpus(found), found)
+    if plan.fits or config.policies:
+        return plan
+    return replace(plan, advice=tuple(NearestPlan(config, workers, planned.count).advice(settings)))
 
 
 def parsed_size(text: str) -> int:
@@ -190,37 +143,16 @@ def has_folders(config: Config) -> bool:
     return all(Path(path, "config.json").is_file() for path in paths)
 
 
-class MemoryPlanner:
-    """Memory of the workers of one configuration under any settings."""
+class NearestPlan:
+    """Search for the smallest change of a configuration with which it fits."""
 
-    def __init__(self, config: Config, gpus: Gpus) -> None:
-        self._config, self._gpus = config, gpus
-        self._counted: dict[str, CountedModel] = {}
-        self._steps: dict[tuple[object, ...], StepBytes] = {}
-        self._forwards: dict[tuple[object, ...], ForwardBytes] = {}
-        """What was counted, by model and settings."""
-        reward = config.reward
-        self._num_others = reward.workers * reward.worker_gpus
-        """GPUs of workers whose memory is not planned."""
+    def __init__(self, config: Config, workers: PlannedWorkers, num_gpus: int) -> None:
+        self._config, self._workers, self._num_gpus = config, workers, num_gpus
 
-    def plan(self) -> FittedPlan:
-        """Plan the configuration as it is, and search if it does not fit."""
-        settings = MemorySettings.of(self._config)
-        workers = (*self._training(settings), *self._sampling(settings))
-        plan = FittedPlan(self._gpus, self._num_gpus(workers), workers)
-        if plan.fits or self._config.policies:
-            return plan
-        return replace(plan, advice=tuple(self._advice(settings)))
-
-    def _num_gpus(self, workers: Iterable[WorkerMemory]) -> float:
-        return self._num_others + sum(worker.count * worker.num_gpus for worker in workers)
-
-    # ------------------------------------------------------------------------------------------------------- the search
-
-    def _advice(self, settings: MemorySettings) -> Iterator[str]:
+    def advice(self, settings: MemorySettings) -> Iterator[str]:
         """Yield the nearest settings that fit on these GPUs, or else those that need the fewest GPUs."""
         fitting = [*self._fitting(settings)]
-        within = [one for one in fitting if one[0] <= self._gpus.count]
+        within = [one for one in fitting if one[0] <= self._num_gpus]
         if within:
             _, nearest = min(within, key=lambda one: _distance(settings, one[1]))
             yield self._changes(settings, nearest)
@@ -231,8 +163,8 @@ class MemoryPlanner:
     def _fitting(self, settings: MemorySettings) -> Iterator[tuple[float, MemorySettings]]:
         """Yield the number of GPUs and the settings of everything that fits, as if there were any number of GPUs."""
         for of_type in dict.fromkeys((settings, replace(settings, dtype="bfloat16"))):
-            training = [*_fitting_only(self._training, self._training_choices(of_type))]
-            sampling = [*_fitting_only(self._sampling, self._sampling_choices(of_type))]
+            training = [*_fitting_only(self._workers.training, self._training_choices(of_type))]
+            sampling = [*_fitting_only(self._workers.sampling, self._sampling_choices(of_type))]
             for (trained, ranks), (sampled, replicas) in product(training, sampling):
                 both = replace(
                     trained,
@@ -240,18 +172,20 @@ class MemoryPlanner:
                     tensor_parallel=sampled.tensor_parallel,
                     replicas=sampled.replicas,
                 )
-                yield self._num_gpus([*ranks, *replicas]), both
+                yield self._workers.num_gpus([*ranks, *replicas]), both
 
     def _training_choices(self, settings: MemorySettings) -> Iterator[MemorySettings]:
         kinds: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full")
-        tokens = _halved(settings.micro_batch_tokens, least=_context(self._config))
+        tokens = _halved(settings.micro_batch_tokens, least=context_of(self._config))
         ranks = {*_halved(settings.ranks), *_doubled(settings.ranks, MOST_RANKS)}
         for how, positions, count in product(kinds[kinds.index(settings.activation_checkpointing) :], tokens, ranks):
             yield replace(settings, activation_checkpointing=how, micro_batch_tokens=positions, ranks=count)
 
     def _sampling_choices(self, settings: MemorySettings) -> Iterator[MemorySettings]:
-        is_sharded = self._config.rollout.num_gpus >= 1 and _engine(self._config) == "vllm"
-        shards = _doubled(settings.tensor_parallel, 8) if is_sharded else [settings.tensor_parallel]
+        is_sharded = self._config.rollout.num_gpus >= 1 and engine_of(self._config) == "vllm"
+        heads = self._workers.sizes(self._config.model.path).heads
+        counts = _doubled(settings.tensor_parallel, MOST_SHARDS)
+        shards = [n for n in counts if is_sharded and heads % n == 0] or [settings.tensor_parallel]
         for count, slots, replicas in product(shards, _halved(settings.slots), _halved(settings.replicas)):
             yield replace(settings, tensor_parallel=count, slots=slots, replicas=replicas)
 
@@ -259,141 +193,8 @@ class MemoryPlanner:
         """Write the differences as overrides."""
         found = [f"{KEYS[name]}={getattr(after, name)}" for name in _changed(before, after)]
         if after.tensor_parallel != before.tensor_parallel:
-            found.append(f"rollout.num_gpus={self._replica_gpus(after):g}")
+            found.append(f"rollout.num_gpus={self._workers.replica_gpus(after):g}")
         return " ".join(found)
-
-    # ------------------------------------------------------------------------------------------------------ the workers
-
-    def _training(self, settings: MemorySettings) -> tuple[WorkerMemory, ...]:
-        """Ranks of actor and critic, and the reference."""
-        if not self._config.policies:
-            return tuple(self._learning(self._config, settings))
-        found: list[WorkerMemory] = []
-        for name, own in self._config.trained.items():
-            workers = self._learning(own, MemorySettings.of(own))
-            found += (replace(worker, name=f"{worker.name} of {name}") for worker in workers)
-        return tuple(found)
-
-    def _learning(self, config: Config, settings: MemorySettings) -> Iterator[WorkerMemory]:
-        train, critic, reference = config.train, config.critic, config.reference
-        signals = config.algorithm.signals
-        yield self._worker("actor rank", settings.ranks, train.num_gpus, self._rank(config, settings, is_critic=False))
-        if config.has_reference:
-            memory = frozen_memory(
-                self._sizes(config.model.path),
-                self._forward(config.model.path, settings),
-                positions=_positions(config, settings),
-                value_bytes=VALUE_BYTES[settings.dtype],
-            )
-            yield self._worker("reference", 1, reference.num_gpus, memory)
-        if Signal.VALUES in signals:
-            memory = self._rank(config, settings, is_critic=True)
-            yield self._worker("critic rank", settings.ranks, critic.num_gpus, memory)
-
-    def _rank(self, config: Config, settings: MemorySettings, *, is_critic: bool) -> Memory:
-        from workers.train.memory_counts import adapter_parameters, stabilizer_bytes
-
-        path, key = config.model.path, "model.path"
-        if is_critic and config.critic.path is not None:
-            path, key = config.critic.path, "critic.path"
-        sizes = self._sizes(path, key)
-        return rank_memory(
-            sizes.without_head() if is_critic else sizes,
-            self._step(path, settings, has_head=not is_critic),
-            shards=settings.ranks,
-            positions=_positions(config, settings),
-            value_bytes=VALUE_BYTES[settings.dtype],
-            stabilizer_bytes=0.0 if is_critic else stabilizer_bytes(config.stabilizer),
-            adapter=adapter_parameters(path, config.train.lora) if config.train.lora else None,
-        )
-
-    def _sampling(self, settings: MemorySettings) -> tuple[WorkerMemory, ...]:
-        """Replicas that sample for training and for evaluation."""
-        config = self._config
-        own = [config.of(name) for name in config.policies] or [config]
-        memories = [self._generator(one, settings, len(own)) for one in own]
-        memory = sum(memories[1:], memories[0])
-        one = replace(
-            self._worker("rollout", settings.replicas, self._replica_gpus(settings), memory),
-            num_devices=settings.tensor_parallel,
-            remark=self._sequences(settings, memory) if len(own) == 1 else "",
-        )
-        if _engine(config) == "vllm" and one.limit is not None:
-            one = replace(one, limit=round(self._gpus.memory * min(1.0, self._share(config, len(own)) * len(own))))
-        if not config.eval.every:
-            return (one,)
-        return one, replace(one, name="evaluation", count=config.eval.replicas, remark="")
-
-    def _generator(self, config: Config, settings: MemorySettings, num_engines: int) -> Memory:
-        """Memory of one engine of a replica, on each of its devices."""
-        sizes, value_bytes = self._sizes(config.model.path), VALUE_BYTES[settings.dtype]
-        forward, context = self._forward(config.model.path, settings), _context(config)
-        if _engine(config) == "vllm" and config.rollout.num_gpus:
-            return blocks_memory(
-                sizes,
-                forward,
-                positions=config.rollout.vllm_args.get("max_num_batched_tokens", max(VLLM_POSITIONS, context)),
-                slots=settings.slots,
-                context=context,
-                value_bytes=value_bytes,
-                shards=settings.tensor_parallel,
-                granted=round(self._gpus.memory * self._share(config, num_engines)),
-            )
-        return slots_memory(
-            sizes,
-            forward,
-            positions=max(PREFILL_POSITIONS, context),
-            slots=settings.slots,
-            context=context,
-            value_bytes=value_bytes,
-            versions=1 if config.train.lora else config.resident_versions,  # adapters share one base
-        )
-
-    def _share(self, config: Config, num_engines: int) -> float:
-        """Part of a GPU's memory that one engine takes."""
-        default = VLLM_SHARE if num_engines == 1 else VLLM_MEMORY / num_engines
-        return config.rollout.vllm_args.get("gpu_memory_utilization", default)
-
-    def _sequences(self, settings: MemorySettings, memory: Memory) -> str:
-        """Say how many sequences a replica's cache has room for."""
-        of_token = VALUE_BYTES[settings.dtype] * self._sizes(self._config.model.path).cached
-        context = _context(self._config)
-        count = memory.kv_cache * settings.tensor_parallel // (of_token * context)
-        return f"its cache has room for {count} sequences of {context} tokens"
-
-    def _replica_gpus(self, settings: MemorySettings) -> float:
-        rollout = self._config.rollout
-        return rollout.num_gpus * settings.tensor_parallel / rollout.tensor_parallel
-
-    def _worker(self, name: str, count: int, num_gpus: float, memory: Memory) -> WorkerMemory:
-        limit = round(USABLE * self._gpus.memory * min(1.0, num_gpus)) if num_gpus else None
-        return WorkerMemory(name=name, count=count, num_gpus=num_gpus, memory=memory, limit=limit)
-
-    # ------------------------------------------------------------------------------------------------------- the counts
-
-    def _model(self, path: str, key: str = "model.path") -> CountedModel:
-        from workers.train.memory_counts import CountedModel
-
-        if path not in self._counted:
-            self._counted[path] = CountedModel(path, key)
-        return self._counted[path]
-
-    def _sizes(self, path: str, key: str = "model.path") -> ModelSizes:
-        return self._model(path, key).sizes
-
-    def _step(self, path: str, settings: MemorySettings, *, has_head: bool) -> StepBytes:
-        dtype, how = settings.dtype, settings.activation_checkpointing
-        key = (path, dtype, how, has_head)
-        if key not in self._steps:
-            positions = max(self._config.train.micro_batch_tokens, _context(self._config))
-            self._steps[key] = self._model(path).step(dtype, how, positions, has_head=has_head)
-        return self._steps[key]
-
-    def _forward(self, path: str, settings: MemorySettings) -> ForwardBytes:
-        key = (path, settings.dtype)
-        if key not in self._forwards:
-            self._forwards[key] = self._model(path).forward(settings.dtype, self._config.train.micro_batch_tokens)
-        return self._forwards[key]
 
 
 def _fitting_only(
@@ -403,24 +204,6 @@ def _fitting_only(
         workers = workers_of(settings)
         if all(worker.fits for worker in workers):
             yield settings, workers
-
-
-def _engine(config: Config) -> Literal["local", "vllm"]:
-    """Engine to plan for: where the configuration leaves it open, vLLM on GPUs and `local` on CPUs."""
-    rollout = config.rollout
-    if rollout.engine != "auto":
-        return rollout.engine
-    return "vllm" if rollout.tensor_parallel > 1 or (rollout.num_gpus and config.resident_versions == 1) else "local"
-
-
-def _context(config: Config) -> int:
-    """Most tokens of one sample."""
-    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
-
-
-def _positions(config: Config, settings: MemorySettings) -> int:
-    """Most positions of a micro-batch, which has one sample at the least."""
-    return max(settings.micro_batch_tokens, _context(config))
 
 
 def _halved(number: int, least: int = 1) -> list[int]:

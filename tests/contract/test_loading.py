@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from rlsys.errors import ModelError
 from tests.models import save_model, tiny_gemma3, tiny_llama, tiny_qwen3, tiny_qwen3_moe
 from tests.training import TwoRanks, differing
-from workers.train.layout import Layout
+from workers.train.layout import RankLayout
 from workers.train.logprobs import Scorer
 from workers.train.model_loading import CPU, load_base_model, load_model
 from workers.train.rank_group import RankGroup
@@ -27,7 +27,7 @@ def laid_out(path: str, has_head: bool, ranks: RankGroup) -> tuple[dict[str, Ten
     """Whole parameters, buffers, and the bytes of this rank's shards, of a model that is loaded by shards."""
 
     def lay_out(model: PreTrainedModel) -> None:
-        Layout(ranks, torch.float32, CPU).apply(Scorer(model))
+        RankLayout(ranks, torch.float32, CPU).apply(Scorer(model))
 
     if has_head:
         model = load_model(path, torch.float32, CPU, lay_out)

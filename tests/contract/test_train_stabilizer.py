@@ -15,7 +15,7 @@ from rlsys.errors import CheckpointError, TrainingError
 from rlsys.stabilizer import GradientDecision, Updates
 from tests.training import PLAIN, SETTINGS, TwoRanks, data_of, differing, everything_in, planned
 from workers.train.fsdp import FsdpBackend
-from workers.train.layout import Layout
+from workers.train.layout import RankLayout
 from workers.train.model_loading import CPU
 from workers.train.optimizer import CPU_PIECE, AdamUpdates, OptimizerSettings, adamw
 from workers.train.rank_group import RankGroup
@@ -222,7 +222,7 @@ class Refuses(Quiet):
 @pytest.mark.parametrize(("is_broken", "what"), [(True, "grad_norm is nan"), (False, "grad_norm after Refuses is inf")])
 def test_a_gradient_that_is_not_finite_is_never_stepped(is_broken: bool, what: str) -> None:
     module = nn.Linear(3, 2)
-    sharded = Sharded(module, module, SETTINGS, Layout(RankGroup(), torch.float32, CPU))
+    sharded = Sharded(module, module, SETTINGS, RankLayout(RankGroup(), torch.float32, CPU))
     start = module.weight.detach().clone()
     for parameter in module.parameters():
         parameter.grad = torch.full_like(parameter, torch.nan if is_broken else 1.0)

@@ -25,7 +25,7 @@ from rlsys.stabilizer import Stabilizer
 from rlsys.types import VersionSpan
 from rlsys.weight_sync.sync import Probe, TensorSpec
 from workers.train.adapter_files import Adapter, facts_of, write_adapter
-from workers.train.layout import Layout
+from workers.train.layout import RankLayout
 from workers.train.logprobs import Scorer
 from workers.train.lora import merge, peft_config, published, without_adapter
 from workers.train.model_loading import CPU, load_model, load_tokenizer, outline
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from rlsys.batch.tensors import StepColumn
 
 
-class Policy(Scorer):
+class PolicyScorer(Scorer):
     """The policy as one module, which also samples, token by token."""
 
     @torch.no_grad()
@@ -79,11 +79,11 @@ class FsdpBackend(Sharded):
         `probe_length` is the number of tokens of a probe, 0 for none. With `lora`, only an adapter is trained; the
         frozen model is in `dtype`.
         """
-        layout = Layout(ranks, getattr(torch, dtype), device, activation_checkpointing, gather_weights)
+        layout = RankLayout(ranks, getattr(torch, dtype), device, activation_checkpointing, gather_weights)
         adapter = Adapter(lora, model_path) if lora else None
 
         def lay_out(model: PreTrainedModel) -> None:
-            self._scorer = Policy(model)
+            self._scorer = PolicyScorer(model)
             with adapter.taken_out(model) if adapter else nullcontext():
                 layout.apply(self._scorer)
 
@@ -93,7 +93,7 @@ class FsdpBackend(Sharded):
         """Hash of the frozen base; None if all weights are trained."""
         facts = facts_of(lora, self.base) if lora and self.base else None
         super().__init__(self._model, self._scorer, settings, layout, facts)
-        register_fsdp_forward_method(self._scorer, Policy.sample.__name__)
+        register_fsdp_forward_method(self._scorer, PolicyScorer.sample.__name__)
         self._probe_ids = self._scorer.sample(probe_length) if probe_length else ()
         self.reshard()
         self._kept: list[tuple[tuple[SampleRef, ...], LossInputs, Tensor, Tensor]] = []

@@ -16,8 +16,8 @@ from workers.train.rank_group import RankGroup
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """Layout on one rank. The model computes in `dtype`; its shards, and those of its gradient, are in fp32.
+class RankLayout:
+    """RankLayout on one rank. The model computes in `dtype`; its shards, and those of its gradient, are in fp32.
 
     A fp32 model on one rank is not sharded: that would be the identity, at the cost of FSDP's hooks.
     """

@@ -186,6 +186,8 @@ def _sizes(model: PreTrainedModel) -> ModelSizes:
         outside=total - sum(layers),
         untied_head=0 if is_tied else matrix.numel(),
         vocabulary=len(matrix),
+        heads=text.num_attention_heads,
+        key_value_heads=num_heads,
         cached=2 * len(layers) * num_heads * head_size,
     )
 

@@ -183,8 +183,7 @@ class ActorRank(Rank):
         ranks = RankGroup(rank, spec.num_ranks, address=address)
         self._backend = self._policy = FsdpBackend(
             spec.model_path, spec.optimizer, ranks, dtype=spec.dtype, device=device, probe_length=spec.probe_length,
-            activation_checkpointing=spec.activation_checkpointing, gather_weights=spec.gather_weights,
-            lora=spec.lora,
+            activation_checkpointing=spec.activation_checkpointing, gather_weights=spec.gather_weights, lora=spec.lora,
         )  # fmt: skip
         if spec.stabilizer:
             self._stabilizer = spec.stabilizer.start(self._policy.shards())
@@ -305,8 +304,7 @@ class CriticRank(Rank):
         ranks = RankGroup(rank, spec.num_ranks, address=address)
         self._backend = self._critic = CriticBackend(
             spec.model_path, spec.optimizer, ranks, dtype=spec.dtype, device=device,
-            activation_checkpointing=spec.activation_checkpointing, gather_weights=spec.gather_weights,
-            lora=spec.lora,
+            activation_checkpointing=spec.activation_checkpointing, gather_weights=spec.gather_weights, lora=spec.lora,
         )  # fmt: skip
 
     @remote("valuing a step")

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from rlsys.errors import CheckpointError, TrainingError
 from rlsys.stabilizer import GradientDecision, Stabilizer
 from workers.train.adapter_files import PART, check_saved
-from workers.train.layout import Layout
+from workers.train.layout import RankLayout
 from workers.train.optimizer import (
     AdamUpdates,
     OptimizerSettings,
@@ -45,7 +45,7 @@ class Sharded:
         module: nn.Module,
         root: nn.Module,
         settings: OptimizerSettings,
-        layout: Layout,
+        layout: RankLayout,
         adapter: Mapping[str, Tensor] | None = None,
     ) -> None:
         """`module` names the parameters. `root` is the module that is called; it has no other parameters.

@@ -19,7 +19,7 @@ from rlsys.config.lora_section import LoraSection
 from rlsys.config.schema import ActivationCheckpointing, GatherWeights
 from rlsys.errors import ModelError
 from workers.train.adapter_files import Adapter, facts_of
-from workers.train.layout import Layout
+from workers.train.layout import RankLayout
 from workers.train.logprobs import hidden_states
 from workers.train.model_loading import CPU, load_base_model, load_tokenizer
 from workers.train.optimizer import OptimizerSettings
@@ -88,7 +88,7 @@ class CriticBackend(Sharded):
 
         With `lora`, only the head and an adapter of the model are trained; the frozen model is in `dtype`.
         """
-        layout = Layout(ranks, getattr(torch, dtype), device, activation_checkpointing, gather_weights)
+        layout = RankLayout(ranks, getattr(torch, dtype), device, activation_checkpointing, gather_weights)
         adapter = Adapter(lora, model_path) if lora else None
 
         def lay_out(base: PreTrainedModel) -> None:

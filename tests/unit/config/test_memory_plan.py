@@ -22,8 +22,9 @@ from rlsys.config.memory_plan import (
 )
 
 SIZES = ModelSizes(
-    parameters=1000, largest_layer=300, largest_matrix=100, outside=100, untied_head=40, vocabulary=10, cached=8
-)
+    parameters=1000, largest_layer=300, largest_matrix=100, outside=100, untied_head=40, vocabulary=10, heads=8,
+    key_value_heads=2, cached=8,
+)  # fmt: skip
 STEP = StepBytes(
     activations=LinearBytes(0, 50), logits=LinearBytes(0, 60), layers=LinearBytes(0, 55), embeddings=LinearBytes(10, 1)
 )
@@ -76,6 +77,8 @@ def test_blocks_take_what_is_left_and_room_for_one_sequence_at_least():
     tight = blocks_memory(SIZES, FORWARD, **kwargs, granted=1_000)
     assert tight.kv_cache == 2 * 8 * 100 // 2
     assert tight.total > 1_000
+    repeated = blocks_memory(SIZES, FORWARD, **kwargs | {"shards": 8}, granted=0)
+    assert repeated.kv_cache == tight.kv_cache
 
 
 def test_a_table_has_a_row_for_each_worker_and_a_column_for_each_owner():

@@ -1,0 +1,233 @@
+"""Memory of every worker of a configuration under any values of the keys that change it.
+
+Models are counted from their configurations, once for each way of computing; the rest is arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from rlsys.algorithm import Signal
+from rlsys.config import Config
+from rlsys.config.memory_plan import (
+    ForwardBytes,
+    Memory,
+    ModelSizes,
+    StepBytes,
+    WorkerMemory,
+    blocks_memory,
+    frozen_memory,
+    rank_memory,
+    slots_memory,
+)
+from rlsys.config.schema import ActivationCheckpointing
+
+if TYPE_CHECKING:
+    from workers.train.memory_counts import CountedModel
+
+USABLE = 0.9
+"""Part of a GPU's memory for the tensors of a rank. The rest is for CUDA's context, NCCL, and fragmentation."""
+VLLM_SHARE = 0.92
+"""Part of a GPU's memory that one vLLM takes by default (`gpu_memory_utilization`)."""
+VLLM_MEMORY = 0.9
+"""Part that several vLLMs of a replica take together by default."""
+VLLM_POSITIONS = 8192
+"""Positions of one step of vLLM on a large GPU by default (`max_num_batched_tokens`)."""
+PREFILL_POSITIONS = 4096
+"""Positions of one prefill of the engine `local`."""
+VALUE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySettings:
+    """Keys that change memory, with values of a configuration."""
+
+    activation_checkpointing: ActivationCheckpointing
+    micro_batch_tokens: int
+    dtype: Literal["float32", "bfloat16"]
+    ranks: int
+    tensor_parallel: int
+    slots: int
+    replicas: int
+
+    @classmethod
+    def of(cls, config: Config) -> MemorySettings:
+        return cls(
+            activation_checkpointing=config.train.activation_checkpointing,
+            micro_batch_tokens=config.train.micro_batch_tokens,
+            dtype=config.model.dtype,
+            ranks=config.train.ranks,
+            tensor_parallel=config.rollout.tensor_parallel,
+            slots=config.rollout.slots,
+            replicas=config.rollout.replicas,
+        )
+
+
+class PlannedWorkers:
+    """Workers of one configuration, with their memory."""
+
+    def __init__(self, config: Config, gpu_memory: int) -> None:
+        """`gpu_memory` is that of each GPU, in bytes."""
+        self._config, self._gpu_memory = config, gpu_memory
+        self._counted: dict[str, CountedModel] = {}
+        self._steps: dict[tuple[object, ...], StepBytes] = {}
+        self._forwards: dict[tuple[object, ...], ForwardBytes] = {}
+        """What was counted, by model and settings."""
+
+    def num_gpus(self, workers: Iterable[WorkerMemory]) -> float:
+        """GPUs that these workers reserve, and those of the rewards, whose memory is not planned."""
+        reward = self._config.reward
+        return reward.workers * reward.worker_gpus + sum(worker.count * worker.num_gpus for worker in workers)
+
+    def training(self, settings: MemorySettings) -> tuple[WorkerMemory, ...]:
+        """Ranks of actor and critic, and the reference."""
+        if not self._config.policies:
+            return tuple(self._learning(self._config, settings))
+        found: list[WorkerMemory] = []
+        for name, own in self._config.trained.items():
+            workers = self._learning(own, MemorySettings.of(own))
+            found += (replace(worker, name=f"{worker.name} of {name}") for worker in workers)
+        return tuple(found)
+
+    def _learning(self, config: Config, settings: MemorySettings) -> Iterator[WorkerMemory]:
+        train, critic, reference = config.train, config.critic, config.reference
+        signals = config.algorithm.signals
+        yield self._worker("actor rank", settings.ranks, train.num_gpus, self._rank(config, settings, is_critic=False))
+        if config.has_reference:
+            memory = frozen_memory(
+                self.sizes(config.model.path),
+                self._forward(config.model.path, settings),
+                positions=_positions(config, settings),
+                value_bytes=VALUE_BYTES[settings.dtype],
+            )
+            yield self._worker("reference", 1, reference.num_gpus, memory)
+        if Signal.VALUES in signals:
+            memory = self._rank(config, settings, is_critic=True)
+            yield self._worker("critic rank", settings.ranks, critic.num_gpus, memory)
+
+    def _rank(self, config: Config, settings: MemorySettings, *, is_critic: bool) -> Memory:
+        from workers.train.memory_counts import adapter_parameters, stabilizer_bytes
+
+        path, key = config.model.path, "model.path"
+        if is_critic and config.critic.path is not None:
+            path, key = config.critic.path, "critic.path"
+        sizes = self.sizes(path, key)
+        return rank_memory(
+            sizes.without_head() if is_critic else sizes,
+            self._step(path, settings, has_head=not is_critic),
+            shards=settings.ranks,
+            positions=_positions(config, settings),
+            value_bytes=VALUE_BYTES[settings.dtype],
+            stabilizer_bytes=0.0 if is_critic else stabilizer_bytes(config.stabilizer),
+            adapter=adapter_parameters(path, config.train.lora) if config.train.lora else None,
+        )
+
+    def sampling(self, settings: MemorySettings) -> tuple[WorkerMemory, ...]:
+        """Replicas that sample for training and for evaluation."""
+        config = self._config
+        own = [config.of(name) for name in config.policies] or [config]
+        memories = [self._generator(one, settings, len(own)) for one in own]
+        memory = sum(memories[1:], memories[0])
+        one = replace(
+            self._worker("rollout", settings.replicas, self.replica_gpus(settings), memory),
+            num_devices=settings.tensor_parallel,
+            remark=self._sequences(settings, memory) if len(own) == 1 else "",
+        )
+        if engine_of(config) == "vllm" and one.limit is not None:
+            one = replace(one, limit=round(self._gpu_memory * min(1.0, self._share(config, len(own)) * len(own))))
+        if not config.eval.every:
+            return (one,)
+        return one, replace(one, name="evaluation", count=config.eval.replicas, remark="")
+
+    def _generator(self, config: Config, settings: MemorySettings, num_engines: int) -> Memory:
+        """Memory of one engine of a replica, on each of its devices."""
+        sizes, value_bytes = self.sizes(config.model.path), VALUE_BYTES[settings.dtype]
+        forward, context = self._forward(config.model.path, settings), context_of(config)
+        if engine_of(config) == "vllm" and config.rollout.num_gpus:
+            return blocks_memory(
+                sizes,
+                forward,
+                positions=config.rollout.vllm_args.get("max_num_batched_tokens", max(VLLM_POSITIONS, context)),
+                slots=settings.slots,
+                context=context,
+                value_bytes=value_bytes,
+                shards=settings.tensor_parallel,
+                granted=round(self._gpu_memory * self._share(config, num_engines)),
+            )
+        return slots_memory(
+            sizes,
+            forward,
+            positions=max(PREFILL_POSITIONS, context),
+            slots=settings.slots,
+            context=context,
+            value_bytes=value_bytes,
+            versions=1 if config.train.lora else config.resident_versions,  # adapters share one base
+        )
+
+    def _share(self, config: Config, num_engines: int) -> float:
+        """Part of a GPU's memory that one engine takes."""
+        default = VLLM_SHARE if num_engines == 1 else VLLM_MEMORY / num_engines
+        return config.rollout.vllm_args.get("gpu_memory_utilization", default)
+
+    def _sequences(self, settings: MemorySettings, memory: Memory) -> str:
+        """Say how many sequences a replica's cache has room for."""
+        of_token = VALUE_BYTES[settings.dtype] * self.sizes(self._config.model.path).cached
+        context = context_of(self._config)
+        shards = min(settings.tensor_parallel, self.sizes(self._config.model.path).key_value_heads)
+        count = memory.kv_cache * shards // (of_token * context)
+        return f"its cache has room for {count} {'sequence' if count == 1 else 'sequences'} of {context} tokens"
+
+    def replica_gpus(self, settings: MemorySettings) -> float:
+        rollout = self._config.rollout
+        return rollout.num_gpus * settings.tensor_parallel / rollout.tensor_parallel
+
+    def _worker(self, name: str, count: int, num_gpus: float, memory: Memory) -> WorkerMemory:
+        limit = round(USABLE * self._gpu_memory * min(1.0, num_gpus)) if num_gpus else None
+        return WorkerMemory(name=name, count=count, num_gpus=num_gpus, memory=memory, limit=limit)
+
+    # ------------------------------------------------------------------------------------------------------- the counts
+
+    def _model(self, path: str, key: str = "model.path") -> CountedModel:
+        from workers.train.memory_counts import CountedModel
+
+        if path not in self._counted:
+            self._counted[path] = CountedModel(path, key)
+        return self._counted[path]
+
+    def sizes(self, path: str, key: str = "model.path") -> ModelSizes:
+        """Sizes of the model at a path, the value of `key`. Raises `ModelError`."""
+        return self._model(path, key).sizes
+
+    def _step(self, path: str, settings: MemorySettings, *, has_head: bool) -> StepBytes:
+        dtype, how = settings.dtype, settings.activation_checkpointing
+        key = (path, dtype, how, has_head)
+        if key not in self._steps:
+            positions = max(self._config.train.micro_batch_tokens, context_of(self._config))
+            self._steps[key] = self._model(path).step(dtype, how, positions, has_head=has_head)
+        return self._steps[key]
+
+    def _forward(self, path: str, settings: MemorySettings) -> ForwardBytes:
+        key = (path, settings.dtype)
+        if key not in self._forwards:
+            self._forwards[key] = self._model(path).forward(settings.dtype, self._config.train.micro_batch_tokens)
+        return self._forwards[key]
+
+
+def engine_of(config: Config) -> Literal["local", "vllm"]:
+    """Engine to plan for: where the configuration leaves it open, vLLM on GPUs and `local` on CPUs."""
+    rollout = config.rollout
+    if rollout.engine != "auto":
+        return rollout.engine
+    return "vllm" if rollout.tensor_parallel > 1 or (rollout.num_gpus and config.resident_versions == 1) else "local"
+
+
+def context_of(config: Config) -> int:
+    """Most tokens of one sample."""
+    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
+
+
+def _positions(config: Config, settings: MemorySettings) -> int:
+    """Most positions of a micro-batch, which has one sample at the least."""
+    return max(settings.micro_batch_tokens, context_of(config))
