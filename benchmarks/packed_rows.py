@@ -33,10 +33,10 @@ def positions_per_token(seed: int = 0, num_groups: int = 16) -> dict[str, float]
 
     rng, found = random.Random(seed), {}
     for name, mix in MIXES.items():
-        samples = [_samples(rng, *mix) for _ in range(num_groups)]
-        payloads = [_payload(of_group) for of_group in samples]
+        samples = [log_normal_samples(rng, *mix) for _ in range(num_groups)]
+        payloads = [payload_of(of_group) for of_group in samples]
         data = StepData(payloads, [{}] * num_groups)
-        rows = [m for rank in _plan(payloads, 2, MICRO_BATCH) for m in rank.micro_batches if m.weight]
+        rows = [m for rank in plan_step(payloads, 2, MICRO_BATCH) for m in rank.micro_batches if m.weight]
         positions = sum(len(data.micro_batch(row).tokens_R) for row in rows)
         found[name] = positions / sum(len(MicroBatch.of(of_group).tokens_R) for of_group in samples)
     return found
@@ -54,7 +54,7 @@ def forward_seconds(how: Literal["packed", "padded"], num_groups: int, num_layer
 
     torch.set_num_threads(1)
     model, rng = random_model(num_layers), random.Random(seed)
-    samples = [sample for _ in range(num_groups) for sample in _samples(rng, *SMALL_MIX)]
+    samples = [sample for _ in range(num_groups) for sample in log_normal_samples(rng, *SMALL_MIX)]
     began = time.process_time()
     if how == "packed":
         for _, batch in packed(samples, SMALL_MICRO_BATCH):
@@ -84,8 +84,8 @@ def step_seconds(who: Literal["rlsys", "bare"], num_groups: int, num_layers: int
 
     torch.set_num_threads(1)
     rng = random.Random(seed)
-    payloads = [_payload(_samples(rng, *SMALL_MIX)) for _ in range(num_groups)]
-    (plan,) = _plan(payloads, 1, SMALL_MICRO_BATCH)
+    payloads = [payload_of(log_normal_samples(rng, *SMALL_MIX)) for _ in range(num_groups)]
+    (plan,) = plan_step(payloads, 1, SMALL_MICRO_BATCH)
     algorithm = GRPO()
     with tempfile.TemporaryDirectory() as folder:
         random_model(num_layers).save_pretrained(folder)
@@ -135,7 +135,7 @@ def _padded(samples: Sequence[Sample]) -> list[list[Sample]]:
     return batches
 
 
-def _samples(rng: random.Random, mean: float, sigma: float) -> list[Sample]:
+def log_normal_samples(rng: random.Random, mean: float, sigma: float) -> list[Sample]:
     """Build samples of one prompt."""
     from rlsys.batch.samples import Sample
     from rlsys.types import VersionSpan
@@ -149,14 +149,16 @@ def _samples(rng: random.Random, mean: float, sigma: float) -> list[Sample]:
     return samples
 
 
-def _payload(samples: Sequence[Sample]) -> tuple[Episode, ...]:
+def payload_of(samples: Sequence[Sample]) -> tuple[Episode, ...]:
+    """Build the episodes of a group, one for each sample."""
     from rlsys.types import Episode, Trajectory, Turn
 
     turns = [Turn(s.prompt_ids, s.completion_ids, s.logprobs, s.versions, "stop", "") for s in samples]
     return tuple(Episode((Trajectory("policy", (turn,), reward=1.0),)) for turn in turns)
 
 
-def _plan(payloads: Sequence[tuple[Episode, ...]], num_ranks: int, max_tokens: int) -> BatchPlan:
+def plan_step(payloads: Sequence[tuple[Episode, ...]], num_ranks: int, max_tokens: int) -> BatchPlan:
+    """Plan a step in which every episode has an advantage."""
     from rlsys.algorithm import Aggregation, TrajectoryAdvantage
     from rlsys.batch.packing import plan_batch
 

@@ -17,6 +17,7 @@ has a fresh process. Ratios are those of runs that follow each other.
 | | bytes of its shards and of the largest tensor |
 | `all_gathers`, `reduce_scatters` | those of one layer and update of four micro-batches, as rank 0 of 64, counted |
 | | with a process group that sends nothing, by `train.gather_weights` |
+| `lora`, `lora_over_full` | a step and a publish of an adapter of rank 16, see `benchmarks.lora_step` |
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ def main() -> None:
             "over_bare": speeds["step"],
             "plan_error": in_fresh_process("benchmarks.planned_memory:plan_errors", size),
             **{name: {how: each[name] for how, each in collectives.items()} for name in collectives["update"]},
+            **in_fresh_process("benchmarks.lora_step:lora_figures", size, REPEATS[size]),
             "load_peak_over_shard": in_fresh_process("benchmarks.trainer:measure_load", num_layers),
         }
     )

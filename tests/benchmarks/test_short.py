@@ -47,7 +47,8 @@ KEYS = {
     "soak": {"broken", "left_behind", "growth", "last", "groups", "samples", "seconds"},
     "trainer": {
         "checkpointing", "over_none", "positions", "packed_over_padded", "over_bare",
-        "load_peak_over_shard", "plan_error", "all_gathers", "reduce_scatters",
+        "load_peak_over_shard", "plan_error", "all_gathers", "reduce_scatters", "lora",
+        "lora_over_full",
     },
     "schedules": {"schedules", "seconds", "broken", "groups_issued_again", "largest_staleness"},
 }  # fmt: skip
