@@ -157,8 +157,8 @@ class Alignment:
     def steer(self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce) -> GradientDecision:
         """See `Stabilizer.steer`. One all-reduce of one number."""
         self._excess = 0.0
-        pairs = ((gradients[n], p) for n, p in self._previous.items() if n in gradients)
-        product, previous_square = all_reduce(inner_product(pairs)).item(), float(self._previous_square)
+        products = {n: inner_product(gradients[n], p) for n, p in self._previous.items() if n in gradients}
+        product, previous_square = all_reduce(products).item(), float(self._previous_square)
         cosine = _cosine(product, squared_norm, previous_square)
         thresholds = self._thresholds()
         self._largest = max(self._largest, abs(cosine))
@@ -187,7 +187,8 @@ class Alignment:
         is_measured = (self._num_seen - 1) % self._config.update_every == 0
         if not (is_measured or self._excess):
             return {}
-        product, square, previous_square = all_reduce(_products(updates)).tolist()
+        products = _products(updates)
+        product, square, previous_square = all_reduce(products).tolist() if products else (0.0, 0.0, 0.0)
         if self._excess and previous_square:
             scale = -self._excess * product / previous_square
             for piece in updates.pieces():
@@ -266,15 +267,15 @@ class Alignment:
                 previous.copy_(gradient)
 
 
-def _products(updates: Updates) -> Tensor:
-    """<now, before>, <now, now> and <before, before> in fp64, of the optimizer's updates."""
+def _products(updates: Updates) -> dict[str, Tensor]:
+    """<now, before>, <now, now> and <before, before> of the optimizer's updates, by parameter, in fp64."""
     import torch
 
-    products: list[Tensor] = []
+    products: dict[str, list[Tensor]] = {}
     for piece in updates.pieces():
-        now, before = piece.now(), piece.before()
-        products += (now.dot(before), now.dot(now), before.dot(before))  # pieces are small enough for fp32
-    return torch.stack(products).double().view(-1, 3).sum(0) if products else torch.zeros(3, dtype=torch.float64)
+        now, before = piece.now(), piece.before()  # small enough for products in fp32
+        products.setdefault(piece.name, []).append(torch.stack([now.dot(before), now.dot(now), before.dot(before)]))
+    return {name: torch.stack(of_pieces).double().sum(0) for name, of_pieces in products.items()}
 
 
 def _cosine(product: float, square: float, other_square: float) -> float:

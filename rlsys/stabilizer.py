@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Gradients: TypeAlias = dict[str, Tensor]
-    AllReduce: TypeAlias = Callable[[Tensor], Tensor]
+    AllReduce: TypeAlias = Callable[[Mapping[str, Tensor]], Tensor]
+    """Takes one small tensor for each parameter, computed from this rank's shard, all of one shape. Returns their sum
+    over parameters and ranks, in fp64. A shard that several ranks hold counts once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +69,7 @@ class Stabilizer(Protocol):
     def steer(self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce) -> GradientDecision:
         """Inspect the gradient of an update, and edit it in place, before clipping.
 
-        `squared_norm` is that of the whole gradient over all ranks, and finite. `all_reduce` sums a small tensor over
-        ranks, in place.
+        `squared_norm` is that of the whole gradient over all ranks, and finite.
         """
 
     def correct(self, updates: Updates, all_reduce: AllReduce) -> Mapping[str, float]:
@@ -105,14 +106,19 @@ LARGEST = 2**30
 """Elements per sum on a GPU, which sums in a tree; its libraries use 32-bit indices."""
 
 
-def inner_product(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the inner product of two vectors given in pieces on one device: this rank's part, as an fp64 scalar. Needs
-    no significant memory."""
+def inner_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return the inner product of two tensors of one shape, as an fp64 scalar. Needs no significant memory."""
     import torch
 
-    products: list[Tensor] = []
-    for a, b in pairs:
-        flat_a, flat_b = a.reshape(-1).float(), b.reshape(-1).float()
-        size = CHUNK if a.device.type == "cpu" else LARGEST
-        products += (x.dot(y) for x, y in zip(flat_a.split(size), flat_b.split(size), strict=True))
-    return torch.stack(products).double().sum() if products else torch.zeros((), dtype=torch.float64)
+    flat_a, flat_b = a.reshape(-1).float(), b.reshape(-1).float()
+    size = CHUNK if a.device.type == "cpu" else LARGEST
+    products = [x.dot(y) for x, y in zip(flat_a.split(size), flat_b.split(size), strict=True)]
+    return torch.stack(products).double().sum()
+
+
+def alone(figures: Mapping[str, Tensor]) -> Tensor:
+    """Sum over parameters: the `AllReduce` of a rank that has no others."""
+    import torch
+
+    of_parameters = [figure.double() for figure in figures.values()] or [torch.zeros((), dtype=torch.float64)]
+    return torch.stack(of_parameters).sum(0)

@@ -139,13 +139,14 @@ def data_of(payloads: list[tuple[Episode, ...]]) -> StepData:
     return StepData(payloads, [{} for _ in payloads])
 
 
-class TwoRanks:
-    """Two processes that have joined each other, and stay: starting one costs seconds."""
+class JoinedRanks:
+    """Processes that have joined each other, and stay: starting one costs seconds."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, num_ranks: int = 2) -> None:
+        address = f"file://{folder}/ranks"
         self._pools = [
-            ProcessPoolExecutor(1, get_context("spawn"), initializer=_join, initargs=(rank, f"file://{folder}/ranks"))
-            for rank in range(2)
+            ProcessPoolExecutor(1, get_context("spawn"), initializer=_join, initargs=(rank, num_ranks, address))
+            for rank in range(num_ranks)
         ]
 
     def __call__(self, function: Callable[..., T], *arguments: object) -> list[T]:
@@ -162,9 +163,9 @@ class TwoRanks:
 _joined: list[RankGroup] = []
 
 
-def _join(rank: int, address: str) -> None:
+def _join(rank: int, num_ranks: int, address: str) -> None:
     torch.set_num_threads(1)
-    _joined.append(RankGroup(rank, 2, address=address, timeout_s=90))
+    _joined.append(RankGroup(rank, num_ranks, address=address, timeout_s=90))
 
 
 def _run(function: Callable[..., T], *arguments: object) -> T:

@@ -185,7 +185,7 @@ def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
     spec = ActorSpec(
         model_path=config.model.path,
         dtype=config.model.dtype,
-        num_ranks=train.ranks,
+        mesh=train.mesh,
         optimizer=optimizer_settings(config),
         activation_checkpointing=train.activation_checkpointing,
         gather_weights=train.gather_weights,
@@ -202,7 +202,7 @@ def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
     has_pairs = Signal.POLICY_MISMATCHED in signals or (
         train.lora is not None and Signal.REFERENCE_MISMATCHED in signals
     )
-    return ActorHandle(ranks, _silence_s(config), has_pairs=has_pairs)
+    return ActorHandle(ranks, _silence_s(config), train.mesh.num_peers, has_pairs=has_pairs)
 
 
 def start_critic(config: Config) -> CriticHandle:
@@ -211,7 +211,7 @@ def start_critic(config: Config) -> CriticHandle:
     spec = RankSpec(
         model_path=section.path or config.model.path,
         dtype=config.model.dtype,
-        num_ranks=config.train.ranks,
+        mesh=config.train.mesh,
         optimizer=critic_optimizer_settings(config),
         activation_checkpointing=config.train.activation_checkpointing,
         gather_weights=config.train.gather_weights,
@@ -220,7 +220,7 @@ def start_critic(config: Config) -> CriticHandle:
         resources=Resources(section.num_cpus, section.num_gpus, section.threads),
     )
     ranks = _ranks(config, "critic", CriticRank, spec.resources, spec, config.model.path)
-    return CriticHandle(ranks, _silence_s(config))
+    return CriticHandle(ranks, _silence_s(config), config.train.mesh.num_peers)
 
 
 def _ranks(
@@ -228,7 +228,7 @@ def _ranks(
 ) -> Callable[[int], list[Remote[W]]]:
     """Return what starts the ranks of the actor or the critic, after so many others of each; `arguments` follow the
     number of the rank."""
-    deadline_s, num_ranks = config.limits.no_progress_s, config.train.ranks
+    deadline_s, num_ranks = config.limits.no_progress_s, config.train.mesh.num_ranks
 
     def all_ranks(num_before: int) -> list[Remote[W]]:
         return [

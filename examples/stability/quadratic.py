@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from algorithms.gac import GAC
-from rlsys.stabilizer import StabilizerPlugin
+from rlsys.stabilizer import StabilizerPlugin, alone
 
 CONTROL = GAC(enabled=True, c_low=0.15, c_high=0.4)
 """Thresholds for `descend`: fresh gradients there are mostly noise, and the cosine of noise in 200 dimensions has a
@@ -107,10 +107,10 @@ def follow(
         if stabilizer.synchronous_steps_left:
             queue.extend([x_D] * len(versions))
         gradients = {NAME: curvatures_D * queue[0] + noise_D}
-        steered = stabilizer.steer(gradients, float(gradients[NAME].square().sum()), _alone)
+        steered = stabilizer.steer(gradients, float(gradients[NAME].square().sum()), alone)
         if not steered.is_skipped:
             update = Direction(gradients[NAME], before_D)
-            stabilizer.correct(update, _alone)
+            stabilizer.correct(update, alone)
             x_D = x_D - rate * (update.now_D + update.more_D)
             before_D = update.now_D
         stabilizer.end_step()
@@ -121,11 +121,6 @@ def follow(
         if done.has_diverged:
             break
     return done
-
-
-def _alone(tensor: Tensor) -> Tensor:
-    """All-reduce of one rank."""
-    return tensor
 
 
 class Direction:

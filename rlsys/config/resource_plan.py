@@ -97,11 +97,11 @@ def _roles(config: Config) -> Iterator[Role]:
 
 def _learning(config: Config) -> Iterator[Role]:
     train, reference, critic = config.train, config.reference, config.critic
-    yield Role("actor rank", train.ranks, train.num_cpus, train.num_gpus)
+    yield Role("actor rank", train.mesh.num_ranks, train.num_cpus, train.num_gpus)
     if config.has_reference:
         yield Role("reference", 1, reference.num_cpus, reference.num_gpus)
     if Signal.VALUES in config.algorithm.signals:
-        yield Role("critic rank", train.ranks, critic.num_cpus, critic.num_gpus)
+        yield Role("critic rank", train.mesh.num_ranks, critic.num_cpus, critic.num_gpus)
 
 
 def _evaluation(config: Config) -> Role:

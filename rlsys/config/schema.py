@@ -25,6 +25,7 @@ from pydantic_core import PydanticCustomError
 from rlsys.algorithm import REFERENCE_SIGNALS, Algorithm, Signal, version_after
 from rlsys.config.config_problems import nearest, nested, refuse, shown
 from rlsys.config.lora_section import LoraSection
+from rlsys.config.mesh_section import MeshSection
 from rlsys.config.plugins import (
     ALGORITHMS,
     STABILIZERS,
@@ -158,8 +159,8 @@ class TrainSection(Section):
     updates_per_step: PositiveInt = 1
     """Optimizer updates of one step, each on other groups. Above 1, later updates train on tokens of the weights before
     the step."""
-    ranks: PositiveInt = 1
-    """Data-parallel processes."""
+    mesh: MeshSection = MeshSection()
+    """Processes that train a model together, the actor and the critic each, and how they split it: `{shard: 8}`."""
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
     warmup_steps: NonNegativeInt = 0
@@ -191,6 +192,16 @@ class TrainSection(Section):
     """CPUs Ray reserves for one rank."""
     num_gpus: NonNegativeFloat = 0.0
     """GPUs Ray reserves for one rank."""
+
+    @field_validator("lora")
+    @classmethod
+    def _is_not_split(cls, lora: LoraSection | None, info: ValidationInfo) -> LoraSection | None:
+        mesh = info.data.get("mesh", MeshSection())
+        if lora is not None and mesh.tensor * mesh.expert > 1:
+            raise ValueError(
+                f"adapters of split layers are not supported, and train.mesh is {mesh}: use shard, replicate or context"
+            )
+        return lora
 
     @field_validator("updates_per_step")
     @classmethod
@@ -227,7 +238,7 @@ class ReferenceSection(Section):
 
 
 class CriticSection(Section):
-    """Value model; runs only if the algorithm needs values, on `train.ranks` ranks."""
+    """Value model; runs only if the algorithm needs values, on ranks in the same mesh as those of the policy."""
 
     path: Annotated[str, Field(min_length=1)] | None = None
     """Initial model, a folder or `org/name` on the hub; None: `model.path`."""

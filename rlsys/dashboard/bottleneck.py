@@ -40,7 +40,7 @@ _WORK: Mapping[str, Sequence[str]] = {
 """Stage -> shares that measure its delay. Of equal stages the first is named: the trainer does one thing at a time,
 while a replica with many groups looks busy as long as any of them is there."""
 
-_MORE_CORES = "add ranks (train.ranks), or give it more cores or a GPU (train.threads, train.num_gpus)"
+_MORE_CORES = "add ranks (train.mesh.shard), or give it more cores or a GPU (train.threads, train.num_gpus)"
 _REMEDY_OF_TRAINER: Mapping[str, str] = {
     "publish": "look in the lanes at how long publishing takes",
     "record": "write rollouts less often (record.rollouts_every)",

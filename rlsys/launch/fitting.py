@@ -27,7 +27,7 @@ USUAL_GPU = 80 * 10**9
 MOST_RANKS = 4096
 MOST_SHARDS = 8
 """Of one replica: the GPUs of one machine."""
-NUMBERS = ("micro_batch_tokens", "slots", "replicas", "tensor_parallel", "ranks")
+NUMBERS = ("micro_batch_tokens", "slots", "replicas", "tensor_parallel", "shard")
 KEYS = {
     "activation_checkpointing": "train.activation_checkpointing",
     "micro_batch_tokens": "train.micro_batch_tokens",
@@ -35,7 +35,7 @@ KEYS = {
     "dtype": "model.dtype",
     "replicas": "rollout.replicas",
     "tensor_parallel": "rollout.tensor_parallel",
-    "ranks": "train.ranks",
+    "shard": "train.mesh.shard",
 }
 """Key in the configuration of each setting; the sooner one of two equal changes is preferred."""
 
@@ -177,9 +177,11 @@ class NearestPlan:
     def _training_choices(self, settings: MemorySettings) -> Iterator[MemorySettings]:
         kinds: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full")
         tokens = _halved(settings.micro_batch_tokens, least=context_of(self._config))
-        ranks = {*_halved(settings.ranks), *_doubled(settings.ranks, MOST_RANKS)}
-        for how, positions, count in product(kinds[kinds.index(settings.activation_checkpointing) :], tokens, ranks):
-            yield replace(settings, activation_checkpointing=how, micro_batch_tokens=positions, ranks=count)
+        mesh = settings.mesh
+        counts = {*_halved(mesh.shard), *_doubled(mesh.shard, MOST_RANKS)}
+        meshes = [mesh.model_copy(update={"shard": n}) for n in counts if n * mesh.num_peers % mesh.expert == 0]
+        for how, positions, other in product(kinds[kinds.index(settings.activation_checkpointing) :], tokens, meshes):
+            yield replace(settings, activation_checkpointing=how, micro_batch_tokens=positions, mesh=other)
 
     def _sampling_choices(self, settings: MemorySettings) -> Iterator[MemorySettings]:
         is_sharded = self._config.rollout.num_gpus >= 1 and engine_of(self._config) == "vllm"

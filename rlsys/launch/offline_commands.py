@@ -223,8 +223,8 @@ def replay_step(run: Path, step: int, *, debug: bool = False) -> RetrainedSteps:
         preflight.check_code(run, path)
     config, changed = Config.load(path_at(run, step)), changed_keys(run, recording.steps)
     preflight.check_model(config)
-    if debug and config.train.ranks > 1:
-        raise ConfigError(f"--debug: {run} was trained on {config.train.ranks} ranks, and a debugger sees one process")
+    if debug and (num_ranks := config.train.mesh.num_ranks) > 1:
+        raise ConfigError(f"--debug: {run} was trained on {num_ranks} ranks, and a debugger sees one process")
     from workers.replay.step_replay import retrain
 
     found = retrain(config, shape_of(config), recording, stop_here if debug else None)

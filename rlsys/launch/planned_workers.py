@@ -22,6 +22,7 @@ from rlsys.config.memory_plan import (
     rank_memory,
     slots_memory,
 )
+from rlsys.config.mesh_section import MeshSection
 from rlsys.config.schema import ActivationCheckpointing
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class MemorySettings:
     activation_checkpointing: ActivationCheckpointing
     micro_batch_tokens: int
     dtype: Literal["float32", "bfloat16"]
-    ranks: int
+    mesh: MeshSection
     tensor_parallel: int
     slots: int
     replicas: int
@@ -58,11 +59,15 @@ class MemorySettings:
             activation_checkpointing=config.train.activation_checkpointing,
             micro_batch_tokens=config.train.micro_batch_tokens,
             dtype=config.model.dtype,
-            ranks=config.train.ranks,
+            mesh=config.train.mesh,
             tensor_parallel=config.rollout.tensor_parallel,
             slots=config.rollout.slots,
             replicas=config.rollout.replicas,
         )
+
+    @property
+    def shard(self) -> int:
+        return self.mesh.shard
 
 
 class PlannedWorkers:
@@ -71,7 +76,7 @@ class PlannedWorkers:
     def __init__(self, config: Config, gpu_memory: int) -> None:
         """`gpu_memory` is that of each GPU, in bytes."""
         self._config, self._gpu_memory = config, gpu_memory
-        self._counted: dict[str, CountedModel] = {}
+        self._counted: dict[tuple[str, int], CountedModel] = {}
         self._steps: dict[tuple[object, ...], StepBytes] = {}
         self._forwards: dict[tuple[object, ...], ForwardBytes] = {}
         """What was counted, by model and settings."""
@@ -94,7 +99,8 @@ class PlannedWorkers:
     def _learning(self, config: Config, settings: MemorySettings) -> Iterator[WorkerMemory]:
         train, critic, reference = config.train, config.critic, config.reference
         signals = config.algorithm.signals
-        yield self._worker("actor rank", settings.ranks, train.num_gpus, self._rank(config, settings, is_critic=False))
+        num_ranks = settings.mesh.num_ranks
+        yield self._worker("actor rank", num_ranks, train.num_gpus, self._rank(config, settings, is_critic=False))
         if config.has_reference:
             memory = frozen_memory(
                 self.sizes(config.model.path),
@@ -105,7 +111,7 @@ class PlannedWorkers:
             yield self._worker("reference", 1, reference.num_gpus, memory)
         if Signal.VALUES in signals:
             memory = self._rank(config, settings, is_critic=True)
-            yield self._worker("critic rank", settings.ranks, critic.num_gpus, memory)
+            yield self._worker("critic rank", num_ranks, critic.num_gpus, memory)
 
     def _rank(self, config: Config, settings: MemorySettings, *, is_critic: bool) -> Memory:
         from workers.train.memory_counts import adapter_parameters, stabilizer_bytes
@@ -113,12 +119,12 @@ class PlannedWorkers:
         path, key = config.model.path, "model.path"
         if is_critic and config.critic.path is not None:
             path, key = config.critic.path, "critic.path"
-        sizes = self.sizes(path, key)
+        mesh, sizes = settings.mesh, self._model(path, key, settings.mesh).sizes
         return rank_memory(
             sizes.without_head() if is_critic else sizes,
             self._step(path, settings, has_head=not is_critic),
-            shards=settings.ranks,
-            positions=_positions(config, settings),
+            shards=mesh.num_shards,
+            positions=-(-_positions(config, settings) // mesh.context),
             value_bytes=VALUE_BYTES[settings.dtype],
             stabilizer_bytes=0.0 if is_critic else stabilizer_bytes(config.stabilizer),
             adapter=adapter_parameters(path, config.train.lora) if config.train.lora else None,
@@ -189,12 +195,14 @@ class PlannedWorkers:
 
     # ------------------------------------------------------------------------------------------------------- the counts
 
-    def _model(self, path: str, key: str = "model.path") -> CountedModel:
+    def _model(self, path: str, key: str = "model.path", mesh: MeshSection | None = None) -> CountedModel:
+        """Return the model at a path; with a mesh, the part of it that the ranks of `tensor` leave to one of them."""
         from workers.train.memory_counts import CountedModel
 
-        if path not in self._counted:
-            self._counted[path] = CountedModel(path, key)
-        return self._counted[path]
+        one = path, mesh.tensor if mesh else 1
+        if one not in self._counted:
+            self._counted[one] = CountedModel(path, key, mesh)
+        return self._counted[one]
 
     def sizes(self, path: str, key: str = "model.path") -> ModelSizes:
         """Sizes of the model at a path, the value of `key`. Raises `ModelError`."""
@@ -205,7 +213,8 @@ class PlannedWorkers:
         key = (path, dtype, how, has_head)
         if key not in self._steps:
             positions = max(self._config.train.micro_batch_tokens, context_of(self._config))
-            self._steps[key] = self._model(path).step(dtype, how, positions, has_head=has_head)
+            model = self._model(path, mesh=settings.mesh)
+            self._steps[key] = model.step(dtype, how, positions, has_head=has_head)
         return self._steps[key]
 
     def _forward(self, path: str, settings: MemorySettings) -> ForwardBytes:

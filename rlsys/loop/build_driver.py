@@ -81,8 +81,8 @@ def evaluator_of(
 
 def shape_of(config: Config) -> BatchShape:
     """Return the layout of a step over ranks, updates and micro-batches."""
-    train = config.train
-    return BatchShape(train.ranks, train.micro_batch_tokens, train.updates_per_step, config.rollout.max_new_tokens)
+    train, budget = config.train, config.rollout.max_new_tokens
+    return BatchShape(train.mesh.num_batches, train.micro_batch_tokens, train.updates_per_step, budget)
 
 
 def _queue_of(config: Config, workers: Workers, tasks: TaskSource, events: Events, progress: Progress) -> GroupQueue:

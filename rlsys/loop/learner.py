@@ -38,6 +38,7 @@ class BatchShape:
     """Layout of a step's groups over the actor's ranks."""
 
     num_ranks: int
+    """Ranks with batches of their own."""
     max_tokens: int
     """Maximum tokens of one micro-batch."""
     num_updates: int = 1

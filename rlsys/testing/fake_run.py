@@ -21,7 +21,7 @@ from rlsys.rewards.reward_function import RewardInput, RewardSum, known_score
 from rlsys.simulate.fake_pools import Spans, now
 from rlsys.simulate.fake_world import FakeWorld, tasks
 from rlsys.simulate.virtual_clock import run_virtual
-from rlsys.stabilizer import Stabilizer
+from rlsys.stabilizer import Stabilizer, alone
 from rlsys.testing.scripted_policy import ScriptedPolicy
 from rlsys.types import POLICY, Assignment, Episode, Group, PolicyVersion, Score, Task
 from rlsys.util.deadlines import Progress
@@ -184,10 +184,10 @@ class Steering:
         for _ in range(num_updates):
             self.latest = self.make(version)
             squared_norm = sum(float((g * g).sum()) for g in self.latest.values())
-            steered = self.stabilizer.steer(self.latest, squared_norm, _alone)
+            steered = self.stabilizer.steer(self.latest, squared_norm, alone)
             metrics |= steered.metrics
             if not steered.is_skipped:
-                metrics |= self.stabilizer.correct(self, _alone)
+                metrics |= self.stabilizer.correct(self, alone)
                 self.before = self.latest
         self.stabilizer.end_step()
         return metrics
@@ -212,8 +212,3 @@ class _Piece:
 
     def add(self, direction: Tensor, scale: float) -> None:
         """Do nothing: there are no weights."""
-
-
-def _alone(part: Tensor) -> Tensor:
-    """Sum over all ranks, of which there is one."""
-    return part

@@ -11,7 +11,7 @@ from tests.contract.engines import (
     Kit,
 )
 from tests.models import save_model, tiny_qwen3
-from tests.training import TwoRanks
+from tests.training import JoinedRanks
 
 
 @pytest.fixture(scope="session", params=ALL)
@@ -27,8 +27,16 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoRanks]:
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JoinedRanks]:
     """Two processes that have joined each other, for all tests."""
-    ranks = TwoRanks(tmp_path_factory.mktemp("rendezvous"))
+    ranks = JoinedRanks(tmp_path_factory.mktemp("rendezvous"))
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JoinedRanks]:
+    """Four processes that have joined each other, for all tests of one file."""
+    ranks = JoinedRanks(tmp_path_factory.mktemp("rendezvous_of_four"), 4)
     yield ranks
     ranks.close()

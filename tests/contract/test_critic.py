@@ -21,11 +21,12 @@ from rlsys.algorithm import LossInputs, LossOutput, Signal, TokenAdvantages
 from rlsys.batch.packing import RankPlan
 from rlsys.batch.tensors import MicroBatch, StepData
 from rlsys.config.lora_section import LoraSection
+from rlsys.config.mesh_section import MeshSection
 from rlsys.config.schema import ActivationCheckpointing
 from rlsys.errors import ModelError, TrainingError
 from rlsys.monitoring.metric_catalog import undocumented
 from tests.models import VOCAB, random_prompt, random_sample, save_model, tiny_llama, tiny_qwen3
-from tests.training import SETTINGS, Surrogate, TwoRanks, data_of, differing, everything_in, planned
+from tests.training import SETTINGS, JoinedRanks, Surrogate, data_of, differing, everything_in, planned
 from workers.train.rank_group import RankGroup
 from workers.train.value_model import CriticBackend, Fit, ValueModel, check_vocabulary
 
@@ -66,8 +67,8 @@ class Aimless(Valued):
 def step_of(
     ranks: RankGroup, algorithm: Valued, num_updates: int = 1, max_tokens: int = 40
 ) -> tuple[RankPlan, StepData]:
-    plan, payloads = planned(0, ranks.num_ranks, algorithm, num_updates, max_tokens)
-    return plan[ranks.rank], data_of(payloads)
+    plan, payloads = planned(0, ranks.mesh.num_batches, algorithm, num_updates, max_tokens)
+    return plan[ranks.batch], data_of(payloads)
 
 
 def train_step(
@@ -90,9 +91,11 @@ class Job:
     checkpointing: ActivationCheckpointing = "none"
     lora: LoraSection | None = None
     load: Path | None = None
+    mesh: MeshSection | None = None
 
 
 def do(job: Job, ranks: RankGroup) -> list[dict[str, float]]:
+    ranks = ranks.arranged(job.mesh or ranks.mesh)
     critic = CriticBackend(
         job.model_path, SETTINGS, ranks, dtype=job.dtype, activation_checkpointing=job.checkpointing, lora=job.lora
     )
@@ -117,7 +120,7 @@ def test_checkpointing_changes_no_bit_of_a_critic(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_critic_with_lora_trains_its_head_and_an_adapter(
-    dtype: Dtype, two_ranks: TwoRanks, model_path: str, tmp_path: Path
+    dtype: Dtype, two_ranks: JoinedRanks, model_path: str, tmp_path: Path
 ) -> None:
     job = Job(model_path=model_path, folder=tmp_path / "one", dtype=dtype, lora=LoraSection(rank=4))
     metrics = do(job, RankGroup())
@@ -182,7 +185,7 @@ def test_it_learns_what_its_states_tell_of_the_returns(model_path: str) -> None:
 
 @pytest.mark.parametrize("over", ["tokens", "sequences", "agents"])
 def test_two_ranks_and_any_micro_batches_learn_what_one_does(
-    over: Literal["tokens", "sequences", "agents"], model_path: str, two_ranks: TwoRanks, tmp_path: Path
+    over: Literal["tokens", "sequences", "agents"], model_path: str, two_ranks: JoinedRanks, tmp_path: Path
 ) -> None:
     job = Job(model_path=model_path, folder=tmp_path / "one", algorithm=Valued(over=over), num_updates=2)
     one = do(job, RankGroup())
@@ -199,7 +202,7 @@ def test_two_ranks_and_any_micro_batches_learn_what_one_does(
 
 
 def test_a_checkpoint_moves_between_numbers_of_ranks_bit_for_bit(
-    model_path: str, two_ranks: TwoRanks, tmp_path: Path
+    model_path: str, two_ranks: JoinedRanks, tmp_path: Path
 ) -> None:
     a, b, c = (tmp_path / name for name in "abc")
     two_ranks(do, Job(model_path=model_path, folder=a))
@@ -212,7 +215,7 @@ def test_a_checkpoint_moves_between_numbers_of_ranks_bit_for_bit(
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_in_bfloat16_head_and_values_are_float32(
-    num_ranks: int, model_path: str, two_ranks: TwoRanks, tmp_path: Path
+    num_ranks: int, model_path: str, two_ranks: JoinedRanks, tmp_path: Path
 ) -> None:
     exact = do(Job(model_path=model_path, folder=tmp_path / "exact"), RankGroup())
     job = Job(model_path=model_path, folder=tmp_path / "rough", dtype="bfloat16")

@@ -14,9 +14,9 @@ from algorithms.gac import GAC, Regime
 from rlsys.errors import CheckpointError
 from rlsys.monitoring.metric_catalog import undocumented
 from rlsys.stabilizer import CHUNK
-from tests.training import PLAIN, SETTINGS, TwoRanks, data_of, differing, everything_in, planned
+from tests.training import PLAIN, SETTINGS, JoinedRanks, data_of, differing, everything_in, planned
 from workers.train.fsdp import FsdpBackend
-from workers.train.optimizer import squared_norm
+from workers.train.optimizer import squared_norms
 from workers.train.rank_group import RankGroup
 
 ON = GAC(enabled=True, c_low=0.01, c_high=1.0, update_every=1)
@@ -40,20 +40,21 @@ def steered(ranks: RankGroup) -> list[tuple[Mapping[str, float], dict[str, Tenso
     stabilizer = ON.start(shards(0))
     sizes: list[int] = []
 
-    def counted(tensor: Tensor) -> Tensor:
-        sizes.append(tensor.numel())
-        return ranks.sum(tensor)
+    def counted(figures: Mapping[str, Tensor]) -> Tensor:
+        total = torch.stack([*figures.values()]).double().sum(0)
+        sizes.append(total.numel())
+        return ranks.sum(total)
 
     done = []
     for step in range(3):
         mine = shards(step)
-        squares = float(ranks.sum(squared_norm(mine)))
+        squares = float(ranks.sum(torch.stack([*squared_norms(mine).values()]).sum()))
         done.append((stabilizer.steer(mine, squares, counted).metrics, mine))
     assert sizes == [1, 1, 1]
     return done
 
 
-def test_gac_on_two_sharded_ranks_equals_gac_on_one(two_ranks: TwoRanks) -> None:
+def test_gac_on_two_sharded_ranks_equals_gac_on_one(two_ranks: JoinedRanks) -> None:
     """With one all-reduce of one number."""
     one, (first, second) = steered(RankGroup()), two_ranks(steered)
     for (metrics, gradient), (metrics_0, half_0), (metrics_1, half_1) in zip(one, first, second, strict=True):
@@ -92,7 +93,7 @@ def test_observing_changes_no_bit_of_training(model_path: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("where", ["gradient", "update"])
-def test_two_ranks_train_as_one_does(where: str, model_path: str, two_ranks: TwoRanks, tmp_path: Path) -> None:
+def test_two_ranks_train_as_one_does(where: str, model_path: str, two_ranks: JoinedRanks, tmp_path: Path) -> None:
     config = replace(ON, where=where)
     one = trained(model_path, config, 3, None, tmp_path / "one", RankGroup())
     two = two_ranks(trained, model_path, config, 3, None, tmp_path / "two")[0]
@@ -103,7 +104,7 @@ def test_two_ranks_train_as_one_does(where: str, model_path: str, two_ranks: Two
 
 
 def test_resuming_on_any_number_of_ranks_continues_the_calibration(
-    model_path: str, two_ranks: TwoRanks, tmp_path: Path
+    model_path: str, two_ranks: JoinedRanks, tmp_path: Path
 ) -> None:
     config = GAC(enabled=True, calibrate_steps=10)
     straight = trained(model_path, config, 12, None, tmp_path / "straight", RankGroup())

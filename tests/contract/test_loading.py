@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlsys.errors import ModelError
 from tests.models import save_model, tiny_gemma3, tiny_llama, tiny_qwen3, tiny_qwen3_moe
-from tests.training import TwoRanks, differing
+from tests.training import JoinedRanks, differing
 from workers.train.layout import RankLayout
 from workers.train.logprobs import Scorer
 from workers.train.model_loading import CPU, load_base_model, load_model
@@ -42,7 +42,7 @@ def laid_out(path: str, has_head: bool, ranks: RankGroup) -> tuple[dict[str, Ten
 @pytest.mark.parametrize("make", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_loaded_shards_are_the_model_bit_for_bit(
-    make: Callable[[], nn.Module], dtype: torch.dtype, two_ranks: TwoRanks, tmp_path: Path
+    make: Callable[[], nn.Module], dtype: torch.dtype, two_ranks: JoinedRanks, tmp_path: Path
 ) -> None:
     path = save_model(tmp_path, make().to(dtype))
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -56,7 +56,7 @@ def test_loaded_shards_are_the_model_bit_for_bit(
 
 @pytest.mark.parametrize("make", FAMILIES)
 def test_a_base_model_is_read_from_the_files_of_a_whole_one(
-    make: Callable[[], nn.Module], two_ranks: TwoRanks, tmp_path: Path
+    make: Callable[[], nn.Module], two_ranks: JoinedRanks, tmp_path: Path
 ) -> None:
     path = save_model(tmp_path, make())
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).base_model
@@ -79,7 +79,7 @@ def incomplete(path: str, ranks: RankGroup) -> str:
     return str(refusal.value)
 
 
-def test_missing_weights_are_refused_on_every_rank(two_ranks: TwoRanks, tmp_path: Path) -> None:
+def test_missing_weights_are_refused_on_every_rank(two_ranks: JoinedRanks, tmp_path: Path) -> None:
     model = tiny_qwen3()
     weights = {n: w for n, w in model.state_dict().items() if "layers.1" not in n and n != "lm_head.weight"}
     model.save_pretrained(tmp_path, state_dict=weights)
@@ -87,7 +87,7 @@ def test_missing_weights_are_refused_on_every_rank(two_ranks: TwoRanks, tmp_path
         assert "is incomplete: it lacks 11" in refusal
 
 
-def test_tied_weights_that_differ_in_the_files_are_refused(two_ranks: TwoRanks, tmp_path: Path) -> None:
+def test_tied_weights_that_differ_in_the_files_are_refused(two_ranks: JoinedRanks, tmp_path: Path) -> None:
     path = save_model(tmp_path, tiny_qwen3())
     weights = load_file(tmp_path / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1

@@ -19,8 +19,8 @@ from rlsys.errors import CheckpointError, ModelError
 from tests.training import (
     PLAIN,
     SETTINGS,
+    JoinedRanks,
     Surrogate,
-    TwoRanks,
     data_of,
     differing,
     everything_in,
@@ -120,7 +120,7 @@ def test_steps_equal_those_of_plain_peft_and_torch(model_path: str) -> None:
 
 
 @pytest.mark.parametrize("num_updates", [1, 2])
-def test_two_ranks_arrive_at_the_adapter_of_one(num_updates: int, two_ranks: TwoRanks, model_path: str) -> None:
+def test_two_ranks_arrive_at_the_adapter_of_one(num_updates: int, two_ranks: JoinedRanks, model_path: str) -> None:
     job = Job(model_path=model_path, num_updates=num_updates)
     one = one_rank(job)
     (two, _), (nothing, _) = two_ranks(do, job)
@@ -130,7 +130,7 @@ def test_two_ranks_arrive_at_the_adapter_of_one(num_updates: int, two_ranks: Two
         torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=5e-3 * SETTINGS.lr)
 
 
-def test_two_ranks_train_an_adapter_of_a_bfloat16_base(two_ranks: TwoRanks, model_path: str) -> None:
+def test_two_ranks_train_an_adapter_of_a_bfloat16_base(two_ranks: JoinedRanks, model_path: str) -> None:
     one, one_metrics = do(Job(model_path=model_path, dtype="bfloat16"), RankGroup())
     (two, two_metrics), _ = two_ranks(do, Job(model_path=model_path, dtype="bfloat16"))
     for a, b in zip(one_metrics, two_metrics, strict=True):
@@ -156,7 +156,7 @@ def test_only_the_adapter_is_trained_and_has_state(dtype: Literal["float32", "bf
     assert {p.dtype for p in frozen} == {getattr(torch, dtype)}
 
 
-def test_the_reference_is_the_base_without_the_adapter(two_ranks: TwoRanks, model_path: str) -> None:
+def test_the_reference_is_the_base_without_the_adapter(two_ranks: JoinedRanks, model_path: str) -> None:
     plan, payloads = planned(0, 2, PLAIN)
     model = load_model(model_path, torch.float32)
     for rank, columns in enumerate(two_ranks(reference_after_steps, model_path)):
@@ -231,7 +231,7 @@ def test_resuming_equals_never_having_stopped(model_path: str, tmp_path: Path) -
 
 
 def test_a_checkpoint_moves_between_numbers_of_ranks_bit_for_bit(
-    model_path: str, two_ranks: TwoRanks, tmp_path: Path
+    model_path: str, two_ranks: JoinedRanks, tmp_path: Path
 ) -> None:
     saved, _ = two_ranks(do, Job(model_path=model_path, save=tmp_path / "a"))[0]
     loaded = one_rank(Job(model_path=model_path, num_steps=0, load=tmp_path / "a", save=tmp_path / "b"))

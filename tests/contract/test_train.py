@@ -23,9 +23,9 @@ from tests.relays import specs_of
 from tests.training import (
     PLAIN,
     SETTINGS,
+    JoinedRanks,
     Measuring,
     Surrogate,
-    TwoRanks,
     data_of,
     differing,
     everything_in,
@@ -111,7 +111,7 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
     ],
 )
 def test_two_ranks_arrive_at_the_weights_of_one(
-    make: Callable[[], torch.nn.Module], algorithm: Algorithm, num_updates: int, two_ranks: TwoRanks, tmp_path: Path
+    make: Callable[[], torch.nn.Module], algorithm: Algorithm, num_updates: int, two_ranks: JoinedRanks, tmp_path: Path
 ) -> None:
     job = Job(model_path=save_model(tmp_path, make()), algorithm=algorithm, num_updates=num_updates)
     one, one_metrics, _ = on_one_rank(job)
@@ -127,7 +127,7 @@ def test_two_ranks_arrive_at_the_weights_of_one(
 @pytest.mark.parametrize("how", ["selective", "full"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_checkpointing_changes_no_bit_on_two_ranks(
-    how: ActivationCheckpointing, dtype: Literal["float32", "bfloat16"], two_ranks: TwoRanks, model_path: str
+    how: ActivationCheckpointing, dtype: Literal["float32", "bfloat16"], two_ranks: JoinedRanks, model_path: str
 ) -> None:
     job = Job(model_path=model_path, dtype=dtype, num_updates=2, probes=True)
     (plain, metrics, _), _ = two_ranks(do, job)
@@ -139,7 +139,7 @@ def test_checkpointing_changes_no_bit_on_two_ranks(
 @pytest.mark.parametrize("how", ["none", "full"])
 @pytest.mark.parametrize("algorithm", [PLAIN, Measuring()])
 def test_weights_gathered_once_an_update_arrive_at_those_of_one_rank(
-    how: ActivationCheckpointing, algorithm: Algorithm, two_ranks: TwoRanks, model_path: str
+    how: ActivationCheckpointing, algorithm: Algorithm, two_ranks: JoinedRanks, model_path: str
 ) -> None:
     job = Job(model_path=model_path, algorithm=algorithm, num_updates=2, probes=True)
     one, one_metrics, _ = on_one_rank(job)
@@ -185,7 +185,7 @@ def test_mismatch_is_reported_by_staleness_of_the_sampled_tokens(model_path: str
 
 @pytest.mark.parametrize(("dtype", "num_ranks"), [("float32", 1), ("bfloat16", 1), ("float32", 2)])
 def test_a_probe_changes_neither_training_nor_what_is_saved(
-    dtype: Literal["float32", "bfloat16"], num_ranks: int, model_path: str, two_ranks: TwoRanks, tmp_path: Path
+    dtype: Literal["float32", "bfloat16"], num_ranks: int, model_path: str, two_ranks: JoinedRanks, tmp_path: Path
 ) -> None:
     def run(job: Job) -> Outcome:
         return on_one_rank(job) if num_ranks == 1 else two_ranks(do, job)[0]
@@ -214,7 +214,7 @@ def test_a_probe_has_logprobs_of_the_models_own_text(model_path: str) -> None:
 
 
 def test_a_checkpoint_moves_between_numbers_of_ranks_bit_for_bit(
-    model_path: str, two_ranks: TwoRanks, tmp_path: Path
+    model_path: str, two_ranks: JoinedRanks, tmp_path: Path
 ) -> None:
     """Two ranks save; one loads and saves; two load and save: the same bytes each time, optimizer included."""
     saved, _, _ = two_ranks(do, Job(model_path=model_path, save=tmp_path / "a"))[0]
@@ -237,7 +237,7 @@ def test_resuming_equals_never_having_stopped(model_path: str, tmp_path: Path) -
 
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_fp32_masters(
-    model_path: str, two_ranks: TwoRanks, tmp_path: Path
+    model_path: str, two_ranks: JoinedRanks, tmp_path: Path
 ) -> None:
     exact, exact_metrics, _ = on_one_rank(Job(model_path=model_path))
     one, one_metrics, _ = on_one_rank(Job(model_path=model_path, dtype="bfloat16", save=tmp_path))
@@ -251,7 +251,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_fp32_masters(
     assert differing(one, on_one_rank(Job(model_path=model_path, num_steps=0, load=tmp_path))[0]) == []
 
 
-def test_an_export_loads_as_a_hugging_face_model(model_path: str, two_ranks: TwoRanks, tmp_path: Path) -> None:
+def test_an_export_loads_as_a_hugging_face_model(model_path: str, two_ranks: JoinedRanks, tmp_path: Path) -> None:
     weights, _, _ = two_ranks(do, Job(model_path=model_path, export=tmp_path / "hf"))[0]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     assert differing(weights, dict(model.named_parameters())) == []

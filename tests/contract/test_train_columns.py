@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlsys.types import PolicyVersion
-from tests.training import PLAIN, SETTINGS, Measuring, Surrogate, TwoRanks, data_of, planned
+from tests.training import PLAIN, SETTINGS, JoinedRanks, Measuring, Surrogate, data_of, planned
 from workers.train.fsdp import FsdpBackend
 from workers.train.logprobs import trained_logprobs
 from workers.train.model_loading import load_model
@@ -69,7 +69,7 @@ def test_trained_tokens_have_logprobs_under_the_weights_before_the_step(model_pa
 
 
 @pytest.mark.parametrize("algorithm", [PLAIN, Measuring()])
-def test_two_ranks_keep_what_one_keeps_each_its_own_samples(algorithm, model_path, two_ranks: TwoRanks):
+def test_two_ranks_keep_what_one_keeps_each_its_own_samples(algorithm, model_path, two_ranks: JoinedRanks):
     *_, alone = columns_of(model_path, algorithm, 2, 1, RankGroup())
     shares = [of_rank[-1] for of_rank in two_ranks(columns_of, model_path, algorithm, 2, 1)]
     assert all(shares)

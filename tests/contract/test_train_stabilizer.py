@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rlsys.errors import CheckpointError, TrainingError
 from rlsys.stabilizer import GradientDecision, Updates
-from tests.training import PLAIN, SETTINGS, TwoRanks, data_of, differing, everything_in, planned
+from tests.training import PLAIN, SETTINGS, JoinedRanks, data_of, differing, everything_in, planned
 from workers.train.fsdp import FsdpBackend
 from workers.train.layout import RankLayout
 from workers.train.model_loading import CPU
@@ -52,7 +52,7 @@ class Halve(Quiet):
     def steer(self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce) -> GradientDecision:
         for gradient in gradients.values():
             gradient.mul_(0.5)
-        count = all_reduce(torch.tensor(sum(g.numel() for g in gradients.values()))).item()
+        count = all_reduce({name: torch.tensor(g.numel()) for name, g in gradients.items()}).item()
         return GradientDecision(is_edited=True, metrics={"stabilizer/elements": count})
 
 
@@ -130,7 +130,7 @@ def halved(model_path: str, ranks: RankGroup) -> dict[str, float]:
     return train_step(backend_of(model_path, ranks), ranks, Halve())
 
 
-def test_a_stabilizer_edits_every_shard_before_clipping(model_path: str, two_ranks: TwoRanks) -> None:
+def test_a_stabilizer_edits_every_shard_before_clipping(model_path: str, two_ranks: JoinedRanks) -> None:
     backend = backend_of(model_path, RankGroup())
     plain = train_step(backend, RankGroup(), None)
     for metrics in (*two_ranks(halved, model_path), halved(model_path, RankGroup())):
@@ -156,7 +156,7 @@ def foreseen(model_path: str, ranks: RankGroup) -> float:
     return worst
 
 
-def test_it_foresees_the_clipped_update_and_knows_the_one_before(model_path: str, two_ranks: TwoRanks) -> None:
+def test_it_foresees_the_clipped_update_and_knows_the_one_before(model_path: str, two_ranks: JoinedRanks) -> None:
     """To what fp32 weights can tell: they are about 1, and a learning rate is a hundredth of that."""
     assert max(foreseen(model_path, RankGroup()), *two_ranks(foreseen, model_path)) < 1e-4
 
@@ -247,7 +247,7 @@ def skipped(model_path: str, folder: Path, ranks: RankGroup) -> dict[str, float]
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_skip_leaves_weights_and_optimizer_bit_for_bit(
-    num_ranks: int, model_path: str, two_ranks: TwoRanks, tmp_path: Path
+    num_ranks: int, model_path: str, two_ranks: JoinedRanks, tmp_path: Path
 ) -> None:
     if num_ranks == 1:
         metrics = skipped(model_path, tmp_path, RankGroup())
@@ -279,7 +279,7 @@ def remembered(model_path: str, load: Path | None, num_steps: int, save: Path, r
 
 
 def test_its_state_moves_between_numbers_of_ranks_with_the_weights(
-    model_path: str, two_ranks: TwoRanks, tmp_path: Path
+    model_path: str, two_ranks: JoinedRanks, tmp_path: Path
 ) -> None:
     a, b, c, straight = (tmp_path / name for name in ("a", "b", "c", "straight"))
     assert two_ranks(remembered, model_path, None, 2, a) == [2, 2]

@@ -18,9 +18,9 @@ from tests.models import tiny_qwen3
 from tests.training import (
     PLAIN,
     SETTINGS,
+    JoinedRanks,
     Measuring,
     Surrogate,
-    TwoRanks,
     data_of,
     differing,
     everything_in,
@@ -166,7 +166,7 @@ def test_equal_advantages_are_whitened_to_zero() -> None:
     assert torch.cat([part.inputs.advantages_N for part in parts]).abs().max() < 1e-6
 
 
-def test_measurements_cover_every_sample_once_and_reach_every_loss(model_path: str, two_ranks: TwoRanks) -> None:
+def test_measurements_cover_every_sample_once_and_reach_every_loss(model_path: str, two_ranks: JoinedRanks) -> None:
     _, metrics = trained(model_path, Measuring(), 2, RankGroup())
     plan, _ = planned(0, 1, Measuring(), 2)
     num_samples = sum(len(m.samples) for m in plan[0].micro_batches)
@@ -179,7 +179,7 @@ def measured(model_path: str, ranks: RankGroup) -> float:
     return trained(model_path, Measuring(), 2, ranks)[1]["num_samples"]
 
 
-def test_unequal_numbers_of_values_per_rank_are_gathered_in_order(two_ranks: TwoRanks) -> None:
+def test_unequal_numbers_of_values_per_rank_are_gathered_in_order(two_ranks: JoinedRanks) -> None:
     assert two_ranks(gathered, 3) == [[0.0, 0.0, 0.0, 1.0]] * 2
     assert two_ranks(gathered, 0) == [[1.0]] * 2
     assert gathered(2, RankGroup()) == [0.0, 0.0]
@@ -223,7 +223,7 @@ def test_a_step_without_policy_training_only_advances_the_count(model_path: str,
     assert differing(fresh.full_weights(torch.float32), backend.full_weights(torch.float32)) != []
 
 
-def test_nan_on_one_rank_fails_all_and_steps_none(model_path: str, two_ranks: TwoRanks) -> None:
+def test_nan_on_one_rank_fails_all_and_steps_none(model_path: str, two_ranks: JoinedRanks) -> None:
     plan, _ = planned(0, 1, PLAIN)
     lowest = min(ref.advantage for m in plan[0].updates[0] for ref in m.samples)
     fresh = FsdpBackend(model_path, SETTINGS, RankGroup()).full_weights(torch.float32)
@@ -265,7 +265,7 @@ def test_a_failed_step_leaves_no_trace_in_the_next(model_path: str) -> None:
     assert differing(backend.full_weights(torch.float32), once.full_weights(torch.float32)) == []
 
 
-def test_mismatched_pairs_are_scored_by_the_policy_before_the_step(model_path: str, two_ranks: TwoRanks) -> None:
+def test_mismatched_pairs_are_scored_by_the_policy_before_the_step(model_path: str, two_ranks: JoinedRanks) -> None:
     """Each completion after the first prompt of the next group, by whole sequences; with one rank or two."""
     plan, payloads = planned(0, 1, Paired(), 2)
     data, model = data_of(payloads), load_model(model_path, torch.float32)

@@ -18,7 +18,7 @@ from tests.jobs import config_of
 from tests.processes import kill_worker
 from workers.worker_set import WorkerSet
 
-KEYS = ["train.ranks=2", "algorithm.kl_coef=0.1", "asynchrony.max_staleness=0", "record.rollouts_every=0"]
+KEYS = ["train.mesh.shard=2", "algorithm.kl_coef=0.1", "asynchrony.max_staleness=0", "record.rollouts_every=0"]
 
 
 @dataclass
@@ -80,7 +80,7 @@ def test_a_killed_rank_changes_no_weight(run: Callable[..., tuple[int, EventReco
 
 
 def test_an_actor_killed_before_any_checkpoint_begins_anew(run: Callable[..., tuple[int, EventRecorder]]):
-    reached, recorder = run("young", {1: "ActorRank"}, "checkpoint.every=0", "run.steps=2", "train.ranks=1")
+    reached, recorder = run("young", {1: "ActorRank"}, "checkpoint.every=0", "run.steps=2", "train.mesh.shard=1")
     (back,) = recorder.of(RolledBack)
     assert (back.version, back.restored, reached) == (2, 0, 4)
     assert hash_of(recorder, 2) == hash_of(recorder, 0)

@@ -18,7 +18,7 @@ from tests.ray.commands import DEADLINE_S, RLSYS
 pytestmark = pytest.mark.usefixtures("cluster")
 
 GRPO = [
-    "train.ranks=2",
+    "train.mesh.shard=2",
     "algorithm.kl_coef=0.1",
     "stabilizer={type: gac, enabled: true, c_low: 1e-4, c_high: 1.0}",
     "asynchrony.max_staleness=1",

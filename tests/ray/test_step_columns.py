@@ -14,6 +14,7 @@ import ray
 from torch import Tensor
 
 from rlsys.algorithm import LossInputs, LossOutput, Signal, TokenAdvantages
+from rlsys.config.mesh_section import MeshSection
 from tests.training import SETTINGS, Surrogate, group_of, planned
 from workers.ray.cluster import Resources
 from workers.ray.remote_proxy import PayloadRef, start
@@ -61,11 +62,11 @@ class Trainers:
     reference: ReferenceHandle
 
     @classmethod
-    def start(cls, model_path: Path, num_ranks: int) -> Trainers:
+    def start(cls, model_path: Path, mesh: MeshSection) -> Trainers:
         actor = ActorSpec(
             model_path=str(model_path),
             dtype="float32",
-            num_ranks=num_ranks,
+            mesh=mesh,
             optimizer=SETTINGS,
             activation_checkpointing="none",
             gather_weights="micro_batch",
@@ -79,7 +80,7 @@ class Trainers:
         critic = RankSpec(
             model_path=str(model_path),
             dtype="float32",
-            num_ranks=num_ranks,
+            mesh=mesh,
             optimizer=replace(SETTINGS, lr=0.1),
             activation_checkpointing="none",
             gather_weights="micro_batch",
@@ -87,21 +88,26 @@ class Trainers:
             algorithm=ALGORITHM,
             resources=SMALL,
         )
-        ranks = range(num_ranks)
+        ranks = range(mesh.num_ranks)
         score = partial(SMALL.build, partial(ReferenceWorker, str(model_path), "float32", 1.0, 64))
         nowhere: Any = None
         trains = [partial(ActorRank, rank, actor, nowhere) for rank in ranks]
         values = [partial(CriticRank, rank, critic, str(model_path)) for rank in ranks]
         return cls(
             ActorHandle(
-                lambda _: [start(ActorRank, "actor", build, SMALL, 60.0) for build in trains], 60.0, has_pairs=True
+                lambda _: [start(ActorRank, "actor", build, SMALL, 60.0) for build in trains],
+                60.0,
+                mesh.num_peers,
+                has_pairs=True,
             ),
-            CriticHandle(lambda _: [start(CriticRank, "critic", build, SMALL, 60.0) for build in values], 60.0),
+            CriticHandle(
+                lambda _: [start(CriticRank, "critic", build, SMALL, 60.0) for build in values], 60.0, mesh.num_peers
+            ),
             ReferenceHandle(lambda _: start(ReferenceWorker, "reference", score, SMALL, 60.0), 60.0),
         )
 
-    async def step(self, num_ranks: int) -> Mapping[str, float]:
-        plan, payloads = planned(0, num_ranks, ALGORITHM, num_updates=2)
+    async def step(self, num_batches: int) -> Mapping[str, float]:
+        plan, payloads = planned(0, num_batches, ALGORITHM, num_updates=2)
         bare = [replace(group_of(i, p), payload=PayloadRef(ray.put((p,)), 0)) for i, p in enumerate(payloads)]
         groups = await self.reference.annotate(bare, Signal.REFERENCE_LOGPROBS)
         await asyncio.gather(self.actor.fetch(groups, plan), self.critic.fetch(groups, plan))
@@ -118,16 +124,17 @@ class Trainers:
 
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("cluster")
-def test_every_column_reaches_the_rank_it_is_of(model_path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mesh", [MeshSection(shard=2), MeshSection(tensor=2)], ids=str)
+def test_every_column_reaches_the_rank_it_is_of(mesh: MeshSection, model_path: Path, tmp_path: Path) -> None:
     async def scenario() -> None:
-        trainers = Trainers.start(model_path, 2)
+        trainers = Trainers.start(model_path, mesh)
         await asyncio.gather(*(t.ready() for t in (trainers.actor, trainers.critic, trainers.reference)))
-        first = await trainers.step(2)
+        first = await trainers.step(mesh.num_batches)
         await (await trainers.actor.save(tmp_path / "actor"))
         await (await trainers.critic.save(tmp_path / "critic"))
-        second = await trainers.step(2)
+        second = await trainers.step(mesh.num_batches)
         await asyncio.gather(trainers.actor.load(tmp_path / "actor"), trainers.critic.load(tmp_path / "critic"))
-        again = await trainers.step(2)
+        again = await trainers.step(mesh.num_batches)
         await trainers.close()
         assert first["mismatched"] == pytest.approx(0, abs=1e-5)
         assert abs(first["pair"]) > 1e-3

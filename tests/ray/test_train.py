@@ -97,7 +97,7 @@ def said(path: Path) -> list[object]:
 
 
 def test_two_ranks_train_the_weights_of_one(whole_run, model_path, data_path, tmp_path):
-    config = config_of(model_path, data_path, tmp_path, ["train.ranks=2"])
+    config = config_of(model_path, data_path, tmp_path, ["train.mesh.shard=2"])
     train(config, progress=False)
     assert furthest(weights_of(config.run_dir), weights_of(whole_run)) < 1e-5
 

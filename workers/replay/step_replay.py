@@ -31,6 +31,7 @@ from rlsys.loop.checkpoint import ACTOR, CRITIC, GROUPS, FailedStep
 from rlsys.replay.replay_results import Comparison, NonFinite, ReplayedSample, ReplayedStep, RetrainedSteps, compared
 from rlsys.replay.rollout_log import GroupRecord, RolloutRecord, read_groups
 from rlsys.replay.run_history import RecordedSteps
+from rlsys.stabilizer import alone
 from rlsys.types import POLICY
 from workers.train.fsdp import FsdpBackend
 from workers.train.logprobs import trained_logprobs
@@ -40,7 +41,7 @@ from workers.train.optimizer import (
     critic_optimizer_settings,
     local_gradients,
     optimizer_settings,
-    squared_norm,
+    squared_norms,
     trained_parameters,
 )
 from workers.train.rank_group import RankGroup, in_processes
@@ -83,12 +84,13 @@ def retrain(config: Config, shape: BatchShape, recording: RecordedSteps, stop: S
     `TrainingError` if a step produces numbers that are not finite.
     """
     wanted = models_on_gpu(config)
-    on_gpu = wanted if torch.cuda.device_count() >= shape.num_ranks else frozenset[str]()
+    num_ranks = config.train.mesh.num_ranks
+    on_gpu = wanted if torch.cuda.device_count() >= num_ranks else frozenset[str]()
     job = RetrainJob(config, shape, recording, on_gpu)
-    if shape.num_ranks == 1:
+    if num_ranks == 1:
         hashes, metrics = _train(job, RankGroup(), stop)
     else:
-        hashes, metrics = in_processes(shape.num_ranks, partial(_train_rank, job), "training again")
+        hashes, metrics = in_processes(num_ranks, partial(_train_rank, job), "training again")
     told, moved = recording.history, wanted - on_gpu
     versions = range(recording.start, recording.step + 1)
     return RetrainedSteps(
@@ -116,7 +118,8 @@ def models_on_gpu(config: Config) -> frozenset[str]:
 
 
 def _train_rank(job: RetrainJob, rank: int, address: str) -> tuple[list[str], dict[str, float]]:
-    ranks = RankGroup(rank, job.shape.num_ranks, address=address)
+    mesh = job.config.train.mesh
+    ranks = RankGroup(rank, mesh.num_ranks, address=address).arranged(mesh)
     try:
         return _train(job, ranks)
     finally:
@@ -136,7 +139,7 @@ def _train(job: RetrainJob, ranks: RankGroup, stop: Stop | None = None) -> tuple
             stop(step, plan, groups, models.policy)
         columns = [{Signal(name): rows for name, rows in group.columns.items()} for group in groups]
         data = StepData([group.episodes for group in groups], columns)
-        metrics = models.train(plan[ranks.rank], data)
+        metrics = models.train(plan[ranks.batch], data)
         hashes.append(models.hash())
     return hashes, metrics
 
@@ -371,7 +374,7 @@ def _replayed(
     of_sample = [
         *((f"gradient of {name}", gradient) for name, gradient in gradients.items()),
         ("loss of the sample", loss),
-        ("squared norm of its gradient in fp32", squared_norm(gradients)),  # computed as in training
+        ("squared norm of its gradient in fp32", alone(squared_norms(gradients))),  # computed as in training
     ]
 
     def spell(token: int) -> str:

@@ -83,7 +83,7 @@ class FsdpBackend(Sharded):
         adapter = Adapter(lora, model_path) if lora else None
 
         def lay_out(model: PreTrainedModel) -> None:
-            self._scorer = PolicyScorer(model)
+            self._scorer = PolicyScorer(model, layout.context)
             with adapter.taken_out(model) if adapter else nullcontext():
                 layout.apply(self._scorer)
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from rlsys.batch.samples import Sample
 from rlsys.batch.tensors import MicroBatch, packed
+from workers.train.context import ContextGroup
 from workers.train.row_attention import AttentionRow, use_row_attention
 
 MAX_LOGITS = 2**25
@@ -27,24 +28,37 @@ MAX_LOGITS = 2**25
 class Scorer(nn.Module):
     """`trained_logprobs` as one module, so that FSDP sees the two passes over the layers as one forward of its root."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, context: ContextGroup | None = None) -> None:
+        """`context` are the ranks that hold parts of each row, if any."""
         super().__init__()
         self.model = model
+        self._context = context
 
     def forward(self, micro_batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        return trained_logprobs(self.model, micro_batch, temperature)
+        return trained_logprobs(self.model, micro_batch, temperature, context=self._context)
 
 
 def trained_logprobs(
-    model: PreTrainedModel, micro_batch: MicroBatch, temperature: float, *, max_logits: int = MAX_LOGITS
+    model: PreTrainedModel,
+    micro_batch: MicroBatch,
+    temperature: float,
+    *,
+    max_logits: int = MAX_LOGITS,
+    context: ContextGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`(logprobs_N, entropy_N)` of the trained tokens at a sampling temperature, in nats and fp32; entropy is detached.
 
-    At most `max_logits` logits are alive at once, or those of one token.
+    At most `max_logits` logits are alive at once, or those of one token. All ranks of `context` call it and get the
+    whole result.
     """
-    head = cast("nn.Linear", model.get_output_embeddings())
-    hidden_NH = hidden_states(model, micro_batch)
-    return token_logprobs(head, hidden_NH, micro_batch.targets_N, temperature, max_logits=max_logits)
+    head, mb = cast("nn.Linear", model.get_output_embeddings()), micro_batch
+    if context is None:
+        return token_logprobs(head, hidden_states(model, mb), mb.targets_N, temperature, max_logits=max_logits)
+    mb = context.padded(mb)
+    targets_M = mb.targets_N[context.own_tokens(mb)]
+    hidden_MH = hidden_states(model, mb, context)
+    found = token_logprobs(head, hidden_MH, targets_M, temperature, max_logits=max_logits)
+    return context.joined(found[0], mb), context.joined(found[1], mb)
 
 
 def token_logprobs(
@@ -81,10 +95,16 @@ def score(
     return rows
 
 
-def hidden_states(model: PreTrainedModel, mb: MicroBatch) -> Tensor:
-    """The last hidden state *before* each trained token, `(N, H)`, from which its logits are computed."""
-    row = AttentionRow.of(mb.until_R, mb.positions_R)
-    return row_states(model, mb.tokens_R, mb.positions_R, row).index_select(0, mb.before_N)
+def hidden_states(model: PreTrainedModel, mb: MicroBatch, context: ContextGroup | None = None) -> Tensor:
+    """The last hidden state *before* each trained token, `(N, H)`, from which its logits are computed.
+
+    With `context`, only those of this rank, and `mb` is padded for it.
+    """
+    row, before_N = AttentionRow.of(mb.until_R, mb.positions_R, context), mb.before_N
+    if context is None:
+        return row_states(model, mb.tokens_R, mb.positions_R, row).index_select(0, before_N)
+    states_PH = row_states(model, context.own(mb.tokens_R), context.own(mb.positions_R), row)
+    return states_PH.index_select(0, before_N[context.own_tokens(mb)] % len(states_PH))
 
 
 def row_states(model: PreTrainedModel, tokens_R: Tensor, positions_R: Tensor, row: AttentionRow) -> Tensor:

@@ -19,12 +19,14 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlsys.config.memory_plan import ForwardBytes, LinearBytes, ModelSizes, StepBytes
+from rlsys.config.mesh_section import MeshSection
 from rlsys.errors import ModelError
 from workers.train.activations import checkpoint_layers, decoder_layers
 from workers.train.logprobs import MAX_LOGITS, row_states, token_logprobs
 from workers.train.lora import adapter_of, add_adapter
 from workers.train.model_loading import check_exists, outline
 from workers.train.row_attention import AttentionBlock, AttentionRow
+from workers.train.split_layers import check_splits, experts_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -44,6 +46,7 @@ class OneRun(AttentionRow):
 
     def __init__(self, num_positions: int) -> None:
         whole = slice(0, num_positions)
+        self.context = None
         self._one = [AttentionBlock(whole, whole, is_causal=True)]
 
     def blocks(self, window: int | None) -> list[AttentionBlock]:
@@ -99,14 +102,22 @@ def _grouped_product(left: Tensor, right: Tensor, *arguments: object, **options:
 class CountedModel:
     """Model of a folder or hub name that is counted."""
 
-    def __init__(self, path: str, key: str = "model.path") -> None:
-        """Read the model's configuration, and nothing else. Raises `ModelError`, which calls the path `key`."""
+    def __init__(self, path: str, key: str = "model.path", mesh: MeshSection | None = None) -> None:
+        """Read the model's configuration, and nothing else. Raises `ModelError`, which calls the path `key`.
+
+        With `mesh`, only the part of one of the ranks of `tensor` is counted. The experts that more ranks split than
+        `tensor` are counted as if no others did: a rank then gathers less than planned.
+        """
         check_exists(path, key)
         try:
             self._config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
             whole = self._model("float32")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{key} {path!r} has no config.json of a causal language model: {error}") from error
+        if mesh is not None:
+            check_splits(whole, mesh)
+            _split(self._config, mesh.tensor, has_experts=bool(experts_of(whole)))
+            whole = self._model("float32")
         self._num_layers = self._config.get_text_config().num_hidden_layers
         self.sizes = _sizes(whole)
 
@@ -142,6 +153,19 @@ class CountedModel:
         with META:
             model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
         return model.eval()
+
+
+def _split(config: PreTrainedConfig, tensor: int, *, has_experts: bool) -> None:
+    """Change a configuration to that of the layers which a rank of `tensor` computes."""
+    text = config.get_text_config()
+    text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    text.num_key_value_heads = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) // tensor
+    text.num_attention_heads //= tensor
+    if has_experts:
+        text.num_experts //= tensor
+        text.num_experts_per_tok = min(text.num_experts_per_tok, text.num_experts)
+    else:
+        text.intermediate_size //= tensor
 
 
 def memory_of_gpu() -> int | None:

@@ -73,10 +73,14 @@ def adamw(module: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
     """AdamW over the trained parameters of a module, with allocated state: a fresh optimizer can be saved and loaded
     into."""
     import torch
+    from torch.distributed.tensor import DTensor
 
     parameters = trained_parameters(module).values()
+    alike: dict[object, list[nn.Parameter]] = {}
+    for parameter in parameters:  # one fused update takes weights of one mesh
+        alike.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
     optimizer = torch.optim.AdamW(
-        parameters,
+        [{"params": group} for group in alike.values()],
         lr=settings.lr,
         betas=settings.betas,
         eps=settings.eps,
@@ -104,9 +108,9 @@ def local_gradients(module: nn.Module) -> Gradients:
     return {name: local(p.grad) for name, p in module.named_parameters() if p.grad is not None}
 
 
-def squared_norm(gradients: Gradients) -> Tensor:
-    """Squared norm of this rank's shards, fp64 scalar. The sum over ranks is that of the whole gradient."""
-    return inner_product((gradient, gradient) for gradient in gradients.values())
+def squared_norms(gradients: Gradients) -> dict[str, Tensor]:
+    """Squared norm of each of this rank's shards, fp64 scalars. Their `AllReduce` is that of the whole gradient."""
+    return {name: inner_product(gradient, gradient) for name, gradient in gradients.items()}
 
 
 def clip(gradients: Gradients, norm: float, max_norm: float) -> None:
@@ -125,7 +129,7 @@ class AdamUpdates:
     computed one piece at a time, so that no copy of the model is needed."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW) -> None:
-        (self._rule,) = optimizer.param_groups
+        self._rule = optimizer.param_groups[0]
         self._with_gradient = {name: p for name, p in parameters.items() if p.grad is not None}
         self._state = optimizer.state
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, wait
+from copy import copy
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from rlsys.config.mesh_section import MeshSection
 from rlsys.errors import RlsysError, WorkerDied
 
 
@@ -32,6 +34,7 @@ class RankGroup:
         A collective with a dead peer raises after `timeout_s`.
         """
         self.rank, self.num_ranks = rank, num_ranks
+        self.mesh = MeshSection(shard=num_ranks)
         self.aside: dist.ProcessGroup | None = None
         """The same ranks over CPU, for a thread that communicates while the ranks compute; None for one rank."""
         if num_ranks > 1:
@@ -47,13 +50,37 @@ class RankGroup:
             )
             self.aside = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
 
-    def mesh(self, device: torch.device) -> DeviceMesh:
-        """One-dimensional mesh of the ranks, for sharding."""
+    def arranged(self, mesh: MeshSection) -> RankGroup:
+        """Return the same ranks in another mesh of as many; by default all are on `shard`."""
+        assert mesh.num_ranks == self.num_ranks, f"{mesh} needs {mesh.num_ranks} ranks, not {self.num_ranks}"
+        arranged = copy(self)
+        arranged.mesh = mesh
+        return arranged
+
+    @property
+    def batch(self) -> int:
+        """Number of this rank's batches in the plan of a step; peers have the same."""
+        return self.rank // self.mesh.num_peers
+
+    @property
+    def is_first_peer(self) -> bool:
+        """True for one of the ranks that train the same batches."""
+        return self.rank % self.mesh.num_peers == 0
+
+    def device_mesh(self, device: torch.device, **sizes: int) -> DeviceMesh:
+        """Return the ranks as a mesh with these dimensions, outermost first. Collective."""
         if not dist.is_initialized():
             dist.init_process_group(_backend(), store=HashStore(), rank=0, world_size=1)
-        return init_device_mesh(device.type, (self.num_ranks,))
+        return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     def sum(self, tensor: Tensor) -> Tensor:
+        """Sum over the batches of all ranks, in place. Peers have equal figures, of which one counts."""
+        if self.num_ranks > 1 and not self.is_first_peer:
+            tensor.zero_()
+        return self.sum_over_ranks(tensor)
+
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        """Sum over all ranks, in place."""
         if self.num_ranks > 1:
             dist.all_reduce(tensor)
         return tensor
@@ -64,9 +91,11 @@ class RankGroup:
         return tensor
 
     def gather(self, values_N: Tensor) -> Tensor:
-        """Concatenate the entries of all ranks, in rank order; ranks may have different numbers of entries."""
+        """Concatenate the entries of all batches, in rank order; ranks may have different numbers of entries."""
         if self.num_ranks == 1:
             return values_N
+        if not self.is_first_peer:
+            values_N = values_N[:0]
         lengths = [torch.zeros(1, dtype=torch.int64, device=values_N.device) for _ in range(self.num_ranks)]
         dist.all_gather(lengths, torch.tensor([len(values_N)], device=values_N.device))
         sizes = [int(length) for length in lengths]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from rlsys.algorithm import Algorithm, Signal, TrajectoryAdvantage
 from rlsys.batch.packing import RankPlan
 from rlsys.config.lora_section import LoraSection
+from rlsys.config.mesh_section import MeshSection
 from rlsys.config.schema import ActivationCheckpointing, GatherWeights
 from rlsys.contracts import Published, TrainStats
 from rlsys.errors import CheckpointError, PayloadLost
@@ -82,7 +83,7 @@ class RankSpec:
 
     model_path: str
     dtype: Literal["float32", "bfloat16"]
-    num_ranks: int
+    mesh: MeshSection
     optimizer: OptimizerSettings
     activation_checkpointing: ActivationCheckpointing
     gather_weights: GatherWeights
@@ -171,7 +172,7 @@ class ActorSpec(RankSpec):
 
 
 class ActorRank(Rank):
-    """Rank `rank` of `spec.num_ranks`, each in its own process."""
+    """Rank `rank` of `spec.mesh`, each in its own process."""
 
     def __init__(self, rank: int, spec: ActorSpec, publisher: ObjectStorePublisher, address: str) -> None:
         """Join the other ranks at `address` and load the model. Raises `ModelError`."""
@@ -180,7 +181,7 @@ class ActorRank(Rank):
 
         self._rank, self._spec, self._publisher = rank, spec, publisher
         device = spec.resources.claim()
-        ranks = RankGroup(rank, spec.num_ranks, address=address)
+        ranks = RankGroup(rank, spec.mesh.num_ranks, address=address).arranged(spec.mesh)
         self._backend = self._policy = FsdpBackend(
             spec.model_path, spec.optimizer, ranks, dtype=spec.dtype, device=device, probe_length=spec.probe_length,
             activation_checkpointing=spec.activation_checkpointing, gather_weights=spec.gather_weights, lora=spec.lora,
@@ -287,7 +288,7 @@ class ActorRank(Rank):
 
 
 class CriticRank(Rank):
-    """Rank `rank` of `spec.num_ranks`, each in its own process."""
+    """Rank `rank` of `spec.mesh`, each in its own process."""
 
     def __init__(self, rank: int, spec: RankSpec, policy_path: str, address: str) -> None:
         """Join the other ranks at `address` and load the model; the policy's model defines the token ids.
@@ -301,7 +302,7 @@ class CriticRank(Rank):
         if spec.model_path != policy_path:
             check_vocabulary(spec.model_path, policy_path)
         device = spec.resources.claim()
-        ranks = RankGroup(rank, spec.num_ranks, address=address)
+        ranks = RankGroup(rank, spec.mesh.num_ranks, address=address).arranged(spec.mesh)
         self._backend = self._critic = CriticBackend(
             spec.model_path, spec.optimizer, ranks, dtype=spec.dtype, device=device,
             activation_checkpointing=spec.activation_checkpointing, gather_weights=spec.gather_weights, lora=spec.lora,

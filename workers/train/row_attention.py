@@ -26,6 +26,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rlsys.errors import ModelError
+from workers.train.context import ContextGroup
 
 ROW_ATTENTION = "rlsys_row"
 """Name of this attention in the configuration of a model."""
@@ -87,15 +88,17 @@ class AttentionBlock:
 class AttentionRow:
     """Rule of a row, and the blocks that it consists of."""
 
-    def __init__(self, until_R: Tensor, positions_R: Tensor) -> None:
+    def __init__(self, until_R: Tensor, positions_R: Tensor, context: ContextGroup | None = None) -> None:
         self._until_R, self._positions_R = until_R, positions_R
+        self.context: ContextGroup | None = context
+        """Ranks that hold parts of the row; None if this rank holds all of it."""
         self._blocks: dict[int | None, list[AttentionBlock]] = {}
         self._masks: dict[int | None, BlockMask] = {}
 
     @classmethod
-    def of(cls, until_R: Tensor, positions_R: Tensor) -> AttentionRow:
-        """Build the rule from `MicroBatch.until_R` and `MicroBatch.positions_R`."""
-        return cls(until_R, positions_R)
+    def of(cls, until_R: Tensor, positions_R: Tensor, context: ContextGroup | None = None) -> AttentionRow:
+        """Build the rule from `MicroBatch.until_R` and `MicroBatch.positions_R`, of a whole row in any case."""
+        return cls(until_R, positions_R, context)
 
     def blocks(self, window: int | None) -> list[AttentionBlock]:
         """Return the blocks; with a `window`, tokens attend only to that many of their newest ones, themselves
@@ -308,12 +311,21 @@ def row_attention(
         raise ModelError(
             f"{type(module).__name__} asks for attention with {', '.join(unknown)}, which is not supported"
         )
-    if query.device.type == "cuda":
-        mask = row.mask(sliding_window)
-        found = _compiled_flex()(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
-        return found.transpose(1, 2), None
-    heads = (x[0].transpose(0, 1) for x in (query, key, value))
-    return cast("Tensor", _JoinedBlocks.apply(*heads, row.blocks(sliding_window), scaling))[None], None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if row.context is None:
+        return _attention(q, k, v, row, sliding_window, scaling)[None], None
+    q, k, v = map(row.context.to_heads, (q, k, v))
+    found_RGD = _attention(q, k, v, row, sliding_window, scaling)
+    return row.context.to_positions(found_RGD)[None], None
+
+
+def _attention(
+    query_RHD: Tensor, key_RKD: Tensor, value_RKD: Tensor, row: AttentionRow, window: int | None, scale: float
+) -> Tensor:
+    if query_RHD.device.type != "cuda":
+        return cast("Tensor", _JoinedBlocks.apply(query_RHD, key_RKD, value_RKD, row.blocks(window), scale))
+    heads = (x.transpose(0, 1)[None] for x in (query_RHD, key_RKD, value_RKD))
+    return _compiled_flex()(*heads, block_mask=row.mask(window), scale=scale, enable_gqa=True)[0].transpose(0, 1)
 
 
 def use_row_attention(model: PreTrainedModel) -> None:

@@ -24,7 +24,7 @@ from workers.train.optimizer import (
     learning_rate,
     local,
     local_gradients,
-    squared_norm,
+    squared_norms,
     trained_parameters,
 )
 from workers.train.state_files import StateWriter, Writing, load_state, saved_shapes
@@ -57,6 +57,8 @@ class Sharded:
         self._ranks, self._device, self.dtype = layout.ranks, layout.device, layout.dtype
         self._optimizer = adamw(module, settings)
         self._step = torch.zeros((), dtype=torch.int64)
+        self._counted = {name for name, parameter in self.parameters().items() if layout.counts(parameter)}
+        """Parameters of which this rank's part counts in sums over ranks."""
         self._state_writer = StateWriter(self._ranks, self._device)
 
     @property
@@ -116,12 +118,12 @@ class Sharded:
         gradient's norm is not finite. A stabilizer never gets such a gradient.
         """
         self._state_writer.wait_copied()
-        gradients, all_reduce = local_gradients(self._module), self._ranks.sum
-        total, squares = all_reduce(torch.stack([loss.double(), squared_norm(gradients)])).tolist()
+        gradients, all_reduce = local_gradients(self._module), self._sum
+        total, squares = self._ranks.sum(loss.double()).item(), all_reduce(squared_norms(gradients)).item()
         _check_finite({"loss": total, "grad_norm": squares}, what, index)
         steered = stabilizer.steer(gradients, squares, all_reduce) if stabilizer else GradientDecision()
         if steered.is_edited:
-            squares = all_reduce(squared_norm(gradients)).item()
+            squares = all_reduce(squared_norms(gradients)).item()
             _check_finite({f"grad_norm after {type(stabilizer).__name__}": squares}, what, index)
         norm = math.sqrt(squares)
         figures = {"loss": total, "grad_norm": norm, **steered.metrics}
@@ -134,6 +136,12 @@ class Sharded:
             figures |= stabilizer.correct(AdamUpdates(self.parameters(), self._optimizer), all_reduce)
         self._optimizer.step()
         return figures
+
+    def _sum(self, figures: Mapping[str, Tensor]) -> Tensor:
+        """Sum figures of this rank's shards over parameters and ranks: an `AllReduce`."""
+        own = [figure if name in self._counted else torch.zeros_like(figure) for name, figure in figures.items()]
+        total = torch.stack(own).double().sum(0) if own else torch.zeros((), dtype=torch.float64, device=self._device)
+        return self._ranks.sum_over_ranks(total)
 
     def reshard(self) -> None:
         """Drop gathered weights, which a forward keeps for its backward: else parameters are not the optimizer's."""

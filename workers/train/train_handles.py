@@ -77,13 +77,20 @@ class RanksHandle(Generic[R]):
     """All ranks of the actor, or of the critic."""
 
     def __init__(
-        self, start: Callable[[int], Sequence[Remote[R]]], silence_s: float, *, has_pairs: bool = False
+        self,
+        start: Callable[[int], Sequence[Remote[R]]],
+        silence_s: float,
+        num_peers: int = 1,
+        *,
+        has_pairs: bool = False,
     ) -> None:
         """`start(n)` gives processes to all ranks, after `n` others of each.
 
-        A rank without a heartbeat for `silence_s` has failed. `has_pairs`: the ranks make mismatched pairs themselves.
+        A rank without a heartbeat for `silence_s` has failed. So many neighbours, `num_peers`, train the same batches.
+        `has_pairs`: the ranks make mismatched pairs themselves.
         """
         self._start, self._silence_s, self._has_pairs = start, silence_s, has_pairs
+        self._num_peers = num_peers
         self._num_before, self._ranks = 0, start(0)
         self.on_unplaced: Callable[[WorkerError], None] = lambda lack: None
         """Called again and again while a rank waits for a place that the cluster does not have."""
@@ -114,15 +121,15 @@ class RanksHandle(Generic[R]):
         """Fetch the data before the step, so that no rank waits in a collective for a rank whose data is lost."""
         signals, has_pairs = groups[0].columns, self._has_pairs
         parcels = [StepParcel.of(groups, [of_rank], signals, has_pairs=has_pairs) for of_rank in plan]
-        lost = await asyncio.gather(*(r.call(Rank.fetch, p) for r, p in zip(self._ranks, parcels, strict=True)))
+        lost = await asyncio.gather(*(r.call(Rank.fetch, parcels[batch]) for batch, r in self._by_batch()))
         if group_ids := sorted({group_id for of_rank in lost for group_id in of_rank}):
             raise PayloadLost(tuple(group_ids))
 
     async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
         signals = sorted(columns)
         steps = [
-            rank.call(Rank.train_step, of_rank, signals, *(cast("Any", columns[signal][r]) for signal in signals))
-            for r, (rank, of_rank) in enumerate(zip(self._ranks, plan, strict=True))
+            rank.call(Rank.train_step, plan[batch], signals, *(cast("Any", columns[name][batch]) for name in signals))
+            for batch, rank in self._by_batch()
         ]
         stats = await asyncio.gather(*steps)
         return TrainStats(stats[0].metrics, max(s.train_s for s in stats))
@@ -134,6 +141,16 @@ class RanksHandle(Generic[R]):
     async def _written(self) -> None:
         await asyncio.gather(*(rank.beside(Rank.finish_save) for rank in self._ranks))
 
+    def _by_batch(self) -> list[tuple[int, Remote[R]]]:
+        """Return every rank with the number of its batches in the plan of a step."""
+        return [(place // self._num_peers, rank) for place, rank in enumerate(self._ranks)]
+
+    async def _column(self, method: Callable[..., Any], plan: BatchPlan, *args: object) -> list[Ref]:
+        """Compute a column of the fetched data; peers take part, and have the same."""
+        calls = (rank.split(method, 1, plan[batch], *args) for batch, rank in self._by_batch())
+        told = await asyncio.gather(*calls)
+        return [column for _, (column,) in told[:: self._num_peers]]
+
     async def _all(self, method: Callable[Concatenate[R, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
         """Call a method on every rank. If one rank fails, the call fails at once with that rank's error."""
         return await asyncio.gather(*(rank.call(method, *args, **kwargs) for rank in self._ranks))
@@ -144,9 +161,7 @@ class ActorHandle(RanksHandle[ActorRank]):
 
     async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
         """Compute a column of the fetched data under the frozen base of the adapter."""
-        plans = zip(self._ranks, plan, strict=True)
-        told = await asyncio.gather(*(rank.split(ActorRank.reference, 1, of_rank, signal) for rank, of_rank in plans))
-        return [column for _, (column,) in told]
+        return await self._column(ActorRank.reference, plan, signal)
 
     async def publish(self, version: PolicyVersion) -> Published:
         receipt, *_ = await self._all(ActorRank.publish, version)
@@ -166,7 +181,8 @@ class ActorHandle(RanksHandle[ActorRank]):
         self, path: Path, step: int, tasks: Sequence[Task], groups: Sequence[Group], assigned: Assigned
     ) -> None:
         signals = tuple(sorted(map(str, groups[0].columns)))  # JSON accepts no `Signal` as a key
-        told = await asyncio.gather(*(rank.split(ActorRank.columns, 1) for rank in self._ranks))
+        firsts = self._ranks[:: self._num_peers]
+        told = await asyncio.gather(*(rank.split(ActorRank.columns, 1) for rank in firsts))
         columns: Sequence[Any] = [column for _, (column,) in told]
         payloads = [(g.group_id, g.payload) for g in groups]
         parcel = Parcel.of(payloads + [(g.group_id, g.columns[signal]) for signal in signals for g in groups])
@@ -189,9 +205,7 @@ class CriticHandle(RanksHandle[CriticRank]):
 
     async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
         """Compute `Signal.VALUES` of the fetched data."""
-        plans = zip(self._ranks, plan, strict=True)
-        told = await asyncio.gather(*(rank.split(CriticRank.values, 1, of_rank) for rank, of_rank in plans))
-        return [column for _, (column,) in told]
+        return await self._column(CriticRank.values, plan)
 
 
 def _payloads(groups: Sequence[Group]) -> Parcel:

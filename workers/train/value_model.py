@@ -19,6 +19,7 @@ from rlsys.config.lora_section import LoraSection
 from rlsys.config.schema import ActivationCheckpointing, GatherWeights
 from rlsys.errors import ModelError
 from workers.train.adapter_files import Adapter, facts_of
+from workers.train.context import ContextGroup
 from workers.train.layout import RankLayout
 from workers.train.logprobs import hidden_states
 from workers.train.model_loading import CPU, load_base_model, load_tokenizer
@@ -38,16 +39,22 @@ class ValueModel(nn.Module):
     It is one module, so that FSDP sees the two passes over the layers as one forward of its root.
     """
 
-    def __init__(self, base: PreTrainedModel) -> None:
+    def __init__(self, base: PreTrainedModel, context: ContextGroup | None = None) -> None:
+        """`context` are the ranks that hold parts of each row, if any."""
         super().__init__()
         self.base = base
+        self._context = context
         self.head = nn.Linear(base.config.get_text_config().hidden_size, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """`values_N` of the states before the trained tokens, in fp32."""
-        return self.head(hidden_states(self.base, micro_batch).float()).sum(-1)  # sums one element; FSDP allows no view
+        context, mb = self._context, micro_batch
+        if context is not None:
+            mb = context.padded(mb)
+        own_M = self.head(hidden_states(self.base, mb, context).float()).sum(-1)  # of one element; FSDP allows no view
+        return own_M if context is None else context.joined(own_M, mb)
 
 
 def load_value_model(path: str, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> ValueModel:
@@ -92,7 +99,7 @@ class CriticBackend(Sharded):
         adapter = Adapter(lora, model_path) if lora else None
 
         def lay_out(base: PreTrainedModel) -> None:
-            self._model = ValueModel(base)
+            self._model = ValueModel(base, layout.context)
             with adapter.taken_out(base) if adapter else nullcontext():
                 layout.apply(self._model, in_float32=[self._model.head])
 

@@ -17,14 +17,10 @@ from torch import Tensor
 from algorithms.gac import GAC, MAX_STEPS, Alignment, Regime
 from rlsys.config.plugins import adapter
 from rlsys.monitoring.metric_catalog import undocumented
-from rlsys.stabilizer import CHUNK, GradientDecision
+from rlsys.stabilizer import CHUNK, GradientDecision, alone
 
 ON = GAC(enabled=True, c_low=0.05, c_high=0.7, update_every=1)
 SKIPPING = GAC(enabled=True, c_low=0.05, c_high=0.3, update_every=1)
-
-
-def alone(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def started(config: GAC, like: Mapping[str, Tensor]) -> Alignment:

@@ -545,7 +545,8 @@ def test_more_updates_than_groups_are_refused(tmp_path: Path):
     ],
 )
 def test_only_workers_for_the_requested_signals_start(tmp_path: Path, asks: str, roles: object):
-    path = write(tmp_path, MINIMAL + f"train: {{ranks: 3}}\nalgorithm: {{type: '{__name__}:Curious', asks: {asks}}}\n")
+    algorithm = f"{{type: '{__name__}:Curious', asks: {asks}}}"
+    path = write(tmp_path, MINIMAL + f"train: {{mesh: {{shard: 3}}}}\nalgorithm: {algorithm}\n")
     assert "reference" not in {role.name for role in plan_of(Config.load(path, ["train.lora.rank=4"])).roles}
     plan = plan_of(Config.load(path, ["critic.num_cpus=2"]))
     assert {role.name: role.count for role in plan.roles} == roles

@@ -46,20 +46,20 @@ def test_every_worker_of_the_configuration_has_a_row():
 
 
 def test_full_training_of_72_billion_on_8_gpus_is_refused():
-    text = refusal(plan("rollout.num_gpus=0", "train.ranks=8", model="qwen2.5-72b"))
+    text = refusal(plan("rollout.num_gpus=0", "train.mesh.shard=8", model="qwen2.5-72b"))
     first, problem, *others = text.splitlines()
     assert first == "this does not fit on 8 x 80.0 GB:"
     assert re.match(r"  actor rank: \d{3}\.\d GB of 72\.0 GB; ", problem)
     assert others[0] == "what fits:"
-    assert re.match(r"  on (32|64) GPUs: .*train\.ranks=(32|64)$", others[1])
+    assert re.match(r"  on (32|64) GPUs: .*train\.mesh\.shard=(32|64)$", others[1])
 
 
 @pytest.mark.parametrize(
     ("overrides", "advice"),
     [
-        (["train.ranks=4"], "train.activation_checkpointing=selective"),
+        (["train.mesh.shard=4"], "train.activation_checkpointing=selective"),
         (["rollout.replicas=6"], "train.activation_checkpointing=selective rollout.replicas=3"),
-        (["model.dtype=float32", "train.ranks=4", "data.max_prompt_tokens=8192"], None),
+        (["model.dtype=float32", "train.mesh.shard=4", "data.max_prompt_tokens=8192"], None),
     ],
 )
 def test_the_advice_fits_when_it_is_taken(overrides: list[str], advice: str | None):

@@ -327,7 +327,7 @@ def test_it_stops_right_before_the_step_with_what_it_trains(plain: Run) -> None:
 
 
 def test_the_debugger_requires_one_rank_and_a_step(plain: Run) -> None:
-    plain.edit(CONFIG, "ranks: 1", "ranks: 2")
+    plain.edit(CONFIG, "shard: 1", "shard: 2")
     with pytest.raises(ConfigError, match=r"was trained on 2 ranks, and a debugger sees one process"):
         launch.replay_step(plain.folder, 1, debug=True)
     done = CliRunner().invoke(app, ["replay", str(plain.folder), "--debug"])

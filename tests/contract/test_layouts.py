@@ -1,0 +1,268 @@
+"""Layouts of ranks (`train.mesh`): every one trains as a single rank does, and loads what any other has saved."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from algorithms.gac import GAC
+from algorithms.grpo import GRPO
+from algorithms.kto import KTO
+from algorithms.ppo import PPO
+from rlsys.algorithm import Algorithm, Signal
+from rlsys.batch.packing import plan_batch
+from rlsys.batch.samples import Sample, samples_in
+from rlsys.batch.tensors import StepData
+from rlsys.config.mesh_section import MeshSection
+from rlsys.config.schema import ActivationCheckpointing, GatherWeights
+from rlsys.errors import ModelError
+from tests.families import FAMILIES, tiny
+from tests.models import save_model
+from tests.training import (
+    SETTINGS,
+    JoinedRanks,
+    Surrogate,
+    data_of,
+    differing,
+    everything_in,
+    group_of,
+    planned,
+    random_team,
+)
+from workers.train.fsdp import FsdpBackend
+from workers.train.rank_group import RankGroup
+from workers.train.split_layers import check_splits
+
+Outcome = tuple[dict[str, Tensor], list[dict[str, float]]]
+ONE = MeshSection()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    model_path: str
+    mesh: MeshSection = ONE
+    num_steps: int = 3
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    checkpointing: ActivationCheckpointing = "none"
+    gather: GatherWeights = "micro_batch"
+    load: Path | None = None
+    save: Path | None = None
+
+
+def do(job: Job, ranks: RankGroup) -> Outcome:
+    arranged = ranks.arranged(job.mesh)
+    backend = FsdpBackend(
+        job.model_path, SETTINGS, arranged, dtype=job.dtype, probe_length=8,
+        activation_checkpointing=job.checkpointing, gather_weights=job.gather,
+    )  # fmt: skip
+    stabilizer = GAC(c_low=0.01, c_high=1.0).start(backend.shards())
+    if job.load:
+        backend.load(job.load, stabilizer)
+    metrics = []
+    algorithm = Surrogate()
+    for _ in range(job.num_steps):
+        plan, payloads = planned(backend.step, job.mesh.num_batches, algorithm, 2)
+        metrics.append(
+            backend.train_step(
+                plan[arranged.batch], data_of(payloads), algorithm, temperature=0.9, stabilizer=stabilizer
+            )
+        )
+    if job.save:
+        backend.save(job.save, stabilizer).wait()
+    return backend.full_weights(torch.float32), metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomStep:
+    """Steps of an algorithm on random trees of samples, with columns of random numbers."""
+
+    model_path: str
+    algorithm: Algorithm
+    seed: int
+    max_tokens: int = 1
+    mesh: MeshSection = ONE
+    checkpointing: ActivationCheckpointing = "none"
+    gather: GatherWeights = "micro_batch"
+
+
+def take(job: RandomStep, ranks: RankGroup) -> Outcome:
+    ranks, algorithm = ranks.arranged(job.mesh), job.algorithm
+    backend = FsdpBackend(
+        job.model_path, SETTINGS, ranks, activation_checkpointing=job.checkpointing, gather_weights=job.gather
+    )
+    metrics = []
+    for step in range(3):
+        rng = random.Random(f"{job.seed} {step}")
+        payloads = [random_team(rng, 4) for _ in range(4)]
+        groups = [group_of(i, payload) for i, payload in enumerate(payloads)]
+        plan = plan_batch(
+            groups,
+            algorithm.finalize_advantages(groups, {}).groups,
+            algorithm.aggregation.with_budget(7),
+            num_ranks=job.mesh.num_batches,
+            max_tokens=job.max_tokens,
+            num_updates=2,
+            has_pairs=True,
+        )
+        given = sorted(algorithm.signals - {Signal.POLICY_MISMATCHED})
+        columns = [{signal: [_row(rng, sample) for _, sample in samples_in(p)] for signal in given} for p in payloads]
+        data = StepData(payloads, columns)
+        metrics.append(backend.train_step(plan[ranks.batch], data, algorithm, temperature=0.9))
+    return backend.full_weights(torch.float32), metrics
+
+
+def _row(rng: random.Random, sample: Sample) -> tuple[float, ...]:
+    return tuple(logprob + rng.gauss(0, 0.3) for logprob in sample.logprobs)
+
+
+def assert_alike(actual: Outcome, expected: Outcome) -> None:
+    """To rounding."""
+    assert actual[0].keys() == expected[0].keys()
+    for name, weight in expected[0].items():
+        torch.testing.assert_close(
+            actual[0][name], weight, rtol=1e-4, atol=5e-3 * SETTINGS.lr, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    for a, b in zip(actual[1], expected[1], strict=True):
+        exact = [{name: value for name, value in of.items() if "ratio_p" not in name} for of in (a, b)]
+        assert exact[0] == pytest.approx(exact[1], rel=2e-4, abs=1e-5)
+
+
+TWO = [MeshSection(shard=2), MeshSection(replicate=2), MeshSection(tensor=2), MeshSection(context=2)]
+FOUR = [
+    MeshSection(replicate=2, shard=2),
+    MeshSection(shard=2, tensor=2),
+    MeshSection(shard=2, context=2),
+    MeshSection(context=2, tensor=2),
+    MeshSection(replicate=2, tensor=2),
+    MeshSection(replicate=2, context=2),
+]
+
+
+@pytest.fixture(scope="module")
+def one(model_path: str) -> Outcome:
+    """One rank."""
+    return do(Job(model_path=model_path), RankGroup())
+
+
+@pytest.mark.parametrize("mesh", [*TWO, *FOUR], ids=str)
+def test_a_layout_arrives_at_the_weights_of_one_rank(
+    mesh: MeshSection, model_path: str, one: Outcome, two_ranks: JoinedRanks, four_ranks: JoinedRanks
+) -> None:
+    told = (two_ranks if mesh.num_ranks == 2 else four_ranks)(do, Job(model_path=model_path, mesh=mesh))
+    assert_alike(told[0], one)
+    assert all(of_rank[1] == told[0][1] for of_rank in told)
+
+
+@pytest.mark.parametrize("how", ["selective", "full"])
+@pytest.mark.parametrize("gather", ["micro_batch", "update"])
+@pytest.mark.parametrize("mesh", [MeshSection(shard=2, tensor=2), MeshSection(context=2, tensor=2)], ids=str)
+def test_checkpointing_and_gathering_change_nothing(
+    mesh: MeshSection,
+    gather: GatherWeights,
+    how: ActivationCheckpointing,
+    model_path: str,
+    one: Outcome,
+    four_ranks: JoinedRanks,
+) -> None:
+    job = Job(model_path=model_path, mesh=mesh, gather=gather, checkpointing=how)
+    assert_alike(four_ranks(do, job)[0], one)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_split(family: str, two_ranks: JoinedRanks, four_ranks: JoinedRanks, tmp_path: Path) -> None:
+    path = save_model(tmp_path, tiny(family))
+    expected = do(Job(model_path=path, num_steps=2), RankGroup())
+    has_experts = family in ("qwen3_moe", "mixtral")
+    meshes = [MeshSection(tensor=2, expert=2 if has_experts else 1), MeshSection(context=2)]
+    if has_experts:
+        meshes += [MeshSection(shard=2, expert=2), MeshSection(shard=2, tensor=2, expert=2)]
+        meshes += [MeshSection(shard=2, tensor=2, expert=4), MeshSection(replicate=2, shard=2, expert=2)]
+        meshes += [MeshSection(context=2, tensor=2, expert=4), MeshSection(shard=2, context=2, expert=2)]
+    for mesh in meshes:
+        told = (two_ranks if mesh.num_ranks == 2 else four_ranks)(do, Job(model_path=path, num_steps=2, mesh=mesh))
+        assert_alike(told[0], expected)
+
+
+def test_a_checkpoint_moves_between_layouts_bit_for_bit(
+    two_ranks: JoinedRanks, four_ranks: JoinedRanks, tmp_path: Path
+) -> None:
+    """Weights, moments and the stabilizer, of a dense model and of one with experts."""
+    for family in ("qwen3", "qwen3_moe"):
+        expert = 2 if family == "qwen3_moe" else 1
+        path = save_model(tmp_path / family, tiny(family))
+        first = tmp_path / f"{family}-first"
+        do(Job(model_path=path, save=first), RankGroup())
+        expected = everything_in(first)
+        before = first
+        for mesh in (*TWO, *FOUR, ONE):
+            of_mesh = mesh.model_copy(update={"expert": expert if mesh.tensor > 1 else 1})
+            folder = tmp_path / f"{family}-{mesh}"
+            job = Job(model_path=path, mesh=of_mesh, num_steps=0, load=before, save=folder)
+            match mesh.num_ranks:
+                case 1:
+                    do(job, RankGroup())
+                case 2:
+                    two_ranks(do, job)
+                case 4:
+                    four_ranks(do, job)
+            assert differing(everything_in(folder), expected) == []
+            before = folder
+
+
+@pytest.mark.parametrize(
+    ("make", "mesh", "message"),
+    [
+        ("qwen3", MeshSection(tensor=3), r"tensor: 3 does not divide the 4 attention heads of Qwen3ForCausalLM"),
+        ("qwen3", MeshSection(tensor=4), r"tensor: 4 does not divide the 2 key-value heads"),
+        ("qwen3", MeshSection(context=3), r"context: 3 does not divide the 4 attention heads and 2 key-value heads"),
+        ("qwen3", MeshSection(tensor=2, context=4), r"and 1 key-value heads of \w+ that tensor: 2 leaves to a rank"),
+        ("qwen3", MeshSection(shard=2, expert=2), r"expert: 2 needs a plan for experts, and Qwen3ForCausalLM has none"),
+        ("qwen3_moe", MeshSection(shard=3, expert=3), r"expert: 3 does not divide the 4 experts"),
+        ("qwen3_moe", MeshSection(tensor=2), r"tensor: 2 needs train\.mesh\.expert, because \w+ has experts"),
+    ],
+)
+def test_a_mesh_that_cannot_split_a_model_is_refused_by_name(make: str, mesh: MeshSection, message: str) -> None:
+    with pytest.raises(ModelError, match=rf"train\.mesh does not fit the model: .*{message}"):
+        check_splits(tiny(make), mesh)
+
+
+def test_a_model_without_a_plan_is_not_split() -> None:
+    sizes: dict[str, Any] = {"vocab_size": 32, "n_embd": 32, "n_layer": 1, "n_head": 4}
+    with pytest.raises(ModelError, match=r"needs a tensor-parallel plan, and GPT2LMHeadModel has none"):
+        check_splits(GPT2LMHeadModel(GPT2Config(**sizes)), MeshSection(tensor=2))
+
+
+@pytest.mark.parametrize("sizes", [{"shard": 4, "expert": 3}, {"tensor": 2, "shard": 2, "expert": 1}, {"expert": 2}])
+def test_experts_are_split_over_ranks_of_one_copy(sizes: dict[str, int]) -> None:
+    if sizes["expert"] == 1:
+        assert MeshSection(**sizes).num_ranks == 4
+        return
+    with pytest.raises(ValidationError, match=r"should divide the \d ranks of one copy"):
+        MeshSection(**sizes)
+
+
+@pytest.mark.parametrize("algorithm", [GRPO(), PPO(), KTO()], ids=["grpo", "ppo", "kto"])
+@pytest.mark.parametrize("seed", range(3))
+def test_any_layout_of_random_trees_trains_as_one_rank_that_shares_nothing(
+    algorithm: Algorithm, seed: int, model_path: str, two_ranks: JoinedRanks, four_ranks: JoinedRanks
+) -> None:
+    rng = random.Random(f"{seed} {type(algorithm).__name__}")
+    alone = RandomStep(model_path=model_path, algorithm=algorithm, seed=seed)
+    mesh = rng.choice([*TWO, *FOUR])
+    job = replace(
+        alone,
+        mesh=mesh,
+        max_tokens=rng.choice([20, 60, 200]),
+        checkpointing=rng.choice(["none", "selective", "full"]),
+        gather=rng.choice(["micro_batch", "update"]),
+    )
+    told = (two_ranks if mesh.num_ranks == 2 else four_ranks)(take, job)
+    assert_alike(told[0], take(alone, RankGroup()))
