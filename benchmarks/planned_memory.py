@@ -102,6 +102,7 @@ def _rank_step(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from rlsys.config.schema import MemorySavings
     from workers.train.layout import RankLayout
     from workers.train.logprobs import Scorer
     from workers.train.model_loading import CPU
@@ -113,7 +114,7 @@ def _rank_step(
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
     scorer, ranks = Scorer(model), RankGroup(rank, num_ranks, address=address)
-    layout = RankLayout(ranks, getattr(torch, dtype), CPU, how)
+    layout = RankLayout(ranks, getattr(torch, dtype), CPU, MemorySavings(how))
     layout.apply(scorer)
     settings = OptimizerSettings(lr=1e-5, total_steps=1)
     sharded = Sharded(model, scorer, settings, layout)

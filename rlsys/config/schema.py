@@ -7,6 +7,7 @@ algorithm belong to the algorithm. Imports neither torch nor ray.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
@@ -151,6 +152,18 @@ GatherWeights: TypeAlias = Literal["micro_batch", "update"]
 """How long gathered weights, and the gradient that is not yet summed over ranks, are kept."""
 
 
+@dataclass(frozen=True, slots=True)
+class MemorySavings:
+    """The keys of `train` by which a rank saves memory and spends time. None changes what is computed."""
+
+    activation_checkpointing: ActivationCheckpointing = "none"
+    gather_weights: GatherWeights = "micro_batch"
+    offload: bool = False
+
+
+NO_SAVINGS = MemorySavings()
+
+
 class TrainSection(Section):
     """Worker that trains, and the settings of one step (AdamW)."""
 
@@ -183,6 +196,9 @@ class TrainSection(Section):
     """How often ranks gather sharded weights and sum gradients: `micro_batch`: in every forward and backward pass;
     `update`: once. `update` keeps the whole model in `model.dtype` and its whole gradient in fp32 on every rank during
     an update, 6 bytes a parameter in bfloat16."""
+    offload: bool = False
+    """True to keep shards, gradients and optimizer state in host memory: a rank's GPU has only what it computes with,
+    and the optimizer runs on the CPU. It never ran on a GPU; a rank on a CPU has its state in host memory anyway."""
     lora: LoraSection | None = None
     """Adapters that are trained instead of all weights, for the policy and the critic; null: none. `lora: {}` has the
     defaults."""
@@ -192,6 +208,10 @@ class TrainSection(Section):
     """CPUs Ray reserves for one rank."""
     num_gpus: NonNegativeFloat = 0.0
     """GPUs Ray reserves for one rank."""
+
+    @property
+    def savings(self) -> MemorySavings:
+        return MemorySavings(self.activation_checkpointing, self.gather_weights, self.offload)
 
     @field_validator("lora")
     @classmethod

@@ -35,6 +35,7 @@ KEYS = {
     "dtype": "model.dtype",
     "replicas": "rollout.replicas",
     "tensor_parallel": "rollout.tensor_parallel",
+    "offload": "train.offload",
     "shard": "train.mesh.shard",
 }
 """Key in the configuration of each setting; the sooner one of two equal changes is preferred."""
@@ -180,8 +181,11 @@ class NearestPlan:
         mesh = settings.mesh
         counts = {*_halved(mesh.shard), *_doubled(mesh.shard, MOST_RANKS)}
         meshes = [mesh.model_copy(update={"shard": n}) for n in counts if n * mesh.num_peers % mesh.expert == 0]
-        for how, positions, other in product(kinds[kinds.index(settings.activation_checkpointing) :], tokens, meshes):
-            yield replace(settings, activation_checkpointing=how, micro_batch_tokens=positions, mesh=other)
+        savings = kinds[kinds.index(settings.activation_checkpointing) :], {settings.offload, True}
+        for how, offload, positions, other in product(*savings, tokens, meshes):
+            yield replace(
+                settings, activation_checkpointing=how, offload=offload, micro_batch_tokens=positions, mesh=other
+            )
 
     def _sampling_choices(self, settings: MemorySettings) -> Iterator[MemorySettings]:
         is_sharded = self._config.rollout.num_gpus >= 1 and engine_of(self._config) == "vllm"
@@ -193,7 +197,7 @@ class NearestPlan:
 
     def _changes(self, before: MemorySettings, after: MemorySettings) -> str:
         """Write the differences as overrides."""
-        found = [f"{KEYS[name]}={getattr(after, name)}" for name in _changed(before, after)]
+        found = [f"{KEYS[name]}={getattr(after, name)}".lower() for name in _changed(before, after)]
         if after.tensor_parallel != before.tensor_parallel:
             found.append(f"rollout.num_gpus={self._workers.replica_gpus(after):g}")
         return " ".join(found)

@@ -19,6 +19,7 @@ from rlsys.config.memory_plan import (
     WorkerMemory,
     blocks_memory,
     frozen_memory,
+    gigabytes,
     rank_memory,
     slots_memory,
 )
@@ -47,6 +48,7 @@ class MemorySettings:
 
     activation_checkpointing: ActivationCheckpointing
     micro_batch_tokens: int
+    offload: bool
     dtype: Literal["float32", "bfloat16"]
     mesh: MeshSection
     tensor_parallel: int
@@ -58,6 +60,7 @@ class MemorySettings:
         return cls(
             activation_checkpointing=config.train.activation_checkpointing,
             micro_batch_tokens=config.train.micro_batch_tokens,
+            offload=config.train.offload,
             dtype=config.model.dtype,
             mesh=config.train.mesh,
             tensor_parallel=config.rollout.tensor_parallel,
@@ -100,7 +103,8 @@ class PlannedWorkers:
         train, critic, reference = config.train, config.critic, config.reference
         signals = config.algorithm.signals
         num_ranks = settings.mesh.num_ranks
-        yield self._worker("actor rank", num_ranks, train.num_gpus, self._rank(config, settings, is_critic=False))
+        memory, remark = self._rank(config, settings, is_critic=False)
+        yield replace(self._worker("actor rank", num_ranks, train.num_gpus, memory), remark=remark)
         if config.has_reference:
             memory = frozen_memory(
                 self.sizes(config.model.path),
@@ -110,17 +114,18 @@ class PlannedWorkers:
             )
             yield self._worker("reference", 1, reference.num_gpus, memory)
         if Signal.VALUES in signals:
-            memory = self._rank(config, settings, is_critic=True)
-            yield self._worker("critic rank", num_ranks, critic.num_gpus, memory)
+            memory, remark = self._rank(config, settings, is_critic=True)
+            yield replace(self._worker("critic rank", num_ranks, critic.num_gpus, memory), remark=remark)
 
-    def _rank(self, config: Config, settings: MemorySettings, *, is_critic: bool) -> Memory:
+    def _rank(self, config: Config, settings: MemorySettings, *, is_critic: bool) -> tuple[Memory, str]:
+        """Return the memory of a rank on its device, and a remark about the host's."""
         from workers.train.memory_counts import adapter_parameters, stabilizer_bytes
 
         path, key = config.model.path, "model.path"
         if is_critic and config.critic.path is not None:
             path, key = config.critic.path, "critic.path"
         mesh, sizes = settings.mesh, self._model(path, key, settings.mesh).sizes
-        return rank_memory(
+        memory = rank_memory(
             sizes.without_head() if is_critic else sizes,
             self._step(path, settings, has_head=not is_critic),
             shards=mesh.num_shards,
@@ -129,6 +134,10 @@ class PlannedWorkers:
             stabilizer_bytes=0.0 if is_critic else stabilizer_bytes(config.stabilizer),
             adapter=adapter_parameters(path, config.train.lora) if config.train.lora else None,
         )
+        if not settings.offload:
+            return memory, ""
+        rest = replace(memory, weights=0, gradients=0, optimizer=0)
+        return rest, f"each has {gigabytes(memory.total - rest.total)} of its state in host memory"
 
     def sampling(self, settings: MemorySettings) -> tuple[WorkerMemory, ...]:
         """Replicas that sample for training and for evaluation."""

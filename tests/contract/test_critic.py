@@ -22,7 +22,7 @@ from rlsys.batch.packing import RankPlan
 from rlsys.batch.tensors import MicroBatch, StepData
 from rlsys.config.lora_section import LoraSection
 from rlsys.config.mesh_section import MeshSection
-from rlsys.config.schema import ActivationCheckpointing
+from rlsys.config.schema import ActivationCheckpointing, MemorySavings
 from rlsys.errors import ModelError, TrainingError
 from rlsys.monitoring.metric_catalog import undocumented
 from tests.models import VOCAB, random_prompt, random_sample, save_model, tiny_llama, tiny_qwen3
@@ -97,7 +97,7 @@ class Job:
 def do(job: Job, ranks: RankGroup) -> list[dict[str, float]]:
     ranks = ranks.arranged(job.mesh or ranks.mesh)
     critic = CriticBackend(
-        job.model_path, SETTINGS, ranks, dtype=job.dtype, activation_checkpointing=job.checkpointing, lora=job.lora
+        job.model_path, SETTINGS, ranks, dtype=job.dtype, savings=MemorySavings(job.checkpointing), lora=job.lora
     )
     if job.load:
         critic.load(job.load)

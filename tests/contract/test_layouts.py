@@ -22,7 +22,7 @@ from rlsys.batch.packing import plan_batch
 from rlsys.batch.samples import Sample, samples_in
 from rlsys.batch.tensors import StepData
 from rlsys.config.mesh_section import MeshSection
-from rlsys.config.schema import ActivationCheckpointing, GatherWeights
+from rlsys.config.schema import NO_SAVINGS, ActivationCheckpointing, GatherWeights, MemorySavings
 from rlsys.errors import ModelError
 from tests.families import FAMILIES, tiny
 from tests.models import save_model
@@ -51,8 +51,7 @@ class Job:
     mesh: MeshSection = ONE
     num_steps: int = 3
     dtype: Literal["float32", "bfloat16"] = "float32"
-    checkpointing: ActivationCheckpointing = "none"
-    gather: GatherWeights = "micro_batch"
+    savings: MemorySavings = NO_SAVINGS
     load: Path | None = None
     save: Path | None = None
 
@@ -61,7 +60,7 @@ def do(job: Job, ranks: RankGroup) -> Outcome:
     arranged = ranks.arranged(job.mesh)
     backend = FsdpBackend(
         job.model_path, SETTINGS, arranged, dtype=job.dtype, probe_length=8,
-        activation_checkpointing=job.checkpointing, gather_weights=job.gather,
+        savings=job.savings,
     )  # fmt: skip
     stabilizer = GAC(c_low=0.01, c_high=1.0).start(backend.shards())
     if job.load:
@@ -89,15 +88,12 @@ class RandomStep:
     seed: int
     max_tokens: int = 1
     mesh: MeshSection = ONE
-    checkpointing: ActivationCheckpointing = "none"
-    gather: GatherWeights = "micro_batch"
+    savings: MemorySavings = NO_SAVINGS
 
 
 def take(job: RandomStep, ranks: RankGroup) -> Outcome:
     ranks, algorithm = ranks.arranged(job.mesh), job.algorithm
-    backend = FsdpBackend(
-        job.model_path, SETTINGS, ranks, activation_checkpointing=job.checkpointing, gather_weights=job.gather
-    )
+    backend = FsdpBackend(job.model_path, SETTINGS, ranks, savings=job.savings)
     metrics = []
     for step in range(3):
         rng = random.Random(f"{job.seed} {step}")
@@ -172,7 +168,7 @@ def test_checkpointing_and_gathering_change_nothing(
     one: Outcome,
     four_ranks: JoinedRanks,
 ) -> None:
-    job = Job(model_path=model_path, mesh=mesh, gather=gather, checkpointing=how)
+    job = Job(model_path=model_path, mesh=mesh, savings=MemorySavings(how, gather, offload=how == "full"))
     assert_alike(four_ranks(do, job)[0], one)
 
 
@@ -261,8 +257,11 @@ def test_any_layout_of_random_trees_trains_as_one_rank_that_shares_nothing(
         alone,
         mesh=mesh,
         max_tokens=rng.choice([20, 60, 200]),
-        checkpointing=rng.choice(["none", "selective", "full"]),
-        gather=rng.choice(["micro_batch", "update"]),
+        savings=MemorySavings(
+            rng.choice(["none", "selective", "full"]),
+            rng.choice(["micro_batch", "update"]),
+            offload=rng.choice([True, False]),
+        ),
     )
     told = (two_ranks if mesh.num_ranks == 2 else four_ranks)(take, job)
     assert_alike(told[0], take(alone, RankGroup()))

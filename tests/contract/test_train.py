@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.measure import in_fresh_process
 from rlsys.algorithm import Algorithm
-from rlsys.config.schema import ActivationCheckpointing, GatherWeights
+from rlsys.config.schema import ActivationCheckpointing, GatherWeights, MemorySavings
 from rlsys.errors import CheckpointError, ModelError
 from rlsys.monitoring.metric_catalog import undocumented
 from tests.models import save_model, tiny_llama, tiny_qwen3
@@ -69,7 +69,7 @@ def train_step(backend: FsdpBackend, ranks: RankGroup, job: Job) -> dict[str, fl
 def do(job: Job, ranks: RankGroup) -> Outcome:
     backend = FsdpBackend(
         job.model_path, SETTINGS, ranks, dtype=job.dtype, probe_length=8 if job.probes else 0,
-        activation_checkpointing=job.checkpointing, gather_weights=job.gather,
+        savings=MemorySavings(job.checkpointing, job.gather),
     )  # fmt: skip
     if job.load:
         backend.load(job.load)

@@ -232,6 +232,27 @@ def test_nan_on_one_rank_fails_all_and_steps_none(model_path: str, two_ranks: Jo
     assert differing(fresh, after) == []
 
 
+@dataclass(frozen=True, kw_only=True)
+class OutOfMemory(Surrogate):
+    """Runs out of memory in the second update."""
+
+    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
+        if not torch.equal(logprobs_N, batch.proximal_logprobs_N):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return super().loss(logprobs_N, batch)
+
+
+def test_a_lack_of_memory_tells_what_did_not_fit_and_steps_nothing_of_the_update(model_path: str) -> None:
+    backend = FsdpBackend(model_path, SETTINGS, RankGroup())
+    algorithm = OutOfMemory()
+    plan, payloads = planned(0, 1, algorithm, 2)
+    with pytest.raises(TrainingError, match=r"step 1, update 2 of 2: out of memory on a row of \d+ positions") as lack:
+        backend.train_step(plan[0], data_of(payloads), algorithm, temperature=0.9)
+    assert "train.micro_batch_tokens" in str(lack.value) and "Tried to allocate 2.00 GiB" in str(lack.value)
+    assert lack.value.update == 1
+    assert backend.step == 0
+
+
 def failed(model_path: str, algorithm: NanAtLowest, ranks: RankGroup) -> tuple[dict[str, Tensor], int]:
     """A step that fails on both ranks; the weights afterwards."""
     backend = FsdpBackend(model_path, SETTINGS, ranks)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlsys.algorithm import LossInputs, LossOutput, Signal, TokenAdvantages
 from rlsys.config.mesh_section import MeshSection
+from rlsys.config.schema import MemorySavings
 from tests.training import SETTINGS, Surrogate, group_of, planned
 from workers.ray.cluster import Resources
 from workers.ray.remote_proxy import PayloadRef, start
@@ -68,8 +69,7 @@ class Trainers:
             dtype="float32",
             mesh=mesh,
             optimizer=SETTINGS,
-            activation_checkpointing="none",
-            gather_weights="micro_batch",
+            savings=MemorySavings(),
             lora=None,
             algorithm=ALGORITHM,
             stabilizer=None,
@@ -82,8 +82,7 @@ class Trainers:
             dtype="float32",
             mesh=mesh,
             optimizer=replace(SETTINGS, lr=0.1),
-            activation_checkpointing="none",
-            gather_weights="micro_batch",
+            savings=MemorySavings(),
             lora=None,
             algorithm=ALGORITHM,
             resources=SMALL,

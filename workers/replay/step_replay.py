@@ -152,10 +152,10 @@ class Models:
         self._config, self._ranks = job.config, ranks
         config, device = job.config, partial(job.device, rank=ranks.rank)
         path, dtype, signals = config.model.path, config.model.dtype, config.algorithm.signals
-        how, often = config.train.activation_checkpointing, config.train.gather_weights
+        savings = config.train.savings
         self.policy = FsdpBackend(
             path, optimizer_settings(config), ranks, dtype=dtype, device=device(POLICY),
-            activation_checkpointing=how, gather_weights=often, lora=config.train.lora,
+            savings=savings, lora=config.train.lora,
         )  # fmt: skip
         self._stabilizer = config.stabilizer.start(self.policy.shards()) if config.stabilizer else None
         self._critic = self._reference = None
@@ -163,7 +163,7 @@ class Models:
             own, settings = config.critic.path or path, critic_optimizer_settings(config)
             self._critic = CriticBackend(
                 own, settings, ranks, dtype=dtype, device=device(CRITIC),
-                activation_checkpointing=how, gather_weights=often, lora=config.critic_lora,
+                savings=savings, lora=config.critic_lora,
             )  # fmt: skip
         if Signal.REFERENCE_MISMATCHED in signals and config.has_reference:
             temperature, max_tokens = config.rollout.temperature, config.train.micro_batch_tokens

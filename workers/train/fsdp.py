@@ -20,7 +20,7 @@ from rlsys.batch.packing import RankPlan, SampleRef
 from rlsys.batch.samples import Sample
 from rlsys.batch.tensors import MicroBatch, StepData
 from rlsys.config.lora_section import LoraSection
-from rlsys.config.schema import ActivationCheckpointing, GatherWeights
+from rlsys.config.schema import NO_SAVINGS, MemorySavings
 from rlsys.stabilizer import Stabilizer
 from rlsys.types import VersionSpan
 from rlsys.weight_sync.sync import Probe, TensorSpec
@@ -70,8 +70,7 @@ class FsdpBackend(Sharded):
         dtype: Literal["float32", "bfloat16"] = "float32",
         device: torch.device = CPU,
         probe_length: int = 0,
-        activation_checkpointing: ActivationCheckpointing = "none",
-        gather_weights: GatherWeights = "micro_batch",
+        savings: MemorySavings = NO_SAVINGS,
         lora: LoraSection | None = None,
     ) -> None:
         """Load this rank's shards of the model in `model_path`. Raises `ModelError`.
@@ -79,7 +78,7 @@ class FsdpBackend(Sharded):
         `probe_length` is the number of tokens of a probe, 0 for none. With `lora`, only an adapter is trained; the
         frozen model is in `dtype`.
         """
-        layout = RankLayout(ranks, getattr(torch, dtype), device, activation_checkpointing, gather_weights)
+        layout = RankLayout(ranks, getattr(torch, dtype), device, savings)
         adapter = Adapter(lora, model_path) if lora else None
 
         def lay_out(model: PreTrainedModel) -> None:
@@ -88,7 +87,9 @@ class FsdpBackend(Sharded):
                 layout.apply(self._scorer)
 
         self._model_path, self._lora = model_path, lora
-        self._model = load_model(model_path, layout.dtype if lora else torch.float32, device, lay_out)
+        self._model = load_model(
+            model_path, layout.dtype if lora else torch.float32, device, lay_out, state_device=layout.state_device
+        )
         self.base = adapter.start(self._model) if adapter else None
         """Hash of the frozen base; None if all weights are trained."""
         facts = facts_of(lora, self.base) if lora and self.base else None

@@ -10,11 +10,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from rlsys.config.schema import ActivationCheckpointing, GatherWeights
+from rlsys.config.schema import NO_SAVINGS, MemorySavings
 from workers.train.activations import checkpoint_layers, decoder_layers
 from workers.train.context import ContextGroup
 from workers.train.rank_group import RankGroup
@@ -32,8 +32,7 @@ class RankLayout:
     ranks: RankGroup
     dtype: torch.dtype
     device: torch.device
-    activation_checkpointing: ActivationCheckpointing = "none"
-    gather_weights: GatherWeights = "micro_batch"
+    savings: MemorySavings = NO_SAVINGS
 
     def apply(self, root: nn.Module, *, in_float32: Sequence[nn.Module] = ()) -> None:
         """Lay out `root`, the module that is called; its parameters may be on the meta device.
@@ -47,9 +46,14 @@ class RankLayout:
                 split_experts(model, self._expert_mesh["expert"], self._mesh["tensor"] if mesh.tensor > 1 else None)
             if mesh.tensor > 1:
                 split_tensors(model, self._mesh["tensor"])
-        checkpoint_layers(root, self.activation_checkpointing)
-        if self.ranks.num_ranks > 1 or self.dtype is not torch.float32:
+        checkpoint_layers(root, self.savings.activation_checkpointing)
+        if self.ranks.num_ranks > 1 or self.dtype is not torch.float32 or self.savings.offload:
             self._shard(root, in_float32)
+
+    @property
+    def state_device(self) -> torch.device:
+        """Device of shards, gradients and optimizer state."""
+        return torch.device("cpu") if self.savings.offload else self.device
 
     @cached_property
     def context(self) -> ContextGroup | None:
@@ -91,7 +95,7 @@ class RankLayout:
 
         With `gather_weights: update`, weights stay gathered and the gradient is not summed over ranks until the last.
         """
-        if self.gather_weights == "update" and isinstance(root, FSDPModule):
+        if self.savings.gather_weights == "update" and isinstance(root, FSDPModule):
             root.set_requires_gradient_sync(is_last)
             root.set_reshard_after_backward(is_last)
             root.set_is_last_backward(is_last)
@@ -102,8 +106,10 @@ class RankLayout:
         Gradients are summed over ranks, not averaged: token weights refer to the loss of all ranks.
         """
         options: dict[str, Any] = {"mesh": _sharding(self._mesh)}
-        if self.gather_weights == "update":
+        if self.savings.gather_weights == "update":
             options["reshard_after_forward"] = False
+        if self.savings.offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         layers = decoder_layers(root)
         experts = experts_of(root) if self.ranks.mesh.expert > 1 else []

@@ -36,7 +36,12 @@ _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 def load_model(
-    path: str, dtype: torch.dtype, device: torch.device = CPU, lay_out: LayOut | None = None
+    path: str,
+    dtype: torch.dtype,
+    device: torch.device = CPU,
+    lay_out: LayOut | None = None,
+    *,
+    state_device: torch.device | None = None,
 ) -> PreTrainedModel:
     """Load the model of a local folder or hub name, e.g. `Qwen/Qwen3-0.6B`; safetensors only, no remote code.
 
@@ -48,11 +53,17 @@ def load_model(
         if getattr(shape.config.get_text_config(), field, None) not in (None, 1, 1.0):
             raise ModelError(f"model {path!r} is not supported: it changes logits after the output matrix ({field})")
     model = pretrained(type(shape), path, dtype, key="model", what="causal language model", lay_out=lay_out)
-    return on_device(model, device)
+    return on_device(model, device, state_device)
 
 
 def load_base_model(
-    path: str, dtype: torch.dtype, device: torch.device = CPU, lay_out: LayOut | None = None, *, key: str
+    path: str,
+    dtype: torch.dtype,
+    device: torch.device = CPU,
+    lay_out: LayOut | None = None,
+    *,
+    key: str,
+    state_device: torch.device | None = None,
 ) -> PreTrainedModel:
     """Load a causal language model without its output matrix. Raises `ModelError`, which calls the path `key`.
 
@@ -65,7 +76,7 @@ def load_base_model(
 
     kind = type(outline(path, key))
     model = pretrained(kind, path, dtype, key=key, what="causal language model", lay_out=of_base if lay_out else None)
-    return on_device(cast("PreTrainedModel", model.base_model), device)
+    return on_device(cast("PreTrainedModel", model.base_model), device, state_device)
 
 
 def pretrained(
@@ -133,9 +144,14 @@ def _check_ties(model: PreTrainedModel, name: str) -> None:
             )
 
 
-def on_device(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """Move the model to the device, in eval mode."""
-    cast("nn.Module", model).to(device)
+def on_device(
+    model: PreTrainedModel, device: torch.device, state_device: torch.device | None = None
+) -> PreTrainedModel:
+    """Move the model to the device, in eval mode; its parameters to `state_device`, if that is another."""
+    cast("nn.Module", model).to(state_device or device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
     return model.eval()
 
 

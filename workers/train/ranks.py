@@ -15,7 +15,7 @@ from rlsys.algorithm import Algorithm, Signal, TrajectoryAdvantage
 from rlsys.batch.packing import RankPlan
 from rlsys.config.lora_section import LoraSection
 from rlsys.config.mesh_section import MeshSection
-from rlsys.config.schema import ActivationCheckpointing, GatherWeights
+from rlsys.config.schema import MemorySavings
 from rlsys.contracts import Published, TrainStats
 from rlsys.errors import CheckpointError, PayloadLost
 from rlsys.replay.rollout_log import GroupRecord, RolloutRecord, read_groups, write_groups, write_rollouts
@@ -85,8 +85,7 @@ class RankSpec:
     dtype: Literal["float32", "bfloat16"]
     mesh: MeshSection
     optimizer: OptimizerSettings
-    activation_checkpointing: ActivationCheckpointing
-    gather_weights: GatherWeights
+    savings: MemorySavings
     lora: LoraSection | None
     """The adapter to train; None: all weights."""
     algorithm: Algorithm
@@ -184,7 +183,7 @@ class ActorRank(Rank):
         ranks = RankGroup(rank, spec.mesh.num_ranks, address=address).arranged(spec.mesh)
         self._backend = self._policy = FsdpBackend(
             spec.model_path, spec.optimizer, ranks, dtype=spec.dtype, device=device, probe_length=spec.probe_length,
-            activation_checkpointing=spec.activation_checkpointing, gather_weights=spec.gather_weights, lora=spec.lora,
+            savings=spec.savings, lora=spec.lora,
         )  # fmt: skip
         if spec.stabilizer:
             self._stabilizer = spec.stabilizer.start(self._policy.shards())
@@ -305,7 +304,7 @@ class CriticRank(Rank):
         ranks = RankGroup(rank, spec.mesh.num_ranks, address=address).arranged(spec.mesh)
         self._backend = self._critic = CriticBackend(
             spec.model_path, spec.optimizer, ranks, dtype=spec.dtype, device=device,
-            activation_checkpointing=spec.activation_checkpointing, gather_weights=spec.gather_weights, lora=spec.lora,
+            savings=spec.savings, lora=spec.lora,
         )  # fmt: skip
 
     @remote("valuing a step")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 
@@ -59,7 +60,7 @@ class Sharded:
         self._step = torch.zeros((), dtype=torch.int64)
         self._counted = {name for name, parameter in self.parameters().items() if layout.counts(parameter)}
         """Parameters of which this rank's part counts in sums over ranks."""
-        self._state_writer = StateWriter(self._ranks, self._device)
+        self._state_writer = StateWriter(self._ranks, layout.state_device)
 
     @property
     def step(self) -> int:
@@ -100,7 +101,8 @@ class Sharded:
             last = len(step.plan.updates[index]) - 1
             for place, part in enumerate(parts):
                 self._layout.begin_pass(self._root, is_last=place == last)
-                loss += accumulate(part)
+                with _out_of_memory(part, what + step.update_name(index), index):
+                    loss += accumulate(part)
             for name, figure in self.update(loss, what + step.update_name(index), index, stabilizer).items():
                 reported.setdefault(name, []).append(figure)
         return {name: fmean(figures) for name, figures in reported.items()}
@@ -191,6 +193,22 @@ class Sharded:
         optimizer = {f"optimizer.{name}": self._optimizer.state[p] for name, p in parameters.items()}
         adapter = {PART: self._adapter} if self._adapter else {}
         return {"model": {**parameters}, **optimizer, "progress": {"step": self._step}, **adapter}
+
+
+@contextmanager
+def _out_of_memory(part: Part, what: str, index: int) -> Iterator[None]:
+    """Turn a lack of GPU memory into a `TrainingError` with the composition of the micro-batch and the remedies."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        batch = part.batch
+        raise TrainingError(
+            f"{what}: out of memory on a row of {len(batch.tokens_R)} positions ({len(batch.num_trained_S)} samples, "
+            f"{len(batch.targets_N)} trained tokens), and nothing of the update was stepped. `rlsys plan` shows what "
+            "takes the memory, and the nearest settings that fit, of train.micro_batch_tokens (a longer sample has a "
+            f"row of its own), train.activation_checkpointing, train.offload and train.mesh. {error}",
+            index,
+        ) from error
 
 
 def _check_finite(figures: Mapping[str, float], what: str, index: int) -> None:

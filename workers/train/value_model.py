@@ -16,7 +16,7 @@ from rlsys.algorithm import Algorithm, Signal
 from rlsys.batch.packing import RankPlan
 from rlsys.batch.tensors import MicroBatch, StepData
 from rlsys.config.lora_section import LoraSection
-from rlsys.config.schema import ActivationCheckpointing, GatherWeights
+from rlsys.config.schema import NO_SAVINGS, MemorySavings
 from rlsys.errors import ModelError
 from workers.train.adapter_files import Adapter, facts_of
 from workers.train.context import ContextGroup
@@ -87,15 +87,14 @@ class CriticBackend(Sharded):
         *,
         dtype: Literal["float32", "bfloat16"] = "float32",
         device: torch.device = CPU,
-        activation_checkpointing: ActivationCheckpointing = "none",
-        gather_weights: GatherWeights = "micro_batch",
+        savings: MemorySavings = NO_SAVINGS,
         lora: LoraSection | None = None,
     ) -> None:
         """Load this rank's shards of the causal language model in `model_path`. Raises `ModelError`.
 
         With `lora`, only the head and an adapter of the model are trained; the frozen model is in `dtype`.
         """
-        layout = RankLayout(ranks, getattr(torch, dtype), device, activation_checkpointing, gather_weights)
+        layout = RankLayout(ranks, getattr(torch, dtype), device, savings)
         adapter = Adapter(lora, model_path) if lora else None
 
         def lay_out(base: PreTrainedModel) -> None:
@@ -103,9 +102,13 @@ class CriticBackend(Sharded):
             with adapter.taken_out(base) if adapter else nullcontext():
                 layout.apply(self._model, in_float32=[self._model.head])
 
-        base = load_base_model(model_path, layout.dtype if lora else torch.float32, device, lay_out, key="critic.path")
+        base = load_base_model(
+            model_path, layout.dtype if lora else torch.float32, device, lay_out, key="critic.path",
+            state_device=layout.state_device,
+        )  # fmt: skip
         facts = facts_of(lora, adapter.start(base)) if lora and adapter else None
-        super().__init__(self._model.to(device), self._model, settings, layout, facts)
+        self._model.head.to(layout.state_device)
+        super().__init__(self._model, self._model, settings, layout, facts)
 
     def values(self, plan: RankPlan, data: StepData) -> StepColumn:
         """Value of the state before each trained token, for each of this rank's micro-batches."""
