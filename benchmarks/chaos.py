@@ -251,6 +251,7 @@ def broken_laws(events: list[Line], pending: set[int], num_issued: int) -> list[
     steps: dict[int, list[int]] = {}
     """Groups by step, of the steps that are behind the weights."""
     hashes: dict[int, str] = {}
+    """Hash of each version behind the weights whose line was not lost with a damaged file."""
     expected: dict[int, str] = {}
     """Hash with which a version has to be published next."""
     published: set[int] = set()
@@ -262,6 +263,7 @@ def broken_laws(events: list[Line], pending: set[int], num_issued: int) -> list[
         if kind == "run_started":
             first = line["first_step"]
             steps = {step: groups for step, groups in steps.items() if step <= first}
+            hashes = {version: hash_ for version, hash_ in hashes.items() if version <= first}
             expected, published = {first: hashes[first]} if first in hashes else {}, set()
         elif kind == "rolled_back":
             steps = {step: groups for step, groups in steps.items() if step <= line["restored"]}

@@ -41,6 +41,12 @@ def test_steps_after_the_resumed_checkpoint_count_no_more():
     assert broken_laws(resumed, {3}, 4) == []
 
 
+def test_a_version_that_is_made_again_has_a_hash_of_its_own_though_its_line_is_lost():
+    again = [*WHOLE, step(2, 3), published(2, "c"), STARTED, published(0, "a"), step(1, 0, 1)]
+    resumed = [*again, event("run_started", first_step=1), published(1, "lost"), step(2, 3)]
+    assert broken_laws(resumed, set(), 4) == []
+
+
 @pytest.mark.parametrize(
     ("more", "pending", "told"),
     [

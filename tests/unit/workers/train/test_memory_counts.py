@@ -99,3 +99,10 @@ def test_a_folder_without_a_usable_configuration_is_refused_by_name(text: str, t
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelError, match=r"^model\.path '.*' has no config\.json of a causal language model: "):
         CountedModel(str(tmp_path))
+
+
+def test_a_checkpointed_layer_keeps_little_more_than_its_input() -> None:
+    """Of a 7B model, whose 28 layers have inputs of 3,584 numbers."""
+    folder = Path(__file__).parents[4] / "docs" / "plan" / "qwen2.5-7b"
+    step = CountedModel(str(folder)).step("bfloat16", "full", 4096, has_head=True)
+    assert 28 * 3584 * 2 < step.activations.per_position < 0.3e6
