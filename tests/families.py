@@ -38,26 +38,26 @@ LONG_ROPE = {
 }  # fmt: skip
 WINDOW = 8
 """Sliding window of the families that have one; shorter than the samples of tests."""
-_MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama3": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=LONG_ROPE)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16)),
-    "qwen3_moe": lambda: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+_MAKERS: dict[str, Callable[[dict[str, Any]], PreTrainedModel]] = {
+    "llama3": lambda sizes: LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=LONG_ROPE)),
+    "qwen2": lambda sizes: Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True)),
+    "qwen3": lambda sizes: Qwen3ForCausalLM(Qwen3Config(**{"head_dim": 16, **sizes})),
+    "qwen3_moe": lambda sizes: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
     ),
-    "gemma3": lambda: Gemma3ForCausalLM(
+    "gemma3": lambda sizes: Gemma3ForCausalLM(
         Gemma3TextConfig(
-            **SIZES, head_dim=16, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]
+            **{"head_dim": 16, **sizes}, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]
         )
     ),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=WINDOW)),
-    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)),
-    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**SIZES)),
+    "mistral": lambda sizes: MistralForCausalLM(MistralConfig(**sizes, sliding_window=WINDOW)),
+    "mixtral": lambda sizes: MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)),
+    "phi3": lambda sizes: Phi3ForCausalLM(Phi3Config(**sizes)),
 }
 FAMILIES = sorted(_MAKERS)
 
 
-def tiny(family: str) -> PreTrainedModel:
-    """Build a model of a family, always the same."""
+def tiny(family: str, **changes: Any) -> PreTrainedModel:
+    """Build a model of a family, always the same, of other sizes with `changes`."""
     torch.manual_seed(0)
-    return _MAKERS[family]().eval()
+    return _MAKERS[family](SIZES | changes).eval()

@@ -1,3 +1,93 @@
-"""Every family that people train: loaded, trained, sampled with the local engine, exported; and all logprobs agree."""
+"""Every family that people train: trained, published to an engine, sampled, exported; and all logprobs agree."""
 
 from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlsys.batch.samples import Sample
+from rlsys.errors import ModelError
+from rlsys.types import VersionSpan
+from tests.contract.engines import CONTEXT, VLLM, ask, logprobs_by_hand, run
+from tests.families import FAMILIES, tiny
+from tests.models import save_model
+from tests.training import PLAIN, SETTINGS, data_of, differing, planned
+from workers.engines.engine import Completion, Engine, EngineSpec
+from workers.engines.local import LocalEngine
+from workers.train.fsdp import FsdpBackend
+from workers.train.logprobs import score
+from workers.train.model_loading import load_model
+from workers.train.rank_group import RankGroup
+
+WINDOWED = ("gemma3", "mistral")
+"""Families with sliding windows, which the local engine does not serve."""
+WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 64, "head_dim": 32}
+"""Sizes that vLLM has kernels for on a CPU."""
+MakeEngine = Callable[[str], Engine]
+
+
+def check(family: str, sizes: dict[str, Any], make: MakeEngine, folder: Path) -> None:
+    """Train a step, publish it to an engine, sample, and compare with the trainer and with the exported model."""
+    path, exported = save_model(folder / "initial", tiny(family, **sizes)), folder / "exported"
+    backend = FsdpBackend(path, SETTINGS, RankGroup())
+    plan, payloads = planned(0, 1, PLAIN)
+    backend.train_step(plan[0], data_of(payloads), PLAIN, temperature=1.0)
+    weights = backend.full_weights(torch.float32)
+    backend.export(exported)
+    plain = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+    assert differing(weights, dict(plain.named_parameters())) == []
+    assert differing(weights, dict(tiny(family, **sizes).named_parameters())) != []
+
+    requests = [ask(str(i), prompt=tuple(range(3, 9 + i)), seed=i, new=20) for i in range(3)]
+
+    async def scenario(engine: Engine) -> list[Completion]:
+        await engine.stage(weights)
+        await engine.pause()
+        await engine.load(4, weights)
+        await engine.resume()
+        return await asyncio.gather(*(engine.generate(request) for request in requests))
+
+    done = run(lambda: make(path), scenario)
+    samples = [
+        Sample(request.prompt_ids, one.output_ids, (True,) * 20, one.logprobs, (VersionSpan(4, 20),))
+        for request, one in zip(requests, done, strict=True)
+    ]
+    trained = score(load_model(str(exported), torch.float32), samples, 1.0, max_tokens=1000)
+    for request, one, of_trainer in zip(requests, done, trained, strict=True):
+        assert one.logprobs == pytest.approx(of_trainer, abs=1e-4)
+        assert one.logprobs == pytest.approx(logprobs_by_hand(plain, request, one.output_ids), abs=1e-4)
+
+
+def local_of(path: str) -> LocalEngine:
+    spec = EngineSpec(model_path=path, slots=4, max_context=CONTEXT)
+    return LocalEngine(load_model(path, torch.float32), spec, stop_token_ids=frozenset(), name="r", version=3)
+
+
+def vllm_of(path: str) -> Engine:
+    from workers.engines.vllm import VllmEngine
+
+    spec = EngineSpec(model_path=path, slots=4, max_context=CONTEXT)
+    return VllmEngine(spec, stop_token_ids=frozenset(), version=3, device=torch.device("cpu"), name="r")
+
+
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {*WINDOWED}))
+def test_a_trained_model_is_published_sampled_and_exported(family: str, tmp_path: Path) -> None:
+    check(family, {}, local_of, tmp_path)
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_a_sliding_window_is_refused_by_the_local_engine(family: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="the local engine serves full attention only"):
+        local_of(save_model(tmp_path, tiny(family)))
+
+
+@VLLM
+@pytest.mark.parametrize("family", ["gemma3", "llama3", "mistral", "phi3", "qwen2"])
+def test_vllm_samples_a_family_as_it_is_trained(family: str, tmp_path: Path) -> None:
+    check(family, WIDE, vllm_of, tmp_path)

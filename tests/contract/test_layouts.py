@@ -21,6 +21,7 @@ from rlsys.algorithm import Algorithm, Signal
 from rlsys.batch.packing import plan_batch
 from rlsys.batch.samples import Sample, samples_in
 from rlsys.batch.tensors import StepData
+from rlsys.config.lora_section import LoraSection
 from rlsys.config.mesh_section import MeshSection
 from rlsys.config.schema import NO_SAVINGS, ActivationCheckpointing, GatherWeights, MemorySavings
 from rlsys.errors import ModelError
@@ -52,6 +53,7 @@ class Job:
     num_steps: int = 3
     dtype: Literal["float32", "bfloat16"] = "float32"
     savings: MemorySavings = NO_SAVINGS
+    lora: LoraSection | None = None
     load: Path | None = None
     save: Path | None = None
 
@@ -60,7 +62,7 @@ def do(job: Job, ranks: RankGroup) -> Outcome:
     arranged = ranks.arranged(job.mesh)
     backend = FsdpBackend(
         job.model_path, SETTINGS, arranged, dtype=job.dtype, probe_length=8,
-        savings=job.savings,
+        savings=job.savings, lora=job.lora,
     )  # fmt: skip
     stabilizer = GAC(c_low=0.01, c_high=1.0).start(backend.shards())
     if job.load:
@@ -170,6 +172,12 @@ def test_checkpointing_and_gathering_change_nothing(
 ) -> None:
     job = Job(model_path=model_path, mesh=mesh, savings=MemorySavings(how, gather, offload=how == "full"))
     assert_alike(four_ranks(do, job)[0], one)
+
+
+@pytest.mark.parametrize("mesh", [MeshSection(replicate=2), MeshSection(context=2)], ids=str)
+def test_an_adapter_is_trained_in_other_layouts(mesh: MeshSection, model_path: str, two_ranks: JoinedRanks) -> None:
+    job = Job(model_path=model_path, lora=LoraSection(rank=4))
+    assert_alike(two_ranks(do, replace(job, mesh=mesh))[0], do(job, RankGroup()))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
