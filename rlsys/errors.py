@@ -126,6 +126,10 @@ class TrainingError(RlsysError):
         return type(self), (str(self), self.update)
 
 
+class OutOfMemory(TrainingError):
+    """A rank ran out of memory in a step. The other ranks wait for it, so no rank can be asked for its state."""
+
+
 class NoProgress(RlsysError):
     """No progress for too long. The text lists the pending work and its place."""
 

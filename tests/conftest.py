@@ -79,7 +79,7 @@ def _group_of(item: pytest.Item) -> str | None:
         return room
     if room in ("ray", "oracle") or item.name.partition("[")[2].startswith("ray") or "cluster" in fixtures:
         return "ray"
-    if "two_ranks" in fixtures:
+    if {"two_ranks", "four_ranks"} & fixtures.keys():
         return "ranks"
     return item.path.stem if any(found[-1].scope == "module" for found in fixtures.values()) else None
 

@@ -79,7 +79,7 @@ class PlannedWorkers:
     def __init__(self, config: Config, gpu_memory: int) -> None:
         """`gpu_memory` is that of each GPU, in bytes."""
         self._config, self._gpu_memory = config, gpu_memory
-        self._counted: dict[tuple[str, int], CountedModel] = {}
+        self._counted: dict[tuple[object, ...], CountedModel] = {}
         self._steps: dict[tuple[object, ...], StepBytes] = {}
         self._forwards: dict[tuple[object, ...], ForwardBytes] = {}
         """What was counted, by model and settings."""
@@ -208,7 +208,7 @@ class PlannedWorkers:
         """Return the model at a path; with a mesh, the part of it that the ranks of `tensor` leave to one of them."""
         from workers.train.memory_counts import CountedModel
 
-        one = path, mesh.tensor if mesh else 1
+        one = (path, mesh.tensor, mesh.context, mesh.expert) if mesh else (path,)
         if one not in self._counted:
             self._counted[one] = CountedModel(path, key, mesh)
         return self._counted[one]
@@ -219,7 +219,7 @@ class PlannedWorkers:
 
     def _step(self, path: str, settings: MemorySettings, *, has_head: bool) -> StepBytes:
         dtype, how = settings.dtype, settings.activation_checkpointing
-        key = (path, dtype, how, has_head)
+        key = (path, dtype, how, has_head, settings.mesh.tensor)
         if key not in self._steps:
             positions = max(self._config.train.micro_batch_tokens, context_of(self._config))
             model = self._model(path, mesh=settings.mesh)

@@ -21,7 +21,7 @@ from typing import Literal, TypeAlias, TypeVar
 from rlsys.algorithm import Algorithm, Assigned, Signal
 from rlsys.batch.packing import BatchPlan, num_trained, plan_batch
 from rlsys.contracts import TrainStats, Workers
-from rlsys.errors import ConfigError, NoSignal, NothingToTrain, PayloadLost, RlsysError, TrainingError
+from rlsys.errors import ConfigError, NoSignal, NothingToTrain, OutOfMemory, PayloadLost, RlsysError, TrainingError
 from rlsys.loop.checkpoint import CONFIG, GROUPS, STEP, FailedStep, save_models
 from rlsys.loop.failure_policy import Retries
 from rlsys.types import Group, PolicyVersion, Ref
@@ -138,8 +138,8 @@ class Learner:
         """Train the step that starts from `version`.
 
         Raises `NoSignal` if no advantage is left to train, and `PayloadLost`; both before any model is stepped. Raises
-        `TrainingError` if numbers are not finite, with the step saved for `rlsys replay`. Raises `ConfigError` if the
-        algorithm reports a metric under a name already in use.
+        `TrainingError` if numbers are not finite, with the step saved for `rlsys replay`, or its `OutOfMemory`, with
+        nothing saved. Raises `ConfigError` if the algorithm reports a metric under a name already in use.
         """
         settled = self.algorithm.finalize_advantages(groups, self.past)
         if not any(num_trained(*pair) for pair in zip(groups, settled.groups, strict=True)):
@@ -158,6 +158,8 @@ class Learner:
             try:
                 with self.span("train", [name]):
                     stats.append(await model.train_step(plan, columns))
+            except OutOfMemory:
+                raise
             except TrainingError as error:
                 kept = await self._keep(groups, settled.groups, version, name, error)
                 raise TrainingError(f"{error}\n{kept}", error.update) from error

@@ -236,6 +236,13 @@ def test_a_mesh_that_cannot_split_a_model_is_refused_by_name(make: str, mesh: Me
         check_splits(tiny(make), mesh)
 
 
+def test_a_plan_with_unknown_styles_is_refused() -> None:
+    model = tiny("qwen3")
+    model._tp_plan = {"model.layers.*.mlp.up_proj": "moe_tp_experts"}
+    with pytest.raises(ModelError, match=r"not supported with the plan of Qwen3ForCausalLM: moe_tp_experts"):
+        check_splits(model, MeshSection(tensor=2))
+
+
 def test_a_model_without_a_plan_is_not_split() -> None:
     sizes: dict[str, Any] = {"vocab_size": 32, "n_embd": 32, "n_layer": 1, "n_head": 4}
     with pytest.raises(ModelError, match=r"needs a tensor-parallel plan, and GPT2LMHeadModel has none"):

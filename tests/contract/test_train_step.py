@@ -12,7 +12,7 @@ from torch import Tensor
 from rlsys.algorithm import LossInputs, LossOutput, Signal
 from rlsys.batch.packing import BatchPlan
 from rlsys.batch.tensors import StepData
-from rlsys.errors import TrainingError
+from rlsys.errors import OutOfMemory, TrainingError
 from rlsys.types import PolicyVersion
 from tests.models import tiny_qwen3
 from tests.training import (
@@ -233,7 +233,7 @@ def test_nan_on_one_rank_fails_all_and_steps_none(model_path: str, two_ranks: Jo
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutOfMemory(Surrogate):
+class Hungry(Surrogate):
     """Runs out of memory in the second update."""
 
     def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
@@ -244,9 +244,11 @@ class OutOfMemory(Surrogate):
 
 def test_a_lack_of_memory_tells_what_did_not_fit_and_steps_nothing_of_the_update(model_path: str) -> None:
     backend = FsdpBackend(model_path, SETTINGS, RankGroup())
-    algorithm = OutOfMemory()
+    algorithm = Hungry()
     plan, payloads = planned(0, 1, algorithm, 2)
-    with pytest.raises(TrainingError, match=r"step 1, update 2 of 2: out of memory on a row of \d+ positions") as lack:
+    with pytest.raises(
+        OutOfMemory, match=r"step 1, update 2 of 2: out of memory in or after a row of \d+ positions"
+    ) as lack:
         backend.train_step(plan[0], data_of(payloads), algorithm, temperature=0.9)
     assert "train.micro_batch_tokens" in str(lack.value) and "Tried to allocate 2.00 GiB" in str(lack.value)
     assert lack.value.update == 1

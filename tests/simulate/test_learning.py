@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rlsys.algorithm import Algorithm, Signal, StepAdvantages
 from rlsys.batch.packing import BatchPlan
 from rlsys.contracts import TrainStats, Workers
-from rlsys.errors import CheckpointError, ConfigError, RunAborted, TrainingError, WorkerDied
+from rlsys.errors import CheckpointError, ConfigError, OutOfMemory, RunAborted, TrainingError, WorkerDied
 from rlsys.loop.checkpoint import find_latest, read_failed
 from rlsys.loop.driver import Driver
 from rlsys.monitoring.events import GroupDropped, SignalMissing, StepDone
@@ -410,6 +410,24 @@ class DivergingCritic(FakeCritic):
             return await super().train_step(plan, columns)
         await asyncio.sleep(0)
         raise TrainingError("the critic's loss of step 3 is nan", update=0)
+
+
+class HungryCritic(FakeCritic):
+    async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
+        await asyncio.sleep(0)
+        raise OutOfMemory("step 1: out of memory", update=0)
+
+    async def save(self, folder: Path) -> Awaitable[None]:
+        raise AssertionError("its ranks wait for the one that has failed")
+
+
+def test_a_lack_of_memory_ends_the_run_without_a_call_to_the_ranks(tmp_path):
+    workers, critic = (world := FakeWorld()).workers(), HungryCritic(world)
+    workers = replace(workers, critic=critic, step_annotators={**workers.step_annotators, Signal.VALUES: critic})
+    driver = driver_on(world, tmp_path, signals=ALL, workers=workers)
+    with pytest.raises(OutOfMemory, match=r"step 1: out of memory$"):
+        run_virtual(driver.run(0))
+    assert not (tmp_path / "failed").exists()
 
 
 def test_a_critic_failure_is_kept_after_the_policy_stepped(tmp_path):

@@ -95,7 +95,7 @@ def driver_on(
         train={
             "groups_per_step": groups_per_step,
             "updates_per_step": num_updates,
-            "ranks": 2,
+            "mesh": {"shard": 2},
             "micro_batch_tokens": 1000,
         },
         asynchrony={"max_staleness": max_staleness, "window": window},

@@ -116,6 +116,7 @@ class CountedModel:
             raise ModelError(f"{key} {path!r} has no config.json of a causal language model: {error}") from error
         if mesh is not None:
             check_splits(whole, mesh)
+        if mesh is not None and mesh.tensor > 1:
             _split(self._config, mesh.tensor, has_experts=bool(experts_of(whole)))
             whole = self._model("float32")
         self._num_layers = self._config.get_text_config().num_hidden_layers
@@ -162,8 +163,9 @@ def _split(config: PreTrainedConfig, tensor: int, *, has_experts: bool) -> None:
     text.num_key_value_heads = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) // tensor
     text.num_attention_heads //= tensor
     if has_experts:
-        text.num_experts //= tensor
-        text.num_experts_per_tok = min(text.num_experts_per_tok, text.num_experts)
+        name = next(name for name in ("num_experts", "num_local_experts", "n_routed_experts") if hasattr(text, name))
+        setattr(text, name, getattr(text, name) // tensor)
+        text.num_experts_per_tok = min(text.num_experts_per_tok, getattr(text, name))
     else:
         text.intermediate_size //= tensor
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from statistics import fmean
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from rlsys.errors import CheckpointError, TrainingError
+from rlsys.errors import CheckpointError, OutOfMemory, TrainingError
 from rlsys.stabilizer import GradientDecision, Stabilizer
 from workers.train.adapter_files import PART, check_saved
 from workers.train.layout import RankLayout
@@ -99,10 +98,13 @@ class Sharded:
             self._optimizer.zero_grad()
             loss = torch.zeros((), device=self._device)
             last = len(step.plan.updates[index]) - 1
-            for place, part in enumerate(parts):
-                self._layout.begin_pass(self._root, is_last=place == last)
-                with _out_of_memory(part, what + step.update_name(index), index):
+            part = None
+            try:
+                for place, part in enumerate(parts):
+                    self._layout.begin_pass(self._root, is_last=place == last)
                     loss += accumulate(part)
+            except torch.OutOfMemoryError as error:
+                raise _lack_of_memory(what + step.update_name(index), part, index, error) from error
             for name, figure in self.update(loss, what + step.update_name(index), index, stabilizer).items():
                 reported.setdefault(name, []).append(figure)
         return {name: fmean(figures) for name, figures in reported.items()}
@@ -195,20 +197,21 @@ class Sharded:
         return {"model": {**parameters}, **optimizer, "progress": {"step": self._step}, **adapter}
 
 
-@contextmanager
-def _out_of_memory(part: Part, what: str, index: int) -> Iterator[None]:
-    """Turn a lack of GPU memory into a `TrainingError` with the composition of the micro-batch and the remedies."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
+def _lack_of_memory(what: str, part: Part | None, index: int, error: torch.OutOfMemoryError) -> OutOfMemory:
+    """Tell the composition of the micro-batch, None for one that is not built yet, and the remedies."""
+    row = ""
+    if part is not None:
         batch = part.batch
-        raise TrainingError(
-            f"{what}: out of memory on a row of {len(batch.tokens_R)} positions ({len(batch.num_trained_S)} samples, "
-            f"{len(batch.targets_N)} trained tokens), and nothing of the update was stepped. `rlsys plan` shows what "
-            "takes the memory, and the nearest settings that fit, of train.micro_batch_tokens (a longer sample has a "
-            f"row of its own), train.activation_checkpointing, train.offload and train.mesh. {error}",
-            index,
-        ) from error
+        row = (
+            f" in or after a row of {len(batch.tokens_R)} positions ({len(batch.num_trained_S)} samples, "
+            f"{len(batch.targets_N)} trained tokens)"
+        )
+    return OutOfMemory(
+        f"{what}: out of memory{row}, and nothing of the update was stepped. `rlsys plan` shows what takes the memory, "
+        "and the nearest settings that fit, of train.micro_batch_tokens (a longer sample has a row of its own), "
+        f"train.activation_checkpointing, train.offload and train.mesh. {error}",
+        index,
+    )
 
 
 def _check_finite(figures: Mapping[str, float], what: str, index: int) -> None:
@@ -229,5 +232,4 @@ def _as_sharded(tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Param
 def _like(tensor: Tensor, parameter: Tensor | None) -> Tensor:
     if not isinstance(parameter, DTensor):
         return tensor
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(tensor, mesh, placements, shape=parameter.shape, stride=parameter.stride())
+    return DTensor(tensor, parameter._spec, requires_grad=False)  # `from_local` may copy to the device of the mesh

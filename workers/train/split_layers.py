@@ -20,6 +20,11 @@ from transformers.distributed.tensor_parallel import apply_expert_parallelism, a
 from rlsys.config.mesh_section import MeshSection
 from rlsys.errors import ModelError
 
+_STYLES = {
+    "colwise", "colwise_gather_output", "colwise_rep", "rowwise", "rowwise_split_input", "rowwise_rep",
+    "replicated_with_grad_allreduce",
+}  # fmt: skip
+"""Known styles of a plan. Others hold experts, or layers whose gradients were never compared with those of one rank."""
 _OF_HEADS = "replicated_with_grad_allreduce"
 """Style of a weight that is whole on each rank and computes on the rank's heads, as a norm of queries."""
 
@@ -32,9 +37,15 @@ def check_splits(model: PreTrainedModel, mesh: MeshSection) -> None:
     if mesh.tensor > 1:
         if not _tensor_plan(model):
             problems.append(f"tensor: {mesh.tensor} needs a tensor-parallel plan, and {name} has none")
+        if unknown := sorted({*_tensor_plan(model).values()} - _STYLES):
+            problems.append(f"tensor: {mesh.tensor} is not supported with the plan of {name}: {', '.join(unknown)}")
         for what, count in (("attention heads", num_heads), ("key-value heads", num_kv)):
             if count % mesh.tensor:
                 problems.append(f"tensor: {mesh.tensor} does not divide the {count} {what} of {name}")
+        if not experts_of(model) and getattr(text, "intermediate_size", 0) % mesh.tensor:
+            problems.append(
+                f"tensor: {mesh.tensor} does not divide the {text.intermediate_size} columns of the MLPs of {name}"
+            )
         if experts_of(model) and mesh.expert == 1:
             problems.append(f"tensor: {mesh.tensor} needs train.mesh.expert, because {name} has experts")
     if mesh.context > 1 and not problems:
