@@ -225,6 +225,11 @@ class Critic(TrainedModel, StepAnnotator, Protocol):
 class Actor(TrainedModel, Protocol):
     """Policy in training."""
 
+    @property
+    def pair_cost(self) -> float:
+        """Cost of the attention of one token to one other, over that of the rest of the model for one token. It may be
+        0 where nothing is balanced."""
+
     async def publish(self, version: PolicyVersion) -> Published:
         """Publish the weights to the relays; return once the bytes have left the actor."""
 

@@ -73,15 +73,17 @@ def plan_batch(
     max_tokens: int,
     num_updates: int = 1,
     has_pairs: bool = False,
+    pair_cost: float = 0.0,
 ) -> BatchPlan:
     """Plan a step.
 
     `assigned[i]` are the advantages of `groups[i]`. The groups with something to train are cut, in order, into
     `num_updates` runs of nearly equally many groups, or into single groups if there are fewer. Within an update,
     samples of a group stay in one bundle, in the order of their tokens, so that shared prefixes are computed once. A
-    bundle that alone exceeds `max_tokens` is split. Ranks get bundles of about equally many tokens (`balanced`). Each
-    rank then fills micro-batches of at most `max_tokens`, or one sample. With `has_pairs` this limit also holds when
-    every sample follows its partner's prompt. Samples without a trained token are left out.
+    bundle that alone exceeds `max_tokens` is split. Ranks get bundles of about equal cost (`balanced`), where attention
+    of one token to one other costs `pair_cost` times as much as the rest of the model for a token. Each rank then fills
+    micro-batches of at most `max_tokens`, or one sample. With `has_pairs` this limit also holds when every sample
+    follows its partner's prompt. Samples without a trained token are left out.
     Raises `ValueError` if nothing is left, or for more updates than groups.
     """
     if num_updates > len(groups):
@@ -93,7 +95,8 @@ def plan_batch(
     partners = _partners(groups)
     others = [None if partner is None or not has_pairs else _first_sample(groups[partner]) for partner in partners]
     prompts = [other.num_prompt if other else 0 for other in others]
-    updates = [_update(run, aggregation, num_ranks, max_tokens, prompts) for run in _runs(trained, num_updates)]
+    runs = _runs(trained, num_updates)
+    updates = [_update(run, aggregation, num_ranks, max_tokens, prompts, pair_cost) for run in runs]
     num_tokens = sum(sample.meta.num_trained for samples in trained for sample in samples)
     return tuple(RankPlan(of_rank, num_tokens, partners) for of_rank in zip(*updates, strict=True))
 
@@ -147,11 +150,12 @@ def _update(
     num_ranks: int,
     max_tokens: int,
     partner_prompts: Sequence[int],
+    pair_cost: float,
 ) -> list[tuple[MicroBatchPlan, ...]]:
     """Return the micro-batches of each rank for one update."""
     samples = [sample for of_group in groups for sample in of_group]
     bundles = _bundles(groups, _token_weights(samples, aggregation), max_tokens, partner_prompts)
-    shares = balanced([bundle.num_tokens for bundle in bundles], num_ranks)
+    shares = balanced([bundle.num_tokens + pair_cost * bundle.num_attended for bundle in bundles], num_ranks)
     ranks = [_fill([bundles[i] for i in share], max_tokens) for share in shares]
     depth = max(len(r) for r in ranks)
     filler = MicroBatchPlan((bundles[0].samples[0],), weight=0.0)
@@ -206,8 +210,10 @@ class _Bundle:
     samples: list[SampleRef] = field(default_factory=list)
     num_tokens: int = 0
     """Tokens of its part of a row."""
+    num_attended: int = 0
+    """Pairs of tokens of which one attends to the other."""
     num_pair_tokens: int = 0
-    """The same if every sample follows its partner's prompt."""
+    """Its tokens if every sample follows its partner's prompt."""
 
     def can_take(self, num_tokens: int, num_pair_tokens: int, max_tokens: int) -> bool:
         """Return True if so many more tokens fit."""
@@ -238,6 +244,7 @@ def _bundles(
                 bundles.append(_Bundle(num_pair_tokens=partner_prompt))
                 num_reused = 0
             bundles[-1].add([replace(sample.ref, token_weight=weight)], length - num_reused, num_own)
+            bundles[-1].num_attended += (length * (length + 1) - num_reused * (num_reused + 1)) // 2
             before = meta
     return bundles
 
@@ -255,7 +262,7 @@ def _fill(bundles: Sequence[_Bundle], max_tokens: int) -> list[MicroBatchPlan]:
     return [MicroBatchPlan(tuple(row.samples)) for row in rows]
 
 
-def balanced(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
+def balanced(sizes: Sequence[float], num_parts: int) -> list[list[int]]:
     """Split the indices of `sizes` into `num_parts` parts with nearly equal sums.
 
     Returns the better of two heuristics by the largest sum, which determines the waiting time; greedy in a draw.
@@ -267,10 +274,10 @@ def balanced(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
     return min(ways, key=lambda parts: max(sum(sizes[i] for i in part) for part in parts))
 
 
-def greedy(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
+def greedy(sizes: Sequence[float], num_parts: int) -> list[list[int]]:
     """Assign each size, largest first, to the part with the least sum."""
     parts: list[list[int]] = [[] for _ in range(num_parts)]
-    sums = [(0, part) for part in range(num_parts)]
+    sums = [(0.0, part) for part in range(num_parts)]
     for i in _largest_first(sizes):
         total, part = heapq.heappop(sums)
         parts[part].append(i)
@@ -278,11 +285,11 @@ def greedy(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
     return parts
 
 
-def differenced(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
+def differenced(sizes: Sequence[float], num_parts: int) -> list[list[int]]:
     """Apply the largest differencing method (Karmarkar and Karp, 1982). Every size begins as a separate partition.
     Repeatedly, the two least even partitions are merged, the largest part of one with the smallest of the other, until
     one is left."""
-    rest: list[tuple[int, list[int]]] = [(0, [])] * (num_parts - 1)
+    rest: list[tuple[float, list[int]]] = [(0, [])] * (num_parts - 1)
     partitions = [(-sizes[i], order, [*rest, (sizes[i], [i])]) for order, i in enumerate(_largest_first(sizes))]
     heapq.heapify(partitions)
     if not partitions:
@@ -295,5 +302,5 @@ def differenced(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
     return [sorted(part) for _, part in reversed(partitions[0][2])]
 
 
-def _largest_first(sizes: Sequence[int]) -> list[int]:
+def _largest_first(sizes: Sequence[float]) -> list[int]:
     return sorted(range(len(sizes)), key=lambda i: -sizes[i])

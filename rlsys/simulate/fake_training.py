@@ -112,6 +112,8 @@ def _write(path: Path, text: str) -> None:
 class FakeActor(_FakeModel):
     """Implement `Actor`: its weights are a number that depends on all trained groups, in order."""
 
+    pair_cost = 0.0
+
     name = "actor-0"
 
     def __init__(self, world: FakeWorld) -> None:

@@ -134,7 +134,8 @@ def _train(job: RetrainJob, ranks: RankGroup, stop: Stop | None = None) -> tuple
     hashes, metrics = [models.hash()], {}
     for step in recording.steps:
         groups = recording.rollouts(step)
-        plan = job.shape.plan([g.group for g in groups], [g.assigned for g in groups], job.config.algorithm)
+        cost = models.policy.pair_cost if ranks.num_ranks > 1 else 0.0
+        plan = job.shape.plan([g.group for g in groups], [g.assigned for g in groups], job.config.algorithm, cost)
         if stop is not None and step == recording.step:
             stop(step, plan, groups, models.policy)
         columns = [{Signal(name): rows for name, rows in group.columns.items()} for group in groups]

@@ -25,6 +25,7 @@ from rlsys.stabilizer import Stabilizer
 from rlsys.types import VersionSpan
 from rlsys.weight_sync.sync import Probe, TensorSpec
 from workers.train.adapter_files import Adapter, facts_of, write_adapter
+from workers.train.costs import pair_cost
 from workers.train.layout import RankLayout
 from workers.train.logprobs import Scorer
 from workers.train.lora import merge, peft_config, published, without_adapter
@@ -94,6 +95,8 @@ class FsdpBackend(Sharded):
         """Hash of the frozen base; None if all weights are trained."""
         facts = facts_of(lora, self.base) if lora and self.base else None
         super().__init__(self._model, self._scorer, settings, layout, facts)
+        self.pair_cost = pair_cost(self._model)
+        """See `Actor.pair_cost`."""
         register_fsdp_forward_method(self._scorer, PolicyScorer.sample.__name__)
         self._probe_ids = self._scorer.sample(probe_length) if probe_length else ()
         self.reshard()

@@ -206,6 +206,11 @@ class ActorRank(Rank):
         column = self._policy.reference(plan, self.fetched, signal, self._spec.temperature)
         return len(column), column
 
+    @remote("telling what attention costs")
+    def pair_cost(self) -> float:
+        """See `Actor.pair_cost`."""
+        return self._policy.pair_cost
+
     @remote("publishing version {version}")
     def publish(self, version: PolicyVersion) -> Published | None:
         """Copy the weights for the relays, from rank 0; the other ranks take part in gathering them.

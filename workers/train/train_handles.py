@@ -159,6 +159,13 @@ class RanksHandle(Generic[R]):
 class ActorHandle(RanksHandle[ActorRank]):
     """Implements `Actor`, and `StepAnnotator` for the reference if it trains an adapter."""
 
+    pair_cost = 0.0
+
+    async def ready(self) -> None:
+        await super().ready()
+        if len(self._ranks) > 1:
+            self.pair_cost = await self._ranks[0].call(ActorRank.pair_cost)
+
     async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
         """Compute a column of the fetched data under the frozen base of the adapter."""
         return await self._column(ActorRank.reference, plan, signal)

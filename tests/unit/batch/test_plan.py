@@ -144,15 +144,21 @@ def test_token_weights_sum_to_one_over_an_update(
 
 
 @settings(deadline=None, max_examples=100)
-@given(groups=group_lists, aggregation=aggregations, num_ranks=st.integers(1, 4), max_tokens=st.integers(1, 60))
+@given(
+    groups=group_lists,
+    aggregation=aggregations,
+    num_ranks=st.integers(1, 4),
+    max_tokens=st.integers(1, 60),
+    pair_cost=st.sampled_from([0.0, 0.01, 1.0]),
+)
 def test_ranks_and_micro_batches_change_no_weight(
-    groups: list[Group], aggregation: Aggregation, num_ranks: int, max_tokens: int
+    groups: list[Group], aggregation: Aggregation, num_ranks: int, max_tokens: int, pair_cost: float
 ) -> None:
     def weights(plan: BatchPlan) -> dict[tuple[int, ...], float]:
         return {place(ref): ref.token_weight for update in by_update(plan) for ref in update}
 
     whole = plan_of(groups, aggregation, num_ranks=1, max_tokens=10**6)
-    assert weights(plan_of(groups, aggregation, num_ranks, max_tokens)) == weights(whole)
+    assert weights(plan_of(groups, aggregation, num_ranks, max_tokens, pair_cost=pair_cost)) == weights(whole)
 
 
 @settings(deadline=None, max_examples=100)
@@ -202,6 +208,35 @@ def test_ranks_get_about_equally_many_tokens() -> None:
         [0],
         [1, 2, 3],
     ]
+
+
+def cost(tokens: Sequence[int], pair_cost: float) -> float:
+    """Of plain sequences."""
+    return sum(n + pair_cost * n * (n + 1) / 2 for n in tokens)
+
+
+def test_ranks_get_about_equal_costs_where_attention_is_dear() -> None:
+    """A row of 60 tokens attends as often as nine of 20; prompts of one token, so that nothing is shared."""
+    lengths = (60, *[20] * 12)
+    groups = [group(i, one(SampleMeta(1, n, n, i))) for i, n in enumerate(lengths)]
+
+    def shares(pair_cost: float) -> list[list[int]]:
+        plan = plan_of(groups, TOKENS, num_ranks=2, max_tokens=1000, pair_cost=pair_cost)
+        return [[lengths[ref.group] for batch in rank.micro_batches for ref in batch.samples] for rank in plan]
+
+    cheap, dear = shares(0.0), shares(1.0)
+    assert sorted(map(sum, cheap)) == [140, 160]
+    assert max(cost(share, 1.0) for share in dear) < max(cost(share, 1.0) for share in cheap)
+    assert sorted(map(len, dear)) == [3, 10]
+
+
+def test_what_is_shared_attends_once() -> None:
+    """A group of four long prompts with short answers costs less than four of them apart."""
+    together = group(0, *[one(SampleMeta(40, 5, 5, 1)) for _ in range(4)])
+    apart = [group(i, one(SampleMeta(40, 5, 5, i))) for i in range(1, 5)]
+    plan = plan_of([together, *apart], TOKENS, num_ranks=2, max_tokens=1000, pair_cost=1.0)
+    of_groups = [{ref.group for batch in rank.micro_batches for ref in batch.samples} for rank in plan]
+    assert sorted(map(len, of_groups)) == [2, 3]
 
 
 def test_a_rank_without_work_runs_a_filler_that_weighs_nothing() -> None:
