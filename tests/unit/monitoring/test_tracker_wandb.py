@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plugin = WandB(project="arithmetic", mode="offline", rollouts_every=10, max_rollouts=3, names="verl")
 
     def sink() -> InThread:
-        return InThread(plugin, RunFacts(run, "sums", "", CONFIG))
+        return InThread(plugin, RunFacts(run, "sums", "", CONFIG), patience_s=60)
 
     killed = sink()
     for event in (
