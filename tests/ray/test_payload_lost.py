@@ -52,6 +52,9 @@ class Rank(ActorRank):
         data = self.taken(signals, columns)
         return TrainStats({"num_tokens": sum(data.num_trained(m) for m in plan.micro_batches)}, 0.0)
 
+    def pair_cost(self) -> float:
+        return 0.0
+
     def columns(self) -> tuple[int, list[TokenColumns]]:
         return 0, []
 
