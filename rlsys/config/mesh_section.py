@@ -29,6 +29,7 @@ class MeshSection(Section):
 
     @property
     def num_ranks(self) -> int:
+        """Processes of the actor, and as many of the critic."""
         return self.replicate * self.num_shards * self.tensor
 
     @property

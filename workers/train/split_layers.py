@@ -20,13 +20,13 @@ from transformers.distributed.tensor_parallel import apply_expert_parallelism, a
 from rlsys.config.mesh_section import MeshSection
 from rlsys.errors import ModelError
 
-_STYLES = {
-    "colwise", "colwise_gather_output", "colwise_rep", "rowwise", "rowwise_split_input", "rowwise_rep",
-    "replicated_with_grad_allreduce",
-}  # fmt: skip
-"""Known styles of a plan. Others hold experts, or layers whose gradients were never compared with those of one rank."""
 _OF_HEADS = "replicated_with_grad_allreduce"
 """Style of a weight that is whole on each rank and computes on the rank's heads, as a norm of queries."""
+_STYLES = {
+    "colwise", "colwise_gather_output", "colwise_rep", "rowwise", "rowwise_split_input", "rowwise_rep", _OF_HEADS,
+}  # fmt: skip
+"""Supported styles of a plan. Others are of experts, or of layers whose gradients were never compared with those
+of one rank."""
 
 
 def check_splits(model: PreTrainedModel, mesh: MeshSection) -> None:
@@ -100,7 +100,7 @@ def _num_experts(model: PreTrainedModel) -> int:
 
 def _tensor_plan(model: PreTrainedModel) -> dict[str, str]:
     """Return the model's plan without the output matrix and without experts."""
-    plan, experts = dict(model.tp_plan or {}), [name for name, _ in (model.ep_plan or {}).items()]
+    plan, experts = model.tp_plan or {}, [*(model.ep_plan or {})]
     base = model.base_model_prefix + "."
     inside = {name: style for name, style in plan.items() if name.removeprefix(base).startswith("layers.")}
     return {
@@ -115,9 +115,9 @@ def _numbered(name: str) -> str:
 
 
 def _summing(module: nn.Module, group: dist.ProcessGroup) -> Callable[..., Tensor]:
-    """Return the module's forward, after which the gradients of its weights are summed over ranks.
+    """Return a forward of the module in whose backward the gradients of its weights are summed over ranks.
 
-    The library's own way, a hook of the module, sums before all of the gradient is there.
+    The library uses a hook of the module instead, which may run before the gradient of a weight is complete.
     """
     plain = type(module).forward
 
