@@ -144,6 +144,10 @@ class Turn:
     """`output_ids` decoded, special tokens left out."""
     sampling: Sampling = Sampling()
     """Sampling parameters of the tokens, which define the distribution of `logprobs`."""
+    routing: tuple[bytes, ...] = ()
+    """Experts that the engine chose, one entry per output token: at the positions that it computed for this token,
+    which are those of the prompt for the first, and that of the token before for others. A position has as many bytes
+    as all others, see `workers.train.routing`. Empty if not recorded."""
 
 
 @dataclass(frozen=True)

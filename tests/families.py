@@ -44,13 +44,15 @@ def _with_heads(sizes: dict[str, Any]) -> dict[str, Any]:
     return {"head_dim": 16, **sizes}
 
 
+def _with_experts(sizes: dict[str, Any]) -> dict[str, Any]:
+    return {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, **sizes}
+
+
 _MAKERS: dict[str, Callable[[dict[str, Any]], PreTrainedModel]] = {
     "llama3": lambda sizes: LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=LONG_ROPE)),
     "qwen2": lambda sizes: Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True)),
     "qwen3": lambda sizes: Qwen3ForCausalLM(Qwen3Config(**_with_heads(sizes))),
-    "qwen3_moe": lambda sizes: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
-    ),
+    "qwen3_moe": lambda sizes: Qwen3MoeForCausalLM(Qwen3MoeConfig(**_with_experts(sizes))),
     "gemma3": lambda sizes: Gemma3ForCausalLM(
         Gemma3TextConfig(
             **_with_heads(sizes), sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]

@@ -8,7 +8,7 @@ from pathlib import Path
 from rlsys import Config
 
 
-def keys_of(model_path: Path, data_path: Path, folder: Path) -> list[str]:
+def keys_of(model_path: Path | str, data_path: Path, folder: Path) -> list[str]:
     """Overrides that make a run of 4 steps of 4 groups of 4."""
     return [
         f"model.path={model_path}",
@@ -29,6 +29,6 @@ def keys_of(model_path: Path, data_path: Path, folder: Path) -> list[str]:
     ]
 
 
-def config_of(model_path: Path, data_path: Path, folder: Path, overrides: Sequence[str] = ()) -> Config:
+def config_of(model_path: Path | str, data_path: Path, folder: Path, overrides: Sequence[str] = ()) -> Config:
     """The configuration of `keys_of`, then `overrides`."""
     return Config.load([], [*keys_of(model_path, data_path, folder), *overrides])

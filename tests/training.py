@@ -11,8 +11,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -191,3 +192,19 @@ def everything_in(folder: Path) -> dict[str, Tensor]:
 def differing(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[str]:
     """Names of tensors that are not equal bit for bit, or not in both."""
     return sorted((a.keys() ^ b.keys()) | {name for name in a.keys() & b.keys() if not torch.equal(a[name], b[name])})
+
+
+Outcome: TypeAlias = tuple[dict[str, Tensor], list[dict[str, float]]]
+"""Weights after some steps, and the metrics of each."""
+
+
+def assert_alike(actual: Outcome, expected: Outcome, within: float = 5e-3) -> None:
+    """To rounding; weights within a part of the learning rate."""
+    assert actual[0].keys() == expected[0].keys()
+    for name, weight in expected[0].items():
+        torch.testing.assert_close(
+            actual[0][name], weight, rtol=1e-4, atol=within * SETTINGS.lr, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    for a, b in zip(actual[1], expected[1], strict=True):
+        exact = [{name: value for name, value in of.items() if "ratio_p" not in name} for of in (a, b)]
+        assert exact[0] == pytest.approx(exact[1], rel=2e-4, abs=1e-5)

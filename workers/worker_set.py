@@ -189,6 +189,7 @@ def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
         optimizer=optimizer_settings(config),
         savings=train.savings,
         lora=train.lora,
+        replays_routing=train.routing_replay,
         algorithm=config.algorithm,
         stabilizer=config.stabilizer,
         temperature=config.rollout.temperature,
@@ -338,6 +339,7 @@ def _generator_spec(
         resident_versions=config.resident_versions if is_trained else 1,
         vllm_args=share_of_memory | rollout.vllm_args,
         lora=None if pulls == "never" else config.train.lora,
+        records_routing=is_trained and config.train.routing_replay,
     )
     change = WeightChange(rollout.weight_change if is_trained else "between", config.probe_tolerance)
     return GeneratorSpec(engine=engine, change=change, pulls=pulls)

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from rlsys.batch.prefix_tree import Ints
 
 
+NOT_RECORDED = 0xFF
+"""Byte of no expert."""
+
+
 @dataclass(frozen=True)
 class Sample:
     """Unit of training: a prompt, then a completion of which the tokens sampled by the policy are trained."""
@@ -32,6 +36,9 @@ class Sample:
     """One entry per completion token; 0.0 where not trained."""
     versions: tuple[VersionSpan, ...]
     """Spans of the trained tokens, in order, by policy version."""
+    routing: bytes = b""
+    """Experts that the engine chose, as many bytes for each token of `run_ids`, all `NOT_RECORDED` for one that is not
+    recorded; empty if none is."""
 
     @cached_property
     def run_ids(self) -> Ints:
@@ -97,7 +104,7 @@ def _joined(run: list[Turn]) -> Sample:
     first = run[0]
     if len(run) == 1:
         trained = (True,) * len(first.output_ids)
-        return Sample(first.prompt_ids, first.output_ids, trained, first.logprobs, first.versions)
+        return Sample(first.prompt_ids, first.output_ids, trained, first.logprobs, first.versions, _routing_of(run))
     ids, trained, logprobs = [], [], []
     for turn in run:
         observed = turn.prompt_ids[len(first.prompt_ids) + len(ids) :]
@@ -105,7 +112,25 @@ def _joined(run: list[Turn]) -> Sample:
         trained += [False] * len(observed) + [True] * len(turn.output_ids)
         logprobs += [0.0] * len(observed) + [*turn.logprobs]
     versions = tuple(span for turn in run for span in turn.versions)
-    return Sample(first.prompt_ids, tuple(ids), tuple(trained), tuple(logprobs), versions)
+    return Sample(first.prompt_ids, tuple(ids), tuple(trained), tuple(logprobs), versions, _routing_of(run))
+
+
+def _routing_of(run: list[Turn]) -> bytes:
+    """Join what was recorded for turns of one sample: a position counts as in the turn that computed it first."""
+    recorded = [turn for turn in run if len(turn.routing) == len(turn.output_ids)]
+    if not recorded:
+        return b""
+    num_bytes = sum(map(len, recorded[0].routing)) // _num_run(recorded[0])
+    joined = b""
+    for turn in run:
+        nothing = bytes([NOT_RECORDED]) * (num_bytes * _num_run(turn))
+        known = b"".join(turn.routing) if turn in recorded else nothing
+        joined += known[len(joined) :]
+    return joined
+
+
+def _num_run(turn: Turn) -> int:
+    return len(turn.prompt_ids) + len(turn.output_ids) - 1
 
 
 def meta_of(episodes: tuple[Episode, ...]) -> tuple[EpisodeMeta, ...]:

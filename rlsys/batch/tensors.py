@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from rlsys.algorithm import LossInputs, Signal
 from rlsys.batch.packing import MicroBatchPlan
 from rlsys.batch.prefix_tree import PrefixRow, num_reused, token_order
-from rlsys.batch.samples import Sample, samples_in
+from rlsys.batch.samples import NOT_RECORDED, Sample, samples_in
 from rlsys.types import Episode, PolicyVersion
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ class MicroBatch:
     weights_N: Tensor
     """Weight of each trained token in the loss of its update."""
     columns_N: Mapping[Signal, Tensor]
+    routing_RW: Tensor | None = None
+    """Experts that engines chose for each position, as bytes, see `Sample.routing`; None if nothing is recorded."""
 
     @classmethod
     def of(
@@ -87,6 +89,7 @@ class MicroBatch:
             advantages_N=spread(advantages),
             weights_N=spread(token_weights),
             columns_N={signal: picked(column) for signal, column in (columns or {}).items()},
+            routing_RW=_routing(samples, row),
         )
 
     def loss_inputs(self, version: PolicyVersion, proximal_logprobs_N: Tensor) -> LossInputs:
@@ -103,8 +106,9 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         """Return this micro-batch on another device."""
         columns_N = {signal: column_N.to(device) for signal, column_N in self.columns_N.items()}
-        others = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "columns_N"}
-        return MicroBatch(**others, columns_N=columns_N)
+        others = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "columns_N"}
+        moved: dict[str, Any] = {n: None if tensor is None else tensor.to(device) for n, tensor in others.items()}
+        return MicroBatch(**moved, columns_N=columns_N)
 
 
 class StepData:
@@ -176,7 +180,7 @@ class StepData:
                 return None
             _, own = self._group(ref.group)[ref.episode, ref.trajectory, ref.sample]
             _, first = next(iter(self._group(partner).values()))
-            samples.append(replace(own, prompt_ids=first.prompt_ids))
+            samples.append(replace(own, prompt_ids=first.prompt_ids, routing=b""))
         return MicroBatch.of(samples)
 
     def _group(self, group: int) -> dict[tuple[int, int, int], tuple[int, Sample]]:
@@ -215,6 +219,18 @@ def _versions(samples: Sequence[Sample], num_trained: Sequence[int]) -> NDArray[
     spans = [span for sample in samples for span in sample.versions]
     versions = np.array([span.version for span in spans], dtype=np.int64)
     return np.repeat(versions, [span.num_tokens for span in spans])
+
+
+def _routing(samples: Sequence[Sample], row: PrefixRow) -> Tensor | None:
+    """Return what is recorded for each position; of samples that share one, the last counts."""
+    recorded = [(sample, places) for sample, places in zip(samples, row.places, strict=True) if sample.routing]
+    if not recorded:
+        return None
+    num_bytes = len(recorded[0][0].routing) // len(recorded[0][1])
+    routing_RW = np.full((len(row.tokens_R), num_bytes), NOT_RECORDED, np.uint8)
+    for sample, places in recorded:
+        routing_RW[places] = np.frombuffer(sample.routing, np.uint8).reshape(len(places), -1)
+    return torch.from_numpy(routing_RW)
 
 
 def _check(rows: Sequence[Sequence[float]], lengths: Sequence[int]) -> None:

@@ -187,8 +187,8 @@ class TrainSection(Section):
     clip_norm: PositiveFloat = 1.0
     """Largest gradient norm, over all parameters and ranks."""
     micro_batch_tokens: PositiveInt = 8192
-    """Most tokens of one forward and backward pass, a row without padding in which shared prefixes count once; a longer
-    sample has a row of its own. Bounds memory, changes no gradient."""
+    """Most tokens of one forward and backward pass, a row without padding in which shared prefixes count once; at least
+    those of one sample. Bounds memory, changes no gradient."""
     activation_checkpointing: ActivationCheckpointing = "none"
     """Activations that a decoder layer computes again for its backward, instead of keeping them: `none`; `selective`:
     all but the results of matrix products and of attention; `full`: all. Saves memory for time, changes no gradient."""
@@ -202,6 +202,9 @@ class TrainSection(Section):
     lora: LoraSection | None = None
     """Adapters that are trained instead of all weights, for the policy and the critic; null: none. `lora: {}` has the
     defaults."""
+    routing_replay: bool = False
+    """True to train a model with experts on those that the engine chose for each token, which rounding would let the
+    trainer choose otherwise. Not supported by vLLM on a CPU."""
     threads: PositiveInt = 1
     """CPU threads of one rank."""
     num_cpus: NonNegativeFloat = 1.0
@@ -534,6 +537,24 @@ class Config(Section):
             problems.append((("resident_versions",), text))
         refuse(problems)
         return rollout
+
+    @field_validator("train")
+    @classmethod
+    def _goes_with_rollouts(cls, train: TrainSection, info: ValidationInfo) -> TrainSection:
+        data, rollout, problems = info.data.get("data"), info.data.get("rollout"), []
+        if data is not None and rollout is not None:
+            longest = data.max_prompt_tokens + rollout.max_new_tokens
+            if train.micro_batch_tokens < longest:
+                text = (
+                    f"a sample can have {longest} tokens (data.max_prompt_tokens + rollout.max_new_tokens), and would "
+                    f"not fit in a row of {train.micro_batch_tokens}: set it to {longest} or more, or lower the others"
+                )
+                problems.append((("micro_batch_tokens",), text))
+            if train.routing_replay and rollout.engine == "vllm" and not rollout.num_gpus:
+                text = "vllm records no experts on a CPU: set rollout.engine to local, or rollout.num_gpus"
+                problems.append((("routing_replay",), text))
+        refuse(problems)
+        return train
 
     @field_validator("curation")
     @classmethod

@@ -109,7 +109,7 @@ class PlannedWorkers:
             memory = frozen_memory(
                 self.sizes(config.model.path),
                 self._forward(config.model.path, settings),
-                positions=_positions(config, settings),
+                positions=settings.micro_batch_tokens,
                 value_bytes=VALUE_BYTES[settings.dtype],
             )
             yield self._worker("reference", 1, reference.num_gpus, memory)
@@ -119,8 +119,10 @@ class PlannedWorkers:
 
     def _rank(self, config: Config, settings: MemorySettings, *, is_critic: bool) -> tuple[Memory, str]:
         """Return the memory of a rank on its device, and a remark about the host's."""
-        from workers.train.memory_counts import adapter_parameters, stabilizer_bytes
+        from workers.train.memory_counts import adapter_parameters, check_routing, stabilizer_bytes
 
+        if config.train.routing_replay and not is_critic:
+            check_routing(config.model.path)
         path, key = config.model.path, "model.path"
         if is_critic and config.critic.path is not None:
             path, key = config.critic.path, "critic.path"
@@ -129,7 +131,7 @@ class PlannedWorkers:
             sizes.without_head() if is_critic else sizes,
             self._step(path, settings, has_head=not is_critic),
             shards=mesh.num_shards,
-            positions=-(-_positions(config, settings) // mesh.context),
+            positions=-(-settings.micro_batch_tokens // mesh.context),
             value_bytes=VALUE_BYTES[settings.dtype],
             stabilizer_bytes=0.0 if is_critic else stabilizer_bytes(config.stabilizer),
             adapter=adapter_parameters(path, config.train.lora) if config.train.lora else None,
@@ -221,7 +223,7 @@ class PlannedWorkers:
         dtype, how = settings.dtype, settings.activation_checkpointing
         key = (path, dtype, how, has_head, settings.mesh.tensor)
         if key not in self._steps:
-            positions = max(self._config.train.micro_batch_tokens, context_of(self._config))
+            positions = self._config.train.micro_batch_tokens
             model = self._model(path, mesh=settings.mesh)
             self._steps[key] = model.step(dtype, how, positions, has_head=has_head)
         return self._steps[key]
@@ -244,8 +246,3 @@ def engine_of(config: Config) -> Literal["local", "vllm"]:
 def context_of(config: Config) -> int:
     """Most tokens of one sample."""
     return config.data.max_prompt_tokens + config.rollout.max_new_tokens
-
-
-def _positions(config: Config, settings: MemorySettings) -> int:
-    """Most positions of a micro-batch, which has one sample at the least."""
-    return max(settings.micro_batch_tokens, context_of(config))

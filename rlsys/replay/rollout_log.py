@@ -10,6 +10,7 @@ them again (`assigned`, `columns`).
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
@@ -173,11 +174,16 @@ def _scored(episode: Episode, meta: EpisodeMeta) -> Episode:
 
 
 def _write(path: Path, records: Iterable[object]) -> None:
-    """Write JSON lines. Numbers of numpy and torch, from algorithms and workflows, are written as floats."""
+    """Write JSON lines. Numbers of numpy and torch, from algorithms and workflows, are written as floats, bytes in
+    base64."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".tmp")
-    partial.write_bytes(b"".join(orjson.dumps(r, default=float, option=orjson.OPT_APPEND_NEWLINE) for r in records))
+    partial.write_bytes(b"".join(orjson.dumps(r, default=_plain, option=orjson.OPT_APPEND_NEWLINE) for r in records))
     partial.replace(path)
+
+
+def _plain(value: Any) -> str | float:  # noqa: ANN401
+    return b64encode(value).decode() if isinstance(value, bytes) else float(value)
 
 
 def _read(path: Path, decode: Callable[[Fields], Record]) -> list[Record]:
@@ -228,6 +234,8 @@ def decoder_of(hint: object) -> Callable[[Any], Any]:
         return lambda items: {name: each(value) for name, value in items.items()}
     if any(get_origin(form) is tuple for form in arguments):
         return lambda value: tuple(value) if isinstance(value, list) else value
+    if hint is bytes:
+        return lambda value: b64decode(value, validate=True)
     if hint is float:
         return lambda value: nan if value is None else _checked((value,), {int, float})[0]
     if kinds := _kinds_of(hint):

@@ -22,7 +22,7 @@ KEYS = {
         "speedup_batch", "speedup_lock_step", "streamed", "by_batch", "lock_step", "subagents", "gateway_ms",
         "gateway_p95_ms", "session_ms", "openai_client_ms",
     },
-    "agreement": {"agreement"},
+    "agreement": {"agreement", "experts"},
     "async_vs_sync": {
         "speedup_at_4", "speedup", "reward", "seconds_per_step", "staleness", "staleness_max", "wait_batch_share",
         "steps", "correction",

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import pytest
 import torch
 from pydantic import ValidationError
-from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from algorithms.gac import GAC
@@ -30,7 +29,9 @@ from tests.models import save_model
 from tests.training import (
     SETTINGS,
     JoinedRanks,
+    Outcome,
     Surrogate,
+    assert_alike,
     data_of,
     differing,
     everything_in,
@@ -42,7 +43,6 @@ from workers.train.fsdp import FsdpBackend
 from workers.train.rank_group import RankGroup
 from workers.train.split_layers import check_splits
 
-Outcome = tuple[dict[str, Tensor], list[dict[str, float]]]
 ONE = MeshSection()
 
 
@@ -119,18 +119,6 @@ def take(job: RandomStep, ranks: RankGroup) -> Outcome:
 
 def _row(rng: random.Random, sample: Sample) -> tuple[float, ...]:
     return tuple(logprob + rng.gauss(0, 0.3) for logprob in sample.logprobs)
-
-
-def assert_alike(actual: Outcome, expected: Outcome) -> None:
-    """To rounding."""
-    assert actual[0].keys() == expected[0].keys()
-    for name, weight in expected[0].items():
-        torch.testing.assert_close(
-            actual[0][name], weight, rtol=1e-4, atol=5e-3 * SETTINGS.lr, msg=lambda m, n=name: f"{n}: {m}"
-        )
-    for a, b in zip(actual[1], expected[1], strict=True):
-        exact = [{name: value for name, value in of.items() if "ratio_p" not in name} for of in (a, b)]
-        assert exact[0] == pytest.approx(exact[1], rel=2e-4, abs=1e-5)
 
 
 TWO = [MeshSection(shard=2), MeshSection(replicate=2), MeshSection(tensor=2), MeshSection(context=2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 from collections.abc import Sequence
@@ -12,7 +13,9 @@ import pytest
 from rlsys import train
 from rlsys.launch import replay_step
 from rlsys.replay.rollout_log import read_rollouts
+from tests.families import tiny
 from tests.jobs import config_of
+from tests.models import save_model
 from tests.ray.commands import DEADLINE_S, RLSYS
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -27,7 +30,7 @@ GRPO = [
 PPO = ["algorithm.type=ppo", "train.updates_per_step=2", "checkpoint.every=0"]
 
 
-def trained(model_path: Path, data_path: Path, folder: Path, overrides: Sequence[str]) -> Path:
+def trained(model_path: Path | str, data_path: Path, folder: Path, overrides: Sequence[str]) -> Path:
     config = config_of(model_path, data_path, folder, ["run.steps=3", *overrides])
     train(config, progress=False)
     return config.run_dir
@@ -65,3 +68,14 @@ def test_a_critic_with_two_updates_a_step_replays_equally(model_path, data_path,
     assert done.returncode == 0, done.stderr
     assert "(2, 4, 1, 'RankPlan')" in done.stdout
     assert done.stdout.splitlines()[-1] == "equal bit for bit"
+
+
+def test_experts_that_the_engine_chose_are_trained_and_replayed(data_path, tmp_path):
+    path = save_model(tmp_path / "moe", tiny("qwen3_moe"))
+    run = trained(path, data_path, tmp_path, ["run.steps=2", "train.routing_replay=true"])
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["sampler/experts_recorded"] for row in rows] == [1.0, 1.0]
+    assert max(row["sampler/experts_differ"] for row in rows) < 0.05
+    (turn,) = read_rollouts(run / "rollouts" / "step_000002.jsonl")[0].episodes[0].trajectories[0].turns
+    assert len(turn.routing) == len(turn.output_ids)
+    assert replay_step(run, 2).is_equal

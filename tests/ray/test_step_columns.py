@@ -75,6 +75,7 @@ class Trainers:
             stabilizer=None,
             temperature=1.0,
             probe_length=0,
+            replays_routing=False,
             resources=SMALL,
         )
         critic = RankSpec(

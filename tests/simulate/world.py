@@ -92,6 +92,7 @@ def driver_on(
         run={"steps": steps},
         algorithm=algorithm or RewardAsAdvantage(needs=signals),
         stabilizer=Synchronous(steps=synchronous_steps),
+        data={"max_prompt_tokens": 500},
         train={
             "groups_per_step": groups_per_step,
             "updates_per_step": num_updates,

@@ -25,6 +25,7 @@ from torch import Tensor
 from workers.engines.engine import Completion
 from workers.engines.slot_cache import GROUPED_ATTENTION, KeptCache, SlotCache, check_cacheable
 from workers.engines.stepping import EngineJob
+from workers.train.routing import RoutingRecorder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,9 +38,16 @@ class Decoder:
     """Slots with one running job each, contiguous from the front: job i is in slot i."""
 
     def __init__(
-        self, model: PreTrainedModel, *, num_slots: int, max_context: int, stop_token_ids: Collection[int]
+        self,
+        model: PreTrainedModel,
+        *,
+        num_slots: int,
+        max_context: int,
+        stop_token_ids: Collection[int],
+        records_routing: bool = False,
     ) -> None:
         check_cacheable(model)
+        self._recorder = RoutingRecorder(model) if records_routing else None
         self.num_slots, self.max_context = num_slots, max_context
         self.num_vocab = model.get_input_embeddings().get_parameter("weight").shape[0]
         self.num_tokens = 0
@@ -71,6 +79,8 @@ class Decoder:
         self._top_p_S = per_slot(dtype=torch.float32)
         self._output_ids = per_slot(self.max_context)
         self._logprobs = per_slot(self.max_context, dtype=torch.float32)
+        num_bytes = self._recorder.num_bytes if self._recorder else 0
+        self._routing_SKW = per_slot(len(self._keys_K), num_bytes, dtype=torch.uint8)  # as `MicroBatch.routing_RW`
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -101,6 +111,7 @@ class Decoder:
         prompt_of_B = self._tensor(prompt_of)
         followers_B = self._rows_S[first + num_prompts : first + len(prompt_of)]
         self._cache.copy(first + prompt_of_B[num_prompts:], followers_B, max(map(len, groups)))
+        self._routing_SKW[followers_B] = self._routing_SKW[first + prompt_of_B[num_prompts:]]
         self._enter([group[0] for group in groups.values()] + [job for group in groups.values() for job in group[1:]])
         fresh = []
         for slot in range(first, len(self.jobs)):
@@ -140,11 +151,16 @@ class Decoder:
 
     @torch.inference_mode()
     def recompute(self, max_tokens: int) -> None:
-        """Recompute the keys and values of all running jobs, in forwards of at most `max_tokens` (or one job)."""
+        """Recompute the keys and values of all running jobs, in forwards of at most `max_tokens` (or one job).
+
+        What is recorded of sampled tokens stays: it is what they were sampled with.
+        """
+        recorded_SKW = self._routing_SKW.clone()
         contexts = [self._context(slot) for slot in range(len(self.jobs))]
         rows = max(1, max_tokens // max(map(len, contexts), default=1))
         for first in range(0, len(contexts), rows):
             self._prefill(contexts[first : first + rows], first)
+        self._routing_SKW.copy_(recorded_SKW)
 
     @torch.inference_mode()
     def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
@@ -179,7 +195,18 @@ class Decoder:
         for job, count, ids, logprobs in zip(jobs, counts, rows_of_ids, rows_of_logprobs, strict=True):
             here = slice(job.request.num_begun, count)
             job.output_ids, job.logprobs = ids[here], logprobs[here]
+        if self._recorder:
+            for slot, job in zip(slots, jobs, strict=True):
+                job.routing = self._routing_of(slot, job)
         return jobs
+
+    def _routing_of(self, slot: int, job: EngineJob) -> list[bytes]:
+        """Return what is recorded for the tokens sampled here, see `Turn.routing`."""
+        num_prompt, num_begun = len(job.request.prompt_ids), job.request.num_begun
+        first, end = num_prompt + num_begun, num_prompt + num_begun + len(job.output_ids) - 1
+        start = first - 1 if num_begun else 0
+        rows = self._routing_SKW[slot, start : max(start, end)].cpu().numpy()
+        return [rows[: first - start].tobytes(), *map(bytes, rows[first - start :])] if job.output_ids else []
 
     def _context(self, slot: int) -> tuple[int, ...]:
         """The tokens whose keys and values are in a slot: all except the newest."""
@@ -225,7 +252,7 @@ class Decoder:
         num_keys = self._cache.window.num_keys
         is_seen_BLK = self._keys_K[:num_keys] <= positions_BL[..., None]
         mask_BLK = torch.where(is_seen_BLK, 0.0, -torch.inf).to(self._dtype)
-        return self._model(
+        logits = self._model(
             input_ids=ids_BL,
             position_ids=positions_BL,
             attention_mask=mask_BLK[:, None],
@@ -233,6 +260,10 @@ class Decoder:
             use_cache=True,
             logits_to_keep=keep,
         ).logits
+        if self._recorder:
+            slots_B1 = self._cache.window.rows[:, :, 0]
+            self._routing_SKW[slots_B1, positions_BL] = self._recorder.newest().unflatten(0, ids_BL.shape)
+        return logits
 
     def _enter(self, jobs: Sequence[EngineJob]) -> None:
         """Put jobs into the next slots, each with the tokens sampled elsewhere."""

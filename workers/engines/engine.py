@@ -67,6 +67,8 @@ class Completion:
     versions: tuple[VersionSpan, ...]
     finish: Literal["stop", "length", "abort"] | None
     """Reason for the end; None while the request runs."""
+    routing: tuple[bytes, ...] = ()
+    """See `Turn.routing`."""
     cache: object | None = field(default=None, compare=False, repr=False)
     """Keys and values of the sampled tokens, in the format of this kind of engine; picklable. Set only for requests
     aborted with `keep_cache`, and only by engines that support it."""
@@ -74,13 +76,14 @@ class Completion:
     def since(self, num_tokens: int) -> Completion:
         """The part after the first `num_tokens` tokens."""
         spans = spans_of(self._token_versions()[num_tokens:])
-        return Completion(self.output_ids[num_tokens:], self.logprobs[num_tokens:], spans, self.finish, self.cache)
+        ids, logprobs = self.output_ids[num_tokens:], self.logprobs[num_tokens:]
+        return Completion(ids, logprobs, spans, self.finish, self.routing[num_tokens:], self.cache)
 
     def then(self, more: Completion) -> Completion:
         """This completion followed by `more`; it ends as `more` does."""
         ids, logprobs = self.output_ids + more.output_ids, self.logprobs + more.logprobs
         spans = spans_of(self._token_versions() + more._token_versions())
-        return Completion(ids, logprobs, spans, more.finish, more.cache)
+        return Completion(ids, logprobs, spans, more.finish, self.routing + more.routing, more.cache)
 
     def _token_versions(self) -> list[PolicyVersion]:
         return [span.version for span in self.versions for _ in range(span.num_tokens)]
@@ -114,6 +117,8 @@ class EngineSpec:
     replace the old."""
     vllm_args: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM."""
+    records_routing: bool = False
+    """Return which experts were chosen, see `Turn.routing`. Not supported by vLLM on a CPU."""
     lora: LoraSection | None = None
     """The adapter that `load` takes, on the frozen model of `model_path`; None: `load` takes all weights."""
 

@@ -44,6 +44,8 @@ def choose(
         return EngineChoice("vllm", "local has no shards")
     if spec.resident_versions > 1:
         return EngineChoice("local", "vLLM keeps one version at a time")
+    if spec.records_routing and device.type == "cpu":
+        return EngineChoice("local", "vLLM records no experts on a CPU")
     reason = f"the device is {device.type}"
     if device.type == "cpu":
         size = outline(spec.model_path).num_parameters()

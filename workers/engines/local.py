@@ -46,7 +46,11 @@ class LocalEngine(SteppingEngine):
         """Weights as given to `stage`, and what `Residents.lay_out` made of them."""
         self._seeking_room: list[Future[None]] = []
         self._decoder = Decoder(
-            model, num_slots=spec.slots, max_context=spec.max_context, stop_token_ids=stop_token_ids
+            model,
+            num_slots=spec.slots,
+            max_context=spec.max_context,
+            stop_token_ids=stop_token_ids,
+            records_routing=spec.records_routing,
         )
         super().__init__(name, spec, version=version, num_vocab=self._decoder.num_vocab, stop_token_ids=stop_token_ids)
 

@@ -41,6 +41,8 @@ class EngineJob:
     output_ids: list[int] = field(default_factory=list)
     """Sampled here."""
     logprobs: list[float] = field(default_factory=list)
+    routing: list[bytes] = field(default_factory=list)
+    """See `Turn.routing`; empty if not recorded."""
 
     @property
     def version(self) -> PolicyVersion:
@@ -52,7 +54,7 @@ class EngineJob:
         marks = [*self.marks, (len(self.output_ids), 0)]
         spans = (VersionSpan(version, end - start) for (start, version), (end, _) in pairwise(marks))
         here = tuple(span for span in spans if span.num_tokens)
-        sampled = Completion(tuple(self.output_ids), tuple(self.logprobs), here, finish, cache)
+        sampled = Completion(tuple(self.output_ids), tuple(self.logprobs), here, finish, tuple(self.routing), cache)
         return self.request.begun.then(sampled) if self.request.begun else sampled
 
 

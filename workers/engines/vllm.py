@@ -26,6 +26,7 @@ from workers.engines.stepping import EngineJob, SteppingEngine
 from workers.engines.vllm_lora import VllmAdapter
 from workers.train.lora import add_adapter
 from workers.train.model_loading import outline
+from workers.train.routing import Routers
 from workers.transport.buckets import content_hash
 
 if TYPE_CHECKING:
@@ -82,6 +83,11 @@ class VllmEngine(SteppingEngine):
         """Raises `ModelError` if vLLM does not support the model, `ConfigError` if it does not support an argument."""
         model = outline(spec.model_path)
         self._adapter = VllmAdapter(model, spec.lora, spec.model_path) if spec.lora else None
+        self._routers = Routers(model) if spec.records_routing else None
+        if self._routers and device.type == "cpu":
+            raise ConfigError(
+                "train.routing_replay: vLLM records no experts on a CPU; use rollout.engine: local, or a GPU"
+            )
         sequences = spec.slots + 1  # one more, for scoring
         ours: dict[str, Any] = {
             "model": spec.model_path,
@@ -91,6 +97,7 @@ class VllmEngine(SteppingEngine):
             "tensor_parallel_size": spec.tensor_parallel,
             "distributed_executor_backend": "uni" if spec.tensor_parallel == 1 else "mp",
             **(self._adapter.arguments if self._adapter else {}),
+            **({"enable_return_routed_experts": True} if self._routers else {}),
         }
         if device.type == "cpu":
             ours |= ON_CPU
@@ -221,6 +228,8 @@ class VllmEngine(SteppingEngine):
             job.output_ids += ids
             job.logprobs += [0.0] * len(ids) if job.request.sampling.temperature == 0 else sampled
             self._num_tokens += len(ids)
+            if self._routers:
+                job.routing += self._routing_of(output, job)
         if output.prefill_stats is not None:
             self._num_cached += output.prefill_stats.num_cached_tokens
         if output.finish_reason is not None:
@@ -231,6 +240,14 @@ class VllmEngine(SteppingEngine):
             else:
                 phase = f"sampling request {job.request.id} on version {self._version}"
                 self._answer(job.future, WorkerDied(self._name, phase, f"vLLM ended it: {reason}"))
+
+    def _routing_of(self, output: EngineCoreOutput, job: EngineJob) -> list[bytes]:
+        """Return what vLLM recorded for a new token: (positions, all layers, experts chosen). It never ran."""
+        assert self._routers is not None and output.routed_experts is not None
+        experts_PLC = torch.from_numpy(output.routed_experts)[:, [*self._routers.by_layer]]
+        is_continued = job.request.num_begun and len(job.output_ids) == len(output.new_token_ids)
+        known = bytes(self._routers.packed(experts_PLC[-1:] if is_continued else experts_PLC).numpy())
+        return [known]
 
     def _take_score(self, output: EngineCoreOutput, future: Future[tuple[float, ...]]) -> None:
         if (tensors := output.new_prompt_logprobs_tensors) is not None:

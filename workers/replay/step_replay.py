@@ -156,7 +156,7 @@ class Models:
         savings = config.train.savings
         self.policy = FsdpBackend(
             path, optimizer_settings(config), ranks, dtype=dtype, device=device(POLICY),
-            savings=savings, lora=config.train.lora,
+            savings=savings, lora=config.train.lora, replays_routing=config.train.routing_replay,
         )  # fmt: skip
         self._stabilizer = config.stabilizer.start(self.policy.shards()) if config.stabilizer else None
         self._critic = self._reference = None

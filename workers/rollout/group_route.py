@@ -120,7 +120,9 @@ class GroupRoute:
                 raise
         assert done.finish is not None
         text = self.speech.codec.decode(done.output_ids)
-        return Turn(prompt_ids, done.output_ids, done.logprobs, done.versions, done.finish, text, sampling)
+        return Turn(
+            prompt_ids, done.output_ids, done.logprobs, done.versions, done.finish, text, sampling, done.routing
+        )
 
     async def recite(self, prompt_ids: tuple[int, ...], reply: str) -> Turn:
         self._check_prompt(prompt_ids)

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
+from rlsys.batch.samples import NOT_RECORDED
 from rlsys.batch.tensors import MicroBatch
 
 
@@ -34,12 +36,15 @@ class ContextGroup:
         if not missing:
             return mb
         end = len(mb.tokens_R) + missing
-        zeros = mb.tokens_R.new_zeros(missing)
+        zeros, routing_RW = mb.tokens_R.new_zeros(missing), mb.routing_RW
+        if routing_RW is not None:
+            routing_RW = pad(routing_RW, (0, 0, 0, missing), value=NOT_RECORDED)
         return replace(
             mb,
             tokens_R=torch.cat([mb.tokens_R, zeros]),
             positions_R=torch.cat([mb.positions_R, zeros]),
             until_R=torch.cat([mb.until_R, zeros + end]),
+            routing_RW=routing_RW,
         )
 
     def own(self, x_R: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from workers.train.model_loading import CPU, load_model, load_tokenizer, outline
 from workers.train.optimizer import OptimizerSettings
 from workers.train.rank_group import RankGroup
 from workers.train.rank_metrics import Mismatch, StepMetrics
+from workers.train.routing import RoutingReplay
 from workers.train.sharded import Sharded
 from workers.train.step_data import Part, RankStep, mismatched
 from workers.train.token_columns import TokenColumns
@@ -73,16 +74,18 @@ class FsdpBackend(Sharded):
         probe_length: int = 0,
         savings: MemorySavings = NO_SAVINGS,
         lora: LoraSection | None = None,
+        replays_routing: bool = False,
     ) -> None:
         """Load this rank's shards of the model in `model_path`. Raises `ModelError`.
 
         `probe_length` is the number of tokens of a probe, 0 for none. With `lora`, only an adapter is trained; the
-        frozen model is in `dtype`.
+        frozen model is in `dtype`. `replays_routing`: experts are those that engines recorded, see `RoutingReplay`.
         """
         layout = RankLayout(ranks, getattr(torch, dtype), device, savings)
         adapter = Adapter(lora, model_path) if lora else None
 
         def lay_out(model: PreTrainedModel) -> None:
+            self._replay = RoutingReplay(model, device) if replays_routing else None
             self._scorer = PolicyScorer(model, layout.context)
             with adapter.taken_out(model) if adapter else nullcontext():
                 layout.apply(self._scorer)
@@ -147,6 +150,7 @@ class FsdpBackend(Sharded):
             stabilizer.end_step()
         metrics = {"loss": means.pop("loss"), "optim/grad_norm": means.pop("grad_norm"), "optim/lr": self.lr}
         metrics |= {**means, **totals.reduced(self._ranks, plan.num_tokens), **mismatch.reduced(self._ranks)}
+        metrics |= self._replay.reduced(self._ranks) if self._replay else {}
         self.end_step()
         return metrics
 
@@ -164,7 +168,8 @@ class FsdpBackend(Sharded):
             if signal is Signal.REFERENCE_MISMATCHED:
                 column = [mismatched(data, m, plan.partners, logprobs, self._device) for m in plan.micro_batches]
             else:
-                column = [logprobs(data.micro_batch(m).to(self._device)) for m in plan.micro_batches]
+                batches = (replace(data.micro_batch(m), routing_RW=None) for m in plan.micro_batches)
+                column = [logprobs(batch.to(self._device)) for batch in batches]
         self.reshard()
         return [logprobs_N.cpu().numpy() for logprobs_N in column]
 

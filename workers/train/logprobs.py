@@ -101,6 +101,7 @@ def hidden_states(model: PreTrainedModel, mb: MicroBatch, context: ContextGroup 
     With `context`, only those of this rank, and `mb` is padded for it.
     """
     row, before_N = AttentionRow.of(mb.until_R, mb.positions_R, context), mb.before_N
+    row.routing_PW = mb.routing_RW if context is None or mb.routing_RW is None else context.own(mb.routing_RW)
     if context is None:
         return row_states(model, mb.tokens_R, mb.positions_R, row).index_select(0, before_N)
     states_PH = row_states(model, context.own(mb.tokens_R), context.own(mb.positions_R), row)

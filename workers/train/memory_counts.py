@@ -25,6 +25,7 @@ from workers.train.activations import checkpoint_layers, decoder_layers
 from workers.train.logprobs import MAX_LOGITS, row_states, token_logprobs
 from workers.train.lora import adapter_of, add_adapter
 from workers.train.model_loading import check_exists, outline
+from workers.train.routing import Routers
 from workers.train.row_attention import AttentionBlock, AttentionRow
 from workers.train.split_layers import check_splits, experts_of
 
@@ -46,7 +47,7 @@ class OneRun(AttentionRow):
 
     def __init__(self, num_positions: int) -> None:
         whole = slice(0, num_positions)
-        self.context = None
+        self.context = self.routing_PW = None
         self._one = [AttentionBlock(whole, whole, is_causal=True)]
 
     def blocks(self, window: int | None) -> list[AttentionBlock]:
@@ -180,6 +181,11 @@ def adapter_parameters(path: str, lora: LoraSection) -> int:
     model = outline(path)
     add_adapter(model, lora, path)
     return sum(parameter.numel() for parameter in adapter_of(model).values())
+
+
+def check_routing(path: str) -> None:
+    """Raise `ModelError` if no choices of experts can be recorded and replayed for the model in `path`."""
+    Routers(outline(path))
 
 
 def stabilizer_bytes(stabilizer: StabilizerPlugin | None) -> float:

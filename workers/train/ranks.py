@@ -168,6 +168,8 @@ class ActorSpec(RankSpec):
     temperature: float
     probe_length: int
     """Tokens of the probe that is published with the weights."""
+    replays_routing: bool
+    """Value of `train.routing_replay`."""
 
 
 class ActorRank(Rank):
@@ -183,7 +185,7 @@ class ActorRank(Rank):
         ranks = RankGroup(rank, spec.mesh.num_ranks, address=address).arranged(spec.mesh)
         self._backend = self._policy = FsdpBackend(
             spec.model_path, spec.optimizer, ranks, dtype=spec.dtype, device=device, probe_length=spec.probe_length,
-            savings=spec.savings, lora=spec.lora,
+            savings=spec.savings, lora=spec.lora, replays_routing=spec.replays_routing,
         )  # fmt: skip
         if spec.stabilizer:
             self._stabilizer = spec.stabilizer.start(self._policy.shards())

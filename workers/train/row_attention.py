@@ -92,6 +92,8 @@ class AttentionRow:
         self._until_R, self._positions_R = until_R, positions_R
         self.context: ContextGroup | None = context
         """Ranks that hold parts of the row; None if this rank holds all of it."""
+        self.routing_PW: Tensor | None = None
+        """Recorded experts of this rank's positions, see `MicroBatch.routing_RW`; None if there are none."""
         self._blocks: dict[int | None, list[AttentionBlock]] = {}
         self._masks: dict[int | None, BlockMask] = {}
 

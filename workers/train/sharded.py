@@ -208,8 +208,8 @@ def _lack_of_memory(what: str, part: Part | None, index: int, error: torch.OutOf
         )
     return OutOfMemory(
         f"{what}: out of memory{row}, and nothing of the update was stepped. `rlsys plan` shows what takes the memory, "
-        "and the nearest settings that fit, of train.micro_batch_tokens (a longer sample has a row of its own), "
-        f"train.activation_checkpointing, train.offload and train.mesh. {error}",
+        "and the nearest settings that fit, of train.micro_batch_tokens, train.activation_checkpointing, "
+        f"train.offload and train.mesh. {error}",
         index,
     )
 

@@ -83,7 +83,15 @@ def test_a_mesh_that_does_not_fit_the_model_is_refused_without_weights():
     [
         (["train.mesh.shard=4"], "train.activation_checkpointing=selective"),
         (["rollout.replicas=6"], "train.activation_checkpointing=selective rollout.replicas=3"),
-        (["model.dtype=float32", "train.mesh.shard=4", "data.max_prompt_tokens=8192"], None),
+        (
+            [
+                "model.dtype=float32",
+                "train.mesh.shard=4",
+                "data.max_prompt_tokens=8192",
+                "train.micro_batch_tokens=16384",
+            ],
+            None,
+        ),
     ],
 )
 def test_the_advice_fits_when_it_is_taken(overrides: list[str], advice: str | None):

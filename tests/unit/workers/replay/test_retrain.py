@@ -72,7 +72,15 @@ class Run:
     def __init__(self, folder: Path, overrides: Sequence[str] = (), num_steps: int = STEPS) -> None:
         self.model, self.folder = save_model(folder / "model", tiny_qwen3()), folder / "run"
         keys = [f"run.folder={folder}", f"model.path={self.model}", "data.path=d", "algorithm.group_size=3"]
-        self.keys = ["run.steps=3", *keys, "train.lr=1e-2", "train.micro_batch_tokens=64", *overrides]
+        self.keys = [
+            "run.steps=3",
+            *keys,
+            "train.lr=1e-2",
+            "train.micro_batch_tokens=64",
+            "data.max_prompt_tokens=32",
+            "rollout.max_new_tokens=32",
+            *overrides,
+        ]
         self.events = Events([JsonlSink(self.folder)])
         self.rng = random.Random(0)
         self.begin()
