@@ -25,7 +25,7 @@ from rlsys.config.mesh_section import MeshSection
 from rlsys.config.schema import NO_SAVINGS, MemorySavings
 from rlsys.errors import ModelError, TrainingError
 from rlsys.types import Episode, Trajectory, Turn, VersionSpan
-from tests.contract.engines import CONTEXT, ask, change, cut, run
+from tests.contract.engines import CONTEXT, VLLM, ask, change, cut, run
 from tests.families import tiny
 from tests.models import save_model
 from tests.training import PLAIN, SETTINGS, JoinedRanks, Outcome, assert_alike, data_of, planned
@@ -122,6 +122,29 @@ def test_an_engine_that_is_not_asked_records_nothing() -> None:
     spec = EngineSpec(model_path="", slots=8, max_context=CONTEXT)
     engine = lambda: LocalEngine(moe(), spec, stop_token_ids=frozenset(), name="r", version=3)  # noqa: E731
     assert run(engine, lambda e: e.generate(ask())).routing == ()
+
+
+@VLLM
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_vllm_on_a_gpu_records_what_its_routers_choose(tmp_path: Path) -> None:
+    """Never ran."""
+    from workers.engines.vllm import VllmEngine
+
+    path = save_model(tmp_path, moe(hidden_size=128, head_dim=32, moe_intermediate_size=64))
+    spec = EngineSpec(model_path=path, slots=8, max_context=CONTEXT, records_routing=True)
+
+    def build() -> Engine:
+        return VllmEngine(spec, stop_token_ids=frozenset(), version=3, device=torch.device("cuda"), name="r")
+
+    async def scenario(engine: Engine) -> Completion:
+        begun = replace(await engine.generate(ask(new=8)), finish="abort")
+        return await engine.generate(ask(new=16, begun=begun))
+
+    done = run(build, scenario)
+    by_hand = chosen_by_hand(load_model(path, torch.float32), ask().prompt_ids + done.output_ids[:-1])
+    assert len(done.routing) == 16
+    assert float((recorded(done) == by_hand).double().mean()) > 0.95
 
 
 # ---------------------------------------------------------------------------------------------------------- samples
