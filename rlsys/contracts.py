@@ -269,7 +269,7 @@ class Arrival:
     """Content hash over names, shapes, dtypes and bytes of all tensors."""
     num_bytes: int
     num_sent: int
-    """Bytes sent: those of buckets that the previous version did not have."""
+    """Bytes that were sent to a relay which had the previous version: deltas, and new buckets without one."""
     seconds: float
     """Seconds from the end of the publish until the first relay has all of it."""
 

@@ -146,8 +146,8 @@ class Turn:
     """Sampling parameters of the tokens, which define the distribution of `logprobs`."""
     routing: tuple[bytes, ...] = ()
     """Experts that the engine chose, one entry per output token: at the positions that it computed for this token,
-    which are those of the prompt for the first, and that of the token before for others. A position has as many bytes
-    as all others, see `workers.train.routing`. Empty if not recorded."""
+    which are the last ones of the prompt for the first, and that of the token before for others. A position has as many
+    bytes as all others, see `workers.train.routing`. Empty if not recorded."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlsys.errors import WorkerDied
 from rlsys.types import Ref
-from rlsys.weight_sync.relay import Announcement, ChainMember, Holding, Origin, Relay, RelayPeer, broadcast
+from rlsys.weight_sync.relay import Announcement, ChainMember, Delta, Holding, Origin, Relay, RelayPeer, broadcast
 from rlsys.weight_sync.sync import Bucket, Manifest, TensorSpec
 
 if TYPE_CHECKING:
@@ -70,6 +70,11 @@ class Link:
         assert isinstance(data, Blob)
         return data.content
 
+    async def patched(self, base: Ref, delta: object) -> Blob:
+        assert isinstance(base, Blob) and isinstance(delta, Blob)
+        old, _, new = delta.content.partition(">")
+        return Blob(self._name, new if old == base.content else "damaged", base.num_bytes)
+
     async def own(self, data: object) -> Ref:
         if not self._room():
             raise MemoryError("full")
@@ -125,12 +130,21 @@ class Node:
 
 
 def announced(
-    version: int, buckets: Sequence[str], num_bytes: int = 1000, place: str = "actor", actor: str = "actor-0"
+    version: int,
+    buckets: Sequence[str],
+    num_bytes: int = 1000,
+    place: str = "actor",
+    actor: str = "actor-0",
+    bases: Sequence[str] = (),
 ) -> Announcement:
-    """A version whose buckets, of `num_bytes` each, are called so; its bytes lie with `actor` at `place`."""
+    """A version whose buckets, of `num_bytes` each, are called so; its bytes lie with `actor` at `place`. With `bases`,
+    the buckets also come as deltas to these, of a tenth of the bytes."""
     manifest = Manifest(version, f"hash-of-{version}", tuple(Bucket(name, num_bytes, ()) for name in buckets))
-    origin = Origin(actor, place, {name: Blob(actor, name, num_bytes) for name in buckets})
-    return Announcement(manifest, origin, num_sent=num_bytes * len(buckets), seconds=0.0)
+    deltas = {new: Delta(old, new, num_bytes // 10) for old, new in zip(bases, buckets, strict=bool(bases))}
+    blobs = [Blob(actor, name, num_bytes) for name in buckets]
+    blobs += [Blob(actor, delta.name, delta.num_bytes) for delta in deltas.values()]
+    origin = Origin(actor, place, {blob.content: blob for blob in blobs})
+    return Announcement(manifest, origin, sum(blob.num_bytes for blob in blobs), 0.0, deltas)
 
 
 async def sent(relays: Sequence[Node], announcement: Announcement) -> list[BaseException | None]:

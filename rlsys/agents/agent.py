@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rlsys.agents.tool_calls import Call, ToolCall, described, read_calls
 from rlsys.agents.tools import Toolbox, ToolResult, ToolSchema
+from rlsys.batch.samples import without_repeats
 from rlsys.errors import TaskTooLong, ToolError
 from rlsys.types import OK, TRUNCATED, Message, Prompt, Trajectory, Turn, failed
 from rlsys.util.seeds import request_seed
@@ -231,7 +232,8 @@ class Agent:
             outcome = failed(self.failure)
         elif self.reward is not None and not math.isfinite(self.reward):
             outcome = failed(f"the workflow gave agent {self.name!r} the reward {self.reward}")
-        return Trajectory(self.name, tuple(self.turns), outcome, self.reward, parent, self.policy_name)
+        trajectory = Trajectory(self.name, tuple(self.turns), outcome, self.reward, parent, self.policy_name)
+        return without_repeats(trajectory) if any(turn.routing for turn in self.turns) else trajectory
 
     # ------------------------------------------------------------------------------------------------------ inside
 

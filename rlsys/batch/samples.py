@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -36,9 +36,9 @@ class Sample:
     """One entry per completion token; 0.0 where not trained."""
     versions: tuple[VersionSpan, ...]
     """Spans of the trained tokens, in order, by policy version."""
-    routing: bytes = b""
-    """Experts that the engine chose, as many bytes for each token of `run_ids`, all `NOT_RECORDED` for one that is not
-    recorded; empty if none is."""
+    routing: tuple[bytes, ...] = ()
+    """Experts that the engine chose, in pieces: together as many bytes for each token of `run_ids`, all `NOT_RECORDED`
+    for one that is not recorded; empty if none is."""
 
     @cached_property
     def run_ids(self) -> Ints:
@@ -115,18 +115,43 @@ def _joined(run: list[Turn]) -> Sample:
     return Sample(first.prompt_ids, tuple(ids), tuple(trained), tuple(logprobs), versions, _routing_of(run))
 
 
-def _routing_of(run: list[Turn]) -> bytes:
-    """Join what was recorded for turns of one sample: a position counts as in the turn that computed it first."""
-    recorded = [turn for turn in run if len(turn.routing) == len(turn.output_ids)]
+def without_repeats(trajectory: Trajectory) -> Trajectory:
+    """Return the trajectory without the experts that were recorded again when a turn repeated what was said before."""
+    turns: list[Turn] = []
+    num_before = 0
+    """Positions that the sample has records of."""
+    for one in placed(trajectory):
+        turn, num_before = one.turn, num_before if one.num_known else 0
+        if _is_recorded(turn):
+            first = turn.routing[0]
+            num_repeated = min(num_before, len(turn.prompt_ids))
+            cut = len(first) // len(turn.prompt_ids) * num_repeated
+            turn, num_before = replace(turn, routing=(first[cut:], *turn.routing[1:])), _num_run(turn)
+        turns.append(turn)
+    return replace(trajectory, turns=tuple(turns))
+
+
+def _routing_of(run: list[Turn]) -> tuple[bytes, ...]:
+    """Return what was recorded for turns of one sample: a position counts as in the turn that recorded it first.
+
+    The first turn with records has those of its whole prompt.
+    """
+    recorded = [turn for turn in run if _is_recorded(turn)]
     if not recorded:
-        return b""
+        return ()
     num_bytes = sum(map(len, recorded[0].routing)) // _num_run(recorded[0])
-    joined = b""
-    for turn in run:
-        nothing = bytes([NOT_RECORDED]) * (num_bytes * _num_run(turn))
-        known = b"".join(turn.routing) if turn in recorded else nothing
-        joined += known[len(joined) :]
-    return joined
+    pieces: list[bytes] = []
+    num_done = 0
+    for turn in recorded:
+        first, *others = turn.routing
+        missing = len(turn.prompt_ids) * num_bytes - len(first) - num_done  # where a turn between has no records
+        pieces += [bytes([NOT_RECORDED]) * missing, first[max(0, -missing) :], *others]
+        num_done = _num_run(turn) * num_bytes
+    return (*pieces, bytes([NOT_RECORDED]) * (_num_run(run[-1]) * num_bytes - num_done))
+
+
+def _is_recorded(turn: Turn) -> bool:
+    return bool(turn.routing) and len(turn.routing) == len(turn.output_ids)
 
 
 def _num_run(turn: Turn) -> int:

@@ -180,7 +180,7 @@ class StepData:
                 return None
             _, own = self._group(ref.group)[ref.episode, ref.trajectory, ref.sample]
             _, first = next(iter(self._group(partner).values()))
-            samples.append(replace(own, prompt_ids=first.prompt_ids, routing=b""))
+            samples.append(replace(own, prompt_ids=first.prompt_ids, routing=()))
         return MicroBatch.of(samples)
 
     def _group(self, group: int) -> dict[tuple[int, int, int], tuple[int, Sample]]:
@@ -223,13 +223,14 @@ def _versions(samples: Sequence[Sample], num_trained: Sequence[int]) -> NDArray[
 
 def _routing(samples: Sequence[Sample], row: PrefixRow) -> Tensor | None:
     """Return what is recorded for each position; of samples that share one, the last counts."""
-    recorded = [(sample, places) for sample, places in zip(samples, row.places, strict=True) if sample.routing]
+    joined = [(b"".join(sample.routing), places) for sample, places in zip(samples, row.places, strict=True)]
+    recorded = [(np.frombuffer(own, np.uint8).reshape(len(places), -1), places) for own, places in joined if own]
     if not recorded:
         return None
-    num_bytes = len(recorded[0][0].routing) // len(recorded[0][1])
-    routing_RW = np.full((len(row.tokens_R), num_bytes), NOT_RECORDED, np.uint8)
-    for sample, places in recorded:
-        routing_RW[places] = np.frombuffer(sample.routing, np.uint8).reshape(len(places), -1)
+    routing_RW = np.full((len(row.tokens_R), recorded[0][0].shape[1]), NOT_RECORDED, np.uint8)
+    for own, places in recorded:
+        is_known = (own != NOT_RECORDED).any(1)
+        routing_RW[places[is_known]] = own[is_known]
     return torch.from_numpy(routing_RW)
 
 

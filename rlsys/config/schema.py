@@ -540,20 +540,13 @@ class Config(Section):
 
     @field_validator("train")
     @classmethod
-    def _goes_with_rollouts(cls, train: TrainSection, info: ValidationInfo) -> TrainSection:
-        data, rollout, problems = info.data.get("data"), info.data.get("rollout"), []
-        if data is not None and rollout is not None:
-            longest = data.max_prompt_tokens + rollout.max_new_tokens
-            if train.micro_batch_tokens < longest:
-                text = (
-                    f"a sample can have {longest} tokens (data.max_prompt_tokens + rollout.max_new_tokens), and would "
-                    f"not fit in a row of {train.micro_batch_tokens}: set it to {longest} or more, or lower the others"
-                )
-                problems.append((("micro_batch_tokens",), text))
-            if train.routing_replay and rollout.engine == "vllm" and not rollout.num_gpus:
-                text = "vllm records no experts on a CPU: set rollout.engine to local, or rollout.num_gpus"
-                problems.append((("routing_replay",), text))
-        refuse(problems)
+    def _has_what_it_replays(cls, train: TrainSection, info: ValidationInfo) -> TrainSection:
+        rollout = info.data.get("rollout")
+        if rollout is None or not train.routing_replay or rollout.num_gpus:
+            return train
+        if rollout.engine == "vllm" or rollout.tensor_parallel > 1:
+            text = "vllm records no experts on a CPU: set rollout.engine to local, or rollout.num_gpus"
+            raise nested([(("routing_replay",), text)])
         return train
 
     @field_validator("curation")

@@ -21,6 +21,7 @@ from rlsys.config.resource_plan import plan_of
 from rlsys.config.schema import ActivationCheckpointing
 from rlsys.errors import ConfigError
 from rlsys.launch.planned_workers import MemorySettings, PlannedWorkers, context_of, engine_of
+from rlsys.launch.preflight import check_rows
 
 USUAL_GPU = 80 * 10**9
 """Memory of a GPU where none is given and this machine has none."""
@@ -114,6 +115,8 @@ def memory_plan(config: Config, *, gpus: int | None = None, gpu_memory: str | No
         raise ConfigError(
             f"--gpus {gpus}: no worker of this configuration reserves a GPU; set train.num_gpus and rollout.num_gpus"
         )
+    for each in config.trained.values() or [config]:
+        check_rows(each)
     from workers.train.memory_counts import memory_of_gpu
 
     own = memory_of_gpu() if memory is None else None

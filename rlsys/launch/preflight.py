@@ -96,6 +96,17 @@ def check_model(config: Config) -> None:
             raise ModelError(f"{key}: there is no folder {path}; give one, or `org/name` on the hub")
 
 
+def check_rows(config: Config) -> None:
+    """Raise `ConfigError` unless each sample fits in a row: rows are what memory is planned for."""
+    longest, tokens = config.data.max_prompt_tokens + config.rollout.max_new_tokens, config.train.micro_batch_tokens
+    if tokens < longest:
+        raise ConfigError(
+            f"train.micro_batch_tokens: a sample can have {longest} tokens (data.max_prompt_tokens + "
+            f"rollout.max_new_tokens), and would not fit in a row of {tokens}: set it to {longest} or more, or lower "
+            "the others"
+        )
+
+
 def look_up(config: Config) -> Data:
     """Look up everything that a run needs before it starts: model folder, tasks, reward functions, workflow.
 
@@ -104,6 +115,7 @@ def look_up(config: Config) -> Data:
     prepare_imports()
     for own in [config.of(name) for name in config.policies] or [config]:
         check_model(own)
+        check_rows(own)
     return Data(task_source(config), eval_sets(config) if config.eval.every else {})
 
 

@@ -85,5 +85,8 @@ class _Link:
         assert isinstance(data, Bucket)
         return data.hash
 
+    async def patched(self, base: Ref, delta: object) -> object:
+        raise NotImplementedError("simulated versions have no deltas")
+
     async def own(self, data: object) -> Ref:
         return data

@@ -1,8 +1,9 @@
 """Relay: published weights in the memory of a node, from which rollouts pull at any time.
 
 A version is a `Manifest` of buckets, each named by the hash of its bytes. A relay stores buckets by that name, and
-neither receives nor stores a bucket twice. A relay that missed versions, or lost everything, receives the missing
-buckets in the same way.
+neither receives nor stores a bucket twice. A bucket of which few bytes changed comes as a `Delta` to one of the version
+before, if the relay has that one, and whole if not. A relay that missed versions, or lost everything, receives the
+missing buckets in the same way.
 
 A version goes down a chain of relays: each pulls buckets from the previous relay as they arrive there. A source that
 fails is skipped for the rest of that version; the last source is the actor. So skipping a dead relay does not delay the
@@ -16,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from rlsys.contracts import Arrival
@@ -65,11 +66,27 @@ class Origin:
     place: str
     """Node of the copy. The relay of that node keeps these references instead of a second copy."""
     refs: Mapping[str, Ref]
-    """References by hash of the bucket."""
+    """References by hash of the bucket, or name of the delta."""
 
     async def give(self, bucket: str, *, wait: bool) -> Ref:
         """See `Relay.give`."""
         return self.refs[bucket]
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Difference between two buckets, from which the newer one is made of the older."""
+
+    base: str
+    """Hash of the older bucket."""
+    bucket: str
+    """Hash of the newer bucket."""
+    num_bytes: int
+
+    @property
+    def name(self) -> str:
+        """Name under which relays request it."""
+        return f"{self.base}>{self.bucket}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +96,17 @@ class Announcement:
     manifest: Manifest
     origin: Origin
     num_sent: int
-    """Bytes of the buckets that the previous version did not have."""
+    """Bytes that a relay is sent which has the previous version: deltas, and new buckets without one."""
     seconds: float
     """Seconds from the end of the publish to this announcement."""
+    deltas: Mapping[str, Delta] = field(default_factory=dict)
+    """Deltas by the hash of the newer bucket; buckets without one are sent whole."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Everything that relays request of this version."""
+        deltas = (delta.name for delta in self.deltas.values())
+        return frozenset((*(bucket.hash for bucket in self.manifest.buckets), *deltas))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +125,9 @@ class Store(Protocol):
 
     async def digest(self, data: object) -> str:
         """Return the hash of the bytes, as used in manifests."""
+
+    async def patched(self, base: Ref, delta: object) -> object:
+        """Return the bytes of the newer bucket, from a local older one. They are any bytes if either is damaged."""
 
     async def own(self, data: object) -> Ref:
         """Return a reference to a copy that lives as long as this relay keeps it. Raises `MemoryError`."""
@@ -122,12 +150,13 @@ class Relay:
         self._store, self._keep = store, keep
         self._wait_s = transfer_s / TRIES
         self._buckets: dict[str, Ref] = {}
+        """Buckets by hash, and deltas by name for relays that are later in the chain."""
         self._borrowed: set[str] = set()
         """Buckets that belong to another process: the actor on this node, or a source that lacked memory for a copy."""
         self._known: dict[PolicyVersion, Announcement] = {}
         self._complete: dict[PolicyVersion, Arrival] = {}
         self._expected: dict[PolicyVersion, frozenset[str]] = {}
-        """Hashes of the buckets of announced versions that are not complete."""
+        """Names of the buckets and deltas of announced versions that are not complete."""
         self._announced_s: dict[PolicyVersion, float] = {}
         self._pinned: PolicyVersion | None = None
         self._pulling: PolicyVersion | None = None
@@ -155,7 +184,7 @@ class Relay:
                     raise WeightsMismatch(self.name, f"hearing of version {version}", detail)
                 return
             self._known[version] = announcement
-            self._expected[version] = frozenset(bucket.hash for bucket in manifest.buckets)
+            self._expected[version] = announcement.names
             self._announced_s[version] = asyncio.get_running_loop().time()
             self._evict(self._keep)
             self._changed.notify_all()
@@ -176,7 +205,7 @@ class Relay:
 
     @remote("giving bucket {bucket}")
     async def give(self, bucket: str, *, wait: bool) -> Ref:
-        """Return the bucket with this hash. With `wait`, waits for it if it is part of an expected version.
+        """Return the bucket with this hash, or the delta of this name. With `wait`, waits for it if it is expected.
 
         Raises `WeightsMismatch` if it is missing. In a broadcast, relays wait only for earlier relays, and a relay
         being refilled waits for none. So they never wait in a circle.
@@ -291,8 +320,10 @@ class Relay:
             newer = {b.hash for v in self._complete if v > manifest.version for b in self._known[v].manifest.buckets}
             for bucket in missing:
                 if bucket not in self._buckets or bucket not in newer:
-                    self._borrowed.add(bucket)
-                    await self._put(bucket, origin.refs[bucket])
+                    delta = announcement.deltas.get(bucket)
+                    for name in (bucket, delta.name) if delta else (bucket,):
+                        self._borrowed.add(name)
+                        await self._put(name, origin.refs[name])
             return
         sources.append(origin)
         room = asyncio.Semaphore(IN_FLIGHT)
@@ -300,14 +331,21 @@ class Relay:
             async with asyncio.TaskGroup() as pulls:
                 for bucket in missing:
                     await room.acquire()
-                    pull = pulls.create_task(self._take(bucket, manifest.version, sources, wait))
+                    pull = pulls.create_task(self._take(bucket, announcement, sources, wait))
                     pull.add_done_callback(lambda _: room.release())
         except BaseExceptionGroup as errors:
             raise first_of(errors) from None
 
-    async def _take(self, bucket: str, version: PolicyVersion, sources: list[RelayPeer], wait: bool) -> None:
+    async def _take(self, bucket: str, announcement: Announcement, sources: list[RelayPeer], wait: bool) -> None:
         """Pull one bucket from the first source that gives it intact. A failed source is not tried again."""
+        version = announcement.manifest.version
         phase = f"sending a bucket of version {version} to {self.name}"
+        if (delta := announcement.deltas.get(bucket)) is not None:
+            if await self._patch(delta, sources[0], wait, phase):
+                return
+            async with self._changed:  # relays after this one do not wait for it
+                self._expected[version] -= {delta.name}
+                self._changed.notify_all()
         while True:
             source = sources[0]
             try:
@@ -321,6 +359,25 @@ class Relay:
             else:
                 await self._put(bucket, ref)
                 return
+
+    async def _patch(self, delta: Delta, source: RelayPeer, wait: bool, phase: str) -> bool:
+        """Make a bucket of an older one and its delta. Returns False if it must be pulled whole: the older one is not
+        here, the source does not have the delta, it is damaged, or there is no memory."""
+        base = self._buckets.get(delta.base)
+        if base is None or delta.base in self._borrowed:
+            return False
+        try:
+            ref = await with_deadline(source.give(delta.name, wait=wait), self._wait_s, source.name, phase)
+            data = await with_deadline(self._store.fetch(ref, source.name), self._wait_s, source.name, phase)
+            whole = await self._store.patched(base, data)
+            if await self._store.digest(whole) != delta.bucket:
+                return False
+            own, kept = await self._store.own(whole), await self._store.own(data)
+        except (*FAILURES, MemoryError):
+            return False
+        await self._put(delta.name, kept)
+        await self._put(delta.bucket, own)
+        return True
 
     async def _copied(self, ref: Ref, bucket: str, source: str, phase: str) -> Ref:
         """Return a reference to a local copy, or `ref` itself if there is no memory for one. Readers then read from the
@@ -365,7 +422,7 @@ class Relay:
         overtaken = [version for version in self._expected if version != self._pulling and self._is_overtaken(version)]
         for version in (*old, *overtaken):
             self._forget(version)
-        needed = {bucket.hash for known in self._known.values() for bucket in known.manifest.buckets}
+        needed = {name for known in self._known.values() for name in known.names}
         self._buckets = {bucket: ref for bucket, ref in self._buckets.items() if bucket in needed}
         self._borrowed &= needed
 

@@ -158,6 +158,8 @@ class WeightSync:
     """Receives the arrival of each version."""
     kept: set[PolicyVersion] = field(default_factory=set)
     """Versions whose hashes are kept at any age."""
+    metrics: dict[str, float] = field(default_factory=dict, init=False)
+    """`weights/*` of the newest version that arrived in this session."""
     _arriving: dict[PolicyVersion, asyncio.Task[None]] = field(default_factory=dict, init=False)
 
     async def publish(self, version: PolicyVersion) -> Published:
@@ -228,6 +230,7 @@ class WeightSync:
         for old in [v for v in self.published if v < version - self.max_age and v not in self.kept]:
             del self.published[old]
         sizes = (arrival.num_bytes, arrival.num_sent)
+        self.metrics = {"weights/sent_share": arrival.num_sent / arrival.num_bytes} if arrival.num_bytes else {}
         self.events.emit(WeightsPublished(version, arrival.hash, *sizes, receipt.stall_s, arrival.seconds))
 
     async def _arrival(self, version: PolicyVersion) -> Arrival:

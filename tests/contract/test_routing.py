@@ -14,12 +14,14 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor, nn
-from transformers import PhimoeConfig, PhimoeForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlsys import Config
-from rlsys.batch.samples import NOT_RECORDED, Sample, samples_of
+from rlsys.batch.samples import NOT_RECORDED, Sample, samples_of, without_repeats
 from rlsys.batch.tensors import MicroBatch
 from rlsys.config.mesh_section import MeshSection
 from rlsys.config.schema import NO_SAVINGS, MemorySavings
@@ -161,21 +163,40 @@ def turn(prompt: tuple[int, ...], output: tuple[int, ...], experts: Callable[[in
 def test_a_position_has_the_experts_of_the_turn_that_sampled_after_it() -> None:
     first, second = turn((1, 2), (3, 4), lambda p: 10 + p), turn((1, 2, 3, 4, 5), (6, 7), lambda p: 20 + p)
     (sample,) = samples_of(Trajectory("lead", (first, second)))
-    assert sample.routing == bytes([10, 11, 12, 23, 24, 25])
-    assert len(sample.routing) == len(sample.run_ids)
+    assert b"".join(sample.routing) == bytes([10, 11, 12, 23, 24, 25])
+    assert len(b"".join(sample.routing)) == len(sample.run_ids)
 
 
 def test_a_turn_without_records_leaves_a_gap() -> None:
-    """As one that was recited, not sampled."""
-    first, second = turn((1, 2), (3, 4), None), turn((1, 2, 3, 4, 5), (6, 7), lambda p: 20 + p)
-    (sample,) = samples_of(Trajectory("lead", (first, second)))
-    assert sample.routing == bytes([NOT_RECORDED] * 3 + [23, 24, 25])
-    (sample,) = samples_of(Trajectory("lead", (first,)))
-    assert sample.routing == b""
+    """As one that was recited, not sampled. A later turn may record what it left out."""
+    first, last = turn((1, 2), (3, 4), lambda p: 10 + p), turn((1, 2, 3, 4, 5, 6), (7,), None)
+    (sample,) = samples_of(Trajectory("lead", (first, last)))
+    assert b"".join(sample.routing) == bytes([10, 11, 12, *[NOT_RECORDED] * 3])
+    (sample,) = samples_of(Trajectory("lead", (replace(first, routing=()), turn((1, 2, 3, 4), (5,), lambda p: p))))
+    assert b"".join(sample.routing) == bytes([0, 1, 2, 3])
+    (sample,) = samples_of(Trajectory("lead", (last,)))
+    assert sample.routing == ()
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4), st.sampled_from("rrrn"), st.booleans()), max_size=6))
+def test_records_of_what_is_repeated_can_be_left_out(plan: list[tuple[int, int, str, bool]]) -> None:
+    """Whatever turns there are: recorded, recited, without output, and with a rewritten context."""
+    turns, said = [], ()
+    for number, (new, output, kind, is_rewritten) in enumerate(plan):
+        prompt = (*(() if is_rewritten else said), *range(100 * number, 100 * number + new))
+        turns.append(
+            turn(prompt, tuple(range(50, 50 + output)), (lambda p, n=number: 10 * n + p) if kind == "r" else None)
+        )
+        said = prompt + turns[-1].output_ids
+    whole = Trajectory("lead", tuple(turns))
+    short = without_repeats(whole)
+    assert [b"".join(s.routing) for s in samples_of(short)] == [b"".join(s.routing) for s in samples_of(whole)]
+    stored = sum(len(b"".join(one.routing)) for one in short.turns)
+    assert stored <= sum(len(sample.run_ids) for sample in samples_of(whole))
 
 
 def test_a_row_has_the_records_of_its_samples() -> None:
-    """Shared positions once; a sample without records only where it shares nothing."""
+    """Shared positions once, also if the last sample there has none."""
     prompt = tuple(range(20))
     runs = [((30, 31, 32), lambda p: 100 + p), ((40, 41), lambda p: 150 + p), ((50, 51), None)]
     samples = [next(samples_of(Trajectory("lead", (turn(prompt, output, experts),)))) for output, experts in runs]
@@ -212,7 +233,7 @@ def random_choices(num_positions: int, seed: int) -> Tensor:
 
 def one_sample(choices_PLC: Tensor | None, num: int = 12) -> Sample:
     ids, spans = tuple(range(3, 3 + num)), (VersionSpan(0, num),)
-    routing = b"" if choices_PLC is None else choices_PLC.to(torch.uint8).numpy().tobytes()
+    routing = () if choices_PLC is None else (choices_PLC.to(torch.uint8).numpy().tobytes(),)
     return Sample(PROMPT, ids, (True,) * num, (0.0,) * num, spans, routing)
 
 
@@ -233,7 +254,7 @@ def test_a_trainer_computes_with_the_recorded_experts(how: Literal["none", "sele
     expected.sum().backward()
     for (name, one), other in zip(ours.named_parameters(), by_hand.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, msg=lambda m, n=name: f"{n}: {m}")
-    assert replay.reduced(RankGroup())["sampler/experts_recorded"] == 1.0
+    assert replay.reduced(RankGroup())["sampler/experts_differ"] > 0.5
 
 
 def test_without_records_a_router_chooses_itself() -> None:
@@ -243,10 +264,12 @@ def test_without_records_a_router_chooses_itself() -> None:
     gap[4:9] = NOT_RECORDED
     expected, _ = trained_logprobs(plain, MicroBatch.of([one_sample(None)]), 1.0)
     for choices in (None, gap, known):
-        found, _ = trained_logprobs(replayed, MicroBatch.of([one_sample(choices)]), 1.0)
+        batch = MicroBatch.of([one_sample(choices)])
+        found, _ = trained_logprobs(replayed, batch, 1.0)
         torch.testing.assert_close(found, expected)
+        replay.count(batch)
     told = replay.reduced(RankGroup())
-    assert told == {"sampler/experts_recorded": (11 + 16) / 32, "sampler/experts_differ": 0.0}
+    assert told == {"sampler/experts_recorded": (0 + 11 + 16) / 48, "sampler/experts_differ": 0.0}
     assert replay.reduced(RankGroup()) == {}
 
 
@@ -381,14 +404,14 @@ def test_replay_brings_a_trainer_closer_to_an_engine_that_rounds(tmp_path: Path)
         scenario,
     )
     samples = [
-        Sample(r.prompt_ids, d.output_ids, (True,) * 100, d.logprobs, d.versions, b"".join(d.routing))
+        Sample(r.prompt_ids, d.output_ids, (True,) * 100, d.logprobs, d.versions, d.routing)
         for r, d in zip(requests, done, strict=True)
     ]
     trainer = load_model(path, torch.float32)
     replay = RoutingReplay(trainer, CPU)
     off = {}
-    for what, given in (("with", samples), ("without", [replace(s, routing=b"") for s in samples])):
-        mb = MicroBatch.of(given)
+    for what, those in (("with", samples), ("without", [replace(s, routing=()) for s in samples])):
+        mb = MicroBatch.of(those)
         with torch.no_grad():
             logprobs, _ = trained_logprobs(trainer, mb, 1.0)
         off[what] = float((logprobs - mb.behavior_logprobs_N).abs().mean())
@@ -404,10 +427,18 @@ def test_a_model_without_experts_is_refused() -> None:
         Routers(tiny("qwen3"))
 
 
-def test_routers_that_choose_otherwise_are_refused() -> None:
-    sizes: dict[str, Any] = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    model = PhimoeForCausalLM(PhimoeConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, num_local_experts=4))
-    with pytest.raises(ModelError, match=r"routers of type PhimoeTopKRouter, which do not select all experts"):
+@pytest.mark.parametrize("family", ["phimoe", "glm4_moe", "minimax_m2"])
+def test_routers_that_choose_otherwise_are_refused(family: str) -> None:
+    """They select in groups or in rounds, or need more than states."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32, "head_dim": 16,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0,
+        "first_k_dense_replace": 0, "num_local_experts": 4, "num_experts": 4,
+    }  # fmt: skip
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+    with pytest.raises(
+        ModelError, match=r"train\.routing_replay: \w+ has routers of type \w+, which do not select all"
+    ):
         Routers(model)
 
 

@@ -197,16 +197,18 @@ class Decoder:
             job.output_ids, job.logprobs = ids[here], logprobs[here]
         if self._recorder:
             for slot, job in zip(slots, jobs, strict=True):
-                job.routing = self._routing_of(slot, job)
+                if len(job.routing) < len(job.output_ids):
+                    job.routing += self._newly_recorded(slot, job)
         return jobs
 
-    def _routing_of(self, slot: int, job: EngineJob) -> list[bytes]:
-        """Return what is recorded for the tokens sampled here, see `Turn.routing`."""
-        num_prompt, num_begun = len(job.request.prompt_ids), job.request.num_begun
-        first, end = num_prompt + num_begun, num_prompt + num_begun + len(job.output_ids) - 1
-        start = first - 1 if num_begun else 0
-        rows = self._routing_SKW[slot, start : max(start, end)].cpu().numpy()
-        return [rows[: first - start].tobytes(), *map(bytes, rows[first - start :])] if job.output_ids else []
+    def _newly_recorded(self, slot: int, job: EngineJob) -> list[bytes]:
+        """Return what is recorded for the tokens since the last read, see `Turn.routing`."""
+        num_begun, num_read = job.request.num_begun, len(job.routing)
+        first = len(job.request.prompt_ids) + num_begun + num_read  # position of the first of these tokens
+        start = first - 1 if num_begun + num_read else 0
+        end = first + len(job.output_ids) - num_read - 1
+        rows = self._routing_SKW[slot, start:end].cpu().numpy()
+        return [rows[: first - start].tobytes(), *map(bytes, rows[first - start :])]
 
     def _context(self, slot: int) -> tuple[int, ...]:
         """The tokens whose keys and values are in a slot: all except the newest."""

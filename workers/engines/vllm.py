@@ -88,6 +88,8 @@ class VllmEngine(SteppingEngine):
             raise ConfigError(
                 "train.routing_replay: vLLM records no experts on a CPU; use rollout.engine: local, or a GPU"
             )
+        if self._routers and "speculative_config" in spec.vllm_args:
+            raise ConfigError("rollout.vllm_args: speculative_config does not go with train.routing_replay")
         sequences = spec.slots + 1  # one more, for scoring
         ours: dict[str, Any] = {
             "model": spec.model_path,
@@ -185,6 +187,7 @@ class VllmEngine(SteppingEngine):
             stop_token_ids=sorted(self._limits.stop_token_ids),
             ignore_eos=True,  # a request ends only at the configured stop tokens, not at those of the model's files
             detokenize=False,
+            routed_experts_prompt_start=len(request.prompt_ids) + request.num_begun - 1 if request.num_begun else 0,
         )
         name = self._send(request.prompt_ids + request.begun_ids, params)
         job.marks.append((0, self._version))
@@ -193,7 +196,13 @@ class VllmEngine(SteppingEngine):
     def _add_scoring(self, token_ids: tuple[int, ...], future: Future[tuple[float, ...]]) -> None:
         from vllm import SamplingParams
 
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            prompt_logprobs=0,
+            detokenize=False,
+            routed_experts_prompt_start=len(token_ids),
+        )
         self._scoring[self._send(token_ids, params, priority=SCORING_FIRST)] = future
 
     def _send(self, ids: tuple[int, ...], params: SamplingParams, priority: int = 0) -> str:
@@ -229,7 +238,7 @@ class VllmEngine(SteppingEngine):
             job.logprobs += [0.0] * len(ids) if job.request.sampling.temperature == 0 else sampled
             self._num_tokens += len(ids)
             if self._routers:
-                job.routing += self._routing_of(output, job)
+                job.routing.append(self._routing_of(output))
         if output.prefill_stats is not None:
             self._num_cached += output.prefill_stats.num_cached_tokens
         if output.finish_reason is not None:
@@ -241,13 +250,11 @@ class VllmEngine(SteppingEngine):
                 phase = f"sampling request {job.request.id} on version {self._version}"
                 self._answer(job.future, WorkerDied(self._name, phase, f"vLLM ended it: {reason}"))
 
-    def _routing_of(self, output: EngineCoreOutput, job: EngineJob) -> list[bytes]:
-        """Return what vLLM recorded for a new token: (positions, all layers, experts chosen). It never ran."""
+    def _routing_of(self, output: EngineCoreOutput) -> bytes:
+        """Return what vLLM recorded for a new token, as (positions, all layers, experts chosen). It never ran."""
         assert self._routers is not None and output.routed_experts is not None
-        experts_PLC = torch.from_numpy(output.routed_experts)[:, [*self._routers.by_layer]]
-        is_continued = job.request.num_begun and len(job.output_ids) == len(output.new_token_ids)
-        known = bytes(self._routers.packed(experts_PLC[-1:] if is_continued else experts_PLC).numpy())
-        return [known]
+        experts_PLC = torch.from_numpy(output.routed_experts[:, [*self._routers.by_layer]].astype("int64"))
+        return self._routers.packed(experts_PLC).numpy().tobytes()
 
     def _take_score(self, output: EngineCoreOutput, future: Future[tuple[float, ...]]) -> None:
         if (tensors := output.new_prompt_logprobs_tensors) is not None:

@@ -32,7 +32,7 @@ from rlsys.weight_sync.relay import (
 )
 from workers.ray.cluster import NO_MATHS, node_ids
 from workers.ray.remote_proxy import Remote, call, start
-from workers.transport.buckets import bucket_hash
+from workers.transport.buckets import bucket_hash, patched
 
 
 class ObjectStore:
@@ -44,6 +44,11 @@ class ObjectStore:
     async def digest(self, data: object) -> str:
         assert isinstance(data, np.ndarray)
         return await asyncio.to_thread(bucket_hash, data)
+
+    async def patched(self, base: Ref, delta: object) -> object:
+        assert isinstance(delta, np.ndarray)
+        old = await cast("Awaitable[np.ndarray]", base)
+        return await asyncio.to_thread(patched, old, delta)
 
     async def own(self, data: object) -> Ref:
         try:

@@ -140,6 +140,8 @@ class FsdpBackend(Sharded):
             totals.add({"policy/entropy": entropy_N, **output.metrics_N}, part.weight)
             if part.weight:
                 assert logprobs_N.grad is not None, "it was retained"
+                if self._replay:
+                    self._replay.count(part.batch)
                 self._kept.append((part.samples, inputs, entropy_N, logprobs_N.grad))
                 mismatch.add(inputs.proximal_logprobs_N, inputs.behavior_logprobs_N, inputs.staleness_N)
             return loss.detach()

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from rlsys.batch.samples import NOT_RECORDED
+from rlsys.batch.tensors import MicroBatch
 from rlsys.errors import ModelError, TrainingError
 from workers.train.activations import decoder_layers
 from workers.train.rank_group import RankGroup
@@ -43,10 +44,11 @@ class Routers:
         """Routers by the number of their decoder layer, in order."""
         if not self.by_layer:
             raise ModelError(f"train.routing_replay: {name} has no experts that are chosen by routers; leave it out")
-        self.num_chosen: int = text.num_experts_per_tok
+        self.num_chosen: int = getattr(text, "num_experts_per_tok", 0)
         num_experts = len(next(self.routers[0].parameters()))
         self._dtype = torch.uint8 if num_experts <= NOT_RECORDED else torch.uint16
-        if num_experts > MAX_EXPERTS or any(map(_is_unusual, self.routers)) or max(map(len, layers)) > 1:
+        selected = {_num_selected(router) for router in self.routers}
+        if num_experts > MAX_EXPERTS or selected != {self.num_chosen} or max(map(len, layers)) > 1:
             raise ModelError(
                 f"train.routing_replay: {name} has routers of type {type(self.routers[0]).__name__}, which do not "
                 "select all experts of a position at once; leave it out"
@@ -116,19 +118,28 @@ class RoutingReplay:
         self._routers = Routers(model)
         self._recorded_PW: Tensor | None = None
         """Records of the row that the running layer computes."""
-        self._counts_3 = torch.zeros(3, dtype=torch.float64, device=device)
-        """Choices, those of them that are recorded, and those of these that differ from the router's own."""
+        self._replayed_2 = torch.zeros(2, dtype=torch.float64, device=device)
+        """Recorded choices, and those of them that differ from the router's own."""
+        self._trained_2 = torch.zeros(2, dtype=torch.float64, device=device)
+        """Positions that were trained on, and those of them that are recorded."""
         layers = decoder_layers(model)
         for place, (number, router) in enumerate(self._routers.by_layer.items()):
             layers[number].forward = partial(self._run_layer, layers[number].forward)
             router.forward = partial(self._route, router.forward, place)
 
+    def count(self, batch: MicroBatch) -> None:
+        """Count the positions of a micro-batch that is trained on."""
+        routing_RW = batch.routing_RW
+        num_recorded = 0 if routing_RW is None else (routing_RW != NOT_RECORDED).any(1).sum()
+        self._trained_2 += torch.tensor([len(batch.tokens_R), num_recorded], device=self._trained_2.device)
+
     def reduced(self, ranks: RankGroup) -> dict[str, float]:
-        """Return `sampler/experts_*` over all ranks since the last call; nothing if no row came. Collective."""
-        num_all, num_recorded, num_other = ranks.sum_over_ranks(self._counts_3).tolist()
-        self._counts_3.zero_()
-        shares = {"sampler/experts_recorded": num_recorded / num_all} if num_all else {}
-        return {**shares, "sampler/experts_differ": num_other / num_recorded} if num_recorded else shares
+        """Return `sampler/experts_*` over all ranks since the last call; no share of nothing. Collective."""
+        sums = ranks.sum_over_ranks(torch.cat([self._trained_2, self._replayed_2])).tolist()
+        self._trained_2.zero_()
+        self._replayed_2.zero_()
+        parts = {"recorded": (sums[1], sums[0]), "differ": (sums[3], sums[2])}
+        return {f"sampler/experts_{name}": part / whole for name, (part, whole) in parts.items() if whole}
 
     def _run_layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         row: AttentionRow | None = kwargs.get("row")
@@ -143,8 +154,7 @@ class RoutingReplay:
             result = forward(*args, **kwargs)
         is_known_PC = chosen_PC >= 0
         is_other_PC = is_known_PC & (chosen_PC[:, :, None] != selection.own[:, None]).all(-1)
-        is_any_PC = torch.ones_like(is_known_PC)
-        self._counts_3 += torch.stack([is_any_PC.sum(), is_known_PC.sum(), is_other_PC.sum()])
+        self._replayed_2 += torch.stack([is_known_PC.sum(), is_other_PC.sum()])
         return result
 
 
@@ -184,10 +194,16 @@ def _router_kinds(model: PreTrainedModel) -> set[type]:
     return {kind for recorder in recorders if (kind := getattr(recorder, "target_class", None)) is not None}
 
 
-def _is_unusual(router: nn.Module) -> bool:
-    """True unless the router selects with one `torch.topk`; tried without values."""
+def _num_selected(router: nn.Module) -> int:
+    """Return the number of experts that a router selects for a position with one `torch.topk`; tried without values. 0
+    if it selects otherwise, or needs more than states."""
     (weight, *_) = router.parameters()
-    meta = {name: parameter.to("meta") for name, parameter in router.named_parameters()}
+    states = torch.empty(2, weight.shape[-1], device="meta", dtype=weight.dtype)
+    tensors = {**dict(router.named_parameters()), **dict(router.named_buffers())}
+    meta = {name: tensor.to("meta") for name, tensor in tensors.items()}
     with torch.no_grad(), _TopK() as selection:
-        torch.func.functional_call(router, meta, torch.empty(2, weight.shape[-1], device="meta", dtype=weight.dtype))
-    return selection.num_calls != 1
+        try:
+            torch.func.functional_call(router, meta, states)
+        except (TypeError, RuntimeError):
+            return 0
+    return selection.own.shape[-1] if selection.num_calls == 1 else 0

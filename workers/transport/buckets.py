@@ -16,6 +16,9 @@ from rlsys.weight_sync.sync import ALIGNMENT, Bucket, BucketPiece, Manifest, Pro
 if TYPE_CHECKING:
     from torch import Tensor
 
+WORTHWHILE = 0.6
+"""Largest share of a bucket's bytes for which it is sent as a delta: to undo the compression takes time, too."""
+
 
 def lay_out(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[tuple[BucketPiece, ...]]:
     """Pieces of every bucket: tensors in name order, in buckets of up to `bucket_bytes`.
@@ -100,6 +103,35 @@ def unpack(manifest: Manifest, buckets: Sequence[np.ndarray]) -> dict[str, Tenso
             offset += padded(piece.num_bytes)
     wholes = {spec: parts[0] if len(parts) == 1 else torch.cat(parts) for spec, parts in found.items()}
     return {spec.name: whole.view(getattr(torch, spec.dtype)).reshape(spec.shape) for spec, whole in wholes.items()}
+
+
+def delta_of(old: np.ndarray, new: np.ndarray) -> np.ndarray | None:
+    """Return the difference of two buckets of equal size for `patched`: the exclusive or of their bytes, compressed.
+
+    A step changes few of the rounded weights, and those in few bits. None if most change: then a delta saves little,
+    and the whole bucket should be sent. That is estimated on the first part of a bucket.
+    """
+    import pyarrow
+
+    difference = np.bitwise_xor(old.view(np.uint64), new.view(np.uint64)).view(np.uint8)
+    codec = pyarrow.Codec("zstd", compression_level=1)
+    for part in (difference[: len(difference) // 16 + 1], difference):
+        compressed = codec.compress(pyarrow.py_buffer(part))
+        if compressed.size > WORTHWHILE * len(part):
+            return None
+    return np.frombuffer(compressed, np.uint8)
+
+
+def patched(old: np.ndarray, delta: np.ndarray) -> np.ndarray:
+    """Return the newer bucket, of the older and `delta_of` both. Of a damaged delta, returns other bytes, or none."""
+    import pyarrow
+
+    codec = pyarrow.Codec("zstd")
+    try:
+        difference = codec.decompress(pyarrow.py_buffer(delta), decompressed_size=len(old))
+    except OSError:  # the library's error for bytes that cannot be decompressed
+        return old[:0]
+    return np.bitwise_xor(old.view(np.uint64), np.frombuffer(difference, np.uint64)).view(np.uint8)
 
 
 def _num_bytes(spec: TensorSpec) -> int:

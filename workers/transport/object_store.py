@@ -1,4 +1,4 @@
-"""Weights through Ray's object store: the actor puts changed buckets, relays pass them on, rollouts map them."""
+"""Weights through Ray's object store: the actor puts buckets and deltas, relays pass them on, rollouts map them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rlsys.weight_sync.relay import (
     FAILURES,
     TRIES,
     Announcement,
+    Delta,
     Holding,
     Origin,
     Relay,
@@ -31,7 +32,7 @@ from rlsys.weight_sync.relay import (
 from rlsys.weight_sync.sync import Manifest, Probe, TensorSpec
 from workers.ray.cluster import node_ids
 from workers.ray.remote_proxy import Remote, call
-from workers.transport.buckets import Snapshot, lay_out, padded, unpack
+from workers.transport.buckets import Snapshot, delta_of, lay_out, padded, unpack
 
 if TYPE_CHECKING:
     import numpy as np
@@ -126,17 +127,30 @@ class ObjectStorePublisher:
     async def _hand_over(
         self, snapshot: Snapshot, version: PolicyVersion, probe: Probe | None, base: str | None, ended_s: float
     ) -> None:
-        """Store changed buckets, announce the version, and wait for the first relay to have it."""
+        """Store changed buckets and their deltas, announce the version, and wait for the first relay to have it."""
         manifest = snapshot.manifest(version, probe, base)
-        before = self._stored[max(self._stored)].origin.refs if self._stored else {}
+        previous = self._stored[max(self._stored)] if self._stored else None
+        before = previous.origin.refs if previous else {}
         refs: dict[str, Ref] = {}
-        num_sent = 0
+        deltas: dict[str, Delta] = {}
+        num_sent, is_sent = 0, len(self._chain()) > 1
         for i, bucket in enumerate(manifest.buckets):
-            if bucket.hash not in refs:
-                num_sent += bucket.num_bytes if bucket.hash not in before else 0
-                refs[bucket.hash] = before.get(bucket.hash) or _stored(snapshot.bucket(i), version)
+            if bucket.hash in refs:
+                continue
+            if bucket.hash in before:
+                refs[bucket.hash] = before[bucket.hash]
+                continue
+            refs[bucket.hash] = _stored(snapshot.bucket(i), version)
+            num_sent += bucket.num_bytes
+            if previous and is_sent:
+                old = previous.manifest.buckets[i].hash
+                data = delta_of(ray.get(before[old]), snapshot.bucket(i))  # pyrefly: ignore[no-matching-overload]
+                if data is not None:
+                    deltas[bucket.hash] = delta = Delta(old, bucket.hash, len(data))
+                    refs[delta.name] = _stored(data, version)
+                    num_sent += delta.num_bytes - bucket.num_bytes
         origin = Origin("actor-0", ray.get_runtime_context().get_node_id(), refs)
-        self._stored[version] = Announcement(manifest, origin, num_sent, time.monotonic() - ended_s)
+        self._stored[version] = Announcement(manifest, origin, num_sent, time.monotonic() - ended_s, deltas)
         await self._reach(self._stored[version])
         await self._evict()
 

@@ -11,6 +11,7 @@ from rlsys.config import Config
 from rlsys.config.memory_plan import gigabytes
 from rlsys.errors import ConfigError, ModelError
 from rlsys.launch.fitting import FittedPlan, has_folders, memory_plan, parsed_size
+from rlsys.launch.preflight import check_rows
 
 FOLDER = Path(__file__).parents[3] / "docs" / "plan"
 
@@ -167,3 +168,13 @@ def test_a_model_without_a_configuration_is_refused_by_name(tmp_path: Path):
     assert not has_folders(config)
     with pytest.raises(ModelError, match=r"^model\.path "):
         memory_plan(config)
+
+
+def test_a_row_has_room_for_every_sample():
+    """Where a run is about to train, and not where a finished one is read."""
+    config = config_of("rollout.max_new_tokens=16384")
+    with pytest.raises(ConfigError, match=r"train\.micro_batch_tokens: .* 17408 tokens .* set it to 17408 or more"):
+        memory_plan(config, gpus=8, gpu_memory="80GB")
+    with pytest.raises(ConfigError, match=r"would not fit in a row of 8192"):
+        check_rows(config)
+    check_rows(config_of("rollout.max_new_tokens=16384", "train.micro_batch_tokens=17408"))

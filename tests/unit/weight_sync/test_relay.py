@@ -168,6 +168,94 @@ def test_relays_fetch_only_the_buckets_they_lack():
     run_virtual(main())
 
 
+def test_a_changed_bucket_travels_as_its_delta_along_the_chain():
+    async def main() -> None:
+        net = Net()
+        chain = net.chain(3)
+        await sent(chain, announced(0, ["a0", "b0", "c0"]))
+        net.fetched.clear()
+        assert await sent(chain, announced(1, ["a1", "b1", "c1"], bases=["a0", "b0", "c0"])) == [None] * 3
+        deltas = ["a0>a1", "b0>b1", "c0>c1"]
+        for i, source in enumerate(["actor-0", "relay-0", "relay-1"]):
+            assert [(s, b) for by, s, b in net.fetched if by == f"relay-{i}"] == [(source, delta) for delta in deltas]
+        for node in chain:
+            assert contents((await node.relay.newest(1))[1]) == ["a1", "b1", "c1"]
+
+    run_virtual(main())
+
+
+def test_a_relay_without_the_older_bucket_gets_the_whole_and_those_after_it_too():
+    """The relay that restarted has no delta to pass on, so the last one, which could use it, takes the whole."""
+
+    async def main() -> None:
+        net = Net()
+        chain = net.chain(3)
+        await sent(chain, announced(0, ["a0", "b0"]))
+        chain[1].die()
+        chain[1].restart()
+        net.fetched.clear()
+        assert await sent(chain, announced(1, ["a1", "b1"], bases=["a0", "b0"])) == [None] * 3
+        assert {b for by, _, b in net.fetched if by == "relay-0"} == {"a0>a1", "b0>b1"}
+        for place in (1, 2):
+            came = [(source, b) for by, source, b in net.fetched if by == f"relay-{place}"]
+            assert came == [(f"relay-{place - 1}", "a1"), (f"relay-{place - 1}", "b1")]
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("trouble", ["damaged", "no memory", "missed a version"])
+def test_what_cannot_be_patched_is_sent_whole(trouble: str):
+    async def main() -> None:
+        is_full = [False]
+        net = Net()
+        node = Node(net, "relay-0", room=lambda: not is_full[0])
+        await sent([node], announced(0, ["a0"]))
+        if trouble == "damaged":
+            left = [True, False]  # the delta, then the whole
+            net.corrupt = lambda by, source: left.pop(0)
+        elif trouble == "no memory":
+            is_full[0] = True
+        bases = ["a0"] if trouble != "missed a version" else ["a1"]
+        net.fetched.clear()
+        assert await sent([node], announced(2, ["a2"], bases=bases)) == [None]
+        assert [b for _, _, b in net.fetched][-1] == "a2"
+        assert contents((await node.relay.newest(2))[1]) == ["a2"]
+
+    run_virtual(main())
+
+
+def test_a_relay_whose_source_dies_between_two_deltas_goes_on_with_the_actor():
+    async def main() -> None:
+        net = Net(bytes_per_s=1000)
+        chain = net.chain(2)
+        await sent(chain, announced(0, ["a0", "b0", "c0"]))
+        count = [0]
+
+        def die_after_the_first(by: str) -> None:
+            count[0] += by == "relay-1"
+            if count[0] == 2:  # the bucket and the delta that it keeps
+                chain[0].die()
+
+        net.on_fetched = die_after_the_first
+        after = await sent(chain, announced(1, ["a1", "b1", "c1"], bases=["a0", "b0", "c0"]))
+        assert after[1] is None
+        assert contents((await chain[1].relay.newest(1))[1]) == ["a1", "b1", "c1"]
+
+    run_virtual(main())
+
+
+def test_deltas_are_kept_as_long_as_their_version():
+    async def main() -> None:
+        node = Net().chain(1, keep=1)[0]
+        await sent([node], announced(0, ["a0"]))
+        await sent([node], announced(1, ["a1"], bases=["a0"]))
+        assert set(node.relay._buckets) == {"a1", "a0>a1"}
+        await sent([node], announced(2, ["a2"], bases=["a1"]))
+        assert set(node.relay._buckets) == {"a2", "a1>a2"}
+
+    run_virtual(main())
+
+
 def test_a_bucket_that_occurs_twice_in_a_version_travels_once():
     async def main() -> None:
         net = Net()
