@@ -156,7 +156,9 @@ def test_more_relays_mean_smaller_buckets():
     assert bucket_bytes(64, 27_000_000) < bucket_bytes(8, 27_000_000) < bucket_bytes(1, 27_000_000)
 
 
-@given(st.integers(1, 40), st.integers(0, 2**32 - 1), st.floats(0, 1), st.integers(0, 15))
+@given(
+    st.sampled_from([1, 2, 40, 16384, 16385, 40_000]), st.integers(0, 2**32 - 1), st.floats(0, 1), st.integers(0, 15)
+)
 def test_a_delta_gives_the_exact_bytes_of_the_newer_bucket(num_lines: int, seed: int, share: float, bits: int) -> None:
     """Or there is none, which may be where more than a third of the words change."""
     rng = np.random.default_rng(seed)
