@@ -10,12 +10,11 @@ publisher of a run. Every figure is the median of repeats; every row follows one
                    process right before, is `memcpy_ms`; `stall_over_memcpy` compares the two of each repeat.
 `all_relays_ms`    from the end of the publish until every relay holds the version.
 `all_readers_ms`   until a reader on every node, which pulls continuously, has the tensors.
-`changed`          `all` of the bytes differ from the previous version, or as many as after a `step` of AdamW at a
-                   learning rate of 1e-6; `sent_share` is the share of the bytes that are sent: a node that has the
-                   previous version gets deltas to it.
+`changed`          share of the tensors that differ from the previous version: all, or 1 %; `sent_share` is that of the
+                   transferred bytes.
 `left_out`         rows for which this machine lacks memory: the current and the next version, at every node.
 
-`sent_share` of the whole has the shares after steps of SmolLM2, see `benchmarks.weight_deltas`.
+All nodes have one address, so nothing is sent as a delta; `deltas` has what those save, see `benchmarks.weight_deltas`.
 `stall_over_memcpy` of the whole is the worst row at 270 MB and above. `flatness` is, for each size, the largest stall
 over the smallest, over the number of relays. All nodes are on this machine and share its cores and memory bandwidth. So
 the time until all relays hold a version grows with their number, unlike between machines.
@@ -32,7 +31,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from math import inf
-from typing import Literal, TypeAlias, get_args
 
 import ray
 import torch
@@ -47,7 +45,6 @@ from workers.ray.remote_proxy import Remote, start
 from workers.relay.relay_pool import RayRelays
 from workers.transport.object_store import ObjectStorePublisher, ObjectStorePuller
 
-Changed: TypeAlias = Literal["all", "step"]
 MEGABYTE = 10**6
 SIZES = (10, 270, 1000)
 """Megabytes that are published."""
@@ -69,7 +66,7 @@ class Trainer:
         self._publisher = ObjectStorePublisher(relays, DEADLINE_S)
         size = num_bytes // 2 // (NUM_LAYERS * TENSORS_PER_LAYER)
         names = [f"layers.{i:02}.{j}" for i in range(NUM_LAYERS) for j in range(TENSORS_PER_LAYER)]
-        flat = 0.1 * torch.randn(size * len(names))
+        flat = torch.randn(size * len(names))
         self._parameters: dict[str, Tensor] = dict(zip(names, flat.split(size), strict=True))
         self._specs = [TensorSpec(name, "bfloat16", (size,)) for name in names]
         self._source = flat[: len(flat) // 2]  # as many bytes as are published
@@ -80,14 +77,14 @@ class Trainer:
         for name, tensor in self._publisher.begin(self._specs).items():
             tensor.copy_(self._parameters[name])
 
-    def publish(self, version: int, changed: Changed) -> tuple[float, float, float]:
-        """Change the parameters, and publish all.
+    def publish(self, version: int, changed: float) -> tuple[float, float, float]:
+        """Change this share of the parameters, and publish all.
 
         Returns the seconds of the stall and of one copy of the same bytes, and the end of the publish by the wall
         clock, which all processes of this machine share.
         """
-        for parameter in self._parameters.values():
-            parameter += 1.0 if changed == "all" else 1e-6 * torch.randn_like(parameter)
+        for name in list(self._parameters)[: max(1, round(changed * len(self._parameters)))]:
+            self._parameters[name].add_(1.0)
         began_s = time.monotonic()
         self._target.copy_(self._source)
         start_s = time.monotonic()
@@ -120,17 +117,17 @@ class Tier:
         read = partial(Reader, members)
         self.readers = [start(Reader, "reader", read, NO_MATHS, inf, place=member.place) for member in members]
 
-    async def publishes(self, schedule: Sequence[Changed]) -> list[dict[str, float]]:
-        """Publish once for each kind of change; return the figures of each publish but the first, which
+    async def publishes(self, schedule: Sequence[float]) -> list[dict[str, float]]:
+        """Publish once for each share of changed tensors; return the figures of each publish but the first, which
         stores the data that later ones replace."""
         await self.trainer.call(Trainer.warm)
         rows = []
-        for version, changed in enumerate(("all", *schedule)):
+        for version, changed in enumerate((1.0, *schedule)):
             rows.append(await self._publish(version, changed))
             progress(len(self.readers), "relays", changed, rows[-1])
         return rows[1:]
 
-    async def _publish(self, version: int, changed: Changed) -> dict[str, float]:
+    async def _publish(self, version: int, changed: float) -> dict[str, float]:
         reads = [asyncio.ensure_future(r.call(Reader.pull, version)) for r in self.readers]
         holds = [asyncio.create_task(self._holds(member, version)) for member in self.relays.members]
         stall_s, memcpy_s, ended_s = await self.trainer.call(Trainer.publish, version, changed)
@@ -171,7 +168,7 @@ def main() -> None:
     enable_token_auth_by_default()
     asked = [(size, n) for size in sizes for n in numbers]
     rows = [row for size, n in asked if fits(size, n) for row in measured(size, n, repeats)]
-    full = [row for row in rows if row["changed"] == "all"]
+    full = [row for row in rows if row["changed"] == 1.0]
     stalls_ms: dict[int, list[float]] = defaultdict(list)
     for row in full:
         stalls_ms[row["megabytes"]].append(row["stall_ms"]["median"])
@@ -181,7 +178,7 @@ def main() -> None:
             "stall_over_memcpy": max(large, default=None),
             "flatness": {size: round(max(stalls) / min(stalls), 3) for size, stalls in stalls_ms.items()},
             "left_out": [f"{size} MB, {n} relays" for size, n in asked if not fits(size, n)],
-            "sent_share": in_fresh_process("benchmarks.weight_deltas:sent_shares", arguments.size),
+            "deltas": in_fresh_process("benchmarks.weight_deltas:after_steps", arguments.size),
             "rows": rows,
         }
     )
@@ -193,20 +190,20 @@ def fits(megabytes: int, num_relays: int) -> bool:
 
 
 def measured(megabytes: int, num_relays: int, repeats: int) -> list[dict]:
-    """Measure two rows, one for each kind of change."""
+    """Measure two rows: everything changed, and 1 %."""
     num_bytes = megabytes * MEGABYTE
     memory = 2 * num_bytes + max(100 * MEGABYTE, num_bytes // 3)  # two versions, and buckets in transit
     with raylets(num_relays, 2, memory) as cluster:
         ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         tier = Tier(num_bytes)
         try:
-            publishes = asyncio.run(tier.publishes([kind for kind in get_args(Changed) for _ in range(repeats)]))
+            publishes = asyncio.run(tier.publishes([1.0] * repeats + [0.01] * repeats))
         finally:
             tier.close()
     rows = [{name: round(value, 4) for name, value in publish.items()} for publish in publishes]
     return [
         {"megabytes": megabytes, "relays": num_relays, "changed": changed, **spreads(half)}
-        for changed, half in (("all", rows[:repeats]), ("step", rows[repeats:]))
+        for changed, half in ((1.0, rows[:repeats]), (0.01, rows[repeats:]))
     ]
 
 

@@ -25,7 +25,7 @@ SIZES = {"full": (8, 32), "quick": (8, 16), "short": (4, 4)}
 """Prompts, and tokens of an answer."""
 
 
-def sent_shares(size: Size) -> dict[str, dict[str, float]]:
+def after_steps(size: Size) -> dict[str, dict[str, float]]:
     """Return the figures for each learning rate."""
     import torch
 
@@ -38,10 +38,10 @@ def sent_shares(size: Size) -> dict[str, dict[str, float]]:
     path = str(folder / "model")
     spec = engine_spec("local", path, "float32", slots=num_prompts, max_context=256)
     episodes: tuple[Episode, ...] = asyncio.run(sampled(spec, prompts_of(folder, num_prompts), num_tokens, [1.0]))[1.0]
-    return {f"{lr:g}": _after_steps(path, episodes, lr) for lr in LEARNING_RATES}
+    return {f"{lr:g}": _after_steps_at(path, episodes, lr) for lr in LEARNING_RATES}
 
 
-def _after_steps(path: str, episodes: tuple, lr: float) -> dict[str, float]:
+def _after_steps_at(path: str, episodes: tuple, lr: float) -> dict[str, float]:
     import numpy as np
     import torch
 

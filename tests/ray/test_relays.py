@@ -44,7 +44,7 @@ class Trainer:
     """An actor's process without a model: `body` and `head` change from version to version, `frozen` never."""
 
     def __init__(self, relays: list[Remote[Relay]]) -> None:
-        self._publisher = ObjectStorePublisher(relays, TRANSFER_S)
+        self._publisher = ObjectStorePublisher(relays, TRANSFER_S, deltas="always")
 
     def lie(self, version: int) -> Published:
         """Publish other bytes as `version`."""

@@ -241,6 +241,11 @@ def node_ids() -> list[str]:
     return sorted(alive, key=lambda n: (n != here, n))
 
 
+def has_other_machines() -> bool:
+    """True if the cluster has a live node with another address than this one's."""
+    return len({n["NodeManagerAddress"] for n in ray.nodes() if n["Alive"]}) > 1
+
+
 def free_port() -> int:
     """A TCP port that is free at this moment."""
     with socket.socket() as probe:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import ray
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError
@@ -30,7 +30,7 @@ from rlsys.weight_sync.relay import (
     patiently,
 )
 from rlsys.weight_sync.sync import Manifest, Probe, TensorSpec
-from workers.ray.cluster import node_ids
+from workers.ray.cluster import has_other_machines, node_ids
 from workers.ray.remote_proxy import Remote, call
 from workers.transport.buckets import Snapshot, delta_of, lay_out, padded, unpack
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BYTES_PER_S = 1e9
-"""Assumed speed of a link between nodes and of storing a bucket: 10 Gbit/s Ethernet. Affects only the bucket size, by
-its square root."""
+"""Assumed speed of a link between nodes and of storing a bucket: 10 Gbit/s Ethernet. Affects only the size of a bucket,
+by its square root, and which ones are sent as deltas."""
 HOP_S = 5e-3
 """Assumed fixed cost of passing a bucket on: a call to the previous relay, a transfer and a put."""
 NUM_STORED = 3
@@ -63,9 +63,18 @@ class ObjectStorePublisher:
     `WorkerError`: there is no memory for it.
     """
 
-    def __init__(self, relays: Sequence[Remote[Relay]], transfer_s: float) -> None:
-        """`transfer_s` is the deadline for a version to reach the first relay, and for a publish to end."""
-        self._relays, self._transfer_s = relays, transfer_s
+    def __init__(
+        self,
+        relays: Sequence[Remote[Relay]],
+        transfer_s: float,
+        deltas: Literal["sooner", "always"] = "sooner",
+    ) -> None:
+        """`transfer_s` is the deadline for a version to reach the first relay, and for a publish to end.
+
+        `deltas` are sent if that is `sooner`: to other machines, and where encoding and decoding takes less time than
+        the bytes saved, at `BYTES_PER_S`. `always` is for tests, whose nodes share a machine.
+        """
+        self._relays, self._transfer_s, self._deltas = relays, transfer_s, deltas
         self._snapshot: Snapshot | None = None
         self._stored: dict[PolicyVersion, Announcement] = {}
         """Versions whose buckets are kept here. Ray counts a forwarded reference only while its sender lives, and the
@@ -133,7 +142,7 @@ class ObjectStorePublisher:
         before = previous.origin.refs if previous else {}
         refs: dict[str, Ref] = {}
         deltas: dict[str, Delta] = {}
-        num_sent, is_sent = 0, len(self._chain()) > 1
+        num_sent, tries_deltas = 0, self._deltas == "always" or has_other_machines()
         for i, bucket in enumerate(manifest.buckets):
             if bucket.hash in refs:
                 continue
@@ -142,13 +151,17 @@ class ObjectStorePublisher:
                 continue
             refs[bucket.hash] = _stored(snapshot.bucket(i), version)
             num_sent += bucket.num_bytes
-            if previous and is_sent:
-                old = previous.manifest.buckets[i].hash
+            if previous and tries_deltas:
+                old, began_s = previous.manifest.buckets[i].hash, time.perf_counter()
                 data = delta_of(ray.get(before[old]), snapshot.bucket(i))  # pyrefly: ignore[no-matching-overload]
-                if data is not None:
+                took_s = time.perf_counter() - began_s
+                num_saved = 0 if data is None else bucket.num_bytes - len(data)
+                if data is not None and (self._deltas == "always" or 2 * took_s < num_saved / BYTES_PER_S):
                     deltas[bucket.hash] = delta = Delta(old, bucket.hash, len(data))
                     refs[delta.name] = _stored(data, version)
-                    num_sent += delta.num_bytes - bucket.num_bytes
+                    num_sent -= num_saved
+                else:  # the other buckets of this version change alike
+                    tries_deltas = self._deltas == "always"
         origin = Origin("actor-0", ray.get_runtime_context().get_node_id(), refs)
         self._stored[version] = Announcement(manifest, origin, num_sent, time.monotonic() - ended_s, deltas)
         await self._reach(self._stored[version])
