@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlsys import Config
+from rlsys.algorithm import Signal
 from rlsys.batch.samples import NOT_RECORDED, Sample, samples_of, without_repeats
 from rlsys.batch.tensors import MicroBatch
+from rlsys.config.lora_section import LoraSection
 from rlsys.config.mesh_section import MeshSection
 from rlsys.config.schema import NO_SAVINGS, MemorySavings
 from rlsys.errors import ModelError, TrainingError
@@ -301,11 +303,12 @@ class Job:
     mesh: MeshSection = ONE
     savings: MemorySavings = NO_SAVINGS
     max_tokens: int = 1
+    lora: LoraSection | None = None
 
 
 def do(job: Job, ranks: RankGroup) -> Outcome:
     ranks = ranks.arranged(job.mesh)
-    backend = FsdpBackend(job.model_path, SETTINGS, ranks, savings=job.savings, replays_routing=True)
+    backend = FsdpBackend(job.model_path, SETTINGS, ranks, savings=job.savings, lora=job.lora, replays_routing=True)
     metrics = []
     for step in range(2):
         plan, payloads = planned(step, job.mesh.num_batches, PLAIN, max_tokens=job.max_tokens)
@@ -379,6 +382,22 @@ def test_records_are_replayed_in_every_layout(
         assert step["sampler/experts_differ"] > 0.5
     # Some experts have few tokens, and AdamW divides their small gradients by their size.
     assert_alike((weights, without_shares(metrics)), (alone[0], without_shares(alone[1])), within=0.02)
+
+
+def test_an_adapter_is_trained_on_recorded_experts_and_its_reference_on_its_own(moe_path: str) -> None:
+    """An adapter begins without effect, so its first step has the logprobs of the step that trains all weights."""
+    job = Job(model_path=moe_path, max_tokens=60)
+    _, (first, _) = do(replace(job, lora=LoraSection(rank=2)), RankGroup())
+    _, (of_all, _) = do(job, RankGroup())
+    for name in ("sampler/experts_recorded", "sampler/experts_differ", "sampler/mismatch_kl"):
+        assert first[name] == pytest.approx(of_all[name], rel=1e-5)
+    backend = FsdpBackend(moe_path, SETTINGS, RankGroup(), lora=LoraSection(rank=2), replays_routing=True)
+    plan, payloads = planned(0, 1, PLAIN, max_tokens=60)
+    columns = [
+        backend.reference(plan[0], data_of(given_records), Signal.REFERENCE_LOGPROBS, 1.0)
+        for given_records in (payloads, [with_records(payload) for payload in payloads])
+    ]
+    assert all(np.array_equal(a, b) for a, b in zip(*columns, strict=True))
 
 
 def without_shares(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
