@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Literal, cast
 
 import ray
-from ray.exceptions import ObjectStoreFullError, OutOfDiskError
+from ray.exceptions import ObjectLostError, ObjectStoreFullError, OutOfDiskError
 
 from rlsys.contracts import Published
 from rlsys.errors import DeadlineExceeded, WorkerError
@@ -152,20 +152,30 @@ class ObjectStorePublisher:
             refs[bucket.hash] = _stored(snapshot.bucket(i), version)
             num_sent += bucket.num_bytes
             if previous and tries_deltas:
-                old, began_s = previous.manifest.buckets[i].hash, time.perf_counter()
-                data = delta_of(ray.get(before[old]), snapshot.bucket(i))  # pyrefly: ignore[no-matching-overload]
-                took_s = time.perf_counter() - began_s
-                num_saved = 0 if data is None else bucket.num_bytes - len(data)
-                if data is not None and (self._deltas == "always" or 2 * took_s < num_saved / BYTES_PER_S):
+                old = previous.manifest.buckets[i].hash
+                data = self._delta(before[old], snapshot.bucket(i))
+                if data is not None:
                     deltas[bucket.hash] = delta = Delta(old, bucket.hash, len(data))
                     refs[delta.name] = _stored(data, version)
-                    num_sent -= num_saved
+                    num_sent += delta.num_bytes - bucket.num_bytes
                 else:  # the other buckets of this version change alike
                     tries_deltas = self._deltas == "always"
         origin = Origin("actor-0", ray.get_runtime_context().get_node_id(), refs)
         self._stored[version] = Announcement(manifest, origin, num_sent, time.monotonic() - ended_s, deltas)
         await self._reach(self._stored[version])
         await self._evict()
+
+    def _delta(self, old: Ref, new: np.ndarray) -> np.ndarray | None:
+        """Return the delta from a stored bucket to its successor; None if the whole is sooner, or the old one lost."""
+        began_s = time.perf_counter()
+        try:
+            data = delta_of(cast("np.ndarray", ray.get(cast("ray.ObjectRef", old))), new)
+        except ObjectLostError:
+            return None
+        took_s = time.perf_counter() - began_s
+        if data is None or self._deltas == "always":
+            return data
+        return data if 2 * took_s < (len(new) - len(data)) / BYTES_PER_S else None
 
     async def _evict(self) -> None:
         """Evict all but the newest `NUM_STORED` versions and the pinned one; none if no relay reports its pin."""
