@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlsys.errors import WorkerDied
 from rlsys.types import Ref
+from rlsys.weight_sync.links import Link as Speed
+from rlsys.weight_sync.manifest import Bucket, Part, TensorSpec
 from rlsys.weight_sync.relay import Announcement, ChainMember, Delta, Holding, Origin, Relay, RelayPeer, broadcast
-from rlsys.weight_sync.sync import Bucket, Manifest, TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
 TRANSFER_S = 60.0
+CHAIN = Speed(1e9, 0.0)
+"""A link on which no tree is faster than a chain."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,9 @@ class Link:
         self._net.on_fetched(self._name)
         return data
 
+    async def borrow(self, ref: Ref) -> Ref:
+        return ref
+
 
 class Node:
     """A relay in a process that can die: implements `ChainMember`."""
@@ -104,8 +110,8 @@ class Node:
     async def announce(self, announcement: Announcement) -> None:
         await self._call(self.relay.announce(announcement))
 
-    async def accept(self, version: int, sources: Sequence[RelayPeer]) -> None:
-        await self._call(self.relay.accept(version, sources))
+    async def accept(self, version: int, rank: int, sources: Sequence[RelayPeer]) -> None:
+        await self._call(self.relay.accept(version, rank, sources))
 
     async def give(self, bucket: str, *, wait: bool) -> Ref:
         return await self._call(self.relay.give(bucket, wait=wait))
@@ -136,20 +142,24 @@ def announced(
     place: str = "actor",
     actor: str = "actor-0",
     bases: Sequence[str] = (),
+    rank: int = 0,
+    num_ranks: int = 1,
 ) -> Announcement:
-    """A version whose buckets, of `num_bytes` each, are called so; its bytes lie with `actor` at `place`. With `bases`,
-    the buckets also come as deltas to these, of a tenth of the bytes."""
-    manifest = Manifest(version, f"hash-of-{version}", tuple(Bucket(name, num_bytes, ()) for name in buckets))
+    """The part of a rank, by default the only one, whose buckets, of `num_bytes` each, are called so.
+
+    Its bytes lie with `actor` at `place`. With `bases`, buckets also come as deltas to these, of a tenth of the bytes.
+    """
+    part = Part(version, rank, num_ranks, tuple(Bucket(name, num_bytes, ()) for name in buckets))
     deltas = {new: Delta(old, new, num_bytes // 10) for old, new in zip(bases, buckets, strict=bool(bases))}
     blobs = [Blob(actor, name, num_bytes) for name in buckets]
     blobs += [Blob(actor, delta.name, delta.num_bytes) for delta in deltas.values()]
     origin = Origin(actor, place, {blob.content: blob for blob in blobs})
-    return Announcement(manifest, origin, sum(blob.num_bytes for blob in blobs), 0.0, deltas)
+    return Announcement(part, origin, sum(blob.num_bytes for blob in blobs), 0.0, deltas)
 
 
-async def sent(relays: Sequence[Node], announcement: Announcement) -> list[BaseException | None]:
+async def sent(relays: Sequence[Node], announcement: Announcement, link: Speed = CHAIN) -> list[BaseException | None]:
     """Broadcast, and what kept each relay from it."""
-    tasks = await broadcast(relays, announcement, TRANSFER_S)
+    tasks = await broadcast(relays, announcement, TRANSFER_S, link)
     await asyncio.wait(tasks)
     return [task.exception() for task in tasks]
 

@@ -16,7 +16,7 @@ from rlsys.errors import WorkerDied, WorkerError
 from rlsys.types import EngineStats, PolicyVersion
 from workers.engines.engine import Completion, ModelShapes, Request, check_weights
 from workers.engines.stepping import EngineJob, RequestLimits
-from workers.transport.buckets import content_hash
+from workers.transport.checksums import hash_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -113,7 +113,7 @@ class ScriptedEngine:
             detail = f"requests run on each of the versions held: {held}; wait in `stage`, or raise resident_versions"
             raise WorkerError(self._name, f"loading version {version}", detail)
         self.version = version
-        return content_hash(weights)
+        return hash_of(weights)
 
     def _has_room(self) -> bool:
         return len(self.versions) < self._resident_versions

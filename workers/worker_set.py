@@ -27,7 +27,6 @@ from workers.train.optimizer import critic_optimizer_settings, optimizer_setting
 from workers.train.ranks import ActorRank, ActorSpec, CriticRank, RankSpec
 from workers.train.reference_worker import ReferenceWorker
 from workers.train.train_handles import ActorHandle, CriticHandle, RanksHandle, ReferenceHandle
-from workers.transport.object_store import ObjectStorePublisher
 
 if TYPE_CHECKING:
     from rlsys.config import Config
@@ -196,8 +195,7 @@ def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
         probe_length=_probe_length(config),
         resources=Resources(train.num_cpus, train.num_gpus, train.threads),
     )
-    publisher = ObjectStorePublisher(relays.members, config.limits.transfer_s)
-    ranks = _ranks(config, "actor", ActorRank, spec.resources, spec, publisher)
+    ranks = _ranks(config, "actor", ActorRank, spec.resources, spec, relays.route)
     signals = config.algorithm.signals
     has_pairs = Signal.POLICY_MISMATCHED in signals or (
         train.lora is not None and Signal.REFERENCE_MISMATCHED in signals
@@ -313,13 +311,12 @@ def _replicas(
         sampling=Sampling(temperature=section.temperature, max_new_tokens=rollout.max_new_tokens),
         max_prompt_tokens=config.data.max_prompt_tokens,
         workflow=rollout.workflow,
-        transfer_s=limits.transfer_s,
         resources=Resources(rollout.num_cpus, rollout.num_gpus, rollout.threads),
     )
-    members = {name: of_policy.members for name, of_policy in relays.items()}
+    routes = {name: of_policy.route for name, of_policy in relays.items()}
 
     def one(name: str) -> Remote[RolloutWorker]:
-        build = partial(RolloutWorker.of, name, spec, members, partials)
+        build = partial(RolloutWorker.of, name, spec, routes, partials)
         return start(RolloutWorker, name, build, spec.resources, ANSWER_S)
 
     return PoolSpec(section.replicas, one, limits.lease_s, limits.silence_s, limits.max_attempts)

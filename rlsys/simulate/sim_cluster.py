@@ -9,8 +9,9 @@ from rlsys.simulate.fake_pools import now
 from rlsys.simulate.fake_world import FakeWorld
 from rlsys.simulate.profile import TRANSFER_S, Profile
 from rlsys.types import Group, PolicyVersion, Ref
-from rlsys.weight_sync.relay import Announcement, Origin, Relay, best_chunks, broadcast
-from rlsys.weight_sync.sync import Bucket, Manifest
+from rlsys.weight_sync.links import Link
+from rlsys.weight_sync.manifest import BUCKET_BYTES, Bucket, Part
+from rlsys.weight_sync.relay import Announcement, Origin, Relay, broadcast
 
 MAX_BUCKETS = 32
 """Most buckets of a version: each bucket is an event at every relay."""
@@ -30,8 +31,7 @@ class SimCluster(FakeWorld):
             restart_s=profile.restart_s,
         )
         self.profile = profile
-        ideal = best_chunks(profile.num_relays + 1, weights.num_bytes, weights.link_bytes_per_s, weights.link_latency_s)
-        self.num_buckets = min(ideal, MAX_BUCKETS)
+        self.num_buckets = min(-(-weights.num_bytes // BUCKET_BYTES), MAX_BUCKETS)
         places = [ACTOR_NODE, *(f"node-{i}" for i in range(profile.num_relays))]
         self.relays = [Relay(f"relay-{p}", p, _Link(profile), TRANSFER_S) for p in places]
         self.arrived_s: dict[PolicyVersion, float] = {}
@@ -43,7 +43,7 @@ class SimCluster(FakeWorld):
         return self.profile.train_s(groups) + (self.profile.switch_s if self.profile.colocated else 0.0)
 
     def send(self, version: PolicyVersion) -> None:
-        """Send a version down the chain of relays."""
+        """Send a version down the relays."""
         self._sending.add(task := asyncio.get_running_loop().create_task(self._send(version)))
         task.add_done_callback(self._sending.discard)
 
@@ -62,8 +62,9 @@ class SimCluster(FakeWorld):
         names = [f"{version}/{i}" for i in range(self.num_buckets)]
         buckets = tuple(Bucket(name, size + (i < rest), ()) for i, name in enumerate(names))
         origin = Origin("actor", ACTOR_NODE, {bucket.hash: bucket for bucket in buckets})
-        announcement = Announcement(Manifest(version, self.hash(version), buckets), origin, self.num_bytes, 0.0)
-        await asyncio.gather(*await broadcast(self.relays, announcement, TRANSFER_S))
+        announcement = Announcement(Part(version, 0, 1, buckets), origin, self.num_bytes, 0.0)
+        link = Link(self.profile.weights.link_bytes_per_s, self.profile.weights.link_latency_s)
+        await asyncio.gather(*await broadcast(self.relays, announcement, TRANSFER_S, link))
         self.arrived_s[version] = now() - began_s
 
 
@@ -90,3 +91,6 @@ class _Link:
 
     async def own(self, data: object) -> Ref:
         return data
+
+    async def borrow(self, ref: Ref) -> Ref:
+        return ref

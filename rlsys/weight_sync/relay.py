@@ -1,13 +1,13 @@
 """Relay: published weights in the memory of a node, from which rollouts pull at any time.
 
-A version is a `Manifest` of buckets, each named by the hash of its bytes. A relay stores buckets by that name, and
-neither receives nor stores a bucket twice. A bucket of which few bytes changed comes as a `Delta` to one of the version
-before, if the relay has that one, and whole if not. A relay that missed versions, or lost everything, receives the
-missing buckets in the same way.
+Every rank of the actor publishes its `Part` of a version, and all parts are sent at the same time. A part consists of
+buckets, each named by the hash of its bytes. A bucket of which few bytes changed comes as a `Delta` to one of the
+version before, if the relay has that one, and whole if not. A relay that missed versions, or lost everything, receives
+the missing buckets in the same way.
 
-A version goes down a chain of relays: each pulls buckets from the previous relay as they arrive there. A source that
-fails is skipped for the rest of that version; the last source is the actor. So skipping a dead relay does not delay the
-others.
+A part goes down a chain or a tree of relays, see `links`: each pulls buckets from a relay before it as they arrive
+there. A source that fails is skipped for the rest of that part; the last source is the rank. So skipping a dead relay
+does not delay the others.
 
 The class neither interprets bytes nor moves them: it runs on Ray and on simulated links.
 """
@@ -24,7 +24,9 @@ from rlsys.contracts import Arrival
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied, WorkerError, first_of
 from rlsys.types import PolicyVersion, Ref
 from rlsys.util.deadlines import remote, timeout
-from rlsys.weight_sync.sync import Manifest, with_deadline
+from rlsys.weight_sync.links import Link, parents
+from rlsys.weight_sync.manifest import Bucket, Manifest, Part
+from rlsys.weight_sync.sync import with_deadline
 
 T = TypeVar("T")
 IN_FLIGHT = 3
@@ -40,7 +42,7 @@ RESTART_POLL_S = 0.2
 
 
 class RelayPeer(Protocol):
-    """Source of buckets for a relay: another relay, or the actor. Also raises `WorkerDied`; see `Relay`."""
+    """Source of buckets for a relay: another relay, or a rank. Also raises `WorkerDied`; see `Relay`."""
 
     @property
     def name(self) -> str: ...
@@ -53,18 +55,18 @@ class ChainMember(RelayPeer, Protocol):
 
     async def announce(self, announcement: Announcement) -> None: ...
 
-    async def accept(self, version: PolicyVersion, sources: Sequence[RelayPeer]) -> None: ...
+    async def accept(self, version: PolicyVersion, rank: int, sources: Sequence[RelayPeer]) -> None: ...
 
     async def held(self) -> Holding: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The actor's copy of a version: the last source of every relay."""
+    """A rank's copy of its part: the last source of every relay."""
 
     name: str
     place: str
-    """Node of the copy. The relay of that node keeps these references instead of a second copy."""
+    """Place of the copy, see `Relay`. Relays there keep these references instead of a second copy."""
     refs: Mapping[str, Ref]
     """References by hash of the bucket, or name of the delta."""
 
@@ -91,30 +93,36 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """Announcement of a version to the relays, before its bytes are sent."""
+    """Announcement of a part to the relays, before its bytes are sent."""
 
-    manifest: Manifest
+    part: Part
     origin: Origin
     num_sent: int
-    """Bytes that a relay is sent which has the previous version: deltas, and new buckets without one."""
+    """Bytes that a relay is sent which has the previous version: deltas, and buckets without one."""
     seconds: float
     """Seconds from the end of the publish to this announcement."""
     deltas: Mapping[str, Delta] = field(default_factory=dict)
     """Deltas by the hash of the newer bucket; buckets without one are sent whole."""
 
     @property
+    def version(self) -> PolicyVersion:
+        return self.part.version
+
+    @property
     def names(self) -> frozenset[str]:
-        """Everything that relays request of this version."""
+        """Everything that relays request of this part."""
         deltas = (delta.name for delta in self.deltas.values())
-        return frozenset((*(bucket.hash for bucket in self.manifest.buckets), *deltas))
+        return frozenset((*(bucket.hash for bucket in self.part.buckets), *deltas))
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Versions of a relay: complete ones, newest first, then those being received."""
+    """Versions of a relay: the parts of complete ones, newest first, then those being received."""
 
     announcements: tuple[Announcement, ...]
     pinned: PolicyVersion | None
+    link: Link = field(default_factory=Link)
+    """Measured speed of what this relay received."""
 
 
 class Store(Protocol):
@@ -132,6 +140,10 @@ class Store(Protocol):
     async def own(self, data: object) -> Ref:
         """Return a reference to a copy that lives as long as this relay keeps it. Raises `MemoryError`."""
 
+    async def borrow(self, ref: Ref) -> Ref:
+        """Return the reference of another process, whose bytes stay as long as this relay keeps it. Raises `WorkerDied`
+        if they are lost."""
+
 
 class Relay:
     """Storage of the newest `keep` complete versions and the pinned one.
@@ -145,60 +157,62 @@ class Relay:
     """
 
     def __init__(self, name: str, place: str, store: Store, transfer_s: float, keep: int = 2) -> None:
-        """`place` is the node of this relay and its readers."""
+        """`place` is where references of this relay are read without a copy: its node, or its machine."""
         self.name, self.place = name, place
         self._store, self._keep = store, keep
         self._wait_s = transfer_s / TRIES
         self._buckets: dict[str, Ref] = {}
-        """Buckets by hash, and deltas by name for relays that are later in the chain."""
+        """Buckets by hash, and deltas by name for relays that come later."""
         self._borrowed: set[str] = set()
-        """Buckets that belong to another process: the actor on this node, or a source that lacked memory for a copy."""
-        self._known: dict[PolicyVersion, Announcement] = {}
-        self._complete: dict[PolicyVersion, Arrival] = {}
-        self._expected: dict[PolicyVersion, frozenset[str]] = {}
-        """Names of the buckets and deltas of announced versions that are not complete."""
-        self._announced_s: dict[PolicyVersion, float] = {}
+        """Buckets of another process: a rank at this place, or a source that lacked memory for a copy."""
+        self._known: dict[PolicyVersion, dict[int, Announcement]] = {}
+        """Announced parts, by rank."""
+        self._expected: dict[tuple[PolicyVersion, int], frozenset[str]] = {}
+        """Names of the buckets and deltas of announced parts that are not here."""
+        self._complete: dict[PolicyVersion, tuple[Manifest, Arrival]] = {}
+        self._announced_s: dict[tuple[PolicyVersion, int], float] = {}
         self._pinned: PolicyVersion | None = None
-        self._pulling: PolicyVersion | None = None
-        """One version is pulled at a time, so that no bucket of two versions is requested twice."""
+        self._pulling: dict[int, PolicyVersion] = {}
+        """By rank: one of its versions is pulled at a time."""
         self._changed = asyncio.Condition()
         self._reports: asyncio.Queue[WorkerError] = asyncio.Queue()
         self._is_short = False
         """True once the lack of memory for local copies was reported."""
+        self._link = Link()
 
     # ------------------------------------------------------------------------------------------------------- broadcast
 
-    @remote("hearing of version {announcement.manifest.version}")
+    @remote("hearing of version {announcement.version}")
     async def announce(self, announcement: Announcement) -> None:
-        """Expect a version: `give` waits for its buckets until `keep` newer versions overtake it.
+        """Expect a part: `give` waits for its buckets until `keep` newer versions overtake it.
 
-        A known version is ignored. Raises `WeightsMismatch` if it was published with another hash.
+        A known part is ignored. Raises `WeightsMismatch` if it was published with other bytes.
         """
-        manifest = announcement.manifest
-        version = manifest.version
+        part = announcement.part
+        version, rank = part.version, part.rank
         async with self._changed:
-            if version in self._known:
-                known = self._known[version].manifest.hash
-                if known != manifest.hash:
-                    detail = f"it was published as {known} before, and as {manifest.hash} this time"
+            parts = self._known.setdefault(version, {})
+            if rank in parts:
+                if parts[rank].part.buckets != part.buckets:
+                    detail = f"{parts[rank].origin.name} published it with other bytes before"
                     raise WeightsMismatch(self.name, f"hearing of version {version}", detail)
                 return
-            self._known[version] = announcement
-            self._expected[version] = announcement.names
-            self._announced_s[version] = asyncio.get_running_loop().time()
+            parts[rank] = announcement
+            self._expected[version, rank] = announcement.names
+            self._announced_s[version, rank] = asyncio.get_running_loop().time()
             self._evict(self._keep)
             self._changed.notify_all()
 
     @remote("taking in version {version}", patience=TRIES)
-    async def accept(self, version: PolicyVersion, sources: Sequence[RelayPeer]) -> None:
-        """Receive an announced version: pull the missing buckets, in order, from the first of `sources` that has them.
+    async def accept(self, version: PolicyVersion, rank: int, sources: Sequence[RelayPeer]) -> None:
+        """Receive an announced part: pull the missing buckets, in order, from the first of `sources` that has them.
 
-        The last source is the actor. Returns once the version is complete, or dropped because newer ones overtook it.
+        The last source is the rank. Returns once the part is here, or dropped because newer versions overtook it.
         Raises `WorkerDied` if this process received no announcement, or the error of the last source. `watch` reports
         the error too, and peers waiting for its buckets try other sources.
         """
         try:
-            await self._take_in(version, sources, wait=True)
+            await self._take_in(version, rank, sources, wait=True)
         except WorkerError as error:
             self._reports.put_nowait(error)
             raise
@@ -240,21 +254,21 @@ class Relay:
         return self._content(version)
 
     @remote("taking in version {version}")
-    async def arrival(self, version: PolicyVersion) -> tuple[Arrival, Announcement]:
-        """Return the arrival of `version`, and the announcement from which an empty relay tier can be refilled.
+    async def arrival(self, version: PolicyVersion) -> tuple[Arrival, tuple[Announcement, ...]]:
+        """Return the arrival of `version`, and the announcements from which an empty relay tier can be refilled.
 
         Waits for `accept` to complete it. Raises `WeightsMismatch` if it was evicted or dropped.
         """
         await self._until_settled(version, f"taking in version {version}")
-        return self._complete[version], self._known[version]
+        return self._complete[version][1], tuple(self._known[version].values())
 
     # --------------------------------------------------------------------------------------------------------- failure
 
     @remote("telling what it has")
     async def held(self) -> Holding:
         """Return the complete versions and those being received."""
-        complete = [self._known[v] for v in sorted(self._complete, reverse=True)]
-        return Holding((*complete, *(self._known[v] for v in sorted(self._expected))), self._pinned)
+        versions = (*sorted(self._complete, reverse=True), *sorted(self._known.keys() - self._complete.keys()))
+        return Holding(tuple(a for v in versions for a in self._known[v].values()), self._pinned, self._link)
 
     @remote("being refilled", patience=TRIES)
     async def refill(self, neighbours: Sequence[ChainMember], known: Holding) -> None:
@@ -263,12 +277,12 @@ class Relay:
         holdings = [known, *await asyncio.gather(*map(self._holding, neighbours))]
         if self._pinned is None:
             self._pinned = next((holding.pinned for holding in holdings if holding.pinned is not None), None)
-        announcements = {a.manifest.version: a for holding in holdings for a in holding.announcements}
-        newest_first = sorted(announcements, reverse=True)
-        for version in newest_first:
-            await self.announce(announcements[version])
-        for version in newest_first:
-            await self._take_in(version, neighbours, wait=False)
+        announcements = {(a.version, a.part.rank): a for holding in holdings for a in holding.announcements}
+        newest_first = sorted(announcements, key=lambda key: (-key[0], key[1]))
+        for key in newest_first:
+            await self.announce(announcements[key])
+        for version, rank in newest_first:
+            await self._take_in(version, rank, neighbours, wait=False)
 
     @remote("keeping weights", patience=math.inf)
     async def watch(self) -> WorkerError:
@@ -285,71 +299,74 @@ class Relay:
         except FAILURES:
             return Holding((), None)  # its supervisor will notice
 
-    async def _take_in(self, version: PolicyVersion, sources: Sequence[RelayPeer], *, wait: bool) -> None:
+    async def _take_in(self, version: PolicyVersion, rank: int, sources: Sequence[RelayPeer], *, wait: bool) -> None:
         async with self._changed:
-            await self._changed.wait_for(lambda: self._pulling is None or self._is_overtaken(version))
-            if version in self._complete or self._is_overtaken(version):
+            await self._changed.wait_for(lambda: rank not in self._pulling or self._is_overtaken(version))
+            parts = self._known.get(version, {})
+            if self._is_overtaken(version) or (rank in parts and (version, rank) not in self._expected):
                 return
-            if version not in self._known:
+            if rank not in parts:
                 detail = "it was not announced here, or the process was restarted since"
                 raise WorkerDied(self.name, f"taking in version {version}", detail)
-            self._pulling = version
+            self._pulling[rank] = version
         is_here = False
         try:
-            await self._pull(self._known[version], list(sources), wait)
+            await self._pull(parts[rank], list(sources), wait)
             is_here = True
         finally:
             async with self._changed:
-                self._pulling = None
+                del self._pulling[rank]
                 if is_here:
-                    self._complete[version] = self._arrived(version)
+                    del self._expected[version, rank]
+                    self._complete_if_whole(version)
                 else:
-                    self._forget(version)
+                    self._forget_part(version, rank)
                 self._evict(self._keep)
                 self._changed.notify_all()
 
     async def _pull(self, announcement: Announcement, sources: list[RelayPeer], wait: bool) -> None:
         """Pull the missing buckets. Failed sources are removed from `sources`.
 
-        A borrowed bucket is taken again: the actor that owned it may have been replaced.
+        A borrowed bucket is taken again: the rank that owned it may have been replaced.
         """
-        manifest, origin = announcement.manifest, announcement.origin
+        part, origin = announcement.part, announcement.origin
         held = self._buckets.keys() - self._borrowed
-        missing = [bucket for bucket in dict.fromkeys(b.hash for b in manifest.buckets) if bucket not in held]
+        missing = {bucket.hash: bucket for bucket in part.buckets if bucket.hash not in held}
         if origin.place == self.place:
-            newer = {b.hash for v in self._complete if v > manifest.version for b in self._known[v].manifest.buckets}
+            manifests = [manifest for v, (manifest, _) in self._complete.items() if v > part.version]
+            newer = {bucket.hash for manifest in manifests for bucket in manifest.buckets}
             for bucket in missing:
                 if bucket not in self._buckets or bucket not in newer:
                     delta = announcement.deltas.get(bucket)
                     for name in (bucket, delta.name) if delta else (bucket,):
                         self._borrowed.add(name)
-                        await self._put(name, origin.refs[name])
+                        await self._put(name, await self._store.borrow(origin.refs[name]))
             return
         sources.append(origin)
         room = asyncio.Semaphore(IN_FLIGHT)
         try:
             async with asyncio.TaskGroup() as pulls:
-                for bucket in missing:
+                for bucket in missing.values():
                     await room.acquire()
                     pull = pulls.create_task(self._take(bucket, announcement, sources, wait))
                     pull.add_done_callback(lambda _: room.release())
         except BaseExceptionGroup as errors:
             raise first_of(errors) from None
 
-    async def _take(self, bucket: str, announcement: Announcement, sources: list[RelayPeer], wait: bool) -> None:
+    async def _take(self, bucket: Bucket, announcement: Announcement, sources: list[RelayPeer], wait: bool) -> None:
         """Pull one bucket from the first source that gives it intact. A failed source is not tried again."""
-        version = announcement.manifest.version
+        version, rank = announcement.version, announcement.part.rank
         phase = f"sending a bucket of version {version} to {self.name}"
-        if (delta := announcement.deltas.get(bucket)) is not None:
+        if (delta := announcement.deltas.get(bucket.hash)) is not None:
             if await self._patch(delta, sources[0], wait, phase):
                 return
             async with self._changed:  # relays after this one do not wait for it
-                self._expected[version] -= {delta.name}
+                self._expected[version, rank] -= {delta.name}
                 self._changed.notify_all()
         while True:
             source = sources[0]
             try:
-                ref = await with_deadline(source.give(bucket, wait=wait), self._wait_s, source.name, phase)
+                ref = await with_deadline(source.give(bucket.hash, wait=wait), self._wait_s, source.name, phase)
                 ref = await self._copied(ref, bucket, source.name, phase)
             except FAILURES:
                 if source is sources[-1]:
@@ -357,7 +374,7 @@ class Relay:
                 if source in sources:
                     sources.remove(source)
             else:
-                await self._put(bucket, ref)
+                await self._put(bucket.hash, ref)
                 return
 
     async def _patch(self, delta: Delta, source: RelayPeer, wait: bool, phase: str) -> bool:
@@ -379,24 +396,26 @@ class Relay:
         await self._put(delta.bucket, own)
         return True
 
-    async def _copied(self, ref: Ref, bucket: str, source: str, phase: str) -> Ref:
+    async def _copied(self, ref: Ref, bucket: Bucket, source: str, phase: str) -> Ref:
         """Return a reference to a local copy, or `ref` itself if there is no memory for one. Readers then read from the
         source, and the next version with this bucket tries to copy it again. Raises `WeightsMismatch` if the bytes do
         not match the manifest."""
         try:
+            began_s = asyncio.get_running_loop().time()
             data = await with_deadline(self._store.fetch(ref, source), self._wait_s, source, phase)
+            self._link = self._link.after(bucket.num_bytes, asyncio.get_running_loop().time() - began_s)
             came = await self._store.digest(data)
-            if came != bucket:
-                raise WeightsMismatch(source, phase, f"bucket {bucket} arrived as {came}")
+            if came != bucket.hash:
+                raise WeightsMismatch(source, phase, f"bucket {bucket.hash} arrived as {came}")
             try:
                 own = await self._store.own(data)
             except MemoryError:
                 self._evict(1)
                 own = await self._store.own(data)
-            self._borrowed.discard(bucket)
+            self._borrowed.discard(bucket.hash)
             return own
         except MemoryError as error:
-            self._borrowed.add(bucket)
+            self._borrowed.add(bucket.hash)
             if not self._is_short:
                 self._is_short = True
                 detail = f"no memory for copies of its own, its node reads from others: give the node more ({error})"
@@ -408,27 +427,40 @@ class Relay:
             self._buckets[bucket] = ref
             self._changed.notify_all()
 
-    def _arrived(self, version: PolicyVersion) -> Arrival:
-        """Return the arrival of a version that has just become complete."""
-        del self._expected[version]
-        known = self._known[version]
-        seconds = known.seconds + asyncio.get_running_loop().time() - self._announced_s.pop(version)
-        return Arrival(version, known.manifest.hash, known.manifest.num_bytes, known.num_sent, seconds)
+    def _complete_if_whole(self, version: PolicyVersion) -> None:
+        """Make a version available to readers once the parts of all ranks are here."""
+        parts = self._known[version]
+        num_ranks = next(iter(parts.values())).part.num_ranks
+        if len(parts) < num_ranks or any((version, rank) in self._expected for rank in parts):
+            return
+        announcements = [parts[rank] for rank in range(num_ranks)]
+        manifest = Manifest(tuple(a.part for a in announcements))
+        now_s = asyncio.get_running_loop().time()
+        seconds = max(a.seconds + now_s - self._announced_s[version, a.part.rank] for a in announcements)
+        num_sent = sum(a.num_sent for a in announcements)
+        self._complete[version] = manifest, Arrival(version, manifest.hash, manifest.num_bytes, num_sent, seconds)
 
     def _evict(self, keep: int) -> None:
         """Evict old complete versions, queued versions that were overtaken, and unneeded buckets. The newest `keep`
         complete versions and the pinned one stay."""
         old = [version for version in sorted(self._complete)[:-keep] if version != self._pinned]
-        overtaken = [version for version in self._expected if version != self._pulling and self._is_overtaken(version)]
+        busy = {*self._pulling.values()}
+        overtaken = [v for v in self._known if v not in self._complete and v not in busy and self._is_overtaken(v)]
         for version in (*old, *overtaken):
-            self._forget(version)
-        needed = {name for known in self._known.values() for name in known.names}
+            for rank in list(self._known[version]):
+                self._forget_part(version, rank)
+        needed = {name for parts in self._known.values() for known in parts.values() for name in known.names}
         self._buckets = {bucket: ref for bucket, ref in self._buckets.items() if bucket in needed}
         self._borrowed &= needed
 
-    def _forget(self, version: PolicyVersion) -> None:
-        for table in (self._known, self._complete, self._expected, self._announced_s):
-            table.pop(version, None)
+    def _forget_part(self, version: PolicyVersion, rank: int) -> None:
+        for table in (self._expected, self._announced_s):
+            table.pop((version, rank), None)
+        self._complete.pop(version, None)
+        if (parts := self._known.get(version)) is not None:
+            parts.pop(rank, None)
+            if not parts:
+                del self._known[version]
 
     def _is_overtaken(self, version: PolicyVersion) -> bool:
         """Return True if so many newer versions are known that this one would be evicted at once."""
@@ -438,7 +470,7 @@ class Relay:
         return any(bucket in expected for expected in self._expected.values())
 
     def _content(self, version: PolicyVersion) -> tuple[Manifest, list[Ref]]:
-        manifest = self._known[version].manifest
+        manifest, _ = self._complete[version]
         return manifest, [self._buckets[bucket.hash] for bucket in manifest.buckets]
 
     def _contents(self) -> str:
@@ -449,7 +481,7 @@ class Relay:
 
         def is_settled() -> bool:
             is_past = self._is_overtaken(version) or (bool(self._complete) and max(self._complete) >= version)
-            return version in self._complete or (is_past and version not in self._expected)
+            return version in self._complete or (is_past and version not in self._known)
 
         await self._until(is_settled, phase)
         if version not in self._complete:
@@ -461,16 +493,17 @@ class Relay:
 
 
 async def broadcast(
-    relays: Sequence[ChainMember], announcement: Announcement, transfer_s: float
+    relays: Sequence[ChainMember], announcement: Announcement, transfer_s: float, link: Link | None = None
 ) -> list[asyncio.Task[None]]:
-    """Start sending a version down the chain `relays`, the first of which is on the actor's node.
+    """Start sending a part to `relays`, the first of which is on the rank's node, over links like `link`.
 
-    Returns a task for each relay at once. It ends when that relay has the version, or newer versions overtook it (see
+    Returns a task for each relay at once. It ends when that relay has the part, or newer versions overtook it (see
     `Relay.accept`), or with the relay's error. A relay that does not answer within one of `TRIES` parts of `transfer_s`
-    is no source for later relays. Only the next relay waits for that answer.
+    is no source for later relays. Only the relays that pull from it wait for that answer.
     """
-    version = announcement.manifest.version
-    phase = f"hearing of version {version}"
+    part = announcement.part
+    phase = f"hearing of version {part.version}"
+    parent_of = parents(len(relays), part.num_bytes, len(part.buckets), link or Link())
     told = [
         asyncio.ensure_future(with_deadline(relay.announce(announcement), transfer_s / TRIES, relay.name, phase))
         for relay in relays
@@ -478,10 +511,13 @@ async def broadcast(
 
     async def led(i: int) -> None:
         await told[i]
+        parent = parent_of[i]
         if i:
-            await asyncio.wait([told[i - 1]])  # so that it is asked only after its announcement
+            await asyncio.wait([told[parent]])  # so that it is asked only after its announcement
         failed = [future.done() and future.exception() is not None for future in told]
-        await relays[i].accept(version, [relays[j] for j in range(i - 1, -1, -1) if not failed[j]])
+        others = [j for j in range(i - 1, -1, -1) if j != parent]
+        sources = [relays[j] for j in ([parent, *others] if i else []) if not failed[j]]
+        await relays[i].accept(part.version, part.rank, sources)
 
     tasks = [asyncio.create_task(led(i)) for i in range(len(relays))]
     for task in tasks:  # relays report errors by `watch`: no caller has to await these
@@ -524,23 +560,3 @@ async def patiently(ask: Callable[[], Awaitable[T]], seconds: float | None, phas
                 await asyncio.sleep(RESTART_POLL_S)
     except TimeoutError as error:
         raise DeadlineExceeded("relays", phase, f"no answer within {seconds:g} s; at last: {last}") from error
-
-
-def broadcast_s(num_relays: int, num_bytes: float, num_chunks: int, bytes_per_s: float, hop_s: float) -> float:
-    """Seconds until the last of `num_relays` in a chain has `num_bytes`, sent in equal chunks.
-
-    T(k) = (n + k - 1) (M / (k B) + a). A chunk takes M / (k B) + a per hop, `hop_s` being the fixed cost a. The last
-    chunk leaves the actor after k such times and has n - 1 hops left. This is the usual model of a pipelined chain;
-    Laminar's appendix D (arXiv:2510.12633) analyses the latency of such a chain.
-    """
-    return (num_relays + num_chunks - 1) * (num_bytes / (num_chunks * bytes_per_s) + hop_s)
-
-
-def best_chunks(num_relays: int, num_bytes: float, bytes_per_s: float, hop_s: float) -> int:
-    """Number of chunks that minimises `broadcast_s`: sqrt((n - 1) M / (a B)), where its derivative is 0.
-
-    The time is then about (sqrt(M / B) + sqrt((n - 1) a))^2, nearly the same for any number of relays.
-    """
-    ideal = math.sqrt((num_relays - 1) * num_bytes / (hop_s * bytes_per_s))
-    near = {max(1, math.floor(ideal)), max(1, math.ceil(ideal))}
-    return min(sorted(near), key=lambda k: broadcast_s(num_relays, num_bytes, k, bytes_per_s, hop_s))

@@ -8,9 +8,8 @@ training if a token's version was not acknowledged, or acknowledged with another
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Protocol, TypeVar
 
 from rlsys.contracts import Actor, Arrival, Published, Relays
@@ -18,70 +17,9 @@ from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerError
 from rlsys.monitoring.events import Events, WeightsPublished
 from rlsys.types import Acknowledged, Group, PolicyVersion
 from rlsys.util.deadlines import timeout
+from rlsys.weight_sync.manifest import Manifest
 
 T = TypeVar("T")
-ALIGNMENT = 64
-"""Bytes: one cache line, a multiple of the alignment of every dtype."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """Name, dtype (torch's, e.g. `bfloat16`) and shape of one published tensor."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class BucketPiece:
-    """Bytes `start` to `start + num_bytes` of a tensor: all of it, unless it is too big for one bucket."""
-
-    tensor: TensorSpec
-    start: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Pieces that are sent together, each starting at a multiple of `ALIGNMENT` bytes."""
-
-    hash: str
-    """Hash of its bytes, including the padding between pieces: the name under which relays request it."""
-    num_bytes: int
-    pieces: tuple[BucketPiece, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """Contents of one version."""
-
-    version: PolicyVersion
-    hash: str
-    """Content hash over names, shapes, dtypes and bytes of all tensors."""
-    buckets: tuple[Bucket, ...]
-    probe: Probe | None = None
-    """Lets a replica verify that it computes with these weights."""
-    base: str | None = None
-    """Hash of the base, if the tensors are an adapter of it; None if they are all weights."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all buckets."""
-        return sum(bucket.num_bytes for bucket in self.buckets)
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """Logprobs from the trainer's forward pass for some tokens, under the published weights."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    """Of `token_ids[1:]`, at temperature 1."""
-
-    def difference(self, logprobs: Sequence[float]) -> float:
-        """Mean |difference| to other logprobs of the same tokens, in nats."""
-        return fmean(abs(own - other) for own, other in zip(self.logprobs, logprobs, strict=True))
 
 
 class Replica(Protocol):

@@ -24,7 +24,7 @@ from tests.contract.engines import (
     turns,
 )
 from workers.engines.engine import Completion, Engine
-from workers.transport.buckets import content_hash
+from workers.transport.checksums import hash_of
 
 KITS = [
     pytest.param(Kit(lambda: scripted(resident_versions=2), tied=None), id="scripted"),
@@ -59,7 +59,7 @@ def test_two_versions_at_once_sample_as_each_would_alone(kit: Kit) -> None:
         old = await started(engine, "old")
         await engine.stage(kit.weights(1))
         await engine.pause()
-        assert await engine.load(4, kit.weights(1)) == content_hash(kit.weights(1))
+        assert await engine.load(4, kit.weights(1)) == hash_of(kit.weights(1))
         await engine.resume()
         new = await started(engine, "new")
         await engine.pause()

@@ -25,7 +25,7 @@ from tests.contract.engines import (
     with_a_model,
 )
 from workers.engines.engine import Completion, Engine
-from workers.transport.buckets import content_hash
+from workers.transport.checksums import hash_of
 
 
 def test_tokens_after_a_weight_change_carry_the_new_version(kit: Kit) -> None:
@@ -61,7 +61,7 @@ def test_load_acknowledges_the_content_hash(kit: Kit) -> None:
         await engine.pause()
         return await engine.load(4, kit.weights(1))
 
-    assert run(kit, scenario) == content_hash(kit.weights(1))
+    assert run(kit, scenario) == hash_of(kit.weights(1))
 
 
 def test_mismatched_weights_are_all_named_and_change_nothing(kit: Kit) -> None:
@@ -94,7 +94,7 @@ def test_staging_ahead_changes_nothing_until_the_load(kit: Kit) -> None:
             await engine.stage(weights)
         assert await running == before
         await engine.pause()
-        assert await engine.load(4, weights) == content_hash(weights)
+        assert await engine.load(4, weights) == hash_of(weights)
         await engine.resume()
         assert (await engine.generate(ask(new=40))).versions == (VersionSpan(4, 40),)
 
@@ -165,7 +165,7 @@ def test_a_tied_output_layer_may_be_published_or_left_out() -> None:
         outputs = []
         for extra in ({}, {"lm_head.weight": weights["model.embed_tokens.weight"]}):
             await engine.pause()
-            assert await engine.load(4, weights | extra) == content_hash(weights | extra)
+            assert await engine.load(4, weights | extra) == hash_of(weights | extra)
             await engine.resume()
             outputs.append(await engine.generate(ask()))
         return outputs

@@ -15,16 +15,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlsys.contracts import Arrival, Published
+from rlsys.contracts import Arrival
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied, WorkerError
+from rlsys.weight_sync.manifest import Manifest, Rectangle
 from rlsys.weight_sync.relay import Relay
-from rlsys.weight_sync.sync import Manifest
 from tests.relays import specs_of
 from workers.ray.cluster import NO_MATHS, node_ids
 from workers.ray.remote_proxy import Remote, start
 from workers.relay.relay_pool import RayRelays
-from workers.transport.buckets import content_hash
-from workers.transport.object_store import ObjectStorePublisher, ObjectStorePuller
+from workers.transport.checksums import hash_of
+from workers.transport.publisher import WeightPublisher
+from workers.transport.puller import WeightPuller
+from workers.transport.route import Route
+from workers.transport.transport import TransportName
 
 TRANSFER_S = 20.0
 CALL_S = 60.0
@@ -41,22 +44,21 @@ class KillableRelay(Relay):
 
 
 class Trainer:
-    """An actor's process without a model: `body` and `head` change from version to version, `frozen` never."""
+    """A rank's process without a model: `body` and `head` change from version to version, `frozen` never."""
 
-    def __init__(self, relays: list[Remote[Relay]]) -> None:
-        self._publisher = ObjectStorePublisher(relays, TRANSFER_S, deltas="always")
+    def __init__(self, route: Route) -> None:
+        self._publisher = WeightPublisher(route, deltas="always")
 
-    def lie(self, version: int) -> Published:
+    def lie(self, version: int) -> None:
         """Publish other bytes as `version`."""
-        return self.publish(version, weights_of(version + 1000))
+        self.publish(version, weights_of(version + 1000))
 
-    def publish(self, version: int, weights: Mapping[str, Tensor] | None = None) -> Published:
+    def publish(self, version: int, weights: Mapping[str, Tensor] | None = None) -> None:
         weights = weights_of(version) if weights is None else weights
-        start_s = time.monotonic()
-        into = self._publisher.begin(specs_of(weights))
-        for name, tensor in weights.items():
-            into[name].copy_(tensor)
-        return self._publisher.publish(version, None, start_s)
+        rectangles = {spec.name: Rectangle.whole(spec) for spec in specs_of(weights)}
+        shards = {name: (rectangles[name], tensor) for name, tensor in weights.items()}
+        self._publisher.publish(version, shards, list(rectangles.values()))
+        self._publisher.wait_copied()
 
     def announce_again(self, version: int) -> None:
         self._publisher.announce_again(version)
@@ -65,22 +67,22 @@ class Trainer:
 class Reader:
     """Pulls versions in a process of its own, and keeps all that it pulled."""
 
-    def __init__(self, relays: list[Remote[Relay]]) -> None:
-        self._relays = relays
+    def __init__(self, route: Route) -> None:
+        self._route = route
         self._kept: dict[int, Mapping[str, Tensor]] = {}
 
     async def pull(self, at_least: int, is_pinned: bool = False) -> tuple[int, str, str]:
         """The version, the hash it was published with, and that of the bytes that came."""
         manifest, weights = await self._pull(at_least, is_pinned)
         self._kept[manifest.version] = weights
-        return manifest.version, manifest.hash, content_hash(weights)
+        return manifest.version, manifest.hash, hash_of(weights)
 
     async def held(self, since: int) -> dict[int, str]:
         """What the bytes of all versions pulled from `since` on hash to at this moment."""
-        return {version: content_hash(weights) for version, weights in self._kept.items() if version >= since}
+        return {version: hash_of(weights) for version, weights in self._kept.items() if version >= since}
 
     async def _pull(self, at_least: int, is_pinned: bool) -> tuple[Manifest, Mapping[str, Tensor]]:
-        return await ObjectStorePuller(self._relays, TRANSFER_S, is_pinned=is_pinned).pull(at_least)
+        return await WeightPuller(self._route, is_pinned=is_pinned).pull(at_least)
 
 
 def weights_of(version: int) -> dict[str, Tensor]:
@@ -88,19 +90,18 @@ def weights_of(version: int) -> dict[str, Tensor]:
     return {"body": torch.full((1 << 20,), float(version)), "frozen": frozen, "head": torch.full((1000,), -version / 2)}
 
 
-def trainer_of(members: list[Remote[Relay]]) -> Remote[Trainer]:
-    return start(Trainer, "trainer", partial(Trainer, members), NO_MATHS, CALL_S, place=members[0].place)
+def trainer_of(route: Route) -> Remote[Trainer]:
+    return start(Trainer, "trainer", partial(Trainer, route), NO_MATHS, CALL_S, place=route.relays[0].place)
 
 
 class Tier:
     """The relays, a trainer on the first node and a reader on each. All tests share their processes."""
 
-    def __init__(self) -> None:
-        self.relays = RayRelays.start(TRANSFER_S, KillableRelay)
-        members = self.relays.members
-        self.trainer = trainer_of(members)
-        read = partial(Reader, members)
-        self.readers = [start(Reader, "reader", read, NO_MATHS, CALL_S, place=member.place) for member in members]
+    def __init__(self, transport: TransportName) -> None:
+        self.relays = RayRelays.start(TRANSFER_S, KillableRelay, transport=transport)
+        self.trainer = trainer_of(self.relays.route)
+        read, nodes = partial(Reader, self.relays.route), [member.place for member in self.relays.members]
+        self.readers = [start(Reader, "reader", read, NO_MATHS, CALL_S, place=node) for node in nodes]
         self.first = -VERSIONS
         """The first version of this test."""
 
@@ -117,7 +118,7 @@ class Tier:
     async def read(self, i: int, at_least: int, *, is_pinned: bool = False) -> int:
         """The version that the reader on node i gets; its bytes are those published."""
         version, published, came = await self.readers[i].call(Reader.pull, at_least, is_pinned)
-        assert came == published == content_hash(weights_of(version))
+        assert came == published == hash_of(weights_of(version))
         return version
 
     async def kill(self, i: int) -> None:
@@ -143,9 +144,9 @@ class Tier:
             process.kill()
 
 
-@pytest.fixture(scope="module")
-def processes(three_nodes) -> Iterator[Tier]:
-    made = Tier()
+@pytest.fixture(scope="module", params=["object_store", "shared_memory"])
+def processes(request: pytest.FixtureRequest, three_nodes) -> Iterator[Tier]:
+    made = Tier(request.param)
     yield made
     made.close()
 
@@ -156,23 +157,23 @@ def tier(processes) -> Tier:
     return processes
 
 
-def test_readers_get_exact_bytes_and_only_changed_buckets_are_sent(tier):
+def test_readers_get_exact_bytes_and_changes_are_sent_as_deltas(tier):
     v = tier.first
 
     async def main() -> None:
         assert len(node_ids()) == 3
         first = await tier.publish(v)
-        assert first.num_sent == first.num_bytes and first.hash == content_hash(weights_of(v))
+        assert first.num_sent == first.num_bytes and first.hash == hash_of(weights_of(v))
         assert await asyncio.gather(*(tier.read(i, v) for i in range(3))) == [v, v, v]
         second = await tier.publish(v + 1)
-        assert 0 < second.num_sent < 1 << 16, "deltas of body and head, nothing of frozen"
+        assert 0 < second.num_sent < 1 << 16, "deltas"
         assert await tier.read(1, v + 1) == v + 1
         for version in range(v + 2, v + 5):
             await tier.publish(version)
         assert await tier.read(2, v + 4) == v + 4
         kept = [await reader.call(Reader.held, v) for reader in tier.readers]
         assert kept == [
-            {version: content_hash(weights_of(version)) for version in versions}
+            {version: hash_of(weights_of(version)) for version in versions}
             for versions in ([v], [v, v + 1], [v, v + 4])
         ], "each keeps what it pulled, long after its relay let go of it"
 
@@ -190,7 +191,7 @@ def test_a_dead_master_is_bypassed_and_refilled(tier):
         assert await asyncio.gather(*(tier.read(i, v + 1) for i in range(3))) == [v + 1] * 3
         assert await asyncio.wait_for(tier.recovered.get(), 100) == tier.relays.members[0].name
         held = await tier.relays.members[0].proxy.held()
-        assert v + 1 in {known.manifest.version for known in held.announcements} and held.pinned == v
+        assert v + 1 in {known.version for known in held.announcements} and held.pinned == v
         assert await tier.read(0, v, is_pinned=True) == v
         assert [(e.worker, e.phase) for e in tier.failures] == [(tier.relays.members[0].name, "keeping weights")]
 
@@ -225,7 +226,7 @@ def test_a_hanging_relay_is_bypassed_killed_and_refilled(tier):
         assert await asyncio.gather(*(tier.read(i, v + 1) for i in range(3))) == [v + 1] * 3
         while await asyncio.wait_for(tier.recovered.get(), 200) != master.name:
             pass
-        assert v + 1 in {known.manifest.version for known in (await master.proxy.held()).announcements}
+        assert v + 1 in {known.version for known in (await master.proxy.held()).announcements}
         assert master.name in {failure.worker for failure in tier.failures}
         with pytest.raises((DeadlineExceeded, WorkerDied)):
             await hanging
@@ -251,13 +252,13 @@ def test_republishing_a_version_with_other_bytes_is_refused(tier):
 
     async def main() -> None:
         await tier.publish(v)
-        other = trainer_of(tier.relays.members)
+        other = trainer_of(tier.relays.route)
         await other.call(Trainer.publish, v)  # the same bytes: ignored
         await other.call(Trainer.publish, v + 1)
         await tier.relays.arrival(v + 1)
         await other.call(Trainer.lie, v + 1)
         for ask in (other.call(Trainer.announce_again, v + 1), other.call(Trainer.publish, v + 2)):
-            with pytest.raises(WeightsMismatch, match=f"hearing of version {v + 1}: it was published as"):
+            with pytest.raises(WeightsMismatch, match=f"hearing of version {v + 1}: actor-0 published it with"):
                 await ask
         other.kill()
 

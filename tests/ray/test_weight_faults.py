@@ -30,7 +30,7 @@ from workers.relay.relay_pool import RayRelays
 from workers.rollout.generator import WeightChange
 from workers.rollout.rollout_pool import RolloutPool
 from workers.rollout.rollout_worker import GeneratorSpec, RolloutSpec, RolloutWorker
-from workers.transport.buckets import content_hash
+from workers.transport.checksums import hash_of
 from workers.worker_set import PolicyWorkers, WorkerSet, start_actor, start_rewards, start_rollouts
 
 Lie = Literal["one flipped bit", "bytes of the version before", "the version before"]
@@ -113,7 +113,7 @@ async def lazy(name: str, spec: RolloutSpec, relays: RayRelays) -> RolloutWorker
     async def load(version: int, weights: Mapping[str, Tensor]) -> str:
         if version == FAULTY and "." not in name:
             await honest(version, used[-1])
-            return content_hash(weights)
+            return hash_of(weights)
         used.append(weights)
         return await honest(version, weights)
 

@@ -16,7 +16,7 @@ from workers.engines.decoder import Decoder
 from workers.engines.engine import EngineSpec, ModelShapes, check_weights
 from workers.engines.stepping import EngineJob, SteppingEngine
 from workers.train.lora import published
-from workers.transport.buckets import content_hash
+from workers.transport.checksums import hash_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -209,7 +209,7 @@ class Residents:
             tensors[self._name_of[name]].copy_(tensor)
         self._sets = {version: tensors}
         self._used = version
-        return content_hash({name: tensors[self._name_of[name]] for name in weights})
+        return hash_of({name: tensors[self._name_of[name]] for name in weights})
 
     @torch.no_grad()
     def lay_out(self, weights: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], str]:
@@ -222,7 +222,7 @@ class Residents:
             self._name_of[name]: _shared_or_copied(tensor, newest[self._name_of[name]])
             for name, tensor in weights.items()
         }
-        return tensors, content_hash({name: tensors[self._name_of[name]] for name in weights})
+        return tensors, hash_of({name: tensors[self._name_of[name]] for name in weights})
 
     def add(self, version: PolicyVersion, tensors: Mapping[str, Tensor]) -> None:
         """Add a set from `lay_out` as the newest."""

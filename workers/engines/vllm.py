@@ -27,7 +27,7 @@ from workers.engines.vllm_lora import VllmAdapter
 from workers.train.lora import add_adapter
 from workers.train.model_loading import outline
 from workers.train.routing import Routers
-from workers.transport.buckets import content_hash
+from workers.transport.checksums import hash_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -295,7 +295,7 @@ class VllmEngine(SteppingEngine):
         if self._adapter is None and self._spec.tensor_parallel == 1:
             with self._staging:  # the thread of a cancelled call may still run
                 self._llm.collective_rpc("rlsys_stage", args=(weights,))
-        return content_hash(weights)
+        return hash_of(weights)
 
     def _share(self, weights: Mapping[str, Tensor]) -> None:
         """Pass the weights to the shards' processes in a file in memory, because vLLM does not send tensors to them."""

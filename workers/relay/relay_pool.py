@@ -1,19 +1,13 @@
-"""The relay tier: a relay per node over Ray's object store, and the driver's view of all relays.
-
-Buckets are immutable objects there: readers on a relay's node map its copy, and share it.
-"""
+"""The relay tier: a relay per node, and the driver's view of all relays."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
-from typing import cast
 
 import numpy as np
-import ray
-from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
 from rlsys.contracts import Arrival
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied, WorkerError
@@ -31,15 +25,21 @@ from rlsys.weight_sync.relay import (
     patiently,
 )
 from workers.ray.cluster import NO_MATHS, node_ids
-from workers.ray.remote_proxy import Remote, call, start
-from workers.transport.buckets import bucket_hash, patched
+from workers.ray.remote_proxy import Remote, start
+from workers.transport.buckets import bucket_hash
+from workers.transport.deltas import patched
+from workers.transport.route import TRANSPORTS, Route, choose_transport, place_on
+from workers.transport.transport import TransportName
 
 
-class ObjectStore:
-    """Implements `rlsys.weight_sync.relay.Store`: references are Ray's."""
+class RelayStore:
+    """Implements `rlsys.weight_sync.relay.Store` with a transport."""
+
+    def __init__(self, transport: TransportName) -> None:
+        self._transport = TRANSPORTS[transport]()
 
     async def fetch(self, ref: Ref, source: str) -> object:
-        return await call(cast("Awaitable[np.ndarray]", ref), source, "sending a bucket")
+        return await self._transport.fetch(ref, source, "sending a bucket")
 
     async def digest(self, data: object) -> str:
         assert isinstance(data, np.ndarray)
@@ -47,49 +47,68 @@ class ObjectStore:
 
     async def patched(self, base: Ref, delta: object) -> object:
         assert isinstance(delta, np.ndarray)
-        old = await cast("Awaitable[np.ndarray]", base)
+        old = await self._transport.fetch(base, "this relay", "reading the version before")
         return await asyncio.to_thread(patched, old, delta)
 
     async def own(self, data: object) -> Ref:
+        assert isinstance(data, np.ndarray)
         try:
-            return await asyncio.to_thread(ray.put, data)
-        except (ObjectStoreFullError, OutOfDiskError) as error:
-            raise MemoryError(f"Ray's object store is full: {type(error).__name__}") from error
+            return await asyncio.to_thread(self._transport.put, data)
+        except WorkerError as error:
+            raise MemoryError(str(error)) from error
+
+    async def borrow(self, ref: Ref) -> Ref:
+        return self._transport.held(ref)
 
 
 class RayRelays:
     """Implements `Relays`."""
 
     def __init__(
-        self, members: Sequence[Remote[Relay]], transfer_s: float, nodes: Callable[[], Sequence[str]] = node_ids
+        self,
+        members: Sequence[Remote[Relay]],
+        transfer_s: float,
+        transport: TransportName = "object_store",
+        nodes: Callable[[], Sequence[str]] = node_ids,
     ) -> None:
         """`nodes` returns the nodes that are alive."""
         self.members = list(members)
         """Relays of the live nodes; the driver's node first."""
+        self.transport: TransportName = transport
         self._transfer_s, self._nodes = transfer_s, nodes
-        self._last: Announcement | None = None
-        """The newest version that arrived."""
-        self._pinned: Announcement | None = None
+        self._last: tuple[Announcement, ...] = ()
+        """Parts of the newest version that arrived."""
+        self._pinned: tuple[Announcement, ...] = ()
 
     @classmethod
-    def start(cls, transfer_s: float, kind: type[Relay] = Relay, *args: object) -> RayRelays:
+    def start(
+        cls, transfer_s: float, kind: type[Relay] = Relay, *args: object, transport: TransportName | None = None
+    ) -> RayRelays:
         """Start one relay per node. `transfer_s` is the deadline of a transfer; `args` are further arguments of `kind`.
+
+        By default, the transport is chosen for the cluster's nodes.
 
         A relay answers within `transfer_s / TRIES`. Ray restarts its process after a death: the member stays valid, but
         the relay's weights are lost.
         """
+        transport = transport or choose_transport()[0]
         members = []
         for node in node_ids():
-            name = f"relay-{node[:8]}"
-            build = partial(kind, name, node, ObjectStore(), transfer_s, *args)  # pyrefly: ignore[bad-argument-type]
+            name, place = f"relay-{node[:8]}", place_on(node, transport)
+            build = partial(_built, kind, name, place, transport, transfer_s, *args)
             members.append(start(kind, name, build, NO_MATHS, transfer_s / TRIES, place=node, restarts=True))
-        return cls(members, transfer_s)
+        return cls(members, transfer_s, transport)
+
+    @property
+    def route(self) -> Route:
+        """The way to these relays, for ranks and replicas."""
+        return Route(self.members, self.transport, self._transfer_s)
 
     async def arrival(self, version: PolicyVersion) -> Arrival:
         """See `Relays.arrival`. Waits for relays that restart or hang; the caller sets the deadline."""
-        arrival, announcement = await patiently(lambda: self._found(version), None, f"taking in version {version}")
-        if self._last is None or self._last.manifest.version < version:
-            self._last = announcement
+        arrival, parts = await patiently(lambda: self._found(version), None, f"taking in version {version}")
+        if not self._last or self._last[0].version < version:
+            self._last = parts
         return arrival
 
     async def pin(self, version: PolicyVersion) -> None:
@@ -109,8 +128,8 @@ class RayRelays:
 
         await patiently(ask, self._transfer_s, f"pinning version {version}")
 
-    async def _found(self, version: PolicyVersion) -> tuple[Arrival, Announcement]:
-        """Arrival and announcement of `version`, from the first relay that has it."""
+    async def _found(self, version: PolicyVersion) -> tuple[Arrival, tuple[Announcement, ...]]:
+        """Arrival and announcements of `version`, from the first relay that has it."""
         asked = [asyncio.create_task(member.proxy.arrival(version)) for member in self.members]
         try:
             return await first_success(asked)
@@ -182,5 +201,11 @@ class RayRelays:
 
     def _known(self) -> Holding:
         """Announcements that can refill a tier that has lost everything."""
-        known = tuple(a for a in (self._last, self._pinned) if a is not None)
-        return Holding(known, self._pinned.manifest.version if self._pinned else None)
+        return Holding((*self._last, *self._pinned), self._pinned[0].version if self._pinned else None)
+
+
+def _built(
+    kind: type[Relay], name: str, place: str, transport: TransportName, transfer_s: float, *args: object
+) -> Relay:
+    """Build a relay in its process."""
+    return kind(name, place, RelayStore(transport), transfer_s, *args)  # pyrefly: ignore[bad-argument-type]

@@ -49,7 +49,7 @@ from workers.train.reference_worker import ReferenceWorker
 from workers.train.state_files import load_state
 from workers.train.step_data import Part, RankStep, mismatched
 from workers.train.value_model import CriticBackend, load_value_model
-from workers.transport.buckets import content_hash
+from workers.transport.checksums import hash_of
 
 if TYPE_CHECKING:
     from rlsys.batch.tensors import StepColumn
@@ -190,7 +190,7 @@ class Models:
 
     def hash(self) -> str:
         """Hash of the weights as they would be published; on other ranks than 0, hash of no weights."""
-        return content_hash(self.policy.full_weights(getattr(torch, self._config.model.dtype)))
+        return hash_of(self.policy.full_weights(getattr(torch, self._config.model.dtype)))
 
     def _columns(self, plan: RankPlan, data: StepData) -> dict[Signal, StepColumn]:
         """Columns that are computed per step."""

@@ -15,7 +15,6 @@ from rlsys.contracts import Busy, RolledOut
 from rlsys.errors import first_of
 from rlsys.types import Acknowledged, Assignment, EngineStats, Episode, Group, ReplicaLoad, Sampling
 from rlsys.util.deadlines import remote
-from rlsys.weight_sync.relay import Relay
 from workers.engines.engine import EngineChoice, EngineSpec
 from workers.ray.cluster import Resources
 from workers.ray.remote_proxy import Remote, answer_in_chunks
@@ -23,6 +22,7 @@ from workers.rollout.generator import REPLACEABLE, Generator, WeightChange
 from workers.rollout.group_route import GroupRoute, PolicyText, Ticket
 from workers.rollout.partial_responses import Partials, PartialStream
 from workers.text.tokenizer import TextTokenizer
+from workers.transport.route import Route
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,24 +47,24 @@ class RolloutSpec:
     sampling: Sampling
     max_prompt_tokens: int
     workflow: Workflow
-    transfer_s: float
     resources: Resources
 
 
 async def load_generator(
-    name: str, spec: RolloutSpec, policy: str, relays: Sequence[Remote[Relay]], partials: Remote[Partials] | None
+    name: str, spec: RolloutSpec, policy: str, route: Route | None, partials: Remote[Partials] | None
 ) -> Generator:
     """Load the generator of a policy, in the process of the replica `name`."""
     from workers.engines.engine_choice import choose, start_engine
     from workers.train.adapter_files import base_hash
-    from workers.transport.object_store import ObjectStorePuller
+    from workers.transport.puller import WeightPuller
 
     own, device = spec.generators[policy], spec.resources.claim()
     choice, codec = choose(own.engine, device), TextTokenizer.load(own.engine.model_path)
     engine = await start_engine(own.engine, choice.engine, stop_token_ids=codec.stop_ids, device=device, worker=name)
     puller = None
     if own.pulls != "never":
-        puller = ObjectStorePuller(relays, spec.transfer_s, is_pinned=own.pulls == "pinned")
+        assert route is not None, "a policy that pulls has relays"
+        puller = WeightPuller(route, is_pinned=own.pulls == "pinned")
     recorder = None if partials is None else PartialStream(partials.proxy)
     base = base_hash(own.engine.model_path) if own.engine.lora else None
     text = PolicyText(codec, spec.sampling, spec.max_prompt_tokens)
@@ -94,13 +94,12 @@ class RolloutWorker:
         cls,
         name: str,
         spec: RolloutSpec,
-        relays: Mapping[str, Sequence[Remote[Relay]]],
+        routes: Mapping[str, Route],
         partials: Remote[Partials] | None,
     ) -> Self:
-        """Load the engine of each policy, in this process. `relays` are by name of the policies that pull."""
+        """Load the engine of each policy, in this process. `routes` are by name of the policies that pull."""
         generators = {
-            policy: await load_generator(name, spec, policy, relays.get(policy, ()), partials)
-            for policy in spec.generators
+            policy: await load_generator(name, spec, policy, routes.get(policy), partials) for policy in spec.generators
         }
         is_training = any(own.pulls == "newest" for own in spec.generators.values())
         workflow = spec.workflow if is_training else spec.workflow.in_evaluation()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from rlsys.config.lora_section import LoraSection
 from rlsys.config.schema import NO_SAVINGS, MemorySavings
 from rlsys.stabilizer import Stabilizer
 from rlsys.types import VersionSpan
-from rlsys.weight_sync.sync import Probe, TensorSpec
+from rlsys.weight_sync.manifest import Probe, Rectangle, shares
 from workers.train.adapter_files import Adapter, facts_of, write_adapter
 from workers.train.costs import pair_cost
 from workers.train.layout import RankLayout
@@ -31,6 +30,7 @@ from workers.train.logprobs import Scorer
 from workers.train.lora import merge, peft_config, published, without_adapter
 from workers.train.model_loading import CPU, load_model, load_tokenizer, outline
 from workers.train.optimizer import OptimizerSettings
+from workers.train.owned_parts import rectangle_of
 from workers.train.rank_group import RankGroup
 from workers.train.rank_metrics import Mismatch, StepMetrics
 from workers.train.routing import RoutingReplay
@@ -175,34 +175,31 @@ class FsdpBackend(Sharded):
         self.reshard()
         return [logprobs_N.cpu().numpy() for logprobs_N in column]
 
-    def specs(self, dtype: torch.dtype) -> list[TensorSpec]:
-        """Specs of what is published in `dtype`: the weights by Hugging Face name, without tied duplicates, or the
-        adapter by the names of `peft`."""
-        named = str(dtype).removeprefix("torch.")
-        return [TensorSpec(name, named, tuple(p.shape)) for name, p in published(self._model).items()]
+    def owned(self) -> dict[str, tuple[Rectangle, Tensor]]:
+        """Live part of every published tensor on this rank, with its rectangle of the whole: all weights by Hugging
+        Face name, without tied duplicates, or the adapter by the names of `peft`. Not collective.
 
-    def copy_weights(self, into: Mapping[str, Tensor]) -> None:
-        """Write the whole published tensors into these host tensors, cast to their dtype. Only rank 0 writes; others
-        take part.
-
-        After the return, training may continue.
+        Specs are in the dtype that the model computes in.
         """
+        dtype = str(self.dtype).removeprefix("torch.")
+        return {name: rectangle_of(name, dtype, p.detach()) for name, p in published(self._model).items()}
+
+    def published_rectangles(self) -> list[Rectangle]:
+        """What this rank publishes of the tensors it has, so that each element is published by one rank. Collective."""
+        owned = [rectangle for rectangle, _ in self.owned().values()]
+        return shares(self._ranks.all_objects(owned))[self._ranks.rank]
+
+    def full_weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """A copy of the whole published tensors on the host, with the names of `owned`, for rank 0.
+
+        Other ranks take part and get an empty dict.
+        """
+        weights: dict[str, Tensor] = {}
         for name, parameter in published(self._model).items():
             tensor = parameter.detach()
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if self._ranks.rank == 0:
-                into[name].copy_(whole, non_blocking=True)  # cast on the device, then sent
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-    def full_weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """A copy of the published tensors on the host, with the names of `specs`, for rank 0.
-
-        Other ranks take part and get an empty dict.
-        """
-        specs = self.specs(dtype) if self._ranks.rank == 0 else []
-        weights = {spec.name: torch.empty(spec.shape, dtype=dtype) for spec in specs}
-        self.copy_weights(weights)
+                weights[name] = torch.empty(whole.shape, dtype=dtype).copy_(whole)
         return weights
 
     def probe(self) -> Probe | None:

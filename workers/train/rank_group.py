@@ -24,6 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from rlsys.config.mesh_section import MeshSection
 from rlsys.errors import RlsysError, WorkerDied
 
+T = TypeVar("T")
+
 
 class RankGroup:
     """One rank of `num_ranks`. A single rank joins no group, and its collectives are the identity."""
@@ -104,6 +106,14 @@ class RankGroup:
         dist.all_gather(gathered, padded_N)
         return torch.cat([of_rank_N[:size] for of_rank_N, size in zip(gathered, sizes, strict=True)])
 
+    def all_objects(self, own: T) -> list[T]:
+        """Return the object of every rank, in rank order."""
+        if self.num_ranks == 1:
+            return [own]
+        found: list[T] = [own] * self.num_ranks
+        dist.all_gather_object(found, own, group=self.aside)
+        return found
+
     def close(self) -> None:
         """Leave the group; idempotent."""
         if dist.is_initialized():
@@ -128,7 +138,6 @@ def _backend() -> str:
     return "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
 
 
-T = TypeVar("T")
 _LAST_WORDS_S = 1.0
 """Wait for errors of the other ranks: a failing rank makes its peers fail, with less helpful errors."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,9 +23,12 @@ from rlsys.stabilizer import Stabilizer, StabilizerPlugin
 from rlsys.types import Episode, Group, PolicyVersion, Task
 from rlsys.util.deadlines import remote
 from rlsys.util.files import flush
+from rlsys.weight_sync.manifest import Rectangle
 from workers.ray.cluster import Resources
 from workers.ray.remote_proxy import Parcel
 from workers.text.tokenizer import TextTokenizer
+from workers.transport.publisher import WeightPublisher
+from workers.transport.route import Route
 
 if TYPE_CHECKING:
     from rlsys.batch.tensors import StepColumn, StepData
@@ -33,7 +36,6 @@ if TYPE_CHECKING:
     from workers.train.sharded import Sharded
     from workers.train.state_files import Writing
     from workers.train.token_columns import Speller, TokenColumns
-    from workers.transport.object_store import ObjectStorePublisher
 
 
 Payload: TypeAlias = tuple[Episode, ...]
@@ -175,18 +177,19 @@ class ActorSpec(RankSpec):
 class ActorRank(Rank):
     """Rank `rank` of `spec.mesh`, each in its own process."""
 
-    def __init__(self, rank: int, spec: ActorSpec, publisher: ObjectStorePublisher, address: str) -> None:
+    def __init__(self, rank: int, spec: ActorSpec, route: Route, address: str) -> None:
         """Join the other ranks at `address` and load the model. Raises `ModelError`."""
         from workers.train.fsdp import FsdpBackend
         from workers.train.rank_group import RankGroup
 
-        self._rank, self._spec, self._publisher = rank, spec, publisher
+        self._rank, self._spec, self._publisher = rank, spec, WeightPublisher(route)
         device = spec.resources.claim()
         ranks = RankGroup(rank, spec.mesh.num_ranks, address=address).arranged(spec.mesh)
         self._backend = self._policy = FsdpBackend(
             spec.model_path, spec.optimizer, ranks, dtype=spec.dtype, device=device, probe_length=spec.probe_length,
             savings=spec.savings, lora=spec.lora, replays_routing=spec.replays_routing,
         )  # fmt: skip
+        self._policy.wait_published = self._publisher.wait_copied
         if spec.stabilizer:
             self._stabilizer = spec.stabilizer.start(self._policy.shards())
 
@@ -214,25 +217,33 @@ class ActorRank(Rank):
         return self._policy.pair_cost
 
     @remote("publishing version {version}")
-    def publish(self, version: PolicyVersion) -> Published | None:
-        """Copy the weights for the relays, from rank 0; the other ranks take part in gathering them.
+    def publish(self, version: PolicyVersion) -> Published:
+        """Begin to publish this rank's part of the weights. They are copied beside the next step, whose first update
+        waits for the end of that.
 
-        Raises the error of the previous publish, if it failed; see `ObjectStorePublisher`.
+        Raises the error of the previous publish, if it failed; see `WeightPublisher`.
         """
-        import torch
-
         start_s = time.monotonic()
-        into: Mapping[str, torch.Tensor] = {}
-        if self._rank == 0:
-            specs = self._policy.specs(getattr(torch, self._spec.dtype))
-            into = self._publisher.begin(specs, pin=self._spec.resources.num_gpus > 0)
-        self._policy.copy_weights(into)
-        probe = self._policy.probe()
-        return self._publisher.publish(version, probe, start_s, self._policy.base) if self._rank == 0 else None
+        policy, spec, waited_s = self._policy, self._spec, self._publisher.take_waited_s()
+        num_bytes = self._publisher.publish(
+            version,
+            policy.owned(),
+            self._rectangles,
+            rank=self._rank,
+            num_ranks=spec.mesh.num_ranks,
+            probe=policy.probe(),
+            base=policy.base,
+            pin=spec.resources.num_gpus > 0,
+        )
+        return Published(version, num_bytes, time.monotonic() - start_s + waited_s)
+
+    @cached_property
+    def _rectangles(self) -> list[Rectangle]:
+        return self._policy.published_rectangles()
 
     @remote("announcing version {version} again")
     def announce_again(self, version: PolicyVersion) -> None:
-        """Announce the version again, on rank 0: see `Actor.announce_again`."""
+        """Announce this rank's part again: see `Actor.announce_again`."""
         self._publisher.announce_again(version)
 
     @remote("exporting the model")

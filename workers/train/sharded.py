@@ -60,6 +60,8 @@ class Sharded:
         self._counted = {name for name, parameter in self.parameters().items() if layout.counts(parameter)}
         """Parameters of which this rank's part counts in sums over ranks."""
         self._state_writer = StateWriter(self._ranks, layout.state_device)
+        self.wait_published: Callable[[], None] = lambda: None
+        """Returns once the weights may change, because those of the last publish are copied."""
 
     @property
     def step(self) -> int:
@@ -122,6 +124,7 @@ class Sharded:
         gradient's norm is not finite. A stabilizer never gets such a gradient.
         """
         self._state_writer.wait_copied()
+        self.wait_published()
         gradients, all_reduce = local_gradients(self._module), self._sum
         total, squares = self._ranks.sum(loss.double()).item(), all_reduce(squared_norms(gradients)).item()
         _check_finite({"loss": total, "grad_norm": squares}, what, index)
@@ -170,6 +173,7 @@ class Sharded:
         `CheckpointError`, also for another stabilizer's state, and for that of another adapter.
         """
         self._state_writer.wait_copied()
+        self.wait_published()
         state, live = self._state(), stabilizer.state_dict() if stabilizer else {}
         check_saved(folder, self.parameters(), self._adapter, num_ranks=self._ranks.num_ranks)
         saved = saved_shapes(folder, "stabilizer").keys() if stabilizer else set[str]()

@@ -171,15 +171,14 @@ class ActorHandle(RanksHandle[ActorRank]):
         return await self._column(ActorRank.reference, plan, signal)
 
     async def publish(self, version: PolicyVersion) -> Published:
-        receipt, *_ = await self._all(ActorRank.publish, version)
-        assert receipt is not None, "rank 0 publishes"
-        return receipt
+        parts = await self._all(ActorRank.publish, version)
+        return Published(version, sum(part.num_bytes for part in parts), max(part.stall_s for part in parts))
 
     async def load(self, folder: Path) -> int:
         return (await self._all(ActorRank.load, folder))[0]
 
     async def announce_again(self, version: PolicyVersion) -> None:
-        await self._ranks[0].call(ActorRank.announce_again, version)
+        await self._all(ActorRank.announce_again, version)
 
     async def export(self, folder: Path) -> None:
         await self._all(ActorRank.export, folder)

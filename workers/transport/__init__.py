@@ -1,4 +1,4 @@
-"""Transport of weights: buckets of bytes, hashes, and Ray's object store.
+"""Transport of weights: buckets of bytes, checksums, and the memory through which other processes read them.
 
 `rlsys.weight_sync` defines the order of a transfer.
 """

@@ -1,8 +1,9 @@
-"""Weights as buckets of plain bytes, and back without a copy."""
+"""What a rank publishes as buckets of plain bytes, and tensors of received buckets, without a copy where possible."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING
@@ -10,162 +11,114 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-from rlsys.types import PolicyVersion
-from rlsys.weight_sync.sync import ALIGNMENT, Bucket, BucketPiece, Manifest, Probe, TensorSpec
+from rlsys.errors import WeightsMismatch
+from rlsys.weight_sync.manifest import BUCKET_BYTES, Bucket, Manifest, Part, Rectangle, pack, padded
+from workers.transport.checksums import checksum
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-WORTHWHILE = 0.6
-"""Largest share of a bucket's bytes for which it is sent as a delta: to undo the compression takes time, too."""
-CHUNK_BYTES = 1 << 20
-"""Bytes that are compressed at a time, so that they stay in a core's cache."""
 
+class Layout:
+    """Places of a rank's rectangles in its buckets."""
 
-def lay_out(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[tuple[BucketPiece, ...]]:
-    """Pieces of every bucket: tensors in name order, in buckets of up to `bucket_bytes`.
-
-    A larger tensor gets its own buckets. The layout depends only on names, dtypes and shapes, so an unchanged tensor
-    leaves its bucket unchanged.
-    """
-    bucket_bytes = padded(bucket_bytes)
-    buckets: list[tuple[BucketPiece, ...]] = []
-    room = 0
-    for spec in sorted(specs, key=lambda spec: spec.name):
-        num_bytes = _num_bytes(spec)
-        if num_bytes > bucket_bytes:
-            starts = range(0, num_bytes, bucket_bytes)
-            buckets += [(BucketPiece(spec, start, min(bucket_bytes, num_bytes - start)),) for start in starts]
-            room = 0
-        else:
-            if not buckets or num_bytes > room:
-                buckets.append(())
-                room = bucket_bytes
-            buckets[-1] += (BucketPiece(spec, 0, num_bytes),)
-            room -= padded(num_bytes)
-    return buckets
-
-
-def padded(num_bytes: int) -> int:
-    """Round up to a multiple of `ALIGNMENT`."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-class Snapshot:
-    """Host memory for one version, laid out in buckets: allocated once, written at every publish."""
-
-    def __init__(self, specs: Sequence[TensorSpec], bucket_bytes: int, *, pin: bool = False) -> None:
-        """`pin`: page-locked memory, into which a GPU copies faster."""
-        import torch
-
-        self._layout = lay_out(specs, bucket_bytes)
-        sizes = [sum(padded(piece.num_bytes) for piece in pieces) for pieces in self._layout]
-        self._bounds = [0, *accumulate(sizes)]
-        whole = torch.zeros(self._bounds[-1], dtype=torch.uint8, pin_memory=pin)
-        self._bytes: np.ndarray = whole.numpy()
-        self.tensors: dict[str, Tensor] = {}
-        """Tensors to write into, by name."""
-        for begin, pieces in zip(self._bounds, self._layout, strict=False):
-            offsets = accumulate((padded(piece.num_bytes) for piece in pieces), initial=begin)
-            for offset, piece in zip(offsets, pieces, strict=False):
-                if piece.start == 0:
-                    spec = piece.tensor
-                    flat = whole[offset : offset + _num_bytes(spec)]  # its other pieces follow without a gap
-                    self.tensors[spec.name] = flat.view(getattr(torch, spec.dtype)).reshape(spec.shape)
+    def __init__(self, rectangles: Iterable[Rectangle], bucket_bytes: int = BUCKET_BYTES) -> None:
+        self._buckets = pack(rectangles, bucket_bytes)
+        sizes = [sum(padded(piece.num_bytes) for piece in pieces) for pieces in self._buckets]
+        self.bounds = [0, *accumulate(sizes)]
+        """Begin of every bucket, and the end of the last."""
 
     @property
     def num_bytes(self) -> int:
-        return len(self._bytes)
+        return self.bounds[-1]
 
-    def bucket(self, index: int) -> np.ndarray:
-        """Bytes of a bucket, without a copy."""
-        return self._bytes[self._bounds[index] : self._bounds[index + 1]]
+    def write(self, memory: np.ndarray, shards: Mapping[str, tuple[Rectangle, Tensor]]) -> None:
+        """Copy this rank's shards, by tensor name, into its buckets; they are cast to the published dtype.
 
-    def manifest(self, version: PolicyVersion, probe: Probe | None = None, base: str | None = None) -> Manifest:
-        """Manifest of the current content, as `version`. `base`: see `Manifest.base`."""
-        buckets = [(self.bucket(i), pieces) for i, pieces in enumerate(self._layout)]
-        named = tuple(Bucket(bucket_hash(data), data.nbytes, pieces) for data, pieces in buckets)
-        return Manifest(version, content_hash(self.tensors), named, probe, base)
+        A shard is the rectangle that the rank has, which may be more than it publishes.
+        """
+        import torch
+
+        for pieces, data in self._each(memory):
+            for piece, view in _views(pieces, data):
+                rectangle, shard = shards[piece.tensor.name]
+                view.copy_(shard[piece.within(rectangle)], non_blocking=True)
+        for device in {shard.device for _, shard in shards.values() if shard.is_cuda}:
+            torch.cuda.synchronize(device)
+
+    def part(self, memory: np.ndarray, empty: Part) -> Part:
+        """The part `empty` with what is in `memory`."""
+        buckets: list[Bucket] = []
+        checksums: dict[str, int] = {}
+        for pieces, data in self._each(memory):
+            buckets.append(Bucket(bucket_hash(data), data.nbytes, pieces))
+            for piece, view in _views(pieces, data):
+                own = checksum(view, piece.tensor.shape, piece.offset)
+                checksums[piece.tensor.name] = (checksums.get(piece.tensor.name, 0) + own) % 2**64
+        return replace(empty, buckets=tuple(buckets), checksums=checksums)
+
+    def _each(self, memory: np.ndarray) -> Iterator[tuple[tuple[Rectangle, ...], np.ndarray]]:
+        for pieces, start, end in zip(self._buckets, self.bounds[:-1], self.bounds[1:], strict=True):
+            yield pieces, memory[start:end]
 
 
-def unpack(manifest: Manifest, buckets: Sequence[np.ndarray]) -> dict[str, Tensor]:
-    """Tensors of a version: read-only views of the buckets' bytes. Only a tensor in several buckets is copied."""
+class ReceivedWeights(Mapping[str, "Tensor"]):
+    """Tensors of a version by name, read-only.
+
+    A tensor that came in one piece is a view of its bucket; others are put together at each access, so that no more
+    than the tensors in use are in memory twice.
+    """
+
+    def __init__(self, manifest: Manifest, buckets: Sequence[np.ndarray], source: str) -> None:
+        """Raises `WeightsMismatch` that names `source` if the ranks' parts lack some of a tensor."""
+        self._pieces: dict[str, list[tuple[Rectangle, Tensor]]] = {}
+        for bucket, data in zip(manifest.buckets, buckets, strict=True):
+            for piece, view in _views(bucket.pieces, data):
+                self._pieces.setdefault(piece.tensor.name, []).append((piece, view))
+        lacking = [
+            name
+            for name, pieces in self._pieces.items()
+            if sum(prod(piece.shape) for piece, _ in pieces) != prod(pieces[0][0].tensor.shape)
+        ]
+        if lacking:
+            detail = f"{len(lacking)} tensors are not whole, as {min(lacking)}"
+            raise WeightsMismatch(source, f"giving version {manifest.version}", detail)
+
+    def __getitem__(self, name: str) -> Tensor:
+        import torch
+
+        pieces = self._pieces[name]
+        if len(pieces) == 1:
+            return pieces[0][1]
+        spec = pieces[0][0].tensor
+        whole = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+        for piece, view in pieces:
+            whole[piece.slices] = view
+        return whole
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+
+def bucket_hash(data: np.ndarray) -> str:
+    """128-bit xxh3 of the bytes of a bucket; 32 hex digits."""
+    return xxhash.xxh3_128_hexdigest(data.data)
+
+
+def _views(pieces: Iterable[Rectangle], data: np.ndarray) -> Iterator[tuple[Rectangle, Tensor]]:
+    """Pieces of a bucket, and their elements in its bytes."""
     import warnings
 
     import torch
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-        flat = [torch.from_numpy(bucket) for bucket in buckets]
-    found: dict[TensorSpec, list[Tensor]] = {}
-    for bucket, data in zip(manifest.buckets, flat, strict=True):
-        offset = 0
-        for piece in bucket.pieces:
-            found.setdefault(piece.tensor, []).append(data[offset : offset + piece.num_bytes])
-            offset += padded(piece.num_bytes)
-    wholes = {spec: parts[0] if len(parts) == 1 else torch.cat(parts) for spec, parts in found.items()}
-    return {spec.name: whole.view(getattr(torch, spec.dtype)).reshape(spec.shape) for spec, whole in wholes.items()}
-
-
-def delta_of(old: np.ndarray, new: np.ndarray) -> np.ndarray | None:
-    """Return the difference of two buckets of equal size for `patched`: the exclusive or of their bytes, compressed.
-
-    A step changes few of the rounded weights, and those in few bits. None if most change: then a delta saves little,
-    and the whole bucket should be sent. That is judged by the first chunk.
-    """
-    import pyarrow
-
-    codec = pyarrow.Codec("zstd", compression_level=1)
-    pieces: list[np.ndarray] = []
-    for start in range(0, len(old), CHUNK_BYTES):
-        chunk = slice(start, start + CHUNK_BYTES)
-        difference = np.bitwise_xor(old[chunk].view(np.uint64), new[chunk].view(np.uint64))
-        pieces.append(np.frombuffer(codec.compress(pyarrow.py_buffer(difference)), np.uint8))
-        if start == 0 and len(pieces[0]) > WORTHWHILE * difference.nbytes:
-            return None
-    sizes = np.array([len(piece) for piece in pieces], np.uint32)
-    return np.concatenate([sizes.view(np.uint8), *pieces])
-
-
-def patched(old: np.ndarray, delta: np.ndarray) -> np.ndarray:
-    """Return the newer bucket, of the older and `delta_of` both. Of a damaged delta, returns other bytes, or none."""
-    import pyarrow
-
-    codec, starts = pyarrow.Codec("zstd"), range(0, len(old), CHUNK_BYTES)
-    new = np.empty_like(old)
-    try:
-        ends = 4 * len(starts) + np.cumsum(delta[: 4 * len(starts)].view(np.uint32), dtype=np.int64)
-        for start, begin, end in zip(starts, [4 * len(starts), *ends[:-1].tolist()], ends.tolist(), strict=True):
-            chunk = slice(start, start + CHUNK_BYTES)
-            difference = codec.decompress(pyarrow.py_buffer(delta[begin:end]), decompressed_size=len(old[chunk]))
-            words = np.frombuffer(difference, np.uint64)
-            np.bitwise_xor(old[chunk].view(np.uint64), words, out=new[chunk].view(np.uint64))
-    except (OSError, ValueError):  # bytes that are no delta to a bucket of this size
-        return old[:0]
-    return new
-
-
-def _num_bytes(spec: TensorSpec) -> int:
-    import torch
-
-    return prod(spec.shape) * getattr(torch, spec.dtype).itemsize
-
-
-def content_hash(weights: Mapping[str, Tensor]) -> str:
-    """128-bit xxh3 over name, dtype, shape and bytes of every tensor, in name order; 32 hex digits.
-
-    Tensors on a device are copied to the host.
-    """
-    import torch
-
-    total = xxhash.xxh3_128()
-    for name in sorted(weights):
-        tensor = weights[name].detach().cpu().contiguous()
-        total.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return total.hexdigest()
-
-
-def bucket_hash(data: np.ndarray) -> str:
-    """128-bit xxh3 of the bytes of a bucket; 32 hex digits."""
-    return xxhash.xxh3_128_hexdigest(data.data)
+        flat = torch.from_numpy(data)
+    offset = 0
+    for piece in pieces:
+        view = flat[offset : offset + piece.num_bytes].view(getattr(torch, piece.tensor.dtype))
+        yield piece, view.reshape(piece.shape)
+        offset += padded(piece.num_bytes)

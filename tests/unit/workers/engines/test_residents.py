@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.contract.engines import qwen
 from workers.engines.local import Residents
-from workers.transport.buckets import content_hash
+from workers.transport.checksums import hash_of
 
 IDS = torch.tensor([[1, 2, 3]])
 
@@ -43,9 +43,9 @@ def test_unchanged_tensors_are_shared_and_changed_ones_copied() -> None:
     tensors, held = residents.lay_out(weights)
     residents.add(1, tensors)
     assert num_bytes_of(residents) == num_bytes + weights["model.norm.weight"].nbytes
-    assert held == content_hash(weights)
+    assert held == hash_of(weights)
     weights["model.norm.weight"] += 1  # what was given is the giver's
-    assert held == content_hash(tensors)
+    assert held == hash_of(tensors)
 
 
 def test_a_zero_of_the_other_sign_is_a_change() -> None:
@@ -53,7 +53,7 @@ def test_a_zero_of_the_other_sign_is_a_change() -> None:
     weights = {name: torch.zeros_like(tensor) for name, tensor in named(0).items()}
     residents.add(1, residents.lay_out(weights)[0])
     negative = {name: -tensor for name, tensor in weights.items()}
-    assert residents.lay_out(negative)[1] == content_hash(negative) != content_hash(weights)
+    assert residents.lay_out(negative)[1] == hash_of(negative) != hash_of(weights)
 
 
 def test_released_versions_free_their_memory_even_when_in_use() -> None:
@@ -68,7 +68,7 @@ def test_released_versions_free_their_memory_even_when_in_use() -> None:
     residents.evict_all_but({0})
     assert residents.versions == (0, 2)
     assert num_bytes_of(residents) == 2 * num_bytes
-    assert content_hash(dict(model.named_parameters())) == content_hash(second)
+    assert hash_of(dict(model.named_parameters())) == hash_of(second)
     residents.evict_all_but(())
     assert residents.versions == (2,)
     assert num_bytes_of(residents) == sum(p.nbytes for p in model.parameters()) == num_bytes
@@ -78,7 +78,7 @@ def test_a_tied_tensor_may_be_given_under_either_name() -> None:
     residents = Residents(qwen(), 0)
     weights = named(1)
     both = weights | {"lm_head.weight": weights["model.embed_tokens.weight"]}
-    assert residents.lay_out(both)[1] == content_hash(both)
+    assert residents.lay_out(both)[1] == hash_of(both)
     assert residents.lay_out(both)[0].keys() == residents.lay_out(weights)[0].keys()
 
 
@@ -86,13 +86,13 @@ def test_weights_are_cast_to_the_type_of_the_model() -> None:
     residents = Residents(qwen().bfloat16(), 0)
     tensors, held = residents.lay_out(named(1))
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
-    assert held == content_hash({name: tensor.bfloat16() for name, tensor in named(1).items()})
+    assert held == hash_of({name: tensor.bfloat16() for name, tensor in named(1).items()})
 
 
 def test_overwriting_replaces_weights_and_version_in_place() -> None:
     model = qwen()
     residents = Residents(model, 0)
     num_bytes = num_bytes_of(residents)
-    assert residents.overwrite(7, named(1)) == content_hash(named(1)) == content_hash(dict(model.named_parameters()))
+    assert residents.overwrite(7, named(1)) == hash_of(named(1)) == hash_of(dict(model.named_parameters()))
     assert residents.versions == (7,)
     assert num_bytes_of(residents) == num_bytes

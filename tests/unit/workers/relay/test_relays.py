@@ -11,8 +11,8 @@ from rlsys.contracts import Arrival
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerError
 from rlsys.simulate.virtual_clock import run_virtual
 from rlsys.types import Ref
+from rlsys.weight_sync.manifest import Manifest
 from rlsys.weight_sync.relay import Announcement, Relay
-from rlsys.weight_sync.sync import Manifest
 from tests.relays import TRANSFER_S, Net, Node, announced, sent
 from workers.ray.remote_proxy import Remote
 from workers.relay.relay_pool import RayRelays
@@ -32,7 +32,7 @@ class Member(Node):
     def within(self, deadline_s: float) -> Member:
         return self
 
-    async def arrival(self, version: int) -> tuple[Arrival, Announcement]:
+    async def arrival(self, version: int) -> tuple[Arrival, tuple[Announcement, ...]]:
         return await self._call(self.relay.arrival(version))
 
     async def pin(self, version: int) -> tuple[Manifest, list[Ref]]:
@@ -86,7 +86,7 @@ def test_newest_and_pinned_versions_survive_the_death_of_every_relay(num_relays)
         assert sorted(tier.recovered) == [member.name for member in tier.members]
         for member in tier.members:
             assert (await member.pin(0))[0].version == 0
-            assert {a.manifest.version for a in (await member.held()).announcements} == {0, 3}
+            assert {a.version for a in (await member.held()).announcements} == {0, 3}
         await tier.publish(4)
         await tier.publish(5)
         assert (await tier.members[0].held()).pinned == 0

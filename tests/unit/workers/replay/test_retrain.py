@@ -40,7 +40,7 @@ from workers.train.optimizer import critic_optimizer_settings, optimizer_setting
 from workers.train.rank_group import RankGroup
 from workers.train.reference_worker import ReferenceWorker
 from workers.train.value_model import CriticBackend
-from workers.transport.buckets import content_hash
+from workers.transport.checksums import hash_of
 
 pytestmark = pytest.mark.slow
 
@@ -104,7 +104,7 @@ class Run:
         self.events.emit(RunStarted(str(self.folder), start, STEPS))
 
     def publish(self) -> None:
-        found = content_hash(self.backend.full_weights(getattr(torch, self.config.model.dtype)))
+        found = hash_of(self.backend.full_weights(getattr(torch, self.config.model.dtype)))
         self.events.emit(WeightsPublished(self.backend.step, found, 1, 1, 0.0, 0.0))
 
     def train(self) -> None:

@@ -1,0 +1,57 @@
+"""A replica's end of a transfer: it pulls from its node's relay, or from another if that one fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import ray
+
+from rlsys.errors import WorkerError
+from rlsys.types import PolicyVersion
+from rlsys.weight_sync.manifest import Manifest
+from rlsys.weight_sync.relay import FAILURES, Relay, passing, patiently
+from rlsys.weight_sync.sync import with_deadline
+from workers.ray.remote_proxy import Remote
+from workers.transport.buckets import ReceivedWeights
+from workers.transport.route import Route
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class WeightPuller:
+    """Pulls versions for one replica."""
+
+    def __init__(self, route: Route, *, is_pinned: bool = False) -> None:
+        """`is_pinned`: pull exactly the requested version, and pin it at the relay."""
+        node = ray.get_runtime_context().get_node_id()
+        self._relays = sorted(route.relays, key=lambda relay: relay.place != node)
+        self._transport, self._transfer_s, self._is_pinned = route.start_transport(), route.transfer_s, is_pinned
+
+    async def pull(self, at_least: PolicyVersion) -> tuple[Manifest, Mapping[str, Tensor]]:
+        """Pull the relay's newest version, no older than `at_least`. Tensors are read-only views of shared memory.
+
+        While relays restart or hang, tries the others in turn, repeatedly. Raises `WeightsMismatch` if all have evicted
+        a pinned version, `DeadlineExceeded` after `transfer_s`.
+        """
+        phase = f"giving version {at_least}{'' if self._is_pinned else ' or newer'}"
+        return await patiently(lambda: self._pull_from_any(at_least), self._transfer_s, phase)
+
+    async def _pull_from_any(self, at_least: PolicyVersion) -> tuple[Manifest, Mapping[str, Tensor]]:
+        failures: list[WorkerError] = []
+        for relay in self._relays:
+            try:
+                return await self._pull_from(relay, at_least)
+            except FAILURES as error:
+                failures.append(error)
+        raise passing(failures)
+
+    async def _pull_from(self, relay: Remote[Relay], at_least: PolicyVersion) -> tuple[Manifest, Mapping[str, Tensor]]:
+        give = relay.proxy.pin if self._is_pinned else relay.proxy.newest
+        manifest, refs = await give(at_least)
+        phase = f"giving the bytes of version {manifest.version}"
+        fetched = asyncio.gather(*(self._transport.fetch(ref, relay.name, phase) for ref in refs))
+        buckets = await with_deadline(fetched, self._transfer_s / 2, relay.name, phase)
+        return manifest, ReceivedWeights(manifest, buckets, relay.name)

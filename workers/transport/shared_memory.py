@@ -1,0 +1,171 @@
+"""Weights in shared memory of one machine: ranks write them once, and every process maps the same bytes.
+
+A version of a rank is a file in /dev/shm. Processes that use it have a shared lock on it. The kernel drops a lock with
+its process, so that a file without locks is one that nobody uses: its rank writes the next version into it, and the
+first rank of a later run removes it. A reader is never overwritten, and a lost process leaves nothing behind for long.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from rlsys.errors import WorkerDied, WorkerError
+from rlsys.types import PolicyVersion, Ref
+from workers.ray.cluster_keeper import MARK
+
+FOLDER = Path("/dev/shm")
+PREFIX = "rlsys-weights-"
+REMEDY = "make /dev/shm larger (docker run --shm-size), or remove files there that no process uses"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Bytes `start` to `end` of a file."""
+
+    path: str
+    start: int
+    end: int
+    lock: mmap.mmap | None = field(default=None, compare=False, repr=False)
+    """Keeps the bytes while this process has the reference. It does not travel with the reference."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Segment, (self.path, self.start, self.end)
+
+
+@dataclass(slots=True)
+class _Own:
+    """A file that this process writes into."""
+
+    path: Path
+    descriptor: int
+    data: np.ndarray
+
+
+class SharedMemoryTransport:
+    """Implements `WeightTransport`: a reference is a part of a file, and locks say who uses it."""
+
+    place = "this machine"
+
+    def __init__(self, folder: Path = FOLDER) -> None:
+        self._folder = folder
+        self._own: list[_Own] = []
+        self._numbers = count()
+        self._mapped: WeakValueDictionary[str, mmap.mmap] = WeakValueDictionary()
+
+    def memory(self, version: PolicyVersion, num_bytes: int, *, pin: bool) -> np.ndarray:
+        """See `WeightTransport.memory`. Page-locking never ran on CUDA."""
+        path = self._path(version)
+        for own in self._own:
+            if len(own.data) == num_bytes and _is_free(own.descriptor):
+                own.path = own.path.rename(path)  # a late reader does not take it for the old version
+                return own.data
+        self._own.append(own := self._created(path, version, num_bytes))
+        if pin and num_bytes:
+            import torch
+
+            torch.cuda.cudart().cudaHostRegister(own.data.ctypes.data, num_bytes, 0)
+        return own.data
+
+    def share(self, memory: np.ndarray, start: int, end: int) -> Ref:
+        (own,) = (own for own in self._own if own.data is memory)
+        fcntl.flock(own.descriptor, fcntl.LOCK_SH)
+        return self.held(Segment(str(own.path), start, end))
+
+    def put(self, data: np.ndarray) -> Ref:
+        memory = self.memory(0, len(data), pin=False)
+        memory[:] = data
+        return self.share(memory, 0, len(data))
+
+    def held(self, ref: Ref) -> Ref:
+        assert isinstance(ref, Segment)
+        return replace(ref, lock=self._locked(ref.path, "shared memory", "keeping weights"))
+
+    async def fetch(self, ref: Ref, source: str, phase: str) -> np.ndarray:
+        assert isinstance(ref, Segment)
+        whole = np.frombuffer(self._locked(ref.path, source, phase), np.uint8)
+        if ref.end > len(whole):
+            raise WorkerDied(source, phase, f"{ref.path} is shorter than the {ref.end} bytes that were published")
+        return whole[ref.start : ref.end]
+
+    def _locked(self, path: str, source: str, phase: str) -> mmap.mmap:
+        """Map a file that is not written any more, with a lock that lasts as long as the mapping."""
+        mapped = self._mapped.get(path)
+        if mapped is None:
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    if not os.path.samestat(os.fstat(descriptor), os.stat(path)):  # noqa: PTH116
+                        raise FileNotFoundError(path)
+                    mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+                finally:
+                    os.close(descriptor)  # the mapping has a copy, and with it the lock
+            except (OSError, ValueError) as error:
+                raise WorkerDied(source, phase, f"{path} is not here, or in use for a newer version") from error
+            self._mapped[path] = mapped
+        return mapped
+
+    def _path(self, version: PolicyVersion) -> Path:
+        mark = os.environ.get(MARK, "cluster")
+        return self._folder / f"{PREFIX}{mark}-{os.getpid()}-{next(self._numbers)}-v{version}"
+
+    def _created(self, path: Path, version: PolicyVersion, num_bytes: int) -> _Own:
+        if not self._own:
+            for orphan in _orphans(self._folder):
+                orphan.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if num_bytes:
+                os.posix_fallocate(descriptor, 0, num_bytes)  # else a write into a full /dev/shm ends the process
+            data = np.frombuffer(mmap.mmap(descriptor, num_bytes), np.uint8) if num_bytes else np.empty(0, np.uint8)
+        except OSError as error:
+            os.close(descriptor)
+            path.unlink()
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+                raise
+            free = shutil.disk_usage(self._folder).free
+            detail = f"no room for {num_bytes} bytes in {self._folder}, of which {free} are free: {REMEDY}"
+            raise WorkerError(f"process {os.getpid()}", f"storing version {version}", detail) from error
+        return _Own(path, descriptor, data)
+
+
+def _is_free(descriptor: int) -> bool:
+    """Lock a file for writing, if no process reads it. Returns False if one does."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)  # the kernel drops the lock that it could not convert
+        return False
+    return True
+
+
+def _orphans(folder: Path) -> Iterator[Path]:
+    """Files of processes that have ended, which no process reads."""
+    for path in folder.glob(f"{PREFIX}*"):
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # it has gone, or is another user's
+            continue
+        try:
+            if _is_free(descriptor):
+                yield path
+        finally:
+            os.close(descriptor)
+
+
+def remove_segments(mark: str, folder: Path = FOLDER) -> None:
+    """Remove the files of all processes of a cluster that has ended, or is about to."""
+    for path in folder.glob(f"{PREFIX}{mark}-*"):
+        path.unlink(missing_ok=True)
