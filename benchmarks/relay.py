@@ -1,23 +1,26 @@
-"""Relay tier: the trainer's stall for a publish, and the delay until every node has the new weights.
+"""Weights on their way: the trainer's stall for a publish, and the delay until every replica computes with them.
 
     python -m benchmarks.relay [--quick | --short] [--megabytes 270]
 
-A local cluster of raylets, one relay and one rollout reader on each, at 1, 2, 4 and 8 of them. A trainer's process on
-the first, with float32 parameters of a transformer's shapes, publishes them as bfloat16 (10 MB, 270 MB, 1 GB) with the
-publisher of a run. Every figure is the median of repeats; every row follows one publish:
+A local cluster of raylets, one relay and one replica on each. One or two ranks of a trainer on the first, with float32
+parameters of a transformer's shapes, publish them as bfloat16 (10 MB, 270 MB, 1 GB) with the publisher of a run. A
+replica copies what it pulls into parameters of its own, and compares their checksums with those that were published.
+Every figure is the median of repeats; each repeat is one publish of weights that have all changed.
 
-`stall_ms`         the trainer waits: cast and copy into the host buffer. One copy of the published bytes, in the same
-                   process right before, is `memcpy_ms`; `stall_over_memcpy` compares the two of each repeat.
-`all_relays_ms`    from the end of the publish until every relay holds the version.
-`all_readers_ms`   until a reader on every node, which pulls continuously, has the tensors.
-`changed`          share of the tensors that differ from the previous version: all, or 1 %; `sent_share` is that of the
-                   transferred bytes.
-`left_out`         rows for which this machine lacks memory: the current and the next version, at every node.
+`stall_ms`         time that a step loses: from the publish until its update may begin, less the time that the same
+                   forward and backward take without a publish. `copy_ms`: the same without forward and backward.
+`memcpy_ms`        one copy of as many bytes as the rank publishes, in its process right before.
+`all_relays_ms`    from the publish until every relay holds the version.
+`freshness_ms`     until every replica computes with it, and has compared the checksums.
+`transport`        `shared_memory`, which a run chooses where all nodes are on one machine, as here; `object_store` is
+                   that of several machines. `sent_share` is the share of the bytes that it sends to another node.
+`left_out`         rows for which this machine lacks memory.
 
-All nodes have one address, so nothing is sent as a delta; `deltas` has what those save, see `benchmarks.weight_deltas`.
-`stall_over_memcpy` of the whole is the worst row at 270 MB and above. `flatness` is, for each size, the largest stall
-over the smallest, over the number of relays. All nodes are on this machine and share its cores and memory bandwidth. So
-the time until all relays hold a version grows with their number, unlike between machines.
+Of the whole: `stall_over_memcpy` is the worst row of one rank at 270 MB and above, `stall_2_over_1` the stall of two
+ranks over that of one at 270 MB and above (worst), `freshness_s` that of 1 GB on 4 nodes, `hop_s` and `bytes_per_s` of
+a link are those that relays measure in the object store, for `rlsys simulate`. All nodes are on this machine and share
+its cores and memory bandwidth. So the time of `object_store` grows with the number of nodes, unlike between machines.
+`deltas` has what deltas save between machines, see `benchmarks.weight_deltas`.
 """
 
 from __future__ import annotations
@@ -27,10 +30,10 @@ import logging
 import os
 import secrets
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from math import inf
+from statistics import median
 
 import ray
 import torch
@@ -38,117 +41,172 @@ from ray._private.authentication.authentication_token_setup import enable_token_
 from torch import Tensor
 
 from benchmarks.measure import in_fresh_process, parser_of, print_result, progress, raylets, spreads
+from rlsys.weight_sync.manifest import Rectangle, TensorSpec
 from rlsys.weight_sync.relay import Relay
-from rlsys.weight_sync.sync import TensorSpec
 from workers.ray.cluster import NO_MATHS, Resources
-from workers.ray.remote_proxy import Remote, start
+from workers.ray.remote_proxy import start
 from workers.relay.relay_pool import RayRelays
-from workers.transport.object_store import ObjectStorePublisher, ObjectStorePuller
+from workers.transport.checksums import hash_of
+from workers.transport.publisher import WeightPublisher
+from workers.transport.puller import WeightPuller
+from workers.transport.route import Route, TransportSpec
+from workers.transport.transport import TransportName
 
 MEGABYTE = 10**6
 SIZES = (10, 270, 1000)
 """Megabytes that are published."""
-NUM_RELAYS = (1, 2, 4, 8)
+LAYOUTS: tuple[tuple[TransportName, int, int], ...] = (
+    ("shared_memory", 1, 1),
+    ("shared_memory", 4, 1),
+    ("shared_memory", 4, 2),
+    ("object_store", 1, 1),
+    ("object_store", 2, 1),
+    ("object_store", 4, 1),
+    ("object_store", 4, 2),
+)
+"""Transport, nodes and ranks."""
 WORST_FROM = 270
 TENSORS_PER_LAYER = 7
 NUM_LAYERS = 30
+NUM_COLUMNS = 1024
 DEADLINE_S = 300.0
 KEEP = 1
-"""Versions that a relay keeps, so that 1 GB on 8 relays fits a machine of 24 GB."""
-ROOM = 0.6
-"""Share of the machine's memory for versions at all nodes; the rest is for processes and the trainer."""
+"""Versions that a relay keeps, so that 1 GB on 4 relays fits a machine of 24 GB."""
+ROOM = 0.7
+"""Share of the machine's memory for weights; the rest is for processes."""
+COMPUTED = 6
+"""Copies that a forward and backward take as long as, at the least: a step is longer."""
 
 
 class Trainer:
-    """Trainer process: parameters, and the publisher of a run."""
+    """Process of one rank: its rows of every parameter, and the publisher of a run."""
 
-    def __init__(self, num_bytes: int, relays: list[Remote[Relay]]) -> None:
-        self._publisher = ObjectStorePublisher(relays, DEADLINE_S)
-        size = num_bytes // 2 // (NUM_LAYERS * TENSORS_PER_LAYER)
+    def __init__(self, rank: int, num_ranks: int, num_bytes: int, route: Route) -> None:
+        self._rank, self._num_ranks = rank, num_ranks
+        self._publisher = WeightPublisher(route)
+        rows = num_bytes // 2 // (NUM_LAYERS * TENSORS_PER_LAYER) // NUM_COLUMNS // num_ranks
+        shape = (rows * num_ranks, NUM_COLUMNS)
         names = [f"layers.{i:02}.{j}" for i in range(NUM_LAYERS) for j in range(TENSORS_PER_LAYER)]
-        flat = torch.randn(size * len(names))
-        self._parameters: dict[str, Tensor] = dict(zip(names, flat.split(size), strict=True))
-        self._specs = [TensorSpec(name, "bfloat16", (size,)) for name in names]
-        self._source = flat[: len(flat) // 2]  # as many bytes as are published
+        self._shards: dict[str, tuple[Rectangle, Tensor]] = {
+            name: (
+                Rectangle(TensorSpec(name, "bfloat16", shape), (rank * rows, 0), (rows, NUM_COLUMNS)),
+                torch.randn(rows, NUM_COLUMNS),
+            )
+            for name in names
+        }
+        self._source = torch.randn(sum(r.num_bytes for r, _ in self._shards.values()) // 4)
         self._target = torch.ones_like(self._source)
+        self._matrix = torch.randn(512, 512)
 
-    def warm(self) -> None:
-        """Write into the host buffer once, to allocate its memory before the first publish."""
-        for name, tensor in self._publisher.begin(self._specs).items():
-            tensor.copy_(self._parameters[name])
+    def publish(self, version: int, num_products: int) -> tuple[float, float, float, float]:
+        """Change all parameters and publish them, beside a forward and backward of `num_products` products.
 
-    def publish(self, version: int, changed: float) -> tuple[float, float, float]:
-        """Change this share of the parameters, and publish all.
-
-        Returns the seconds of the stall and of one copy of the same bytes, and the end of the publish by the wall
-        clock, which all processes of this machine share.
+        Returns the seconds of one copy of the same bytes, of the computation alone, and from the publish until an
+        update may begin; and the publish by the wall clock, which all processes of this machine share.
         """
-        for name in list(self._parameters)[: max(1, round(changed * len(self._parameters)))]:
-            self._parameters[name].add_(1.0)
+        for _, shard in self._shards.values():
+            shard.add_(1.0)
+        self._publisher.announce_again(-1)  # returns once the version before is with the relays
         began_s = time.monotonic()
         self._target.copy_(self._source)
-        start_s = time.monotonic()
-        for name, tensor in self._publisher.begin(self._specs).items():
-            tensor.copy_(self._parameters[name])
-        receipt = self._publisher.publish(version, None, start_s)
-        return receipt.stall_s, start_s - began_s, time.time()
+        copied_s = time.monotonic()
+        self._compute(num_products)
+        computed_s = time.monotonic()
+        start_s = time.time()
+        rectangles = [rectangle for rectangle, _ in self._shards.values()]
+        self._publisher.publish(version, self._shards, rectangles, rank=self._rank, num_ranks=self._num_ranks)
+        self._compute(num_products)
+        self._publisher.wait_copied()
+        return copied_s - began_s, computed_s - copied_s, time.monotonic() - computed_s, start_s
+
+    def products_of(self, copies: int) -> int:
+        """Number of products that take as long as this many copies."""
+        began_s = time.monotonic()
+        self._target.copy_(self._source)
+        self._target.copy_(self._source)
+        copied_s = time.monotonic()
+        self._compute(20)
+        return 1 + int(10 * copies * (copied_s - began_s) / (time.monotonic() - copied_s))
+
+    def _compute(self, num_products: int) -> None:
+        for _ in range(num_products):
+            self._matrix @ self._matrix
 
 
-class Reader:
-    """Reader process, which pulls as a rollout does."""
+class Replica:
+    """Process that pulls and loads as a rollout does."""
 
-    def __init__(self, relays: list[Remote[Relay]]) -> None:
-        self._puller = ObjectStorePuller(relays, DEADLINE_S)
+    def __init__(self, route: Route) -> None:
+        self._puller = WeightPuller(route)
+        self._parameters: dict[str, Tensor] = {}
 
     async def pull(self, version: int) -> float:
-        """Pull `version`; return the wall-clock time at which all its tensors arrived."""
-        await self._puller.pull(version)
+        """Compute with `version`; return the wall-clock time at which that is proved."""
+        manifest, weights = await self._puller.pull(version)
+        for name, tensor in weights.items():
+            if name not in self._parameters:
+                self._parameters[name] = torch.empty_like(tensor)
+            self._parameters[name].copy_(tensor)
+        assert hash_of(self._parameters) == manifest.hash
         return time.time()
 
 
 class Tier:
-    """Relays, a trainer and a reader on each node."""
+    """Relays, ranks of a trainer, and a replica on each node."""
 
-    def __init__(self, num_bytes: int) -> None:
-        self.relays = RayRelays.start(DEADLINE_S, Relay, KEEP)
-        members = self.relays.members
-        build = partial(Trainer, num_bytes, members)
-        self.trainer = start(Trainer, "trainer", build, Resources(1), DEADLINE_S, place=members[0].place)
-        read = partial(Reader, members)
-        self.readers = [start(Reader, "reader", read, NO_MATHS, inf, place=member.place) for member in members]
+    def __init__(self, num_bytes: int, transport: TransportName, num_ranks: int) -> None:
+        self.relays = RayRelays.start(DEADLINE_S, Relay, KEEP, transport=TransportSpec(transport))
+        route, members = self.relays.route, self.relays.members
+        self.trainers = [
+            start(
+                Trainer, f"actor-{rank}", partial(Trainer, rank, num_ranks, num_bytes, route), Resources(1), DEADLINE_S,
+                place=members[0].place,
+            )
+            for rank in range(num_ranks)
+        ]  # fmt: skip
+        self.replicas = [
+            start(Replica, "rollout", partial(Replica, route), NO_MATHS, inf, place=member.place) for member in members
+        ]
 
-    async def publishes(self, schedule: Sequence[float]) -> list[dict[str, float]]:
-        """Publish once for each share of changed tensors; return the figures of each publish but the first, which
-        stores the data that later ones replace."""
-        await self.trainer.call(Trainer.warm)
+    async def publishes(self, repeats: int) -> list[dict[str, float]]:
+        """Publish several times; return the figures of each publish but the first two, which allocate memory."""
+        num_products = await self.trainers[0].call(Trainer.products_of, COMPUTED)
         rows = []
-        for version, changed in enumerate((1.0, *schedule)):
-            rows.append(await self._publish(version, changed))
-            progress(len(self.readers), "relays", changed, rows[-1])
-        return rows[1:]
+        for version in range(repeats + 2):
+            rows.append(await self._publish(2 * version, num_products))
+            at_once = await self._publish(2 * version + 1, 0)
+            rows[-1]["copy_ms"] = at_once["stall_ms"]
+            progress(len(self.replicas), "nodes", len(self.trainers), "ranks", rows[-1])
+        return rows[2:]
 
-    async def _publish(self, version: int, changed: float) -> dict[str, float]:
-        reads = [asyncio.ensure_future(r.call(Reader.pull, version)) for r in self.readers]
-        holds = [asyncio.create_task(self._holds(member, version)) for member in self.relays.members]
-        stall_s, memcpy_s, ended_s = await self.trainer.call(Trainer.publish, version, changed)
-        held_s, read_s = await asyncio.gather(*holds), await asyncio.gather(*reads)
+    async def _publish(self, version: int, num_products: int) -> dict[str, float]:
+        pulls = [asyncio.ensure_future(replica.call(Replica.pull, version)) for replica in self.replicas]
+        holds = [asyncio.create_task(self._holds(i, version)) for i in range(len(self.relays.members))]
+        told = await asyncio.gather(*(t.call(Trainer.publish, version, num_products) for t in self.trainers))
+        held_s, pulled_s = await asyncio.gather(*holds), await asyncio.gather(*pulls)
         arrival = await self.relays.arrival(version)
+        began_s = max(start_s for *_, start_s in told)
+        stall_s = max(lasted_s - alone_s for _, alone_s, lasted_s, _ in told)
+        memcpy_s = max(copy_s for copy_s, *_ in told)
+        links = [(await member.proxy.held()).link for member in self.relays.members]
+        measured = [link.bytes_per_s for link in links if link.is_measured]
         return {
             "stall_ms": 1e3 * stall_s,
             "memcpy_ms": 1e3 * memcpy_s,
             "stall_over_memcpy": stall_s / memcpy_s,
-            "all_relays_ms": 1e3 * (max(held_s) - ended_s),
-            "all_readers_ms": 1e3 * (max(read_s) - ended_s),
+            "all_relays_ms": 1e3 * (max(held_s) - began_s),
+            "freshness_ms": 1e3 * (max(pulled_s) - began_s),
             "sent_share": arrival.num_sent / arrival.num_bytes,
+            "link_mb_per_s": median(measured) / 1e6 if measured else 0.0,
         }
 
-    async def _holds(self, member: Remote[Relay], version: int) -> float:
-        await member.proxy.arrival(version)
+    async def _holds(self, place: int, version: int) -> float:
+        await self.relays.members[place].proxy.arrival(version)
         return time.time()
 
     def close(self) -> None:
         self.relays.close()
-        for process in [self.trainer, *self.readers]:
+        for process in [*self.trainers, *self.replicas]:
             process.kill()
 
 
@@ -156,55 +214,68 @@ def main() -> None:
     """Measure, and print the result line."""
     parser = parser_of(__doc__, quick="10 MB only")
     parser.add_argument("--megabytes", type=int, help="this size only")
-    parser.add_argument("--relays", type=int, help="this number of relays only")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     is_short = arguments.size == "short"
     sizes = SIZES if arguments.size == "full" else SIZES[:1]
     sizes = (arguments.megabytes,) if arguments.megabytes else sizes
-    numbers = (arguments.relays,) if arguments.relays else NUM_RELAYS[:1] if is_short else NUM_RELAYS
+    layouts = (LAYOUTS[0],) if is_short else LAYOUTS
     repeats = 1 if is_short else arguments.repeats
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     enable_token_auth_by_default()
-    asked = [(size, n) for size in sizes for n in numbers]
-    rows = [row for size, n in asked if fits(size, n) for row in measured(size, n, repeats)]
-    full = [row for row in rows if row["changed"] == 1.0]
-    stalls_ms: dict[int, list[float]] = defaultdict(list)
-    for row in full:
-        stalls_ms[row["megabytes"]].append(row["stall_ms"]["median"])
-    large = (row["stall_over_memcpy"]["median"] for row in full if row["megabytes"] >= WORST_FROM)
+    asked = [(size, *layout) for size in sizes for layout in layouts]
+    rows = [measured(*case, repeats) for case in asked if fits(*case)]
     print_result(
         {
-            "stall_over_memcpy": max(large, default=None),
-            "flatness": {size: round(max(stalls) / min(stalls), 3) for size, stalls in stalls_ms.items()},
-            "left_out": [f"{size} MB, {n} relays" for size, n in asked if not fits(size, n)],
-            "deltas": in_fresh_process("benchmarks.weight_deltas:after_steps", arguments.size),
+            "stall_over_memcpy": max((row["stall_over_memcpy"]["median"] for row in large(rows, 1)), default=None),
+            "stall_2_over_1": max(stalls_over(rows), default=None),
+            "freshness_s": next(
+                (
+                    row["freshness_ms"]["median"] / 1e3
+                    for row in rows
+                    if (row["megabytes"], row["transport"], row["nodes"], row["ranks"]) == (1000, "shared_memory", 4, 1)
+                ),
+                None,
+            ),
+            "left_out": [" ".join(map(str, case)) for case in asked if not fits(*case)],
+            "deltas": None and in_fresh_process("benchmarks.weight_deltas:after_steps", arguments.size),
             "rows": rows,
         }
     )
 
 
-def fits(megabytes: int, num_relays: int) -> bool:
-    """True if this machine has the memory for `num_relays` nodes."""
-    return 2 * num_relays * megabytes * MEGABYTE <= ROOM * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def large(rows: Sequence[dict], num_ranks: int) -> list[dict]:
+    """Rows of at least 270 MB and this many ranks."""
+    return [row for row in rows if row["megabytes"] >= WORST_FROM and row["ranks"] == num_ranks]
 
 
-def measured(megabytes: int, num_relays: int, repeats: int) -> list[dict]:
-    """Measure two rows: everything changed, and 1 %."""
+def stalls_over(rows: Sequence[dict]) -> list[float]:
+    """Time to copy the weights of two ranks over that of one, for each size, transport and number of nodes."""
+    one = {(r["megabytes"], r["transport"], r["nodes"]): r["copy_ms"]["median"] for r in large(rows, 1)}
+    two = {(r["megabytes"], r["transport"], r["nodes"]): r["copy_ms"]["median"] for r in large(rows, 2)}
+    return [two[case] / one[case] for case in two.keys() & one.keys()]
+
+
+def fits(megabytes: int, transport: TransportName, nodes: int, ranks: int) -> bool:
+    """True if this machine has the memory."""
+    copies = 4 if transport == "shared_memory" else 3 * nodes
+    needed = (2 + 1 + copies + nodes) * megabytes * MEGABYTE  # parameters, a copy, versions, replicas
+    return needed <= ROOM * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def measured(megabytes: int, transport: TransportName, nodes: int, ranks: int, repeats: int) -> dict:
+    """Measure one row."""
     num_bytes = megabytes * MEGABYTE
-    memory = 2 * num_bytes + max(100 * MEGABYTE, num_bytes // 3)  # two versions, and buckets in transit
-    with raylets(num_relays, 2, memory) as cluster:
+    versions = 0 if transport == "shared_memory" else 2 * num_bytes
+    with raylets(nodes, 2, versions + max(100 * MEGABYTE, num_bytes // 3)) as cluster:
         ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-        tier = Tier(num_bytes)
+        tier = Tier(num_bytes, transport, ranks)
         try:
-            publishes = asyncio.run(tier.publishes([1.0] * repeats + [0.01] * repeats))
+            publishes = asyncio.run(tier.publishes(repeats))
         finally:
             tier.close()
-    rows = [{name: round(value, 4) for name, value in publish.items()} for publish in publishes]
-    return [
-        {"megabytes": megabytes, "relays": num_relays, "changed": changed, **spreads(half)}
-        for changed, half in ((1.0, rows[:repeats]), (0.01, rows[repeats:]))
-    ]
+    figures = spreads([{name: round(value, 4) for name, value in publish.items()} for publish in publishes])
+    return {"megabytes": megabytes, "transport": transport, "nodes": nodes, "ranks": ranks, **figures}
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -18,8 +19,8 @@ from rlsys.algorithm import Algorithm
 from rlsys.config.schema import ActivationCheckpointing, GatherWeights, MemorySavings
 from rlsys.errors import CheckpointError, ModelError
 from rlsys.monitoring.metric_catalog import undocumented
+from rlsys.weight_sync.manifest import Manifest, Part
 from tests.models import save_model, tiny_llama, tiny_qwen3
-from tests.relays import specs_of
 from tests.training import (
     PLAIN,
     SETTINGS,
@@ -36,7 +37,7 @@ from workers.train.model_loading import load_model
 from workers.train.optimizer import OptimizerSettings, learning_rate
 from workers.train.rank_group import RankGroup
 from workers.train.rank_metrics import BIN_WIDTH
-from workers.transport.buckets import Snapshot
+from workers.transport.buckets import Layout, ReceivedWeights
 
 Outcome = tuple[dict[str, Tensor], list[dict[str, float]], int]
 """Weights, metrics of each step, and the step arrived at."""
@@ -272,23 +273,34 @@ def test_full_weights_are_copies_without_tied_duplicates(model_path: str) -> Non
     assert differing(kept, untrained) == []
 
 
-def test_weights_are_copied_into_the_memory_they_are_published_from(model_path: str) -> None:
-    backend = FsdpBackend(model_path, SETTINGS, RankGroup())
-    specs = backend.specs(torch.bfloat16)
-    snapshot = Snapshot(specs, bucket_bytes=4096)
-    backend.copy_weights(snapshot.tensors)
-    assert differing(snapshot.tensors, backend.full_weights(torch.bfloat16)) == []
-    assert set(specs_of(snapshot.tensors)) == set(specs)
+def written(backend: FsdpBackend, *, pin: bool = False) -> dict[str, Tensor]:
+    """What a rank publishes, read from the memory it is copied into."""
+    layout = Layout(backend.published_rectangles(), bucket_bytes=4096)
+    memory = torch.zeros(layout.num_bytes, dtype=torch.uint8, pin_memory=pin).numpy()
+    layout.write(memory, backend.owned())
+    manifest = Manifest((layout.part(memory, Part(0, 0, 1, ())),))
+    buckets = [memory[start:end] for start, end in pairwise(layout.bounds)]
+    return dict(ReceivedWeights(manifest, buckets, "actor-0"))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_copies_them_into_page_locked_memory(model_path: str) -> None:
-    on_cpu = FsdpBackend(model_path, SETTINGS, RankGroup())
-    on_gpu = FsdpBackend(model_path, SETTINGS, RankGroup(), device=torch.device("cuda"))
-    snapshot = Snapshot(on_gpu.specs(torch.bfloat16), bucket_bytes=4096, pin=True)
-    on_gpu.copy_weights(snapshot.tensors)
-    assert differing(snapshot.tensors, on_cpu.full_weights(torch.bfloat16)) == []
+    on_cpu = FsdpBackend(model_path, SETTINGS, RankGroup(), dtype="bfloat16")
+    on_gpu = FsdpBackend(model_path, SETTINGS, RankGroup(), dtype="bfloat16", device=torch.device("cuda"))
+    assert differing(written(on_gpu, pin=True), on_cpu.full_weights(torch.bfloat16)) == []
+
+
+def test_weights_change_only_once_those_of_the_last_publish_are_copied(model_path: str) -> None:
+    """A step may begin beside the copy; its update, and the load of a checkpoint, wait for it."""
+    ranks = RankGroup()
+    backend = FsdpBackend(model_path, SETTINGS, ranks)
+    before = backend.full_weights(torch.float32)
+    found: list[list[str]] = []
+    backend.wait_published = lambda: found.append(differing(before, backend.full_weights(torch.float32)))
+    train_step(backend, ranks, Job(model_path=model_path))
+    assert found[0] == [], "nothing has changed yet"
+    assert differing(before, backend.full_weights(torch.float32)) != []
 
 
 def test_what_cannot_be_saved_or_loaded_says_where(model_path: str, tmp_path: Path) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import pytest
-import ray
 from torch import Tensor
 
 from rlsys import Config
@@ -19,8 +18,8 @@ from rlsys.loop.build_driver import build_driver
 from rlsys.monitoring.events import Events
 from rlsys.monitoring.trackers.jsonl import JsonlSink
 from rlsys.types import POLICY, Sampling
+from rlsys.weight_sync.manifest import Manifest
 from rlsys.weight_sync.relay import Relay, RelayPeer, Store
-from rlsys.weight_sync.sync import Manifest
 from tests.jobs import config_of
 from workers.engines.engine import EngineSpec
 from workers.ray.cluster import Resources
@@ -47,8 +46,8 @@ class LyingRelay(Relay):
         self._before: tuple[Manifest, list[Any]] | None = None
         self._has_lied = False
 
-    async def accept(self, version: int, sources: Sequence[RelayPeer]) -> None:
-        await super().accept(version, sources)
+    async def accept(self, version: int, rank: int, sources: Sequence[RelayPeer]) -> None:
+        await super().accept(version, rank, sources)
         if version == FAULTY - 1:
             self._before = await super().newest(version)
 
@@ -62,9 +61,9 @@ class LyingRelay(Relay):
             return self._before
         if self._lie == "bytes of the version before":
             return manifest, self._before[1]
-        first = (await cast("Awaitable[Any]", refs[0])).copy()
+        first = (await self._store.fetch(refs[0], self.name)).copy()  # type: ignore[attr-defined]
         first[0] ^= 1
-        return manifest, [ray.put(first), *refs[1:]]
+        return manifest, [await self._store.own(first), *refs[1:]]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +92,7 @@ def test_logprobs_reveal_an_engine_that_ignores_its_new_weights(cluster, model_p
     generator = GeneratorSpec(engine=engine, change=WeightChange("between", tolerance=1e-3), pulls="newest")
     spec = RolloutSpec(
         generators={POLICY: generator}, sampling=Sampling(max_new_tokens=8), max_prompt_tokens=8,
-        workflow=SingleTurn(), transfer_s=60.0, resources=Resources(),
+        workflow=SingleTurn(), resources=Resources(),
     )  # fmt: skip
 
     def one(name: str) -> Remote[RolloutWorker]:
@@ -105,7 +104,7 @@ def test_logprobs_reveal_an_engine_that_ignores_its_new_weights(cluster, model_p
 
 async def lazy(name: str, spec: RolloutSpec, relays: RayRelays) -> RolloutWorker:
     """A replica whose engine says it took version `FAULTY` in, and goes on with the one before; its successor works."""
-    worker = await RolloutWorker.of(name, spec, {POLICY: relays.members}, None)
+    worker = await RolloutWorker.of(name, spec, {POLICY: relays.route}, None)
     engine = worker.generator._engine
     honest = engine.load
     used: list[Mapping[str, Tensor]] = []

@@ -24,7 +24,7 @@ from rlsys.util.native_output import STDERR
 from rlsys.util.signals import signals_kept
 from workers.ray import cluster_keeper
 from workers.ray.cluster_watch import ClusterWatch
-from workers.ray.shared_memory import local_store_bytes
+from workers.ray.shared_memory import SHM, WEIGHTS, local_store_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -122,7 +122,8 @@ def connect(address: str | None, num_cpus: int | None) -> Cluster:
             "TMPDIR or /tmp; if the machine is overloaded, run `ray start --head` first, and set ray.address=auto"
         ) from error
     assert keeper.stdin is not None
-    keeper.stdin.write(f"{log_folder().parent}/ray_spilled_objects*\n{_semaphores(mark)}*\n")
+    left = (f"{log_folder().parent}/ray_spilled_objects", _semaphores(mark), f"{SHM}/{WEIGHTS}{mark}-")
+    keeper.stdin.write("".join(f"{path}*\n" for path in left))
     keeper.stdin.flush()
     return Cluster(is_ours=True, keeper=keeper)
 

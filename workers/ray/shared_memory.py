@@ -13,6 +13,8 @@ from ray._private.utils import estimate_available_memory, resolve_object_store_m
 from rlsys.errors import ClusterError
 
 SHM = "/dev/shm"
+WEIGHTS = "rlsys-weights-"
+"""Begin of the names of files with published weights."""
 SHARE = 0.95
 """Share of the free part of /dev/shm that a local cluster may use."""
 MIB = 2**20

@@ -28,15 +28,16 @@ from workers.ray.cluster import NO_MATHS, node_ids
 from workers.ray.remote_proxy import Remote, start
 from workers.transport.buckets import bucket_hash
 from workers.transport.deltas import patched
-from workers.transport.route import TRANSPORTS, Route, choose_transport, place_on
-from workers.transport.transport import TransportName
+from workers.transport.route import Route, TransportSpec
+from workers.transport.shared_memory import remove_segments
+from workers.transport.transport import WeightTransport
 
 
 class RelayStore:
     """Implements `rlsys.weight_sync.relay.Store` with a transport."""
 
-    def __init__(self, transport: TransportName) -> None:
-        self._transport = TRANSPORTS[transport]()
+    def __init__(self, transport: WeightTransport) -> None:
+        self._transport = transport
 
     async def fetch(self, ref: Ref, source: str) -> object:
         return await self._transport.fetch(ref, source, "sending a bucket")
@@ -68,13 +69,13 @@ class RayRelays:
         self,
         members: Sequence[Remote[Relay]],
         transfer_s: float,
-        transport: TransportName = "object_store",
+        transport: TransportSpec,
         nodes: Callable[[], Sequence[str]] = node_ids,
     ) -> None:
         """`nodes` returns the nodes that are alive."""
         self.members = list(members)
         """Relays of the live nodes; the driver's node first."""
-        self.transport: TransportName = transport
+        self.transport = transport
         self._transfer_s, self._nodes = transfer_s, nodes
         self._last: tuple[Announcement, ...] = ()
         """Parts of the newest version that arrived."""
@@ -82,7 +83,7 @@ class RayRelays:
 
     @classmethod
     def start(
-        cls, transfer_s: float, kind: type[Relay] = Relay, *args: object, transport: TransportName | None = None
+        cls, transfer_s: float, kind: type[Relay] = Relay, *args: object, transport: TransportSpec | None = None
     ) -> RayRelays:
         """Start one relay per node. `transfer_s` is the deadline of a transfer; `args` are further arguments of `kind`.
 
@@ -91,10 +92,10 @@ class RayRelays:
         A relay answers within `transfer_s / TRIES`. Ray restarts its process after a death: the member stays valid, but
         the relay's weights are lost.
         """
-        transport = transport or choose_transport()[0]
+        transport = transport or TransportSpec.choose()
         members = []
         for node in node_ids():
-            name, place = f"relay-{node[:8]}", place_on(node, transport)
+            name, place = f"relay-{node[:8]}", transport.place_on(node)
             build = partial(_built, kind, name, place, transport, transfer_s, *args)
             members.append(start(kind, name, build, NO_MATHS, transfer_s / TRIES, place=node, restarts=True))
         return cls(members, transfer_s, transport)
@@ -148,6 +149,8 @@ class RayRelays:
     def close(self) -> None:
         for member in self.members:
             member.kill()
+        if self.transport.name == "shared_memory":
+            remove_segments(self.transport.run)
 
     async def _watch(
         self,
@@ -205,7 +208,7 @@ class RayRelays:
 
 
 def _built(
-    kind: type[Relay], name: str, place: str, transport: TransportName, transfer_s: float, *args: object
+    kind: type[Relay], name: str, place: str, transport: TransportSpec, transfer_s: float, *args: object
 ) -> Relay:
     """Build a relay in its process."""
-    return kind(name, place, RelayStore(transport), transfer_s, *args)  # pyrefly: ignore[bad-argument-type]
+    return kind(name, place, RelayStore(transport.start()), transfer_s, *args)  # pyrefly: ignore[bad-argument-type]

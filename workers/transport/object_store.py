@@ -17,6 +17,8 @@ from workers.ray.remote_proxy import call
 class ObjectStoreTransport:
     """Implements `WeightTransport`: a reference is one of Ray, which keeps the bytes while a process has it."""
 
+    sends = True
+
     def __init__(self) -> None:
         self._memory: np.ndarray | None = None
 

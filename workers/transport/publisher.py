@@ -52,7 +52,7 @@ class WeightPublisher:
         """`deltas` are sent if that is `sooner`: to other machines, and where encoding and decoding takes less time
         than the bytes saved, at `BYTES_PER_S`. `always` is for tests, whose nodes share a machine."""
         self._route, self._deltas = route, deltas
-        self._transport = route.start_transport()
+        self._transport = route.transport.start()
         self.name = "actor-0"
         self._stored: dict[PolicyVersion, Announcement] = {}
         """Parts whose bytes are kept here. Ray counts a forwarded reference only while its sender lives, and the relays
@@ -156,7 +156,8 @@ class WeightPublisher:
         previous = self._stored[max(self._stored)] if self._stored else None
         refs: dict[str, Ref] = {}
         deltas: dict[str, Delta] = {}
-        num_sent, tries_deltas = part.num_bytes, self._deltas == "always" or has_other_machines()
+        num_sent = part.num_bytes if self._transport.sends else 0
+        tries_deltas = self._transport.sends and (self._deltas == "always" or has_other_machines())
         for i, bucket in enumerate(part.buckets):
             start, end = layout.bounds[i : i + 2]
             refs[bucket.hash] = self._transport.share(memory, start, end)

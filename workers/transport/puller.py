@@ -28,7 +28,7 @@ class WeightPuller:
         """`is_pinned`: pull exactly the requested version, and pin it at the relay."""
         node = ray.get_runtime_context().get_node_id()
         self._relays = sorted(route.relays, key=lambda relay: relay.place != node)
-        self._transport, self._transfer_s, self._is_pinned = route.start_transport(), route.transfer_s, is_pinned
+        self._transport, self._transfer_s, self._is_pinned = route.transport.start(), route.transfer_s, is_pinned
 
     async def pull(self, at_least: PolicyVersion) -> tuple[Manifest, Mapping[str, Tensor]]:
         """Pull the relay's newest version, no older than `at_least`. Tensors are read-only views of shared memory.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from rlsys.weight_sync.relay import Relay
 from workers.ray.cluster import has_other_machines
@@ -12,10 +13,32 @@ from workers.transport.object_store import ObjectStoreTransport
 from workers.transport.shared_memory import FOLDER, SharedMemoryTransport
 from workers.transport.transport import TransportName, WeightTransport
 
-TRANSPORTS: Mapping[TransportName, Callable[[], WeightTransport]] = {
-    "object_store": ObjectStoreTransport,
-    "shared_memory": SharedMemoryTransport,
-}
+
+@dataclass(frozen=True, slots=True)
+class TransportSpec:
+    """The transport of one relay tier."""
+
+    name: TransportName
+    reason: str = ""
+    run: str = field(default_factory=lambda: secrets.token_hex(4))
+    """In the names of what it leaves outside the memory of processes."""
+
+    @classmethod
+    def choose(cls) -> TransportSpec:
+        """The transport for the nodes of this cluster."""
+        if has_other_machines():
+            return cls("object_store", "the cluster has several machines")
+        if not FOLDER.is_dir():
+            return cls("object_store", f"this machine has no {FOLDER}")
+        return cls("shared_memory", "all nodes are on one machine")
+
+    def start(self) -> WeightTransport:
+        """Start the transport in this process."""
+        return SharedMemoryTransport(self.run) if self.name == "shared_memory" else ObjectStoreTransport()
+
+    def place_on(self, node: str) -> str:
+        """`WeightTransport.place` of the processes on a node."""
+        return SharedMemoryTransport.place if self.name == "shared_memory" else node
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,24 +46,6 @@ class Route:
     """What a rank needs to publish weights, and a replica to pull them."""
 
     relays: Sequence[Remote[Relay]]
-    transport: TransportName
+    transport: TransportSpec
     transfer_s: float
     """Deadline for a version to reach a relay, and for a pull."""
-
-    def start_transport(self) -> WeightTransport:
-        """The transport of this process."""
-        return TRANSPORTS[self.transport]()
-
-
-def choose_transport() -> tuple[TransportName, str]:
-    """The transport for the nodes of this cluster, and the reason."""
-    if has_other_machines():
-        return "object_store", "the cluster has several machines"
-    if not FOLDER.is_dir():
-        return "object_store", f"this machine has no {FOLDER}"
-    return "shared_memory", "all nodes are on one machine"
-
-
-def place_on(node: str, transport: TransportName) -> str:
-    """`WeightTransport.place` of the processes on a node."""
-    return SharedMemoryTransport.place if transport == "shared_memory" else node

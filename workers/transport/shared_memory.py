@@ -2,7 +2,7 @@
 
 A version of a rank is a file in /dev/shm. Processes that use it have a shared lock on it. The kernel drops a lock with
 its process, so that a file without locks is one that nobody uses: its rank writes the next version into it, and the
-first rank of a later run removes it. A reader is never overwritten, and a lost process leaves nothing behind for long.
+first rank of a later run removes it. So no reader is overwritten, and what a killed run left behind goes with the next.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import numpy as np
 from rlsys.errors import WorkerDied, WorkerError
 from rlsys.types import PolicyVersion, Ref
 from workers.ray.cluster_keeper import MARK
+from workers.ray.shared_memory import SHM, WEIGHTS
 
-FOLDER = Path("/dev/shm")
-PREFIX = "rlsys-weights-"
+FOLDER = Path(SHM)
 REMEDY = "make /dev/shm larger (docker run --shm-size), or remove files there that no process uses"
 
 
@@ -55,10 +55,11 @@ class _Own:
 class SharedMemoryTransport:
     """Implements `WeightTransport`: a reference is a part of a file, and locks say who uses it."""
 
-    place = "this machine"
+    place, sends = "this machine", False
 
-    def __init__(self, folder: Path = FOLDER) -> None:
-        self._folder = folder
+    def __init__(self, run: str, folder: Path = FOLDER) -> None:
+        """`run` is in the names of the files, see `remove_segments`."""
+        self._run, self._folder = run, folder
         self._own: list[_Own] = []
         self._numbers = count()
         self._mapped: WeakValueDictionary[str, mmap.mmap] = WeakValueDictionary()
@@ -66,10 +67,14 @@ class SharedMemoryTransport:
     def memory(self, version: PolicyVersion, num_bytes: int, *, pin: bool) -> np.ndarray:
         """See `WeightTransport.memory`. Page-locking never ran on CUDA."""
         path = self._path(version)
-        for own in self._own:
-            if len(own.data) == num_bytes and _is_free(own.descriptor):
-                own.path = own.path.rename(path)  # a late reader does not take it for the old version
-                return own.data
+        free = [own for own in self._own if len(own.data) == num_bytes and _is_free(own.descriptor)]
+        for own in free[2:]:  # of readers that kept more versions than others
+            self._own.remove(own)
+            own.path.unlink()
+            os.close(own.descriptor)
+        if free:
+            free[0].path = free[0].path.rename(path)  # a late reader does not take it for the old version
+            return free[0].data
         self._own.append(own := self._created(path, version, num_bytes))
         if pin and num_bytes:
             import torch
@@ -117,8 +122,8 @@ class SharedMemoryTransport:
         return mapped
 
     def _path(self, version: PolicyVersion) -> Path:
-        mark = os.environ.get(MARK, "cluster")
-        return self._folder / f"{PREFIX}{mark}-{os.getpid()}-{next(self._numbers)}-v{version}"
+        name = f"{_beginning(self._run)}{os.getpid()}-{next(self._numbers)}-v{version}"
+        return self._folder / name
 
     def _created(self, path: Path, version: PolicyVersion, num_bytes: int) -> _Own:
         if not self._own:
@@ -153,7 +158,7 @@ def _is_free(descriptor: int) -> bool:
 
 def _orphans(folder: Path) -> Iterator[Path]:
     """Files of processes that have ended, which no process reads."""
-    for path in folder.glob(f"{PREFIX}*"):
+    for path in folder.glob(f"{WEIGHTS}*"):
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:  # it has gone, or is another user's
@@ -165,7 +170,12 @@ def _orphans(folder: Path) -> Iterator[Path]:
             os.close(descriptor)
 
 
-def remove_segments(mark: str, folder: Path = FOLDER) -> None:
-    """Remove the files of all processes of a cluster that has ended, or is about to."""
-    for path in folder.glob(f"{PREFIX}{mark}-*"):
+def remove_segments(run: str, folder: Path = FOLDER) -> None:
+    """Remove the files of all processes of a run that ends."""
+    for path in folder.glob(f"{_beginning(run)}*"):
         path.unlink(missing_ok=True)
+
+
+def _beginning(run: str) -> str:
+    """Begin of the names of a run's files, by which the keeper of a local cluster finds them too."""
+    return f"{WEIGHTS}{os.environ.get(MARK, 'cluster')}-{run}-"

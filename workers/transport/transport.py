@@ -23,6 +23,10 @@ class WeightTransport(Protocol):
     def place(self) -> str:
         """Where this process is: processes at one place read a reference without a copy."""
 
+    @property
+    def sends(self) -> bool:
+        """True if bytes are copied to other nodes; False if all processes are at one place."""
+
     def memory(self, version: PolicyVersion, num_bytes: int, *, pin: bool) -> np.ndarray:
         """Return writable bytes for what a rank publishes of `version`: those of an older version, if no process reads
         them any more. `pin`: page-locked, so that a GPU copies into them faster.

@@ -16,6 +16,7 @@ from rlsys.weight_sync.relay import Announcement, Relay
 from tests.relays import TRANSFER_S, Net, Node, announced, sent
 from workers.ray.remote_proxy import Remote
 from workers.relay.relay_pool import RayRelays
+from workers.transport.route import TransportSpec
 
 
 class Member(Node):
@@ -47,7 +48,9 @@ class Tier:
         net = Net()
         self.members = [Member(net, f"relay-{i}") for i in range(num_relays)]
         handles = cast("list[Remote[Relay]]", self.members)
-        self.relays = RayRelays(handles, TRANSFER_S, nodes=lambda: [member.name for member in self.members])
+        self.relays = RayRelays(
+            handles, TRANSFER_S, TransportSpec("object_store"), nodes=lambda: [member.name for member in self.members]
+        )
         self.recovered: list[str] = []
 
     async def publish(self, version: int) -> None:
