@@ -54,7 +54,7 @@ class PolicyWorkers:
     @classmethod
     def of(cls, config: Config, policy: str = POLICY) -> PolicyWorkers:
         """Start all of them; `config` is that of this policy."""
-        relays, signals = RayRelays.start(config.limits.transfer_s), config.algorithm.signals
+        relays, signals = _relays(config), config.algorithm.signals
         return cls(
             relays,
             start_actor(config, relays),
@@ -170,6 +170,12 @@ class WorkerSet:
         """Handles of all workers except the relays and the partial responses."""
         own = [handle for line in self.lines.values() for handle in (line.actor, line.critic, line.reference)]
         return [handle for handle in (*own, self.rollouts, self.rewards, self.evaluation) if handle is not None]
+
+
+def _relays(config: Config) -> RayRelays:
+    """Start the relays of a policy. Replicas that wait for the first version know its size from the model's files."""
+    files = () if config.train.lora else Path(config.model.path).glob("*.safetensors")
+    return RayRelays.start(config.limits.transfer_s, num_bytes=sum(file.stat().st_size for file in files))
 
 
 def start_partials() -> Remote[Partials]:

@@ -311,8 +311,8 @@ class LimitsSection(Section):
     """Deadline of rolling out one group, seconds; after it, the replica is replaced and the group reissued. Waiting at
     the replica for weights does not count. For a reward worker: deadline of scoring one group."""
     transfer_s: PositiveFloat = 120.0
-    """Deadline of one weight transfer, seconds. A single relay must answer within a quarter of it; otherwise it is
-    killed and filled again."""
+    """Least deadline of one weight transfer, seconds. To it comes ten times what the bytes take at the measured speed
+    of the links. A single relay must answer within a quarter of it; otherwise it is killed and filled again."""
     step_s: PositiveFloat = 120.0
     """Deadline of one decoding step of an engine, seconds; after it, the replica is replaced."""
     silence_s: PositiveFloat = 6.0

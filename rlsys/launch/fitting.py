@@ -57,6 +57,31 @@ class Gpus:
 
 
 @dataclass(frozen=True, slots=True)
+class PublishedBytes:
+    """Host memory of the weights on their way to the replicas."""
+
+    version_bytes: int
+    """Bytes of one version."""
+    at_actor: int
+    """Most versions on the machine of the actor's ranks: those that relays keep, and one that is being written."""
+    elsewhere: int
+    """Most versions on another machine with replicas."""
+
+    @classmethod
+    def of(cls, config: Config, version_bytes: int) -> PublishedBytes:
+        """Two complete versions and one on its way, and that of a running evaluation."""
+        kept = 4 if config.eval.every else 3
+        return cls(version_bytes, kept + 1, kept)
+
+    def __str__(self) -> str:
+        actor, other = (gigabytes(count * self.version_bytes) for count in (self.at_actor, self.elsewhere))
+        return (
+            f"at most {actor} on the actor's machine, {other} on each other "
+            f"({self.at_actor} and {self.elsewhere} versions of {gigabytes(self.version_bytes)})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class FittedPlan:
     """Memory of every worker of a configuration, and what to change if it does not fit."""
 
@@ -64,6 +89,7 @@ class FittedPlan:
     num_reserved: float
     """GPUs that the workers reserve."""
     workers: tuple[WorkerMemory, ...]
+    published: PublishedBytes
     advice: tuple[str, ...] = ()
     """Changes that make it fit, as overrides; the nearest first."""
 
@@ -76,6 +102,7 @@ class FittedPlan:
         yield from table_of(self.workers)
         if any(worker.num_gpus for worker in self.workers):
             yield f"planned for GPUs: {self.gpus}; {self.num_reserved:g} reserved"
+        yield f"published weights in host memory: {self.published}"
 
     def as_json(self) -> dict[str, Any]:
         workers = [{**asdict(w), "total": w.memory.total, "fits": w.fits} for w in self.workers]
@@ -84,6 +111,7 @@ class FittedPlan:
             "gpus": self.gpus.count,
             "gpu_memory": self.gpus.memory,
             "num_reserved": self.num_reserved,
+            "published": asdict(self.published),
             "workers": workers,
             "advice": list(self.advice),
         }
@@ -123,7 +151,8 @@ def memory_plan(config: Config, *, gpus: int | None = None, gpu_memory: str | No
     planned = Gpus(gpus or ceil(reserved), memory or own or USUAL_GPU, is_assumed=not (memory or own))
     workers, settings = PlannedWorkers(config, planned.memory), MemorySettings.of(config)
     found = (*workers.training(settings), *workers.sampling(settings))
-    plan = FittedPlan(planned, workers.num_gpus(found), found)
+    published = PublishedBytes.of(config, workers.published_bytes(settings))
+    plan = FittedPlan(planned, workers.num_gpus(found), found, published)
     if plan.fits or config.policies:
         return plan
     return replace(plan, advice=tuple(NearestPlan(config, workers, planned.count).advice(settings)))

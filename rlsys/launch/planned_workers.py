@@ -89,6 +89,17 @@ class PlannedWorkers:
         reward = self._config.reward
         return reward.workers * reward.worker_gpus + sum(worker.count * worker.num_gpus for worker in workers)
 
+    def published_bytes(self, settings: MemorySettings) -> int:
+        """Bytes of one version of the weights of all trained policies."""
+        from workers.train.memory_counts import adapter_parameters
+
+        total = 0
+        for own in self._config.trained.values() or [self._config]:
+            path, lora = own.model.path, own.train.lora
+            count = adapter_parameters(path, lora) if lora else self.sizes(path).parameters
+            total += VALUE_BYTES[settings.dtype] * count
+        return total
+
     def training(self, settings: MemorySettings) -> tuple[WorkerMemory, ...]:
         """Ranks of actor and critic, and the reference."""
         if not self._config.policies:

@@ -39,6 +39,7 @@ from rlsys.monitoring.events import (
     RunEnded,
     RunStarted,
     StepDone,
+    TransportChosen,
     WorkerFailed,
     WorkerRestarted,
 )
@@ -339,6 +340,9 @@ class TrainingJob:
             await workers.ready()
         for worker, choice in await workers.engines():
             events.emit(EngineChosen(worker, choice.engine, choice.reason))
+        for policy, line in workers.lines.items():
+            transport = line.relays.transport
+            events.emit(TransportChosen(policy, transport.name, transport.reason))
 
     def _drivers(self, workers: WorkerSet, joint: Joint | None, data: preflight.Data) -> dict[str, Driver]:
         progress = Progress()

@@ -29,6 +29,7 @@ from rlsys.monitoring.events import (
     RunEnded,
     RunStarted,
     StepDone,
+    TransportChosen,
 )
 
 MARGIN = 0.8
@@ -243,7 +244,7 @@ class Alarms:
             case RolledBack(total_steps=total):
                 self._total_steps = total
                 return []
-            case PhaseDone() | EngineChosen():
+            case PhaseDone() | EngineChosen() | TransportChosen():
                 return []  # start-up, maybe of a run that resumes days after it was killed
             case _:
                 late = self.silent(time_s)

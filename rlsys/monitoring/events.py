@@ -64,6 +64,14 @@ class EngineChosen(Event):
     reason: str
 
 
+class TransportChosen(Event):
+    """Transport of the weights of a policy, with the reason for the choice."""
+
+    policy: str
+    transport: str
+    reason: str
+
+
 class StepDone(Event):
     """An optimizer step is done and its weights are published."""
 

@@ -152,8 +152,8 @@ class Relay:
     announced. A running pull is completed, so even the slowest relay makes progress.
 
     Each wait for a peer, a bucket or a version ends after one of `TRIES` parts of `transfer_s`. It then raises a
-    `DeadlineExceeded` that names the awaited worker and the phase. `accept` and `refill` may wait many times, and for
-    their turn; `watch` has no deadline.
+    `DeadlineExceeded` that names the awaited worker and the phase. `accept` and `refill` wait once for each bucket, and
+    for their turn: they may take long while buckets arrive. `watch` has no deadline.
     """
 
     def __init__(self, name: str, place: str, store: Store, transfer_s: float, keep: int = 2) -> None:
@@ -203,7 +203,7 @@ class Relay:
             self._evict(self._keep)
             self._changed.notify_all()
 
-    @remote("taking in version {version}", patience=TRIES)
+    @remote("taking in version {version}", patience=math.inf)
     async def accept(self, version: PolicyVersion, rank: int, sources: Sequence[RelayPeer]) -> None:
         """Receive an announced part: pull the missing buckets, in order, from the first of `sources` that has them.
 
@@ -270,7 +270,7 @@ class Relay:
         versions = (*sorted(self._complete, reverse=True), *sorted(self._known.keys() - self._complete.keys()))
         return Holding(tuple(a for v in versions for a in self._known[v].values()), self._pinned, self._link)
 
-    @remote("being refilled", patience=TRIES)
+    @remote("being refilled", patience=math.inf)
     async def refill(self, neighbours: Sequence[ChainMember], known: Holding) -> None:
         """Recover a relay that lost everything. Receives, newest first, the versions in `known` and those that any
         neighbour has or expects; pins the pinned version. Raises the error of the last source."""

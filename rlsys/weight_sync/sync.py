@@ -17,6 +17,7 @@ from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerError
 from rlsys.monitoring.events import Events, WeightsPublished
 from rlsys.types import Acknowledged, Group, PolicyVersion
 from rlsys.util.deadlines import timeout
+from rlsys.weight_sync.links import BYTES_PER_S, deadline_s
 from rlsys.weight_sync.manifest import Manifest
 
 T = TypeVar("T")
@@ -86,8 +87,8 @@ class WeightSync:
     actor: Actor
     relays: Relays
     transfer_s: float
-    """Deadline in seconds of one publish, and of each of up to two waits for its arrival. After the first, the actor
-    announces the version again, or raises the error that delayed it."""
+    """Least deadline in seconds of one publish, and of each of up to two waits for its arrival, see `deadline_s`. After
+    the first, the actor announces the version again, or raises the error that delayed it."""
     max_age: int
     """Maximum age of a token, in versions: hashes of older versions are removed."""
     published: dict[PolicyVersion, str] = field(default_factory=dict)
@@ -99,6 +100,10 @@ class WeightSync:
     metrics: dict[str, float] = field(default_factory=dict, init=False)
     """`weights/*` of the newest version that arrived in this session."""
     _arriving: dict[PolicyVersion, asyncio.Task[None]] = field(default_factory=dict, init=False)
+    _num_bytes: int = field(default=0, init=False)
+    """Bytes of the newest version."""
+    _bytes_per_s: float = field(default=BYTES_PER_S, init=False)
+    """Lowest speed at which a version arrived."""
 
     async def publish(self, version: PolicyVersion) -> Published:
         """Publish the actor's weights as `version`; return once the bytes have left the actor.
@@ -108,8 +113,9 @@ class WeightSync:
         for earlier in [task for task in self._arriving.values() if task.done()]:
             earlier.result()
         receipt = await with_deadline(
-            self.actor.publish(version), self.transfer_s, "actor", f"publishing version {version}"
+            self.actor.publish(version), self._deadline_s(), "actor", f"publishing version {version}"
         )
+        self._num_bytes = receipt.num_bytes
         self._arriving[version] = asyncio.create_task(self._arrive(receipt))
         return receipt
 
@@ -164,6 +170,8 @@ class WeightSync:
             await self.actor.announce_again(version)
             arrival = await self._arrival(version)
         self.published[version] = arrival.hash
+        if arrival.num_sent and arrival.seconds:
+            self._bytes_per_s = min(self._bytes_per_s, arrival.num_sent / arrival.seconds)
         del self._arriving[version]
         for old in [v for v in self.published if v < version - self.max_age and v not in self.kept]:
             del self.published[old]
@@ -173,7 +181,10 @@ class WeightSync:
 
     async def _arrival(self, version: PolicyVersion) -> Arrival:
         phase = f"taking in version {version}"
-        return await with_deadline(self.relays.arrival(version), self.transfer_s, "relays", phase)
+        return await with_deadline(self.relays.arrival(version), self._deadline_s(), "relays", phase)
+
+    def _deadline_s(self) -> float:
+        return deadline_s(self.transfer_s, self._num_bytes, self._bytes_per_s)
 
 
 async def with_deadline(work: Awaitable[T], seconds: float, worker: str, phase: str) -> T:

@@ -12,6 +12,7 @@ import numpy as np
 from rlsys.contracts import Arrival
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied, WorkerError
 from rlsys.types import PolicyVersion, Ref
+from rlsys.weight_sync.links import BYTES_PER_S, deadline_s
 from rlsys.weight_sync.relay import (
     FAILURES,
     RESTART_POLL_S,
@@ -71,8 +72,9 @@ class RayRelays:
         transfer_s: float,
         transport: TransportSpec,
         nodes: Callable[[], Sequence[str]] = node_ids,
+        num_bytes: int = 0,
     ) -> None:
-        """`nodes` returns the nodes that are alive."""
+        """`nodes` returns the nodes that are alive. `num_bytes`: see `Route`."""
         self.members = list(members)
         """Relays of the live nodes; the driver's node first."""
         self.transport = transport
@@ -80,14 +82,19 @@ class RayRelays:
         self._last: tuple[Announcement, ...] = ()
         """Parts of the newest version that arrived."""
         self._pinned: tuple[Announcement, ...] = ()
+        self._num_bytes = num_bytes
 
     @classmethod
     def start(
-        cls, transfer_s: float, kind: type[Relay] = Relay, *args: object, transport: TransportSpec | None = None
+        cls,
+        transfer_s: float,
+        kind: type[Relay] = Relay,
+        *args: object,
+        transport: TransportSpec | None = None,
+        num_bytes: int = 0,
     ) -> RayRelays:
-        """Start one relay per node. `transfer_s` is the deadline of a transfer; `args` are further arguments of `kind`.
-
-        By default, the transport is chosen for the cluster's nodes.
+        """Start one relay per node. `transfer_s` is the least deadline of a transfer; `args` are further arguments of
+        `kind`. By default, the transport is chosen for the cluster's nodes. `num_bytes`: see `Route`.
 
         A relay answers within `transfer_s / TRIES`. Ray restarts its process after a death: the member stays valid, but
         the relay's weights are lost.
@@ -98,12 +105,12 @@ class RayRelays:
             name, place = f"relay-{node[:8]}", transport.place_on(node)
             build = partial(_built, kind, name, place, transport, transfer_s, *args)
             members.append(start(kind, name, build, NO_MATHS, transfer_s / TRIES, place=node, restarts=True))
-        return cls(members, transfer_s, transport)
+        return cls(members, transfer_s, transport, num_bytes=num_bytes)
 
     @property
     def route(self) -> Route:
         """The way to these relays, for ranks and replicas."""
-        return Route(self.members, self.transport, self._transfer_s)
+        return Route(self.members, self.transport, self._transfer_s, self._num_bytes)
 
     async def arrival(self, version: PolicyVersion) -> Arrival:
         """See `Relays.arrival`. Waits for relays that restart or hang; the caller sets the deadline."""
@@ -117,7 +124,7 @@ class RayRelays:
         later.
 
         Returns once one relay keeps it and the others have answered or failed. Waits for relays that restart or hang.
-        Raises `WeightsMismatch` if all relays have evicted the version, `DeadlineExceeded` after `transfer_s`.
+        Raises `WeightsMismatch` if all relays have evicted the version, `DeadlineExceeded` after `deadline_s`.
         """
 
         async def ask() -> None:
@@ -127,7 +134,9 @@ class RayRelays:
                 raise passing(errors)
             _, self._pinned = await self._found(version)
 
-        await patiently(ask, self._transfer_s, f"pinning version {version}")
+        num_bytes = sum(announcement.part.num_bytes for announcement in self._last)
+        seconds = deadline_s(self._transfer_s, num_bytes, BYTES_PER_S)
+        await patiently(ask, seconds, f"pinning version {version}")
 
     async def _found(self, version: PolicyVersion) -> tuple[Arrival, tuple[Announcement, ...]]:
         """Arrival and announcements of `version`, from the first relay that has it."""

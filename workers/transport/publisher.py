@@ -14,7 +14,7 @@ from ray.exceptions import ObjectLostError
 
 from rlsys.errors import DeadlineExceeded, WorkerDied
 from rlsys.types import PolicyVersion, Ref
-from rlsys.weight_sync.links import BYTES_PER_S, Link
+from rlsys.weight_sync.links import BYTES_PER_S, Link, deadline_s
 from rlsys.weight_sync.manifest import Part, Probe, Rectangle
 from rlsys.weight_sync.relay import (
     TRIES,
@@ -81,7 +81,7 @@ class WeightPublisher:
     ) -> int:
         """Begin to copy `rectangles` of this rank's `shards`, which are by tensor name, as its part of `version`.
 
-        Returns the bytes of the part. Waits until the previous part is with the relays, for less than `transfer_s`.
+        Returns the bytes of the part. Waits until the previous part is with the relays, for less than its deadline.
         With `probe`, replicas can check that they compute with these weights. `base`: see `Manifest.base`. `pin`: copy
         into page-locked memory.
         """
@@ -123,7 +123,7 @@ class WeightPublisher:
         """Return once the last transfer has reached a relay, or raise its error."""
         if self._handing_over is None:
             return
-        seconds = self._route.transfer_s * (1 - 1 / TRIES)
+        seconds = self._deadline_s * (1 - 1 / TRIES)
         try:
             self._handing_over.result(seconds)
         except TimeoutError as error:
@@ -198,12 +198,16 @@ class WeightPublisher:
 
     async def _reach(self, announcement: Announcement) -> None:
         """Return once one relay has the part; the others continue. Waits for relays that restart or hang."""
-        seconds = self._route.transfer_s
 
         async def ask() -> None:
-            await first_success(await broadcast(self._chain(), announcement, seconds, self._link))
+            await first_success(await broadcast(self._chain(), announcement, self._route.transfer_s, self._link))
 
-        await patiently(ask, seconds, f"taking in version {announcement.version}")
+        await patiently(ask, self._deadline_s, f"taking in version {announcement.version}")
+
+    @property
+    def _deadline_s(self) -> float:
+        num_bytes = self._layout.num_bytes if self._layout else 0
+        return deadline_s(self._route.transfer_s, num_bytes, self._link.bytes_per_s)
 
     def _chain(self) -> list[Relay]:
         """Relays of the live nodes, from that of this node on: so each rank begins with another."""

@@ -10,6 +10,7 @@ import ray
 
 from rlsys.errors import WorkerError
 from rlsys.types import PolicyVersion
+from rlsys.weight_sync.links import BYTES_PER_S, deadline_s
 from rlsys.weight_sync.manifest import Manifest
 from rlsys.weight_sync.relay import FAILURES, Relay, passing, patiently
 from rlsys.weight_sync.sync import with_deadline
@@ -29,15 +30,21 @@ class WeightPuller:
         node = ray.get_runtime_context().get_node_id()
         self._relays = sorted(route.relays, key=lambda relay: relay.place != node)
         self._transport, self._transfer_s, self._is_pinned = route.transport.start(), route.transfer_s, is_pinned
+        self._num_bytes = route.num_bytes
+        """Bytes of the last version."""
 
     async def pull(self, at_least: PolicyVersion) -> tuple[Manifest, Mapping[str, Tensor]]:
         """Pull the relay's newest version, no older than `at_least`. Tensors are read-only views of shared memory.
 
         While relays restart or hang, tries the others in turn, repeatedly. Raises `WeightsMismatch` if all have evicted
-        a pinned version, `DeadlineExceeded` after `transfer_s`.
+        a pinned version, `DeadlineExceeded` after `deadline_s`.
         """
         phase = f"giving version {at_least}{'' if self._is_pinned else ' or newer'}"
-        return await patiently(lambda: self._pull_from_any(at_least), self._transfer_s, phase)
+        return await patiently(lambda: self._pull_from_any(at_least), self._deadline_s, phase)
+
+    @property
+    def _deadline_s(self) -> float:
+        return deadline_s(self._transfer_s, self._num_bytes, BYTES_PER_S)
 
     async def _pull_from_any(self, at_least: PolicyVersion) -> tuple[Manifest, Mapping[str, Tensor]]:
         failures: list[WorkerError] = []
@@ -53,5 +60,6 @@ class WeightPuller:
         manifest, refs = await give(at_least)
         phase = f"giving the bytes of version {manifest.version}"
         fetched = asyncio.gather(*(self._transport.fetch(ref, relay.name, phase) for ref in refs))
-        buckets = await with_deadline(fetched, self._transfer_s / 2, relay.name, phase)
+        self._num_bytes = manifest.num_bytes
+        buckets = await with_deadline(fetched, self._deadline_s / 2, relay.name, phase)
         return manifest, ReceivedWeights(manifest, buckets, relay.name)

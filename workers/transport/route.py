@@ -48,4 +48,6 @@ class Route:
     relays: Sequence[Remote[Relay]]
     transport: TransportSpec
     transfer_s: float
-    """Deadline for a version to reach a relay, and for a pull."""
+    """Least deadline for a version to reach a relay, and for a pull, see `deadline_s`."""
+    num_bytes: int = 0
+    """Bytes of a version, as far as they are known before the first one."""

@@ -82,6 +82,8 @@ def note_of(event: events.Event) -> str | None:
             return f"{seconds:6.1f} s  {phase.replace('_', ' ')}"
         case events.EngineChosen(worker=worker, engine=engine, reason=reason):
             return f"{worker} generates with {engine}: {reason}"
+        case events.TransportChosen(policy=policy, transport=transport, reason=reason):
+            return f"weights of {policy} travel through {transport.replace('_', ' ')}: {reason}"
         case events.GroupDropped(group_id=group_id, task_id=task_id, reason=reason, detail=detail):
             return f"dropped group {group_id} (task {task_id}): {reason}" + (f": {detail}" if detail else "")
         case events.GroupReissued(group_id=group_id, task_id=task_id, reason=reason):
