@@ -238,7 +238,7 @@ def main() -> None:
                 None,
             ),
             "left_out": [" ".join(map(str, case)) for case in asked if not fits(*case)],
-            "deltas": None and in_fresh_process("benchmarks.weight_deltas:after_steps", arguments.size),
+            "deltas": in_fresh_process("benchmarks.weight_deltas:after_steps", arguments.size),
             "rows": rows,
         }
     )

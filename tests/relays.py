@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rlsys.errors import WorkerDied
 from rlsys.types import Ref
 from rlsys.weight_sync.links import Link as Speed
-from rlsys.weight_sync.manifest import Bucket, Part, TensorSpec
+from rlsys.weight_sync.manifest import Bucket, TensorSpec, VersionPart
 from rlsys.weight_sync.relay import Announcement, ChainMember, Delta, Holding, Origin, Relay, RelayPeer, broadcast
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def announced(
 
     Its bytes lie with `actor` at `place`. With `bases`, buckets also come as deltas to these, of a tenth of the bytes.
     """
-    part = Part(version, rank, num_ranks, tuple(Bucket(name, num_bytes, ()) for name in buckets))
+    part = VersionPart(version, rank, num_ranks, tuple(Bucket(name, num_bytes, ()) for name in buckets))
     deltas = {new: Delta(old, new, num_bytes // 10) for old, new in zip(bases, buckets, strict=bool(bases))}
     blobs = [Blob(actor, name, num_bytes) for name in buckets]
     blobs += [Blob(actor, delta.name, delta.num_bytes) for delta in deltas.values()]

@@ -10,7 +10,7 @@ from rlsys.simulate.fake_world import FakeWorld
 from rlsys.simulate.profile import TRANSFER_S, Profile
 from rlsys.types import Group, PolicyVersion, Ref
 from rlsys.weight_sync.links import Link
-from rlsys.weight_sync.manifest import BUCKET_BYTES, Bucket, Part
+from rlsys.weight_sync.manifest import BUCKET_BYTES, Bucket, VersionPart
 from rlsys.weight_sync.relay import Announcement, Origin, Relay, broadcast
 
 MAX_BUCKETS = 32
@@ -62,7 +62,7 @@ class SimCluster(FakeWorld):
         names = [f"{version}/{i}" for i in range(self.num_buckets)]
         buckets = tuple(Bucket(name, size + (i < rest), ()) for i, name in enumerate(names))
         origin = Origin("actor", ACTOR_NODE, {bucket.hash: bucket for bucket in buckets})
-        announcement = Announcement(Part(version, 0, 1, buckets), origin, self.num_bytes, 0.0)
+        announcement = Announcement(VersionPart(version, 0, 1, buckets), origin, self.num_bytes, 0.0)
         link = Link(self.profile.weights.link_bytes_per_s, self.profile.weights.link_latency_s)
         await asyncio.gather(*await broadcast(self.relays, announcement, TRANSFER_S, link))
         self.arrived_s[version] = now() - began_s

@@ -1,6 +1,6 @@
 """Contents of a published version: which rank publishes which rectangle of which tensor, and its checksums.
 
-A rank publishes a `Part`: rectangles of tensors, in buckets of bytes. All parts of a version make its `Manifest`.
+A rank publishes a `VersionPart`: rectangles of tensors, in buckets of bytes. The parts of all ranks make a `Manifest`.
 
 The checksum of a tensor is the sum of those of its rectangles, however it is cut. So every process checks what it has:
 a rank what it publishes, a shard of an engine what it computes with.
@@ -158,7 +158,7 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class VersionPart:
     """What one rank publishes of a version."""
 
     version: PolicyVersion
@@ -182,7 +182,7 @@ class Part:
 class Manifest:
     """Contents of one version: the parts of all ranks, in order."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[VersionPart, ...]
 
     @property
     def version(self) -> PolicyVersion:

@@ -1,9 +1,9 @@
 """Relay: published weights in the memory of a node, from which rollouts pull at any time.
 
-Every rank of the actor publishes its `Part` of a version, and all parts are sent at the same time. A part consists of
-buckets, each named by the hash of its bytes. A bucket of which few bytes changed comes as a `Delta` to one of the
-version before, if the relay has that one, and whole if not. A relay that missed versions, or lost everything, receives
-the missing buckets in the same way.
+Every rank of the actor publishes a `VersionPart`, and all parts are sent at the same time. A part consists of buckets,
+each named by the hash of its bytes. A bucket of which few bytes changed comes as a `Delta` to one of the version
+before, if the relay has that one, and whole if not. A relay that missed versions, or lost everything, receives the
+missing buckets in the same way.
 
 A part goes down a chain or a tree of relays, see `links`: each pulls buckets from a relay before it as they arrive
 there. A source that fails is skipped for the rest of that part; the last source is the rank. So skipping a dead relay
@@ -25,7 +25,7 @@ from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied, WorkerEr
 from rlsys.types import PolicyVersion, Ref
 from rlsys.util.deadlines import remote, timeout
 from rlsys.weight_sync.links import Link, parents
-from rlsys.weight_sync.manifest import Bucket, Manifest, Part
+from rlsys.weight_sync.manifest import Bucket, Manifest, VersionPart
 from rlsys.weight_sync.sync import with_deadline
 
 T = TypeVar("T")
@@ -95,7 +95,7 @@ class Delta:
 class Announcement:
     """Announcement of a part to the relays, before its bytes are sent."""
 
-    part: Part
+    part: VersionPart
     origin: Origin
     num_sent: int
     """Bytes that a relay is sent which has the previous version: deltas, and buckets without one."""

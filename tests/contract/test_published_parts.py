@@ -15,13 +15,13 @@ from rlsys.config.lora_section import LoraSection
 from rlsys.config.mesh_section import MeshSection
 from rlsys.config.schema import NO_SAVINGS, MemorySavings
 from rlsys.errors import WeightsMismatch
-from rlsys.weight_sync.manifest import Manifest, Part
+from rlsys.weight_sync.manifest import Manifest, VersionPart
 from tests.families import FAMILIES, tiny
 from tests.models import save_model
 from tests.training import SETTINGS, JoinedRanks, Surrogate, data_of, differing, planned
 from workers.train.fsdp import FsdpBackend
 from workers.train.rank_group import RankGroup
-from workers.transport.buckets import Layout, ReceivedWeights, bucket_hash
+from workers.transport.buckets import PartLayout, ReceivedWeights, bucket_hash
 from workers.transport.checksums import hash_of
 
 ONE = MeshSection()
@@ -44,7 +44,7 @@ class Job:
     lora: LoraSection | None = None
 
 
-Published = tuple[Part, list[np.ndarray], dict[str, Tensor]]
+Published = tuple[VersionPart, list[np.ndarray], dict[str, Tensor]]
 
 
 def published(job: Job, ranks: RankGroup) -> Published:
@@ -54,10 +54,10 @@ def published(job: Job, ranks: RankGroup) -> Published:
     algorithm = Surrogate()
     plan, payloads = planned(0, job.mesh.num_batches, algorithm, 2)
     backend.train_step(plan[arranged.batch], data_of(payloads), algorithm, temperature=1.0)
-    layout = Layout(backend.published_rectangles(), bucket_bytes=4096)
+    layout = PartLayout(backend.published_rectangles(), bucket_bytes=4096)
     memory = np.zeros(layout.num_bytes, np.uint8)
     layout.write(memory, backend.owned())
-    part = layout.part(memory, Part(1, arranged.rank, job.mesh.num_ranks, ()))
+    part = layout.part(memory, VersionPart(1, arranged.rank, job.mesh.num_ranks, ()))
     buckets = [memory[start:end] for start, end in zip(layout.bounds[:-1], layout.bounds[1:], strict=True)]
     return part, buckets, backend.full_weights(backend.dtype)
 
@@ -138,10 +138,10 @@ def test_the_hash_of_a_version_is_that_of_any_layout(
 def untrained(job: Job, ranks: RankGroup) -> Published:
     """A rank's part of the initial weights."""
     backend = FsdpBackend(job.model_path, SETTINGS, ranks.arranged(job.mesh))
-    layout = Layout(backend.published_rectangles())
+    layout = PartLayout(backend.published_rectangles())
     memory = np.zeros(layout.num_bytes, np.uint8)
     layout.write(memory, backend.owned())
-    return layout.part(memory, Part(0, ranks.rank, job.mesh.num_ranks, ())), [memory], {}
+    return layout.part(memory, VersionPart(0, ranks.rank, job.mesh.num_ranks, ())), [memory], {}
 
 
 def test_a_version_of_which_a_piece_lacks_is_refused(model_path: str, two_ranks: JoinedRanks) -> None:

@@ -19,7 +19,7 @@ from rlsys.algorithm import Algorithm
 from rlsys.config.schema import ActivationCheckpointing, GatherWeights, MemorySavings
 from rlsys.errors import CheckpointError, ModelError
 from rlsys.monitoring.metric_catalog import undocumented
-from rlsys.weight_sync.manifest import Manifest, Part
+from rlsys.weight_sync.manifest import Manifest, VersionPart
 from tests.models import save_model, tiny_llama, tiny_qwen3
 from tests.training import (
     PLAIN,
@@ -37,7 +37,7 @@ from workers.train.model_loading import load_model
 from workers.train.optimizer import OptimizerSettings, learning_rate
 from workers.train.rank_group import RankGroup
 from workers.train.rank_metrics import BIN_WIDTH
-from workers.transport.buckets import Layout, ReceivedWeights
+from workers.transport.buckets import PartLayout, ReceivedWeights
 
 Outcome = tuple[dict[str, Tensor], list[dict[str, float]], int]
 """Weights, metrics of each step, and the step arrived at."""
@@ -275,10 +275,10 @@ def test_full_weights_are_copies_without_tied_duplicates(model_path: str) -> Non
 
 def written(backend: FsdpBackend, *, pin: bool = False) -> dict[str, Tensor]:
     """What a rank publishes, read from the memory it is copied into."""
-    layout = Layout(backend.published_rectangles(), bucket_bytes=4096)
+    layout = PartLayout(backend.published_rectangles(), bucket_bytes=4096)
     memory = torch.zeros(layout.num_bytes, dtype=torch.uint8, pin_memory=pin).numpy()
     layout.write(memory, backend.owned())
-    manifest = Manifest((layout.part(memory, Part(0, 0, 1, ())),))
+    manifest = Manifest((layout.part(memory, VersionPart(0, 0, 1, ())),))
     buckets = [memory[start:end] for start, end in pairwise(layout.bounds)]
     return dict(ReceivedWeights(manifest, buckets, "actor-0"))
 

@@ -20,7 +20,7 @@ from workers.ray.cluster import NO_MATHS
 from workers.ray.remote_proxy import Remote, start
 from workers.ray.shared_memory import WEIGHTS
 from workers.transport.route import TransportSpec
-from workers.transport.shared_memory import Segment, SharedMemoryTransport, remove_segments
+from workers.transport.shared_files import SharedBytes, SharedMemoryTransport, remove_segments
 from workers.transport.transport import TransportName, WeightTransport
 
 PHASE = "giving the bytes of version 3"
@@ -170,7 +170,7 @@ def test_shared_memory_is_written_again_once_nobody_reads_it(folder: Path) -> No
 def test_a_late_reader_never_gets_a_newer_version(folder: Path) -> None:
     transport, reader = SharedMemoryTransport("here", folder), SharedMemoryTransport("here", folder)
     late = write(transport, 1)
-    assert isinstance(late, Segment)
+    assert isinstance(late, SharedBytes)
     name = replace(late, lock=None)
     del late
     transport.memory(2, 4096, pin=False)
@@ -183,7 +183,7 @@ def test_a_version_that_is_being_written_cannot_be_read(folder: Path) -> None:
     transport.memory(1, 4096, pin=False)
     (name,) = files(folder)
     with pytest.raises(WorkerDied, match="in use for a newer version"):
-        reader.held(Segment(str(folder / name), 0, 4096))
+        reader.held(SharedBytes(str(folder / name), 0, 4096))
 
 
 def test_full_shared_memory_is_named_and_nothing_is_lost(folder: Path) -> None:
@@ -202,7 +202,7 @@ def test_full_shared_memory_is_named_and_nothing_is_lost(folder: Path) -> None:
 def test_a_cut_file_is_named(folder: Path) -> None:
     transport, reader = SharedMemoryTransport("here", folder), SharedMemoryTransport("here", folder)
     ref = write(transport, 1)
-    assert isinstance(ref, Segment)
+    assert isinstance(ref, SharedBytes)
     with pytest.raises(WorkerDied, match="is shorter than the 9000 bytes that were published"):
         asyncio.run(_fetched(reader, replace(ref, end=9000)))
 
@@ -219,7 +219,7 @@ def test_what_a_dead_process_left_is_removed_unless_it_is_read(folder: Path) -> 
     process.join(60)
     (name,) = files(folder)
     reader = SharedMemoryTransport("here", folder)
-    held = reader.held(Segment(str(folder / name), 0, 4096))
+    held = reader.held(SharedBytes(str(folder / name), 0, 4096))
     first = SharedMemoryTransport("here", folder)
     write(first, 2)
     assert name in files(folder) and asyncio.run(_fetched(reader, held))[0] == 1

@@ -10,7 +10,7 @@ from rlsys.config.loader import dump
 from rlsys.simulate.profile import Profile
 from rlsys.simulate.sim_session import Workload
 from rlsys.simulate.simulation import Simulation
-from rlsys.weight_sync.relay import broadcast_s
+from rlsys.weight_sync.links import Link, chain_s, tree_s
 from tests.simulate.profiles import small
 
 SETTINGS: list[dict[str, Any]] = [
@@ -167,16 +167,12 @@ def test_publish_stall_does_not_depend_on_the_replica_count():
     assert few.publish_stall_s == many.publish_stall_s == pytest.approx(0.2)
 
 
-def test_broadcast_time_matches_the_model_of_a_pipelined_chain():
+def test_broadcast_time_matches_the_model_of_its_links():
     simulation = ran(4, gpus=68, inference_share=64 / 68)
     weights = simulation.profile.weights
-    modelled = broadcast_s(
-        simulation.profile.num_relays,
-        weights.num_bytes,
-        simulation.world.num_buckets,
-        weights.link_bytes_per_s,
-        weights.link_latency_s,
-    )
+    link = Link(weights.link_bytes_per_s, weights.link_latency_s)
+    sizes = (simulation.profile.num_relays, weights.num_bytes, simulation.world.num_buckets, link)
+    modelled = min(chain_s(*sizes), tree_s(*sizes))
     assert simulation.report.broadcast_s == pytest.approx(modelled, rel=0.2)
 
 

@@ -30,7 +30,7 @@ from workers.ray.remote_proxy import Remote, start
 from workers.transport.buckets import bucket_hash
 from workers.transport.deltas import patched
 from workers.transport.route import Route, TransportSpec
-from workers.transport.shared_memory import remove_segments
+from workers.transport.shared_files import remove_segments
 from workers.transport.transport import WeightTransport
 
 

@@ -12,14 +12,14 @@ import numpy as np
 import xxhash
 
 from rlsys.errors import WeightsMismatch
-from rlsys.weight_sync.manifest import BUCKET_BYTES, Bucket, Manifest, Part, Rectangle, pack, padded
+from rlsys.weight_sync.manifest import BUCKET_BYTES, Bucket, Manifest, Rectangle, VersionPart, pack, padded
 from workers.transport.checksums import checksum
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Layout:
+class PartLayout:
     """Places of a rank's rectangles in its buckets."""
 
     def __init__(self, rectangles: Iterable[Rectangle], bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -46,7 +46,7 @@ class Layout:
         for device in {shard.device for _, shard in shards.values() if shard.is_cuda}:
             torch.cuda.synchronize(device)
 
-    def part(self, memory: np.ndarray, empty: Part) -> Part:
+    def part(self, memory: np.ndarray, empty: VersionPart) -> VersionPart:
         """The part `empty` with what is in `memory`."""
         buckets: list[Bucket] = []
         checksums: dict[str, int] = {}

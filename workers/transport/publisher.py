@@ -15,7 +15,7 @@ from ray.exceptions import ObjectLostError
 from rlsys.errors import DeadlineExceeded, WorkerDied
 from rlsys.types import PolicyVersion, Ref
 from rlsys.weight_sync.links import BYTES_PER_S, Link, deadline_s
-from rlsys.weight_sync.manifest import Part, Probe, Rectangle
+from rlsys.weight_sync.manifest import Probe, Rectangle, VersionPart
 from rlsys.weight_sync.relay import (
     TRIES,
     Announcement,
@@ -28,7 +28,7 @@ from rlsys.weight_sync.relay import (
     patiently,
 )
 from workers.ray.cluster import has_other_machines, node_ids
-from workers.transport.buckets import Layout
+from workers.transport.buckets import PartLayout
 from workers.transport.deltas import delta_of
 from workers.transport.route import Route
 
@@ -62,7 +62,7 @@ class WeightPublisher:
         self._link = Link()
         """The slowest link in the relays' last reports."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._layout: Layout | None = None
+        self._layout: PartLayout | None = None
         self._copied: Future[None] | None = None
         self._waited_s = 0.0
         self._handing_over: Future[None] | None = None
@@ -87,8 +87,8 @@ class WeightPublisher:
         """
         self._wait()
         if self._layout is None:
-            self._layout, self.name = Layout(rectangles), f"actor-{rank}"
-        empty = Part(version, rank, num_ranks, (), {}, probe, base)
+            self._layout, self.name = PartLayout(rectangles), f"actor-{rank}"
+        empty = VersionPart(version, rank, num_ranks, (), {}, probe, base)
         self._copied = Future()
         self._start(self._hand_over(self._layout, shards, empty, self._copied, pin=pin))
         return self._layout.num_bytes
@@ -132,9 +132,9 @@ class WeightPublisher:
 
     async def _hand_over(
         self,
-        layout: Layout,
+        layout: PartLayout,
         shards: Mapping[str, tuple[Rectangle, Tensor]],
-        empty: Part,
+        empty: VersionPart,
         copied: Future[None],
         *,
         pin: bool,
@@ -151,7 +151,9 @@ class WeightPublisher:
         await self._reach(announcement)
         await self._evict()
 
-    async def _announcement(self, layout: Layout, memory: np.ndarray, part: Part, began_s: float) -> Announcement:
+    async def _announcement(
+        self, layout: PartLayout, memory: np.ndarray, part: VersionPart, began_s: float
+    ) -> Announcement:
         """Store the buckets and their deltas."""
         previous = self._stored[max(self._stored)] if self._stored else None
         refs: dict[str, Ref] = {}

@@ -10,7 +10,7 @@ from rlsys.weight_sync.relay import Relay
 from workers.ray.cluster import has_other_machines
 from workers.ray.remote_proxy import Remote
 from workers.transport.object_store import ObjectStoreTransport
-from workers.transport.shared_memory import FOLDER, SharedMemoryTransport
+from workers.transport.shared_files import FOLDER, SharedMemoryTransport
 from workers.transport.transport import TransportName, WeightTransport
 
 

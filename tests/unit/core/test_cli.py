@@ -61,7 +61,8 @@ def test_a_plan_prints_a_row_for_each_worker():
     head, *rows = done.stdout.splitlines()
     assert head.split("  ")[0] == "GB on each device"
     assert [row.split("  ")[0] for row in rows[:2]] == ["actor rank", "rollout"]
-    assert rows[-1] == "planned for GPUs: 8 x 80.0 GB; 8 reserved"
+    assert rows[-2] == "planned for GPUs: 8 x 80.0 GB; 8 reserved"
+    assert rows[-1].startswith("published weights in host memory: at most ")
 
 
 def test_a_plan_that_does_not_fit_ends_with_2_and_the_nearest():

@@ -13,9 +13,9 @@ from rlsys.weight_sync.manifest import (
     ALIGNMENT,
     Bucket,
     Manifest,
-    Part,
     Rectangle,
     TensorSpec,
+    VersionPart,
     content_hash,
     pack,
     padded,
@@ -120,7 +120,7 @@ def test_small_tensors_share_a_bucket_in_the_order_of_their_names():
 
 def manifest(*checksums: dict[str, int], spec: TensorSpec) -> Manifest:
     bucket = Bucket("b", 24, (Rectangle.whole(spec),))
-    return Manifest(tuple(Part(0, r, len(checksums), (bucket,), own) for r, own in enumerate(checksums)))
+    return Manifest(tuple(VersionPart(0, r, len(checksums), (bucket,), own) for r, own in enumerate(checksums)))
 
 
 def test_the_hash_of_a_version_does_not_depend_on_its_ranks():

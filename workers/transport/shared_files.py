@@ -30,7 +30,7 @@ REMEDY = "make /dev/shm larger (docker run --shm-size), or remove files there th
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class SharedBytes:
     """Bytes `start` to `end` of a file."""
 
     path: str
@@ -40,7 +40,7 @@ class Segment:
     """Keeps the bytes while this process has the reference. It does not travel with the reference."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Segment, (self.path, self.start, self.end)
+        return SharedBytes, (self.path, self.start, self.end)
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class SharedMemoryTransport:
     def share(self, memory: np.ndarray, start: int, end: int) -> Ref:
         (own,) = (own for own in self._own if own.data is memory)
         fcntl.flock(own.descriptor, fcntl.LOCK_SH)
-        return self.held(Segment(str(own.path), start, end))
+        return self.held(SharedBytes(str(own.path), start, end))
 
     def put(self, data: np.ndarray) -> Ref:
         memory = self.memory(0, len(data), pin=False)
@@ -93,11 +93,11 @@ class SharedMemoryTransport:
         return self.share(memory, 0, len(data))
 
     def held(self, ref: Ref) -> Ref:
-        assert isinstance(ref, Segment)
+        assert isinstance(ref, SharedBytes)
         return replace(ref, lock=self._locked(ref.path, "shared memory", "keeping weights"))
 
     async def fetch(self, ref: Ref, source: str, phase: str) -> np.ndarray:
-        assert isinstance(ref, Segment)
+        assert isinstance(ref, SharedBytes)
         whole = np.frombuffer(self._locked(ref.path, source, phase), np.uint8)
         if ref.end > len(whole):
             raise WorkerDied(source, phase, f"{ref.path} is shorter than the {ref.end} bytes that were published")
