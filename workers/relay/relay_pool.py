@@ -32,7 +32,8 @@ from rlsys.weight_sync.relay import (
 )
 from workers.ray.cluster import NO_MATHS, node_ids
 from workers.ray.remote_proxy import Remote, call, start
-from workers.transport.buckets import bucket_hash, patched
+from workers.transport.buckets import bucket_hash
+from workers.transport.deltas import patched
 
 
 class ObjectStore:

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlsys.weight_sync.sync import ALIGNMENT, Manifest, TensorSpec
+from rlsys.weight_sync.sync import Manifest, TensorSpec
 from tests.relays import specs_of
-from workers.transport.buckets import Snapshot, bucket_hash, content_hash, delta_of, patched, unpack
+from workers.transport.buckets import Snapshot, bucket_hash, content_hash, unpack
 from workers.transport.object_store import bucket_bytes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
@@ -154,51 +154,3 @@ def test_bucket_sizes_stay_between_1_and_16_mib(num_relays, num_bytes):
 
 def test_more_relays_mean_smaller_buckets():
     assert bucket_bytes(64, 27_000_000) < bucket_bytes(8, 27_000_000) < bucket_bytes(1, 27_000_000)
-
-
-@given(
-    st.sampled_from([1, 2, 40, 16384, 16385, 40_000]), st.integers(0, 2**32 - 1), st.floats(0, 1), st.integers(0, 15)
-)
-def test_a_delta_gives_the_exact_bytes_of_the_newer_bucket(num_lines: int, seed: int, share: float, bits: int) -> None:
-    """Or there is none, which may be where more than a third of the words change."""
-    rng = np.random.default_rng(seed)
-    old = rng.integers(0, 2**16, num_lines * ALIGNMENT // 2, dtype=np.uint16)
-    new = old ^ np.where(rng.random(len(old)) < share, rng.integers(0, 2**bits + 1, len(old)), 0).astype(np.uint16)
-    delta = delta_of(old.view(np.uint8), new.view(np.uint8))
-    if delta is not None:
-        assert patched(old.view(np.uint8), delta).tobytes() == new.tobytes()
-
-
-@pytest.mark.parametrize("name", ["cut", "flipped", "empty", "of other bytes"])
-def test_a_damaged_delta_gives_other_bytes(name: str) -> None:
-    rng = np.random.default_rng(0)
-    old = rng.integers(0, 256, 4096, dtype=np.uint8)
-    new = old.copy()
-    new[::100] ^= 1
-    delta = delta_of(old, new)
-    assert delta is not None
-    flipped = delta.copy()
-    flipped[len(delta) // 2] ^= 4
-    bad = {
-        "cut": delta[:-3],
-        "flipped": flipped,
-        "empty": delta[:0],
-        "of other bytes": delta_of(old[:1024], new[:1024]),
-    }
-    damaged = bad[name]
-    assert damaged is not None
-    assert bucket_hash(patched(old, damaged)) != bucket_hash(new)
-
-
-def test_weights_after_a_small_step_are_sent_in_few_bytes() -> None:
-    """Of bfloat16 weights of the size of a model's, after steps of AdamW at three learning rates."""
-    torch.manual_seed(0)
-    weights = 0.1 * torch.randn(2**19)
-    step = torch.randn(2**19).clamp(-1.5, 1.5)
-    shares = []
-    for lr in (1e-6, 1e-5, 1e-4, 1.0):
-        old, new = (w.bfloat16().view(torch.uint8).numpy() for w in (weights, weights + lr * step))
-        delta = delta_of(old, new)
-        shares.append(1.0 if delta is None else len(delta) / len(new))
-    assert shares[0] < 0.02 < shares[1] < 0.08 < shares[2] < 0.4
-    assert shares[3] == 1
