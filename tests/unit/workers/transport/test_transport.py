@@ -1,8 +1,8 @@
-"""Weights as bytes: unpacking restores the packed weights, and the hash detects every difference."""
+"""Weights as bytes: received weights are the written ones, whatever the ranks and the buckets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlsys.weight_sync.sync import ALIGNMENT, Manifest, TensorSpec
+from rlsys.errors import WeightsMismatch
+from rlsys.weight_sync.manifest import Manifest, Rectangle, TensorSpec, VersionPart
 from tests.relays import specs_of
-from workers.transport.buckets import Snapshot, bucket_hash, content_hash, delta_of, patched, unpack
-from workers.transport.object_store import bucket_bytes
+from workers.transport.buckets import PartLayout, ReceivedWeights, bucket_hash
+from workers.transport.checksums import hash_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 Weights = dict[str, Tensor]
@@ -34,17 +35,18 @@ def are_equal(one: Weights, other: Weights) -> bool:
     )
 
 
-def packed(version: int, weights: Weights, bucket_bytes: int) -> tuple[Manifest, list[np.ndarray]]:
-    """What is published, and the bytes as they travel: copies."""
-    snapshot = written(Snapshot(specs_of(weights), bucket_bytes), weights)
-    manifest = snapshot.manifest(version)
-    return manifest, [snapshot.bucket(i).copy() for i in range(len(manifest.buckets))]
-
-
-def written(snapshot: Snapshot, weights: Weights) -> Snapshot:
-    for name, tensor in weights.items():
-        snapshot.tensors[name].copy_(tensor.detach())
-    return snapshot
+def packed(weights: Weights, bucket_bytes: int, num_ranks: int = 1) -> tuple[Manifest, list[np.ndarray]]:
+    """What ranks publish that have all weights, and the bytes as they travel: copies."""
+    parts, buckets = [], []
+    wholes = {spec.name: Rectangle.whole(spec) for spec in specs_of(weights)}
+    for rank in range(num_ranks):
+        split = [rectangle.split(num_ranks) for rectangle in wholes.values()]
+        layout = PartLayout([pieces[rank] for pieces in split if rank < len(pieces)], bucket_bytes)
+        memory = np.zeros(layout.num_bytes, np.uint8)
+        layout.write(memory, {name: (wholes[name], tensor.detach()) for name, tensor in weights.items()})
+        parts.append(layout.part(memory, VersionPart(7, rank, num_ranks, ())))
+        buckets += [memory[start:end].copy() for start, end in pairwise(layout.bounds)]
+    return Manifest(tuple(parts)), buckets
 
 
 @settings(deadline=None, max_examples=60)
@@ -53,152 +55,44 @@ def written(snapshot: Snapshot, weights: Weights) -> Snapshot:
     shapes=st.lists(st.lists(st.integers(1, 9), max_size=3), min_size=6, max_size=6),
     dtypes=st.permutations(DTYPES),
     bucket_bytes=st.sampled_from([1, 64, 200, 1 << 20]),
+    num_ranks=st.integers(1, 3),
 )
-def test_whatever_is_packed_comes_back(seed, shapes, dtypes, bucket_bytes):
+def test_whatever_is_packed_comes_back(seed, shapes, dtypes, bucket_bytes, num_ranks):
     weights = random_weights(seed, shapes, dtypes)
-    manifest, buckets = packed(7, weights, bucket_bytes)
-    assert (manifest.version, manifest.hash) == (7, content_hash(weights))
+    manifest, buckets = packed(weights, bucket_bytes, num_ranks)
+    assert (manifest.version, manifest.hash) == (7, hash_of(weights))
     assert [(bucket.hash, bucket.num_bytes) for bucket in manifest.buckets] == [
         (bucket_hash(data), data.nbytes) for data in buckets
     ]
-    back = unpack(manifest, buckets)
+    back = dict(ReceivedWeights(manifest, buckets, "relay-0"))
     assert are_equal(back, weights)
-    assert content_hash(back) == manifest.hash
+    assert hash_of(back) == manifest.hash
 
 
-def test_buckets_follow_name_order_and_large_tensors_are_split():
-    sizes = zip("edcba", (9, 100, 300, 64, 60), strict=True)
-    weights = {name: torch.zeros(count, dtype=torch.uint8) for name, count in sizes}
-    manifest, buckets = packed(0, weights, 128)
-    pieces = [[(p.tensor.name, p.start, p.num_bytes) for p in bucket.pieces] for bucket in manifest.buckets]
-    assert pieces == [
-        [("a", 0, 60), ("b", 0, 64)],
-        [("c", 0, 128)],
-        [("c", 128, 128)],
-        [("c", 256, 44)],
-        [("d", 0, 100)],
-        [("e", 0, 9)],
-    ]
-    assert [data.nbytes for data in buckets] == [128, 128, 128, 64, 128, 64]
-
-
-def test_a_changed_tensor_changes_only_the_hash_of_its_bucket():
-    weights = {f"layer.{i}": torch.full((32,), float(i)) for i in range(9)}
-    before, _ = packed(0, weights, 256)
-    after, _ = packed(1, {**weights, "layer.4": torch.ones(32)}, 256)
-    changed = [
-        [piece.tensor.name for piece in new.pieces]
-        for old, new in zip(before.buckets, after.buckets, strict=True)
-        if old.hash != new.hash
-    ]
-    assert changed == [["layer.4", "layer.5"]]
-
-
-def test_a_snapshot_reuses_its_memory_and_casts_written_tensors():
-    snapshot = Snapshot([TensorSpec("w", "bfloat16", (3,))], 64)
-    place = snapshot.tensors["w"].data_ptr()
-    first = written(snapshot, {"w": torch.tensor([1.0, 2.0, 3.0])}).manifest(0)
-    assert snapshot.tensors["w"].dtype == torch.bfloat16 and snapshot.tensors["w"].data_ptr() == place
-    assert first.hash == content_hash({"w": torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)})
-    assert written(snapshot, {"w": torch.tensor([4.0, 5.0, 6.0])}).manifest(1).hash != first.hash
+def test_written_weights_are_cast():
+    layout = PartLayout([Rectangle.whole(TensorSpec("w", "bfloat16", (3,)))])
+    memory = np.zeros(layout.num_bytes, np.uint8)
+    shard = Rectangle.whole(TensorSpec("w", "bfloat16", (3,))), torch.tensor([1.0, 2.0, 3.0])
+    layout.write(memory, {"w": shard})
+    manifest = Manifest((layout.part(memory, VersionPart(0, 0, 1, ())),))
+    assert manifest.hash == hash_of({"w": torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)})
 
 
 def test_views_and_gradients_are_packed_by_value():
     whole = torch.arange(12, dtype=torch.float32).reshape(3, 4).requires_grad_()
     weights = {"t": whole.T, "row": whole[1]}
-    assert are_equal(unpack(*packed(0, weights, 64)), {name: tensor.detach() for name, tensor in weights.items()})
+    back = dict(ReceivedWeights(*packed(weights, 64), "relay-0"))
+    assert are_equal(back, {name: tensor.detach() for name, tensor in weights.items()})
 
 
-def test_tensors_of_whole_buckets_are_views_of_what_came():
-    manifest, buckets = packed(0, {"w": torch.zeros(4)}, 64)
-    weights = unpack(manifest, buckets)
+def test_tensors_in_one_piece_are_views_of_what_came():
+    manifest, buckets = packed({"w": torch.zeros(4)}, 64)
+    weights = ReceivedWeights(manifest, buckets, "relay-0")
     buckets[0][0] = 1
     assert weights["w"].view(torch.uint8)[0] == 1
 
 
-def flipped(weights: Weights) -> Weights:
-    """One bit of one byte."""
-    changed = weights["b"].clone()
-    changed.view(torch.uint8)[5] ^= 1
-    return {**weights, "b": changed}
-
-
-CHANGES: dict[str, Callable[[Weights], Weights]] = {
-    "one bit": flipped,
-    "a name": lambda w: {"a": w["a"], "c": w["b"]},
-    "a shape": lambda w: {**w, "b": w["b"].reshape(2, 3)},
-    "a dtype": lambda w: {**w, "b": w["b"].view(torch.int32)},
-    "two names exchanged": lambda w: {"a": w["b"], "b": w["a"]},
-    "one tensor less": lambda w: {"a": w["a"]},
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_the_hash_changes_with(change):
-    weights = {"a": torch.zeros(6), "b": torch.arange(6, dtype=torch.float32)}
-    assert content_hash(change(weights)) != content_hash(weights)
-
-
-def test_the_hash_depends_neither_on_order_nor_on_memory_layout():
-    weights = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.zeros(2, dtype=torch.bfloat16)}
-    same = {"b": weights["b"].clone(), "a": weights["a"].T.contiguous().T}
-    assert content_hash(same) == content_hash(weights)
-    assert len(content_hash(weights)) == 32
-
-
-@pytest.mark.parametrize("num_relays", [1, 2, 8, 64])
-@pytest.mark.parametrize("num_bytes", [0, 10_000, 270_000_000, 16_000_000_000])
-def test_bucket_sizes_stay_between_1_and_16_mib(num_relays, num_bytes):
-    assert 2**20 <= bucket_bytes(num_relays, num_bytes) <= 2**24
-
-
-def test_more_relays_mean_smaller_buckets():
-    assert bucket_bytes(64, 27_000_000) < bucket_bytes(8, 27_000_000) < bucket_bytes(1, 27_000_000)
-
-
-@given(
-    st.sampled_from([1, 2, 40, 16384, 16385, 40_000]), st.integers(0, 2**32 - 1), st.floats(0, 1), st.integers(0, 15)
-)
-def test_a_delta_gives_the_exact_bytes_of_the_newer_bucket(num_lines: int, seed: int, share: float, bits: int) -> None:
-    """Or there is none, which may be where more than a third of the words change."""
-    rng = np.random.default_rng(seed)
-    old = rng.integers(0, 2**16, num_lines * ALIGNMENT // 2, dtype=np.uint16)
-    new = old ^ np.where(rng.random(len(old)) < share, rng.integers(0, 2**bits + 1, len(old)), 0).astype(np.uint16)
-    delta = delta_of(old.view(np.uint8), new.view(np.uint8))
-    if delta is not None:
-        assert patched(old.view(np.uint8), delta).tobytes() == new.tobytes()
-
-
-@pytest.mark.parametrize("name", ["cut", "flipped", "empty", "of other bytes"])
-def test_a_damaged_delta_gives_other_bytes(name: str) -> None:
-    rng = np.random.default_rng(0)
-    old = rng.integers(0, 256, 4096, dtype=np.uint8)
-    new = old.copy()
-    new[::100] ^= 1
-    delta = delta_of(old, new)
-    assert delta is not None
-    flipped = delta.copy()
-    flipped[len(delta) // 2] ^= 4
-    bad = {
-        "cut": delta[:-3],
-        "flipped": flipped,
-        "empty": delta[:0],
-        "of other bytes": delta_of(old[:1024], new[:1024]),
-    }
-    damaged = bad[name]
-    assert damaged is not None
-    assert bucket_hash(patched(old, damaged)) != bucket_hash(new)
-
-
-def test_weights_after_a_small_step_are_sent_in_few_bytes() -> None:
-    """Of bfloat16 weights of the size of a model's, after steps of AdamW at three learning rates."""
-    torch.manual_seed(0)
-    weights = 0.1 * torch.randn(2**19)
-    step = torch.randn(2**19).clamp(-1.5, 1.5)
-    shares = []
-    for lr in (1e-6, 1e-5, 1e-4, 1.0):
-        old, new = (w.bfloat16().view(torch.uint8).numpy() for w in (weights, weights + lr * step))
-        delta = delta_of(old, new)
-        shares.append(1.0 if delta is None else len(delta) / len(new))
-    assert shares[0] < 0.02 < shares[1] < 0.08 < shares[2] < 0.4
-    assert shares[3] == 1
+def test_a_version_without_the_part_of_a_rank_is_refused():
+    manifest, buckets = packed({"w": torch.zeros(8), "v": torch.zeros(8)}, 1 << 20, num_ranks=2)
+    with pytest.raises(WeightsMismatch, match="relay-0 while giving version 7: 2 tensors are not whole, as v"):
+        ReceivedWeights(Manifest(manifest.parts[:1]), buckets[:1], "relay-0")
