@@ -7,8 +7,9 @@ parameters of a transformer's shapes, publish them as bfloat16 (10 MB, 270 MB, 1
 replica copies what it pulls into parameters of its own, and compares their checksums with those that were published.
 Every figure is the median of repeats; each repeat is one publish of weights that have all changed.
 
-`stall_ms`         time that a step loses: from the publish until its update may begin, less the time that the same
-                   forward and backward take without a publish. `copy_ms`: the same without forward and backward.
+`stall_ms`         the rank is blocked: in the publish, and after a forward and backward beside which the weights are
+                   copied. `copy_ms`: the same where no forward and backward is between them.
+`slowdown_ms`      so much longer the forward and backward take than without a publish beside them.
 `memcpy_ms`        one copy of as many bytes as the rank publishes, in its process right before.
 `all_relays_ms`    from the publish until every relay holds the version.
 `freshness_ms`     until every replica computes with it, and has compared the checksums.
@@ -98,11 +99,11 @@ class Trainer:
         self._target = torch.ones_like(self._source)
         self._matrix = torch.randn(512, 512)
 
-    def publish(self, version: int, num_products: int) -> tuple[float, float, float, float]:
+    def publish(self, version: int, num_products: int) -> tuple[float, float, float, float, float]:
         """Change all parameters and publish them, beside a forward and backward of `num_products` products.
 
-        Returns the seconds of one copy of the same bytes, of the computation alone, and from the publish until an
-        update may begin; and the publish by the wall clock, which all processes of this machine share.
+        Returns the seconds of one copy of the same bytes, of the computation alone and beside the publish, and for
+        which the publish blocked it; and its beginning by the wall clock, which all processes of this machine share.
         """
         for _, shard in self._shards.values():
             shard.add_(1.0)
@@ -115,9 +116,12 @@ class Trainer:
         start_s = time.time()
         rectangles = [rectangle for rectangle, _ in self._shards.values()]
         self._publisher.publish(version, self._shards, rectangles, rank=self._rank, num_ranks=self._num_ranks)
+        published_s = time.monotonic()
         self._compute(num_products)
+        beside_s = time.monotonic() - published_s
         self._publisher.wait_copied()
-        return copied_s - began_s, computed_s - copied_s, time.monotonic() - computed_s, start_s
+        stall_s = time.monotonic() - computed_s - beside_s
+        return copied_s - began_s, computed_s - copied_s, beside_s, stall_s, start_s
 
     def products_of(self, copies: int) -> int:
         """Number of products that take as long as this many copies."""
@@ -186,7 +190,8 @@ class Tier:
         held_s, pulled_s = await asyncio.gather(*holds), await asyncio.gather(*pulls)
         arrival = await self.relays.arrival(version)
         began_s = max(start_s for *_, start_s in told)
-        stall_s = max(lasted_s - alone_s for _, alone_s, lasted_s, _ in told)
+        stall_s = max(each_s for *_, each_s, _ in told)
+        slowdown_s = max(beside_s - alone_s for _, alone_s, beside_s, *_ in told)
         memcpy_s = max(copy_s for copy_s, *_ in told)
         links = [(await member.proxy.held()).link for member in self.relays.members]
         measured = [link.bytes_per_s for link in links if link.is_measured]
@@ -194,6 +199,7 @@ class Tier:
             "stall_ms": 1e3 * stall_s,
             "memcpy_ms": 1e3 * memcpy_s,
             "stall_over_memcpy": stall_s / memcpy_s,
+            "slowdown_ms": 1e3 * slowdown_s,
             "all_relays_ms": 1e3 * (max(held_s) - began_s),
             "freshness_ms": 1e3 * (max(pulled_s) - began_s),
             "sent_share": arrival.num_sent / arrival.num_bytes,

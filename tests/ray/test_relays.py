@@ -53,11 +53,14 @@ class Trainer:
         """Publish other bytes as `version`."""
         self.publish(version, weights_of(version + 1000))
 
-    def publish(self, version: int, weights: Mapping[str, Tensor] | None = None) -> None:
+    def publish(
+        self, version: int, weights: Mapping[str, Tensor] | None = None, rank: int = 0, num_ranks: int = 1
+    ) -> None:
         weights = weights_of(version) if weights is None else weights
-        rectangles = {spec.name: Rectangle.whole(spec) for spec in specs_of(weights)}
-        shards = {name: (rectangles[name], tensor) for name, tensor in weights.items()}
-        self._publisher.publish(version, shards, list(rectangles.values()))
+        wholes = {spec.name: Rectangle.whole(spec) for spec in specs_of(weights)}
+        shards = {name: (wholes[name], tensor) for name, tensor in weights.items()}
+        own = [whole.split(num_ranks)[rank] for whole in wholes.values()]
+        self._publisher.publish(version, shards, own, rank=rank, num_ranks=num_ranks)
         self._publisher.wait_copied()
 
     def announce_again(self, version: int) -> None:
@@ -262,5 +265,33 @@ def test_republishing_a_version_with_other_bytes_is_refused(tier):
             with pytest.raises(WeightsMismatch, match=f"hearing of version {v + 1}: actor-0 published it with"):
                 await ask
         other.kill()
+
+    asyncio.run(main())
+
+
+def test_ranks_publish_parts_and_one_that_dies_leaves_its_version_out(tier):
+    v = tier.first
+
+    async def publish(ranks: list[Remote[Trainer]], version: int) -> None:
+        calls = (rank.call(Trainer.publish, version, None, i, 2) for i, rank in enumerate(ranks))
+        await asyncio.gather(*calls)
+
+    async def main() -> None:
+        ranks = [trainer_of(tier.relays.route) for _ in range(2)]
+        await publish(ranks, v)
+        arrival = await asyncio.wait_for(tier.relays.arrival(v), 200)
+        assert arrival.hash == hash_of(weights_of(v)), "that of any number of ranks"
+        assert await asyncio.gather(*(tier.read(i, v) for i in range(3))) == [v] * 3
+        await ranks[0].call(Trainer.publish, v + 1, None, 0, 2)
+        ranks[1].kill()
+        assert await tier.read(0, v) == v, "the newest that is whole"
+        ranks[0].kill()
+        successors = [trainer_of(tier.relays.route) for _ in range(2)]
+        for version in (v + 2, v + 3):
+            await publish(successors, version)
+            await asyncio.wait_for(tier.relays.arrival(version), 200)
+        assert await asyncio.gather(*(tier.read(i, v + 3) for i in range(3))) == [v + 3] * 3
+        for successor in successors:
+            successor.kill()
 
     asyncio.run(main())
