@@ -44,7 +44,7 @@ class KillableRelay(Relay):
 
 
 class Trainer:
-    """A rank's process without a model: `body` and `head` change from version to version, `frozen` never."""
+    """A rank's process without a model: all of `head` and a little of `body` change from version to version."""
 
     def __init__(self, route: Route) -> None:
         self._publisher = WeightPublisher(route, deltas="always")
@@ -90,7 +90,9 @@ class Reader:
 
 def weights_of(version: int) -> dict[str, Tensor]:
     frozen = torch.arange(4 << 20, dtype=torch.float32) + version // VERSIONS
-    return {"body": torch.full((1 << 20,), float(version)), "frozen": frozen, "head": torch.full((1000,), -version / 2)}
+    body = torch.zeros(1 << 20)
+    body[::512] = version
+    return {"body": body, "frozen": frozen, "head": torch.full((1000,), -version / 2)}
 
 
 def trainer_of(route: Route) -> Remote[Trainer]:

@@ -14,7 +14,7 @@ from ray.exceptions import ObjectLostError
 
 from rlsys.errors import DeadlineExceeded, WorkerDied
 from rlsys.types import PolicyVersion, Ref
-from rlsys.weight_sync.links import BYTES_PER_S, Link, deadline_s
+from rlsys.weight_sync.links import Link, deadline_s
 from rlsys.weight_sync.manifest import Probe, Rectangle, VersionPart
 from rlsys.weight_sync.relay import (
     TRIES,
@@ -50,7 +50,7 @@ class WeightPublisher:
 
     def __init__(self, route: Route, deltas: Literal["sooner", "always"] = "sooner") -> None:
         """`deltas` are sent if that is `sooner`: to other machines, and where encoding and decoding takes less time
-        than the bytes saved, at `BYTES_PER_S`. `always` is for tests, whose nodes share a machine."""
+        than the bytes saved, at the measured speed of the links. `always` is for tests, whose nodes share a machine."""
         self._route, self._deltas = route, deltas
         self._transport = route.transport.start()
         self.name = "actor-0"
@@ -185,7 +185,8 @@ class WeightPublisher:
         took_s = time.perf_counter() - began_s
         if data is None or self._deltas == "always":
             return data
-        return data if 2 * took_s < (len(new) - len(data)) / BYTES_PER_S else None
+        both_s = 1.5 * took_s  # decoding takes less than half the time of encoding
+        return data if both_s < (len(new) - len(data)) / self._link.bytes_per_s else None
 
     async def _evict(self) -> None:
         """Evict all but the newest `NUM_STORED` versions and the pinned one; none if no relay reports its pin."""
