@@ -19,6 +19,7 @@ from rlsys.loop.build_driver import build_driver
 from rlsys.monitoring.events import Events
 from rlsys.monitoring.trackers.jsonl import JsonlSink
 from rlsys.types import POLICY, Sampling
+from rlsys.weight_sync.manifest import TensorSpec
 from rlsys.weight_sync.relay import Relay, RelayPeer, Store
 from rlsys.weight_sync.sync import Manifest
 from tests.jobs import config_of
@@ -30,7 +31,7 @@ from workers.relay.relay_pool import RayRelays
 from workers.rollout.generator import WeightChange
 from workers.rollout.rollout_pool import RolloutPool
 from workers.rollout.rollout_worker import GeneratorSpec, RolloutSpec, RolloutWorker
-from workers.transport.buckets import content_hash
+from workers.transport.checksums import checksum_of, spec_of
 from workers.worker_set import PolicyWorkers, WorkerSet, start_actor, start_rewards, start_rollouts
 
 Lie = Literal["one flipped bit", "bytes of the version before", "the version before"]
@@ -104,20 +105,22 @@ def test_logprobs_reveal_an_engine_that_ignores_its_new_weights(cluster, model_p
 
 
 async def lazy(name: str, spec: RolloutSpec, relays: RayRelays) -> RolloutWorker:
-    """A replica whose engine says it took version `FAULTY` in, and goes on with the one before; its successor works."""
+    """A replica whose engine has the checksums of version `FAULTY`, and computes with the one before; its successor
+    works."""
     worker = await RolloutWorker.of(name, spec, {POLICY: relays.members}, None)
     engine = worker.generator._engine
     honest = engine.load
-    used: list[Mapping[str, Tensor]] = []
+    given: list[Mapping[str, Tensor]] = []
 
-    async def load(version: int, weights: Mapping[str, Tensor]) -> str:
-        if version == FAULTY and "." not in name:
-            await honest(version, used[-1])
-            return content_hash(weights)
-        used.append(weights)
-        return await honest(version, weights)
+    async def load(version: int, weights: Mapping[str, Tensor]) -> None:
+        given.append(weights)
+        is_faulty = version == FAULTY and "." not in name
+        await honest(version, given[-2] if is_faulty else weights)
 
-    engine.load = load
+    async def checksums() -> Mapping[TensorSpec, int]:
+        return {spec_of(name, tensor): checksum_of(tensor) for name, tensor in given[-1].items()}
+
+    engine.load, engine.checksums = load, checksums
     return worker
 
 
