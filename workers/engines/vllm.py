@@ -126,9 +126,9 @@ class VllmEngine(SteppingEngine):
     async def stage(self, weights: Mapping[str, Tensor]) -> None:
         """See `Engine.stage`: on a CPU, every shard lays out a second set of its weights, in a separate thread. An
         adapter, which is small, is only checked."""
-        check_weights(self._name, weights, self._shapes)
         if self._staged is weights:
             return
+        check_weights(self._name, weights, self._shapes)
         self._staged = None
         if self._adapter is None:
             specs = [TensorSpec(n, self._spec.dtype, self._shapes.known[n]) for n in sorted(self._shapes.required)]
